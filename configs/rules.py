@@ -1,0 +1,85 @@
+"""The rules a configuration must keep, beside the types that base.yaml fixes: allowed names, ranges, and rules across keys."""
+
+import difflib
+from typing import Any
+
+CHOICES = {
+    "run.device": ("auto", "cpu", "cuda"),
+    "data.source": ("recordio", "folder", "synthetic"),
+    "loss.gradient": ("exact", "straight_through"),
+    "head.matmul_dtype": ("auto", "fp32", "bf16"),
+    "optimizer.name": ("sgd",),
+    "train.precision": ("fp32", "bf16", "fp16"),
+}
+
+# key -> (smallest, largest or None); both ends allowed
+RANGES: dict[str, tuple[float, float | None]] = {
+    "run.seed": (0, 2**62),
+    "run.threads": (0, 4096),
+    "data.num_classes": (0, None),
+    "data.num_images": (0, None),
+    "data.threads": (1, 256),
+    "data.prefetch": (1, 1024),
+    "backbone.embedding_size": (1, 65536),
+    "backbone.dropout": (0, 0.99),
+    "head.chunk": (1, None),
+    "optimizer.lr": (0, None),
+    "optimizer.momentum": (0, 0.9999),
+    "optimizer.weight_decay": (0, None),
+    "optimizer.clip_norm": (0, None),
+    "schedule.power": (0, None),
+    "schedule.warmup_epochs": (0, None),
+    "train.max_steps": (0, None),
+    "train.batch_size": (1, None),
+    "train.accumulation": (1, None),
+    "eval.every": (0, None),
+    "eval.batch_size": (1, None),
+    "checkpoint.every": (0, None),
+    "checkpoint.keep_last": (1, None),
+    "log.every": (1, None),
+}
+
+# must be above the bound
+POSITIVE = ("backbone.width", "loss.scale", "head.sample_rate", "train.epochs")
+
+
+def check_rules(tree: dict[str, Any]) -> None:
+    """Raise ValueError at the first broken rule; `tree` is the merged configuration as plain dicts."""
+
+    def get(name: str) -> Any:
+        section, key = name.split(".")
+        return tree[section][key]
+
+    for name, allowed in CHOICES.items():
+        if get(name) not in allowed:
+            near = difflib.get_close_matches(get(name), allowed, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {get(name)!r}.{hint}")
+    for name, (low, high) in RANGES.items():
+        if get(name) < low or (high is not None and get(name) > high):
+            rule = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise ValueError(f"{name} must be {rule}, got {get(name)}")
+    for name in POSITIVE:
+        if get(name) <= 0:
+            raise ValueError(f"{name} must be above 0, got {get(name)}")
+    _check_across(tree)
+
+
+def _check_across(tree: dict[str, Any]) -> None:
+    data, train, schedule = tree["data"], tree["train"], tree["schedule"]
+    if tree["head"]["sample_rate"] > 1:
+        raise ValueError(f"head.sample_rate must be at most 1 (a share of the classes), got {tree['head']['sample_rate']}")
+    if data["source"] == "synthetic":
+        for key in ("num_classes", "num_images"):
+            if data[key] < 1:
+                raise ValueError(f"data.{key} must be at least 1 for data.source=synthetic, got {data[key]}; say how many to make")
+    if train["batch_size"] % train["accumulation"]:
+        raise ValueError(
+            f"train.batch_size must be a multiple of train.accumulation, got {train['batch_size']} and {train['accumulation']}"
+        )
+    if not train["max_steps"] and schedule["warmup_epochs"] >= train["epochs"]:
+        raise ValueError(
+            f"schedule.warmup_epochs must be below train.epochs, got {schedule['warmup_epochs']} and {train['epochs']}"
+        )
+    if len(set(tree["eval"]["targets"])) != len(tree["eval"]["targets"]):
+        raise ValueError(f"eval.targets names a set twice: {', '.join(tree['eval']['targets'])}")
