@@ -1,0 +1,163 @@
+"""Processes: who am I, how do I meet the others, and how do all of us fail together.
+
+One process needs no group and no port: then every function here is the identity. Several are started by torchrun (or
+anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) and talk NCCL on CUDA, gloo on the CPU.
+"""
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class World(NamedTuple):
+    """This process among all: rank is global, local_rank only picks the device."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+
+
+def start(device: str, threads: int = 0, timeout_minutes: float = 30.0) -> World:
+    """Join the other processes if there are any, choose the device, set the CPU threads; return this process's place.
+
+    Args:
+        device: auto, cpu or cuda.
+        threads: CPU threads for arithmetic; 0 = the cores of this machine shared equally by its processes.
+
+    Raises:
+        ValueError: a device that is not there, an incomplete environment, or a rendezvous that cannot be made.
+    """
+    rank, world_size = _from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1)
+    local_rank, local_world_size = _from_environment("LOCAL_RANK", 0), _from_environment("LOCAL_WORLD_SIZE", world_size)
+    chosen = _choose_device(device, local_rank)
+    if threads or world_size > 1:  # torchrun sets OMP_NUM_THREADS=1, which would leave most cores idle
+        torch.set_num_threads(threads or max(1, _num_cores() // local_world_size))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if world_size > 1 and not dist.is_initialized():
+        backend = "nccl" if chosen.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes))
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            raise ValueError(_explain_rendezvous(error)) from None
+    return World(rank, world_size, local_rank, local_world_size, chosen)
+
+
+def stop() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether a collective failed because another process went away, so that the fault is not this rank's own."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError)
+        and any(word in str(error) for word in ("Connection closed by peer", "Connection reset", "gloo", "NCCL"))
+    )
+
+
+@contextlib.contextmanager
+def together(world: World) -> Iterator[None]:
+    """Run a block on every rank; if it raises ValueError on any, raise one on all, naming the ranks.
+
+    The block itself must not communicate: a rank that failed early would leave the others waiting inside it.
+    """
+    message = ""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+    messages = all_gather_objects(message, world)
+    distinct = {text: [r for r, m in enumerate(messages) if m == text] for text in messages if text}
+    if not distinct:
+        return
+    if len(distinct) == 1 and len(next(iter(distinct.values()))) == world.world_size:
+        raise ValueError(next(iter(distinct)))
+    raise ValueError("; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in distinct.items()))
+
+
+def barrier(world: World) -> None:
+    if world.world_size > 1:
+        dist.barrier(device_ids=[world.device.index] if world.device.type == "cuda" else None)
+
+
+def all_gather_objects(value: Any, world: World) -> list[Any]:
+    """Return every rank's small picklable value, in rank order. For set-up, never for the training step."""
+    if world.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * world.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def all_gather_rows(rows: Tensor, counts: list[int], world: World) -> Tensor:
+    """Return the rows (n_r, D) of all ranks below one another, (sum(counts), D); counts[r] = n_r may differ."""
+    if world.world_size == 1:
+        return rows
+    padded = rows.new_zeros(max(counts), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = rows.new_empty(max(counts) * world.world_size, *rows.shape[1:])
+    dist.all_gather_into_tensor(gathered, padded)
+    blocks = gathered.split(max(counts))
+    return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])
+
+
+def any_rank(flag: bool, world: World) -> bool:
+    """Return whether flag holds on at least one rank."""
+    if world.world_size == 1:
+        return flag
+    shared = torch.tensor(float(flag), device=world.device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return bool(shared.item())
+
+
+def broadcast_module(module: nn.Module, world: World) -> None:
+    """Give every rank rank 0's parameters and buffers, such as the BatchNorm statistics that each rank gathered alone."""
+    if world.world_size == 1:
+        return
+    for tensor in module.state_dict().values():
+        dist.broadcast(tensor, src=0)
+
+
+def _from_environment(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    if not text.isdigit():
+        raise ValueError(f"environment variable {name} must be a whole number, got {text!r}; start with python or torchrun")
+    return int(text)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _choose_device(device: str, local_rank: int) -> torch.device:
+    available = torch.cuda.is_available()
+    if device == "cpu" or (device == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise ValueError("run.device=cuda, but torch sees no CUDA device; set run.device=cpu or install a CUDA build of torch")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; lower torchrun's --nproc_per_node"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _explain_rendezvous(error: Exception) -> str:
+    address = f"{os.environ.get('MASTER_ADDR', '(MASTER_ADDR is not set)')}:{os.environ.get('MASTER_PORT', '(no MASTER_PORT)')}"
+    text = str(error)
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return f"the processes cannot meet: port {address} is in use by another job; set another MASTER_PORT"
+    first_line = text.strip().splitlines()[0][:300] if text.strip() else type(error).__name__
+    return f"the processes cannot meet at {address}: {first_line}"

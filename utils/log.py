@@ -1,0 +1,145 @@
+"""What a run says: a progress bar on a terminal, plain lines in a file, metrics.jsonl and TensorBoard. Silent off rank 0."""
+
+import json
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class RunLog:
+    """One run's log; on every rank but 0 all methods do nothing.
+
+    On a terminal the progress bar shows the running numbers and events appear above it; otherwise each line is printed. The
+    file train.log holds every line either way.
+
+    Args:
+        folder: of the run; train.log, metrics.jsonl and tensorboard/ are continued there.
+        start_step, total_steps: optimizer steps, for the bar and the time left.
+    """
+
+    def __init__(self, folder: Path, rank: int, start_step: int, total_steps: int) -> None:
+        self.active = rank == 0
+        self.total_steps = total_steps
+        self.bar: tqdm | None = None
+        self.board: SummaryWriter | None = None
+        if not self.active:
+            return
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and only rank 0 needs it
+
+        self.file = (folder / "train.log").open("a", encoding="utf-8", buffering=1)
+        self.metrics_file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step)
+        if sys.stderr.isatty():
+            self.bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self.active:
+            return
+        if error is not None:
+            self.file.write(f"{_now()} stopped by {type(error).__name__}: {error}\n")
+        if self.bar is not None:
+            self.bar.close()
+        if self.board is not None:
+            self.board.close()
+        self.file.close()
+        self.metrics_file.close()
+
+    def info(self, text: str) -> None:
+        """Show an event on the terminal and in the file."""
+        if not self.active:
+            return
+        self.file.write(f"{_now()} {text}\n")
+        tqdm.write(text) if self.bar is not None else print(text, flush=True)
+
+    def warn(self, text: str) -> None:
+        self.info(f"WARNING: {text}")
+
+    def advance(self, step: int, loss: float) -> None:
+        """Move the bar to `step` finished optimizer steps."""
+        if self.bar is not None:
+            self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            self.bar.update(step - self.bar.n)
+
+    def train(self, step: int, numbers: dict[str, float], eta_seconds: float) -> None:
+        """Write the numbers of training after `step` optimizer steps."""
+        if not self.active:
+            return
+        shown = "  ".join(f"{name} {value:.5g}" for name, value in numbers.items())
+        line = f"step {step}/{self.total_steps}  {shown}  eta {format_seconds(eta_seconds)}"
+        self.file.write(f"{_now()} {line}\n")
+        if self.bar is None:
+            print(line, flush=True)
+        self.record(step, "train", numbers)
+
+    def record(self, step: int, kind: str, numbers: dict[str, Any]) -> None:
+        """Append numbers to metrics.jsonl and TensorBoard, as kind/name."""
+        if not self.active:
+            return
+        # JSON has no nan or inf
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}
+        self.metrics_file.write(json.dumps({"step": step, "kind": kind, **clean}) + "\n")
+        if self.board is not None:
+            for name, value in numbers.items():
+                if isinstance(value, (int, float)):
+                    self.board.add_scalar(f"{kind}/{name}", value, step)
+
+
+class Speed:
+    """Images per second and the time left, over training alone: evaluation and saving are taken out by `pause`."""
+
+    def __init__(self, images_per_step: int) -> None:
+        self.images_per_step = images_per_step
+        self.started = self.total_started = time.perf_counter()
+        self.steps = self.total_steps = 0
+
+    def count(self) -> None:
+        self.steps += 1
+        self.total_steps += 1
+
+    def pause(self, seconds: float) -> None:
+        """Leave out seconds that were not training."""
+        self.started += seconds
+        self.total_started += seconds
+
+    def lap(self) -> float:
+        """Return images per second since the last lap."""
+        now = time.perf_counter()
+        rate = self.images_per_step * self.steps / max(now - self.started, 1e-9)
+        self.started, self.steps = now, 0
+        return rate
+
+    def eta(self, steps_left: int) -> float:
+        """Return the seconds that steps_left steps will take at the mean rate so far."""
+        return steps_left * (time.perf_counter() - self.total_started) / max(self.total_steps, 1)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the most memory this process has used so far: of the GPU on CUDA, resident on the CPU. In GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def format_seconds(seconds: float) -> str:
+    """Return 75 as 1:15 and 3675 as 1:01:15."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")
