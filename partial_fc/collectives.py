@@ -1,0 +1,50 @@
+"""The head's collectives, on a process group of its own so that they do not queue behind DDP's gradient buckets.
+
+Shapes: b = rows of this rank, B = b * world_size rows of all ranks in rank order, D = embedding size.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Collectives:
+    """All-gather, all-reduce and reduce-scatter over the ranks of the head; with one rank none of them communicates."""
+
+    def __init__(self, world_size: int) -> None:
+        if world_size > 1 and not dist.is_initialized():
+            raise ValueError(f"head: {world_size} ranks need a process group; start with torchrun or init_process_group")
+        self.world_size = world_size
+        self.group = dist.new_group() if world_size > 1 else None
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        """Return (B, ...) from every rank's (b, ...), rank 0's rows first; b is the same everywhere."""
+        if self.world_size == 1:
+            return rows
+        gathered = rows.new_empty(self.world_size * rows.shape[0], *rows.shape[1:])
+        dist.all_gather_into_tensor(gathered, rows.contiguous(), group=self.group)
+        return gathered
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the elementwise sum over the ranks, written into tensor."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Return the elementwise maximum over the ranks, written into tensor."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def reduce_scatter(self, rows: Tensor) -> Tensor:
+        """Return this rank's (b, D) block of the sum over the ranks of (B, D)."""
+        if self.world_size == 1:
+            return rows
+        block = rows.new_empty(rows.shape[0] // self.world_size, *rows.shape[1:])
+        dist.reduce_scatter_tensor(block, rows, group=self.group)
+        return block
+
+    def gather_labels(self, labels: Tensor, device: torch.device) -> Tensor:
+        """Return the (B, ...) labels of all ranks on the CPU, from (b, ...); NCCL moves them through the device."""
+        return self.all_gather(labels.to(device)).cpu() if self.world_size > 1 else labels.cpu()

@@ -1,0 +1,43 @@
+"""Where a class lives: slots, shards and initial centres.
+
+Classes lie in slots under one pseudo-random permutation of (seed, number of classes), so that classes with neighbouring labels
+are no neighbours in memory and a contiguous run of slots is a random set of classes. A shard is a contiguous range of slots.
+Any number of ranks is therefore another slicing of the same slots, and a centre's first value does not depend on it.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from utils.randomness import derive, permute, unpermute
+
+_BLOCK = 1024  # slots that share one generator; part of what (seed, class) -> initial centre means
+_STD = 0.01
+
+
+def shard_range(num_classes: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return [start, stop) of rank's slots: num_classes // world_size each, one more for the first num_classes % world_size."""
+    share, rest = divmod(num_classes, world_size)
+    start = share * rank + min(rank, rest)
+    return start, start + share + (rank < rest)
+
+
+def slots_of_classes(classes: np.ndarray, num_classes: int, seed: int) -> np.ndarray:
+    """Return the slot of each class (int64)."""
+    return permute(classes, num_classes, derive(seed, "slots"))
+
+
+def classes_of_slots(slots: np.ndarray, num_classes: int, seed: int) -> np.ndarray:
+    """Return the class in each slot (int64), the inverse of slots_of_classes."""
+    return unpermute(slots, num_classes, derive(seed, "slots"))
+
+
+def initial_centres(start: int, stop: int, dim: int, seed: int) -> Tensor:
+    """Return the (stop - start, dim) float32 first values of slots [start, stop), normal with deviation 0.01, on the CPU."""
+    centres = torch.empty(stop - start, dim)
+    for block in range(start // _BLOCK, (stop + _BLOCK - 1) // _BLOCK):
+        generator = torch.Generator().manual_seed(derive(seed, "centres", block))
+        rows = torch.randn(_BLOCK, dim, generator=generator)
+        first, last = max(start, block * _BLOCK), min(stop, (block + 1) * _BLOCK)
+        centres[first - start : last - start] = rows[first - block * _BLOCK : last - block * _BLOCK]
+    return centres.mul_(_STD)

@@ -1,0 +1,52 @@
+"""Fixtures shared by all tests: several gloo processes, and the optional folder of oracle files."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> Callable[..., None]:
+    """Return run(fn, world_size, *args): call fn(rank, world_size, *args) in gloo processes; one rank runs in process."""
+
+    def run(fn: Callable[..., None], world_size: int, *args: Any) -> None:
+        if world_size == 1:
+            fn(0, 1, *args)
+            return
+        rendezvous = tmp_path / "rendezvous"
+        rendezvous.unlink(missing_ok=True)
+        mp.spawn(_rank_main, args=(world_size, str(rendezvous), fn, args), nprocs=world_size)
+
+    return run
+
+
+def _rank_main(rank: int, world_size: int, rendezvous: str, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    try:
+        fn(rank, world_size, *args)
+    finally:  # a rank that failed must leave the group, or the others would wait for it
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def face_oracle() -> Path:
+    """Return the folder named by FACE_ORACLE, which holds `oracle` (files made by real mxnet) and `london` (photographs)."""
+    folder = os.environ.get("FACE_ORACLE", "")
+    if not folder:
+        pytest.skip("set FACE_ORACLE to the folder with oracle/ and london/ for this additional check")
+    return Path(folder)
