@@ -1,0 +1,120 @@
+"""IResNet: the residual network of ArcFace, made for 112 x 112 faces.
+
+Source: Deng et al., "ArcFace", CVPR 2019, https://arxiv.org/abs/1801.07698, Section 3.1: the stem keeps the full
+resolution, a block is BN-conv-BN-PReLU-conv-BN, and the output is BN-dropout-FC-BN. Parameter names and initial values
+are those of arcface_torch, so that its published weights load with strict=True.
+Shapes: b = images of this rank, H = W = 112, h = w = feature map side, D = embedding size.
+"""
+
+import contextlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+INPUT_SHAPE = (3, 112, 112)
+_STAGE_CHANNELS = (64, 128, 256, 512)
+_OUTPUT_SIDE = 7  # 112 halved by each of the four stages
+
+
+def scale_channels(channels: int, width: float) -> int:
+    """Return channels * width, rounded to the nearest multiple of 8 and at least 8."""
+    if not (math.isfinite(width) and width > 0):
+        raise ValueError(f"backbone.width must be a number above 0 (1 = the published network), got {width}")
+    return max(8, 8 * math.floor(channels * width / 8 + 0.5))
+
+
+def check_head(embedding_size: int, dropout: float) -> None:
+    """Raise ValueError for an embedding size or a dropout probability that no head can have."""
+    if embedding_size < 1:
+        raise ValueError(f"backbone.embedding_size must be 1 or more (512 is usual), got {embedding_size}")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"backbone.dropout must be in [0, 1), a probability of dropping, got {dropout}")
+
+
+def check_images(images: Tensor) -> None:
+    """Raise ValueError unless images are (b, 3, 112, 112)."""
+    if images.dim() != 4 or tuple(images.shape[1:]) != INPUT_SHAPE:
+        raise ValueError(
+            f"the backbone takes aligned images of shape (b, 3, 112, 112), got {tuple(images.shape)}: "
+            "align or resize them to 112 x 112 and put the channels first"
+        )
+
+
+def autocast_off(device_type: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which autocast is off: an embedding in 16 bits has too few digits for the margin."""
+    # Entered only where needed, so that exported graphs stay plain and the meta device, which has no autocast, works.
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+class Block(nn.Module):
+    """BN-conv3x3-BN-PReLU-conv3x3-BN beside an identity, or beside a 1 x 1 convolution where the shape changes."""
+
+    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(in_channels)
+        self.conv1 = nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.prelu = nn.PReLU(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, stride=stride, padding=1, bias=False)
+        self.bn3 = nn.BatchNorm2d(channels)
+        self.downsample: nn.Sequential | None = None
+        if stride != 1 or in_channels != channels:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(in_channels, channels, 1, stride=stride, bias=False), nn.BatchNorm2d(channels)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (b, channels, h / stride, w / stride) from (b, in_channels, h, w)."""
+        out = self.prelu(self.bn2(self.conv1(self.bn1(x))))
+        out = self.bn3(self.conv2(out))
+        return out + (x if self.downsample is None else self.downsample(x))
+
+
+class IResNet(nn.Module):
+    """Args:
+    num_blocks: blocks in each of the four stages.
+    width: factor on the channels 64, 128, 256, 512.
+    dropout: probability at the flattened feature map, while training.
+    """
+
+    def __init__(
+        self, num_blocks: Sequence[int], embedding_size: int = 512, width: float = 1.0, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        check_head(embedding_size, dropout)
+        channels = [scale_channels(c, width) for c in _STAGE_CHANNELS]
+        self.conv1 = nn.Conv2d(3, channels[0], 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels[0])
+        self.prelu = nn.PReLU(channels[0])
+        self.layer1 = _stage(channels[0], channels[0], num_blocks[0])
+        self.layer2 = _stage(channels[0], channels[1], num_blocks[1])
+        self.layer3 = _stage(channels[1], channels[2], num_blocks[2])
+        self.layer4 = _stage(channels[2], channels[3], num_blocks[3])
+        self.bn2 = nn.BatchNorm2d(channels[3])
+        self.dropout = nn.Dropout(dropout)
+        self.fc = nn.Linear(channels[3] * _OUTPUT_SIDE**2, embedding_size)
+        self.features = nn.BatchNorm1d(embedding_size)
+        # A free scale per dimension would be undone by the normalisation that follows; the bias is trained.
+        self.features.weight.requires_grad = False
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.normal_(module.weight, 0.0, 0.1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the (b, D) raw embeddings in fp32 of images (b, 3, 112, 112), whatever autocast is on."""
+        check_images(images)
+        x = self.prelu(self.bn1(self.conv1(images)))  # (b, 64, 112, 112)
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))  # (b, 512, 7, 7)
+        x = self.dropout(torch.flatten(self.bn2(x), 1))  # (b, 25088)
+        with autocast_off(x.device.type):
+            return self.features(self.fc(x.to(self.fc.weight.dtype)))
+
+
+def _stage(in_channels: int, channels: int, num_blocks: int) -> nn.Sequential:
+    """Return num_blocks blocks, the first of which halves the resolution."""
+    first = Block(in_channels, channels, stride=2)
+    return nn.Sequential(first, *(Block(channels, channels, stride=1) for _ in range(num_blocks - 1)))

@@ -1,0 +1,26 @@
+"""CosFace: subtract a fixed margin from the target cosine.
+
+Source: Wang et al., "CosFace", CVPR 2018, https://arxiv.org/abs/1801.09414, Eq. 4.
+Shapes: B = rows, the global batch.
+"""
+
+from torch import Tensor
+
+from .margin import Margin, at_least_float32
+
+
+class CosFace(Margin):
+    """Args:
+    margin: what is subtracted from the cosine.
+    gradient: both kinds are the same here: the derivative is `scale`.
+    """
+
+    def __init__(self, scale: float = 64.0, margin: float = 0.4, gradient: str = "exact") -> None:
+        super().__init__(scale, gradient)
+        if not 0.0 <= margin < 1.0:
+            raise ValueError(f"loss.margin must be in [0, 1) for cosface (a cosine, not an angle), got {margin}")
+        self.margin = float(margin)
+
+    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
+        """Return the (B,) logits of each row's own class, from its cosine (B,); the norm (B,) is not used."""
+        return self.scale * (at_least_float32(cosine) - self.margin)

@@ -1,0 +1,88 @@
+"""The interface between a margin and the head: cosines in, logits out.
+
+Source: the losses of Wang et al. (CosFace), Deng et al. (ArcFace), Liu et al. (SphereFace) and their successors all are
+cross-entropy on logits that are a function of the cosines, and differ in that function alone.
+Shapes: B = rows, the global batch; K = classes of one chunk of the head.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+GRADIENTS = ("exact", "straight_through")
+
+# Where |cosine| is nearer to 1, exact derivatives are taken at 1 - this: d theta / d cosine goes to infinity there and is
+# 224 here. The embedding's gradient loses little, since d cosine / d embedding goes to 0 as fast.
+_DERIVATIVE_EPS = 1e-5
+
+
+class Margin(nn.Module):
+    """Maps cosines to logits. It knows no ranks, no labels and no class weights; subclasses define `target`.
+
+    What a head may rely on:
+    - `target` and `negatives` are functions of their arguments and of the margin's buffers alone, row by row, and
+      change no buffer: the head may call them on any rows and any chunk of classes, and again in the backward pass.
+    - `target` is differentiable by autograd with respect to `cosine`; its values and derivatives are finite for every
+      finite cosine, rounding errors beyond [-1, 1] included, and it never falls when the cosine rises. It computes in
+      fp32 or better, whatever autocast is on and whatever comes in.
+    - For cosines in [-1, 1], no target logit is above `logit_bound` and no negative logit is above it in absolute
+      value; a cosine that rounding puts beyond 1 may exceed it in proportion.
+    - Where `linear_negatives` is true, `negatives(cosine, ...)` is `scale * cosine` exactly, and the head may put the
+      scale into a matrix product instead of calling it. Otherwise its derivative comes from autograd.
+    - State that a margin keeps lies in its buffers, where `state_dict` and `.to(device)` find it, and is equal on all
+      ranks, since it is computed from the global batch.
+
+    Args:
+        scale: radius s of the sphere the logits live on.
+        gradient: "exact" differentiates the margin; "straight_through" gives every target logit the derivative `scale`,
+            as arcface_torch does. The values are the same.
+    """
+
+    def __init__(self, scale: float = 64.0, gradient: str = "exact") -> None:
+        super().__init__()
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"loss.scale must be a number above 0 (64 is usual), got {scale}")
+        if gradient not in GRADIENTS:
+            raise ValueError(f"loss.gradient must be one of {', '.join(GRADIENTS)}, got '{gradient}'")
+        self.scale = float(scale)
+        self.gradient = gradient
+
+    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
+        """Return the (B,) logits of each row's own class, from its cosine (B,) and its embedding's norm (B,)."""
+        raise NotImplementedError(f"{type(self).__name__} must define target(cosine, norm)")
+
+    def negatives(self, cosine: Tensor, target_cosine: Tensor) -> Tensor:
+        """Return the (B, K) logits of other classes, from their cosines (B, K) and the rows' own cosines (B, 1)."""
+        return self.scale * cosine
+
+    @property
+    def logit_bound(self) -> float:
+        """An upper bound of |any negative logit| and of any target logit. A margin that overrides negatives sets it."""
+        return self.scale
+
+    @property
+    def linear_negatives(self) -> bool:
+        """True where negatives is scale * cosine and nothing else."""
+        return type(self).negatives is Margin.negatives
+
+    def logits_with_derivative(self, cosine: Tensor, value: Tensor, derivative: Tensor) -> Tensor:
+        """Return the (B,) logits scale * value, whose derivative by cosine is scale * derivative, or scale if straight.
+
+        Autograd through acos or a square root is infinite at |cosine| = 1, and NaN even in a branch that torch.where
+        does not take; so `value` and `derivative`, both (B,), are computed without it.
+        """
+        distance = cosine - cosine.detach()  # zero, but autograd sees the identity
+        if self.gradient == "exact":
+            distance = derivative * distance
+        return self.scale * (value + distance)
+
+
+def at_least_float32(cosine: Tensor) -> Tensor:
+    """Return cosine in fp32, or as it is if it has more digits: 2^-11, a step of fp16 near 1, is 0.03 in the logit."""
+    return cosine.to(torch.promote_types(cosine.dtype, torch.float32))
+
+
+def off_the_poles(cosine: Tensor) -> Tensor:
+    """Return cosine, moved off +1 and -1 to where derivatives by the angle are still of moderate size."""
+    return cosine.clamp(-1.0 + _DERIVATIVE_EPS, 1.0 - _DERIVATIVE_EPS)

@@ -1,0 +1,289 @@
+"""Backbones: names, shapes and outputs of arcface_torch, initial values, precision, and the errors of a user.
+
+fixtures/backbones: state_dict_shapes.json lists the entries of arcface_torch's r18 and mbf in their order;
+embeddings.json is what those two networks give (float64, first 8 of 512 numbers, two images) for the weights of
+`_set_by_formula` and images of `_noise`.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backbones import build_backbone, list_backbones
+from backbones.iresnet import IResNet, scale_channels
+
+FIXTURES = Path(__file__).parent / "fixtures" / "backbones"
+SHAPES = json.loads((FIXTURES / "state_dict_shapes.json").read_text())
+EMBEDDINGS = json.loads((FIXTURES / "embeddings.json").read_text())
+NUM_BLOCKS = {
+    "r18": (2, 2, 2, 2),
+    "r34": (3, 4, 6, 3),
+    "r50": (3, 4, 14, 3),
+    "r100": (3, 13, 30, 3),
+    "r200": (6, 26, 60, 6),
+}
+BATCH_NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+
+
+def _on_meta(name: str, width: float = 1.0) -> nn.Module:
+    with torch.device("meta"):
+        return build_backbone(name, width=width)
+
+
+def _shapes(model: nn.Module) -> dict[str, list[int]]:
+    return {name: list(value.shape) for name, value in model.state_dict().items()}
+
+
+def _iresnet_shapes(num_blocks: tuple[int, ...]) -> dict[str, list[int]]:
+    """Return what the state dict of an IResNet holds, from the rule of its names."""
+    shapes: dict[str, list[int]] = {"conv1.weight": [64, 3, 3, 3], "prelu.weight": [64]}
+
+    def add_batch_norm(name: str, channels: int) -> None:
+        shapes.update({f"{name}.{part}": [channels] for part in BATCH_NORM[:4]})
+        shapes[f"{name}.num_batches_tracked"] = []
+
+    add_batch_norm("bn1", 64)
+    before = 64
+    for stage, (channels, depth) in enumerate(zip((64, 128, 256, 512), num_blocks, strict=True), start=1):
+        for index in range(depth):
+            block = f"layer{stage}.{index}"
+            inside = before if index == 0 else channels
+            add_batch_norm(f"{block}.bn1", inside)
+            shapes[f"{block}.conv1.weight"] = [channels, inside, 3, 3]
+            add_batch_norm(f"{block}.bn2", channels)
+            shapes[f"{block}.prelu.weight"] = [channels]
+            shapes[f"{block}.conv2.weight"] = [channels, channels, 3, 3]
+            add_batch_norm(f"{block}.bn3", channels)
+        shapes[f"layer{stage}.0.downsample.0.weight"] = [channels, before, 1, 1]
+        add_batch_norm(f"layer{stage}.0.downsample.1", channels)
+        before = channels
+    add_batch_norm("bn2", 512)
+    shapes.update({"fc.weight": [512, 25088], "fc.bias": [512]})
+    add_batch_norm("features", 512)
+    return shapes
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_state_dict_has_the_published_names_and_shapes_in_their_order(name: str) -> None:
+    assert list(_shapes(_on_meta(name)).items()) == list(SHAPES[name].items())  # the order numbers optimizer states
+
+
+@pytest.mark.parametrize("name", list(NUM_BLOCKS))
+def test_iresnet_state_dict_follows_the_rule_of_its_depth(name: str) -> None:
+    assert _shapes(_on_meta(name)) == _iresnet_shapes(NUM_BLOCKS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "num_keys", "million_parameters"),
+    [
+        ("r18", 187, 24.03),
+        ("r34", 331, 34.14),
+        ("r50", 475, 43.59),
+        ("r100", 925, 65.16),
+        ("r200", 1807, 118.83),
+        ("mbf", 333, 2.06),
+    ],
+)
+def test_number_of_keys_and_parameters_is_the_published_one(
+    name: str, num_keys: int, million_parameters: float
+) -> None:
+    model = _on_meta(name)
+    assert len(model.state_dict()) == num_keys
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == million_parameters
+
+
+def test_iresnet_starts_with_convolutions_of_deviation_a_tenth_and_neutral_normalisations() -> None:
+    torch.manual_seed(0)
+    model = build_backbone("r18", width=0.5)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            tolerance = 5 * 0.1 / (2 * module.weight.numel()) ** 0.5  # five standard errors
+            assert abs(module.weight.std().item() - 0.1) < tolerance
+        if isinstance(module, nn.BatchNorm2d | nn.BatchNorm1d):
+            assert module.eps == 1e-5
+            assert (module.weight == 1).all()
+            assert (module.bias == 0).all()
+        if isinstance(module, nn.PReLU):
+            assert (module.weight == 0.25).all()
+
+
+def test_mobilefacenet_starts_with_deviations_of_the_fan_out() -> None:
+    torch.manual_seed(0)
+    for module in build_backbone("mbf").modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            fan_out = module.weight.shape[0] * module.weight[0, 0].numel()
+            expected = (2.0 / fan_out) ** 0.5
+            assert abs(module.weight.std().item() / expected - 1) < 5 / (2 * module.weight.numel()) ** 0.5
+
+
+def test_only_the_scale_of_the_output_normalisation_is_frozen() -> None:
+    frozen = {name for name, parameter in _on_meta("r50").named_parameters() if not parameter.requires_grad}
+    assert frozen == {"features.weight"}
+    assert all(parameter.requires_grad for parameter in _on_meta("mbf").parameters())
+
+
+@pytest.mark.parametrize("name", list_backbones())
+def test_every_backbone_gives_embeddings_and_finite_gradients(name: str) -> None:
+    torch.manual_seed(0)
+    model = build_backbone(name, embedding_size=24, width=0.125)
+    embeddings = model(torch.randn(2, 3, 112, 112))
+    assert embeddings.shape == (2, 24)
+    assert embeddings.dtype == torch.float32
+    embeddings.square().sum().backward()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, parameter_name
+            assert torch.isfinite(parameter.grad).all(), parameter_name
+
+
+def _noise(count: int, seed: int) -> Tensor:
+    """Return numbers in [-1, 1] without pattern, the same with every version of torch."""
+    wave = torch.sin(torch.arange(count, dtype=torch.float64) * 12.9898 + seed)
+    return 2.0 * (wave * 43758.5453).frac().abs() - 1.0
+
+
+def _set_by_formula(model: nn.Module) -> None:
+    for index, (name, value) in enumerate(model.state_dict().items()):
+        if not value.is_floating_point():
+            continue
+        wave = _noise(value.numel(), index).view(value.shape)
+        if name.endswith("running_var"):
+            wave = 1.0 + 0.5 * wave
+        elif value.dim() > 1:
+            wave = wave * (3.0 / value[0].numel()) ** 0.5
+        elif name.endswith("weight"):
+            wave = 0.6 + 0.3 * wave
+        else:
+            wave = 0.1 * wave
+        value.copy_(wave)
+
+
+@pytest.mark.parametrize("name", list(EMBEDDINGS))
+def test_embeddings_equal_those_of_arcface_torch_for_the_same_weights(name: str) -> None:
+    model = build_backbone(name).eval()
+    _set_by_formula(model)
+    with torch.no_grad():
+        embeddings = model(_noise(2 * 3 * 112 * 112, 0).view(2, 3, 112, 112).float())
+    # fp32 against float64 rounded to 6 digits: measured 1e-6
+    torch.testing.assert_close(embeddings[:, :8], torch.tensor(EMBEDDINGS[name]), rtol=1e-5, atol=1e-5)
+
+
+def test_iresnet_forward_equals_its_equations_written_with_functions() -> None:
+    torch.manual_seed(0)
+    model = build_backbone("r18", embedding_size=16, width=0.125).double().eval()
+    for value in model.state_dict().values():
+        if value.is_floating_point():
+            value.uniform_(0.05, 0.35)
+    w = model.state_dict()
+    images = torch.randn(2, 3, 112, 112, dtype=torch.float64)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        mean, var, scale, bias = (
+            w[f"{name}.{part}"].view(1, -1, *[1] * (x.dim() - 2))
+            for part in ("running_mean", "running_var", "weight", "bias")
+        )
+        return (x - mean) / (var + 1e-5).sqrt() * scale + bias
+
+    def prelu(x: Tensor, name: str) -> Tensor:
+        return torch.where(x > 0, x, x * w[f"{name}.weight"].view(1, -1, 1, 1))
+
+    conv = nn.functional.conv2d
+    x = prelu(norm(conv(images, w["conv1.weight"], padding=1), "bn1"), "prelu")
+    for block, stride in [(f"layer{s}.{i}", 2 - i) for s in (1, 2, 3, 4) for i in (0, 1)]:
+        out = conv(norm(x, f"{block}.bn1"), w[f"{block}.conv1.weight"], padding=1)
+        out = prelu(norm(out, f"{block}.bn2"), f"{block}.prelu")
+        out = norm(conv(out, w[f"{block}.conv2.weight"], stride=stride, padding=1), f"{block}.bn3")
+        if stride == 2:
+            x = norm(conv(x, w[f"{block}.downsample.0.weight"], stride=2), f"{block}.downsample.1")
+        x = x + out
+    expected = norm(norm(x, "bn2").flatten(1) @ w["fc.weight"].t() + w["fc.bias"], "features")
+    torch.testing.assert_close(model(images), expected)
+
+
+@pytest.mark.parametrize("name", ["r18", "mbf"])
+def test_embedding_layer_stays_in_fp32_under_autocast(name: str) -> None:
+    torch.manual_seed(0)
+    model = build_backbone(name, embedding_size=16, width=0.125)
+    inputs: dict[str, torch.dtype] = {}
+    first, last = next(m for m in model.modules() if isinstance(m, nn.Conv2d)), None
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            last = module
+    assert last is not None
+    first.register_forward_hook(lambda _, __, out: inputs.update(first=out.dtype))
+    last.register_forward_hook(lambda _, given, out: inputs.update(last_in=given[0].dtype, last_out=out.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        embeddings = model(torch.randn(2, 3, 112, 112))
+    assert inputs == {"first": torch.bfloat16, "last_in": torch.float32, "last_out": torch.float32}
+    assert embeddings.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["r18", "mbf"])
+def test_memory_format_does_not_change_the_embeddings(name: str) -> None:
+    torch.manual_seed(0)
+    model = build_backbone(name, embedding_size=16, width=0.125).eval()
+    images = torch.randn(2, 3, 112, 112)
+    with torch.no_grad():
+        expected = model(images)
+        for parameter in model.parameters():
+            if parameter.dim() == 4:
+                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        actual = model(images.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)  # convolutions sum in another order
+
+
+@pytest.mark.parametrize("name", ["r18", "mbf"])
+def test_dropout_acts_in_training_only(name: str) -> None:
+    torch.manual_seed(0)
+    model = build_backbone(name, embedding_size=16, width=0.125, dropout=0.5)
+    images = torch.randn(4, 3, 112, 112)
+    with torch.no_grad():
+        assert not torch.equal(model.train()(images), model(images))
+        assert torch.equal(model.eval()(images), model(images))
+
+
+@pytest.mark.parametrize(("width", "expected"), [(1.0, 64), (0.5, 32), (0.3, 16), (0.01, 8), (1.3, 80), (2.0, 128)])
+def test_width_rounds_channels_to_multiples_of_eight(width: float, expected: int) -> None:
+    assert scale_channels(64, width) == expected
+
+
+@pytest.mark.parametrize("name", list_backbones())
+@pytest.mark.parametrize("width", [0.05, 0.3, 1.3])
+def test_any_width_builds_and_keeps_the_names(name: str, width: float) -> None:
+    assert list(_on_meta(name, width).state_dict()) == list(_on_meta(name).state_dict())
+
+
+@pytest.mark.parametrize("width", [0.0, -1.0, float("nan"), float("inf")])
+def test_width_that_is_no_positive_number_is_refused(width: float) -> None:
+    with pytest.raises(ValueError, match=r"backbone\.width must be a number above 0"):
+        build_backbone("mbf", width=width)
+
+
+def test_unknown_name_is_refused_with_the_nearest_and_the_list() -> None:
+    with pytest.raises(
+        ValueError, match=r"backbone\.name must be one of r18, .*mbf, got 'resnet50'. Did you mean 'r50'\?"
+    ):
+        build_backbone("resnet50")
+
+
+@pytest.mark.parametrize(("key", "value"), [("embedding_size", 0), ("dropout", 1.0), ("dropout", -0.1)])
+@pytest.mark.parametrize("name", ["r18", "mbf"])
+def test_impossible_head_is_refused(name: str, key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"backbone\.{key} must be .* got {value}"):
+        build_backbone(name, **{key: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["r18", "mbf"])
+@pytest.mark.parametrize("shape", [(2, 3, 224, 224), (2, 112, 112, 3), (3, 112, 112), (2, 1, 112, 112)])
+def test_wrong_input_shape_is_refused(name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"shape \(b, 3, 112, 112\), got \(" + ", ".join(map(str, shape)) + r"\)"):
+        _on_meta(name)(torch.empty(shape, device="meta"))
+
+
+def test_forward_on_the_meta_device_gives_the_shape_without_computing() -> None:
+    model = _on_meta("r100")
+    assert isinstance(model, IResNet)
+    assert model(torch.empty(2, 3, 112, 112, device="meta")).shape == (2, 512)
