@@ -1,0 +1,235 @@
+"""The numbers of a 1:1 verification set: accuracy by the published protocol, TAR at FAR, AUC and EER.
+
+Source: the protocol of LFW (Huang et al., 2007, "unrestricted") as the face recognition papers run it: the embedding is
+l2norm(plain + mirrored), the distance is the squared Euclidean one, a pair is predicted "same" below a threshold of
+0, 0.01, ..., 3.99, and each of 10 contiguous folds is scored at the threshold that is best on the other nine, the first
+of equals. A prediction is a strict comparison, distance < threshold, everywhere in this module.
+Shapes: N = images, D = embedding size, P = pairs, F = folds, T = thresholds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+FAR_TARGETS = ("1e-1", "1e-2", "1e-3", "1e-4", "1e-5", "1e-6")
+_ACCURACY_THRESHOLDS = (4.0, 0.01)  # end (exclusive), step
+_VAL_THRESHOLDS = (4.0, 0.001)
+_ROWS_AT_ONCE = 256  # float64 differences of so many rows stay in the processor's cache
+
+
+@dataclass(frozen=True, eq=False)
+class VerificationResult:
+    """What `verify` found. Rates and accuracies are in [0, 1].
+
+    Args:
+        accuracy: mean over the folds.
+        accuracy_std: population standard deviation over the folds (ddof 0).
+        accuracy_per_fold: (F,).
+        threshold_per_fold: (F,), squared distances.
+        xnorm: mean norm of the raw embeddings.
+        auc: area under the ROC curve, ties counted half; None without both kinds of pairs.
+        eer: the rate at which FAR and FRR are equal; None without both kinds of pairs.
+        tar_at_far: FAR, as written in FAR_TARGETS, to TAR; None where there are fewer than 1 / FAR impostor pairs.
+        distances: (P,) squared distances, 0 to 4.
+        same: (P,), True for genuine pairs.
+    """
+
+    accuracy: float
+    accuracy_std: float
+    accuracy_per_fold: np.ndarray
+    threshold_per_fold: np.ndarray
+    xnorm: float
+    auc: float | None
+    eer: float | None
+    tar_at_far: dict[str, float | None]
+    num_genuine: int
+    num_impostor: int
+    distances: np.ndarray
+    same: np.ndarray
+
+
+def fuse_views(plain: np.ndarray, mirrored: np.ndarray) -> np.ndarray:
+    """Return the (N, D) float64 unit rows l2norm(plain + mirrored), from the raw embeddings (N, D) of both views.
+
+    A row of zeros stays zero.
+    """
+    fused = plain.astype(np.float64) + mirrored
+    norms = _norms(fused)
+    fused /= np.where(norms == 0.0, 1.0, norms)[:, None]
+    return fused
+
+
+def mean_norm(plain: np.ndarray, mirrored: np.ndarray) -> float:
+    """Return XNorm: the mean Euclidean norm over the raw embeddings (N, D) of both views."""
+    return float(np.mean([_norms(plain), _norms(mirrored)]))
+
+
+def pair_distances(embeddings_a: np.ndarray, embeddings_b: np.ndarray) -> np.ndarray:
+    """Return the (P,) squared Euclidean distances, in float64, of rows (P, D) to rows (P, D)."""
+    distances = np.empty(len(embeddings_a))
+    for start in range(0, len(distances), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        difference = np.subtract(embeddings_a[rows], embeddings_b[rows], dtype=np.float64)
+        distances[rows] = np.square(difference, out=difference).sum(axis=1)
+    return distances
+
+
+def verify(
+    embeddings_a: np.ndarray, embeddings_b: np.ndarray, same: np.ndarray, num_folds: int = 10, *, xnorm: float
+) -> VerificationResult:
+    """Return all the numbers of a set from its unit embeddings (P, D), (P, D) and labels (P,).
+
+    Args:
+        embeddings_a: first image of each pair, a row of `fuse_views`.
+        embeddings_b: second image of each pair, likewise.
+        xnorm: `mean_norm` of the raw embeddings, handed through.
+    """
+    if embeddings_a.ndim != 2 or embeddings_a.shape != embeddings_b.shape or same.shape != embeddings_a.shape[:1]:
+        raise ValueError(
+            "verification takes two arrays (P, D) and labels (P,), "
+            f"got {embeddings_a.shape}, {embeddings_b.shape} and {same.shape}"
+        )
+    same = same.astype(bool)
+    _check_unit_rows(embeddings_a, embeddings_b)
+    distances = pair_distances(embeddings_a, embeddings_b)
+    accuracy_per_fold, threshold_per_fold = fold_accuracy(distances, same, num_folds)
+    genuine, impostor = np.sort(distances[same]), np.sort(distances[~same])
+    both_kinds = genuine.size > 0 and impostor.size > 0
+    return VerificationResult(
+        accuracy=float(np.mean(accuracy_per_fold)),
+        accuracy_std=float(np.std(accuracy_per_fold)),
+        accuracy_per_fold=accuracy_per_fold,
+        threshold_per_fold=threshold_per_fold,
+        xnorm=xnorm,
+        auc=area_under_roc(genuine, impostor) if both_kinds else None,
+        eer=equal_error_rate(genuine, impostor) if both_kinds else None,
+        tar_at_far=true_accept_rates(genuine, impostor),
+        num_genuine=genuine.size,
+        num_impostor=impostor.size,
+        distances=distances,
+        same=same,
+    )
+
+
+def fold_accuracy(distances: np.ndarray, same: np.ndarray, num_folds: int = 10) -> tuple[np.ndarray, np.ndarray]:
+    """Return (F,) accuracies of the held-out folds and their (F,) thresholds, from distances (P,) and labels (P,)."""
+    thresholds = np.arange(0, *_ACCURACY_THRESHOLDS)
+    accepted_genuine, accepted_impostor, sizes = _count_accepted(distances, same, num_folds, thresholds)
+    num_impostor = sizes[:, 1]
+    num_pairs = sizes.sum(axis=1)
+    correct = accepted_genuine + (num_impostor[:, None] - accepted_impostor)  # (F, T)
+    # Counts, not rates: the best threshold of the other folds is the same, and no rounding enters the comparison.
+    best = np.argmax(correct.sum(axis=0) - correct, axis=1)  # (F,), the first of equals
+    return correct[np.arange(num_folds), best] / num_pairs, thresholds[best]
+
+
+def val_at_far(
+    distances: np.ndarray, same: np.ndarray, far_target: float = 1e-3, num_folds: int = 10
+) -> tuple[float, float, float] | None:
+    """Return the protocol's (VAL, its standard deviation, FAR): TAR and FAR on held-out folds, from distances (P,).
+
+    The threshold of a fold is where the FAR of the other folds, interpolated linearly between 0, 0.001, ..., 3.999, is
+    far_target: at a repeated FAR the last threshold begins a segment and the first ends one. None where a fold, or all
+    the others, lack one kind of pair.
+    """
+    thresholds = np.arange(0, *_VAL_THRESHOLDS)
+    _, accepted_impostor, sizes = _count_accepted(distances, same, num_folds, thresholds)
+    if (sizes == 0).any():
+        return None
+    num_train = sizes[:, 1].sum() - sizes[:, 1]  # (F,)
+    far_train = (accepted_impostor.sum(axis=0) - accepted_impostor) / num_train[:, None]  # (F, T), ascending
+    fold_of_pair = _fold_of_pair(same.size, num_folds)
+    rates = []
+    for fold, far in enumerate(far_train):
+        right = int(np.searchsorted(far, far_target, side="right"))  # the first threshold with a larger FAR
+        if right < far.size:
+            weight = (far_target - far[right - 1]) / (far[right] - far[right - 1])
+            threshold = thresholds[right - 1] + weight * (thresholds[right] - thresholds[right - 1])
+        else:
+            threshold = thresholds[-1] if far[-1] == far_target else 0.0  # 0: no threshold reaches the target
+        accepted, is_same = distances[fold_of_pair == fold] < threshold, same[fold_of_pair == fold]
+        rates.append((np.mean(accepted[is_same]), np.mean(accepted[~is_same])))
+    val, far_test = np.array(rates).T
+    return float(np.mean(val)), float(np.std(val)), float(np.mean(far_test))
+
+
+def true_accept_rates(
+    genuine: np.ndarray, impostor: np.ndarray, far_targets: Sequence[str] = FAR_TARGETS
+) -> dict[str, float | None]:
+    """Return FAR -> TAR from sorted distances, at the threshold with the largest FAR that is not above the target."""
+    rates: dict[str, float | None] = {}
+    for target in far_targets:
+        num_allowed = int(impostor.size * float(target) + 1e-9)  # 1e-9: 10 * 0.1 is not to fall below 1
+        if num_allowed == 0 or genuine.size == 0:
+            rates[target] = None
+            continue
+        # The nearest impostor that must be refused: at its distance, and not beyond, num_allowed or fewer are accepted.
+        threshold = impostor[num_allowed] if num_allowed < impostor.size else np.inf
+        rates[target] = float(np.searchsorted(genuine, threshold, side="left") / genuine.size)
+    return rates
+
+
+def area_under_roc(genuine: np.ndarray, impostor: np.ndarray) -> float:
+    """Return the probability that a genuine pair is nearer than an impostor pair, ties half, from sorted distances."""
+    nearer = np.searchsorted(impostor, genuine, side="left")  # impostors nearer than each genuine pair
+    nearer_or_equal = np.searchsorted(impostor, genuine, side="right")
+    return float(1.0 - (nearer + nearer_or_equal).sum() / (2.0 * genuine.size * impostor.size))
+
+
+def equal_error_rate(genuine: np.ndarray, impostor: np.ndarray) -> float:
+    """Return where FAR = FRR, linear between the points of the ROC curve, from sorted distances."""
+    thresholds = np.append(np.unique(np.concatenate([genuine, impostor])), np.inf)
+    far = np.searchsorted(impostor, thresholds, side="left") / impostor.size
+    frr = 1.0 - np.searchsorted(genuine, thresholds, side="left") / genuine.size
+    gap = far - frr  # rises from -1 to 1
+    right = int(np.argmax(gap >= 0.0))
+    weight = gap[right] / (gap[right] - gap[right - 1])
+    return float(far[right] - weight * (far[right] - far[right - 1]))
+
+
+def _norms(embeddings: np.ndarray) -> np.ndarray:
+    """Return the (N,) norms of rows (N, D), in float64."""
+    rows = embeddings.astype(np.float64, copy=False)
+    return np.sqrt(np.einsum("nd,nd->n", rows, rows))
+
+
+def _check_unit_rows(embeddings_a: np.ndarray, embeddings_b: np.ndarray) -> None:
+    """Raise ValueError for rows that are not finite, or neither of unit length nor zero."""
+    norms = np.concatenate([_norms(embeddings_a), _norms(embeddings_b)])
+    num_bad = int(np.count_nonzero(~np.isfinite(norms)))
+    if num_bad:
+        raise ValueError(
+            f"{num_bad} of {norms.size} embeddings hold NaN or infinity: the network has diverged, "
+            "evaluate an earlier checkpoint or lower optimizer.lr"
+        )
+    is_off = (np.abs(norms - 1.0) > 1e-3) & (norms != 0.0)
+    if is_off.any():
+        raise ValueError(
+            f"{np.count_nonzero(is_off)} of {norms.size} embeddings are not of unit length (norms {norms.min():.4g} to "
+            f"{norms.max():.4g}): the thresholds 0 to 4 need the rows of fuse_views"
+        )
+
+
+def _fold_of_pair(num_pairs: int, num_folds: int) -> np.ndarray:
+    """Return the (P,) fold numbers: contiguous runs, of which the first num_pairs % num_folds are one pair longer."""
+    if num_folds < 2 or num_pairs < num_folds:
+        raise ValueError(
+            f"num_folds must be 2 or more and at most the number of pairs, got {num_folds} folds for {num_pairs} pairs"
+        )
+    sizes = np.full(num_folds, num_pairs // num_folds)
+    sizes[: num_pairs % num_folds] += 1
+    return np.repeat(np.arange(num_folds), sizes)
+
+
+def _count_accepted(
+    distances: np.ndarray, same: np.ndarray, num_folds: int, thresholds: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the (F, T) genuine and the (F, T) impostor pairs below each threshold, and (F, 2) how many there are."""
+    fold = _fold_of_pair(distances.size, num_folds)
+    kind = np.where(same, 0, 1)
+    first = np.searchsorted(thresholds, distances, side="right")  # (P,), the first threshold above each distance
+    num_bins = thresholds.size + 1  # the last one: pairs that no threshold accepts
+    counts = np.bincount((kind * num_folds + fold) * num_bins + first, minlength=2 * num_folds * num_bins)
+    accepted = counts.reshape(2, num_folds, num_bins).cumsum(axis=2)
+    return accepted[0, :, :-1], accepted[1, :, :-1], accepted[:, :, -1].T

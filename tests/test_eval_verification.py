@@ -1,0 +1,215 @@
+"""Verification numbers against the published evaluator's (fixtures/metrics), slow loops, and scikit-learn.
+
+fixtures/metrics/expected.json: what insightface's evaluate() gives, for pairs made by the formula it names.
+"""
+
+import csv
+import itertools
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.metrics import roc_auc_score
+from sklearn.model_selection import KFold
+
+from eval.verification import (
+    area_under_roc,
+    equal_error_rate,
+    fold_accuracy,
+    fuse_views,
+    mean_norm,
+    pair_distances,
+    true_accept_rates,
+    val_at_far,
+    verify,
+)
+
+EXPECTED = json.loads((Path(__file__).parent / "fixtures" / "metrics" / "expected.json").read_text())
+
+
+def _unit(rows: np.ndarray) -> np.ndarray:
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def _pairs_by_formula(n: int, d: int, noise: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rs = np.random.RandomState(n + d)
+    a = rs.randn(n, d)
+    same = (np.arange(n) // max(1, n // 20)) % 2 == 0
+    b = np.where(same[:, None], a, rs.randn(n, d)) + noise * rs.randn(n, d)
+    return _unit(a), _unit(b), same
+
+
+def _random_distances(num_pairs: int, seed: int, digits: int = 2) -> tuple[np.ndarray, np.ndarray]:
+    """Return distances that overlap and, being rounded, tie with each other and with the thresholds."""
+    rng = np.random.default_rng(seed)
+    same = rng.random(num_pairs) < 0.5
+    distances = np.where(same, rng.normal(1.2, 0.4, num_pairs), rng.normal(1.8, 0.4, num_pairs))
+    return np.round(np.clip(distances, 0, 4), digits), same
+
+
+def _check_published(expected: dict[str, Any], a: np.ndarray, b: np.ndarray, same: np.ndarray) -> None:
+    result = verify(a, b, same, xnorm=1.0)
+    assert result.accuracy_per_fold.tolist() == expected["accuracy_per_fold"]  # to the last bit
+    assert result.accuracy == expected["accuracy_mean"]
+    assert result.accuracy_std == expected["accuracy_std"]
+    val = val_at_far(result.distances, result.same)
+    assert val == pytest.approx((expected["val"], expected["val_std"], expected["far"]), abs=1e-9)
+
+
+@pytest.mark.parametrize("name", list(EXPECTED))
+def test_accuracy_of_every_fold_equals_the_published_evaluator(name: str) -> None:
+    expected = EXPECTED[name]
+    _check_published(expected, *_pairs_by_formula(expected["n"], expected["d"], expected["noise"]))
+
+
+def test_london_pixels_equal_the_published_evaluator(face_oracle: Path) -> None:
+    metrics = face_oracle / "oracle" / "metrics"
+    expected = json.loads((metrics / "expected.json").read_text())["london_pixels"]
+    plain, mirrored = (np.load(metrics / f"london_pixels_e{view}.npy") for view in (0, 1))
+    with open(face_oracle / "london" / "london_pairs.csv", newline="") as file:
+        same = np.array([row["same"] == "1" for row in csv.DictReader(file)])
+    fused = fuse_views(plain, mirrored)
+    _check_published(expected, fused[0::2], fused[1::2], same)
+    # the expected number was summed in fp32
+    assert mean_norm(plain, mirrored) == pytest.approx(expected["xnorm"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("num_pairs", "num_folds"), [(103, 10), (100, 10), (7, 3), (10, 10), (2, 2)])
+def test_fold_accuracy_equals_a_loop_over_folds_and_thresholds(num_pairs: int, num_folds: int) -> None:
+    distances, same = _random_distances(num_pairs, seed=num_pairs)
+    thresholds = np.arange(0, 4, 0.01)
+    accuracies, chosen = fold_accuracy(distances, same, num_folds)
+    for fold, (train, held_out) in enumerate(KFold(num_folds).split(distances)):
+        best_accuracy, best_threshold = -1.0, math.nan
+        for threshold in thresholds:
+            accuracy = float(np.mean((distances[train] < threshold) == same[train]))
+            if accuracy > best_accuracy:  # strict: the first of equals stays
+                best_accuracy, best_threshold = accuracy, threshold
+        assert chosen[fold] == best_threshold
+        assert accuracies[fold] == np.sum((distances[held_out] < best_threshold) == same[held_out]) / held_out.size
+
+
+def test_tar_equals_a_search_over_all_thresholds() -> None:
+    distances, same = _random_distances(400, seed=1)
+    genuine, impostor = np.sort(distances[same]), np.sort(distances[~same])
+    rates = true_accept_rates(genuine, impostor, ["1", "0.5", "1e-1", "2e-2", "1e-2", "1e-3"])
+    for target, rate in rates.items():
+        allowed = [t for t in [*distances, 5.0] if np.mean(impostor < t) <= float(target)]
+        best = max(allowed, key=lambda t: (np.mean(impostor < t), t))
+        assert rate == (np.mean(genuine < best) if impostor.size * float(target) >= 1 else None)
+    assert rates["1e-3"] is None
+
+
+def test_tar_needs_one_impostor_pair_per_inverse_far() -> None:
+    genuine = np.linspace(0.0, 1.0, 10)
+    assert true_accept_rates(genuine, np.full(1000, 3.0), ["1e-3"]) == {"1e-3": 1.0}
+    assert true_accept_rates(genuine, np.full(999, 3.0), ["1e-3"]) == {"1e-3": None}
+    assert true_accept_rates(genuine, np.full(10, 3.0), ["1e-1"]) == {"1e-1": 1.0}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_auc_equals_scikit_learn_with_ties(seed: int) -> None:
+    distances, same = _random_distances(300, seed, digits=1)
+    auc = area_under_roc(np.sort(distances[same]), np.sort(distances[~same]))
+    assert auc == pytest.approx(roc_auc_score(same, -distances), abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_at_the_equal_error_rate_a_walk_along_the_roc_curve_has_far_equal_frr(seed: int) -> None:
+    distances, same = _random_distances(101, seed, digits=1)
+    genuine, impostor = distances[same], distances[~same]
+    points = [(float(np.mean(impostor < t)), float(np.mean(genuine >= t))) for t in [*np.unique(distances), 5.0]]
+    for (far0, frr0), (far1, frr1) in itertools.pairwise(points):
+        if far0 <= frr0 and far1 >= frr1:
+            part = (frr0 - far0) / ((far1 - far0) + (frr0 - frr1))
+            assert equal_error_rate(np.sort(genuine), np.sort(impostor)) == pytest.approx(far0 + part * (far1 - far0))
+            return
+    pytest.fail("the ROC curve has no point where FAR = FRR")
+
+
+def test_separated_pairs_have_no_errors_and_reversed_pairs_have_only_errors() -> None:
+    near, far = np.linspace(0.0, 1.0, 7), np.linspace(2.0, 3.0, 5)
+    assert (area_under_roc(near, far), equal_error_rate(near, far)) == (1.0, 0.0)
+    assert (area_under_roc(far, near), equal_error_rate(far, near)) == (0.0, 1.0)
+
+
+def test_fuse_views_gives_unit_rows_of_the_sum_and_keeps_zero_rows() -> None:
+    plain = np.array([[1.0, 2.0], [3.0, -4.0], [0.0, 0.0]], dtype=np.float32)
+    mirrored = np.array([[2.0, 2.0], [3.0, -4.0], [0.0, 0.0]], dtype=np.float32)
+    before = plain.copy()
+    fused = fuse_views(plain, mirrored)
+    assert fused.dtype == np.float64
+    np.testing.assert_allclose(fused, [[0.6, 0.8], [0.6, -0.8], [0.0, 0.0]])
+    np.testing.assert_array_equal(plain, before)
+    assert mean_norm(plain, mirrored) == pytest.approx((5**0.5 + 5 + 8**0.5 + 5) / 6)
+
+
+def test_distances_are_squared_euclidean() -> None:
+    a, b = np.array([[1.0, 0.0], [0.6, 0.8]]), np.array([[0.0, 1.0], [0.6, 0.8]])
+    np.testing.assert_allclose(pair_distances(a.astype(np.float32), b), [2.0, 0.0], atol=1e-12)
+
+
+def test_verify_hands_over_pairs_counts_and_xnorm() -> None:
+    a, b, same = _pairs_by_formula(60, 8, 0.5)
+    result = verify(a, b, same.astype(np.int64), num_folds=6, xnorm=21.5)
+    assert (result.num_genuine, result.num_impostor, result.xnorm) == (int(same.sum()), int((~same).sum()), 21.5)
+    assert result.accuracy_per_fold.shape == result.threshold_per_fold.shape == (6,)
+    assert result.same.dtype == bool
+    np.testing.assert_array_equal(result.distances, pair_distances(a, b))
+    assert result.auc == pytest.approx(roc_auc_score(same, -result.distances), abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", [True, False])
+def test_set_with_one_kind_of_pairs_has_accuracy_and_no_rates(kind: bool) -> None:
+    a = _pairs_by_formula(40, 8, 0.01)[0]
+    result = verify(a, a if kind else -a, np.full(40, kind), xnorm=1.0)
+    assert result.accuracy == 1.0
+    assert (result.auc, result.eer) == (None, None)
+    assert set(result.tar_at_far.values()) == {None}
+    assert val_at_far(result.distances, result.same) is None
+
+
+def test_fewer_pairs_than_folds_are_refused() -> None:
+    a, b, same = _pairs_by_formula(9, 4, 0.1)
+    with pytest.raises(ValueError, match=r"num_folds must be 2 or more .* got 10 folds for 9 pairs"):
+        verify(a, b, same, xnorm=1.0)
+    with pytest.raises(ValueError, match="got 1 folds for 9 pairs"):
+        verify(a, b, same, num_folds=1, xnorm=1.0)
+
+
+def test_nan_and_infinity_are_refused_with_their_number() -> None:
+    a, b, same = _pairs_by_formula(20, 4, 0.1)
+    a[3, 1] = np.nan
+    b[[3, 7]] = np.inf
+    with pytest.raises(ValueError, match="3 of 40 embeddings hold NaN or infinity"):
+        verify(a, b, same, xnorm=1.0)
+
+
+def test_raw_embeddings_are_refused() -> None:
+    a, b, same = _pairs_by_formula(20, 4, 0.1)
+    with pytest.raises(ValueError, match=r"20 of 40 embeddings are not of unit length .* fuse_views"):
+        verify(21.0 * a, b, same, xnorm=1.0)
+
+
+def test_arrays_that_do_not_match_are_refused() -> None:
+    a, b, same = _pairs_by_formula(20, 4, 0.1)
+    with pytest.raises(ValueError, match=r"got \(20, 4\), \(20, 4\) and \(19,\)"):
+        verify(a, b, same[:-1], xnorm=1.0)
+    with pytest.raises(ValueError, match=r"got \(20, 4\), \(19, 4\) and \(20,\)"):
+        verify(a, b[:-1], same, xnorm=1.0)
+
+
+def test_six_thousand_pairs_take_a_fraction_of_a_second() -> None:
+    rng = np.random.default_rng(0)
+    plain, mirrored = rng.standard_normal((2, 12000, 512), dtype=np.float32)
+    fused, same = fuse_views(plain, mirrored), np.arange(6000) % 2 == 0
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        verify(fused[0::2], fused[1::2], same, xnorm=1.0)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.3  # measured 0.02 on one core; a loop over thresholds takes several
