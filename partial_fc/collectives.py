@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from utils.distributed import gather_blocks, scatter_sum
+
 
 class Collectives:
     """All-gather, all-reduce and reduce-scatter over the ranks of the head; with one rank none of them communicates."""
@@ -22,7 +24,7 @@ class Collectives:
         if self.world_size == 1:
             return rows
         gathered = rows.new_empty(self.world_size * rows.shape[0], *rows.shape[1:])
-        dist.all_gather_into_tensor(gathered, rows.contiguous(), group=self.group)
+        gather_blocks(gathered, rows.contiguous(), self.group)
         return gathered
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -42,7 +44,7 @@ class Collectives:
         if self.world_size == 1:
             return rows
         block = rows.new_empty(rows.shape[0] // self.world_size, *rows.shape[1:])
-        dist.reduce_scatter_tensor(block, rows, group=self.group)
+        scatter_sum(block, rows, self.group)
         return block
 
     def gather_labels(self, labels: Tensor, device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from utils.distributed import SharedError
 from utils.randomness import derive
 
 from .collectives import Collectives
@@ -109,15 +110,15 @@ class PartialFC(nn.Module):
             step: the number of the optimizer step; with the seed and the rank it fixes the draw.
 
         Raises:
-            ValueError: on every rank, naming labels outside [0, num_classes).
+            SharedError: on every rank, naming labels outside [0, num_classes).
         """
         gathered = self.collectives.gather_labels(labels.t().contiguous(), self.centres.device)  # (B, A)
         everyone = gathered.t().numpy()
         wrong = np.unique(everyone[(everyone < 0) | (everyone >= self.num_classes)])
         if wrong.size:
-            raise ValueError(
-                f"labels must be in [0, {self.num_classes}), the number of classes; got {', '.join(map(str, wrong[:5]))} in step "
-                f"{step}. Correct data.num_classes or the labels"
+            raise SharedError(
+                f"labels must be in [0, {self.num_classes}), the number of classes; step {step} has {', '.join(map(str, wrong[:5]))}. "
+                "Correct data.num_classes or the labels"
             )
         slots = slots_of_classes(everyone.reshape(-1), self.num_classes, self.seed).reshape(everyone.shape)
         local = slots - self.start
@@ -147,7 +148,9 @@ class PartialFC(nn.Module):
         """
         step = self._step()
         if len(step.batches) != micro:
-            raise ValueError(f"head: micro-batch {micro} out of turn, expected {len(step.batches)}; call them in order, once each")
+            raise ValueError(
+                f"head: micro-batch {micro} out of turn, expected {len(step.batches)}; call them in order, once each"
+            )
         rows, expected = len(embeddings) * self.world_size, step.slots.shape[1]
         if rows != expected:
             raise ValueError(f"head: {rows} embeddings over all ranks for {expected} labels; give begin_step the same rows")

@@ -86,7 +86,9 @@ def needs_row_maximum(margin: MarginLike, num_classes: int) -> bool:
     return margin.logit_bound + float(np.log(num_classes)) > _LARGEST_EXPONENT
 
 
-def row_maximum(margin: MarginLike, batch: Batch, centres: Tensor, chunks: list[Chunk], micro: int, dtype: torch.dtype) -> Tensor:
+def row_maximum(
+    margin: MarginLike, batch: Batch, centres: Tensor, chunks: list[Chunk], micro: int, dtype: torch.dtype
+) -> Tensor:
     """Return the (B, 1) largest negative logit over this shard's active classes, -inf where there is none."""
     maximum = batch.unit.new_full((len(batch.unit), 1), -torch.inf)
     for chunk, unit, _, _ in _walk(centres, chunks, dtype):
@@ -140,9 +142,7 @@ def centre_gradients(
         yield chunk.select, rows, gradient.mul_(inverse_norm)
 
 
-def _walk(
-    centres: Tensor, chunks: list[Chunk], dtype: torch.dtype
-) -> Iterator[tuple[Chunk, Tensor, Tensor, Tensor]]:
+def _walk(centres: Tensor, chunks: list[Chunk], dtype: torch.dtype) -> Iterator[tuple[Chunk, Tensor, Tensor, Tensor]]:
     """Yield (chunk, unit centres (c, D) in dtype, centres (c, D) fp32, 1 / norm (c, 1)) for each chunk."""
     for chunk in chunks:
         rows = centres[chunk.select]

@@ -249,5 +249,7 @@ def _verified(checkpoint: Path, name: str) -> Path:
     if entry is None:
         raise ValueError(f"checkpoint {checkpoint}: its manifest names no {name}")
     if _sha256(checkpoint / name) != entry["sha256"]:
-        raise ValueError(f"checkpoint {checkpoint}: {name} is damaged (its sha256 differs); name another one with checkpoint.resume=PATH")
+        raise ValueError(
+            f"checkpoint {checkpoint}: {name} is damaged (its sha256 differs); name another one with checkpoint.resume=PATH"
+        )
     return checkpoint / name

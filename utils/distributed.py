@@ -15,6 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
+class SharedError(ValueError):
+    """An error that every rank raises with the same message, so that one of them may speak for all."""
+
+
 class World(NamedTuple):
     """This process among all: rank is global, local_rank only picks the device."""
 
@@ -67,7 +71,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def together(world: World) -> Iterator[None]:
-    """Run a block on every rank; if it raises ValueError on any, raise one on all, naming the ranks.
+    """Run a block on every rank; if it raises ValueError on any, raise SharedError on all, naming the ranks.
 
     The block itself must not communicate: a rank that failed early would leave the others waiting inside it.
     """
@@ -81,8 +85,8 @@ def together(world: World) -> Iterator[None]:
     if not distinct:
         return
     if len(distinct) == 1 and len(next(iter(distinct.values()))) == world.world_size:
-        raise ValueError(next(iter(distinct)))
-    raise ValueError("; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in distinct.items()))
+        raise SharedError(next(iter(distinct)))
+    raise SharedError("; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in distinct.items()))
 
 
 def barrier(world: World) -> None:
@@ -106,9 +110,21 @@ def all_gather_rows(rows: Tensor, counts: list[int], world: World) -> Tensor:
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: len(rows)] = rows
     gathered = rows.new_empty(max(counts) * world.world_size, *rows.shape[1:])
-    dist.all_gather_into_tensor(gathered, padded)
+    gather_blocks(gathered, padded)
     blocks = gathered.split(max(counts))
     return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])
+
+
+def gather_blocks(output: Tensor, block: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Fill output (world_size * n, ...) with every rank's block (n, ...); torch 2.13 renamed the function."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, block, group=group)
+
+
+def scatter_sum(output: Tensor, rows: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Fill output (n, ...) with this rank's block of the sum over the ranks of rows (world_size * n, ...)."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, rows, group=group)
 
 
 def any_rank(flag: bool, world: World) -> bool:
@@ -149,7 +165,7 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
         raise ValueError("run.device=cuda, but torch sees no CUDA device; set run.device=cpu or install a CUDA build of torch")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; lower torchrun's --nproc_per_node"
+            f"local rank {local_rank} has no GPU of the {torch.cuda.device_count()} here; lower torchrun's --nproc_per_node"
         )
     return torch.device("cuda", local_rank)
 

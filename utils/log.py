@@ -7,13 +7,10 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tqdm import tqdm
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 
 class RunLog:
@@ -31,7 +28,7 @@ class RunLog:
         self.active = rank == 0
         self.total_steps = total_steps
         self.bar: tqdm | None = None
-        self.board: SummaryWriter | None = None
+        self.board: Any = None
         if not self.active:
             return
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only rank 0 needs it

@@ -13,7 +13,7 @@ def build_optimizer(module: nn.Module, lr: float, momentum: float, weight_decay:
     parameters = [p for p in module.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError("backbone: no parameter is trainable; unfreeze some of it")
-    # The fused kernel is 3 times as fast as the loop on CPU and 6 times as fast as foreach.
+    # fused: on CPU 3 times as fast as the loop and 6 times as fast as foreach
     return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
 
 

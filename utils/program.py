@@ -1,0 +1,95 @@
+"""What the programs share: one-line errors with an exit status, and a run's folder with its choice of a checkpoint."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import distributed
+from .checkpoint import find_checkpoint, list_checkpoints, read_manifest
+from .distributed import SharedError, World, all_gather_objects, together
+
+
+def guarded(run: Callable[[], None]) -> int:
+    """Run a program; return its exit status. An error is one line, said once where all ranks have the same."""
+    rank = os.environ.get("RANK", "0")
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    status = 1
+    try:
+        run()
+        distributed.stop()
+        return 0
+    except SharedError as error:
+        if rank == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    except ValueError as error:
+        print(f"error: {f'rank {rank}: ' if several else ''}{error}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
+        status = 130
+    except RuntimeError as error:
+        if not (several and distributed.is_lost_peer(error)):
+            raise
+        print(f"error: rank {rank} stopped: another process ended or cannot be reached", file=sys.stderr, flush=True)
+    if several:
+        os._exit(status)  # leaving a process group in order would wait for ranks that may be gone
+    return status
+
+
+def prepare_run_folder(folder: Path, resume: str, config_text: str, identity: dict[str, Any], world: World) -> Path | None:
+    """Make the run folder with its config.yaml; return the checkpoint to resume from, the same on all ranks, or None."""
+    chosen: Path | None = None
+    with together(world):
+        if world.rank == 0:
+            chosen = choose_checkpoint(folder, resume, identity)
+            try:
+                _write_config(folder, config_text, chosen)
+            except OSError as error:
+                raise ValueError(f"run.output: the run folder {folder} cannot be written: {error.strerror}") from None
+    chosen = all_gather_objects(chosen, world)[0]
+    with together(world):
+        if not (folder / "config.yaml").is_file():
+            raise ValueError(f"run.output: {folder} is not visible here; several machines need a shared folder")
+    return chosen
+
+
+def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any]) -> Path | None:
+    """Return the checkpoint that checkpoint.resume means for this run, after checking that it fits; None = start anew."""
+    found = list_checkpoints(folder)
+    if resume == "never" and found:
+        raise ValueError(
+            f"checkpoint.resume=never, but {folder} holds {len(found)} checkpoint(s), which would mix with new ones; "
+            "choose another run.name, delete the folder, or resume with checkpoint.resume=auto"
+        )
+    if resume in ("never", "auto"):
+        chosen = found[-1] if found else None
+    else:
+        chosen = find_checkpoint(Path(resume))
+        newer = [path for path in found if path.name > chosen.name]
+        if newer:
+            raise ValueError(
+                f"checkpoint.resume={resume} is step {int(chosen.name[5:])}, but {folder} holds later checkpoints up to "
+                f"{newer[-1].name}, which would be overwritten; choose another run.name"
+            )
+    if chosen is None:
+        return None
+    saved = read_manifest(chosen).get("identity", {})
+    for key, value in identity.items():
+        if saved.get(key) != value:
+            raise ValueError(
+                f"checkpoint {chosen}: {key} was {saved.get(key)}, this run has {value}; use the same, or start anew under "
+                "another run.name"
+            )
+    return chosen
+
+
+def _write_config(folder: Path, text: str, resumed: Path | None) -> None:
+    """Save the merged configuration; an earlier one that differs is kept beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.yaml"
+    if path.is_file() and path.read_text() != text:
+        until = resumed.name if resumed else time.strftime("%Y%m%d_%H%M%S")
+        path.rename(folder / f"config_until_{until}.yaml")
+    path.write_text(text)
