@@ -1,0 +1,227 @@
+"""The sharded, chunked, sampled head against a dense softmax over the joined batch in float64."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from losses import build_margin
+from losses.margin import Margin
+from partial_fc import PartialFC
+from partial_fc.shard import initial_centres, shard_range, slots_of_classes
+
+D = 16
+
+
+class HardNegatives(Margin):
+    """MV-Softmax's rule: a negative that is nearer than the target minus 0.35 is pushed up; so negatives are not linear."""
+
+    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
+        return self.scale * (cosine - 0.35)
+
+    def negatives(self, cosine: Tensor, target_cosine: Tensor) -> Tensor:
+        return self.scale * torch.where(cosine > target_cosine - 0.35, 1.2 * cosine + 0.2, cosine) + 0.5 * target_cosine
+
+    @property
+    def logit_bound(self) -> float:
+        return 1.4 * self.scale + 0.5
+
+
+class NormScaled(Margin):
+    """A target that depends on the embedding's norm, as AdaFace's and MagFace's do."""
+
+    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
+        return self.scale * (cosine - 0.1) * (1 + 0.01 * norm)
+
+
+def _margin(name: str) -> Margin:
+    if name == "hard_negatives":
+        return HardNegatives(32.0)
+    if name == "norm":
+        return NormScaled(32.0)
+    if name == "wide":  # exp(300) is not finite in fp32: the row maximum must be used
+        return build_margin("cosface", 300.0, 0.3, 1, 0, 0)
+    return build_margin(name, 64.0, 0.4, 1.0, 0.3, 0.2)
+
+
+def _all_centres(num_classes: int, seed: int) -> Tensor:
+    """Return the (C, D) first centres in class order."""
+    slots = slots_of_classes(np.arange(num_classes), num_classes, seed)
+    return initial_centres(0, num_classes, D, seed)[torch.from_numpy(slots)]
+
+
+def _dense_loss(margin: Margin, embeddings: Tensor, centres: Tensor, labels: Tensor) -> Tensor:
+    cosine = F.normalize(embeddings) @ F.normalize(centres).t()
+    own = cosine.gather(1, labels[:, None])
+    logits = margin.negatives(cosine, own)
+    logits = logits.scatter(1, labels[:, None], margin.target(own.squeeze(1), embeddings.norm(dim=1))[:, None])
+    return F.cross_entropy(logits, labels)
+
+
+def _data(num_classes: int, rows: int, centres: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
+    """Return (rows, D) embeddings near their centres, some far, and labels with repeats."""
+    generator = torch.Generator().manual_seed(step)
+    labels = torch.randint(num_classes, (rows,), generator=generator)
+    noise = torch.randn(rows, D, generator=generator)
+    return 5 * (F.normalize(centres[labels]) + torch.linspace(0, 1, rows)[:, None] * noise), labels
+
+
+def _compare_with_dense(rank: int, world_size: int, num_classes: int, margin_name: str) -> None:
+    margin, rows = _margin(margin_name), 6
+    centres = _all_centres(num_classes, seed=3)
+    embeddings, labels = _data(num_classes, rows * world_size, centres)
+    mine = slice(rank * rows, (rank + 1) * rows)
+    head = PartialFC(margin, num_classes, D, rank, world_size, seed=3, momentum=0.0, weight_decay=0.0, chunk=3)
+    before = head.centres.clone()
+    x = embeddings[mine].clone().requires_grad_()
+    head.begin_step(labels[mine][None], 0)
+    loss = head(x)
+    loss.backward()
+    head.step(lr=1.0)
+
+    dense_x, dense_w = embeddings.double().requires_grad_(), centres.double().requires_grad_()
+    expected = _dense_loss(margin, dense_x, dense_w, labels)
+    expected.backward()
+    assert abs(loss.item() - expected.item()) <= 1e-5 * abs(expected.item())
+    assert x.grad is not None and dense_x.grad is not None and dense_w.grad is not None
+    assert (x.grad - dense_x.grad[mine]).norm() <= 1e-5 * dense_x.grad.norm()
+    own_classes = torch.from_numpy(head.shard_classes())
+    assert ((before - head.centres) - dense_w.grad[own_classes]).norm() <= 1e-5 * dense_w.grad.norm()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_loss_and_both_gradients_equal_the_dense_softmax_with_seven_classes(run_ranks: Callable[..., None], world_size: int):
+    run_ranks(_compare_with_dense, world_size, 7, "arcface")
+
+
+@pytest.mark.parametrize("margin_name", ["cosface", "combined", "hard_negatives", "norm", "wide"])
+def test_every_kind_of_margin_equals_the_dense_softmax(margin_name: str):
+    _compare_with_dense(0, 1, 50, margin_name)
+
+
+def _compare_two_kinds(rank: int, world_size: int) -> None:
+    for margin_name in ("hard_negatives", "norm", "wide"):
+        _compare_with_dense(rank, world_size, 11, margin_name)
+
+
+def test_bent_negatives_norms_and_wide_scales_equal_the_dense_softmax_on_two_ranks(run_ranks: Callable[..., None]):
+    run_ranks(_compare_two_kinds, 2)
+
+
+def _train_head(rank: int, world_size: int, sample_rate: float, accumulation: int, steps: int = 3) -> PartialFC:
+    centres = _all_centres(29, seed=3)
+    head = PartialFC(_margin("arcface"), 29, D, rank, world_size, seed=3, sample_rate=sample_rate, chunk=4)
+    share = 12 // (world_size * accumulation)
+    for step in range(steps):
+        embeddings, labels = _data(29, 12, centres, step)
+        blocks = [slice((a * world_size + rank) * share, (a * world_size + rank + 1) * share) for a in range(accumulation)]
+        head.begin_step(torch.stack([labels[block] for block in blocks]), step)
+        for micro, block in enumerate(blocks):
+            head(embeddings[block], micro)
+        head.step(lr=1e-3)
+    return head
+
+
+def test_three_steps_equal_torch_sgd_on_the_dense_softmax():
+    head = _train_head(0, 1, sample_rate=1.0, accumulation=1)
+    weight = nn.Parameter(_all_centres(29, seed=3))
+    optimizer = torch.optim.SGD([weight], lr=1e-3, momentum=0.9, weight_decay=5e-4)
+    for step in range(3):
+        embeddings, labels = _data(29, 12, _all_centres(29, seed=3), step)
+        optimizer.zero_grad()
+        _dense_loss(_margin("arcface"), embeddings, weight, labels).backward()
+        optimizer.step()
+    torch.testing.assert_close(head.centres, weight.detach()[torch.from_numpy(head.shard_classes())], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulation", [2, 3])
+def test_accumulated_micro_batches_equal_one_large_batch(accumulation: int):
+    torch.testing.assert_close(
+        _train_head(0, 1, 1.0, accumulation).centres, _train_head(0, 1, 1.0, 1).centres, rtol=1e-5, atol=1e-6
+    )
+
+
+def _compare_world_sizes(rank: int, world_size: int) -> None:
+    head, alone = _train_head(rank, world_size, 1.0, 2), _train_head(0, 1, 1.0, 1)
+    torch.testing.assert_close(head.centres, alone.centres[head.start : head.stop], rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 29\).*step 9 has 29, 400"):
+        head.begin_step(torch.tensor([[400 if rank == 0 else 29]]), 9)
+
+
+def test_world_size_changes_neither_training_nor_who_hears_of_a_wrong_label(run_ranks: Callable[..., None]):
+    run_ranks(_compare_world_sizes, 3)
+
+
+def test_only_active_rows_move_when_sampling():
+    head = PartialFC(_margin("cosface"), 200, D, sample_rate=0.1, chunk=8)
+    before = head.centres.clone()
+    labels = torch.tensor([[3, 77, 77, 150]])
+    head.begin_step(labels, 0)
+    head(torch.randn(4, D))
+    assert head.num_active() == 20
+    head.step(0.1)
+    moved = (head.centres != before).any(dim=1)
+    assert int(moved.sum()) == 20
+    assert set(labels.flatten().tolist()) <= set(head.shard_classes()[moved.numpy()].tolist())
+    assert torch.equal(head.momentum.ne(0).any(dim=1), moved)
+
+
+def test_sampled_loss_is_the_dense_softmax_over_the_active_classes():
+    head = PartialFC(_margin("cosface"), 200, D, sample_rate=0.1, chunk=8, momentum=0.0, weight_decay=0.0)
+    labels = torch.tensor([3, 77, 77, 150])
+    embeddings = torch.randn(4, D, generator=torch.Generator().manual_seed(0))
+    centres = head.centres.clone()
+    head.begin_step(labels[None], 5)
+    loss = head(embeddings)
+    head.step(1.0)
+    active = np.flatnonzero((head.centres != centres).any(dim=1).numpy())
+    renumbered = np.searchsorted(active, np.argsort(head.shard_classes())[labels.numpy()])
+    expected = _dense_loss(_margin("cosface"), embeddings.double(), centres[active].double(), torch.from_numpy(renumbered))
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+
+
+def test_bf16_products_stay_within_their_known_error():
+    centres = _all_centres(500, seed=3)
+    embeddings, labels = _data(500, 32, centres)
+    losses = []
+    for dtype in (torch.float32, torch.bfloat16):
+        head = PartialFC(_margin("cosface"), 500, D, seed=3, matmul_dtype=dtype)
+        head.begin_step(labels[None], 0)
+        losses.append(head(embeddings).item())
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+
+
+def test_shards_cover_every_slot_once_and_differ_by_at_most_one():
+    for num_classes, world_size in [(7, 3), (8, 8), (1000, 7), (5, 5)]:
+        ranges = [shard_range(num_classes, rank, world_size) for rank in range(world_size)]
+        assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
+        assert ranges[-1][1] == num_classes
+        sizes = [stop - start for start, stop in ranges]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_initial_centre_depends_on_the_class_and_not_on_the_shard():
+    whole = initial_centres(0, 3000, 4, seed=1)
+    torch.testing.assert_close(whole[900:2100], initial_centres(900, 2100, 4, seed=1), rtol=0, atol=0)
+    assert whole.std().item() == pytest.approx(0.01, rel=0.05)
+    assert len(torch.unique(whole[:, 0])) == 3000  # no two blocks share their numbers
+
+
+def test_fewer_classes_than_ranks_is_an_error():
+    with pytest.raises(ValueError, match="2 classes cannot be shared by 3"):
+        PartialFC(_margin("cosface"), 2, D, rank=0, world_size=3)
+
+
+def test_calls_out_of_turn_are_errors():
+    head = PartialFC(_margin("cosface"), 20, D)
+    with pytest.raises(RuntimeError, match="begin_step"):
+        head(torch.randn(2, D))
+    head.begin_step(torch.tensor([[1, 2]]), 0)
+    with pytest.raises(ValueError, match="3 embeddings over all ranks for 2 labels"):
+        head(torch.randn(3, D))
+    head(torch.randn(2, D))
+    with pytest.raises(ValueError, match="out of turn"):
+        head(torch.randn(2, D), 0)
