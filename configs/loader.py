@@ -113,7 +113,7 @@ def _read(path: Path) -> dict[str, Any]:
         hint = f" Did you mean {path.parent / near[0]}?" if near else ""
         raise ValueError(f"config {path}: cannot be read ({reason}).{hint}") from None
     try:
-        tree = yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
+        tree = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
@@ -147,7 +147,7 @@ def _parse_override(override: str) -> dict[str, Any]:
     if not equals or not dotted.strip():
         raise ValueError(f"override {override!r}: must read section.key=value, for example optimizer.lr=0.05")
     try:
-        value = yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
+        value = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError):
         raise ValueError(f"override {override!r}: the value is not valid YAML; quote it") from None
     tree: Any = "" if value is None else value

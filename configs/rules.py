@@ -72,7 +72,9 @@ def _check_across(tree: dict[str, Any]) -> None:
     if data["source"] == "synthetic":
         for key in ("num_classes", "num_images"):
             if data[key] < 1:
-                raise ValueError(f"data.{key} must be at least 1 for data.source=synthetic, got {data[key]}; say how many to make")
+                raise ValueError(
+                    f"data.{key} must be at least 1 for data.source=synthetic, got {data[key]}; say how many to make"
+                )
     if train["batch_size"] % train["accumulation"]:
         raise ValueError(
             f"train.batch_size must be a multiple of train.accumulation, got {train['batch_size']} and {train['accumulation']}"

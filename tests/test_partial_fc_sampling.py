@@ -16,7 +16,9 @@ def test_positives_are_active_the_budget_is_met_and_nothing_is_twice():
         positives = np.flatnonzero(rng.random(num_local) < rng.random())
         rate = float(rng.uniform(0.01, 1))
         members = _members(draw_active(positives, num_local, rate, trial))
-        assert len(set(members.tolist())) == len(members) == max(len(positives), min(num_local, max(1, round(rate * num_local))))
+        assert (
+            len(set(members.tolist())) == len(members) == max(len(positives), min(num_local, max(1, round(rate * num_local))))
+        )
         assert members.min(initial=0) >= 0 and members.max(initial=0) < num_local
         assert set(positives.tolist()) <= set(members.tolist())
 

@@ -25,7 +25,9 @@ def test_each_place_is_equally_likely_over_the_seeds():
 
 
 def test_seeds_differ_by_purpose_and_by_number():
-    seeds = [derive(s, *parts) for s in (0, 1, 2**62) for parts in ((), ("a",), ("b",), ("a", 1), ("a", 2), (1,), (-1,), ("a1",))]
+    seeds = [
+        derive(s, *parts) for s in (0, 1, 2**62) for parts in ((), ("a",), ("b",), ("a", 1), ("a", 2), (1,), (-1,), ("a1",))
+    ]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
 

@@ -1,0 +1,132 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from utils import checkpoint as ckpt
+from utils.distributed import World, together
+
+NUM_SLOTS, D = 11, 3
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+CENTRES = torch.arange(NUM_SLOTS * D, dtype=torch.float32).view(NUM_SLOTS, D)
+
+
+def _save(folder: Path, world: World, step: int = 7, score: float | None = 0.5) -> Path:
+    low = NUM_SLOTS * world.rank // world.world_size
+    high = NUM_SLOTS * (world.rank + 1) // world.world_size
+    rows = CENTRES[low:high]
+    trainer = {"optimizer": {"state": {0: {"momentum_buffer": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]}}
+    backbone = {"w": torch.full((2, 2), 3.0), "steps": torch.tensor(5)}
+    return ckpt.save_checkpoint(
+        folder, step, backbone, {"centres": rows, "momentum": -rows}, (low, high), trainer, {"score": score}, world
+    )
+
+
+def test_what_is_saved_is_read_back(tmp_path: Path):
+    path = _save(tmp_path, ALONE)
+    assert path == tmp_path / "checkpoints" / "step_00000007" == ckpt.find_checkpoint(tmp_path)
+    assert sorted(p.name for p in path.iterdir()) == [
+        "backbone.safetensors", "manifest.json", "softmax_00000_of_00001.safetensors", "trainer.pt",
+    ]  # fmt: skip
+    assert ckpt.read_backbone(path)["steps"].item() == 5
+    assert ckpt.read_trainer(path)["optimizer"]["state"][0]["momentum_buffer"].tolist() == [1, 1]
+    assert ckpt.read_manifest(path)["step"] == 7
+
+
+def _save_and_read_slices(rank: int, world_size: int, folder: str) -> None:
+    world = World(rank, world_size, rank, world_size, torch.device("cpu"))
+    path = _save(Path(folder), world)
+    for low, high in [(0, NUM_SLOTS), (3, 9), (2, 3), (10, 11)]:  # whatever another world size asks for
+        rows = ckpt.read_softmax(path, low, high)
+        assert torch.equal(rows["centres"], CENTRES[low:high]) and torch.equal(rows["momentum"], -CENTRES[low:high])
+    with pytest.raises(ValueError, match="slots 11 to 12"):
+        ckpt.read_softmax(path, 9, 12)
+    # a rank that cannot write: an error on all, and what was there stays
+    if rank == 1:
+        original, ckpt.save_file = ckpt.save_file, _no_space
+    with pytest.raises(ValueError, match="rank 1: checkpoint: cannot be written: .*No space left"):
+        _save(Path(folder), world, step=8)
+    if rank == 1:
+        ckpt.save_file = original
+    assert [p.name for p in ckpt.list_checkpoints(Path(folder))] == ["step_00000007"]
+    with together(world):
+        pass
+    _save(Path(folder), world, step=8)  # the leftovers of the failure are no obstacle
+
+
+def _no_space(*args: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_any_range_of_slots_is_read_whatever_number_of_ranks_wrote(
+    run_ranks: Callable[..., None], tmp_path: Path, world_size: int
+):
+    if world_size == 1:
+        rows = ckpt.read_softmax(_save(tmp_path, ALONE), 4, 6)
+        assert torch.equal(rows["centres"], CENTRES[4:6])
+    else:
+        run_ranks(_save_and_read_slices, world_size, str(tmp_path))
+
+
+def test_an_existing_checkpoint_is_never_overwritten(tmp_path: Path):
+    path = _save(tmp_path, ALONE)
+    before = (path / "manifest.json").read_bytes()
+    with pytest.raises(ValueError, match="never overwritten"):
+        _save(tmp_path, ALONE)
+    assert (path / "manifest.json").read_bytes() == before
+
+
+def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path):
+    for step, score in [(1, 0.3), (2, 0.9), (3, None), (4, 0.2), (5, 0.0)]:
+        _save(tmp_path, ALONE, step, score)
+    ckpt.prune_checkpoints(tmp_path, 2, ALONE)
+    assert [int(p.name[5:]) for p in ckpt.list_checkpoints(tmp_path)] == [2, 4, 5]
+    assert ckpt.best_checkpoint(ckpt.list_checkpoints(tmp_path)).name == "step_00000002"
+
+
+@pytest.mark.parametrize("name", ["backbone.safetensors", "softmax_00000_of_00001.safetensors", "trainer.pt"])
+@pytest.mark.parametrize("damage", ["missing", "short", "flipped"])
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, name: str, damage: str):
+    path = _save(tmp_path, ALONE)
+    file = path / name
+    data = bytearray(file.read_bytes())
+    if damage == "missing":
+        file.unlink()
+    elif damage == "short":
+        file.write_bytes(data[:-1])
+    else:
+        data[-1] ^= 1
+        file.write_bytes(data)
+    with pytest.raises(ValueError, match=f"{name} is (missing|damaged|{len(data) - 1} bytes, {len(data)} were written)"):
+        ckpt.read_backbone(path), ckpt.read_trainer(path), ckpt.read_softmax(path, 0, NUM_SLOTS)
+
+
+def test_a_folder_without_its_manifest_is_no_checkpoint(tmp_path: Path):
+    first, second = _save(tmp_path, ALONE, 1), _save(tmp_path, ALONE, 2)
+    (second / "manifest.json").unlink()
+    assert ckpt.list_checkpoints(tmp_path) == [first]
+    (first / "manifest.json").write_text(json.dumps({"format": 99, "step": 1, "files": {}}))
+    with pytest.raises(ValueError, match="format 99"):
+        ckpt.read_manifest(first)
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        ckpt.find_checkpoint(tmp_path / "nowhere")
+
+
+class _Gadget:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (print, ("executed",))
+
+
+def test_weights_that_would_execute_code_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    torch.save({"w": _Gadget()}, tmp_path / "evil.pt")
+    with pytest.raises(ValueError, match="refused, it holds more than tensors"):
+        ckpt.read_tensors(tmp_path / "evil.pt")
+    assert capsys.readouterr().out == ""
+    torch.save({"w": torch.ones(2)}, tmp_path / "good.pt")
+    assert ckpt.read_tensors(tmp_path / "good.pt")["w"].tolist() == [1, 1]
+    (tmp_path / "text.safetensors").write_text("hello")
+    with pytest.raises(ValueError, match="cannot be read"):
+        ckpt.read_tensors(tmp_path / "text.safetensors")

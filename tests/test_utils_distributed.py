@@ -1,0 +1,73 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from utils.distributed import SharedError, World, all_gather_rows, any_rank, broadcast_module, start, together
+
+
+def _all_at_once(rank: int, world_size: int) -> None:
+    world = World(rank, world_size, rank, world_size, torch.device("cpu"))
+    with pytest.raises(SharedError, match=r"^rank 1: no file B$"), together(world):
+        if rank == 1:
+            raise ValueError("no file B")
+    with pytest.raises(SharedError, match=r"^same everywhere$"), together(world):
+        raise ValueError("same everywhere")
+    with together(world):
+        pass
+    counts = [2, 0, 3][:world_size]
+    rows = torch.full((counts[rank], 2), float(rank))
+    gathered = all_gather_rows(rows, counts, world)
+    assert gathered[:, 0].tolist() == [float(r) for r in range(world_size) for _ in range(counts[r])]
+    assert any_rank(rank == 1, world) and not any_rank(False, world)
+    module = nn.BatchNorm1d(2)
+    module.running_mean.fill_(rank + 1.0)
+    broadcast_module(module, world)
+    assert module.running_mean.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_fail_gather_and_agree_together(run_ranks: Callable[..., None], world_size: int):
+    run_ranks(_all_at_once, world_size)
+
+
+def test_one_process_needs_no_group_and_no_port(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    world = start("cpu")
+    assert (world.rank, world.world_size, world.device.type) == (0, 1, "cpu")
+    assert not torch.distributed.is_initialized()
+    rows = torch.ones(2, 3)
+    assert all_gather_rows(rows, [2], world) is rows
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_cuda_without_a_device_is_an_error():
+    with pytest.raises(ValueError, match="run.device=cuda, but torch sees no CUDA device"):
+        start("cuda")
+
+
+def test_a_port_in_use_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for name, value in {
+            "RANK": 0,
+            "WORLD_SIZE": 2,
+            "LOCAL_RANK": 0,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(ValueError, match=f"port 127.0.0.1:{port} is in use"):
+            start("cpu")
+
+
+def test_a_broken_environment_is_an_error_that_names_the_variable(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(ValueError, match="environment variable RANK must be a whole number, got 'first'"):
+        start("cpu")

@@ -1,0 +1,83 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from utils.distributed import World, any_rank
+from utils.optim import LossScaler, build_optimizer, finish_gradients
+
+
+def _net(gradient_scale: float = 1.0) -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in net.parameters():
+        parameter.grad = gradient_scale * torch.randn(parameter.shape, generator=generator)
+    return net
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.5, 100.0])
+def test_scaled_gradients_come_out_as_torch_clips_the_plain_ones(clip_norm: float):
+    plain, scaled = _net(), _net(1024.0)
+    expected_norm = nn.utils.clip_grad_norm_(plain.parameters(), clip_norm or float("inf"))
+    norm = finish_gradients(scaled, scale=1024.0, clip_norm=clip_norm)
+    torch.testing.assert_close(norm, expected_norm)
+    for a, b in zip(scaled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_one_bad_gradient_shows_in_the_norm(bad: float):
+    net = _net()
+    next(net.parameters()).grad[0, 0] = bad
+    assert not finish_gradients(net, 1.0, 5.0).isfinite()
+
+
+def test_scaler_halves_at_an_overflow_and_doubles_after_its_interval():
+    scaler = LossScaler(enabled=True, initial=1024.0, interval=3)
+    scales = []
+    for overflow in (False, False, True, False, False, False, False):
+        scaler.update(overflow)
+        scales.append(scaler.scale)
+    assert scales == [1024, 1024, 512, 512, 512, 1024, 1024]
+    again = LossScaler(enabled=True)
+    again.load_state_dict(scaler.state_dict())
+    assert again.state_dict() == scaler.state_dict()
+
+
+def test_disabled_scaler_stays_at_one():
+    scaler = LossScaler(enabled=False)
+    scaler.update(True)
+    scaler.load_state_dict({"scale": 8.0, "good_steps": 3})
+    assert scaler.scale == 1.0
+
+
+def test_frozen_parameters_stay_out_of_the_optimizer():
+    net = _net()
+    net[0].weight.requires_grad_(False)
+    assert sum(p.numel() for group in build_optimizer(net, 0.1, 0.9, 0.0).param_groups for p in group["params"]) == 3 + 6 + 2
+    for parameter in net.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter is trainable"):
+        build_optimizer(net, 0.1, 0.9, 0.0)
+
+
+def _overflow_on_one_rank(rank: int, world_size: int) -> None:
+    """Two replicas, an infinite gradient on rank 1 alone: all must skip the step and halve the scale."""
+    world = World(rank, world_size, rank, world_size, torch.device("cpu"))
+    net, scaler = _net(), LossScaler(enabled=True, initial=64.0)
+    optimizer = build_optimizer(net, 0.1, 0.9, 0.0)
+    before = [p.detach().clone() for p in net.parameters()]
+    if rank == 1:
+        next(net.parameters()).grad.fill_(float("inf"))
+    overflow = any_rank(not bool(finish_gradients(net, scaler.scale, 5.0).isfinite()), world)
+    assert overflow
+    if not overflow:
+        optimizer.step()
+    scaler.update(overflow)
+    assert scaler.scale == 32.0
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before, strict=True))
+
+
+def test_an_overflow_on_one_rank_is_an_overflow_on_all(run_ranks: Callable[..., None]):
+    run_ranks(_overflow_on_one_rank, 2)
