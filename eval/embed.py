@@ -1,0 +1,86 @@
+"""Embed a set's images on all ranks: each rank decodes and runs its own share, in large batches, decoding while it computes.
+
+Shapes: N = images of the set, n = images of one rank, D = embedding size, H = W = 112.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from utils.distributed import World, all_gather_rows, together
+from utils.image import normalise
+
+
+def embed_images(
+    model: nn.Module,
+    decode: Callable[[int], np.ndarray],
+    num_images: int,
+    world: World,
+    batch_size: int = 256,
+    autocast: torch.dtype | None = None,
+    threads: int = 2,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the raw embeddings of all images and of their mirror images, two (N, D) float32 arrays, on every rank.
+
+    Args:
+        model: (b, 3, H, W) -> (b, D); its train or eval modes are restored afterwards.
+        decode: image number -> (H, W, 3) uint8 RGB; ValueError if it cannot be decoded.
+        batch_size: images per forward pass and rank.
+        autocast: dtype of the forward pass, None = float32.
+        threads: decoder threads per rank.
+
+    Raises:
+        ValueError: on every rank, if an image cannot be decoded on any.
+    """
+    counts = [num_images // world.world_size + (rank < num_images % world.world_size) for rank in range(world.world_size)]
+    first = sum(counts[: world.rank])
+    blocks: list[Tensor] = []
+    with together(world), inference_mode(model):
+        for images in _batches(decode, range(first, first + counts[world.rank]), batch_size, threads):
+            pixels = torch.from_numpy(images).to(world.device)
+            views = normalise(torch.cat([pixels, pixels.flip(2)]))
+            with torch.autocast(world.device.type, dtype=autocast, enabled=autocast is not None):
+                embeddings = model(views).float()
+            blocks.append(torch.stack(embeddings.chunk(2), dim=1))  # (b, 2, D)
+    if not blocks:  # more ranks than images
+        blocks = [torch.zeros(0, 2, _embedding_size(model, world.device), device=world.device)]
+    both = all_gather_rows(torch.cat(blocks), counts, world).cpu().numpy()
+    return both[:, 0], both[:, 1]
+
+
+@contextlib.contextmanager
+def inference_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model into eval mode without gradients; then give each module back the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _batches(decode: Callable[[int], np.ndarray], numbers: range, batch_size: int, threads: int) -> Iterator[np.ndarray]:
+    """Yield (b, H, W, 3) uint8 arrays; the next batch is decoded while the caller works on this one."""
+    starts = list(range(numbers.start, numbers.stop, batch_size))
+    with ThreadPoolExecutor(threads, thread_name_prefix="eval-decoder") as pool:
+
+        def submit(start: int) -> list:
+            return [pool.submit(decode, number) for number in range(start, min(start + batch_size, numbers.stop))]
+
+        pending = submit(starts[0]) if starts else []
+        for following in [*starts[1:], None]:
+            if not pending:
+                return
+            current, pending = pending, submit(following) if following is not None else []
+            yield np.stack([future.result() for future in current])
+
+
+def _embedding_size(model: nn.Module, device: torch.device) -> int:
+    with inference_mode(model):
+        return int(model(torch.zeros(1, 3, 112, 112, device=device)).shape[1])

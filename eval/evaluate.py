@@ -1,0 +1,65 @@
+"""Score a network on verification sets: find the sets, embed them on all ranks, compute the numbers."""
+
+import difflib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from utils.distributed import World
+
+from .embed import embed_images
+from .pairs import PairSet, read_bin
+from .verification import VerificationResult, fuse_views, mean_norm, verify
+
+NUM_FOLDS = 10
+
+
+def load_pair_sets(folder: str | Path, targets: Iterable[str]) -> list[PairSet]:
+    """Return the verification sets folder/TARGET.bin, read and checked, so that training does not start without them.
+
+    Raises:
+        ValueError: a set is missing, is no verification set, or has fewer pairs than folds.
+    """
+    sets = []
+    for name in targets:
+        path = Path(folder) / f"{name}.bin"
+        if not path.is_file():
+            present = sorted(p.stem for p in Path(folder).glob("*.bin"))
+            near = difflib.get_close_matches(name, present, n=1)
+            hint = f"Did you mean {near[0]!r}? " if near else f"The folder has {', '.join(present)}. " if present else ""
+            raise ValueError(f"eval.targets: no file {path}. {hint}Put it there, or drop {name!r} from eval.targets")
+        pair_set = read_bin(path, name)
+        if len(pair_set.same) < NUM_FOLDS:
+            raise ValueError(
+                f"eval.targets: {path} has {len(pair_set.same)} pairs; {NUM_FOLDS}-fold accuracy needs {NUM_FOLDS}"
+            )
+        sets.append(pair_set)
+    return sets
+
+
+def evaluate(
+    model: nn.Module, sets: Iterable[PairSet], world: World, batch_size: int, autocast: torch.dtype | None, threads: int
+) -> Iterator[tuple[str, VerificationResult]]:
+    """Yield (name, result) of each set, the same on every rank.
+
+    Raises:
+        ValueError: on every rank, naming the set.
+    """
+    for pair_set in sets:
+        try:
+            plain, mirrored = embed_images(model, pair_set.decode, len(pair_set.images), world, batch_size, autocast, threads)
+            fused = fuse_views(plain, mirrored)
+            yield (
+                pair_set.name,
+                verify(
+                    fused[pair_set.first],
+                    fused[pair_set.second],
+                    pair_set.same,
+                    NUM_FOLDS,
+                    xnorm=mean_norm(plain, mirrored),
+                ),
+            )
+        except ValueError as error:
+            raise type(error)(f"evaluation of {pair_set.name}: {error}") from None

@@ -1,0 +1,320 @@
+"""Train a face recognition network: python train.py CONFIG, or torchrun --nproc_per_node=N train.py CONFIG.
+
+One process or many, CPU or CUDA, run the same lines. The optimizer step is the one clock: learning rate, log, evaluation,
+checkpoints and resume count in it.
+Shapes: b = images of this rank in one micro-batch, A = micro-batches per optimizer step, D = embedding size.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from easydict import EasyDict
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from backbones import build_backbone
+from configs import as_plain, dump_config, load_config
+from data import build_dataset
+from data.augment import prepare
+from data.loader import Loader
+from data.sampler import SampleOrder
+from eval.evaluate import evaluate, load_pair_sets
+from eval.report import as_json, format_table, save_figure
+from losses import build_margin
+from losses.first_loss import expected_first_loss
+from partial_fc import PartialFC
+from utils import checkpoint as ckpt
+from utils import distributed
+from utils.distributed import SharedError, World, together
+from utils.log import RunLog, Speed, peak_memory_gib
+from utils.optim import LossScaler, build_optimizer, finish_gradients
+from utils.program import guarded, prepare_run_folder
+from utils.randomness import derive
+from utils.schedule import learning_rate
+
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def train(config: EasyDict) -> None:
+    """Run one training from its configuration: set up, build, resume, loop, finish."""
+    # ---- set up: processes, data, verification sets, run folder; whatever is wrong is said before anything is trained
+    world = distributed.start(config.run.device, config.run.threads)
+    batch_size, accumulation = config.train.batch_size, config.train.accumulation
+    with together(world):
+        check_batch(batch_size, accumulation, world.world_size)
+        data = config.data
+        dataset = build_dataset(data.source, data.path, data.num_classes, data.num_images, config.run.seed)
+        pair_sets = load_pair_sets(config.eval.path or data.path, config.eval.targets)
+    order = SampleOrder(dataset.num_images, batch_size, config.run.seed, data.flip)
+    total_steps = config.train.max_steps or max(1, int(config.train.epochs * dataset.num_images / batch_size))
+    warmup_steps = round(config.schedule.warmup_epochs * dataset.num_images / batch_size)
+    facts = {
+        "identity": {
+            "backbone": [config.backbone.name, config.backbone.embedding_size, config.backbone.width],
+            "num_classes": dataset.num_classes,
+            "num_images": dataset.num_images,
+            "batch_size": batch_size,
+            "seed": config.run.seed,
+        },
+        "config": as_plain(config),
+    }
+    folder = Path(config.run.output) / config.run.name
+    resume_from = prepare_run_folder(folder, config.checkpoint.resume, dump_config(config), facts["identity"], world)
+
+    # ---- build
+    autocast = AUTOCAST[config.train.precision]
+    torch.backends.cudnn.benchmark = True  # every batch has the same shape
+    torch.manual_seed(derive(config.run.seed, "backbone"))
+    backbone = build_backbone(**{key: config.backbone[key] for key in ("name", "embedding_size", "width", "dropout")})
+    backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    margin = build_margin(**config.loss)
+    bf16_head = config.head.matmul_dtype == "bf16" or (config.head.matmul_dtype == "auto" and autocast is torch.bfloat16)
+    head = PartialFC(
+        margin,
+        dataset.num_classes,
+        config.backbone.embedding_size,
+        world.rank,
+        world.world_size,
+        config.run.seed,
+        config.head.sample_rate,
+        config.optimizer.momentum,
+        config.optimizer.weight_decay,
+        torch.bfloat16 if bf16_head else torch.float32,
+        config.head.chunk,
+        world.device,
+    )
+    optimizer = build_optimizer(backbone, config.optimizer.lr, config.optimizer.momentum, config.optimizer.weight_decay)
+    scaler = LossScaler(enabled=autocast is torch.float16)
+
+    # ---- resume
+    start_step = 0
+    if resume_from is not None:
+        with together(world):
+            start_step = restore(resume_from, backbone, head, optimizer, scaler, config)
+    model = as_data_parallel(backbone, world)
+    set_training(backbone, config.backbone.freeze_norm)
+
+    with RunLog(folder, world.rank, start_step, total_steps) as log:
+        log.info(dataset.describe())
+        log.info(
+            f"{config.run.name}: {total_steps} steps of {batch_size} images, {world.world_size} x {world.device.type}, "
+            f"{sum(p.numel() for p in backbone.parameters()) / 1e6:.2f} M backbone parameters, {dataset.num_classes} classes"
+        )
+        if resume_from is not None:
+            log.info(f"resumed from {resume_from} after step {start_step}")
+        if start_step >= total_steps:
+            log.info("training is complete already; nothing to do. Raise train.epochs, or choose another run.name")
+            return
+
+        def score(step: int) -> float | None:
+            """Evaluate all sets after `step` optimizer steps; return the mean accuracy."""
+            if not pair_sets:
+                return None
+            started = time.perf_counter()
+            distributed.broadcast_module(backbone, world)
+            sets = evaluate(backbone, pair_sets, world, config.eval.batch_size, autocast, data.threads)
+            results = dict(sets)
+            for name, numbers in as_json(results).items():
+                log.record(step, name, {k: v for k, v in numbers.items() if k in ("accuracy", "eer", "auc", "xnorm")})
+            log.info(f"evaluation after step {step}, {time.perf_counter() - started:.1f} s\n{format_table(results)}")
+            if step == total_steps and world.rank == 0:
+                (folder / "results.json").write_text(json.dumps(as_json(results), indent=1))
+                (folder / "results.md").write_text(format_table(results, markdown=True) + "\n")
+                save_figure(results, folder / "verification.png", f"{config.run.name} after step {step}")
+            return sum(result.accuracy for result in results.values()) / len(results)
+
+        def save(step: int, mean_accuracy: float | None) -> None:
+            distributed.broadcast_module(backbone, world)
+            ckpt.save_checkpoint(
+                folder,
+                step,
+                backbone.state_dict(),
+                head.shard_state(),
+                (head.start, head.stop),
+                {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()},
+                {**facts, "score": mean_accuracy},
+                world,
+            )
+            ckpt.prune_checkpoints(folder, config.checkpoint.keep_last, world)
+
+        if config.eval.at_start and start_step == 0:
+            score(0)
+
+        # ---- loop
+        loader = Loader(
+            dataset,
+            lambda step: order.samples(step, world.rank, world.world_size, accumulation),
+            start_step,
+            total_steps,
+            data.threads,
+            data.prefetch,
+            world.device,
+        )
+        speed, loss_sum, loss_count = Speed(batch_size), 0.0, 0
+        for step, batch in enumerate(loader, start_step):
+            lr = learning_rate(step, config.optimizer.lr, total_steps, warmup_steps, config.schedule.power)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            torch.manual_seed(derive(config.run.seed, "step", step, world.rank))  # dropout; so a resumed run draws the same
+            head.begin_step(batch.labels.view(accumulation, -1), step)
+            optimizer.zero_grad(set_to_none=True)
+            loss = 0.0
+            micro_batches = zip(batch.images.chunk(accumulation), batch.mirrored.chunk(accumulation), strict=True)
+            for micro, (images, mirrored) in enumerate(micro_batches):
+                last = micro == accumulation - 1
+                with contextlib.nullcontext() if last or model is backbone else model.no_sync():
+                    with torch.autocast(world.device.type, dtype=autocast, enabled=autocast is not None):
+                        embeddings = model(prepare(images, mirrored))  # (b, D)
+                    micro_loss = head(embeddings.float(), micro)
+                    # the head's gradient is that of the global mean; x world_size cancels the mean that DDP takes
+                    (micro_loss * (world.world_size * scaler.scale / accumulation)).backward()
+                loss += float(micro_loss.detach()) / accumulation
+            if not math.isfinite(loss):
+                raise SharedError(
+                    f"the loss is {loss} in step {step}; stopped before it reached the weights. {last_words(folder)}"
+                )
+            if step == 0:
+                warn_of_first_loss(log, loss, head, config.backbone.embedding_size)
+            norm = finish_gradients(backbone, scaler.scale, config.optimizer.clip_norm)
+            overflow = distributed.any_rank(not bool(norm.isfinite()), world)
+            if overflow and not (scaler.enabled and scaler.scale > 2.0**-10):
+                raise SharedError(
+                    f"the gradient is not finite in step {step}; stopped before it reached the weights. {last_words(folder)}"
+                )
+            if overflow:
+                head.skip_step()
+            else:
+                optimizer.step()
+                head.step(lr)
+            scaler.update(overflow)
+
+            # ---- after the step: `done` optimizer steps are finished
+            done = step + 1
+            speed.count()
+            loss_sum, loss_count = loss_sum + loss, loss_count + 1
+            log.advance(done, loss)
+            if done % config.log.every == 0 or done == total_steps:
+                numbers = {
+                    "loss": loss_sum / loss_count,
+                    "lr": lr,
+                    "grad_norm": float(norm),
+                    "positive_cosine": float(head.positive_cosine),
+                    "images_per_second": speed.lap(),
+                    "memory_gib": peak_memory_gib(world.device),
+                }
+                if scaler.enabled:
+                    numbers["loss_scale"] = scaler.scale
+                log.train(done, numbers, speed.eta(total_steps - done))
+                loss_sum, loss_count = 0.0, 0
+            pause = time.perf_counter()
+            due = {name: done == total_steps or (every and done % every == 0) for name, every in cadence(config).items()}
+            mean_accuracy = score(done) if due["eval"] else None
+            if due["checkpoint"]:
+                save(done, mean_accuracy)
+            speed.pause(time.perf_counter() - pause)
+
+        # ---- finish
+        log.info(f"finished {total_steps} steps; checkpoints, log and figures are in {folder}")
+
+
+def cadence(config: EasyDict) -> dict[str, int]:
+    return {"eval": config.eval.every, "checkpoint": config.checkpoint.every}
+
+
+def check_batch(batch_size: int, accumulation: int, world_size: int) -> None:
+    """Raise ValueError unless every rank and micro-batch gets the same number of images, at least 2 for BatchNorm."""
+    share, rest = divmod(batch_size, accumulation * world_size)
+    if rest or share < 2:
+        raise ValueError(
+            f"train.batch_size, images per optimizer step, must be a multiple of train.accumulation x processes ({accumulation} x "
+            f"{world_size}) with 2 images or more each, got {batch_size}; try {max(share, 2) * accumulation * world_size}"
+        )
+
+
+def restore(
+    path: Path,
+    backbone: nn.Module,
+    head: PartialFC,
+    optimizer: torch.optim.Optimizer,
+    scaler: LossScaler,
+    config: EasyDict,
+) -> int:
+    """Load everything from a checkpoint; return the optimizer steps it had finished."""
+    try:
+        backbone.load_state_dict(ckpt.read_backbone(path))
+        trainer = ckpt.read_trainer(path)
+        optimizer.load_state_dict(trainer["optimizer"])
+    except (RuntimeError, KeyError) as error:
+        raise ValueError(f"checkpoint {path}: does not fit this backbone: {str(error).splitlines()[-1].strip()}") from None
+    for group in optimizer.param_groups:  # the configuration decides, not the file
+        group["momentum"], group["weight_decay"] = config.optimizer.momentum, config.optimizer.weight_decay
+    scaler.load_state_dict(trainer["scaler"])
+    head.load_rows(lambda start, stop: ckpt.read_softmax(path, start, stop))
+    return int(ckpt.read_manifest(path)["step"])
+
+
+def as_data_parallel(backbone: nn.Module, world: World) -> nn.Module:
+    """Return the backbone, wrapped so that its gradients are averaged over the ranks if there are several."""
+    if world.world_size == 1:
+        return backbone
+    devices = [world.device] if world.device.type == "cuda" else None
+    return DistributedDataParallel(backbone, device_ids=devices, gradient_as_bucket_view=True)
+
+
+def set_training(backbone: nn.Module, freeze_norm: bool) -> None:
+    """Put the backbone into training mode, BatchNorm statistics frozen if asked for."""
+    backbone.train()
+    for module in backbone.modules():
+        if freeze_norm and isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+
+
+def warn_of_first_loss(log: RunLog, loss: float, head: PartialFC, embedding_size: int) -> None:
+    """Compare the first loss with what an untrained network must show; a difference means wrong labels, classes or scale."""
+    expected, tolerance = expected_first_loss(head.margin, head.num_active(), embedding_size)
+    text = f"first loss {loss:.3f}, expected {expected:.2f} +- {tolerance:.2f} for {head.num_active()} active classes"
+    if abs(loss - expected) <= tolerance:
+        log.info(text)
+    else:
+        log.warn(f"{text}: check labels, number of classes and loss.scale")
+
+
+def last_words(folder: Path) -> str:
+    """Return what to do after a loss or gradient that is not finite."""
+    return f"The last checkpoint in {folder} is sound; lower optimizer.lr or lengthen schedule.warmup_epochs"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and train; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        description="Train a face recognition network with a sharded Partial FC head.",
+        epilog="Every key, with its default and meaning: configs/base.yaml. Several processes: torchrun --standalone "
+        "--nproc_per_node=8 train.py CONFIG. Interrupted runs continue when the same command is given again.",
+    )
+    parser.add_argument("config", help="YAML file of the run, for example configs/demo_cpu.yaml")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="for example optimizer.lr=0.05 train.epochs=2"
+    )
+    parser.add_argument("--print-config", action="store_true", help="print the merged configuration and stop")
+    options = parser.parse_args(arguments)
+
+    def run() -> None:
+        config = load_config(options.config, options.overrides)
+        if options.print_config:
+            print(dump_config(config), end="")
+        else:
+            train(config)
+
+    return guarded(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
