@@ -304,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "overrides", nargs="*", metavar="section.key=value", help="for example optimizer.lr=0.05 train.epochs=2"
     )
     parser.add_argument("--print-config", action="store_true", help="print the merged configuration and stop")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
 
     def run() -> None:
         config = load_config(options.config, options.overrides)

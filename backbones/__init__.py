@@ -32,7 +32,7 @@ def build_backbone(name: str, embedding_size: int = 512, width: float = 1.0, dro
     """Return a freshly initialised network from (b, 3, 112, 112) images to (b, embedding_size) fp32 embeddings.
 
     Args:
-        width: factor on the channel counts, each rounded to a multiple of 8; 1 is the published network.
+        width: factor on the channel counts, each rounded to a multiple of 8, 16 at least; 1 is the published network.
         dropout: probability before the last linear layer, while training.
     """
     if name not in BACKBONES:

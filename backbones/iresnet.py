@@ -19,10 +19,11 @@ _OUTPUT_SIDE = 7  # 112 halved by each of the four stages
 
 
 def scale_channels(channels: int, width: float) -> int:
-    """Return channels * width, rounded to the nearest multiple of 8 and at least 8."""
+    """Return channels * width, rounded to the nearest multiple of 8 and at least 16."""
     if not (math.isfinite(width) and width > 0):
         raise ValueError(f"backbone.width must be a number above 0 (1 = the published network), got {width}")
-    return max(8, 8 * math.floor(channels * width / 8 + 0.5))
+    # 16: torch 2.13's fp32 gradient of a strided 1 x 1 convolution over 8 channels ends the process on some CPUs
+    return max(16, 8 * math.floor(channels * width / 8 + 0.5))
 
 
 def check_head(embedding_size: int, dropout: float) -> None:

@@ -245,7 +245,7 @@ def test_dropout_acts_in_training_only(name: str) -> None:
         assert torch.equal(model.eval()(images), model(images))
 
 
-@pytest.mark.parametrize(("width", "expected"), [(1.0, 64), (0.5, 32), (0.3, 16), (0.01, 8), (1.3, 80), (2.0, 128)])
+@pytest.mark.parametrize(("width", "expected"), [(1.0, 64), (0.5, 32), (0.3, 16), (0.01, 16), (1.3, 80), (2.0, 128)])
 def test_width_rounds_channels_to_multiples_of_eight(width: float, expected: int) -> None:
     assert scale_channels(64, width) == expected
 
