@@ -1,0 +1,156 @@
+"""Embedding over ranks, the evaluation of sets, and the reports."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from backbones import build_backbone
+from eval.__main__ import main
+from eval.embed import embed_images
+from eval.evaluate import evaluate, load_pair_sets
+from eval.pairs import PairSet, write_bin
+from eval.report import as_json, format_table, roc_curve, save_figure
+from eval.verification import verify
+from utils.checkpoint import save_checkpoint
+from utils.distributed import World
+from utils.image import normalise
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+
+
+def _jpeg(number: int) -> bytes:
+    pixels = np.random.default_rng(number).integers(0, 255, (14, 14, 3)).astype(np.uint8)
+    return cv2.imencode(".jpg", cv2.resize(pixels, (112, 112)))[1].tobytes()
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    model = build_backbone("r18", embedding_size=16, width=0.125)
+    model.train()
+    with torch.no_grad():
+        model(torch.randn(8, 3, 112, 112))  # statistics that are not the initial ones
+    return model
+
+
+def _decode(number: int) -> np.ndarray:
+    return cv2.cvtColor(cv2.imdecode(np.frombuffer(_jpeg(number), np.uint8), cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB)
+
+
+def _slow_embeddings(model: nn.Module, num_images: int) -> tuple[np.ndarray, np.ndarray]:
+    """One image at a time, the mirror image by numpy."""
+    model.eval()
+    plain, mirrored = [], []
+    with torch.no_grad():
+        for number in range(num_images):
+            for rows, pixels in ((plain, _decode(number)), (mirrored, _decode(number)[:, ::-1].copy())):
+                rows.append(model(normalise(torch.from_numpy(pixels)[None]))[0].numpy())
+    return np.array(plain), np.array(mirrored)
+
+
+def _check_embeddings(rank: int, world_size: int, num_images: int) -> None:
+    world = World(rank, world_size, rank, world_size, torch.device("cpu"))
+    model = _model()
+    model.layer1.eval()
+    modes = [module.training for module in model.modules()]
+    plain, mirrored = embed_images(model, _decode, num_images, world, batch_size=3)
+    assert modes == [module.training for module in model.modules()]
+    expected = _slow_embeddings(model, num_images)
+    scale = np.abs(expected[0]).max()
+    np.testing.assert_allclose(plain / scale, expected[0] / scale, atol=1e-6)
+    np.testing.assert_allclose(mirrored / scale, expected[1] / scale, atol=1e-6)
+    if world_size > 1:
+        with pytest.raises(ValueError, match="image 1 is broken"):
+            embed_images(model, _broken, num_images, world)
+
+
+def _broken(number: int) -> np.ndarray:
+    if number == 1:
+        raise ValueError("image 1 is broken")
+    return _decode(number)
+
+
+@pytest.mark.parametrize(("world_size", "num_images"), [(1, 8), (2, 7), (3, 7), (3, 2)])
+def test_ranks_share_the_images_and_give_what_one_image_at_a_time_gives(
+    run_ranks: Callable[..., None], world_size: int, num_images: int
+):
+    run_ranks(_check_embeddings, world_size, num_images)
+
+
+def _write_set(folder: Path, name: str, num_pairs: int = 20) -> None:
+    same = [bool(pair % 2) for pair in range(num_pairs)]
+    images = [_jpeg(2 * pair + (side and not same[pair])) for pair in range(num_pairs) for side in (0, 1)]
+    write_bin(folder / f"{name}.bin", images, same)
+
+
+def test_identical_images_score_perfectly_and_every_report_holds_the_numbers(tmp_path: Path):
+    _write_set(tmp_path, "twins")
+    results = dict(evaluate(_model(), load_pair_sets(tmp_path, ["twins"]), ALONE, 16, None, 1))
+    assert results["twins"].accuracy == 1.0
+    table = format_table(results)
+    assert "twins" in table and "100.00 +- 0.00" in table and "n/a" in table  # 10 impostor pairs cannot carry FAR 1e-3
+    assert format_table(results, markdown=True).splitlines()[1].count("---") == 9
+    assert json.loads(json.dumps(as_json(results)))["twins"]["num_genuine"] == 10
+    save_figure(results, tmp_path / "figure.png", "twins")
+    figure = cv2.imread(str(tmp_path / "figure.png"))
+    assert figure is not None and len(np.unique(figure.reshape(-1, 3), axis=0)) > 50
+
+
+def test_roc_curve_is_that_of_a_loop_over_thresholds():
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(2, 40, 4))
+    rows /= np.linalg.norm(rows, axis=2, keepdims=True)
+    result = verify(rows[0], rows[1], rng.random(40) < 0.5, xnorm=1.0)
+    far, tar = roc_curve(result)
+    thresholds = np.append(-1.0, np.sort(result.distances))
+    assert far.tolist() == [np.mean(result.distances[~result.same] <= t) for t in thresholds]
+    assert tar.tolist() == [np.mean(result.distances[result.same] <= t) for t in thresholds]
+
+
+def test_a_missing_or_too_small_set_is_an_error_that_names_it(tmp_path: Path):
+    _write_set(tmp_path, "lfw")
+    _write_set(tmp_path, "small", num_pairs=4)
+    with pytest.raises(ValueError, match=r"no file .*lwf.bin. Did you mean 'lfw'\?"):
+        load_pair_sets(tmp_path, ["lwf"])
+    with pytest.raises(ValueError, match=r"small.bin has 4 pairs; 10-fold accuracy needs 10"):
+        load_pair_sets(tmp_path, ["small"])
+
+
+def test_a_network_that_gives_nan_is_an_error_that_names_the_set():
+    images = [_jpeg(number) for number in range(2)]
+    pairs = PairSet("bad", images, np.zeros(20, np.int64), np.ones(20, np.int64), np.arange(20) % 2 == 0)
+    model = _model()
+    model.fc.weight.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="evaluation of bad: .*NaN"):
+        list(evaluate(model, [pairs], ALONE, 8, None, 1))
+
+
+def test_the_program_takes_runs_checkpoints_and_bare_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    _write_set(tmp_path, "twins")
+    model = _model()
+    torch.save(model.state_dict(), tmp_path / "backbone.pth")
+    config = {"backbone": {"name": "r18", "embedding_size": 16, "width": 0.125}, "eval": {"targets": ["twins"], "path": ""},
+              "data": {"path": str(tmp_path)}}  # fmt: skip
+    rows = {"centres": torch.ones(2, 16)}
+    checkpoint = save_checkpoint(tmp_path, 3, model.state_dict(), rows, (0, 2), {}, {"config": config, "score": 1.0}, ALONE)
+    bare = ["--backbone", "r18", "--embedding-size", "16", "--width", "0.125", "--targets", "twins", "--data", str(tmp_path)]
+    tables = []
+    for arguments in ([str(tmp_path)], [str(tmp_path), "--best"], [str(checkpoint)], [str(tmp_path / "backbone.pth"), *bare]):
+        assert main([*arguments, "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
+        tables.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("twins")])
+    assert tables[0] and all(table == tables[0] for table in tables)
+    assert (tmp_path / "out" / "verification.png").exists()
+    for arguments, message in [
+        ([str(tmp_path / "nothing")], "no run folder"),
+        ([str(tmp_path / "backbone.pth")], "--backbone"),
+        ([str(tmp_path / "backbone.pth"), *bare, "--width", "0.5"], "conv1.weight is"),
+        ([str(tmp_path), "--targets", "nothing"], "nothing.bin"),
+    ]:
+        assert main([*arguments, "--device", "cpu"]) == 1
+        error = capsys.readouterr().err
+        assert message in error and len(error.strip().splitlines()) == 1
