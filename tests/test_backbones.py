@@ -87,9 +87,7 @@ def test_iresnet_state_dict_follows_the_rule_of_its_depth(name: str) -> None:
         ("mbf", 333, 2.06),
     ],
 )
-def test_number_of_keys_and_parameters_is_the_published_one(
-    name: str, num_keys: int, million_parameters: float
-) -> None:
+def test_number_of_keys_and_parameters_is_the_published_one(name: str, num_keys: int, million_parameters: float) -> None:
     model = _on_meta(name)
     assert len(model.state_dict()) == num_keys
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == million_parameters
@@ -182,8 +180,7 @@ def test_iresnet_forward_equals_its_equations_written_with_functions() -> None:
 
     def norm(x: Tensor, name: str) -> Tensor:
         mean, var, scale, bias = (
-            w[f"{name}.{part}"].view(1, -1, *[1] * (x.dim() - 2))
-            for part in ("running_mean", "running_var", "weight", "bias")
+            w[f"{name}.{part}"].view(1, -1, *[1] * (x.dim() - 2)) for part in ("running_mean", "running_var", "weight", "bias")
         )
         return (x - mean) / (var + 1e-5).sqrt() * scale + bias
 
@@ -263,9 +260,7 @@ def test_width_that_is_no_positive_number_is_refused(width: float) -> None:
 
 
 def test_unknown_name_is_refused_with_the_nearest_and_the_list() -> None:
-    with pytest.raises(
-        ValueError, match=r"backbone\.name must be one of r18, .*mbf, got 'resnet50'. Did you mean 'r50'\?"
-    ):
+    with pytest.raises(ValueError, match=r"backbone\.name must be one of r18, .*mbf, got 'resnet50'. Did you mean 'r50'\?"):
         build_backbone("resnet50")
 
 

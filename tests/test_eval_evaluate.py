@@ -126,7 +126,7 @@ def test_a_network_that_gives_nan_is_an_error_that_names_the_set():
     pairs = PairSet("bad", images, np.zeros(20, np.int64), np.ones(20, np.int64), np.arange(20) % 2 == 0)
     model = _model()
     model.fc.weight.data.fill_(float("nan"))
-    with pytest.raises(ValueError, match="evaluation of bad: .*NaN"):
+    with pytest.raises(ValueError, match=r"evaluation of bad: .*NaN"):
         list(evaluate(model, [pairs], ALONE, 8, None, 1))
 
 

@@ -31,8 +31,7 @@ def test_target_matches_its_equation_row_by_row(m: tuple[float, float, float]) -
 def test_m2_alone_is_arcface_up_to_theta_plus_m_equal_pi(margin: float) -> None:
     within = COSINE[COSINE.acos() + margin <= math.pi].requires_grad_()
     logits = [
-        loss.target(within, torch.ones_like(within))
-        for loss in (Combined(64.0, 1.0, margin, 0.0), ArcFace(64.0, margin))
+        loss.target(within, torch.ones_like(within)) for loss in (Combined(64.0, 1.0, margin, 0.0), ArcFace(64.0, margin))
     ]
     torch.testing.assert_close(logits[0], logits[1])
     slopes = [torch.autograd.grad(value.sum(), within)[0] for value in logits]
@@ -40,9 +39,7 @@ def test_m2_alone_is_arcface_up_to_theta_plus_m_equal_pi(margin: float) -> None:
 
 
 def test_m3_alone_is_cosface() -> None:
-    torch.testing.assert_close(
-        Combined(64.0, 1.0, 0.0, 0.4).target(COSINE, NORM), CosFace(64.0, 0.4).target(COSINE, NORM)
-    )
+    torch.testing.assert_close(Combined(64.0, 1.0, 0.0, 0.4).target(COSINE, NORM), CosFace(64.0, 0.4).target(COSINE, NORM))
 
 
 @pytest.mark.parametrize("m", [(1.0, 0.5, 0.0), (1.35, 0.0, 0.0), (4.0, 0.0, 0.0), (2.5, 1.0, 0.3)])

@@ -12,7 +12,11 @@ ROOT = Path(__file__).parent.parent
 LEAVES = {"backbones", "configs", "data", "eval", "losses", "partial_fc"}
 PROGRAMS = [ROOT / "train.py", ROOT / "eval" / "__main__.py", *sorted((ROOT / "scripts").glob("*.py"))]
 SOURCES = [ROOT / "train.py", *(path for name in sorted(LEAVES | {"utils", "scripts"}) for path in (ROOT / name).glob("*.py"))]
-MODULES = ["train", "eval", *(f"scripts.{p.stem}" for p in PROGRAMS if p.parent.name == "scripts" and "__main__" in p.read_text())]
+MODULES = [
+    "train",
+    "eval",
+    *(f"scripts.{p.stem}" for p in PROGRAMS if p.parent.name == "scripts" and "__main__" in p.read_text()),
+]
 
 
 def _imports(path: Path) -> set[str]:

@@ -119,7 +119,11 @@ def _run(num_processes: int, arguments: list[str], timeout: float = 120) -> subp
 def _run_and_kill(num_processes: int, arguments: list[str], metrics: Path, after_steps: int) -> None:
     """Start, and SIGKILL the whole group once metrics.jsonl shows so many steps."""
     with subprocess.Popen(
-        _command(num_processes, arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/"
+        _command(num_processes, arguments),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
     ) as process:
         deadline = time.monotonic() + 120
         while not metrics.is_file() or len(metrics.read_text().splitlines()) < after_steps:
@@ -150,7 +154,13 @@ def test_two_processes_see_the_same_samples_and_losses_as_one(dataset: Path, tmp
     losses = []
     for num_processes in (1, 2):
         name = f"n{num_processes}"
-        overrides = ["train.max_steps=20", "eval.targets=[]", "backbone.freeze_norm=true", "optimizer.lr=1e-3", f"run.name={name}"]
+        overrides = [
+            "train.max_steps=20",
+            "eval.targets=[]",
+            "backbone.freeze_norm=true",
+            "optimizer.lr=1e-3",
+            f"run.name={name}",
+        ]
         done = _run(num_processes, _arguments(dataset, tmp_path, *overrides))
         assert done.returncode == 0, done.stderr
         losses.append([record["loss"] for record in _metrics(tmp_path / name).values()])

@@ -46,7 +46,7 @@ def _save_and_read_slices(rank: int, world_size: int, folder: str) -> None:
     # a rank that cannot write: an error on all, and what was there stays
     if rank == 1:
         original, ckpt.save_file = ckpt.save_file, _no_space
-    with pytest.raises(ValueError, match="rank 1: checkpoint: cannot be written: .*No space left"):
+    with pytest.raises(ValueError, match=r"rank 1: checkpoint: cannot be written: .*No space left"):
         _save(Path(folder), world, step=8)
     if rank == 1:
         ckpt.save_file = original

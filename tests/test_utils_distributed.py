@@ -44,7 +44,7 @@ def test_one_process_needs_no_group_and_no_port(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_cuda_without_a_device_is_an_error():
-    with pytest.raises(ValueError, match="run.device=cuda, but torch sees no CUDA device"):
+    with pytest.raises(ValueError, match=r"run.device=cuda, but torch sees no CUDA device"):
         start("cuda")
 
 

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from utils.schedule import learning_rate
@@ -9,7 +11,7 @@ def test_warm_up_rises_to_the_peak_and_decay_falls_to_zero():
     assert rates[4] == pytest.approx(0.4)
     assert rates[12] == pytest.approx(0.4 * 0.5**2)
     assert rates[20] == 0.0
-    assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rates[4:]))
 
 
 def test_published_log_of_ms1mv2_r50_has_a_quarter_of_the_peak_half_way():

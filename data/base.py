@@ -1,0 +1,52 @@
+"""What every dataset offers, whatever it reads from.
+
+Shapes: H = W = 112.
+"""
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from utils.image import decode_rgb
+
+
+class FaceDataset(ABC):
+    """Images by index in [0, num_images), each with an integer label in [0, num_classes)."""
+
+    num_images: int
+    num_classes: int
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return one line for the log: where the images are, in which form, and how many."""
+
+    @abstractmethod
+    def key(self, index: int) -> str:
+        """Return what a user knows the sample by, to name it in an error."""
+
+    @abstractmethod
+    def label(self, index: int) -> int:
+        """Return the class of a sample."""
+
+    @abstractmethod
+    def sample(self, index: int) -> tuple[bytes | memoryview | np.ndarray, int]:
+        """Return an encoded image, or its (H, W, 3) uint8 RGB pixels, and its class."""
+
+    def prefetch(self, index: int) -> None:  # noqa: B027 - most datasets have nothing to do
+        """Start to fetch a sample from storage, so that it is in memory when it is wanted."""
+
+    def decode_into(self, index: int, out: np.ndarray) -> int:
+        """Write the pixels of a sample into `out` (H, W, 3) uint8, RGB, and return its class."""
+        image, label = self.sample(index)
+        try:
+            pixels = image if isinstance(image, np.ndarray) else decode_rgb(image)
+        except ValueError as error:
+            raise ValueError(f"{self.key(index)}: {error}. Remove it from the dataset, or replace it") from None
+        if pixels.shape != out.shape:
+            height, width = pixels.shape[:2]
+            raise ValueError(
+                f"{self.key(index)}: an image must be {out.shape[0]} x {out.shape[1]} pixels (height x width), "
+                f"this one is {height} x {width}. Align the faces to that size first"
+            )
+        out[...] = pixels
+        return label

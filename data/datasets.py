@@ -1,0 +1,130 @@
+"""The datasets a run can name in data.source: recordio, folder, synthetic.
+
+Shapes: N = images, H = W = 112.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from utils.image import IMAGE_SIZE
+from utils.randomness import derive
+
+from .base import FaceDataset
+from .record_dataset import RecordDataset
+
+__all__ = ["FaceDataset", "FolderDataset", "RecordDataset", "SyntheticDataset", "build_dataset"]
+
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+
+
+class FolderDataset(FaceDataset):
+    """Image files of 112 x 112 pixels, one sub-folder per class; classes are numbered in the order of their names."""
+
+    def __init__(self, folder: str) -> None:
+        self.root = Path(folder)
+        if not self.root.is_dir():
+            raise ValueError(f"data.path: no folder {folder}. Give a folder with one sub-folder of images per identity")
+        self.classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
+        if not self.classes:
+            raise ValueError(f"data.path: no sub-folder in {folder}. Put the images of each identity into a folder of its own")
+        self._files: list[str] = []  # relative to the folder
+        counts = []
+        for name in self.classes:
+            files = _image_files(self.root / name)
+            if not files:
+                raise ValueError(f"{self.root / name}: no image ({' '.join(_SUFFIXES)}) for this class. Remove the folder")
+            self._files += [os.path.join(name, file) for file in files]
+            counts.append(len(files))
+        self._labels = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        self.num_images = len(self._files)
+        self.num_classes = len(self.classes)
+
+    def describe(self) -> str:
+        return f"{self.root}: image files, {self.num_images} images, {self.num_classes} classes (one per sub-folder)"
+
+    def key(self, index: int) -> str:
+        return str(self.root / self._files[index])
+
+    def label(self, index: int) -> int:
+        return int(self._labels[index])
+
+    def sample(self, index: int) -> tuple[bytes, int]:
+        try:
+            return (self.root / self._files[index]).read_bytes(), int(self._labels[index])
+        except OSError as error:
+            raise ValueError(f"{self.key(index)}: the file cannot be read: {error.strerror}") from None
+
+
+def _image_files(folder: Path) -> list[str]:
+    """Return the sorted paths, relative to the folder, of the images in it and in the folders below it."""
+    found = []
+    for place, _, names in os.walk(folder, followlinks=True):
+        inside = os.path.relpath(place, folder)
+        found += [os.path.normpath(os.path.join(inside, name)) for name in names if name.lower().endswith(_SUFFIXES)]
+    return sorted(found)
+
+
+class SyntheticDataset(FaceDataset):
+    """Patterns made on the spot from (seed, index): 8 x 8 tiles in colours of the class, under noise of the image.
+
+    Costs less than decoding a JPEG and needs no storage. Labels go round, so every class has its share of the images.
+    """
+
+    def __init__(self, num_classes: int, num_images: int, seed: int) -> None:
+        if not 1 <= num_classes <= num_images:
+            raise ValueError(
+                "data.num_classes must be at least 1, and data.num_images at least as large, for synthetic data, "
+                f"got {num_classes} and {num_images}"
+            )
+        self.num_classes, self.num_images, self.seed = num_classes, num_images, seed
+        rng = np.random.default_rng(seed)
+        self._colours = rng.integers(0, 128, 1 << 16, dtype=np.uint8)
+        self._noise = rng.integers(0, 128, 1 << 20, dtype=np.uint8)
+
+    def describe(self) -> str:
+        return f"synthetic (seed {self.seed}): {self.num_images} images, {self.num_classes} classes, made on the spot"
+
+    def key(self, index: int) -> str:
+        return f"synthetic image {index}"
+
+    def label(self, index: int) -> int:
+        return index % self.num_classes
+
+    def sample(self, index: int) -> tuple[np.ndarray, int]:
+        label = self.label(index)
+        tile = IMAGE_SIZE // 8
+        colours = self._draw(self._colours, 2 * label, 8 * 8 * 3).reshape(8, 1, 8, 1, 3)
+        noise = self._draw(self._noise, 2 * index + 1, IMAGE_SIZE * IMAGE_SIZE * 3).reshape(8, tile, 8, tile, 3)
+        return (colours + noise).reshape(IMAGE_SIZE, IMAGE_SIZE, 3), label
+
+    def _draw(self, bank: np.ndarray, number: int, size: int) -> np.ndarray:
+        """Return `size` bytes for a number: two stretches of the bank, crossed."""
+        mixed = derive(self.seed, number)
+        first, second = mixed % (len(bank) - size), (mixed >> 32) % (len(bank) - size)
+        return bank[first : first + size] ^ bank[second : second + size]
+
+
+def build_dataset(source: str, path: str, num_classes: int, num_images: int, seed: int) -> FaceDataset:
+    """Return the dataset that the section `data` of a config describes.
+
+    Args:
+        num_classes, num_images: 0 takes what the data has, anything else must agree with it; synthetic makes as many.
+    """
+    sources: dict[str, Callable[[], FaceDataset]] = {
+        "recordio": lambda: RecordDataset(path),
+        "folder": lambda: FolderDataset(path),
+        "synthetic": lambda: SyntheticDataset(num_classes, num_images, seed),
+    }
+    if source not in sources:
+        raise ValueError(f"data.source must be one of {', '.join(sources)}, got '{source}'")
+    dataset = sources[source]()
+    for name, given, found in [
+        ("num_classes", num_classes, dataset.num_classes),
+        ("num_images", num_images, dataset.num_images),
+    ]:
+        if given and given != found:
+            raise ValueError(f"data.{name} is {given}, but the data has {found} ({dataset.describe()}). Set it to 0 or {found}")
+    return dataset

@@ -1,0 +1,203 @@
+"""RecordIO, the container: records in one file, read through a memory map, written as mxnet writes them.
+
+Source: dmlc-core include/dmlc/recordio.h and src/recordio.cc, python/mxnet/recordio.py of mxnet 1.9.1. The writer
+matches it byte for byte. Its reader hides damage (a cut file, a wrong index); this one names file and byte.
+
+    file   = part part ...          nothing before, between or after
+    part   = magic u32, cflag << 29 | length u32, data, padding to a multiple of 4; little-endian
+    record = one part of cflag 0, or parts of cflag 1 2* 3, joined by the magic; that is where the writer cuts a record
+             which holds an aligned magic
+
+Shapes: n = records.
+"""
+
+import mmap
+import os
+import struct
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+MAGIC = b"\x0a\x23\xd7\xce"
+MAX_LENGTH = (1 << 29) - 1  # bytes in a record
+
+_PART = struct.Struct("<4sI")
+_FIRST, _LATER = (0, 1), (2, 3)  # cflags with which a record may start and go on
+_DAMAGE = "the file is damaged or cut, or the index is not its own (deleted, it is rebuilt)"
+
+
+class RecordFile:
+    """Reads records by byte offset, without a copy unless a record has several parts.
+
+    Threads may share it. It may be pickled or inherited by a fork: a process maps the file at its first read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        try:
+            self.size = os.path.getsize(path)
+        except OSError as error:
+            raise ValueError(f"{self.path}: the record file cannot be read: {error.strerror}") from None
+        self._map: mmap.mmap | None = None
+        self._view: memoryview | None = None
+        start = bytes(self.view[:4]) if self.size >= _PART.size else b""
+        if start != MAGIC:
+            raise ValueError(f"{self.path}: a RecordIO file starts with 0a23d7ce, this one of {self.size} bytes does not")
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_map": None, "_view": None}
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes of the whole file, read-only."""
+        view = self._view
+        if view is None:
+            with open(self.path, "rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if len(mapped) != self.size:
+                raise ValueError(f"{self.path}: had {self.size} bytes when opened, now {len(mapped)}; start again")
+            self._map, self._view = mapped, memoryview(mapped)
+            self.expect_random_reads(True)
+            view = self._view
+        return view
+
+    def expect_random_reads(self, random: bool) -> None:
+        """Tell the kernel how reads will go: at random, without read-ahead, or in order, with as much as it can.
+
+        With the default, random reads of a cold file fetch tens of times the bytes of the records.
+        """
+        if self._map is not None and hasattr(mmap, "MADV_RANDOM"):
+            self._map.madvise(mmap.MADV_RANDOM if random else mmap.MADV_SEQUENTIAL)
+
+    def prefetch(self, offset: int, length: int) -> None:
+        """Have the kernel start to fetch these bytes: one request to the disk instead of one for each page."""
+        if self._map is not None and hasattr(mmap, "MADV_WILLNEED"):
+            page = offset - offset % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, page, min(offset + length, self.size) - page)
+
+    def read_at(self, offset: int) -> bytes | memoryview:
+        """Return the record whose first part starts at byte `offset`."""
+        return self.read_until(offset)[0]
+
+    def read_until(self, offset: int) -> tuple[bytes | memoryview, int]:
+        """Return the record that starts at byte `offset`, and the byte after it and its padding."""
+        view = self.view
+        cflag, start, stop, end = self._part(view, offset, _FIRST)
+        if cflag == 0:
+            return view[start:stop], end
+        parts, length = [view[start:stop]], stop - start
+        while cflag != 3:
+            cflag, start, stop, end = self._part(view, end, _LATER)
+            parts.append(view[start:stop])
+            length += len(MAGIC) + stop - start
+            if length > MAX_LENGTH:
+                raise ValueError(f"{self.path}: byte {offset}: the parts of this record add up to 2^29 bytes or more")
+        return MAGIC.join(parts), end
+
+    def _part(self, view: memoryview, offset: int, cflags: tuple[int, int]) -> tuple[int, int, int, int]:
+        """Return (cflag, start of data, end of data, end of padding) of the part at `offset`, all checked."""
+        if offset < 0 or offset % 4 or offset + _PART.size > self.size:
+            raise ValueError(f"{self.path}: byte {offset}: no part can start here ({self.size} bytes): {_DAMAGE}")
+        magic, word = _PART.unpack_from(view, offset)
+        if magic != MAGIC:
+            raise ValueError(f"{self.path}: byte {offset}: a part starts with 0a23d7ce, not {magic.hex()}: {_DAMAGE}")
+        cflag, length = word >> 29, word & MAX_LENGTH
+        if cflag not in cflags:
+            allowed = " or ".join(map(str, cflags))
+            raise ValueError(f"{self.path}: byte {offset}: cflag must be {allowed} here, not {cflag}: {_DAMAGE}")
+        start = offset + _PART.size
+        end = start + (length + 3 & ~3)
+        if end > self.size or (cflag in (1, 2) and length % 4):
+            raise ValueError(f"{self.path}: byte {offset}: a part of {length} bytes does not fit here: {_DAMAGE}")
+        return cflag, start, start + length, end
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        """Yield all records in the order of the file."""
+        offset = 0
+        while offset < self.size:
+            record, offset = self.read_until(offset)
+            yield record
+
+    def scan_offsets(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return the offsets (n,) int64 of the records from byte `start` to `stop`, by a walk over the part headers.
+
+        Raises:
+            ValueError: a damaged part, or no record ends exactly at `stop` (by default the end of the file).
+        """
+        view, stop = self.view, self.size if stop is None else stop
+        offsets = array("q")
+        whole = True
+        while start < stop:
+            if whole:
+                offsets.append(start)
+            cflag, _, _, start = self._part(view, start, _FIRST if whole else _LATER)
+            whole = cflag in (0, 3)
+        if start != stop or not whole:
+            raise ValueError(f"{self.path}: byte {stop}: a record must end here, not at {start}: {_DAMAGE}")
+        return np.array(offsets, dtype=np.int64)
+
+
+class RecordWriter:
+    """Writes a record file and its index. Both get their names when `close` has put all bytes on the disk.
+
+    As a context manager it closes, or, after an exception, removes what it wrote.
+    """
+
+    def __init__(self, rec_path: str | os.PathLike[str], idx_path: str | os.PathLike[str] | None = None) -> None:
+        self._paths = [Path(path) for path in (rec_path, idx_path) if path is not None]
+        self._files = [open(_unfinished(path), "wb") for path in self._paths]  # noqa: SIM115 - closed by close or discard
+        self._offset = 0
+
+    def write(self, key: int, record: bytes) -> None:
+        """Append a record, and the line `key TAB offset` to the index."""
+        if len(record) > MAX_LENGTH:
+            raise ValueError(f"{self._paths[0]}: record {key} has {len(record)} bytes, RecordIO takes fewer than 2^29")
+        begin = self._offset
+        cut, cflag = 0, 1
+        magic = record.find(MAGIC)
+        while magic >= 0:
+            if magic % 4:
+                magic = record.find(MAGIC, magic + 1)
+                continue
+            self._write_part(cflag, record[cut:magic])
+            cut, cflag = magic + len(MAGIC), 2
+            magic = record.find(MAGIC, cut)
+        self._write_part(3 if cut else 0, record[cut:])
+        if len(self._files) > 1:
+            self._files[1].write(b"%d\t%d\n" % (key, begin))
+
+    def _write_part(self, cflag: int, data: bytes) -> None:
+        padding = -len(data) % 4
+        self._files[0].write(_PART.pack(MAGIC, cflag << 29 | len(data)) + data + bytes(padding))
+        self._offset += _PART.size + len(data) + padding
+
+    def close(self) -> None:
+        """Finish the files: flush them to the disk, then give them their names."""
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        for path in self._paths:
+            os.replace(_unfinished(path), path)
+
+    def discard(self) -> None:
+        """Remove what was written so far."""
+        for file, path in zip(self._files, self._paths, strict=True):
+            file.close()
+            _unfinished(path).unlink()
+
+    def __enter__(self) -> "RecordWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(path.name + ".unfinished")

@@ -1,0 +1,193 @@
+"""Image records by key: the header each one starts with, and a record file with its index.
+
+Source: python/mxnet/recordio.py of mxnet 1.9.1 (IRHeader, pack, unpack, MXIndexedRecordIO).
+
+    image record = flag u32, label f32, id u64, id2 u64, flag x f32, payload (an encoded image); little-endian
+    flag 0: the label is the float. flag > 0: the label is the vector, whatever the float says
+
+Shapes: n = records of the index, b = records of one chunk.
+"""
+
+import numbers
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from .record_file import MAGIC, MAX_LENGTH, RecordFile, RecordWriter
+from .record_index import read_index
+
+__all__ = [
+    "MAGIC",
+    "Headers",
+    "IndexedRecordFile",
+    "Record",
+    "RecordFile",
+    "RecordWriter",
+    "pack",
+    "read_index",
+    "unpack",
+]
+
+_HEADER = struct.Struct("<IfQQ")
+_CHUNK = 1 << 18  # headers looked at together
+_MAGIC_WORD = int.from_bytes(MAGIC, "little")
+
+
+class Record(NamedTuple):
+    """The fields of an image record."""
+
+    label: float | np.ndarray  # a number, or (flag,) float32
+    id: int
+    id2: int
+    payload: memoryview
+
+
+class Headers(NamedTuple):
+    """What the headers of b records say."""
+
+    positions: np.ndarray  # (b,) int64, where in the index
+    flags: np.ndarray  # (b,) int64
+    labels: np.ndarray  # (b,) float32: the number, or the first of the vector
+    payload_sizes: np.ndarray  # (b,) int64, bytes
+
+
+def unpack(record: bytes | memoryview) -> Record:
+    """Return the fields of an image record; label vector and payload are views of it."""
+    if len(record) < _HEADER.size:
+        raise ValueError(f"the record has {len(record)} bytes, an image record has at least the {_HEADER.size} of its header")
+    flag, label, record_id, id2 = _HEADER.unpack_from(record)
+    start = _HEADER.size + 4 * flag
+    if start > len(record):
+        raise ValueError(_too_many_labels(flag, len(record)))
+    vector = np.frombuffer(record, dtype="<f4", count=flag, offset=_HEADER.size) if flag else label
+    return Record(vector, record_id, id2, memoryview(record)[start:])
+
+
+def _too_many_labels(flag: int, length: int) -> str:
+    return f"the record has {length} bytes, but announces {flag} labels: no image record (SageMaker's recordio-protobuf?)"
+
+
+def pack(label: float | ArrayLike, record_id: int, id2: int, payload: bytes) -> bytes:
+    """Return an image record as mxnet packs it: a number is the label, anything else a vector of float32."""
+    if isinstance(label, numbers.Number):
+        return _HEADER.pack(0, label, record_id, id2) + payload
+    vector = np.asarray(label, dtype="<f4")
+    return _HEADER.pack(vector.size, 0.0, record_id, id2) + vector.tobytes() + payload
+
+
+class IndexedRecordFile:
+    """A record file and its index: keys (n,) and offsets (n,), both int64, in the order of the index.
+
+    Without an index file, the index is rebuilt by a walk over the record file; the keys then count the records from 0,
+    since nothing inside a record tells its key. Opening checks where the offsets point to; reading a record checks that
+    it ends where the next one starts, which is how a wrong length or a wrong index is found.
+    """
+
+    def __init__(self, rec_path: str | os.PathLike[str], idx_path: str | os.PathLike[str] | None = None) -> None:
+        self.file = RecordFile(rec_path)
+        self.path = self.file.path
+        self.rebuilt = idx_path is None or not Path(idx_path).exists()
+        if idx_path is None or self.rebuilt:
+            self.offsets = self.file.scan_offsets()
+            self.keys = np.arange(len(self.offsets))
+        else:
+            self.keys, self.offsets = read_index(idx_path)
+            self._check_offsets(os.fspath(idx_path))
+        ascending = bool((np.diff(self.offsets) > 0).all())
+        self._starts = self.offsets if ascending else np.unique(self.offsets)  # several keys may share a record
+        self._by_key: np.ndarray | None = None
+
+    def _check_offsets(self, idx_path: str) -> None:
+        wrong = (self.offsets < 0) | (self.offsets % 4 != 0) | (self.offsets > self.file.size - 8)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise ValueError(
+                f"{idx_path}: the offset of record {self.keys[i]} must be a multiple of 4 inside {self.path} "
+                f"({self.file.size} bytes), got {self.offsets[i]}: the index of another file, or a file cut off "
+                "(deleted, the index is rebuilt)"
+            )
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def positions(self, keys: ArrayLike) -> np.ndarray:
+        """Return where in the index each of the keys is, -1 for those it has not."""
+        wanted = np.asarray(keys, dtype=np.int64)
+        if self._by_key is None:
+            self._by_key = np.argsort(self.keys, kind="stable")
+        rank = np.searchsorted(self.keys, wanted, sorter=self._by_key)
+        found = self._by_key[np.minimum(rank, len(self.keys) - 1)]
+        return np.where(self.keys[found] == wanted, found, -1)
+
+    def read(self, key: int) -> bytes | memoryview:
+        """Return the record of this key."""
+        position = int(self.positions(key))
+        if position < 0:
+            raise ValueError(f"{self.path}: the index has no record {key}")
+        return self.read_position(position)
+
+    def read_position(self, position: int) -> bytes | memoryview:
+        """Return the record at this line of the index."""
+        offset = int(self.offsets[position])
+        try:
+            record, end = self.file.read_until(offset)
+            self._check_end(end, offset)
+        except ValueError as error:
+            raise ValueError(f"record {self.keys[position]} of {error}") from None
+        return record
+
+    def _check_end(self, end: int, offset: int) -> None:
+        """Check that the record at `offset` ends at the next one, or at records without a key that lead up to it."""
+        following = int(np.searchsorted(self._starts, offset, side="right"))
+        if following < len(self._starts) and end != self._starts[following]:
+            self.file.scan_offsets(end, int(self._starts[following]))
+
+    def bytes_after_last(self) -> int:
+        """Return how much of the file lies behind the last record of the index: damage, or an index that was cut."""
+        return self.file.size - self.file.read_until(int(self._starts[-1]))[1]
+
+    def headers(self) -> Iterator[Headers]:
+        """Yield the headers of all records in the order of the file, some hundred thousand at a time, all checked."""
+        self.file.expect_random_reads(False)
+        ascending = self._starts is self.offsets
+        order = np.arange(len(self)) if ascending else np.argsort(self.offsets, kind="stable")
+        for begin in range(0, len(self), _CHUNK):
+            yield self._headers_of(order[begin : begin + _CHUNK])
+        self.file.expect_random_reads(True)
+
+    def _headers_of(self, positions: np.ndarray) -> Headers:
+        words = np.frombuffer(self.file.view, dtype="<u4", count=self.file.size // 4)
+        offsets = self.offsets[positions]
+        first = offsets // 4
+
+        def word(i: int) -> np.ndarray:
+            return words[np.minimum(first + i, len(words) - 1)]
+
+        magic, part, flags, label, vector = (word(i) for i in (0, 1, 2, 3, 8))
+        lengths = (part & MAX_LENGTH).astype(np.int64)
+        flags = flags.astype(np.int64)
+        labels = np.where(flags > 0, vector, label).view("<f4")
+        payload_sizes = lengths - _HEADER.size - 4 * flags
+        ends = offsets + 8 + (lengths + 3 & ~3)
+        following = np.searchsorted(self._starts, offsets, side="right")
+        last = following == len(self._starts)  # nothing says where the last record must end
+        whole = last | (ends == self._starts[np.minimum(following, len(self._starts) - 1)])
+        plain = (magic == _MAGIC_WORD) & (part <= MAX_LENGTH) & (ends <= self.file.size) & whole & (payload_sizes >= 0)
+        for i in np.flatnonzero(~plain).tolist():  # several parts, records without a key in between, or damage
+            flags[i], labels[i], payload_sizes[i] = self._header_at(int(positions[i]))
+        return Headers(positions, flags, labels, payload_sizes)
+
+    def _header_at(self, position: int) -> tuple[int, float, int]:
+        record = self.read_position(position)
+        try:
+            label, _, _, payload = unpack(record)
+        except ValueError as error:
+            raise ValueError(f"record {self.keys[position]} of {self.path}: {error}") from None
+        if isinstance(label, np.ndarray):
+            return len(label), float(label[0]), len(payload)
+        return 0, label, len(payload)

@@ -1,0 +1,147 @@
+"""Verification sets: the .bin files of insightface, pickles of (encoded images, "same person?" for each pair).
+
+Source: deepinsight/insightface lfw2pack.py, agedb2pack.py, build_eval_pack.py (writers), eval/verification.py (reader).
+Images 2i and 2i+1 are pair i, further images are ignored; the order of pairs is the order of folds. An entry is the
+image file as bytes, or as an array of uint8 (n,), (n, 1) or (1, n).
+Shapes: N = distinct images, P = pairs, H = W = size.
+"""
+
+import mmap
+import os
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from utils.image import IMAGE_SIZE, decode_rgb
+
+from .pickle_values import Array, UnsafePickleError
+from .safe_pickle import load
+
+_MAX_FILE_SIZE = 1 << 32  # bytes; the published sets have about 10^8
+_IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"RIFF")  # JPEG, PNG, BMP, WebP
+_KNOWN_STARTS = {
+    b"version https://git-lfs": "a Git LFS pointer, not the file itself: fetch it with `git lfs pull`",
+    b"<": "a web page, not the file: download it again",
+    b"PK\x03\x04": "a zip archive or an .npz file",
+    b"\xff\xd8\xff": "a JPEG image",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class PairSet:
+    """A verification set. `first` and `second` (P,) int64 index `images`; `same` (P,) bool marks the genuine pairs."""
+
+    name: str
+    images: list[bytes]  # encoded; each distinct image once
+    first: np.ndarray
+    second: np.ndarray
+    same: np.ndarray
+
+    def decode(self, index: int, size: int = IMAGE_SIZE) -> np.ndarray:
+        """Return image `index` as (size, size, 3) uint8 RGB.
+
+        An image of another width is resized as mxnet's resize_short does, the short side to `size`, bicubic.
+        """
+        try:
+            image = decode_rgb(self.images[index])
+        except ValueError as error:
+            raise ValueError(f"{self.name}: image {index}: {error}") from None
+        height, width = image.shape[:2]
+        if width != size:
+            short = min(height, width)
+            shape = (max(size * width // short, size), max(size * height // short, size))
+            image = cv2.resize(image, shape, interpolation=cv2.INTER_CUBIC)
+        if image.shape[:2] != (size, size):
+            raise ValueError(
+                f"{self.name}: image {index} must be square, it is {height} x {width} pixels (height x width). "
+                f"Align the faces of this set to {size} x {size}"
+            )
+        return image
+
+
+def read_bin(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
+    """Return the pairs of a .bin file; `name` is by default the file's, without the ending. Executes nothing.
+
+    Raises:
+        ValueError: one line that names the file and what is wrong with it.
+    """
+    try:
+        images, same = _read_entries(path)
+    except OSError as error:
+        raise ValueError(f"{path}: the verification set cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not a verification set: {error}") from None
+    index_of: dict[bytes, int] = {}
+    indices = np.array([index_of.setdefault(image, len(index_of)) for image in images], dtype=np.int64)
+    return PairSet(name or Path(path).stem, list(index_of), indices[0::2], indices[1::2], np.array(same, dtype=bool))
+
+
+def write_bin(path: str | os.PathLike[str], images: list[bytes], same: list[bool]) -> None:
+    """Write encoded images, two for each entry of `same`, as insightface does; the file appears when it is complete."""
+    if not same or len(images) != 2 * len(same):
+        raise ValueError(f"{path}: a verification set needs two images for each pair, got {len(images)} for {len(same)}")
+    for index, image in enumerate(images):
+        if not isinstance(image, bytes) or not image.startswith(_IMAGE_STARTS):
+            raise ValueError(f"{path}: image {index} must be the bytes of a JPEG, PNG, BMP or WebP file")
+    unfinished = Path(f"{os.fspath(path)}.unfinished")
+    unfinished.write_bytes(pickle.dumps((images, [bool(flag) for flag in same]), protocol=4))
+    os.replace(unfinished, path)
+
+
+def _read_entries(path: str | os.PathLike[str]) -> tuple[list[bytes], list[bool]]:
+    """Return the encoded images, two for each pair, and for each pair whether it is genuine."""
+    size = os.path.getsize(path)
+    if not 0 < size <= _MAX_FILE_SIZE:
+        raise ValueError(f"it has {size} bytes, a set has 1 to {_MAX_FILE_SIZE}")
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        try:
+            top = load(data)
+        except UnsafePickleError as error:
+            known = next((what for start, what in _KNOWN_STARTS.items() if data[: len(start)] == start), None)
+            raise ValueError(f"it is {known}" if known else str(error)) from None
+    if not isinstance(top, tuple | list) or len(top) != 2:
+        raise ValueError("it must be the pair (images, issame)")
+    images = _entries(top[0], "images")
+    same = [_flag(entry, i) for i, entry in enumerate(_entries(top[1], "issame"))]
+    if not same or len(images) < 2 * len(same):
+        raise ValueError(f"it must have two images for each pair, it has {len(images)} for {len(same)} pairs")
+    return [_encoded(entry, i) for i, entry in enumerate(images[: 2 * len(same)])], same
+
+
+def _entries(container: object, what: str) -> list[object]:
+    """Return the entries of a list, a tuple, or an array of one axis."""
+    if isinstance(container, list | tuple):
+        return list(container)
+    if not isinstance(container, Array) or len(container.shape) != 1:
+        raise ValueError(f"{what} must be a list, a tuple or an array of one axis")
+    items, width = container.items, container.dtype.item_size
+    if isinstance(items, list):
+        return list(items)
+    if container.dtype.kind == "S":  # numpy pads with zeros
+        return [items[begin : begin + width].rstrip(b"\0") for begin in range(0, len(items), width)]
+    return list(container.integers())
+
+
+def _flag(entry: object, index: int) -> bool:
+    if isinstance(entry, Array) and entry.shape == ():
+        entry = entry.integers()[0]
+    if not isinstance(entry, int) or entry not in (0, 1):
+        raise ValueError(f"entry {index} of issame must be true or false, 0 or 1")
+    return bool(entry)
+
+
+def _encoded(entry: object, index: int) -> bytes:
+    """Return the bytes of an image file."""
+    data = entry
+    if isinstance(entry, Array):
+        if (entry.dtype.kind, entry.dtype.item_size) != ("u", 1) or sum(extent > 1 for extent in entry.shape) > 1:
+            raise ValueError(f"image {index} must be an encoded image, it is an array of pixels or of other numbers")
+        data = entry.items
+    if not isinstance(data, bytes):
+        raise ValueError(f"image {index} must be the bytes of an image file, its type is {type(data).__name__}")
+    if not data.startswith(_IMAGE_STARTS):
+        raise ValueError(f"image {index} ({len(data)} bytes) is no JPEG, PNG, BMP or WebP file")
+    return data
