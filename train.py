@@ -169,7 +169,7 @@ def train(config: EasyDict) -> None:
             micro_batches = zip(batch.images.chunk(accumulation), batch.mirrored.chunk(accumulation), strict=True)
             for micro, (images, mirrored) in enumerate(micro_batches):
                 last = micro == accumulation - 1
-                with contextlib.nullcontext() if last or model is backbone else model.no_sync():
+                with contextlib.nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync():
                     with torch.autocast(world.device.type, dtype=autocast, enabled=autocast is not None):
                         embeddings = model(prepare(images, mirrored))  # (b, D)
                     micro_loss = head(embeddings.float(), micro)
@@ -233,8 +233,8 @@ def check_batch(batch_size: int, accumulation: int, world_size: int) -> None:
     share, rest = divmod(batch_size, accumulation * world_size)
     if rest or share < 2:
         raise ValueError(
-            f"train.batch_size, images per optimizer step, must be a multiple of train.accumulation x processes ({accumulation} x "
-            f"{world_size}) with 2 images or more each, got {batch_size}; try {max(share, 2) * accumulation * world_size}"
+            f"train.batch_size, images per optimizer step, must be a multiple of train.accumulation x processes "
+            f"({accumulation} x {world_size}) with 2 images or more each, got {batch_size}; try {max(share, 2) * accumulation * world_size}"
         )
 
 

@@ -37,7 +37,5 @@ def build_backbone(name: str, embedding_size: int = 512, width: float = 1.0, dro
     """
     if name not in BACKBONES:
         nearest = difflib.get_close_matches(name, BACKBONES, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"backbone.name must be one of {', '.join(BACKBONES)}, got '{name}'. Did you mean '{nearest}'?"
-        )
+        raise ValueError(f"backbone.name must be one of {', '.join(BACKBONES)}, got '{name}'. Did you mean '{nearest}'?")
     return BACKBONES[name](embedding_size=embedding_size, width=width, dropout=dropout)

@@ -82,9 +82,7 @@ class IResNet(nn.Module):
     dropout: probability at the flattened feature map, while training.
     """
 
-    def __init__(
-        self, num_blocks: Sequence[int], embedding_size: int = 512, width: float = 1.0, dropout: float = 0.0
-    ) -> None:
+    def __init__(self, num_blocks: Sequence[int], embedding_size: int = 512, width: float = 1.0, dropout: float = 0.0) -> None:
         super().__init__()
         check_head(embedding_size, dropout)
         channels = [scale_channels(c, width) for c in _STAGE_CHANNELS]

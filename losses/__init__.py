@@ -21,9 +21,7 @@ def list_margins() -> list[str]:
     return list(MARGINS)
 
 
-def build_margin(
-    name: str, scale: float, margin: float, m1: float, m2: float, m3: float, gradient: str = "exact"
-) -> Margin:
+def build_margin(name: str, scale: float, margin: float, m1: float, m2: float, m3: float, gradient: str = "exact") -> Margin:
     """Return the margin of that name. arcface and cosface read `margin`, combined reads m1, m2 and m3."""
     if name not in MARGINS:
         nearest = difflib.get_close_matches(name, MARGINS, n=1, cutoff=0.0)[0]

@@ -22,9 +22,7 @@ class Combined(Margin):
     m3: what is subtracted from the cosine (CosFace: 0.4).
     """
 
-    def __init__(
-        self, scale: float = 64.0, m1: float = 1.0, m2: float = 0.3, m3: float = 0.2, gradient: str = "exact"
-    ) -> None:
+    def __init__(self, scale: float = 64.0, m1: float = 1.0, m2: float = 0.3, m3: float = 0.2, gradient: str = "exact") -> None:
         super().__init__(scale, gradient)
         if not (math.isfinite(m1) and m1 >= 1.0):
             raise ValueError(f"loss.m1 must be 1 or more (a factor on the angle; 1 leaves it as it is), got {m1}")

@@ -117,7 +117,8 @@ class PartialFC(nn.Module):
         wrong = np.unique(everyone[(everyone < 0) | (everyone >= self.num_classes)])
         if wrong.size:
             raise SharedError(
-                f"labels must be in [0, {self.num_classes}), the number of classes; step {step} has {', '.join(map(str, wrong[:5]))}. "
+                f"labels must be in [0, {self.num_classes}), the number of classes; step {step} has "
+                f"{', '.join(map(str, wrong[:5]))}. "
                 "Correct data.num_classes or the labels"
             )
         slots = slots_of_classes(everyone.reshape(-1), self.num_classes, self.seed).reshape(everyone.shape)

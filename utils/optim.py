@@ -18,7 +18,7 @@ def build_optimizer(module: nn.Module, lr: float, momentum: float, weight_decay:
 
 
 def finish_gradients(module: nn.Module, scale: float, clip_norm: float) -> Tensor:
-    """Divide module's gradients by scale, clip them to the L2 norm clip_norm (0 = no clipping), return the norm before clipping.
+    """Divide module's gradients by scale and clip them to the L2 norm clip_norm (0: no clipping); return the norm before.
 
     One pass over the gradients does both. The norm is inf or nan if any gradient is, and then the gradients are useless.
     """
