@@ -232,9 +232,10 @@ def check_batch(batch_size: int, accumulation: int, world_size: int) -> None:
     """Raise ValueError unless every rank and micro-batch gets the same number of images, at least 2 for BatchNorm."""
     share, rest = divmod(batch_size, accumulation * world_size)
     if rest or share < 2:
+        fitting = max(share, 2) * accumulation * world_size
         raise ValueError(
-            f"train.batch_size, images per optimizer step, must be a multiple of train.accumulation x processes "
-            f"({accumulation} x {world_size}) with 2 images or more each, got {batch_size}; try {max(share, 2) * accumulation * world_size}"
+            f"train.batch_size, images per optimizer step, must be a multiple of {accumulation} train.accumulation x "
+            f"{world_size} processes, with 2 images or more each, got {batch_size}; try {fitting}"
         )
 
 
