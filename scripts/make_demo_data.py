@@ -34,7 +34,7 @@ FOLDS = 10
 IDENTITIES_PER_FOLD = 10
 IMAGES_PER_IDENTITY = 6  # of a verification set; where two kinds are compared, even numbers are of one, odd of the other
 PAIRS_PER_FOLD = 80  # half genuine, half impostor
-PROFILE_YAW = (0.75, 1.1)  # radians: 43 to 63 degrees
+PROFILE_YAW = (0.7, 1.0)  # radians: 40 to 57 degrees
 FIRST_VERIFICATION_IDENTITY = 1_000_000  # training identities lie below, so no one is in both
 
 
@@ -168,8 +168,8 @@ def draw(picture: Picture) -> tuple[np.ndarray, int]:
     elif kind == "demo_profile":
         yaw = float(rng.uniform(-0.2, 0.2) if number % 2 == 0 else rng.choice([-1, 1]) * rng.uniform(*PROFILE_YAW))
     elif kind == "demo_aged":
-        yaw = float(np.clip(rng.normal(0, 0.25), -0.7, 0.7))
-        age = float(rng.uniform(0, 0.2) if number % 2 == 0 else rng.uniform(0.75, 1))
+        yaw = float(np.clip(rng.normal(0, 0.4), -0.9, 0.9))
+        age = float(rng.uniform(0, 0.2) if number % 2 == 0 else rng.uniform(0.7, 0.95))
     shot = sample_shot(rng, yaw, age)
     return draw_face(sample_identity(seed, identity), shot, rng), shot.quality
 

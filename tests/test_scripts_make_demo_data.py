@@ -1,0 +1,110 @@
+"""The demo dataset: deterministic, in the formats of real sets, identities apart, and not solved by colours alone."""
+
+import hashlib
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from data import build_dataset
+from eval.pairs import read_bin
+from eval.verification import fold_accuracy, pair_distances
+from scripts import make_demo_data as demo
+from utils.image import decode_rgb
+
+SMALL = ["--identities", "5", "--images-per-identity", "3"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_folds() -> None:
+    """Draw 360 faces instead of 1800 for the verification sets."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(demo, "IDENTITIES_PER_FOLD", 3)
+    patch.setattr(demo, "IMAGES_PER_IDENTITY", 4)
+    patch.setattr(demo, "PAIRS_PER_FOLD", 20)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("demo")
+    assert demo.main(["--out", str(out), "--processes", "1", *SMALL]) == 0
+    return out
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.suffix != ".json"}
+
+
+def test_the_training_set_reads_back_in_header_form(folder: Path):
+    dataset = build_dataset("recordio", str(folder), 0, 0, 0)
+    assert (dataset.num_images, dataset.num_classes) == (15, 5)
+    assert "header" in dataset.describe()
+    assert [dataset.label(index) for index in range(15)] == [index // 3 for index in range(15)]
+    pixels = np.empty((112, 112, 3), np.uint8)
+    assert dataset.decode_into(7, pixels) == 2
+    assert np.array_equal(pixels, decode_rgb(demo.draw_jpeg(demo.Picture(1, "train", 2, 1))))
+
+
+@pytest.mark.parametrize("kind", demo.SETS)
+def test_a_set_has_balanced_folds_of_identities_that_no_other_fold_and_no_training_has(folder: Path, kind: str):
+    pairs = read_bin(folder / f"{kind}.bin")
+    assert pairs.same.reshape(10, 20).sum(axis=1).tolist() == [10] * 10
+    chosen = demo.choose_pairs(kind, demo.FIRST_VERIFICATION_IDENTITY, np.random.default_rng(0))
+    people = [{side[0] for pair in chosen[fold * 20 : fold * 20 + 20] for side in pair[:2]} for fold in range(10)]
+    assert all(not (a & b) for i, a in enumerate(people) for b in people[:i])
+    assert min(min(fold) for fold in people) >= demo.FIRST_VERIFICATION_IDENTITY
+    assert all((first[0] == second[0]) == same for first, second, same in chosen)
+    assert len({frozenset(pair[:2]) for pair in chosen}) == len(chosen)
+    if kind != "demo_wild":  # always one of either kind
+        assert all(first[1] % 2 == 0 and second[1] % 2 == 1 for first, second, _ in chosen)
+
+
+def test_the_same_arguments_draw_the_same_bytes_with_any_number_of_processes(folder: Path, tmp_path: Path):
+    assert demo.main(["--out", str(tmp_path), "--processes", "1", *SMALL]) == 0
+    assert _digests(tmp_path) == _digests(folder)
+    pictures = [demo.Picture(1, "demo_wild", 7, number) for number in range(64)]
+    assert list(demo.draw_all(pictures, 2)) == [demo.draw_jpeg(picture) for picture in pictures]
+
+
+def test_another_seed_or_identity_or_number_is_another_picture():
+    base = demo.Picture(1, "train", 3, 4)
+    jpegs = {demo.draw_jpeg(base._replace(**change)) for change in ({}, {"seed": 2}, {"identity": 4}, {"number": 5})}
+    assert len(jpegs) == 4
+
+
+def test_what_is_there_is_kept_unless_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]):
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert demo.main(["--out", str(folder), *SMALL]) == 0
+    assert "there already" in capsys.readouterr().out
+    assert demo.main(["--out", str(folder), "--identities", "6"]) == 1
+    assert "add --overwrite" in capsys.readouterr().err
+    assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+def test_an_interrupted_drawing_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    arguments = ["--out", str(tmp_path), "--processes", "1", "--identities", "2", "--images-per-identity", "1"]
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(demo, "write_verification_set", _interrupt)
+        demo.main(arguments)
+    assert (tmp_path / "train.rec").is_file() and not (tmp_path / "dataset.json").is_file()
+    monkeypatch.setattr(demo, "SETS", ("demo_wild",))
+    assert demo.main(arguments) == 0
+    assert (tmp_path / "dataset.json").is_file() and (tmp_path / "demo_wild.bin").is_file()
+
+
+def _interrupt(*arguments: object) -> None:
+    raise InterruptedError
+
+
+@pytest.mark.parametrize("kind", demo.SETS)
+def test_an_8_by_8_pixel_vector_does_not_solve_a_set(folder: Path, kind: str):
+    pairs = read_bin(folder / f"{kind}.bin")
+    small = [cv2.resize(pairs.decode(i), (8, 8), interpolation=cv2.INTER_AREA).ravel() for i in range(len(pairs.images))]
+    vectors = np.array(small, dtype=np.float64)
+    vectors -= vectors.mean(axis=1, keepdims=True)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    distances = pair_distances(vectors[pairs.first], vectors[pairs.second])
+    assert fold_accuracy(distances, pairs.same)[0].mean() < 0.80
