@@ -164,7 +164,7 @@ def sample_identity(seed: int, number: int) -> Identity:
         beard_length=u(0.02, 0.26),
         moles=_scatter(rng, int(rng.choice(4, p=(0.5, 0.25, 0.15, 0.1))), 0.42, -0.3, 0.75),
         freckles=_scatter(rng, int(rng.integers(14, 26)), 0.45, 0.08, 0.42) if u() < 0.16 else np.zeros((0, 2)),
-        greying=u(0.2, 0.5),
+        greying=u(0.3, 0.6),
         wrinkling=u(0.5, 1.0),
     )
 
@@ -174,13 +174,13 @@ def sample_shot(rng: np.random.Generator, yaw: float, age: float) -> Shot:
     u, normal = rng.uniform, rng.normal
     light = np.array([normal(0, 0.7), normal(-0.35, 0.4), 1.0])
     light /= np.linalg.norm(light)
-    glasses = str(rng.choice(("none", "clear", "dark"), p=(0.86, 0.11, 0.03)))
+    glasses = str(rng.choice(("none", "clear", "dark"), p=(0.9, 0.08, 0.02)))
     return Shot(
         yaw=yaw,
         pitch=float(np.clip(normal(0, 0.08), -0.2, 0.2)),
         roll=float(normal(0, 0.05)),
         scale=u(44.0, 48.0),
-        offset=(float(normal(0, 2.0)), float(normal(0, 2.0))),
+        offset=(float(normal(0, 2.3)), float(normal(0, 2.3))),
         age=age,
         smile=u(-0.5, 1.0),
         mouth_open=float(max(0.0, normal(-0.02, 0.05))),
@@ -189,16 +189,16 @@ def sample_shot(rng: np.random.Generator, yaw: float, age: float) -> Shot:
         gaze=float(normal(0, 0.25)),
         light=(float(light[0]), float(light[1]), float(light[2])),
         contrast=u(0.2, 0.6),
-        exposure=float(np.exp(np.clip(normal(-0.02, 0.15), -0.4, 0.26))),
-        cast=np.exp(normal(0, 0.05, 3)),
+        exposure=float(np.exp(np.clip(normal(-0.02, 0.19), -0.45, 0.3))),
+        cast=np.exp(normal(0, 0.075, 3)),
         saturation=u(0.75, 1.15),
-        blur=max(0.0, u(-1.2, 1.1)),
-        noise=u(0, 6),
-        resolution=int(rng.integers(44, 100)) if u() < 0.2 else 112,
+        blur=max(0.0, u(-1.2, 0.8)),
+        noise=u(0, 4),
+        resolution=int(rng.integers(44, 100)) if u() < 0.1 else 112,
         quality=int(rng.integers(70, 96)),
         glasses=glasses,
         hat=bool(u() < 0.03),
-        occluder=bool(u() < 0.06),
+        occluder=bool(u() < 0.04),
     )
 
 

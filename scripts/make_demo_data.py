@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and draw; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.make_demo_data", description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("datasets/demo"), help="folder to make (default datasets/demo)")
-    parser.add_argument("--identities", type=int, default=500, help="people in the training set (default 500)")
-    parser.add_argument("--images-per-identity", type=int, default=24, help="pictures of each of them (default 24)")
+    parser.add_argument("--identities", type=int, default=800, help="people in the training set (default 800)")
+    parser.add_argument("--images-per-identity", type=int, default=15, help="pictures of each of them (default 15)")
     parser.add_argument("--seed", type=int, default=1, help="another seed is another population (default 1)")
     parser.add_argument(
         "--processes", type=int, default=0, help="that draw; 0 = one for each core (default); no byte depends on it"
