@@ -172,7 +172,7 @@ def sample_identity(seed: int, number: int) -> Identity:
 def sample_shot(rng: np.random.Generator, yaw: float, age: float) -> Shot:
     """Return a picture's random circumstances for a given pose and age."""
     u, normal = rng.uniform, rng.normal
-    light = np.array([normal(0, 0.7), normal(-0.35, 0.4), 1.0])
+    light = np.array([normal(0, 0.6), normal(-0.35, 0.35), 1.0])
     light /= np.linalg.norm(light)
     glasses = str(rng.choice(("none", "clear", "dark"), p=(0.9, 0.08, 0.02)))
     return Shot(
@@ -180,7 +180,7 @@ def sample_shot(rng: np.random.Generator, yaw: float, age: float) -> Shot:
         pitch=float(np.clip(normal(0, 0.08), -0.2, 0.2)),
         roll=float(normal(0, 0.05)),
         scale=u(44.0, 48.0),
-        offset=(float(normal(0, 2.3)), float(normal(0, 2.3))),
+        offset=(float(normal(0, 1.8)), float(normal(0, 1.8))),
         age=age,
         smile=u(-0.5, 1.0),
         mouth_open=float(max(0.0, normal(-0.02, 0.05))),
@@ -188,10 +188,10 @@ def sample_shot(rng: np.random.Generator, yaw: float, age: float) -> Shot:
         brow_lift=float(normal(0, 0.02)),
         gaze=float(normal(0, 0.25)),
         light=(float(light[0]), float(light[1]), float(light[2])),
-        contrast=u(0.2, 0.6),
-        exposure=float(np.exp(np.clip(normal(-0.02, 0.19), -0.45, 0.3))),
-        cast=np.exp(normal(0, 0.075, 3)),
-        saturation=u(0.75, 1.15),
+        contrast=u(0.15, 0.55),
+        exposure=float(np.exp(np.clip(normal(-0.02, 0.13), -0.35, 0.24))),
+        cast=np.exp(normal(0, 0.04, 3)),
+        saturation=u(0.8, 1.12),
         blur=max(0.0, u(-1.2, 0.8)),
         noise=u(0, 4),
         resolution=int(rng.integers(44, 100)) if u() < 0.1 else 112,

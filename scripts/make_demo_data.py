@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and draw; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.make_demo_data", description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("datasets/demo"), help="folder to make (default datasets/demo)")
-    parser.add_argument("--identities", type=int, default=800, help="people in the training set (default 800)")
-    parser.add_argument("--images-per-identity", type=int, default=15, help="pictures of each of them (default 15)")
+    parser.add_argument("--identities", type=int, default=500, help="people in the training set (default 500)")
+    parser.add_argument("--images-per-identity", type=int, default=24, help="pictures of each of them (default 24)")
     parser.add_argument("--seed", type=int, default=1, help="another seed is another population (default 1)")
     parser.add_argument(
         "--processes", type=int, default=0, help="that draw; 0 = one for each core (default); no byte depends on it"
@@ -122,23 +122,40 @@ def write_verification_set(out: Path, kind: str, options: argparse.Namespace, ba
     for picture, jpeg in zip(pictures, draw_all(pictures, options.processes), strict=True):
         jpegs[picture.identity, picture.number] = jpeg
         bar.update()
-    pairs = choose_pairs(kind, base, np.random.default_rng([options.seed, 4, SETS.index(kind)]))
+    pairs = choose_pairs(kind, base, options.seed, np.random.default_rng([options.seed, 4, SETS.index(kind)]))
     images = [jpegs[side] for first, second, _ in pairs for side in (first, second)]
     write_bin(out / f"{kind}.bin", images, [same for _, _, same in pairs])
 
 
-def choose_pairs(kind: str, base: int, rng: np.random.Generator) -> list[tuple[tuple[int, int], tuple[int, int], bool]]:
-    """Return ((identity, number), (identity, number), same) for each pair, fold after fold, genuine ones first; none twice."""
+def choose_pairs(
+    kind: str, base: int, seed: int, rng: np.random.Generator
+) -> list[tuple[tuple[int, int], tuple[int, int], bool]]:
+    """Return ((identity, number), (identity, number), same) for each pair, fold after fold, genuine ones first; none twice.
+
+    Impostors are chosen among the half of the pairs of people whose skin and hair are most alike, as CALFW chooses them by
+    sex and race, so that colours alone decide little. Where pose is the difficulty (demo_profile) any two people do.
+    """
     pairs = []
     for fold in range(FOLDS):
         people = range(base + fold * IDENTITIES_PER_FOLD, base + (fold + 1) * IDENTITIES_PER_FOLD)
         sides = [(person, number) for person in people for number in range(IMAGES_PER_IDENTITY)]
         candidates = [(a, b) for a in sides for b in sides if (a < b if kind == "demo_wild" else a[1] % 2 < b[1] % 2)]
+        alike = people_alike(people, seed, 1.0 if kind == "demo_profile" else 1 / 2)
         for same in (True, False):
-            fitting = [(a, b) for a, b in candidates if (a[0] == b[0]) == same]
+            fitting = [(a, b) for a, b in candidates if (a[0] == b[0] if same else frozenset((a[0], b[0])) in alike)]
             for index in rng.choice(len(fitting), PAIRS_PER_FOLD // 2, replace=False).tolist():
                 pairs.append((*fitting[index], same))
     return pairs
+
+
+def people_alike(people: Sequence[int], seed: int, share: float) -> set[frozenset[int]]:
+    """Return that share of all pairs of people whose skin and hair colours are nearest."""
+    colours = {
+        person: np.concatenate([sample_identity(seed, person).skin, sample_identity(seed, person).hair]) for person in people
+    }
+    pairs = [(a, b) for a in people for b in people if a < b]
+    pairs.sort(key=lambda pair: float(np.linalg.norm(colours[pair[0]] - colours[pair[1]])))
+    return {frozenset(pair) for pair in pairs[: round(share * len(pairs))]}
 
 
 def draw_all(pictures: Sequence[Picture], processes: int) -> Iterator[bytes]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from backbones import build_backbone, list_backbones
-from backbones.iresnet import IResNet, scale_channels
+from backbones.iresnet import IResNet, PReLU, scale_channels
 
 FIXTURES = Path(__file__).parent / "fixtures" / "backbones"
 SHAPES = json.loads((FIXTURES / "state_dict_shapes.json").read_text())
@@ -282,3 +282,20 @@ def test_forward_on_the_meta_device_gives_the_shape_without_computing() -> None:
     model = _on_meta("r100")
     assert isinstance(model, IResNet)
     assert model(torch.empty(2, 3, 112, 112, device="meta")).shape == (2, 512)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_prelu_equals_torch_in_values_and_gradients(memory_format: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 16, 6, 5, dtype=torch.float64).to(memory_format=memory_format)
+    ours, theirs = PReLU(16).double(), nn.PReLU(16).double()
+    slopes = torch.rand(16, dtype=torch.float64)
+    results = []
+    for module in (ours, theirs):
+        module.weight.data.copy_(slopes)
+        leaf = x.clone().requires_grad_()
+        out = module(leaf)
+        (out * torch.arange(out.numel()).view(out.shape)).sum().backward()
+        assert out.is_contiguous(memory_format=memory_format)
+        results.append((out, leaf.grad, module.weight.grad))
+    torch.testing.assert_close(results[0], results[1])

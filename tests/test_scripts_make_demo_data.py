@@ -52,7 +52,7 @@ def test_the_training_set_reads_back_in_header_form(folder: Path):
 def test_a_set_has_balanced_folds_of_identities_that_no_other_fold_and_no_training_has(folder: Path, kind: str):
     pairs = read_bin(folder / f"{kind}.bin")
     assert pairs.same.reshape(10, 20).sum(axis=1).tolist() == [10] * 10
-    chosen = demo.choose_pairs(kind, demo.FIRST_VERIFICATION_IDENTITY, np.random.default_rng(0))
+    chosen = demo.choose_pairs(kind, demo.FIRST_VERIFICATION_IDENTITY, 1, np.random.default_rng(0))
     people = [{side[0] for pair in chosen[fold * 20 : fold * 20 + 20] for side in pair[:2]} for fold in range(10)]
     assert all(not (a & b) for i, a in enumerate(people) for b in people[:i])
     assert min(min(fold) for fold in people) >= demo.FIRST_VERIFICATION_IDENTITY

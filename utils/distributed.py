@@ -89,11 +89,6 @@ def together(world: World) -> Iterator[None]:
     raise SharedError("; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in distinct.items()))
 
 
-def barrier(world: World) -> None:
-    if world.world_size > 1:
-        dist.barrier(device_ids=[world.device.index] if world.device.type == "cuda" else None)
-
-
 def all_gather_objects(value: Any, world: World) -> list[Any]:
     """Return every rank's small picklable value, in rank order. For set-up, never for the training step."""
     if world.world_size == 1:
