@@ -18,6 +18,7 @@ from utils import distributed
 from utils.checkpoint import best_checkpoint, find_checkpoint, list_checkpoints, read_backbone, read_manifest, read_tensors
 from utils.distributed import together
 from utils.program import guarded
+from utils.randomness import derive
 
 from .evaluate import evaluate, load_pair_sets
 from .report import as_json, format_table, save_figure
@@ -90,7 +91,7 @@ def load_model(options: argparse.Namespace) -> tuple[nn.Module, str, dict[str, A
         checkpoint = best_checkpoint(list_checkpoints(options.run)) or checkpoint
     config: dict[str, Any] = read_manifest(checkpoint)["config"]
     section = config["backbone"]
-    torch.manual_seed(0)
+    torch.manual_seed(derive(config.get("run", {}).get("seed", 0), "backbone"))  # as train.py does before it builds
     model = build_backbone(section["name"], section["embedding_size"], section["width"])
     if options.untrained:
         return model, f"{section['name']} before training", config

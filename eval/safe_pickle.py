@@ -62,7 +62,9 @@ class _Machine:
             elif opcode in _ACTIONS:
                 _ACTIONS[opcode](self)
             else:
-                raise UnsafePickleError(f"it is no pickle of plain data (opcode 0x{opcode:02x} at byte {self.position - 1})")
+                raise UnsafePickleError(
+                    f"it is no pickle of plain data (opcode 0x{opcode:02x} at byte {self.position - 1})"
+                )
         raise UnsafePickleError(f"it takes more than {_MAX_STEPS} steps to build")
 
     def take(self, size: int) -> bytes:
@@ -179,6 +181,12 @@ class _Machine:
     def reconstruct(self, kind: object, shape: object, code: object) -> Array:
         return Array() if kind == _NDARRAY else _refuse("it makes an array of another class")
 
+    def scalar(self, dtype: object, raw: object) -> Array:
+        return Array().fill(dtype, (), raw)
+
+    def from_buffer(self, raw: object, dtype: object, shape: object, order: object) -> Array:
+        return Array().fill(dtype, shape, raw)
+
 
 def _refuse(reason: str) -> NoReturn:
     raise UnsafePickleError(reason)
@@ -258,13 +266,17 @@ _ACTIONS: dict[int, Callable[[_Machine], object]] = {  # opcodes that push nothi
     0x94: lambda m: m.keep(len(m.memo)),
 }
 _NDARRAY = Global("numpy", "ndarray")  # only ever an argument
+_CORES = ("numpy.core", "numpy._core")  # before and since numpy 2
 _CALLS: dict[Global, Callable[..., object]] = {
     Global("numpy", "dtype"): lambda m, code, *flags: Dtype(code),
     Global("_codecs", "encode"): _Machine.encode,
     Global("mxnet.ndarray.ndarray", "NDArray"): lambda m, handle=None: MxArray(),
-    **{Global(place, name): _Machine.to_bytes for place in ("builtins", "__builtin__") for name in ("bytes", "bytearray")},
+    **{
+        Global(place, name): _Machine.to_bytes
+        for place in ("builtins", "__builtin__")
+        for name in ("bytes", "bytearray")
+    },
+    **{Global(f"{core}.multiarray", "_reconstruct"): _Machine.reconstruct for core in _CORES},
+    **{Global(f"{core}.multiarray", "scalar"): _Machine.scalar for core in _CORES},
+    **{Global(f"{core}.numeric", "_frombuffer"): _Machine.from_buffer for core in _CORES},
 }
-for _core in ("numpy.core", "numpy._core"):
-    _CALLS[Global(f"{_core}.multiarray", "_reconstruct")] = _Machine.reconstruct
-    _CALLS[Global(f"{_core}.multiarray", "scalar")] = lambda m, dtype, raw: Array().fill(dtype, (), raw)
-    _CALLS[Global(f"{_core}.numeric", "_frombuffer")] = lambda m, raw, dtype, shape, order: Array().fill(dtype, shape, raw)
