@@ -214,9 +214,8 @@ def train(config: EasyDict) -> None:
                 log.train(done, numbers, speed.eta(total_steps - done))
                 loss_sum, loss_count = 0.0, 0
             pause = time.perf_counter()
-            due = {name: done == total_steps or (every and done % every == 0) for name, every in cadence(config).items()}
-            mean_accuracy = score(done) if due["eval"] else None
-            if due["checkpoint"]:
+            mean_accuracy = score(done) if is_due(done, config.eval.every, total_steps) else None
+            if is_due(done, config.checkpoint.every, total_steps):
                 save(done, mean_accuracy)
             speed.pause(time.perf_counter() - pause)
 
@@ -224,8 +223,8 @@ def train(config: EasyDict) -> None:
         log.info(f"finished {total_steps} steps; checkpoints, log and figures are in {folder}")
 
 
-def cadence(config: EasyDict) -> dict[str, int]:
-    return {"eval": config.eval.every, "checkpoint": config.checkpoint.every}
+def is_due(done: int, every: int, total_steps: int) -> bool:
+    return done == total_steps or (every > 0 and done % every == 0)
 
 
 def check_batch(batch_size: int, accumulation: int, world_size: int) -> None:

@@ -29,17 +29,13 @@ class FolderDataset(FaceDataset):
             raise ValueError(f"data.path: no folder {folder}. Give a folder with one sub-folder of images per identity")
         self.classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
         if not self.classes:
-            raise ValueError(
-                f"data.path: no sub-folder in {folder}. Put the images of each identity into a folder of its own"
-            )
+            raise ValueError(f"data.path: no sub-folder in {folder}. Put the images of each identity into a folder of its own")
         self._files: list[str] = []  # relative to the folder
         counts = []
         for name in self.classes:
             files = _image_files(self.root / name)
             if not files:
-                raise ValueError(
-                    f"{self.root / name}: no image ({' '.join(_SUFFIXES)}) for this class. Remove the folder"
-                )
+                raise ValueError(f"{self.root / name}: no image ({' '.join(_SUFFIXES)}) for this class. Remove the folder")
             self._files += [os.path.join(name, file) for file in files]
             counts.append(len(files))
         self._labels = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
@@ -130,7 +126,5 @@ def build_dataset(source: str, path: str, num_classes: int, num_images: int, see
         ("num_images", num_images, dataset.num_images),
     ]:
         if given and given != found:
-            raise ValueError(
-                f"data.{name} is {given}, but the data has {found} ({dataset.describe()}). Set it to 0 or {found}"
-            )
+            raise ValueError(f"data.{name} is {given}, but the data has {found} ({dataset.describe()}). Set it to 0 or {found}")
     return dataset

@@ -22,6 +22,7 @@ from .sampler import Samples
 class Decodes(Protocol):
     """What the loader needs of a dataset."""
 
+    def prefetch(self, index: int) -> None: ...
     def decode_into(self, index: int, out: np.ndarray) -> int: ...
 
 
@@ -79,6 +80,8 @@ class Loader:
                 return
             samples = self.samples_of_step(step)
             buffer = free.popleft() if free else _Buffer(len(samples.indices), self.device.type == "cuda")
+            for index in samples.indices.tolist():  # the storage starts on the whole batch before the first record is decoded
+                self.dataset.prefetch(index)
             parts = np.array_split(np.arange(len(samples.indices)), self.threads)
             futures = [pool.submit(self._decode, samples, buffer, part) for part in parts if len(part)]
             pending.append((samples, buffer, futures))

@@ -26,9 +26,7 @@ class RecordDataset(FaceDataset):
     def __init__(self, folder: str) -> None:
         rec_path = Path(folder) / "train.rec"
         if not rec_path.is_file():
-            raise ValueError(
-                f"data.path: no file {rec_path}. Give the folder that holds train.rec, train.idx and property"
-            )
+            raise ValueError(f"data.path: no file {rec_path}. Give the folder that holds train.rec, train.idx and property")
         records = IndexedRecordFile(rec_path, rec_path.with_suffix(".idx"))
         labels = _read_labels(records)
         images = np.flatnonzero(labels >= 0)

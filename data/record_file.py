@@ -45,9 +45,7 @@ class RecordFile:
         self._view: memoryview | None = None
         start = bytes(self.view[:4]) if self.size >= _PART.size else b""
         if start != MAGIC:
-            raise ValueError(
-                f"{self.path}: a RecordIO file starts with 0a23d7ce, this one of {self.size} bytes does not"
-            )
+            raise ValueError(f"{self.path}: a RecordIO file starts with 0a23d7ce, this one of {self.size} bytes does not")
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_map": None, "_view": None}
@@ -194,9 +192,7 @@ class RecordWriter:
     def __enter__(self) -> "RecordWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
         else:

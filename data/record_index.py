@@ -72,15 +72,11 @@ def _parse_lines(block: bytes, path: str, first_line: int) -> tuple[np.ndarray, 
         try:
             key, offset = int(columns[0]), int(columns[1])
         except (ValueError, IndexError):
-            raise ValueError(
-                f"{where} must be 'key TAB offset', two integers. Delete the index to have it rebuilt"
-            ) from None
+            raise ValueError(f"{where} must be 'key TAB offset', two integers. Delete the index to have it rebuilt") from None
         if not -(1 << 63) <= key < 1 << 63:
             raise ValueError(f"{where}: the key has {len(columns[0])} characters, it must fit a signed 64-bit integer")
         if not 0 <= offset < 1 << 63:
-            raise ValueError(
-                f"{where}: the offset of record {key} must be in [0, 2^63). Delete the index to have it rebuilt"
-            )
+            raise ValueError(f"{where}: the offset of record {key} must be in [0, 2^63). Delete the index to have it rebuilt")
         table[:, i] = key, offset
     return table[0], table[1]
 

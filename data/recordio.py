@@ -59,9 +59,7 @@ class Headers(NamedTuple):
 def unpack(record: bytes | memoryview) -> Record:
     """Return the fields of an image record; label vector and payload are views of it."""
     if len(record) < _HEADER.size:
-        raise ValueError(
-            f"the record has {len(record)} bytes, an image record has at least the {_HEADER.size} of its header"
-        )
+        raise ValueError(f"the record has {len(record)} bytes, an image record has at least the {_HEADER.size} of its header")
     flag, label, record_id, id2 = _HEADER.unpack_from(record)
     start = _HEADER.size + 4 * flag
     if start > len(record):
@@ -71,9 +69,7 @@ def unpack(record: bytes | memoryview) -> Record:
 
 
 def _too_many_labels(flag: int, length: int) -> str:
-    return (
-        f"the record has {length} bytes, but announces {flag} labels: no image record (SageMaker's recordio-protobuf?)"
-    )
+    return f"the record has {length} bytes, but announces {flag} labels: no image record (SageMaker's recordio-protobuf?)"
 
 
 def pack(label: float | ArrayLike, record_id: int, id2: int, payload: bytes) -> bytes:

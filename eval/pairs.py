@@ -82,9 +82,7 @@ def read_bin(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
 def write_bin(path: str | os.PathLike[str], images: list[bytes], same: list[bool]) -> None:
     """Write encoded images, two for each entry of `same`, as insightface does; the file appears when it is complete."""
     if not same or len(images) != 2 * len(same):
-        raise ValueError(
-            f"{path}: a verification set needs two images for each pair, got {len(images)} for {len(same)}"
-        )
+        raise ValueError(f"{path}: a verification set needs two images for each pair, got {len(images)} for {len(same)}")
     for index, image in enumerate(images):
         if not isinstance(image, bytes) or not image.startswith(_IMAGE_STARTS):
             raise ValueError(f"{path}: image {index} must be the bytes of a JPEG, PNG, BMP or WebP file")

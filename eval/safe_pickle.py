@@ -62,9 +62,7 @@ class _Machine:
             elif opcode in _ACTIONS:
                 _ACTIONS[opcode](self)
             else:
-                raise UnsafePickleError(
-                    f"it is no pickle of plain data (opcode 0x{opcode:02x} at byte {self.position - 1})"
-                )
+                raise UnsafePickleError(f"it is no pickle of plain data (opcode 0x{opcode:02x} at byte {self.position - 1})")
         raise UnsafePickleError(f"it takes more than {_MAX_STEPS} steps to build")
 
     def take(self, size: int) -> bytes:
@@ -271,11 +269,7 @@ _CALLS: dict[Global, Callable[..., object]] = {
     Global("numpy", "dtype"): lambda m, code, *flags: Dtype(code),
     Global("_codecs", "encode"): _Machine.encode,
     Global("mxnet.ndarray.ndarray", "NDArray"): lambda m, handle=None: MxArray(),
-    **{
-        Global(place, name): _Machine.to_bytes
-        for place in ("builtins", "__builtin__")
-        for name in ("bytes", "bytearray")
-    },
+    **{Global(place, name): _Machine.to_bytes for place in ("builtins", "__builtin__") for name in ("bytes", "bytearray")},
     **{Global(f"{core}.multiarray", "_reconstruct"): _Machine.reconstruct for core in _CORES},
     **{Global(f"{core}.multiarray", "scalar"): _Machine.scalar for core in _CORES},
     **{Global(f"{core}.numeric", "_frombuffer"): _Machine.from_buffer for core in _CORES},

@@ -48,9 +48,7 @@ def _check_decoding(folder: Path, hashes: dict[int, str]) -> int:
     dataset = RecordDataset(str(folder))
     found = {key: i for i, key in enumerate(_keys(dataset)) if key in hashes}
     for key, i in found.items():
-        assert hashlib.sha256(_pixels(dataset, i).tobytes()).hexdigest() == hashes[key], (
-            f"record {key} of {folder.name}"
-        )
+        assert hashlib.sha256(_pixels(dataset, i).tobytes()).hexdigest() == hashes[key], f"record {key} of {folder.name}"
     return len(found)
 
 
@@ -184,9 +182,7 @@ def test_bytes_behind_the_index_are_reported(tmp_path: Path) -> None:
         ("5,112,112\n2\nshuffled\n", 5, "5 classes (property), 3 of them"),
     ],
 )
-def test_property_gives_the_number_of_classes(
-    text: str | None, num_classes: int, described: str, tmp_path: Path
-) -> None:
+def test_property_gives_the_number_of_classes(text: str | None, num_classes: int, described: str, tmp_path: Path) -> None:
     dataset = RecordDataset(_write(tmp_path, [(0, 0, b"image"), (1, 2, b"image")], text))
     assert dataset.num_classes == num_classes
     assert described in dataset.describe()
@@ -221,9 +217,7 @@ def _write_image(path: Path, value: int, height: int = 112) -> None:
 
 
 def test_a_folder_has_one_class_per_sub_folder_in_order_of_names(tmp_path: Path) -> None:
-    for value, name in enumerate(
-        ["b/2.png", "b/10.png", "a/x.JPG", "a/more/y.jpeg", "c/z.bmp", "c/z.webp", ".git/n.png"]
-    ):
+    for value, name in enumerate(["b/2.png", "b/10.png", "a/x.JPG", "a/more/y.jpeg", "c/z.bmp", "c/z.webp", ".git/n.png"]):
         _write_image(tmp_path / name, 20 * value)
     (tmp_path / "a" / "notes.txt").write_text("no image")
     (tmp_path / "list.txt").write_text("no class")
@@ -289,9 +283,7 @@ def test_build_dataset_takes_sizes_from_the_data() -> None:
         (("synthetic", "", 11, 10, 0), r"data\.num_images at least as large"),
     ],
 )
-def test_build_dataset_refuses_what_the_data_contradicts(
-    arguments: tuple[str, str, int, int, int], reason: str
-) -> None:
+def test_build_dataset_refuses_what_the_data_contradicts(arguments: tuple[str, str, int, int, int], reason: str) -> None:
     source, name, *numbers = arguments
     with pytest.raises(ValueError, match=reason):
         build_dataset(source, str(SETS / name), *numbers)

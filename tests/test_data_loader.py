@@ -17,6 +17,10 @@ class Numbered:
 
     def __init__(self, broken: int = -1, slow: float = 0.0) -> None:
         self.broken, self.slow = broken, slow
+        self.prefetched: list[int] = []
+
+    def prefetch(self, index: int) -> None:
+        self.prefetched.append(index)
 
     def decode_into(self, index: int, out: np.ndarray) -> int:
         if index == self.broken:
@@ -42,6 +46,13 @@ def test_batches_are_those_of_the_order_for_any_number_of_threads(threads: int):
         assert (batch.images == torch.from_numpy(expected.indices % 256)[:, None, None, None]).all()
         steps += 1
     assert steps == 6
+
+
+def test_every_record_is_announced_to_the_storage_before_it_is_decoded():
+    dataset = Numbered()
+    announced = [set(batch.labels.tolist()) <= set(dataset.prefetched) for batch in _loader(dataset, 2)]
+    assert announced == [True] * 6
+    assert len(dataset.prefetched) == 6 * 7
 
 
 def test_starting_in_the_middle_continues_the_order():

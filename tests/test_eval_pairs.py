@@ -147,9 +147,7 @@ def test_written_sets_are_what_insightface_reads(tmp_path: Path) -> None:
     ("images", "same", "reason"),
     [(JPEGS[:3], SAME, "got 3 for 2"), ([], [], "got 0 for 0"), ([*JPEGS[:3], b"text"], SAME, "image 3 must be")],
 )
-def test_writing_refuses_what_could_not_be_read(
-    images: list[bytes], same: list[bool], reason: str, tmp_path: Path
-) -> None:
+def test_writing_refuses_what_could_not_be_read(images: list[bytes], same: list[bool], reason: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=reason):
         write_bin(tmp_path / "set.bin", images, same)
     assert os.listdir(tmp_path) == []

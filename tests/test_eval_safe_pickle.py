@@ -63,11 +63,7 @@ def _bad_files() -> dict[str, tuple[bytes, str]]:
         "tuple to hash": (b"\x80\x02}N" + doubled + b"Ns.", "other keys than strings"),
         "doubled tuples": (b"\x80\x02N" + doubled + b".", "entry 0 of issame"),
         "encoded again and again": (
-            b"\x80\x02c_codecs\nencode\nq\x00"
-            + text
-            + b"q\x01X\x06\x00\x00\x00latin1q\x02"
-            + encode_again * 5000
-            + b".",
+            b"\x80\x02c_codecs\nencode\nq\x00" + text + b"q\x01X\x06\x00\x00\x00latin1q\x02" + encode_again * 5000 + b".",
             "more bytes than it has",
         ),
         "nested": (b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".", "must be the pair"),
