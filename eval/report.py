@@ -63,7 +63,8 @@ def save_figure(results: dict[str, VerificationResult], path: Path, title: str) 
         threshold = 1.0 - float(np.mean(result.threshold_per_fold)) / 2.0
         axis.axvline(threshold, color="black", linewidth=1, label=f"threshold {threshold:.2f}")
         axis.set(xlabel="cosine similarity", ylabel="pairs", title=name)
-        axis.legend(fontsize=8)
+        axis.set_ylim(top=1.35 * axis.get_ylim()[1])  # room for the legend above the bars
+        axis.legend(loc="upper left", fontsize=8)
     figure.suptitle(title)
     figure.savefig(path)
 
