@@ -34,12 +34,10 @@ from utils import checkpoint as ckpt
 from utils import distributed
 from utils.distributed import SharedError, World, together
 from utils.log import RunLog, Speed, peak_memory_gib
-from utils.optim import LossScaler, build_optimizer, finish_gradients
+from utils.optim import AUTOCAST, LossScaler, build_optimizer, finish_gradients
 from utils.program import guarded, prepare_run_folder
 from utils.randomness import derive
 from utils.schedule import learning_rate
-
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train(config: EasyDict) -> None:

@@ -17,13 +17,12 @@ from backbones import build_backbone
 from utils import distributed
 from utils.checkpoint import best_checkpoint, find_checkpoint, list_checkpoints, read_backbone, read_manifest, read_tensors
 from utils.distributed import together
+from utils.optim import AUTOCAST
 from utils.program import guarded
 from utils.randomness import derive
 
 from .evaluate import evaluate, load_pair_sets
 from .report import as_json, format_table, save_figure
-
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

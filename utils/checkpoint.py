@@ -136,7 +136,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         entries = {name: int(entry["size"]) for name, entry in manifest["files"].items()}
         found = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"checkpoint {checkpoint}: {_MANIFEST} cannot be read ({error!s})") from None
+        raise ValueError(
+            f"checkpoint {checkpoint}: {_MANIFEST} cannot be read ({error!s}); remove that folder to resume from the one before"
+        ) from None
     if found != FORMAT:
         raise ValueError(f"checkpoint {checkpoint}: format {found}, this program reads {FORMAT}")
     for name, size in entries.items():

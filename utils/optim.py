@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # train.precision -> dtype of the forward pass
+
 
 def build_optimizer(module: nn.Module, lr: float, momentum: float, weight_decay: float) -> torch.optim.SGD:
     """Return SGD over every trainable parameter of module, weight decay on all of them as in the published recipes.
