@@ -213,6 +213,14 @@ def test_a_checkpoint_of_other_data_or_architecture_is_refused_and_kept(
     assert before == {path: path.read_bytes() for path in (tmp_path / "tiny" / "checkpoints").rglob("*") if path.is_file()}
 
 
+def test_a_resumed_run_keeps_each_configuration_it_had(dataset: Path, tmp_path: Path):
+    for steps in (2, 4):
+        assert train.main(_arguments(dataset, tmp_path, f"train.max_steps={steps}", "eval.targets=[]")) == 0
+    (earlier,) = (tmp_path / "tiny").glob("config_until_step_00000002_*.yaml")
+    assert "max_steps: 2" in earlier.read_text()
+    assert "max_steps: 4" in (tmp_path / "tiny" / "config.yaml").read_text()
+
+
 def test_an_explicit_checkpoint_starts_another_run(dataset: Path, tmp_path: Path):
     assert train.main(_arguments(dataset, tmp_path, "train.max_steps=4", "eval.targets=[]")) == 0
     source = f"checkpoint.resume={tmp_path / 'tiny'}"

@@ -90,6 +90,6 @@ def _write_config(folder: Path, text: str, resumed: Path | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.yaml"
     if path.is_file() and path.read_text() != text:
-        until = resumed.name if resumed else time.strftime("%Y%m%d_%H%M%S")
-        path.rename(folder / f"config_until_{until}.yaml")
+        until = f"{resumed.name}_" if resumed else ""
+        path.rename(folder / f"config_until_{until}{time.strftime('%Y%m%d_%H%M%S')}.yaml")
     path.write_text(text)
