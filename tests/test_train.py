@@ -116,8 +116,13 @@ def _run(num_processes: int, arguments: list[str], timeout: float = 120) -> subp
     return subprocess.run(_command(num_processes, arguments), capture_output=True, text=True, timeout=timeout, cwd="/")
 
 
+def _descendants(pid: int) -> list[int]:
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(grandchild for child in children for grandchild in _descendants(child))]
+
+
 def _run_and_kill(num_processes: int, arguments: list[str], metrics: Path, after_steps: int) -> None:
-    """Start, and SIGKILL the whole group once metrics.jsonl shows so many steps."""
+    """Start, and SIGKILL all processes at once when metrics.jsonl shows so many steps."""
     with subprocess.Popen(
         _command(num_processes, arguments),
         stdout=subprocess.DEVNULL,
@@ -129,7 +134,9 @@ def _run_and_kill(num_processes: int, arguments: list[str], metrics: Path, after
         while not metrics.is_file() or len(metrics.read_text().splitlines()) < after_steps:
             assert process.poll() is None and time.monotonic() < deadline, "the run ended, or did nothing, before the kill"
             time.sleep(0.005)
-        os.killpg(process.pid, signal.SIGKILL)
+        # the launcher's workers have sessions of their own; the launcher goes first, so that it cannot restart or report
+        for pid in [process.pid, *_descendants(process.pid)]:
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -147,6 +154,18 @@ def test_a_run_killed_and_resumed_ends_with_the_same_bits(dataset: Path, tmp_pat
     different = [name for name in whole if not torch.equal(whole[name], again[name])]
     assert not different, f"killed after {kill_after} records: {different}"
     assert _metrics(tmp_path / "whole")[18]["loss"] == _metrics(tmp_path / "broken")[18]["loss"]
+
+
+def test_a_run_folder_in_use_is_refused(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = _arguments(dataset, tmp_path, "train.epochs=100", "eval.targets=[]")
+    with subprocess.Popen(_command(1, arguments), stdout=subprocess.DEVNULL, cwd="/") as process:
+        while not (tmp_path / "tiny" / "metrics.jsonl").is_file():
+            assert process.poll() is None
+            time.sleep(0.01)
+        assert train.main(arguments) == 1
+        assert "is in use by another job" in capsys.readouterr().err
+        process.kill()
+    assert train.main(_arguments(dataset, tmp_path, "train.max_steps=1", "eval.targets=[]", "run.name=other")) == 0
 
 
 def test_two_processes_see_the_same_samples_and_losses_as_one(dataset: Path, tmp_path: Path):

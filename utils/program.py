@@ -1,5 +1,6 @@
 """What the programs share: one-line errors with an exit status, and a run's folder with its choice of a checkpoint."""
 
+import fcntl
 import os
 import sys
 import time
@@ -43,6 +44,7 @@ def prepare_run_folder(folder: Path, resume: str, config_text: str, identity: di
     chosen: Path | None = None
     with together(world):
         if world.rank == 0:
+            _hold(folder)
             chosen = choose_checkpoint(folder, resume, identity)
             try:
                 _write_config(folder, config_text, chosen)
@@ -53,6 +55,26 @@ def prepare_run_folder(folder: Path, resume: str, config_text: str, identity: di
         if not (folder / "config.yaml").is_file():
             raise ValueError(f"run.output: {folder} is not visible here; several machines need a shared folder")
     return chosen
+
+
+def _hold(folder: Path) -> None:
+    """Lock the run folder until this process ends, however it ends, so that two jobs never write into it.
+
+    torchrun killed by SIGKILL leaves its workers running, so a resumed run may well meet them.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ValueError(f"run.output: the run folder {folder} cannot be written: {error.strerror}") from None
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise ValueError(
+            f"run.output: {folder} is in use by another job that still runs; wait for it, end it, or choose another run.name"
+        ) from None
+    except OSError:
+        return  # a file system without locks
 
 
 def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any]) -> Path | None:
