@@ -29,12 +29,12 @@ from eval.evaluate import evaluate, load_pair_sets
 from eval.report import as_json, format_table, save_figure
 from losses import build_margin
 from losses.first_loss import expected_first_loss
-from partial_fc import PartialFC
+from partial_fc import PartialFC, build_head
 from utils import checkpoint as ckpt
 from utils import distributed
 from utils.distributed import SharedError, World, together
 from utils.log import RunLog, Speed, peak_memory_gib
-from utils.optim import AUTOCAST, LossScaler, build_optimizer, finish_gradients
+from utils.optim import AUTOCAST, LossScaler, build_optimizer, finish_gradients, load_optimizer
 from utils.program import guarded, prepare_run_folder
 from utils.randomness import derive
 from utils.schedule import learning_rate
@@ -73,22 +73,19 @@ def train(config: EasyDict) -> None:
     backbone = build_backbone(**{key: config.backbone[key] for key in ("name", "embedding_size", "width", "dropout")})
     backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     margin = build_margin(**config.loss)
-    bf16_head = config.head.matmul_dtype == "bf16" or (config.head.matmul_dtype == "auto" and autocast is torch.bfloat16)
-    head = PartialFC(
+    head = build_head(
         margin,
         dataset.num_classes,
         config.backbone.embedding_size,
-        world.rank,
-        world.world_size,
+        world,
         config.run.seed,
-        config.head.sample_rate,
-        config.optimizer.momentum,
-        config.optimizer.weight_decay,
-        torch.bfloat16 if bf16_head else torch.float32,
-        config.head.chunk,
-        world.device,
+        config.head,
+        config.optimizer,
+        autocast,
     )
-    optimizer = build_optimizer(backbone, config.optimizer.lr, config.optimizer.momentum, config.optimizer.weight_decay)
+    optimizer = build_optimizer(
+        backbone, **{key: config.optimizer[key] for key in ("name", "lr", "momentum", "weight_decay", "beta2", "eps")}
+    )
     scaler = LossScaler(enabled=autocast is torch.float16)
 
     # ---- resume
@@ -171,6 +168,8 @@ def train(config: EasyDict) -> None:
                     with torch.autocast(world.device.type, dtype=autocast, enabled=autocast is not None):
                         embeddings = model(prepare(images, mirrored))  # (b, D)
                     micro_loss = head(embeddings.float(), micro)
+                    if last:  # needs nothing of the backward; on CUDA it runs beside it
+                        head.step(lr * config.head.lr_factor)
                     # the head's gradient is that of the global mean; x world_size cancels the mean that DDP takes
                     (micro_loss * (world.world_size * scaler.scale / accumulation)).backward()
                 loss += float(micro_loss.detach()) / accumulation
@@ -186,11 +185,8 @@ def train(config: EasyDict) -> None:
                 raise SharedError(
                     f"the gradient is not finite in step {step}; stopped before it reached the weights. {last_words(folder)}"
                 )
-            if overflow:
-                head.skip_step()
-            else:
+            if not overflow:  # of fp16, in the backbone's backward: the centres' own gradient was sound
                 optimizer.step()
-                head.step(lr)
             scaler.update(overflow)
 
             # ---- after the step: `done` optimizer steps are finished
@@ -248,13 +244,11 @@ def restore(
     try:
         backbone.load_state_dict(ckpt.read_backbone(path))
         trainer = ckpt.read_trainer(path)
-        optimizer.load_state_dict(trainer["optimizer"])
+        load_optimizer(optimizer, trainer["optimizer"])
     except (RuntimeError, KeyError) as error:
         raise ValueError(f"checkpoint {path}: does not fit this backbone: {str(error).splitlines()[-1].strip()}") from None
-    for group in optimizer.param_groups:  # the configuration decides, not the file
-        group["momentum"], group["weight_decay"] = config.optimizer.momentum, config.optimizer.weight_decay
     scaler.load_state_dict(trainer["scaler"])
-    head.load_rows(lambda start, stop: ckpt.read_softmax(path, start, stop))
+    head.load_rows(ckpt.softmax_reader(path))
     return int(ckpt.read_manifest(path)["step"])
 
 

@@ -7,8 +7,14 @@ CHOICES = {
     "run.device": ("auto", "cpu", "cuda"),
     "data.source": ("recordio", "folder", "synthetic"),
     "loss.gradient": ("exact", "straight_through"),
+    "head.sampling": ("uniform", "neighbours"),
+    "head.state": ("exact", "lean", "tiny"),
+    "head.optimizer": ("same", "sgd", "adamw"),
+    "head.inactive_rows": ("keep", "decay"),
     "head.matmul_dtype": ("auto", "fp32", "bf16"),
-    "optimizer.name": ("sgd",),
+    "head.wire_dtype": ("fp32", "bf16"),
+    "head.kernels": ("auto", "plain"),
+    "optimizer.name": ("sgd", "adamw"),
     "train.precision": ("fp32", "bf16", "fp16"),
 }
 
@@ -22,9 +28,17 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "data.prefetch": (1, 1024),
     "backbone.embedding_size": (1, 65536),
     "backbone.dropout": (0, 0.99),
-    "head.chunk": (1, None),
+    "head.sample_rate": (0, 1),
+    "head.neighbours": (1, 1000),
+    "head.neighbours_every": (1, None),
+    "head.interclass_filtering_threshold": (0, 1),
+    "head.lr_factor": (0, None),
+    "head.weight_decay": (-1, None),
+    "head.chunk": (0, None),
+    "head.cache_mb": (0, None),
     "optimizer.lr": (0, None),
     "optimizer.momentum": (0, 0.9999),
+    "optimizer.beta2": (0, 0.999999),
     "optimizer.weight_decay": (0, None),
     "optimizer.clip_norm": (0, None),
     "schedule.power": (0, None),
@@ -40,7 +54,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
 }
 
 # must be above the bound
-POSITIVE = ("backbone.width", "loss.scale", "head.sample_rate", "train.epochs")
+POSITIVE = ("backbone.width", "loss.scale", "head.sample_rate", "optimizer.eps", "train.epochs")
 
 
 def check_rules(tree: dict[str, Any]) -> None:
@@ -67,8 +81,14 @@ def check_rules(tree: dict[str, Any]) -> None:
 
 def _check_across(tree: dict[str, Any]) -> None:
     data, train, schedule = tree["data"], tree["train"], tree["schedule"]
-    if tree["head"]["sample_rate"] > 1:
-        raise ValueError(f"head.sample_rate must be at most 1 (a share of the classes), got {tree['head']['sample_rate']}")
+    if -1 < tree["head"]["weight_decay"] < 0:
+        raise ValueError(
+            f"head.weight_decay must be 0 or more, or -1 for optimizer.weight_decay, got {tree['head']['weight_decay']}"
+        )
+    if tree["head"]["sampling"] == "neighbours" and tree["head"]["sample_rate"] == 1:
+        raise ValueError(
+            "head.sampling=neighbours needs head.sample_rate below 1; at 1 every class is in every step, nothing is chosen"
+        )
     if data["source"] == "synthetic":
         for key in ("num_classes", "num_images"):
             if data[key] < 1:

@@ -47,6 +47,12 @@ class Collectives:
         scatter_sum(block, rows, self.group)
         return block
 
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Return rank source's tensor, written into tensor on the others."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, src=source, group=self.group)
+        return tensor
+
     def gather_labels(self, labels: Tensor, device: torch.device) -> Tensor:
         """Return the (B, ...) labels of all ranks on the CPU, from (b, ...); NCCL moves them through the device."""
         return self.all_gather(labels.to(device)).cpu() if self.world_size > 1 else labels.cpu()

@@ -4,15 +4,16 @@ Source: An et al., https://arxiv.org/abs/2010.05222 and https://arxiv.org/abs/22
 
     head.begin_step(labels, step)          # every micro-batch's labels: check, share, draw the active classes
     loss = head(embeddings, micro)         # once per micro-batch; loss.backward() gives the embeddings' gradient
-    head.step(lr)                          # gradient and update of the active centres
+    head.step(lr)                          # after the last forward: gradient and update of the active centres
 
-so centres have no .grad: their gradient exists for one chunk at a time, inside step(). Gradients are those of the mean loss
+so centres have no .grad: their gradient exists for one chunk at a time, inside step(). Nothing in step() waits for the
+backbone's backward; called before it on CUDA, it runs beside it on a stream of its own. Gradients are those of the mean loss
 over the global batch; a data-parallel backbone averages over the ranks, so the caller multiplies its loss by world_size.
 
 Shapes: b = rows of this rank per micro-batch, B = b * world_size, D = embedding size, A = micro-batches.
 """
 
-from collections.abc import Callable
+import contextlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,31 +24,31 @@ from utils.distributed import SharedError
 from utils.randomness import derive
 
 from .collectives import Collectives
+from .kernels import choose_kernels, update_rows
+from .loss import ReadyGradient, row_factors, sums_over_shards
+from .neighbours import NeighbourGraph
+from .row_optimizer import LazyDecay, RowAdamW, RowOptimizer, RowSGD
 from .sampling import draw_active, num_active
-from .shard import classes_of_slots, initial_centres, shard_range, slots_of_classes
-from .softmax import (
-    Batch,
-    Chunk,
-    centre_gradients,
-    forward_pass,
-    needs_row_maximum,
-    plan_chunks,
-    row_maximum,
-    unit_rows,
-)
+from .shard import classes_of_slots, shard_range, slots_of_classes
+from .softmax import Batch, Chunk, TwoPass, constant_shift, plan_chunks, unit_rows
+from .state import CentreState, Read
+from .workspace import Workspace
 
-STATE_NAMES = ("centres", "momentum")
+AUTO_CHUNK = {"cpu": 4096, "cuda": 32768}  # CPU: near the L2 cache; CUDA: few, large launches
+MEBI = 1 << 20
 
 
 class _Step(NamedTuple):
     """What begin_step decided and the forwards since left behind, until step() uses it."""
 
+    number: int
     slots: np.ndarray  # (A, B) slot of each row's class, all ranks
     owners: list[np.ndarray]  # per micro-batch: the rows whose class lies here, (n,)
     chunks: list[Chunk]
     batches: list[Batch]
     factors: list[Tensor]
     targets: list[Tensor]
+    losses: list[Tensor]
 
 
 class PartialFC(nn.Module):
@@ -58,16 +59,22 @@ class PartialFC(nn.Module):
         num_classes: C, at least world_size.
         embedding_size: D.
         rank, world_size: this process among those that share the classes.
-        seed: of the slots, the first centres and the sampling.
+        seed: of the slots, the first centres, the sampling and the rounding.
         sample_rate: share of the centres in each step's softmax, in (0, 1].
-        momentum, weight_decay: of the centres' SGD; both touch active rows only, as in the papers.
-        matmul_dtype: float32 or bfloat16, of the matrix products; sums and states are float32.
-        chunk: classes handled at once.
+        optimizer: RowSGD or RowAdamW, of the centres.
+        state: "exact", "lean" or "tiny", how centres and moments are stored; see state.py.
+        inactive_rows: "keep" leaves the centres that a step did not sample as they are, as in the papers; "decay" does to them
+            what a dense optimizer would have done.
+        sampling: "uniform", or "neighbours": up to half of the negatives are the classes nearest to the batch's own.
+        num_neighbours, neighbours_every: classes kept per class, and optimizer steps between rebuilds of that graph.
+        filter_above: negatives with a larger cosine are left out, as likely to be the same person; None = none are.
+        matmul_dtype: float32 or bfloat16, of the matrix products; sums are float32.
+        wire_dtype: float32 or bfloat16, of the embeddings and their gradients on their way between ranks.
+        chunk: classes handled at once; 0 = what suits the device.
+        cache_mb: MiB for exponentials that the second pass need not compute again.
+        kernels: "auto" = C on the CPU and Triton on CUDA where they can be had, otherwise "plain" torch.
         device: where the shard lives.
     """
-
-    centres: Tensor
-    momentum: Tensor
 
     def __init__(
         self,
@@ -78,10 +85,18 @@ class PartialFC(nn.Module):
         world_size: int = 1,
         seed: int = 0,
         sample_rate: float = 1.0,
-        momentum: float = 0.9,
-        weight_decay: float = 5e-4,
+        optimizer: RowOptimizer | None = None,
+        state: str = "exact",
+        inactive_rows: str = "keep",
+        sampling: str = "uniform",
+        num_neighbours: int = 10,
+        neighbours_every: int = 1000,
+        filter_above: float | None = None,
         matmul_dtype: torch.dtype = torch.float32,
-        chunk: int = 4096,
+        wire_dtype: torch.dtype = torch.float32,
+        chunk: int = 0,
+        cache_mb: int = 256,
+        kernels: str = "auto",
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
@@ -89,18 +104,49 @@ class PartialFC(nn.Module):
             raise ValueError(
                 f"head: {num_classes} classes cannot be shared by {world_size} processes; each needs one. Start fewer processes"
             )
+        device = torch.device(device)
         self.margin = margin
         self.num_classes, self.embedding_size = num_classes, embedding_size
         self.rank, self.world_size, self.seed = rank, world_size, seed
-        self.sample_rate, self.momentum_factor, self.weight_decay = sample_rate, momentum, weight_decay
-        self.matmul_dtype, self.chunk = matmul_dtype, chunk
+        self.sample_rate, self.wire_dtype = sample_rate, wire_dtype
+        self.optimizer = RowSGD() if optimizer is None else optimizer
         self.start, self.stop = shard_range(num_classes, rank, world_size)
-        centres = initial_centres(self.start, self.stop, embedding_size, seed).to(device)
-        self.register_buffer("centres", centres)
-        self.register_buffer("momentum", torch.zeros_like(centres))
+        self.chunk = min(chunk or AUTO_CHUNK[device.type], self.stop - self.start)
         self.collectives = Collectives(world_size)
+        self.workspace = Workspace(device, cache_mb * MEBI, choose_kernels(kernels, device, embedding_size))
+        # at rate 1 every row is updated in every step, so there is nothing to catch up with
+        self._decay = LazyDecay(self.optimizer) if inactive_rows == "decay" and sample_rate < 1 else None
+        count_updates = isinstance(self.optimizer, RowAdamW) or self._decay is not None
+        self.state = CentreState(
+            self.stop - self.start,
+            embedding_size,
+            state,
+            second_moment=isinstance(self.optimizer, RowAdamW),
+            count_updates=count_updates,
+            block=self.chunk,
+            workspace=self.workspace,
+        )
+        self.state.fill_initial(self.start, seed)
+        self._passes = TwoPass(margin, self.state, self.workspace, matmul_dtype, filter_above)
+        self._shift = constant_shift(margin, num_classes)
+        self._graph: NeighbourGraph | None = None
+        if sampling == "neighbours" and num_classes > 1:
+            self._graph = NeighbourGraph(num_classes, rank, num_neighbours, neighbours_every, self.collectives, device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.positive_cosine = torch.zeros((), device=device)
         self._current: _Step | None = None
+        self._last: _Step | None = None
+        self._classes: np.ndarray | None = None  # distinct slots of the batch, all ranks
+
+    @property
+    def centres(self) -> Tensor:
+        """This rank's centres as stored, (stop - start, D), in slot order."""
+        return self.state.tensors["centres"]
+
+    @property
+    def momentum(self) -> Tensor:
+        """This rank's momentum as stored, (stop - start, D)."""
+        return self.state.tensors["momentum"]
 
     def begin_step(self, labels: Tensor, step: int) -> None:
         """Share the labels of one optimizer step, check them, and draw the active classes. A collective call.
@@ -112,7 +158,7 @@ class PartialFC(nn.Module):
         Raises:
             SharedError: on every rank, naming labels outside [0, num_classes).
         """
-        gathered = self.collectives.gather_labels(labels.t().contiguous(), self.centres.device)  # (B, A)
+        gathered = self.collectives.gather_labels(labels.t().contiguous(), self.workspace.device)  # (B, A)
         everyone = gathered.t().numpy()
         wrong = np.unique(everyone[(everyone < 0) | (everyone >= self.num_classes)])
         if wrong.size:
@@ -124,21 +170,27 @@ class PartialFC(nn.Module):
         slots = slots_of_classes(everyone.reshape(-1), self.num_classes, self.seed).reshape(everyone.shape)
         local = slots - self.start
         here = (slots >= self.start) & (slots < self.stop)
-        positives = np.unique(local[here])
+        self._classes = np.unique(slots)
+        if self._graph is not None and self._graph.is_due(step):
+            self._wait()
+            self._graph.rebuild(self.state, self._passes.dtype)
+        near = None if self._graph is None else self._graph.near(self._classes)
         draw_seed = derive(self.seed, "active", step, self.rank)
-        active = draw_active(positives, self.stop - self.start, self.sample_rate, draw_seed)
+        active = draw_active(np.unique(local[here]), self.stop - self.start, self.sample_rate, draw_seed, near)
         owners = [np.flatnonzero(mask) for mask in here]
         own = [(rows, local[micro, rows]) for micro, rows in enumerate(owners)]
-        chunks = plan_chunks(active, own, self.chunk, self.centres.device)
-        self._current = _Step(slots, owners, chunks, [], [], [])
+        chunks = plan_chunks(active, own, self.chunk, self.workspace.device)
+        self._current = _Step(step, slots, owners, chunks, [], [], [], [])
 
     def num_active(self) -> int:
-        """Return how many classes, over all ranks, are in the softmax of the step begun."""
-        positives, total = np.unique(self._step().slots), 0
+        """Return how many classes, over all ranks, are in the softmax of the step begun last."""
+        if self._classes is None:
+            raise RuntimeError("head: call begin_step(labels, step) before num_active()")
+        total = 0
         for rank in range(self.world_size):
             start, stop = shard_range(self.num_classes, rank, self.world_size)
-            here = int(np.sum((positives >= start) & (positives < stop)))
-            total += num_active(stop - start, here, self.sample_rate)
+            positives = int(np.sum((self._classes >= start) & (self._classes < stop)))
+            total += num_active(stop - start, positives, self.sample_rate)
         return total
 
     def forward(self, embeddings: Tensor, micro: int = 0) -> Tensor:
@@ -155,46 +207,62 @@ class PartialFC(nn.Module):
         rows, expected = len(embeddings) * self.world_size, step.slots.shape[1]
         if rows != expected:
             raise ValueError(f"head: {rows} embeddings over all ranks for {expected} labels; give begin_step the same rows")
-        loss: Tensor = _Loss.apply(embeddings, self, micro)
+        loss: Tensor = ReadyGradient.apply(embeddings, lambda given: self._compute(given, micro))
         return loss
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update the active centres by SGD with momentum and weight decay from the micro-batches since begin_step.
+    def step(self, lr: float) -> bool:
+        """Update the active centres from the gradient of the mean loss over the micro-batches since begin_step.
 
-        m <- momentum m + g + weight_decay w, w <- w - lr m, g the gradient of the mean loss over the micro-batches.
+        Return False if nothing was updated, on all ranks, because a loss was not finite. On CUDA the work is only enqueued,
+        the same holds there, and True is returned.
         """
         current = self._step()
+        if len(current.batches) != len(current.slots):
+            raise ValueError(f"head: step() after {len(current.batches)} of {len(current.slots)} micro-batches")
+        finite = torch.stack(current.losses).isfinite().all().reshape(1)
+        # a Triton kernel reads the flag where it lies; otherwise the host has to
+        apply = finite if self.workspace.kernels == "triton" and self._decay is None else None
+        self._current = None
+        if apply is None and not bool(finite):
+            return False
         share = 1.0 / len(current.batches)
         factors = [factor * share for factor in current.factors]
         targets = [target * share for target in current.targets]
-        for slots, rows, gradient in centre_gradients(
-            self.margin, current.batches, factors, targets, self.centres, current.chunks, self.matmul_dtype
-        ):
-            momentum = self.momentum[slots]
-            momentum.mul_(self.momentum_factor).add_(gradient).add_(rows, alpha=self.weight_decay)
-            rows.add_(momentum, alpha=-lr)
-            if not isinstance(slots, slice):  # single slots were copied out; runs of slots are views, updated in place
-                self.momentum[slots], self.centres[slots] = momentum, rows
-        self._current = None
-
-    def skip_step(self) -> None:
-        """Forget the step begun without any update, for example after an overflow in the backbone's gradients."""
-        self._current = None
-
-    def shard_state(self) -> dict[str, Tensor]:
-        """Return this rank's rows, {"centres", "momentum"}: (stop - start, D), in slot order."""
-        return {name: getattr(self, name) for name in STATE_NAMES}
+        seed = derive(self.seed, "rounding", current.number, self.rank)
+        self._begin_noise("rounding", current.number)
+        with self._beside():
+            passes = self._passes.gradients(current.batches, factors, targets, current.chunks)
+            for number, (chunk, gradient, own) in enumerate(passes):
+                update_rows(self.optimizer, self.state, chunk.select, gradient, own, lr, seed + number, apply)
+            if self._decay is not None:
+                self._decay.record(lr)
+                if self._decay.is_long():
+                    self._decay.catch_up_all(self.state, self.chunk)
+        self._last = current  # its tensors are in use on the other stream
+        return True
 
     @torch.no_grad()
-    def load_rows(self, read: Callable[[int, int], dict[str, Tensor]]) -> None:
-        """Fill this shard from read(start slot, stop slot) -> {"centres", "momentum"}, written at any world size."""
-        rows = read(self.start, self.stop)
-        for name in STATE_NAMES:
-            mine = getattr(self, name)
-            if rows[name].shape != mine.shape:
-                raise ValueError(f"head: saved {name} are {tuple(rows[name].shape)}, this run needs {tuple(mine.shape)}")
-            mine.copy_(rows[name])
+    def shard_state(self) -> dict[str, Tensor]:
+        """Return this rank's rows by name, (stop - start, ...) each, in slot order; rows that lag are brought up to date."""
+        self._wait()
+        if self._decay is not None:
+            self._begin_noise("all rows", self._decay.count)
+            self._decay.catch_up_all(self.state, self.chunk)
+        rows = {**self.state.tensors, "inverse_norms": self.state.inverse_norms}
+        if isinstance(self.optimizer, RowSGD):
+            rows.pop("updates", None)  # says only how far rows lag, which is nothing now
+        if self._graph is not None:
+            rows["neighbours"] = self._graph.slots
+        return rows
+
+    @torch.no_grad()
+    def load_rows(self, read: Read) -> None:
+        """Fill this shard from read(start slot, stop slot) -> tensors by name, of any world size and state format."""
+        also = {} if self._graph is None else {"neighbours": self._graph.slots}
+        self.state.read_rows(lambda low, high: read(self.start + low, self.start + high), also)
+        if self._decay is not None:
+            self._decay.resume(self.state)
 
     def shard_classes(self) -> np.ndarray:
         """Return the class (label) of each of this shard's rows, (stop - start,) int64."""
@@ -208,72 +276,54 @@ class PartialFC(nn.Module):
     def _compute(self, embeddings: Tensor, micro: int) -> tuple[Tensor, Tensor]:
         """Return (mean loss, its gradient for this rank's (b, D) embeddings), and keep what step() needs."""
         step = self._step()
-        local_unit, local_norm = unit_rows(embeddings)
-        unit, norm = unit_rows(self.collectives.all_gather(embeddings))
+        if micro == 0:
+            self._begin_passes(step, rows=len(embeddings) * self.world_size)
+        everyone = self.collectives.all_gather(embeddings.to(self.wire_dtype)).float()
+        mine = slice(self.rank * len(embeddings), (self.rank + 1) * len(embeddings))
+        unit, norm = unit_rows(everyone)
         own = torch.from_numpy(step.owners[micro]).to(unit.device)
         own_slots = torch.from_numpy(step.slots[micro, step.owners[micro]] - self.start).to(unit.device)
-        own_centres, _ = unit_rows(self.centres[own_slots])
+        own_centres = self.centres[own_slots].float() * self.state.inverse_norms[own_slots, None]
         cosine = unit.new_zeros(len(unit))
         cosine[own] = (unit[own] * own_centres).sum(dim=1)
-        batch, z_sum, u_sum, by_target = self._sums(Batch(unit, cosine[:, None], None), micro)
-
-        with torch.enable_grad():
-            leaf_cosine = batch.target_cosine.squeeze(1).detach().requires_grad_()
-            leaf_norm = norm.squeeze(1).requires_grad_()
-            logit = self.margin.target(leaf_cosine, leaf_norm)
-        shift = torch.zeros_like(z_sum) if batch.shift is None else batch.shift.squeeze(1)
-        log_z = torch.log(z_sum) + shift
-        lse = torch.logaddexp(log_z, logit.detach())
-        loss = (lse - logit.detach()).mean()
-        by_logit = -torch.exp(log_z - lse) / len(unit)  # (p - 1) / B without cancellation
-        by_cosine, by_norm = torch.autograd.grad(logit, (leaf_cosine, leaf_norm), by_logit, allow_unused=True)
-        factor = torch.exp(shift - lse) / len(unit)
-        target = factor * by_target + (0.0 if by_cosine is None else by_cosine)
-
-        gradient = u_sum.mul_(factor[:, None])
-        gradient.index_add_(0, own, own_centres * target[own, None])
-        gradient = self.collectives.reduce_scatter(gradient)
-        gradient = (gradient - local_unit * (gradient * local_unit).sum(dim=1, keepdim=True)) / local_norm
-        if by_norm is not None:
-            mine = slice(self.rank * len(embeddings), (self.rank + 1) * len(embeddings))
-            gradient += local_unit * by_norm[mine, None]
+        batch, z_sum, u_sum, by_target = sums_over_shards(
+            self._passes, self.collectives, Batch(unit, cosine, 0.0), self._shift, step.chunks, micro
+        )
+        rows = row_factors(self.margin, batch.target_cosine, norm.squeeze(1), z_sum, by_target, batch.shift, self._passes.gain)
+        gradient = u_sum.mul_(rows.negatives[:, None])
+        gradient.index_add_(0, own, own_centres * rows.target[own, None])
+        gradient = self.collectives.reduce_scatter(gradient.to(self.wire_dtype)).float()
+        gradient = (gradient - unit[mine] * (gradient * unit[mine]).sum(dim=1, keepdim=True)) / norm[mine]
+        if rows.by_norm is not None:
+            gradient += unit[mine] * rows.by_norm[mine, None]
         step.batches.append(batch)
-        step.factors.append(factor)
-        step.targets.append(target)
-        self.positive_cosine = leaf_cosine.detach().mean()
-        return loss, gradient
+        step.factors.append(rows.negatives)
+        step.targets.append(rows.target)
+        step.losses.append(rows.loss)
+        self.positive_cosine = batch.target_cosine.mean()
+        return rows.loss, gradient
 
-    def _sums(self, batch: Batch, micro: int) -> tuple[Batch, Tensor, Tensor, Tensor]:
-        """Run the forward pass; return (batch with its target cosines and K filled in, Z, U, sum_j E dz/dt).
+    def _begin_passes(self, step: _Step, rows: int) -> None:
+        self._wait()  # the buffers and the centres may be in use by the step before
+        self._passes.begin(step.chunks, rows, len(step.slots))
+        if self._decay is not None:
+            self._begin_noise("catch up", step.number)
+            for chunk in step.chunks:
+                self._decay.catch_up(self.state, chunk.select)
 
-        Z and the last are summed over the ranks, U is this shard's share. batch.target_cosine comes in with the rows that this
-        shard owns, 0 elsewhere.
-        """
-        chunks, cosine = self._step().chunks, batch.target_cosine
-        bounded = not needs_row_maximum(self.margin, self.num_classes)
-        if bounded and self.margin.linear_negatives:  # one all-reduce of 2B floats
-            z_sum, u_sum, by_target = forward_pass(self.margin, batch, self.centres, chunks, micro, self.matmul_dtype)
-            z_sum, cosine = self.collectives.sum(torch.stack([z_sum, cosine.squeeze(1)]))
-            return batch._replace(target_cosine=cosine[:, None]), z_sum, u_sum, by_target
-        self.collectives.sum(cosine)  # the chunks need every row's target cosine
-        if not bounded:
-            largest = row_maximum(self.margin, batch, self.centres, chunks, micro, self.matmul_dtype)
-            batch = batch._replace(shift=self.collectives.max(largest).clamp_min_(-1e30))
-        z_sum, u_sum, by_target = forward_pass(self.margin, batch, self.centres, chunks, micro, self.matmul_dtype)
-        z_sum, by_target = self.collectives.sum(torch.stack([z_sum, by_target]))
-        return batch, z_sum, u_sum, by_target
+    def _begin_noise(self, purpose: str, number: int) -> None:
+        if self.state.noise is not None:
+            self.state.noise.begin(derive(self.seed, purpose, number, self.rank))
 
+    def _beside(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context whose CUDA work runs beside what the caller enqueues next; on the CPU nothing changes."""
+        if self._stream is None:
+            return contextlib.nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        return torch.cuda.stream(self._stream)
 
-class _Loss(torch.autograd.Function):
-    """The loss with the embeddings' gradient computed in its forward; backward only hands it on."""
-
-    @staticmethod
-    def forward(ctx: Any, embeddings: Tensor, head: PartialFC, micro: int) -> Tensor:
-        loss, gradient = head._compute(embeddings.detach().float(), micro)
-        ctx.save_for_backward(gradient.to(embeddings.dtype))
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_outputs[0], None, None
+    def _wait(self) -> None:
+        """Let what is enqueued next wait for the update of the centres."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._last = None

@@ -4,6 +4,8 @@ Source: An et al., "Partial FC", https://arxiv.org/abs/2010.05222, and "Killing 
 https://arxiv.org/abs/2203.15565. Every class that the batch holds (a positive) is active; negatives fill the budget of
 round(sample_rate x local classes). Instead of scoring every class, a run of consecutive slots is taken: slots are randomly
 permuted classes (see shard.py), so each negative is drawn with the same probability, and no row has to be copied.
+
+Part of the budget may go to classes that are near to the batch's own (see neighbours.py); the run then fills the rest.
 """
 
 from typing import NamedTuple
@@ -22,44 +24,70 @@ class ActiveSet(NamedTuple):
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.runs) + len(self.extra)
 
+    def places(self, slots: np.ndarray) -> np.ndarray:
+        """Return where each of these active slots stands in the order runs, then extra; (n,) int64."""
+        before = sum(stop - start for start, stop in self.runs)
+        places = before + np.searchsorted(self.extra, slots)
+        offset = 0
+        for start, stop in self.runs:
+            inside = (slots >= start) & (slots < stop)
+            places[inside] = slots[inside] - start + offset
+            offset += stop - start
+        return places
+
 
 def num_active(num_local: int, num_positives: int, sample_rate: float) -> int:
     """Return how many of a shard's classes are active: its budget, or its positives where they are more."""
     return max(num_positives, min(num_local, max(1, round(sample_rate * num_local))))
 
 
-def draw_active(positives: np.ndarray, num_local: int, sample_rate: float, seed: int) -> ActiveSet:
-    """Return the active local slots of one step.
+def draw_active(
+    positives: np.ndarray, num_local: int, sample_rate: float, seed: int, neighbours: np.ndarray | None = None
+) -> ActiveSet:
+    """Return the active local slots of one step; microseconds for any number of classes.
 
-    Negatives are consecutive in the circle of all slots that are not positive, from a uniform start; so each of them is active
-    with the same probability, exactly (budget - positives) / (local classes - positives).
+    Negatives are consecutive in the circle of all slots that are neither positive nor a chosen neighbour, from a uniform start;
+    so each of them is active with the same probability, exactly (budget - chosen) / (local classes - chosen).
 
     Args:
         positives: (P,) int64 local slots of the batch's own classes, ascending and distinct.
         num_local: slots of the shard.
         sample_rate: share of the slots that should be active, in (0, 1].
         seed: of this step and rank.
+        neighbours: int64 local slots to prefer among the negatives, the nearest first, repeats and positives allowed; they
+            take at most half of the budget that the positives leave.
     """
     budget = num_active(num_local, len(positives), sample_rate)
     if budget >= num_local:
         return ActiveSet([(0, num_local)] if num_local else [], positives[:0])
-    num_wanted, num_negatives = budget - len(positives), num_local - len(positives)
+    chosen = positives
+    if neighbours is not None and len(neighbours):
+        chosen = np.union1d(positives, _first_distinct(neighbours, positives, (budget - len(positives)) // 2))
+    num_wanted, num_others = budget - len(chosen), num_local - len(chosen)
     if num_wanted == 0:
-        return ActiveSet([], positives)
-    # uniform in range(num_negatives); the bias of the modulus is below 2^-40 for any number of classes that fits a machine
-    first = derive(seed, "negatives") % num_negatives
+        return ActiveSet([], chosen)
+    # uniform in range(num_others); the bias of the modulus is below 2^-40 for any number of classes that fits a machine
+    first = derive(seed, "negatives") % num_others
     last = first + num_wanted - 1
     runs = []
-    for low, high in ((first, min(last, num_negatives - 1)), (0, last - num_negatives)):
+    for low, high in ((first, min(last, num_others - 1)), (0, last - num_others)):
         if low <= high:
-            runs.append((_slot_of_negative(low, positives), _slot_of_negative(high, positives) + 1))
-    inside = np.zeros(len(positives), dtype=bool)
+            runs.append((_slot_of_other(low, chosen), _slot_of_other(high, chosen) + 1))
+    inside = np.zeros(len(chosen), dtype=bool)
     for start, stop in runs:
-        inside |= (positives >= start) & (positives < stop)
-    return ActiveSet(sorted(runs), positives[~inside])
+        inside |= (chosen >= start) & (chosen < stop)
+    return ActiveSet(sorted(runs), chosen[~inside])
 
 
-def _slot_of_negative(number: int, positives: np.ndarray) -> int:
-    """Return the slot of the number-th slot (from 0) that is not positive."""
-    before = positives - np.arange(len(positives))  # how many negatives lie before each positive
+def _first_distinct(neighbours: np.ndarray, positives: np.ndarray, most: int) -> np.ndarray:
+    """Return the first `most` distinct neighbours that are no positives, in any order."""
+    distinct, first_seen = np.unique(neighbours, return_index=True)
+    new = ~np.isin(distinct, positives, assume_unique=True)
+    distinct, first_seen = distinct[new], first_seen[new]
+    return distinct[np.argsort(first_seen)[:most]]
+
+
+def _slot_of_other(number: int, chosen: np.ndarray) -> int:
+    """Return the slot of the number-th slot (from 0) that is not chosen."""
+    before = chosen - np.arange(len(chosen))  # how many others lie before each chosen one
     return number + int(np.searchsorted(before, number, side="right"))

@@ -5,6 +5,8 @@ are no neighbours in memory and a contiguous run of slots is a random set of cla
 Any number of ranks is therefore another slicing of the same slots, and a centre's first value does not depend on it.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,12 +34,21 @@ def classes_of_slots(slots: np.ndarray, num_classes: int, seed: int) -> np.ndarr
     return unpermute(slots, num_classes, derive(seed, "slots"))
 
 
-def initial_centres(start: int, stop: int, dim: int, seed: int) -> Tensor:
-    """Return the (stop - start, dim) float32 first values of slots [start, stop), normal with deviation 0.01, on the CPU."""
-    centres = torch.empty(stop - start, dim)
+def initial_blocks(start: int, stop: int, dim: int, seed: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (rows of the shard, their float32 first values) block by block for the slots [start, stop), on the CPU.
+
+    The values are normal with deviation 0.01.
+    """
     for block in range(start // _BLOCK, (stop + _BLOCK - 1) // _BLOCK):
         generator = torch.Generator().manual_seed(derive(seed, "centres", block))
-        rows = torch.randn(_BLOCK, dim, generator=generator)
+        rows = torch.randn(_BLOCK, dim, generator=generator).mul_(_STD)
         first, last = max(start, block * _BLOCK), min(stop, (block + 1) * _BLOCK)
-        centres[first - start : last - start] = rows[first - block * _BLOCK : last - block * _BLOCK]
-    return centres.mul_(_STD)
+        yield slice(first - start, last - start), rows[first - block * _BLOCK : last - block * _BLOCK]
+
+
+def initial_centres(start: int, stop: int, dim: int, seed: int) -> Tensor:
+    """Return the (stop - start, dim) float32 first values of the slots [start, stop), on the CPU."""
+    centres = torch.empty(stop - start, dim)
+    for rows, values in initial_blocks(start, stop, dim, seed):
+        centres[rows] = values
+    return centres

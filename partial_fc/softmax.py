@@ -1,16 +1,22 @@
 """The two passes of a margin softmax over a shard's active classes, chunk by chunk.
 
-Neither the logits nor the gradient of the centres is ever whole: memory is O(B x chunk + chunk x D), whatever C is.
+Neither the logits nor the gradient of the centres is ever whole: memory is O(B x chunk + chunk x D), whatever C is, besides
+the cache of exponentials, which has a budget.
 
     forward   z = margin.negatives(x . w), E = exp(z - K), Z_i = sum_j E_ij, U_i = sum_j E_ij dz_ij/dcos w_j
               over every class but the row's own; then, with the own logit t_i, lse_i = log(exp(log Z_i + K) + exp(t_i)),
               loss_i = lse_i - t_i and dL/dx_i = exp(K - lse_i) U_i / B + (own class)
-    update    dL/dw_j = sum_i exp(K - lse_i) E_ij dz_ij/dcos x_i / B + (own class), chained through the normalisation of w_j
+    update    dL/dw_j = sum_i exp(K - lse_i) E_ij dz_ij/dcos x_i / B + (own class), for unit w_j
 
-The own class is masked out of the chunks and computed apart, so 1 - p_i = exp(log Z_i + K - lse_i) does not cancel.
-Shapes: B = rows of the global (micro-)batch, D = embedding size, c = classes of one chunk. x and w are unit rows.
+The own class is masked out of the chunks and computed apart, so 1 - p_i = exp(log Z_i + K - lse_i) does not cancel. Where
+negatives are scale * cosine, dz/dcos is the scale, which goes into the factors of the rows instead of into E. exp(K - lse_i)
+goes into the small matrix of embeddings, not into E. So each element of E is touched by the exponential alone.
+Shapes: B = rows of the global (micro-)batch, D = embedding size, c = classes of one chunk. x and w are unit rows; E is (c, B):
+that way round the products read their operands as they lie.
 """
 
+import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
@@ -18,9 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .kernels import exponentials
 from .sampling import ActiveSet
+from .state import CentreState, Select
+from .workspace import Workspace
 
-_LARGEST_EXPONENT = 80.0  # exp(80) = 5.5e34; fp32 and bf16 end at 3.4e38
+# exp must stay inside fp32 (and bf16), whose normal numbers end at exp(88.7) and exp(-87.3)
+_LARGEST, _SMALLEST = 80.0, -87.0
+_NO_NEGATIVE = -1e30  # the largest logit of a row without negatives
 
 
 class MarginLike(Protocol):
@@ -39,16 +50,17 @@ class MarginLike(Protocol):
 class Chunk(NamedTuple):
     """Active local slots that are handled at once, and where the rows of each micro-batch have their own class among them."""
 
-    select: slice | Tensor  # a run of slots (a view of the centres) or single slots (a copy)
-    own: list[tuple[Tensor, Tensor]]  # per micro-batch: (rows, columns), int64
+    select: Select  # a run of slots (a view of the centres) or single slots (a copy)
+    size: int
+    own: list[tuple[Tensor, Tensor]]  # per micro-batch: (columns, rows), int64
 
 
 class Batch(NamedTuple):
     """One global micro-batch, as the two passes see it."""
 
     unit: Tensor  # (B, D) fp32
-    target_cosine: Tensor  # (B, 1) fp32
-    shift: Tensor | None  # K, (B, 1) fp32; None = 0
+    target_cosine: Tensor  # (B,) fp32
+    shift: float | Tensor  # K, a constant or (B,)
 
 
 def plan_chunks(active: ActiveSet, own: list[tuple[np.ndarray, np.ndarray]], size: int, device: torch.device) -> list[Chunk]:
@@ -61,17 +73,20 @@ def plan_chunks(active: ActiveSet, own: list[tuple[np.ndarray, np.ndarray]], siz
     for start, stop in active.runs:
         pieces += [(low, min(low + size, stop)) for low in range(start, stop, size)]
     pieces += [active.extra[low : low + size] for low in range(0, len(active.extra), size)]
+    sizes = [piece[1] - piece[0] if isinstance(piece, tuple) else len(piece) for piece in pieces]
+    begins = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    shares = []
+    for rows, slots in own:
+        places = active.places(slots)
+        order = np.argsort(places, kind="stable")
+        cuts = np.searchsorted(places[order], begins)
+        in_chunk = places[order] - np.repeat(begins[:-1], np.diff(cuts))
+        columns, rows_there = _to(in_chunk, device), _to(rows[order], device)
+        shares.append([(columns[low:high], rows_there[low:high]) for low, high in itertools.pairwise(cuts)])
     chunks = []
-    for piece in pieces:
-        pairs = []
-        for rows, slots in own:
-            if isinstance(piece, tuple):
-                inside, columns = (slots >= piece[0]) & (slots < piece[1]), slots - piece[0]
-            else:
-                columns = np.searchsorted(piece, slots)
-                inside = piece[np.minimum(columns, len(piece) - 1)] == slots
-            pairs.append((_to(rows[inside], device), _to(columns[inside], device)))
-        chunks.append(Chunk(slice(*piece) if isinstance(piece, tuple) else _to(piece, device), pairs))
+    for number, (piece, count) in enumerate(zip(pieces, sizes, strict=True)):
+        select = slice(*piece) if isinstance(piece, tuple) else _to(piece, device)
+        chunks.append(Chunk(select, count, [share[number] for share in shares]))
     return chunks
 
 
@@ -81,102 +96,151 @@ def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows / norms, norms
 
 
-def needs_row_maximum(margin: MarginLike, num_classes: int) -> bool:
-    """Return whether exp(logit) may leave fp32's range; otherwise K = 0 serves and no maximum is ever computed."""
-    return margin.logit_bound + float(np.log(num_classes)) > _LARGEST_EXPONENT
+def constant_shift(margin: MarginLike, num_classes: int) -> float | None:
+    """Return K such that exp(logit - K) and its sum over all classes stay in fp32's range, whatever the cosines are.
+
+    None: there is no such constant, the logits are too far apart; then the rows' maxima must be found first.
+    """
+    bound = margin.logit_bound
+    shift = max(0.0, bound + math.log(num_classes) - _LARGEST)
+    return shift if -bound - shift > _SMALLEST else None
 
 
-def row_maximum(
-    margin: MarginLike, batch: Batch, centres: Tensor, chunks: list[Chunk], micro: int, dtype: torch.dtype
-) -> Tensor:
-    """Return the (B, 1) largest negative logit over this shard's active classes, -inf where there is none."""
-    maximum = batch.unit.new_full((len(batch.unit), 1), -torch.inf)
-    for chunk, unit, _, _ in _walk(centres, chunks, dtype):
-        logits, _, _ = _logits(margin, batch, unit, grad=False)
-        logits[chunk.own[micro]] = -torch.inf
-        maximum = torch.maximum(maximum, logits.amax(dim=1, keepdim=True))
-    return maximum
-
-
-def forward_pass(
-    margin: MarginLike, batch: Batch, centres: Tensor, chunks: list[Chunk], micro: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this shard's Z (B,), U (B, D) and sum_j E_ij dz_ij/dt_i (B,), all fp32, over the negatives of each row."""
-    z_sum = batch.unit.new_zeros(len(batch.unit))
-    u_sum = torch.zeros_like(batch.unit)
-    by_target = torch.zeros_like(z_sum)
-    for chunk, unit, _, _ in _walk(centres, chunks, dtype):
-        exp, weighted, target_part = _exponentials(margin, batch, unit, chunk.own[micro])
-        z_sum += exp.sum(dim=1, dtype=torch.float32)
-        u_sum += weighted @ unit
-        if target_part is not None:
-            by_target += target_part
-    return z_sum, u_sum, by_target
-
-
-def centre_gradients(
-    margin: MarginLike,
-    batches: list[Batch],
-    factors: list[Tensor],
-    targets: list[Tensor],
-    centres: Tensor,
-    chunks: list[Chunk],
-    dtype: torch.dtype,
-) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
-    """Yield (slots, their centres (c, D), the loss's gradient for them (c, D)) chunk by chunk, fp32.
+class TwoPass:
+    """The two passes over one shard.
 
     Args:
-        batches, factors, targets: per micro-batch the batch, exp(K - lse_i) / B (B,), and dL/d(target cosine) (B,).
+        dtype: float32 or bfloat16, of the matrix products. Sums, states and everything of (B,) or (B, D) is float32.
+        limit: leave negatives with a larger cosine out of the softmax, as likely to be the same person (interclass filter).
     """
-    scaled = [(batch.unit * factor[:, None]).to(dtype) for batch, factor in zip(batches, factors, strict=True)]
-    for chunk, unit, rows, inverse_norm in _walk(centres, chunks, dtype):
-        gradient = torch.zeros_like(rows)
-        for micro, batch in enumerate(batches):
-            _, weighted, _ = _exponentials(margin, batch, unit, chunk.own[micro])
-            gradient += weighted.t() @ scaled[micro]
-            own_rows, own_columns = chunk.own[micro]
-            gradient.index_add_(0, own_columns, batch.unit[own_rows] * targets[micro][own_rows, None])
-        direction = rows * inverse_norm
-        # the gradient of w / |w|: what points along w does nothing
-        gradient -= direction * (gradient * direction).sum(dim=1, keepdim=True)
-        yield chunk.select, rows, gradient.mul_(inverse_norm)
 
+    def __init__(self, margin: MarginLike, state: CentreState, workspace: Workspace, dtype: torch.dtype, limit: float | None):
+        self.margin, self.state, self.workspace, self.dtype = margin, state, workspace, dtype
+        self.logit_limit = None if limit is None else limit * margin.scale
+        self.limit = limit
+        self._cached: dict[tuple[int, int], Tensor] = {}
 
-def _walk(centres: Tensor, chunks: list[Chunk], dtype: torch.dtype) -> Iterator[tuple[Chunk, Tensor, Tensor, Tensor]]:
-    """Yield (chunk, unit centres (c, D) in dtype, centres (c, D) fp32, 1 / norm (c, 1)) for each chunk."""
-    for chunk in chunks:
-        rows = centres[chunk.select]
-        inverse_norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min_(1e-12).reciprocal_()
-        yield chunk, (rows * inverse_norm).to(dtype), rows, inverse_norm
+    def begin(self, chunks: list[Chunk], rows: int, num_micro: int) -> None:
+        """Make ready for the passes of one step, of num_micro micro-batches with `rows` rows each."""
+        self._cached.clear()
+        self.workspace.begin_cache(num_micro * sum(chunk.size * rows * self.dtype.itemsize + 64 for chunk in chunks))
 
+    def row_maximum(self, batch: Batch, chunks: list[Chunk], micro: int) -> Tensor:
+        """Return the (B,) largest negative logit over this shard's active classes, -1e30 where there is none."""
+        maximum = batch.unit.new_full((len(batch.unit),), _NO_NEGATIVE)
+        operand = self._operand(batch)
+        for chunk in chunks:
+            logits = torch.mm(self.state.unit_rows(chunk.select, self.dtype), operand).float()
+            logits = self._negatives(batch, logits)
+            logits[chunk.own[micro]] = _NO_NEGATIVE
+            maximum = torch.maximum(maximum, logits.amax(dim=0))
+        return maximum
 
-def _logits(margin: MarginLike, batch: Batch, unit: Tensor, grad: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return negative logits (B, c); for a margin that bends them also the (cosine, target cosine) leaves of their graph."""
-    if margin.linear_negatives:
-        return (batch.unit * margin.scale).to(unit.dtype) @ unit.t(), None, None
-    with torch.set_grad_enabled(grad):
-        cosine = (batch.unit.to(unit.dtype) @ unit.t()).float().requires_grad_(grad)
-        target_cosine = batch.target_cosine.detach().clone().requires_grad_(grad)
-        return margin.negatives(cosine, target_cosine), cosine, target_cosine
+    def forward(self, batch: Batch, chunks: list[Chunk], micro: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this shard's Z (B,), U (B, D) and sum_j E_ij dz_ij/dt_i (B,), all fp32, over the negatives of each row.
 
+        For linear negatives U lacks its factor, the scale; see `gain`.
+        """
+        z_sum = batch.unit.new_zeros(len(batch.unit))
+        u_sum = torch.zeros_like(batch.unit)
+        by_target = torch.zeros_like(z_sum)
+        operand = self._operand(batch)
+        for number, chunk in enumerate(chunks):
+            unit = self.state.unit_rows(chunk.select, self.dtype)
+            shape = (chunk.size, len(batch.unit))
+            cached = self.workspace.cache(shape, self.dtype)
+            if cached is not None:
+                self._cached[micro, number] = cached
+            weighted = self._weighted(batch, operand, unit, chunk.own[micro], cached, z_sum, by_target)
+            if self.dtype == torch.float32:
+                u_sum.addmm_(weighted.t(), unit)
+            else:
+                u_sum += torch.mm(weighted.t(), unit, out=self.workspace.buffer("u", tuple(u_sum.shape), self.dtype))
+        return z_sum, u_sum, by_target
 
-def _exponentials(
-    margin: MarginLike, batch: Batch, unit: Tensor, own: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return E (B, c), E dz/dcos (B, c) in unit's dtype, and sum_j E dz/dt (B,) or None; own classes are 0 in all of them."""
-    logits, cosine, target_cosine = _logits(margin, batch, unit, grad=True)
-    exp = logits.detach()
-    if batch.shift is not None:
-        exp = exp.float() - batch.shift  # in fp32: a subtraction in bf16 would cost 5 % of exp
-    exp = torch.exp(exp)
-    exp[own] = 0
-    if cosine is None or target_cosine is None:
-        return exp, (exp * margin.scale).to(unit.dtype), None
-    with torch.enable_grad():
-        weighted, by_target = torch.autograd.grad(logits, (cosine, target_cosine), exp.to(logits.dtype), allow_unused=True)
-    if weighted is None:
-        weighted = torch.zeros_like(exp)
-    return exp, weighted.to(unit.dtype), None if by_target is None else by_target.squeeze(1)
+    @property
+    def gain(self) -> float:
+        """What linear negatives' E still has to be multiplied by to become E dz/dcos."""
+        return self.margin.scale if self.margin.linear_negatives else 1.0
+
+    def gradients(
+        self, batches: list[Batch], factors: list[Tensor], targets: list[Tensor], chunks: list[Chunk]
+    ) -> Iterator[tuple[Chunk, Tensor, tuple[Tensor, Tensor, Tensor]]]:
+        """Yield (chunk, gradient (c, D) of its unit centres, own part) for each chunk; the gradient lies in a buffer.
+
+        The own part, (columns, rows, values (B, D)), is still to be added: values[rows] to gradient[columns]. The caller may
+        update the chunk's centres before it asks for the next chunk.
+
+        Args:
+            batches, factors, targets: per micro-batch the batch, gain exp(K - lse_i) / B (B,), and dL/d(target cosine) (B,).
+        """
+        scaled = [(batch.unit * factor[:, None]).to(self.dtype) for batch, factor in zip(batches, factors, strict=True)]
+        own_scaled = [batch.unit * target[:, None] for batch, target in zip(batches, targets, strict=True)]
+        operands = [self._operand(batch) for batch in batches]
+        for number, chunk in enumerate(chunks):
+            shape = (chunk.size, scaled[0].shape[1])
+            total: Tensor | None = None
+            unit: Tensor | None = None
+            for micro, batch in enumerate(batches):
+                weighted = self._cached.get((micro, number))
+                if weighted is None:
+                    unit = self.state.unit_rows(chunk.select, self.dtype) if unit is None else unit
+                    weighted = self._weighted(batch, operands[micro], unit, chunk.own[micro], None, None, None)
+                product = torch.mm(weighted, scaled[micro], out=self.workspace.buffer("product", shape, self.dtype))
+                if len(batches) == 1:
+                    yield chunk, product, (*chunk.own[0], own_scaled[0])
+                    break
+                if total is None:
+                    total = self.workspace.buffer("total", shape, torch.float32).zero_()
+                columns, rows = chunk.own[micro]
+                total.add_(product).index_add_(0, columns, own_scaled[micro][rows])
+            if total is not None:
+                nothing = chunk.own[0][0][:0]
+                yield chunk, total, (nothing, nothing, own_scaled[0])
+
+    def _operand(self, batch: Batch) -> Tensor:
+        """Return the (D, B) factor of the products with unit centres: they give logits if linear, otherwise cosines."""
+        return (batch.unit * self.gain).to(self.dtype).t()
+
+    def _negatives(self, batch: Batch, product: Tensor) -> Tensor:
+        """Return the negative logits (c, B) from what the product with _operand gave."""
+        if self.margin.linear_negatives:
+            return product
+        return self.margin.negatives(product.t(), batch.target_cosine[:, None]).t()
+
+    def _weighted(
+        self,
+        batch: Batch,
+        operand: Tensor,
+        unit: Tensor,
+        own: tuple[Tensor, Tensor],
+        out: Tensor | None,
+        z_sum: Tensor | None,
+        by_target: Tensor | None,
+    ) -> Tensor:
+        """Return E dz/dcos / gain (c, B) in dtype, in `out` or a buffer; add to Z (B,) and to sum_j E dz/dt (B,) if given."""
+        shape = (len(unit), operand.shape[1])
+        if out is None:
+            out = self.workspace.buffer("logits", shape, self.dtype)
+        if z_sum is None:
+            z_sum = self.workspace.buffer("unused", (shape[1],), torch.float32)
+        torch.mm(unit, operand, out=out)
+        if self.margin.linear_negatives:
+            exponentials(out, own, batch.shift, self.logit_limit, z_sum, self.workspace)
+            return out
+        with torch.enable_grad():
+            cosine = out.float().t().detach().requires_grad_()  # (B, c)
+            target = batch.target_cosine[:, None].clone().requires_grad_()
+            logits = self.margin.negatives(cosine, target)
+        exp = logits.detach().float().t().clone()
+        exponentials(exp, own, batch.shift, None, z_sum if self.limit is None else torch.zeros_like(z_sum), self.workspace)
+        if self.limit is not None:
+            exp.masked_fill_(cosine.detach().t() > self.limit, 0.0)
+            z_sum += exp.sum(dim=0)
+        by_cosine, by_own = torch.autograd.grad(logits, (cosine, target), exp.t().to(logits.dtype), allow_unused=True)
+        if by_target is not None and by_own is not None:
+            by_target += by_own.squeeze(1)
+        return out.zero_() if by_cosine is None else out.copy_(by_cosine.t())
 
 
 def _to(array: np.ndarray, device: torch.device) -> Tensor:

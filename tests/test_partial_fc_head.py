@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from losses import build_margin
 from losses.margin import Margin
-from partial_fc import PartialFC
+from partial_fc import PartialFC, RowSGD
 from partial_fc.shard import initial_centres, shard_range, slots_of_classes
 
 D = 16
@@ -74,7 +74,7 @@ def _compare_with_dense(rank: int, world_size: int, num_classes: int, margin_nam
     centres = _all_centres(num_classes, seed=3)
     embeddings, labels = _data(num_classes, rows * world_size, centres)
     mine = slice(rank * rows, (rank + 1) * rows)
-    head = PartialFC(margin, num_classes, D, rank, world_size, seed=3, momentum=0.0, weight_decay=0.0, chunk=3)
+    head = PartialFC(margin, num_classes, D, rank, world_size, seed=3, optimizer=RowSGD(0.0, 0.0), chunk=3)
     before = head.centres.clone()
     x = embeddings[mine].clone().requires_grad_()
     head.begin_step(labels[mine][None], 0)
@@ -170,7 +170,7 @@ def test_only_active_rows_move_when_sampling():
 
 
 def test_sampled_loss_is_the_dense_softmax_over_the_active_classes():
-    head = PartialFC(_margin("cosface"), 200, D, sample_rate=0.1, chunk=8, momentum=0.0, weight_decay=0.0)
+    head = PartialFC(_margin("cosface"), 200, D, sample_rate=0.1, chunk=8, optimizer=RowSGD(0.0, 0.0))
     labels = torch.tensor([3, 77, 77, 150])
     embeddings = torch.randn(4, D, generator=torch.Generator().manual_seed(0))
     centres = head.centres.clone()

@@ -17,7 +17,7 @@ import torch
 import train
 from data.recordio import RecordWriter, pack
 from eval.pairs import write_bin
-from utils.checkpoint import list_checkpoints, read_backbone, read_softmax, read_tensors
+from utils.checkpoint import list_checkpoints, read_backbone, read_tensors, softmax_reader
 
 ROOT = Path(train.__file__).parent
 NUM_CLASSES, NUM_IMAGES = 12, 60
@@ -69,7 +69,7 @@ def _metrics(run: Path, kind: str = "train") -> dict[int, dict[str, float]]:
 
 def _final_weights(run: Path) -> dict[str, torch.Tensor]:
     newest = list_checkpoints(run)[-1]
-    return {**read_backbone(newest), **read_softmax(newest, 0, NUM_CLASSES)}
+    return {**read_backbone(newest), **softmax_reader(newest)(0, NUM_CLASSES)}
 
 
 def test_training_learns_evaluates_and_leaves_a_complete_run_folder(dataset: Path, tmp_path: Path):

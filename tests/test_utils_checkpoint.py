@@ -39,10 +39,10 @@ def _save_and_read_slices(rank: int, world_size: int, folder: str) -> None:
     world = World(rank, world_size, rank, world_size, torch.device("cpu"))
     path = _save(Path(folder), world)
     for low, high in [(0, NUM_SLOTS), (3, 9), (2, 3), (10, 11)]:  # whatever another world size asks for
-        rows = ckpt.read_softmax(path, low, high)
+        rows = ckpt.softmax_reader(path)(low, high)
         assert torch.equal(rows["centres"], CENTRES[low:high]) and torch.equal(rows["momentum"], -CENTRES[low:high])
     with pytest.raises(ValueError, match="slots 11 to 12"):
-        ckpt.read_softmax(path, 9, 12)
+        ckpt.softmax_reader(path)(9, 12)
     # a rank that cannot write: an error on all, and what was there stays
     if rank == 1:
         original, ckpt.save_file = ckpt.save_file, _no_space
@@ -65,7 +65,7 @@ def test_any_range_of_slots_is_read_whatever_number_of_ranks_wrote(
     run_ranks: Callable[..., None], tmp_path: Path, world_size: int
 ):
     if world_size == 1:
-        rows = ckpt.read_softmax(_save(tmp_path, ALONE), 4, 6)
+        rows = ckpt.softmax_reader(_save(tmp_path, ALONE))(4, 6)
         assert torch.equal(rows["centres"], CENTRES[4:6])
     else:
         run_ranks(_save_and_read_slices, world_size, str(tmp_path))
@@ -101,7 +101,7 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, name: str, dam
         data[-1] ^= 1
         file.write_bytes(data)
     with pytest.raises(ValueError, match=f"{name} is (missing|damaged|{len(data) - 1} bytes, {len(data)} were written)"):
-        ckpt.read_backbone(path), ckpt.read_trainer(path), ckpt.read_softmax(path, 0, NUM_SLOTS)
+        ckpt.read_backbone(path), ckpt.read_trainer(path), ckpt.softmax_reader(path)(0, NUM_SLOTS)
 
 
 def test_a_folder_without_its_manifest_is_no_checkpoint(tmp_path: Path):

@@ -55,18 +55,21 @@ def test_disabled_scaler_stays_at_one():
 def test_frozen_parameters_stay_out_of_the_optimizer():
     net = _net()
     net[0].weight.requires_grad_(False)
-    assert sum(p.numel() for group in build_optimizer(net, 0.1, 0.9, 0.0).param_groups for p in group["params"]) == 3 + 6 + 2
+    assert (
+        sum(p.numel() for group in build_optimizer(net, "sgd", 0.1, 0.9, 0.0).param_groups for p in group["params"])
+        == 3 + 6 + 2
+    )
     for parameter in net.parameters():
         parameter.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter is trainable"):
-        build_optimizer(net, 0.1, 0.9, 0.0)
+        build_optimizer(net, "sgd", 0.1, 0.9, 0.0)
 
 
 def _overflow_on_one_rank(rank: int, world_size: int) -> None:
     """Two replicas, an infinite gradient on rank 1 alone: all must skip the step and halve the scale."""
     world = World(rank, world_size, rank, world_size, torch.device("cpu"))
     net, scaler = _net(), LossScaler(enabled=True, initial=64.0)
-    optimizer = build_optimizer(net, 0.1, 0.9, 0.0)
+    optimizer = build_optimizer(net, "sgd", 0.1, 0.9, 0.0)
     before = [p.detach().clone() for p in net.parameters()]
     if rank == 1:
         next(net.parameters()).grad.fill_(float("inf"))

@@ -161,29 +161,38 @@ def read_trainer(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def read_softmax(checkpoint: Path, start: int, stop: int) -> dict[str, Tensor]:
-    """Return the rows of the slots [start, stop), whatever number of ranks wrote them; no other rows are read.
+def softmax_reader(checkpoint: Path) -> Callable[[int, int], dict[str, Tensor]]:
+    """Return read(start, stop): the rows of those slots, whatever number of ranks wrote them; no other rows are read.
+
+    A file's hash is verified once, when it is first read.
 
     Raises:
-        ValueError: the saved shards do not cover the range.
+        ValueError: by read, if the saved shards do not cover the range, or are damaged.
     """
     manifest = read_manifest(checkpoint)
-    parts: dict[str, list[Tensor]] = {}
-    covered = start
     shards = {name: entry["slots"] for name, entry in manifest["files"].items() if "slots" in entry}
-    for name, (low, high) in sorted(shards.items(), key=lambda item: item[1]):
-        first, last = max(low, start), min(high, stop)
-        if first >= last:
-            continue
-        if first != covered:
-            break
-        covered = last
-        with safe_open(_verified(checkpoint, name), framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118  (no mapping)
-                parts.setdefault(key, []).append(file.get_slice(key)[first - low : last - low])
-    if covered != stop:
-        raise ValueError(f"checkpoint {checkpoint}: class slots {covered} to {stop} are in none of its softmax files")
-    return {key: torch.cat(blocks) for key, blocks in parts.items()}
+    verified: dict[str, Path] = {}
+
+    def read(start: int, stop: int) -> dict[str, Tensor]:
+        parts: dict[str, list[Tensor]] = {}
+        covered = start
+        for name, (low, high) in sorted(shards.items(), key=lambda item: item[1]):
+            first, last = max(low, start), min(high, stop)
+            if first >= last:
+                continue
+            if first != covered:
+                break
+            covered = last
+            if name not in verified:
+                verified[name] = _verified(checkpoint, name)
+            with safe_open(verified[name], framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118  (no mapping)
+                    parts.setdefault(key, []).append(file.get_slice(key)[first - low : last - low])
+        if covered != stop:
+            raise ValueError(f"checkpoint {checkpoint}: class slots {covered} to {stop} are in none of its softmax files")
+        return {key: torch.cat(blocks) for key, blocks in parts.items()}
+
+    return read
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

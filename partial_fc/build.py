@@ -1,0 +1,73 @@
+"""The head of a run, from the sections of its configuration."""
+
+from typing import Any
+
+import torch
+
+from utils.distributed import World
+
+from .head import PartialFC
+from .row_optimizer import RowAdamW, RowOptimizer, RowSGD
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build_head(
+    margin: Any,
+    num_classes: int,
+    embedding_size: int,
+    world: World,
+    seed: int,
+    head: Any,
+    optimizer: Any,
+    autocast: torch.dtype | None,
+) -> PartialFC:
+    """Return the head of this rank.
+
+    Args:
+        head, optimizer: those sections of the configuration; see configs/base.yaml.
+        autocast: what the backbone computes in; bfloat16 makes head.matmul_dtype=auto take it too.
+    """
+    return PartialFC(
+        margin,
+        num_classes,
+        embedding_size,
+        world.rank,
+        world.world_size,
+        seed,
+        sample_rate=head.sample_rate,
+        optimizer=build_row_optimizer(head, optimizer),
+        state=head.state,
+        inactive_rows=head.inactive_rows,
+        sampling=head.sampling,
+        num_neighbours=head.neighbours,
+        neighbours_every=head.neighbours_every,
+        filter_above=head.interclass_filtering_threshold or None,
+        matmul_dtype=matmul_dtype(head.matmul_dtype, autocast, world.device),
+        wire_dtype=_DTYPES[head.wire_dtype],
+        chunk=head.chunk,
+        cache_mb=head.cache_mb,
+        kernels=head.kernels,
+        device=world.device,
+    )
+
+
+def build_row_optimizer(head: Any, optimizer: Any) -> RowOptimizer:
+    """Return the optimizer of the class centres."""
+    weight_decay = optimizer.weight_decay if head.weight_decay < 0 else head.weight_decay
+    if (optimizer.name if head.optimizer == "same" else head.optimizer) == "adamw":
+        return RowAdamW(optimizer.momentum, optimizer.beta2, optimizer.eps, weight_decay)
+    return RowSGD(optimizer.momentum, weight_decay)
+
+
+def matmul_dtype(name: str, autocast: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """Return the dtype of the head's matrix products; auto takes bf16 where the backbone does and the device is fast at it."""
+    if name != "auto":
+        return _DTYPES[name]
+    return torch.bfloat16 if autocast is torch.bfloat16 and _is_fast_in_bf16(device) else torch.float32
+
+
+def _is_fast_in_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

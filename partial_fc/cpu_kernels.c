@@ -1,0 +1,233 @@
+/* The elementwise work of the head's two passes on the CPU, each in one sweep over memory; built and called by cpu_kernels.py.
+
+   The same arithmetic as the plain torch code in kernels.py, state.py and row_optimizer.py, which is its reference; torch
+   needs a sweep for every operation, and sweeps over memory are what an elementwise step costs.
+   Threads are those of the OpenMP runtime that torch has loaded. Work is cut into equal runs of rows, so results depend on
+   the number of threads only where sums over rows are joined (exponentials), and never on timing. */
+
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+
+#define SMALLEST_NORM 1e-12f
+#define BLOCK 256
+
+static inline float from_bits(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+static inline uint32_t to_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
+
+/* Round to nearest, ties to even; NaN stays NaN. */
+static inline uint16_t nearest_bfloat16(float x) {
+    uint32_t bits = to_bits(x);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (uint16_t)rounded;
+}
+
+/* exp(x), relative error about 1e-7; 0 below fp32's normal numbers. exp(x) = 2^n exp(r), |r| <= ln(2) / 2, Taylor to r^7. */
+static inline float exponential(float x) {
+    float clamped = x < -87.0f ? -87.0f : (x > 88.5f ? 88.5f : x);
+    float n = (clamped * 1.44269504f + 12582912.0f) - 12582912.0f; /* nearest integer, by the rounding of 1.5 * 2^23 */
+    float r = (clamped - n * 0.693145752f) - n * 1.42860677e-6f;
+    float p = 1.98412698e-4f;
+    p = p * r + 1.38888889e-3f;
+    p = p * r + 8.33333333e-3f;
+    p = p * r + 4.16666667e-2f;
+    p = p * r + 1.66666667e-1f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    float value = p * from_bits((uint32_t)((int32_t)n + 127) << 23);
+    return x < -87.0f ? 0.0f : (x > 88.5f ? INFINITY : value);
+}
+
+/* 32 random bits of a number; Wellons' lowbias32, https://nullprogram.com/blog/2018/07/31/ */
+static inline uint32_t hash(uint32_t x) {
+    x ^= x >> 16; x *= 0x7feb352du; x ^= x >> 15; x *= 0x846ca68bu; x ^= x >> 16;
+    return x;
+}
+
+static inline uint32_t row_seed(uint64_t seed, int64_t row) {
+    return hash((uint32_t)seed ^ hash((uint32_t)(seed >> 32) ^ hash((uint32_t)row ^ hash((uint32_t)((uint64_t)row >> 32) + 1u))));
+}
+
+static inline void load_row(const void *base, int kind, int64_t row, int64_t dim, float scale, float *out) {
+    if (kind == FLOAT32) {
+        memcpy(out, (const float *)base + row * dim, dim * sizeof(float));
+    } else if (kind == BFLOAT16) {
+        const uint16_t *in = (const uint16_t *)base + row * dim;
+        #pragma omp simd
+        for (int64_t j = 0; j < dim; j++) out[j] = from_bits((uint32_t)in[j] << 16);
+    } else {
+        const int8_t *in = (const int8_t *)base + row * dim;
+        #pragma omp simd
+        for (int64_t j = 0; j < dim; j++) out[j] = (float)in[j] * scale;
+    }
+}
+
+/* Store a row, rounding stochastically where the format is narrower than fp32; `values` becomes what was stored in bf16.
+   `high` picks which 16 of an element's random bits are used, so that two matrices are rounded independently. */
+static inline void store_row(void *base, int kind, int64_t row, int64_t dim, float *scale, uint32_t seed, int high, float *values) {
+    if (kind == FLOAT32) {
+        memcpy((float *)base + row * dim, values, dim * sizeof(float));
+    } else if (kind == BFLOAT16) {
+        uint16_t *out = (uint16_t *)base + row * dim;
+        int shift = high ? 16 : 0;
+        #pragma omp simd
+        for (int64_t j = 0; j < dim; j++) {
+            uint32_t noise = (hash(seed + (uint32_t)j * 0x9e3779b9u) >> shift) & 0xffffu;
+            uint32_t bits = to_bits(values[j]);
+            uint32_t finite = (bits & 0x7f800000u) != 0x7f800000u ? 0xffffffffu : 0u;
+            bits += noise & finite;
+            out[j] = (uint16_t)(bits >> 16);
+            values[j] = from_bits(bits & 0xffff0000u);
+        }
+    } else {
+        int8_t *out = (int8_t *)base + row * dim;
+        float largest = 0.0f;
+        #pragma omp simd reduction(max : largest)
+        for (int64_t j = 0; j < dim; j++) { float a = fabsf(values[j]); largest = a > largest ? a : largest; }
+        float factor = largest > 0.0f ? 127.0f / largest : 0.0f;
+        scale[row] = largest / 127.0f;
+        #pragma omp simd
+        for (int64_t j = 0; j < dim; j++) {
+            float u = ((float)(hash(seed + (uint32_t)j * 0x9e3779b9u) >> 16) + 0.5f) * (1.0f / 65536.0f);
+            float q = floorf(values[j] * factor + u);
+            q = q > 127.0f ? 127.0f : (q < -127.0f ? -127.0f : q);
+            out[j] = (int8_t)(int32_t)q;
+        }
+    }
+}
+
+/* unit (rows, dim) = centres * inverse; index (rows) picks the centres, NULL: the first `rows` ones. */
+void unit_rows(const void *centres, int kind, const float *inverse, const int64_t *index, int64_t rows, int64_t dim,
+               void *unit, int unit_kind) {
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < rows; i++) {
+        int64_t row = index ? index[i] : i;
+        float v = inverse[row];
+        const float *in = (const float *)centres + row * dim;
+        const uint16_t *in16 = (const uint16_t *)centres + row * dim;
+        float *out = (float *)unit + i * dim;
+        uint16_t *out16 = (uint16_t *)unit + i * dim;
+        if (kind == FLOAT32 && unit_kind == FLOAT32) {
+            #pragma omp simd
+            for (int64_t j = 0; j < dim; j++) out[j] = in[j] * v;
+        } else if (kind == FLOAT32) {
+            #pragma omp simd
+            for (int64_t j = 0; j < dim; j++) out16[j] = nearest_bfloat16(in[j] * v);
+        } else if (unit_kind == FLOAT32) {
+            #pragma omp simd
+            for (int64_t j = 0; j < dim; j++) out[j] = from_bits((uint32_t)in16[j] << 16) * v;
+        } else {
+            #pragma omp simd
+            for (int64_t j = 0; j < dim; j++) out16[j] = nearest_bfloat16(from_bits((uint32_t)in16[j] << 16) * v);
+        }
+    }
+}
+
+/* logits (classes, rows) become E = exp(logits - shift), 0 at the own classes and above the limit; z_sum (rows) += sums of E.
+   partial: (threads, rows) scratch. */
+void exponentials(void *logits, int kind, int64_t classes, int64_t rows, const int64_t *own_columns, const int64_t *own_rows,
+                  int64_t num_own, float shift, float limit, float *z_sum, float *partial, int threads) {
+    for (int64_t n = 0; n < num_own; n++) {
+        int64_t at = own_columns[n] * rows + own_rows[n];
+        if (kind == FLOAT32) ((float *)logits)[at] = -INFINITY;
+        else ((uint16_t *)logits)[at] = 0xff80u;
+    }
+    #pragma omp parallel for schedule(static) num_threads(threads)
+    for (int t = 0; t < threads; t++) {
+        float *sum = partial + (int64_t)t * rows;
+        memset(sum, 0, rows * sizeof(float));
+        for (int64_t c = classes * t / threads; c < classes * (t + 1) / threads; c++) {
+            if (kind == FLOAT32) {
+                float *z = (float *)logits + c * rows;
+                #pragma omp simd
+                for (int64_t i = 0; i < rows; i++) {
+                    float e = z[i] > limit ? 0.0f : exponential(z[i] - shift);
+                    z[i] = e;
+                    sum[i] += e;
+                }
+            } else {
+                uint16_t *z = (uint16_t *)logits + c * rows;
+                for (int64_t low = 0; low < rows; low += BLOCK) { /* one width of number per loop: twice as fast */
+                    int64_t count = rows - low < BLOCK ? rows - low : BLOCK;
+                    float e[BLOCK];
+                    #pragma omp simd
+                    for (int64_t i = 0; i < count; i++) e[i] = from_bits((uint32_t)z[low + i] << 16);
+                    #pragma omp simd
+                    for (int64_t i = 0; i < count; i++) {
+                        e[i] = e[i] > limit ? 0.0f : exponential(e[i] - shift);
+                        sum[low + i] += e[i];
+                    }
+                    #pragma omp simd
+                    for (int64_t i = 0; i < count; i++) z[low + i] = nearest_bfloat16(e[i]);
+                }
+            }
+        }
+    }
+    for (int t = 0; t < threads; t++)
+        for (int64_t i = 0; i < rows; i++) z_sum[i] += partial[(int64_t)t * rows + i];
+}
+
+/* One step of SGD (adamw = 0) or AdamW for `rows` centres; see row_optimizer.py for the formulas.
+   gradient (rows, dim), of the unit centres, lacks the own-class part: own (batch, dim) fp32, whose row own_rows[n] is added to
+   gradient row own_columns[n]; own_columns ascend. first: number of the shard's row that index NULL starts from. */
+void update_rows(void *centres, int centre_kind, void *momentum, int momentum_kind, float *momentum_scale, void *variance,
+                 int variance_kind, int32_t *updates, float *inverse, const int64_t *index, int64_t first, int64_t rows,
+                 int64_t dim, const void *gradient, int gradient_kind, const float *own, const int64_t *own_columns,
+                 const int64_t *own_rows, int64_t num_own, int adamw, double lr, double beta1, double beta2, double eps,
+                 double weight_decay, uint64_t seed) {
+    float rate1 = (float)(1.0 - beta1), rate2 = (float)(1.0 - beta2);
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < rows; i++) {
+        float w[dim], m[dim], g[dim], s[adamw ? dim : 1];
+        int64_t row = index ? index[i] : first + i;
+        uint32_t random = row_seed(seed, row);
+        load_row(centres, centre_kind, row, dim, 1.0f, w);
+        load_row(momentum, momentum_kind, row, dim, momentum_scale ? momentum_scale[row] : 1.0f, m);
+        load_row(gradient, gradient_kind, i, dim, 1.0f, g);
+        int64_t low = 0, high = num_own;
+        while (low < high) { /* the first n with own_columns[n] >= i */
+            int64_t middle = (low + high) / 2;
+            if (own_columns[middle] < i) low = middle + 1; else high = middle;
+        }
+        for (int64_t n = low; n < num_own && own_columns[n] == i; n++) {
+            const float *add = own + own_rows[n] * dim;
+            #pragma omp simd
+            for (int64_t j = 0; j < dim; j++) g[j] += add[j];
+        }
+        float v = inverse[row], along = 0.0f, square = 0.0f;
+        #pragma omp simd reduction(+ : along)
+        for (int64_t j = 0; j < dim; j++) along += g[j] * w[j];
+        along *= v * v * v;
+        if (!adamw) {
+            #pragma omp simd
+            for (int64_t j = 0; j < dim; j++) {
+                m[j] = (float)beta1 * m[j] + v * g[j] + ((float)weight_decay - along) * w[j];
+                w[j] -= (float)lr * m[j];
+            }
+        } else {
+            load_row(variance, variance_kind, row, dim, 1.0f, s);
+            double count = (double)updates[row] + 1.0;
+            float rate = (float)(lr / (1.0 - pow(beta1, count))), inverse_bias = (float)(1.0 / (1.0 - pow(beta2, count)));
+            float keep = (float)(1.0 - lr * weight_decay);
+            #pragma omp simd
+            for (int64_t j = 0; j < dim; j++) {
+                float full = v * g[j] - along * w[j];
+                m[j] += rate1 * (full - m[j]);
+                s[j] = (float)beta2 * s[j] + rate2 * full * full;
+                w[j] = keep * w[j] - rate * m[j] / (sqrtf(s[j] * inverse_bias) + (float)eps);
+            }
+            store_row(variance, variance_kind, row, dim, NULL, hash(random), 0, s);
+        }
+        store_row(momentum, momentum_kind, row, dim, momentum_scale, random, 1, m);
+        store_row(centres, centre_kind, row, dim, NULL, random, 0, w);
+        #pragma omp simd reduction(+ : square)
+        for (int64_t j = 0; j < dim; j++) square += w[j] * w[j];
+        float norm = sqrtf(square);
+        inverse[row] = 1.0f / (norm > SMALLEST_NORM ? norm : SMALLEST_NORM);
+        if (updates) updates[row] += 1;
+    }
+}

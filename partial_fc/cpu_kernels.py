@@ -1,0 +1,156 @@
+"""Builds cpu_kernels.c with the system's C compiler at the first use, and calls it on tensors.
+
+The library is kept in the user's cache folder, by the hash of source, compiler and processor, so later runs start at once.
+Where there is no compiler (or not Linux, or a processor that it fails on), `load` returns None and the plain torch code of
+kernels.py does the same work in more sweeps over memory. The library links to no OpenMP runtime of its own: it takes the
+functions of the one that torch has loaded, so both share their threads.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SOURCE = Path(__file__).with_name("cpu_kernels.c")
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-c"]
+_LARGEST_DIM = 16384  # rows lie on the stack of each thread
+_NO_LIMIT = float("inf")
+
+_POINTER, _INT, _LONG, _FLOAT, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_double
+_UNIT_ROWS: list[Any] = [_POINTER, _INT, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _INT]
+_EXPONENTIALS: list[Any] = [_POINTER, _INT, _LONG, _LONG, _POINTER, _POINTER, _LONG, _FLOAT, _FLOAT, _POINTER, _POINTER, _INT]
+_UPDATE_ROWS: list[Any] = [
+    *(_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG),
+    *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _INT, *[_DOUBLE] * 5, ctypes.c_uint64),
+]
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """Return the library, built if need be; None if it cannot be."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None or sys.platform != "linux":
+        return None
+    for wide in (["-mprefer-vector-width=512"], []):  # some compilers do not know it; x86 only
+        try:
+            library = ctypes.CDLL(str(_built(compiler, _FLAGS + wide)))
+            library.exponentials.argtypes = _EXPONENTIALS
+            library.unit_rows.argtypes = _UNIT_ROWS
+            library.update_rows.argtypes = _UPDATE_ROWS
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return library
+    return None
+
+
+def suits(dim: int) -> bool:
+    """Return whether the library is there and takes rows of this length."""
+    return dim <= _LARGEST_DIM and load() is not None
+
+
+def unit_rows(centres: Tensor, inverse: Tensor, index: Tensor | None, unit: Tensor) -> None:
+    """Write centres * inverse into unit (c, D); index (c,) int64 picks rows, None: centres and inverse are those rows."""
+    _library().unit_rows(
+        *(centres.data_ptr(), _KINDS[centres.dtype], inverse.data_ptr(), _pointer(index)),
+        *(len(unit), unit.shape[1], unit.data_ptr(), _KINDS[unit.dtype]),
+    )
+
+
+def exponentials(
+    logits: Tensor, own: tuple[Tensor, Tensor], shift: float, limit: float | None, z_sum: Tensor, partial: Tensor
+) -> None:
+    """See kernels.exponentials; partial is (threads, B) fp32 scratch."""
+    columns, rows = own
+    _library().exponentials(
+        *(logits.data_ptr(), _KINDS[logits.dtype], *logits.shape, columns.data_ptr(), rows.data_ptr(), len(rows)),
+        *(shift, _NO_LIMIT if limit is None else limit, z_sum.data_ptr(), partial.data_ptr(), len(partial)),
+    )
+
+
+def update_rows(
+    tensors: dict[str, Tensor],
+    inverse: Tensor,
+    select: slice | Tensor,
+    gradient: Tensor,
+    own: tuple[Tensor, Tensor, Tensor],
+    adamw: bool,
+    settings: tuple[float, float, float, float, float],
+    seed: int,
+) -> None:
+    """Update the selected rows in place; see cpu_kernels.c.
+
+    Args:
+        own: (columns, rows, values (B, D) fp32): gradient row columns[n] lacks values row rows[n]; columns ascend.
+        settings: lr, beta1 (momentum), beta2, eps, weight decay.
+    """
+    centres, momentum, variance = tensors["centres"], tensors["momentum"], tensors.get("variance")
+    columns, rows, values = own
+    _library().update_rows(
+        *(centres.data_ptr(), _KINDS[centres.dtype], momentum.data_ptr(), _KINDS[momentum.dtype]),
+        *(_pointer(tensors.get("momentum_scale")), _pointer(variance), 0 if variance is None else _KINDS[variance.dtype]),
+        *(_pointer(tensors.get("updates")), inverse.data_ptr(), None if isinstance(select, slice) else select.data_ptr()),
+        *(select.start if isinstance(select, slice) else 0, len(gradient), gradient.shape[1], gradient.data_ptr()),
+        *(
+            _KINDS[gradient.dtype],
+            values.data_ptr(),
+            columns.data_ptr(),
+            rows.data_ptr(),
+            len(rows),
+            int(adamw),
+            *settings,
+            seed,
+        ),
+    )
+
+
+def _library() -> ctypes.CDLL:
+    library = load()
+    assert library is not None, "call only where suits() is true"
+    return library
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _built(compiler: str, flags: list[str]) -> Path:
+    """Return the path of the library for this source, compiler and processor, after building it if it is not there."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    parts = (_SOURCE.read_text(), compiler, version, " ".join(flags), _processor())
+    name = f"cpu_kernels_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "face_head"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise PermissionError(f"{folder} belongs to somebody else")
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="face_head_"))
+    if not (folder / name).is_file():
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            objects, library = Path(work) / "kernels.o", Path(work) / name
+            run = functools.partial(subprocess.run, capture_output=True, check=True, timeout=120)
+            run([compiler, *flags, str(_SOURCE), "-o", str(objects)])
+            run([compiler, "-shared", str(objects), "-lm", "-o", str(library)])  # without -fopenmp: torch's runtime serves
+            with contextlib.suppress(FileExistsError):
+                library.replace(folder / name)  # at once, so that no other process ever loads half a file
+    return folder / name
+
+
+def _processor() -> str:
+    """Return what tells processors apart: -march=native code must not run on another kind that shares the cache folder."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))
+    return platform.processor()

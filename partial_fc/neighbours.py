@@ -1,0 +1,95 @@
+"""The k nearest classes of each class, by the cosine of their centres: where the hard negatives of a batch are.
+
+Source: the k-nearest-neighbour softmax of Song et al., "Large-Scale Training System for 100-Million Classification at
+Alibaba", KDD 2020, https://arxiv.org/abs/2102.06025. The graph is rebuilt every few hundred steps: each rank compares its own
+centres with those of all ranks, block by block, and keeps the best k of each row; 2 C^2 D operations over all ranks.
+Neighbours are numbers of slots, so the graph of a class does not depend on the number of ranks.
+Shapes: n = classes of this shard, C = all classes, k = neighbours per class, q = rows of one block.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .collectives import Collectives
+from .shard import shard_range
+from .state import CentreState
+
+_BLOCK = 4096  # centres compared with as many others at once
+
+
+class NeighbourGraph:
+    """Slots of the k classes nearest to each of this shard's, (n, k) int32, nearest first; -1 before the first rebuild.
+
+    Args:
+        num_neighbours: k; fewer where there are fewer other classes.
+        every: optimizer steps between rebuilds.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        rank: int,
+        num_neighbours: int,
+        every: int,
+        collectives: Collectives,
+        device: torch.device,
+    ) -> None:
+        self.num_classes, self.rank, self.every, self.collectives = num_classes, rank, every, collectives
+        self.start, self.stop = shard_range(num_classes, rank, collectives.world_size)
+        self.k = min(num_neighbours, num_classes - 1)
+        self.slots = torch.full((self.stop - self.start, self.k), -1, dtype=torch.int32, device=device)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the graph should be rebuilt before this optimizer step; not before the first, when all is random."""
+        return step > 0 and step % self.every == 0
+
+    @torch.no_grad()
+    def rebuild(self, state: CentreState, dtype: torch.dtype) -> None:
+        """Find all neighbours anew from the present centres, with products in dtype. A collective call."""
+        device = self.slots.device
+        best = torch.full((len(self.slots), self.k), -torch.inf, device=device)
+        for first, others in self._blocks_of_all_ranks(state, dtype):
+            numbers = torch.arange(first, first + len(others), device=device)
+            for low in range(0, len(self.slots), _BLOCK):
+                rows = slice(low, min(low + _BLOCK, len(self.slots)))
+                cosine = (state.unit_rows(rows, dtype) @ others.t()).float()
+                mine = torch.arange(self.start + rows.start, self.start + rows.stop, device=device)
+                itself = (mine >= first) & (mine < first + len(others))
+                cosine[itself, (mine - first)[itself]] = -torch.inf
+                # most rows find nothing better in most blocks: one maximum tells, which is much cheaper than a top-k
+                better = (cosine.amax(dim=1) > best[rows, -1]).nonzero().squeeze(1)
+                if len(better) == 0:
+                    continue
+                at = better + low
+                found, columns = cosine[better].topk(min(self.k, len(others)), dim=1)
+                joined = torch.cat([best[at], found], dim=1)
+                slots = torch.cat([self.slots[at], numbers[columns].to(torch.int32)], dim=1)
+                best[at], order = joined.topk(self.k, dim=1)
+                self.slots[at] = slots.gather(1, order)
+
+    def near(self, slots: np.ndarray) -> np.ndarray:
+        """Return which of this shard's rows are neighbours of these distinct slots of any rank: the nearest of all first.
+
+        A collective call; each rank knows the neighbours of its own classes. Repeats are possible. (m,) int64.
+        """
+        here = (slots >= self.start) & (slots < self.stop)
+        known = torch.zeros(len(slots), self.k, dtype=torch.int32)  # slot + 1, so that ranks add up
+        known[torch.from_numpy(here)] = self.slots[torch.from_numpy(slots[here] - self.start).to(self.slots.device)].cpu() + 1
+        shared = self.collectives.sum(known.to(self.slots.device)).cpu().numpy().T.reshape(-1)
+        rows = shared.astype(np.int64) - 1 - self.start
+        return rows[(rows >= 0) & (rows < self.stop - self.start)]
+
+    def _blocks_of_all_ranks(self, state: CentreState, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first slot, unit centres (q, D)) of every rank's shard in turn, the same on all ranks."""
+        for source in range(self.collectives.world_size):
+            start, stop = shard_range(self.num_classes, source, self.collectives.world_size)
+            for low in range(start, stop, _BLOCK):
+                high = min(low + _BLOCK, stop)
+                if source == self.rank:
+                    block = state.unit_rows(slice(low - start, high - start), dtype).clone()
+                else:
+                    block = torch.empty(high - low, state.dim, dtype=dtype, device=self.slots.device)
+                yield low, self.collectives.broadcast(block, source)

@@ -1,0 +1,65 @@
+"""Unbiased rounding of fp32 rows to bf16 and int8: each number goes to one of its two neighbours, on average to itself.
+
+Round-to-nearest would lose every update smaller than half a step of the format, which for bf16 centres is most of them.
+Source: Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, https://arxiv.org/abs/1502.02551.
+
+A generator of random bits costs more than a matrix product of the same size, so the noise is one small table, read at an
+offset that changes with every use. The table repeats a permutation of all 65536 values of 16 bits: over the offsets, each
+element meets each value exactly once, so the mean is exact, not only expected.
+"""
+
+import torch
+from torch import Tensor
+
+_VALUES = 1 << 16
+_STRIDE = 40503  # odd, so multiples of it run through all offsets; near the golden ratio, so neighbours in time lie far apart
+
+
+class Noise:
+    """Random numbers for blocks of at most `size` elements, on one device; a function of the seeds given to `begin`."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        order = torch.randperm(_VALUES, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+        self._bits = order.repeat(-(-size // _VALUES) + 1).to(device)  # one period more than needed: any offset fits
+        self._uniform: Tensor | None = None
+        self._offset = 0
+
+    def begin(self, seed: int) -> None:
+        """Set the seed of what follows, for example one of each optimizer step."""
+        self._offset = seed % _VALUES
+
+    def bits(self, shape: torch.Size) -> Tensor:
+        """Return int32 numbers in [0, 65536), not to be written to."""
+        return self._next(self._bits, shape)
+
+    def uniform(self, shape: torch.Size) -> Tensor:
+        """Return fp32 numbers in (0, 1), not to be written to."""
+        if self._uniform is None:
+            self._uniform = (self._bits + 0.5) / _VALUES
+        return self._next(self._uniform, shape)
+
+    def _next(self, table: Tensor, shape: torch.Size) -> Tensor:
+        self._offset = (self._offset + _STRIDE) % _VALUES
+        return table[self._offset : self._offset + shape.numel()].view(shape)
+
+
+def round_to_bfloat16_(values: Tensor, noise: Noise) -> Tensor:
+    """Round contiguous fp32 values in place to numbers that bf16 holds, stochastically; return them (still fp32).
+
+    bf16 is the upper half of fp32's bits; adding 16 random bits below carries into it with just the right probability.
+    """
+    values.view(torch.int32).add_(noise.bits(values.shape)).bitwise_and_(-_VALUES)
+    return values
+
+
+def quantise_rows(values: Tensor, noise: Noise, out: Tensor, scale: Tensor, scratch: Tensor) -> None:
+    """Write (c, D) fp32 values as int8 `out` (c, D) and `scale` (c,): value ~ out * scale; the largest of a row is +-127.
+
+    Args:
+        scratch: (c, D) fp32, overwritten.
+    """
+    largest = torch.abs(values, out=scratch).amax(dim=1)
+    torch.div(largest, 127.0, out=scale)
+    factor = torch.where(largest > 0, 127.0 / largest, 0.0)
+    torch.mul(values, factor[:, None], out=scratch)
+    out.copy_(scratch.add_(noise.uniform(values.shape)).floor_().clamp_(-127, 127))

@@ -1,0 +1,160 @@
+"""SGD and AdamW that update some rows of the class centres at a time, straight from the gradient of their unit vectors.
+
+Row by row, w a centre, v = 1 / |w|, g = dL / d(w v), the gradient of w itself is G = v (g - t w) with t = v^2 (g . w), and
+
+    SGD     m <- momentum m + G + weight_decay w,   w <- w - lr m                          as torch.optim.SGD
+    AdamW   m <- beta1 m + (1 - beta1) G,  s <- beta2 s + (1 - beta2) G^2,
+            w <- (1 - lr weight_decay) w - lr (m / (1 - beta1^k)) / (sqrt(s / (1 - beta2^k)) + eps)
+            Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, as torch.optim.AdamW; k counts the row's own updates
+
+Only rows that were sampled are updated: the papers' rule (head.inactive_rows=keep). A dense optimizer would also have decayed
+the others and moved them on by their momentum; LazyDecay does that to a row when it is next touched (=decay).
+Shapes: c = rows at hand, D = embedding size.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .state import CentreState, Select
+
+
+class RowSGD(NamedTuple):
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+
+    def update(self, state: CentreState, select: Select, gradient: Tensor, lr: float) -> None:
+        """Update the selected centres from gradient (c, D) fp32, that of their unit vectors."""
+        rows, inverse = state.load("centres", select), state.inverse_norms[select]
+        along = _dot(state, gradient, rows) * inverse.square()
+        momentum = state.load("momentum", select).mul_(self.momentum)
+        momentum.addcmul_(gradient, inverse[:, None])
+        momentum.addcmul_(rows, (self.weight_decay - along * inverse)[:, None])
+        rows.add_(momentum, alpha=-lr)
+        state.store("momentum", select, momentum)
+        state.store_centres(select, rows)
+
+
+class RowAdamW(NamedTuple):
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.05
+
+    def update(self, state: CentreState, select: Select, gradient: Tensor, lr: float) -> None:
+        """Update the selected centres from gradient (c, D) fp32, that of their unit vectors; gradient is overwritten."""
+        rows, inverse = state.load("centres", select), state.inverse_norms[select]
+        along = _dot(state, gradient, rows) * inverse.square()
+        gradient.mul_(inverse[:, None]).addcmul_(rows, (-along * inverse)[:, None])
+        momentum = state.load("momentum", select).lerp_(gradient, 1.0 - self.beta1)
+        variance = state.load("variance", select).mul_(self.beta2).addcmul_(gradient, gradient, value=1.0 - self.beta2)
+        count = state.tensors["updates"][select].double() + 1.0
+        self._move(rows, momentum, variance, count, torch.full_like(inverse, lr), scratch=gradient)
+        state.store("momentum", select, momentum)
+        state.store("variance", select, variance)
+        state.store_centres(select, rows)
+
+    def _move(self, rows: Tensor, momentum: Tensor, variance: Tensor, count: Tensor, lr: Tensor, scratch: Tensor) -> None:
+        """Apply the last formula above with a learning rate (c,) and a number of updates (c,) of each row's own."""
+        first, second = ((1.0 - beta**count).float()[:, None] for beta in (self.beta1, self.beta2))
+        rows.mul_((1.0 - lr * self.weight_decay)[:, None])
+        torch.div(variance, second, out=scratch).sqrt_().add_(self.eps)
+        scratch.reciprocal_().mul_(momentum)
+        rows.addcmul_(scratch, -lr[:, None] / first)
+
+
+RowOptimizer = RowSGD | RowAdamW
+
+
+class LazyDecay:
+    """What a dense optimizer does in the steps that leave a row out, done at once when the row is needed again.
+
+    For SGD the steps without a gradient are linear in (w, m), with the same 2 x 2 matrix for all rows, so a row that missed
+    the updates u, u + 1, ... needs one product of matrices, looked up by u. For AdamW they are followed one by one.
+    """
+
+    _LONGEST = 1024  # updates that a row may lie behind; then all rows are brought up to date
+
+    def __init__(self, optimizer: RowOptimizer) -> None:
+        self.optimizer = optimizer
+        self.restart(0)
+
+    def restart(self, count: int) -> None:
+        """Begin anew with `count` updates done, all rows up to date."""
+        self._base = self.count = count
+        self._rates: list[float] = []
+        self._products = np.empty((0, 2, 2))  # [u - base]: what updates u ... count - 1 do to (w, m)
+
+    def record(self, lr: float) -> None:
+        """Note that one more update was done with this learning rate."""
+        self.count += 1
+        self._rates.append(lr)
+        if isinstance(self.optimizer, RowSGD):
+            mu, decay = self.optimizer.momentum, self.optimizer.weight_decay
+            matrix = np.array([[1.0 - lr * decay, -lr * mu], [decay, mu]])
+            self._products = np.concatenate([matrix @ self._products, matrix[None]])
+
+    def is_long(self) -> bool:
+        """Return whether all rows should be brought up to date now."""
+        return len(self._rates) >= self._LONGEST
+
+    def catch_up(self, state: CentreState, select: Select) -> None:
+        """Do to the selected rows the updates that they missed."""
+        seen = state.tensors["updates"][select]
+        if not self._rates or bool((seen == self.count).all()):
+            return
+        rows, momentum = state.load("centres", select), state.load("momentum", select)
+        if isinstance(self.optimizer, RowSGD):
+            table = np.concatenate([self._products, np.eye(2)[None]]).reshape(-1, 4)
+            by_row = torch.from_numpy(table).to(rows)[(seen - self._base).long()]
+            ww, wm, mw, mm = by_row[:, :, None].unbind(dim=1)
+            before = state.workspace.buffer("scratch", tuple(rows.shape), torch.float32).copy_(rows)
+            rows.mul_(ww).addcmul_(momentum, wm)
+            momentum.mul_(mm).addcmul_(before, mw)
+        else:
+            variance = state.load("variance", select)
+            self._follow(self.optimizer, state, rows, momentum, variance, seen)
+            state.store("variance", select, variance)
+        state.store("momentum", select, momentum)
+        state.store_centres(select, rows)
+        state.tensors["updates"][select] = self.count
+
+    def catch_up_all(self, state: CentreState, block: int) -> None:
+        """Bring every row up to date, `block` rows at a time, and forget the past."""
+        for low in range(0, state.num_rows, block):
+            self.catch_up(state, slice(low, min(low + block, state.num_rows)))
+        self.restart(self.count)
+
+    def resume(self, state: CentreState) -> None:
+        """Take up counting after loading rows that are all up to date.
+
+        Raises:
+            ValueError: they have seen different numbers of updates.
+        """
+        updates = state.tensors["updates"]
+        if isinstance(self.optimizer, RowSGD):  # saves no counts: its rows need none
+            updates.zero_()
+        if int(updates.min()) != int(updates.max()):
+            raise ValueError(
+                "head.inactive_rows=decay cannot continue a checkpoint of head.inactive_rows=keep with adamw: its rows have "
+                "seen different numbers of updates. Set head.inactive_rows=keep"
+            )
+        self.restart(int(updates.max()))
+
+    def _follow(
+        self, adamw: RowAdamW, state: CentreState, rows: Tensor, momentum: Tensor, variance: Tensor, seen: Tensor
+    ) -> None:
+        scratch = state.workspace.buffer("scratch", tuple(rows.shape), torch.float32)
+        for number in range(int(seen.min()), self.count):
+            missed = seen <= number
+            momentum.mul_(torch.where(missed, adamw.beta1, 1.0)[:, None])
+            variance.mul_(torch.where(missed, adamw.beta2, 1.0)[:, None])
+            lr = torch.where(missed, self._rates[number - self._base], 0.0)
+            adamw._move(rows, momentum, variance, torch.full_like(lr, number + 1.0, dtype=torch.float64), lr, scratch)
+
+
+def _dot(state: CentreState, first: Tensor, second: Tensor) -> Tensor:
+    """Return the (c,) dot products of rows; a product in a buffer and its sum cost half of torch.linalg.vecdot on the CPU."""
+    return torch.mul(first, second, out=state.workspace.buffer("scratch", tuple(first.shape), torch.float32)).sum(dim=1)

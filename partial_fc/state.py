@@ -1,0 +1,177 @@
+"""What a shard stores for its class centres, in three formats.
+
+    exact   centres fp32, momentum fp32                               4.1 kB per class at D = 512
+    lean    centres and momentum bf16, rounded stochastically         2.1 kB
+    tiny    as lean, momentum int8 with one fp32 scale per row        1.55 kB
+
+With AdamW a second moment comes on top, fp32 or (lean, tiny) bf16. Arithmetic is always fp32: rows are loaded into a buffer
+(fp32 rows are used where they lie), changed there and stored again. 1 / norm of each centre is kept beside, 4 bytes.
+Shapes: n = classes of the shard, D = embedding size, c = rows at hand.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import cpu_kernels
+from .rounding import Noise, quantise_rows, round_to_bfloat16_
+from .shard import initial_blocks
+from .workspace import Workspace
+
+FORMATS = {  # name: dtype of the centres, of the momentum, of AdamW's second moment
+    "exact": (torch.float32, torch.float32, torch.float32),
+    "lean": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    "tiny": (torch.bfloat16, torch.int8, torch.bfloat16),
+}
+Select = slice | Tensor  # a run of rows, or single rows (int64, distinct)
+Read = Callable[[int, int], dict[str, Tensor]]  # (first row, last row) of the shard -> tensors by name
+_BLOCK = 65536  # rows converted at once when a checkpoint is read
+_SMALLEST_NORM = 1e-12
+
+
+class CentreState:
+    """Centres and moments of n classes in one format.
+
+    Args:
+        second_moment: also keep AdamW's `variance`.
+        count_updates: also keep `updates`, int32: how many updates each row has seen (see row_optimizer.py).
+        block: the most rows that are loaded or stored at once.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        dim: int,
+        form: str,
+        second_moment: bool,
+        count_updates: bool,
+        block: int,
+        workspace: Workspace,
+    ) -> None:
+        device = workspace.device
+        centre_dtype, momentum_dtype, variance_dtype = FORMATS[form]
+        self.form, self.num_rows, self.dim, self.workspace = form, num_rows, dim, workspace
+        self.tensors = {
+            "centres": torch.empty(num_rows, dim, dtype=centre_dtype, device=device),
+            "momentum": torch.zeros(num_rows, dim, dtype=momentum_dtype, device=device),
+        }
+        if momentum_dtype == torch.int8:
+            self.tensors["momentum_scale"] = torch.zeros(num_rows, device=device)
+        if second_moment:
+            self.tensors["variance"] = torch.zeros(num_rows, dim, dtype=variance_dtype, device=device)
+        if count_updates:
+            self.tensors["updates"] = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.inverse_norms = torch.empty(num_rows, device=device)
+        self.noise = Noise(block * dim, device) if form != "exact" else None
+
+    def fill_initial(self, start: int, seed: int) -> None:
+        """Give the centres their first values, those of the slots from `start` on."""
+        for rows, values in initial_blocks(start, start + self.num_rows, self.dim, seed):
+            self.tensors["centres"][rows] = values.to(self.tensors["centres"])
+            self._take_norms(rows, {})
+
+    def unit_rows(self, select: Select, dtype: torch.dtype) -> Tensor:
+        """Return the unit centres (c, D) in dtype, in a buffer that lasts until the next call."""
+        count = len(select) if isinstance(select, Tensor) else select.stop - select.start
+        unit = self.workspace.buffer("unit", (count, self.dim), dtype)
+        if self.workspace.kernels == "c":
+            index, run = (select, slice(None)) if isinstance(select, Tensor) else (None, select)
+            cpu_kernels.unit_rows(self.tensors["centres"][run], self.inverse_norms[run], index, unit)
+            return unit
+        stored, inverse = self.tensors["centres"][select], self.inverse_norms[select][:, None]
+        if stored.dtype == dtype == torch.float32 or stored.is_cuda:
+            return torch.mul(stored, inverse, out=unit)
+        # on the CPU mixed dtypes go through temporaries that cost more than these two passes
+        scratch = self.workspace.buffer("scratch", tuple(stored.shape), torch.float32)
+        if stored.dtype == torch.float32:
+            return unit.copy_(torch.mul(stored, inverse, out=scratch))
+        return unit.copy_(scratch.copy_(stored).mul_(inverse))
+
+    def load(self, name: str, select: Select) -> Tensor:
+        """Return rows (c, D) of centres, momentum or variance as fp32: the storage itself where it can be, else a buffer."""
+        stored = self.tensors[name][select]
+        if stored.dtype == torch.float32:
+            return stored  # a view for a run of rows, a copy for single rows
+        rows = self.workspace.buffer(name, tuple(stored.shape), torch.float32).copy_(stored)
+        if stored.dtype == torch.int8:
+            rows.mul_(self.tensors[f"{name}_scale"][select][:, None])
+        return rows
+
+    def store(self, name: str, select: Select, rows: Tensor) -> None:
+        """Store what `load` gave, after it was changed. fp32 `rows` may be rounded in place to what was stored."""
+        target = self.tensors[name]
+        if target.dtype == torch.float32:
+            if not isinstance(select, slice):
+                target[select] = rows
+        elif target.dtype == torch.bfloat16:
+            assert self.noise is not None
+            rounded = round_to_bfloat16_(rows, self.noise)  # bf16 holds these numbers, so the conversion is exact
+            target[select] = rounded if isinstance(select, slice) else rounded.to(target.dtype)
+        else:
+            assert self.noise is not None
+            quantised = self.workspace.buffer("int8", tuple(rows.shape), torch.int8)
+            scale = self.workspace.buffer("scale", (len(rows),), torch.float32)
+            scratch = self.workspace.buffer("scratch", tuple(rows.shape), torch.float32)
+            quantise_rows(rows, self.noise, quantised, scale, scratch)
+            target[select], self.tensors[f"{name}_scale"][select] = quantised, scale
+
+    def store_centres(self, select: Select, rows: Tensor) -> None:
+        """Store changed centres (c, D) and 1 / norm of what is stored, rounding included."""
+        self.store("centres", select, rows)
+        norms = torch.linalg.vector_norm(rows, dim=1).clamp_min_(_SMALLEST_NORM)
+        self.inverse_norms[select] = norms.reciprocal_()
+
+    def read_rows(self, read: Read, also: dict[str, Tensor]) -> None:
+        """Fill everything from saved rows, whatever format they are in.
+
+        Args:
+            also: more tensors (n, ...) to fill, left as they are where nothing of that name and shape was saved.
+
+        Raises:
+            ValueError: a tensor is missing or has another shape; nothing of this shard should be used then.
+        """
+        for low in range(0, self.num_rows, _BLOCK):
+            high = min(low + _BLOCK, self.num_rows)
+            saved = read(low, high)
+            if ("variance" in saved) != ("variance" in self.tensors):
+                was, now = ("adamw", "sgd") if "variance" in saved else ("sgd", "adamw")
+                raise ValueError(
+                    f"head: the checkpoint's class centres were trained by {was}, not {now}; set head.optimizer={was}"
+                )
+            for name in ("centres", "momentum", "variance", "updates"):
+                if name in self.tensors and (name in saved or name != "updates"):
+                    self._convert(name, slice(low, high), saved)
+            for name, target in also.items():
+                if name in saved and saved[name].shape == target[low:high].shape:
+                    target[low:high].copy_(saved[name])
+            self._take_norms(slice(low, high), saved)
+
+    def _take_norms(self, rows: slice, saved: dict[str, Tensor]) -> None:
+        """Set 1 / norm of rows; as it was saved if it can be: computed anew, its last bit may differ from what the run had."""
+        if "inverse_norms" in saved and saved["centres"].dtype == self.tensors["centres"].dtype:
+            self.inverse_norms[rows].copy_(saved["inverse_norms"])
+            return
+        norms = torch.linalg.vector_norm(self.tensors["centres"][rows], dim=1, dtype=torch.float32)
+        self.inverse_norms[rows] = norms.clamp_min_(_SMALLEST_NORM).reciprocal_()
+
+    def _convert(self, name: str, select: slice, saved: dict[str, Tensor]) -> None:
+        target = self.tensors[name][select]
+        if name not in saved:
+            raise ValueError(f"head: the checkpoint's class centres have no {name}")
+        rows = saved[name]
+        if rows.shape != target.shape:
+            raise ValueError(f"head: saved {name} are {tuple(rows.shape)} here, this run needs {tuple(target.shape)}")
+        scale = saved.get(f"{name}_scale")
+        if rows.dtype == target.dtype:
+            target.copy_(rows)
+            if scale is not None:
+                self.tensors[f"{name}_scale"][select].copy_(scale)
+            return
+        # a change of format happens once, so the nearest number is right: nothing accumulates
+        values = rows.float() if scale is None else rows.float() * scale[:, None]
+        if target.dtype == torch.int8:
+            scale = values.abs().amax(dim=1) / 127.0
+            self.tensors[f"{name}_scale"][select].copy_(scale)
+            values = (values / scale.clamp_min(1e-38)[:, None]).round_()
+        target.copy_(values)
