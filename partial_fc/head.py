@@ -95,7 +95,7 @@ class PartialFC(nn.Module):
         matmul_dtype: torch.dtype = torch.float32,
         wire_dtype: torch.dtype = torch.float32,
         chunk: int = 0,
-        cache_mb: int = 256,
+        cache_mb: int = 128,
         kernels: str = "auto",
         device: torch.device | str = "cpu",
     ) -> None:

@@ -31,6 +31,7 @@ from .workspace import Workspace
 
 # exp must stay inside fp32 (and bf16), whose normal numbers end at exp(88.7) and exp(-87.3)
 _LARGEST, _SMALLEST = 80.0, -87.0
+_GRANULE = 256  # rows of bf16 products are a multiple of it
 _NO_NEGATIVE = -1e30  # the largest logit of a row without negatives
 
 
@@ -120,10 +121,18 @@ class TwoPass:
         self.limit = limit
         self._cached: dict[tuple[int, int], Tensor] = {}
 
+    def _padded(self, chunk: Chunk) -> int:
+        """Return with how many rows the products of a chunk are made.
+
+        oneDNN compiles a bf16 product anew for each shape, which takes longer than most products; sampling would make new
+        shapes in every step.
+        """
+        return -(-chunk.size // _GRANULE) * _GRANULE if self.dtype == torch.bfloat16 else chunk.size
+
     def begin(self, chunks: list[Chunk], rows: int, num_micro: int) -> None:
         """Make ready for the passes of one step, of num_micro micro-batches with `rows` rows each."""
         self._cached.clear()
-        self.workspace.begin_cache(num_micro * sum(chunk.size * rows * self.dtype.itemsize + 64 for chunk in chunks))
+        self.workspace.begin_cache(num_micro * sum(self._padded(chunk) * rows * self.dtype.itemsize + 64 for chunk in chunks))
 
     def row_maximum(self, batch: Batch, chunks: list[Chunk], micro: int) -> Tensor:
         """Return the (B,) largest negative logit over this shard's active classes, -1e30 where there is none."""
@@ -146,12 +155,11 @@ class TwoPass:
         by_target = torch.zeros_like(z_sum)
         operand = self._operand(batch)
         for number, chunk in enumerate(chunks):
-            unit = self.state.unit_rows(chunk.select, self.dtype)
-            shape = (chunk.size, len(batch.unit))
-            cached = self.workspace.cache(shape, self.dtype)
+            unit = self.state.unit_rows(chunk.select, self.dtype, self._padded(chunk))
+            cached = self.workspace.cache((len(unit), len(batch.unit)), self.dtype)
             if cached is not None:
                 self._cached[micro, number] = cached
-            weighted = self._weighted(batch, operand, unit, chunk.own[micro], cached, z_sum, by_target)
+            weighted = self._weighted(batch, operand, unit, chunk, micro, cached, z_sum, by_target)
             if self.dtype == torch.float32:
                 u_sum.addmm_(weighted.t(), unit)
             else:
@@ -178,17 +186,17 @@ class TwoPass:
         own_scaled = [batch.unit * target[:, None] for batch, target in zip(batches, targets, strict=True)]
         operands = [self._operand(batch) for batch in batches]
         for number, chunk in enumerate(chunks):
-            shape = (chunk.size, scaled[0].shape[1])
+            shape = (self._padded(chunk), scaled[0].shape[1])
             total: Tensor | None = None
             unit: Tensor | None = None
             for micro, batch in enumerate(batches):
                 weighted = self._cached.get((micro, number))
                 if weighted is None:
-                    unit = self.state.unit_rows(chunk.select, self.dtype) if unit is None else unit
-                    weighted = self._weighted(batch, operands[micro], unit, chunk.own[micro], None, None, None)
+                    unit = self.state.unit_rows(chunk.select, self.dtype, shape[0]) if unit is None else unit
+                    weighted = self._weighted(batch, operands[micro], unit, chunk, micro, None, None, None)
                 product = torch.mm(weighted, scaled[micro], out=self.workspace.buffer("product", shape, self.dtype))
                 if len(batches) == 1:
-                    yield chunk, product, (*chunk.own[0], own_scaled[0])
+                    yield chunk, product[: chunk.size], (*chunk.own[0], own_scaled[0])
                     break
                 if total is None:
                     total = self.workspace.buffer("total", shape, torch.float32).zero_()
@@ -196,7 +204,7 @@ class TwoPass:
                 total.add_(product).index_add_(0, columns, own_scaled[micro][rows])
             if total is not None:
                 nothing = chunk.own[0][0][:0]
-                yield chunk, total, (nothing, nothing, own_scaled[0])
+                yield chunk, total[: chunk.size], (nothing, nothing, own_scaled[0])
 
     def _operand(self, batch: Batch) -> Tensor:
         """Return the (D, B) factor of the products with unit centres: they give logits if linear, otherwise cosines."""
@@ -213,23 +221,28 @@ class TwoPass:
         batch: Batch,
         operand: Tensor,
         unit: Tensor,
-        own: tuple[Tensor, Tensor],
+        chunk: Chunk,
+        micro: int,
         out: Tensor | None,
         z_sum: Tensor | None,
         by_target: Tensor | None,
     ) -> Tensor:
-        """Return E dz/dcos / gain (c, B) in dtype, in `out` or a buffer; add to Z (B,) and to sum_j E dz/dt (B,) if given."""
-        shape = (len(unit), operand.shape[1])
+        """Return E dz/dcos / gain (padded c, B) in dtype, 0 beyond the chunk's c rows, in `out` or a buffer.
+
+        Add to Z (B,) and to sum_j E dz/dt (B,) if they are given.
+        """
         if out is None:
-            out = self.workspace.buffer("logits", shape, self.dtype)
+            out = self.workspace.buffer("logits", (len(unit), operand.shape[1]), self.dtype)
         if z_sum is None:
-            z_sum = self.workspace.buffer("unused", (shape[1],), torch.float32)
+            z_sum = self.workspace.buffer("unused", (operand.shape[1],), torch.float32)
         torch.mm(unit, operand, out=out)
+        out[chunk.size :].zero_()
+        real, own = out[: chunk.size], chunk.own[micro]
         if self.margin.linear_negatives:
-            exponentials(out, own, batch.shift, self.logit_limit, z_sum, self.workspace)
+            exponentials(real, own, batch.shift, self.logit_limit, z_sum, self.workspace)
             return out
         with torch.enable_grad():
-            cosine = out.float().t().detach().requires_grad_()  # (B, c)
+            cosine = real.float().t().detach().requires_grad_()  # (B, c)
             target = batch.target_cosine[:, None].clone().requires_grad_()
             logits = self.margin.negatives(cosine, target)
         exp = logits.detach().float().t().clone()
@@ -240,7 +253,10 @@ class TwoPass:
         by_cosine, by_own = torch.autograd.grad(logits, (cosine, target), exp.t().to(logits.dtype), allow_unused=True)
         if by_target is not None and by_own is not None:
             by_target += by_own.squeeze(1)
-        return out.zero_() if by_cosine is None else out.copy_(by_cosine.t())
+        if by_cosine is None:
+            return out.zero_()
+        real.copy_(by_cosine.t())
+        return out
 
 
 def _to(array: np.ndarray, device: torch.device) -> Tensor:

@@ -71,22 +71,33 @@ class CentreState:
             self.tensors["centres"][rows] = values.to(self.tensors["centres"])
             self._take_norms(rows, {})
 
-    def unit_rows(self, select: Select, dtype: torch.dtype) -> Tensor:
-        """Return the unit centres (c, D) in dtype, in a buffer that lasts until the next call."""
+    def unit_rows(self, select: Select, dtype: torch.dtype, padded: int = 0) -> Tensor:
+        """Return the unit centres (c, D) in dtype, in a buffer that lasts until the next call.
+
+        Args:
+            padded: if larger than c, the number of rows to return; those beyond c are zero.
+        """
         count = len(select) if isinstance(select, Tensor) else select.stop - select.start
-        unit = self.workspace.buffer("unit", (count, self.dim), dtype)
+        whole = self.workspace.buffer("unit", (max(count, padded), self.dim), dtype)
+        whole[count:].zero_()
+        self._write_unit_rows(select, whole[:count])
+        return whole
+
+    def _write_unit_rows(self, select: Select, unit: Tensor) -> None:
         if self.workspace.kernels == "c":
             index, run = (select, slice(None)) if isinstance(select, Tensor) else (None, select)
             cpu_kernels.unit_rows(self.tensors["centres"][run], self.inverse_norms[run], index, unit)
-            return unit
+            return
         stored, inverse = self.tensors["centres"][select], self.inverse_norms[select][:, None]
-        if stored.dtype == dtype == torch.float32 or stored.is_cuda:
-            return torch.mul(stored, inverse, out=unit)
+        if stored.dtype == unit.dtype == torch.float32 or stored.is_cuda:
+            torch.mul(stored, inverse, out=unit)
+            return
         # on the CPU mixed dtypes go through temporaries that cost more than these two passes
         scratch = self.workspace.buffer("scratch", tuple(stored.shape), torch.float32)
         if stored.dtype == torch.float32:
-            return unit.copy_(torch.mul(stored, inverse, out=scratch))
-        return unit.copy_(scratch.copy_(stored).mul_(inverse))
+            unit.copy_(torch.mul(stored, inverse, out=scratch))
+        else:
+            unit.copy_(scratch.copy_(stored).mul_(inverse))
 
     def load(self, name: str, select: Select) -> Tensor:
         """Return rows (c, D) of centres, momentum or variance as fp32: the storage itself where it can be, else a buffer."""

@@ -41,7 +41,7 @@ def start(device: str, threads: int = 0, timeout_minutes: float = 30.0) -> World
     """
     rank, world_size = _from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1)
     local_rank, local_world_size = _from_environment("LOCAL_RANK", 0), _from_environment("LOCAL_WORLD_SIZE", world_size)
-    chosen = _choose_device(device, local_rank)
+    chosen = choose_device(device, local_rank)
     if threads or world_size > 1:  # torchrun sets OMP_NUM_THREADS=1, which would leave most cores idle
         torch.set_num_threads(threads or max(1, _num_cores() // local_world_size))
     if chosen.type == "cuda":
@@ -53,6 +53,24 @@ def start(device: str, threads: int = 0, timeout_minutes: float = 30.0) -> World
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise ValueError(_explain_rendezvous(error)) from None
     return World(rank, world_size, local_rank, local_world_size, chosen)
+
+
+def start_local(rank: int, world_size: int, device: str, rendezvous: str) -> World:
+    """Join world_size processes of this machine that meet through a file, for programs that start their own processes.
+
+    Args:
+        device: cpu or cuda.
+        rendezvous: path of a file that does not exist yet, the same for all.
+    """
+    chosen = choose_device(device, rank)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    else:
+        torch.set_num_threads(max(1, _num_cores() // world_size))
+    if world_size > 1:
+        backend = "nccl" if chosen.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    return World(rank, world_size, rank, world_size, chosen)
 
 
 def stop() -> None:
@@ -152,7 +170,8 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _choose_device(device: str, local_rank: int) -> torch.device:
+def choose_device(device: str, local_rank: int) -> torch.device:
+    """Return the device of this process: auto takes CUDA where there is a GPU, one for each local rank."""
     available = torch.cuda.is_available()
     if device == "cpu" or (device == "auto" and not available):
         return torch.device("cpu")
