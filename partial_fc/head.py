@@ -136,7 +136,8 @@ class PartialFC(nn.Module):
         self.positive_cosine = torch.zeros((), device=device)
         self._current: _Step | None = None
         self._last: _Step | None = None
-        self._classes: np.ndarray | None = None  # distinct slots of the batch, all ranks
+        self._number = 0  # of the optimizer step begun last
+        self._classes: np.ndarray | None = None  # distinct slots of its batch, all ranks
 
     @property
     def centres(self) -> Tensor:
@@ -170,7 +171,7 @@ class PartialFC(nn.Module):
         slots = slots_of_classes(everyone.reshape(-1), self.num_classes, self.seed).reshape(everyone.shape)
         local = slots - self.start
         here = (slots >= self.start) & (slots < self.stop)
-        self._classes = np.unique(slots)
+        self._number, self._classes = step, np.unique(slots)
         if self._graph is not None and self._graph.is_due(step):
             self._wait()
             self._graph.rebuild(self.state, self._passes.dtype)
@@ -192,6 +193,12 @@ class PartialFC(nn.Module):
             positives = int(np.sum((self._classes >= start) & (self._classes < stop)))
             total += num_active(stop - start, positives, self.sample_rate)
         return total
+
+    def active_rows(self) -> np.ndarray:
+        """Return which of this shard's rows are in the softmax of the step begun, (n,) int64."""
+        parts = [chunk.select for chunk in self._step().chunks]
+        rows = [np.arange(p.start, p.stop) if isinstance(p, slice) else p.cpu().numpy() for p in parts]
+        return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
 
     def forward(self, embeddings: Tensor, micro: int = 0) -> Tensor:
         """Return the scalar mean loss over all ranks' rows of micro-batch number `micro`, equal on all ranks.
@@ -247,7 +254,7 @@ class PartialFC(nn.Module):
         """Return this rank's rows by name, (stop - start, ...) each, in slot order; rows that lag are brought up to date."""
         self._wait()
         if self._decay is not None:
-            self._begin_noise("all rows", self._decay.count)
+            self._begin_noise("all rows", self._number)
             self._decay.catch_up_all(self.state, self.chunk)
         rows = {**self.state.tensors, "inverse_norms": self.state.inverse_norms}
         if isinstance(self.optimizer, RowSGD):

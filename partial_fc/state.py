@@ -65,6 +65,11 @@ class CentreState:
         self.inverse_norms = torch.empty(num_rows, device=device)
         self.noise = Noise(block * dim, device) if form != "exact" else None
 
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of one class in everything that is stored."""
+        return sum(tensor[:1].nbytes for tensor in (*self.tensors.values(), self.inverse_norms))
+
     def fill_initial(self, start: int, seed: int) -> None:
         """Give the centres their first values, those of the slots from `start` on."""
         for rows, values in initial_blocks(start, start + self.num_rows, self.dim, seed):

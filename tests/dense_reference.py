@@ -1,0 +1,89 @@
+"""An independent head for tests: float64, all logits whole, autograd, every row updated by the textbook formula."""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from losses.margin import Margin
+from partial_fc import PartialFC, RowAdamW, RowSGD
+from partial_fc.shard import initial_centres, slots_of_classes
+
+
+def all_centres(num_classes: int, dim: int, seed: int) -> Tensor:
+    """Return the (C, D) first centres in class order."""
+    slots = slots_of_classes(np.arange(num_classes), num_classes, seed)
+    return initial_centres(0, num_classes, dim, seed)[torch.from_numpy(slots)]
+
+
+def dense_loss(
+    margin: Margin,
+    embeddings: Tensor,
+    centres: Tensor,
+    labels: Tensor,
+    active: Tensor | None = None,
+    limit: float | None = None,
+) -> Tensor:
+    """Return the mean margin softmax loss over the active classes (C,) bool, without negatives whose cosine exceeds limit."""
+    cosine = F.normalize(embeddings) @ F.normalize(centres).t()
+    own = cosine.gather(1, labels[:, None])
+    logits = margin.negatives(cosine, own)
+    if limit is not None:
+        logits = logits.masked_fill(cosine > limit, -torch.inf)
+    if active is not None:
+        logits = logits.masked_fill(~active, -torch.inf)
+    logits = logits.scatter(1, labels[:, None], margin.target(own.squeeze(1), embeddings.norm(dim=1))[:, None])
+    return F.cross_entropy(logits, labels)
+
+
+class DenseHead:
+    """All classes on one process. Rows that are not active keep centres and moments, as head.inactive_rows=keep says."""
+
+    def __init__(self, margin: Margin, centres: Tensor, optimizer: RowSGD | RowAdamW) -> None:
+        self.margin, self.optimizer = margin, optimizer
+        self.centres = centres.double()
+        self.momentum, self.variance = torch.zeros_like(self.centres), torch.zeros_like(self.centres)
+        self.updates = torch.zeros(len(centres), 1, dtype=torch.float64)
+
+    def step(self, embeddings: Tensor, labels: Tensor, lr: float, active: Tensor | None = None) -> tuple[float, Tensor, Tensor]:
+        """Return (loss, its gradient for the embeddings, for the centres), all before the update that this makes."""
+        x, w = embeddings.double().requires_grad_(), self.centres.clone().requires_grad_()
+        loss = dense_loss(self.margin, x, w, labels, active)
+        loss.backward()
+        assert x.grad is not None and w.grad is not None
+        rows = torch.ones(len(w), dtype=torch.bool) if active is None else active
+        self._update(rows, w.grad[rows], lr)
+        return loss.item(), x.grad, w.grad
+
+    def _update(self, rows: Tensor, gradient: Tensor, lr: float) -> None:
+        w, o = self.centres[rows], self.optimizer
+        if isinstance(o, RowSGD):
+            self.momentum[rows] = o.momentum * self.momentum[rows] + gradient + o.weight_decay * w
+            self.centres[rows] = w - lr * self.momentum[rows]
+            return
+        self.updates[rows] += 1
+        self.momentum[rows] = o.beta1 * self.momentum[rows] + (1 - o.beta1) * gradient
+        self.variance[rows] = o.beta2 * self.variance[rows] + (1 - o.beta2) * gradient**2
+        m = self.momentum[rows] / (1 - o.beta1 ** self.updates[rows])
+        v = self.variance[rows] / (1 - o.beta2 ** self.updates[rows])
+        self.centres[rows] = w * (1 - lr * o.weight_decay) - lr * m / (v.sqrt() + o.eps)
+
+
+def near_their_centres(centres: Tensor, rows: int, step: int = 0) -> tuple[Tensor, Tensor]:
+    """Return (rows, D) embeddings near their centres, some far, and labels with repeats."""
+    generator = torch.Generator().manual_seed(step)
+    labels = torch.randint(len(centres), (rows,), generator=generator)
+    noise = F.normalize(torch.randn(rows, centres.shape[1], generator=generator))
+    return 5 * (F.normalize(centres[labels]) + torch.linspace(0, 2, rows)[:, None] * noise), labels
+
+
+def active_classes(head: PartialFC) -> Tensor:
+    """Return (C,) bool, which of this rank's classes are in the softmax of the step begun."""
+    active = torch.zeros(head.num_classes, dtype=torch.bool)
+    active[torch.from_numpy(head.shard_classes()[head.active_rows()])] = True
+    return active
+
+
+def relative(value: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over the norm of the expected, in float64."""
+    return float((value.double() - expected.double()).norm() / expected.double().norm())

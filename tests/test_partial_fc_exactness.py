@@ -1,0 +1,304 @@
+"""The head against a dense float64 softmax and textbook optimizers: one step and twenty, whole and sampled, odd cases."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from dense_reference import DenseHead, active_classes, all_centres, dense_loss, near_their_centres, relative
+from torch import Tensor
+
+from losses import build_margin, list_margins
+from losses.margin import Margin
+from partial_fc import PartialFC, RowAdamW, RowSGD
+from partial_fc.head import AUTO_CHUNK
+from partial_fc.kernels import KERNELS
+
+OPTIMIZERS = {"sgd": RowSGD(0.9, 5e-4), "adamw": RowAdamW(0.9, 0.999, 1e-8, 0.05)}
+RATES = {"sgd": 1e-2, "adamw": 1e-4}
+
+
+def _margin(name: str) -> Margin:
+    return build_margin(name, 64.0, 0.4, 1.0, 0.3, 0.2)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("margin_name", list_margins())
+def test_loss_and_gradients_at_real_size_are_exact(margin_name: str, kernels: str):
+    num_classes, dim, rows = 20_000, 512, 128
+    margin, centres = _margin(margin_name), all_centres(20_000, 512, seed=3)
+    x, labels = near_their_centres(centres, rows)
+    x.requires_grad_()
+    head = PartialFC(margin, num_classes, dim, seed=3, optimizer=RowSGD(0.0, 0.0), kernels=kernels)
+    before = head.centres.clone()
+    head.begin_step(labels[None], 0)
+    loss = head(x)
+    loss.backward()
+    head.step(1.0)
+    expected, by_x, by_w = DenseHead(margin, centres, RowSGD()).step(x.detach(), labels, 0.0)
+    assert x.grad is not None
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert relative(x.grad, by_x) < 1e-5
+    assert relative(before - head.centres, by_w[torch.from_numpy(head.shard_classes())]) < 1e-5
+
+
+def _train_beside_dense(
+    rank: int, world_size: int, optimizer_name: str, sample_rate: float, margin_name: str, kernels: str = "auto"
+) -> None:
+    """Compare 20 steps, with the active classes of all ranks, 101 classes of which no two ranks hold as many."""
+    num_classes, dim, rows = 101, 24, 12
+    margin, optimizer, lr = _margin(margin_name), OPTIMIZERS[optimizer_name], RATES[optimizer_name]
+    centres = all_centres(num_classes, dim, seed=5)
+    dense = DenseHead(margin, centres, optimizer)
+    head = PartialFC(
+        margin, num_classes, dim, rank, world_size, 5, sample_rate, optimizer, chunk=16, cache_mb=0, kernels=kernels
+    )
+    share = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
+    for step in range(20):
+        x, labels = near_their_centres(centres, rows, step)
+        mine = x[share].clone().requires_grad_()
+        head.begin_step(labels[share][None], step)
+        active = active_classes(head)
+        if world_size > 1:
+            shared = active.to(torch.int32)
+            dist.all_reduce(shared)
+            active = shared > 0
+        loss = head(mine)
+        loss.backward()
+        head.step(lr)
+        assert int(active.sum()) == head.num_active()
+        expected, by_x, _ = dense.step(x, labels, lr, active)
+        assert mine.grad is not None
+        tolerance = 1e-6 if step == 0 else 2e-5
+        assert loss.item() == pytest.approx(expected, rel=tolerance), f"step {step}"
+        assert relative(mine.grad, by_x[share]) < 10 * tolerance, f"step {step}"
+    moved = head.centres - centres[torch.from_numpy(head.shard_classes())]
+    should = (dense.centres - centres)[torch.from_numpy(head.shard_classes())]
+    assert relative(moved, should) < 1e-4
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("sample_rate", [1.0, 0.3])
+@pytest.mark.parametrize("margin_name", list_margins())
+def test_twenty_steps_follow_the_dense_head(margin_name: str, sample_rate: float, optimizer_name: str):
+    for kernels in KERNELS:
+        _train_beside_dense(0, 1, optimizer_name, sample_rate, margin_name, kernels)
+
+
+def _several(rank: int, world_size: int) -> None:
+    for optimizer_name in OPTIMIZERS:
+        for sample_rate in (1.0, 0.3):
+            _train_beside_dense(rank, world_size, optimizer_name, sample_rate, "arcface")
+    _train_beside_dense(rank, world_size, "sgd", 0.3, "combined", "plain")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_twenty_steps_on_uneven_shards_follow_the_dense_head(run_ranks: Callable[..., None], world_size: int):
+    run_ranks(_several, world_size)
+
+
+def _one_step(head: PartialFC, x: Tensor, labels: Tensor) -> tuple[float, Tensor]:
+    x = x.clone().requires_grad_()
+    head.begin_step(labels[None], 0)
+    loss = head(x)
+    loss.backward()
+    head.step(1.0)
+    assert x.grad is not None
+    return loss.item(), x.grad
+
+
+def _compare_odd_case(centres: Tensor, x: Tensor, labels: Tensor, kernels: str, scale: float = 64.0) -> None:
+    """Put these centres into a head and compare a step with the dense one."""
+    margin = build_margin("cosface", scale, 0.4, 1, 0, 0)
+    head = PartialFC(margin, len(centres), centres.shape[1], optimizer=RowSGD(0.0, 0.0), chunk=8, kernels=kernels)
+    order = torch.from_numpy(head.shard_classes())
+    rows = {"centres": centres[order], "momentum": torch.zeros_like(centres)}
+    head.load_rows(lambda low, high: {name: tensor[low:high] for name, tensor in rows.items()})
+    loss, by_x = _one_step(head, x, labels)
+    dense = DenseHead(margin, centres, RowSGD(0.0, 0.0))
+    expected, expected_by_x, by_w = dense.step(x, labels, 1.0)
+    assert math.isfinite(loss) and bool(by_x.isfinite().all()) and bool(head.centres.isfinite().all())
+    assert loss == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert (by_x - expected_by_x).norm() <= 1e-5 * expected_by_x.norm() + 1e-5
+    moved = centres[order] - head.centres
+    assert (moved - by_w[order]).norm() <= 1e-5 * by_w.norm() + 1e-5
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("scale", [64.0, 100.0, 300.0])  # a constant 0, a constant or the rows' maximum is subtracted
+def test_all_cosines_one_or_minus_one(sign: float, scale: float, kernels: str):
+    direction = F.normalize(torch.randn(1, 16, generator=torch.Generator().manual_seed(1)))
+    _compare_odd_case(direction.repeat(30, 1), sign * 3 * direction.repeat(6, 1), torch.arange(6), kernels, scale)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_duplicate_centres_and_a_batch_of_one_class(kernels: str):
+    centres = torch.randn(30, 16, generator=torch.Generator().manual_seed(2))
+    centres[10:20] = centres[:10]
+    x, labels = near_their_centres(centres, 8)
+    _compare_odd_case(centres, x, labels, kernels)
+    _compare_odd_case(centres, x, torch.full((8,), 13), kernels)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_zero_embeddings_and_zero_centres_give_finite_numbers_and_move_nothing_else(kernels: str):
+    margin = build_margin("arcface", 64.0, 0.5, 1, 0, 0)
+    head = PartialFC(margin, 30, 16, optimizer=RowSGD(0.0, 0.0), kernels=kernels)
+    centres = head.centres.clone()
+    centres[7] = 0.0
+    rows = {"centres": centres, "momentum": torch.zeros_like(centres)}
+    head.load_rows(lambda low, high: {name: tensor[low:high] for name, tensor in rows.items()})
+    labels = torch.from_numpy(head.shard_classes())[[0, 1, 2, 3]]
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(3))
+    x[2] = 0.0
+    loss, by_x = _one_step(head, x, labels)
+    dense = dense_loss(margin, x.double(), centres.double()[_by_class(head)], labels)
+    assert loss == pytest.approx(dense.item(), rel=1e-6)
+    assert bool(by_x.isfinite().all()) and bool(head.centres.isfinite().all())
+
+
+def _by_class(head: PartialFC) -> Tensor:
+    return torch.from_numpy(head.shard_classes()).argsort()
+
+
+def _shard_without_positives(rank: int, world_size: int) -> None:
+    head = PartialFC(_margin("arcface"), 40, 16, rank, world_size, seed=1, sample_rate=0.2, optimizer=RowSGD(0.0, 0.0))
+    slots = torch.arange(4)  # all in rank 0's shard
+    centres = all_centres(40, 16, 1)
+    everywhere = PartialFC(_margin("arcface"), 40, 16, seed=1)
+    labels = torch.from_numpy(everywhere.shard_classes())[slots]
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    mine = slice(2 * rank, 2 * rank + 2)
+    head.begin_step(labels[mine][None], 0)
+    shared = active_classes(head).to(torch.int32)
+    dist.all_reduce(shared)
+    part = x.detach()[mine].clone().requires_grad_()
+    loss = head(part)
+    loss.backward()
+    head.step(1.0)
+    expected = dense_loss(_margin("arcface"), x.double(), centres.double(), labels, shared > 0)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert part.grad is not None
+    assert relative(part.grad, torch.autograd.grad(expected, x)[0][mine]) < 1e-5
+
+
+def test_a_shard_without_any_positive(run_ranks: Callable[..., None]):
+    run_ranks(_shard_without_positives, 2)
+
+
+def test_more_positives_than_the_budget_are_all_active():
+    head = PartialFC(_margin("arcface"), 60, 16, sample_rate=0.05)
+    centres = all_centres(60, 16, 0)
+    x, labels = near_their_centres(centres, 40)
+    head.begin_step(labels[None], 0)
+    active = active_classes(head)
+    assert set(labels.tolist()) == set(active.nonzero().squeeze(1).tolist())
+    loss = head(x)
+    expected = dense_loss(_margin("arcface"), x.double(), centres.double(), labels, active)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_fewer_classes_than_a_chunk_are_one_chunk():
+    assert AUTO_CHUNK["cpu"] > 20
+    _compare_odd_case(all_centres(20, 16, 0), *near_their_centres(all_centres(20, 16, 0), 6), kernels="auto")
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("cache_mb", [0, 64])
+def test_two_bf16_micro_batches_are_near_the_dense_softmax(cache_mb: int, kernels: str):
+    margin, centres = _margin("cosface"), all_centres(3000, 128, seed=3)
+    x, labels = near_their_centres(centres, 64)
+    head = PartialFC(
+        margin, 3000, 128, seed=3, optimizer=RowSGD(0.0, 0.0), matmul_dtype=torch.bfloat16, cache_mb=cache_mb, kernels=kernels
+    )
+    before = head.centres.clone()
+    head.begin_step(labels.view(2, 32), 0)
+    parts = [part.clone().requires_grad_() for part in x.view(2, 32, 128)]
+    losses = [head(part, micro) for micro, part in enumerate(parts)]
+    for loss in losses:
+        (loss / 2).backward()
+    head.step(1.0)
+    expected, by_x, by_w = DenseHead(margin, centres, RowSGD()).step(x, labels, 0.0)
+    # bf16 rounds each logit, up to 64 here, by up to 2^-9 of it; measured 1.1e-2 for the embeddings' gradient
+    assert sum(loss.item() for loss in losses) / 2 == pytest.approx(expected, rel=2e-3)
+    assert relative(torch.cat([part.grad for part in parts]), by_x) < 2e-2  # type: ignore[misc]
+    assert relative(before - head.centres, by_w[torch.from_numpy(head.shard_classes())]) < 2e-2
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_negatives_above_the_filter_are_left_out(kernels: str):
+    margin, centres = _margin("cosface"), all_centres(200, 16, seed=3)
+    x, labels = near_their_centres(centres, 16)
+    x.requires_grad_()
+    head = PartialFC(margin, 200, 16, seed=3, filter_above=0.4, optimizer=RowSGD(0.0, 0.0), kernels=kernels)
+    before = head.centres.clone()
+    head.begin_step(labels[None], 0)
+    loss = head(x)
+    loss.backward()
+    head.step(1.0)
+    dense_x, dense_w = x.detach().double().requires_grad_(), centres.double().requires_grad_()
+    expected = dense_loss(margin, dense_x, dense_w, labels, limit=0.4)
+    unfiltered = dense_loss(margin, dense_x, dense_w, labels)
+    expected.backward()
+    assert abs(expected.item() - unfiltered.item()) > 1e-3  # the filter had something to do
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert x.grad is not None and dense_x.grad is not None and dense_w.grad is not None
+    assert relative(x.grad, dense_x.grad) < 1e-5
+    assert relative(before - head.centres, dense_w.grad[torch.from_numpy(head.shard_classes())]) < 1e-5
+
+
+def _not_finite(rank: int, world_size: int) -> None:
+    head = PartialFC(_margin("arcface"), 20, 16, rank, world_size)
+    before = {name: tensor.clone() for name, tensor in head.shard_state().items()}
+    head.begin_step(torch.tensor([[3, 4]]), 0)
+    x = torch.randn(2, 16)
+    if rank == 0:
+        x[1, 5] = float("nan")
+    head(x)
+    assert not head.step(0.1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in head.shard_state().items())
+    head.begin_step(torch.tensor([[3, 4]]), 1)
+    head(torch.randn(2, 16))
+    assert head.step(0.1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_that_is_not_finite_updates_no_rank(run_ranks: Callable[..., None], world_size: int):
+    run_ranks(_not_finite, world_size)
+
+
+def _wire(rank: int, world_size: int) -> None:
+    centres = all_centres(50, 32, 0)
+    x, labels = near_their_centres(centres, 8)
+    mine = slice(rank * 4, rank * 4 + 4)
+    gradients = []
+    for dtype in (torch.float32, torch.bfloat16):
+        head = PartialFC(_margin("cosface"), 50, 32, rank, world_size, wire_dtype=dtype)
+        part = x[mine].clone().requires_grad_()
+        head.begin_step(labels[mine][None], 0)
+        head(part).backward()
+        assert part.grad is not None
+        gradients.append(part.grad)
+    assert 1e-6 < relative(gradients[1], gradients[0]) < 2e-2
+
+
+def test_bf16_on_the_wire_is_near_fp32(run_ranks: Callable[..., None]):
+    run_ranks(_wire, 2)
+
+
+def test_buffers_do_not_grow_after_the_first_step_nor_with_the_classes():
+    held = []
+    for num_classes in (5_000, 40_000):
+        head = PartialFC(_margin("cosface"), num_classes, 32, cache_mb=0, chunk=512)
+        sizes = []
+        for step in range(3):
+            head.begin_step(torch.arange(16)[None], step)
+            head(torch.randn(16, 32))
+            head.step(0.1)
+            sizes.append(head.workspace.bytes_held)
+        assert sizes[0] == sizes[2]
+        held.append(sizes[0])
+    assert held[0] == held[1] > 0
