@@ -5,8 +5,11 @@ from typing import Any
 import torch
 
 from utils.distributed import World
+from utils.memory import available_bytes
 
 from .head import PartialFC
+from .kernels import choose_kernels
+from .memory import HeadShape, check_fits
 from .row_optimizer import RowAdamW, RowOptimizer, RowSGD
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -50,6 +53,40 @@ def build_head(
         kernels=head.kernels,
         device=world.device,
     )
+
+
+def check_head_fits(
+    num_classes: int,
+    embedding_size: int,
+    world: World,
+    head: Any,
+    optimizer: Any,
+    autocast: torch.dtype | None,
+    rows: int,
+    accumulation: int,
+    others: int,
+) -> None:
+    """Raise ValueError, with what would fit, if the memory of this process does not hold its share of the head.
+
+    Args:
+        rows: of the global micro-batch.
+        others: bytes that the backbone needs beside.
+    """
+    shape = HeadShape(
+        embedding_size,
+        rows,
+        head.state,
+        build_row_optimizer(head, optimizer),
+        head.sample_rate,
+        matmul_dtype(head.matmul_dtype, autocast, world.device),
+        accumulation,
+        head.cache_mb,
+        head.chunk,
+        head.neighbours if head.sampling == "neighbours" else 0,
+        head.inactive_rows,
+        choose_kernels(head.kernels, world.device, embedding_size),
+    )
+    check_fits(shape, num_classes, world.world_size, available_bytes(world), others)
 
 
 def build_row_optimizer(head: Any, optimizer: Any) -> RowOptimizer:

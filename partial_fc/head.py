@@ -13,14 +13,12 @@ over the global batch; a data-parallel backbone averages over the ranks, so the 
 Shapes: b = rows of this rank per micro-batch, B = b * world_size, D = embedding size, A = micro-batches.
 """
 
-import contextlib
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from utils.distributed import SharedError
 from utils.randomness import derive
 
 from .collectives import Collectives
@@ -29,7 +27,8 @@ from .loss import ReadyGradient, row_factors, sums_over_shards
 from .neighbours import NeighbourGraph
 from .row_optimizer import LazyDecay, RowAdamW, RowOptimizer, RowSGD
 from .sampling import draw_active, num_active
-from .shard import classes_of_slots, shard_range, slots_of_classes
+from .shard import check_labels, classes_of_slots, shard_range, slots_of_classes
+from .side_stream import SideStream
 from .softmax import Batch, Chunk, TwoPass, constant_shift, plan_chunks, unit_rows
 from .state import CentreState, Read
 from .workspace import Workspace
@@ -132,10 +131,9 @@ class PartialFC(nn.Module):
         self._graph: NeighbourGraph | None = None
         if sampling == "neighbours" and num_classes > 1:
             self._graph = NeighbourGraph(num_classes, rank, num_neighbours, neighbours_every, self.collectives, device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._beside = SideStream(device)
         self.positive_cosine = torch.zeros((), device=device)
         self._current: _Step | None = None
-        self._last: _Step | None = None
         self._number = 0  # of the optimizer step begun last
         self._classes: np.ndarray | None = None  # distinct slots of its batch, all ranks
 
@@ -161,19 +159,13 @@ class PartialFC(nn.Module):
         """
         gathered = self.collectives.gather_labels(labels.t().contiguous(), self.workspace.device)  # (B, A)
         everyone = gathered.t().numpy()
-        wrong = np.unique(everyone[(everyone < 0) | (everyone >= self.num_classes)])
-        if wrong.size:
-            raise SharedError(
-                f"labels must be in [0, {self.num_classes}), the number of classes; step {step} has "
-                f"{', '.join(map(str, wrong[:5]))}. "
-                "Correct data.num_classes or the labels"
-            )
+        check_labels(everyone, self.num_classes, step)
         slots = slots_of_classes(everyone.reshape(-1), self.num_classes, self.seed).reshape(everyone.shape)
         local = slots - self.start
         here = (slots >= self.start) & (slots < self.stop)
         self._number, self._classes = step, np.unique(slots)
         if self._graph is not None and self._graph.is_due(step):
-            self._wait()
+            self._beside.wait()
             self._graph.rebuild(self.state, self._passes.dtype)
         near = None if self._graph is None else self._graph.near(self._classes)
         draw_seed = derive(self.seed, "active", step, self.rank)
@@ -238,7 +230,7 @@ class PartialFC(nn.Module):
         targets = [target * share for target in current.targets]
         seed = derive(self.seed, "rounding", current.number, self.rank)
         self._begin_noise("rounding", current.number)
-        with self._beside():
+        with self._beside.run(keep=(current, factors, targets, apply)):
             passes = self._passes.gradients(current.batches, factors, targets, current.chunks)
             for number, (chunk, gradient, own) in enumerate(passes):
                 update_rows(self.optimizer, self.state, chunk.select, gradient, own, lr, seed + number, apply)
@@ -246,13 +238,12 @@ class PartialFC(nn.Module):
                 self._decay.record(lr)
                 if self._decay.is_long():
                     self._decay.catch_up_all(self.state, self.chunk)
-        self._last = current  # its tensors are in use on the other stream
         return True
 
     @torch.no_grad()
     def shard_state(self) -> dict[str, Tensor]:
         """Return this rank's rows by name, (stop - start, ...) each, in slot order; rows that lag are brought up to date."""
-        self._wait()
+        self._beside.wait()
         if self._decay is not None:
             self._begin_noise("all rows", self._number)
             self._decay.catch_up_all(self.state, self.chunk)
@@ -311,7 +302,7 @@ class PartialFC(nn.Module):
         return rows.loss, gradient
 
     def _begin_passes(self, step: _Step, rows: int) -> None:
-        self._wait()  # the buffers and the centres may be in use by the step before
+        self._beside.wait()  # the buffers and the centres may be in use by the step before
         self._passes.begin(step.chunks, rows, len(step.slots))
         if self._decay is not None:
             self._begin_noise("catch up", step.number)
@@ -321,16 +312,3 @@ class PartialFC(nn.Module):
     def _begin_noise(self, purpose: str, number: int) -> None:
         if self.state.noise is not None:
             self.state.noise.begin(derive(self.seed, purpose, number, self.rank))
-
-    def _beside(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context whose CUDA work runs beside what the caller enqueues next; on the CPU nothing changes."""
-        if self._stream is None:
-            return contextlib.nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        return torch.cuda.stream(self._stream)
-
-    def _wait(self) -> None:
-        """Let what is enqueued next wait for the update of the centres."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        self._last = None

@@ -108,13 +108,19 @@ def update_rows(
     if kernels == "triton":
         from . import triton_kernels
 
-        places = (tensors["centres"], tensors["momentum"], tensors.get("momentum_scale"))
-        middle = (gradient, state.inverse_norms, select.start if isinstance(select, slice) else select, lr)
+        where = select.start if isinstance(select, slice) else select
         flag = torch.ones(1, device=gradient.device) if apply is None else apply
+        centres, momentum, scale = tensors["centres"], tensors["momentum"], tensors.get("momentum_scale")
+        inverse = state.inverse_norms
         if not isinstance(optimizer, RowSGD):
-            triton_kernels.adamw_update(*places, tensors["variance"], tensors["updates"], *middle, *optimizer, seed, flag)
+            variance, updates = tensors["variance"], tensors["updates"]
+            triton_kernels.adamw_update(
+                centres, momentum, scale, variance, updates, gradient, inverse, where, lr, *optimizer, seed, flag
+            )
             return
-        triton_kernels.sgd_update(*places, *middle, optimizer.momentum, optimizer.weight_decay, seed, flag)
+        triton_kernels.sgd_update(
+            centres, momentum, scale, gradient, inverse, where, lr, optimizer.momentum, optimizer.weight_decay, seed, flag
+        )
     else:
         optimizer.update(state, select, gradient, lr)
     if "updates" in tensors:

@@ -19,10 +19,14 @@ class Noise:
     """Random numbers for blocks of at most `size` elements, on one device; a function of the seeds given to `begin`."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        order = torch.randperm(_VALUES, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-        self._bits = order.repeat(-(-size // _VALUES) + 1).to(device)  # one period more than needed: any offset fits
-        self._uniform: Tensor | None = None
+        self.size, self.device = size, device
+        self._tables: dict[str, Tensor] = {}  # made when first used
         self._offset = 0
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of the tables."""
+        return sum(table.nbytes for table in self._tables.values())
 
     def begin(self, seed: int) -> None:
         """Set the seed of what follows, for example one of each optimizer step."""
@@ -30,17 +34,20 @@ class Noise:
 
     def bits(self, shape: torch.Size) -> Tensor:
         """Return int32 numbers in [0, 65536), not to be written to."""
-        return self._next(self._bits, shape)
+        return self._next("bits", shape)
 
     def uniform(self, shape: torch.Size) -> Tensor:
         """Return fp32 numbers in (0, 1), not to be written to."""
-        if self._uniform is None:
-            self._uniform = (self._bits + 0.5) / _VALUES
-        return self._next(self._uniform, shape)
+        return self._next("uniform", shape)
 
-    def _next(self, table: Tensor, shape: torch.Size) -> Tensor:
+    def _next(self, name: str, shape: torch.Size) -> Tensor:
+        if name not in self._tables:
+            order = torch.randperm(_VALUES, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+            values = order if name == "bits" else (order + 0.5) / _VALUES
+            # one period more than needed: any offset fits
+            self._tables[name] = values.repeat(-(-self.size // _VALUES) + 1).to(self.device)
         self._offset = (self._offset + _STRIDE) % _VALUES
-        return table[self._offset : self._offset + shape.numel()].view(shape)
+        return self._tables[name][self._offset : self._offset + shape.numel()].view(shape)
 
 
 def round_to_bfloat16_(values: Tensor, noise: Noise) -> Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from utils.distributed import SharedError
 from utils.randomness import derive, permute, unpermute
 
 _BLOCK = 1024  # slots that share one generator; part of what (seed, class) -> initial centre means
@@ -22,6 +23,16 @@ def shard_range(num_classes: int, rank: int, world_size: int) -> tuple[int, int]
     share, rest = divmod(num_classes, world_size)
     start = share * rank + min(rank, rest)
     return start, start + share + (rank < rest)
+
+
+def check_labels(labels: np.ndarray, num_classes: int, step: int) -> None:
+    """Raise SharedError if a label is outside [0, num_classes); call it on all ranks with the labels of all ranks."""
+    wrong = np.unique(labels[(labels < 0) | (labels >= num_classes)])
+    if wrong.size:
+        raise SharedError(
+            f"labels must be in [0, {num_classes}), the number of classes; step {step} has {', '.join(map(str, wrong[:5]))}. "
+            "Correct data.num_classes or the labels"
+        )
 
 
 def slots_of_classes(classes: np.ndarray, num_classes: int, seed: int) -> np.ndarray:

@@ -107,6 +107,15 @@ def constant_shift(margin: MarginLike, num_classes: int) -> float | None:
     return shift if -bound - shift > _SMALLEST else None
 
 
+def padded_rows(count: int, dtype: torch.dtype) -> int:
+    """Return with how many rows the products of a chunk of `count` classes are made.
+
+    oneDNN compiles a bf16 product anew for each shape, which takes longer than most products; sampling would make new shapes
+    in every step.
+    """
+    return -(-count // _GRANULE) * _GRANULE if dtype == torch.bfloat16 else count
+
+
 class TwoPass:
     """The two passes over one shard.
 
@@ -121,18 +130,12 @@ class TwoPass:
         self.limit = limit
         self._cached: dict[tuple[int, int], Tensor] = {}
 
-    def _padded(self, chunk: Chunk) -> int:
-        """Return with how many rows the products of a chunk are made.
-
-        oneDNN compiles a bf16 product anew for each shape, which takes longer than most products; sampling would make new
-        shapes in every step.
-        """
-        return -(-chunk.size // _GRANULE) * _GRANULE if self.dtype == torch.bfloat16 else chunk.size
-
     def begin(self, chunks: list[Chunk], rows: int, num_micro: int) -> None:
         """Make ready for the passes of one step, of num_micro micro-batches with `rows` rows each."""
         self._cached.clear()
-        self.workspace.begin_cache(num_micro * sum(self._padded(chunk) * rows * self.dtype.itemsize + 64 for chunk in chunks))
+        self.workspace.begin_cache(
+            num_micro * sum(padded_rows(chunk.size, self.dtype) * rows * self.dtype.itemsize + 64 for chunk in chunks)
+        )
 
     def row_maximum(self, batch: Batch, chunks: list[Chunk], micro: int) -> Tensor:
         """Return the (B,) largest negative logit over this shard's active classes, -1e30 where there is none."""
@@ -155,7 +158,7 @@ class TwoPass:
         by_target = torch.zeros_like(z_sum)
         operand = self._operand(batch)
         for number, chunk in enumerate(chunks):
-            unit = self.state.unit_rows(chunk.select, self.dtype, self._padded(chunk))
+            unit = self.state.unit_rows(chunk.select, self.dtype, padded_rows(chunk.size, self.dtype))
             cached = self.workspace.cache((len(unit), len(batch.unit)), self.dtype)
             if cached is not None:
                 self._cached[micro, number] = cached
@@ -186,7 +189,7 @@ class TwoPass:
         own_scaled = [batch.unit * target[:, None] for batch, target in zip(batches, targets, strict=True)]
         operands = [self._operand(batch) for batch in batches]
         for number, chunk in enumerate(chunks):
-            shape = (self._padded(chunk), scaled[0].shape[1])
+            shape = (padded_rows(chunk.size, self.dtype), scaled[0].shape[1])
             total: Tensor | None = None
             unit: Tensor | None = None
             for micro, batch in enumerate(batches):

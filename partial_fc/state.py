@@ -76,6 +76,11 @@ class CentreState:
             self.tensors["centres"][rows] = values.to(self.tensors["centres"])
             self._take_norms(rows, {})
 
+    def refresh_norms(self) -> None:
+        """Compute 1 / norm of every centre anew, after they were changed from outside."""
+        for low in range(0, self.num_rows, _BLOCK):
+            self._take_norms(slice(low, min(low + _BLOCK, self.num_rows)), {})
+
     def unit_rows(self, select: Select, dtype: torch.dtype, padded: int = 0) -> Tensor:
         """Return the unit centres (c, D) in dtype, in a buffer that lasts until the next call.
 

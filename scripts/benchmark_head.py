@@ -151,7 +151,7 @@ def work(case: dict[str, Any]) -> None:
         embeddings = torch.randn(case["batch"] // ranks, _DIM, device=device)
         labels = torch.randint(case["classes"], (len(embeddings),), device=device)
         torch.mm(embeddings, embeddings.t())  # the library's own memory is nobody's growth
-        before = _memory(device)
+        before = peak_bytes(device)
         step = (
             _plain_step(case, rank, embeddings, labels) if case["head"] != "ours" else _our_step(case, rank, embeddings, labels)
         )
@@ -168,7 +168,7 @@ def work(case: dict[str, Any]) -> None:
         figures = {
             "step_ms": statistics.median(times),
             "step_ms_range": [min(times), max(times)],
-            "bytes_per_identity": (_memory(device) - before) / local,
+            "bytes_per_identity": (peak_bytes(device) - before) / local,
         }
     if rank == 0:
         Path(case["result"]).write_text(json.dumps(figures))
@@ -222,7 +222,7 @@ def _bare_product(case: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {"gflops": 2 * case["batch"] * case["classes"] * _DIM / statistics.median(times[2:]) / 1e9}
 
 
-def _memory(device: torch.device) -> float:
+def peak_bytes(device: torch.device) -> float:
     """Return the peak memory of this process so far, in bytes."""
     status = Path("/proc/self/status")
     if device.type == "cpu" and status.is_file():  # getrusage would count what the parent had when it started this process

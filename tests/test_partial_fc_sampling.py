@@ -1,7 +1,16 @@
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
+from scipy import stats
 
+from losses import build_margin
+from partial_fc import PartialFC
 from partial_fc.sampling import ActiveSet, draw_active
+from partial_fc.shard import initial_centres
+from utils.randomness import derive
 
 
 def _members(active: ActiveSet) -> np.ndarray:
@@ -45,3 +54,65 @@ def test_the_draw_is_a_function_of_the_seed(seed: int):
     first, second = (_members(draw_active(np.array([4]), 1000, 0.1, seed)) for _ in range(2))
     assert np.array_equal(first, second)
     assert not np.array_equal(first, _members(draw_active(np.array([4]), 1000, 0.1, seed + 100)))
+
+
+def test_every_class_is_active_with_probability_r_by_a_chi_square_test():
+    num_local, rate, draws = 1000, 0.1, 4000
+    counts = np.zeros(num_local)
+    for seed in range(draws):
+        counts[_members(draw_active(np.zeros(0, dtype=np.int64), num_local, rate, derive(seed, "test")))] += 1
+    assert counts.mean() == draws * rate
+    # a draw is a run of 100 slots, so of the slots k, k + 100, k + 200, ... exactly one is in it: a multinomial each
+    for offset in range(0, 100, 7):
+        chosen = counts[offset::100]
+        assert chosen.sum() == draws
+        statistic = ((chosen - draws / 10) ** 2 / (draws / 10)).sum()
+        assert stats.chi2.sf(statistic, df=9) > 1e-4
+
+
+def test_neighbours_come_before_random_negatives_and_take_at_most_half_of_the_budget():
+    positives, neighbours = np.array([5, 50, 500]), np.array([7, 5, 9, 7, 11, 50, *range(600, 700)])
+    for seed in range(200):
+        members = set(_members(draw_active(positives, 1000, 0.043, seed, neighbours)).tolist())
+        assert len(members) == 43
+        assert {5, 50, 500, 7, 9, 11, *range(600, 617)} <= members  # the first 20 new ones of 40 negatives
+    others = np.zeros(1000)
+    for seed in range(3000):
+        others[_members(draw_active(positives, 1000, 0.043, seed, neighbours))] += 1
+    rest = np.delete(others, [5, 50, 500, 7, 9, 11, *range(600, 617)])
+    assert rest.mean() == pytest.approx(3000 * 20 / 977)
+    assert np.abs(rest - rest.mean()).max() < 4.5 * rest.mean() ** 0.5
+
+
+def test_places_number_the_active_slots_in_the_order_of_the_chunks():
+    active = draw_active(np.array([3, 90, 95]), 100, 0.3, 5)
+    members = _members(active)
+    assert active.places(members).tolist() == list(range(30))
+
+
+def _graph(rank: int, world_size: int) -> None:
+    """Compare the graph over the shards with all cosines at once."""
+    num_classes, dim, k = 61, 12, 5
+    head = PartialFC(
+        build_margin("cosface", 64.0, 0.4, 1, 0, 0), num_classes, dim, rank, world_size, 3, 0.5, sampling="neighbours",
+        num_neighbours=k, neighbours_every=2,
+    )  # fmt: skip
+    centres = F.normalize(initial_centres(0, num_classes, dim, 3))
+    cosine = centres @ centres.t()
+    cosine.fill_diagonal_(-2)
+    expected = cosine.topk(k, dim=1)[1]
+    labels = torch.arange(rank, rank + 4)
+    head.begin_step(labels[None], 0)
+    graph = head._graph
+    assert graph is not None and bool((graph.slots == -1).all())
+    head.begin_step(labels[None], 2)
+    assert torch.equal(graph.slots.long(), expected[head.start : head.stop])
+    slots = np.unique(head._step().slots)
+    near = set(expected[slots].reshape(-1).tolist()) & set(range(head.start, head.stop))
+    assert set((graph.near(slots) + head.start).tolist()) == near
+    assert graph.near(slots)[0] + head.start in expected[slots].T.reshape(-1).tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_graph_of_neighbours_equals_all_cosines_at_once_at_any_world_size(run_ranks: Callable[..., None], world_size: int):
+    run_ranks(_graph, world_size)

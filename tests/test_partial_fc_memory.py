@@ -1,0 +1,78 @@
+"""The memory model against heads that really run, and what a run that cannot fit is told."""
+
+import pytest
+import torch
+
+from backbones import build_backbone
+from losses import build_margin
+from partial_fc import PartialFC, RowAdamW, RowSGD
+from partial_fc.kernels import KERNELS
+from partial_fc.memory import HeadShape, check_fits
+from partial_fc.state import FORMATS
+from utils.memory import backbone_memory
+
+D, ROWS = 64, 32
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("optimizer", [RowSGD(), RowAdamW()])
+@pytest.mark.parametrize(("sample_rate", "accumulation", "cache_mb"), [(1.0, 1, 1), (0.3, 2, 0), (0.5, 1, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state", FORMATS)
+def test_the_model_is_what_a_head_holds(
+    state: str, dtype: torch.dtype, sample_rate: float, accumulation: int, cache_mb: int, optimizer: RowSGD, kernels: str
+):
+    num_classes = 20_000
+    margin = build_margin("cosface", 64.0, 0.4, 1, 0, 0)
+    head = PartialFC(
+        margin, num_classes, D, sample_rate=sample_rate, optimizer=optimizer, state=state, matmul_dtype=dtype,
+        cache_mb=cache_mb, chunk=2048, kernels=kernels, inactive_rows="decay",
+    )  # fmt: skip
+    for step in range(2):
+        head.begin_step(torch.randint(num_classes, (accumulation, ROWS)), step)
+        for micro in range(accumulation):
+            head(torch.randn(ROWS, D), micro)
+        head.step(0.1)
+    shape = HeadShape(
+        D, ROWS, state, optimizer, sample_rate, dtype, accumulation, cache_mb, 2048, 0, "decay", head.workspace.kernels
+    )
+    assert shape.bytes_per_class == head.state.bytes_per_row
+    held = head.workspace.bytes_held + (0 if head.state.noise is None else head.state.noise.bytes_held)
+    model = shape.shared_bytes(num_classes)
+    assert 0.75 * model < held <= model  # the model counts small tensors besides, and never too little
+
+
+@pytest.mark.parametrize("state", FORMATS)
+def test_the_largest_number_that_fits_is_the_largest(state: str):
+    shape = HeadShape(512, 1024, state)
+    for budget in (1 << 28, 1 << 30, 5 << 30):
+        most = shape.classes_in(budget)
+        assert shape.bytes_for(most) <= budget < shape.bytes_for(most + 1)
+    assert shape.classes_in(1000) == 0
+
+
+def test_a_run_that_cannot_fit_is_told_what_would():
+    shape = HeadShape(512, 1024)
+    check_fits(shape, 6_000_000, 1, 32 << 30, 6 << 30)
+    with pytest.raises(ValueError, match=r"8000000 classes over 1 .* head.state=lean .* 2 processes instead of 1"):
+        check_fits(shape, 8_000_000, 1, 32 << 30, 6 << 30)
+    check_fits(shape._replace(state="lean"), 8_000_000, 1, 32 << 30, 6 << 30)
+    check_fits(shape, 8_000_000, 2, 32 << 30, 6 << 30)
+    with pytest.raises(ValueError, match=r"smaller train.batch_size or backbone"):
+        check_fits(shape, 1000, 1, 1 << 30, 2 << 30)
+
+
+def test_the_backbone_probe_counts_what_autograd_keeps_and_moves_nothing():
+    backbone = build_backbone("r18", 64, 0.25, 0.0).train()
+    before = {name: tensor.clone() for name, tensor in backbone.state_dict().items()}
+    small = backbone_memory(backbone, None, moments=1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backbone.state_dict().items())
+    assert backbone.training
+    parameters = sum(p.numel() for p in backbone.parameters())
+    assert small.parameters == pytest.approx(12 * parameters, rel=0.01)
+    assert backbone_memory(backbone, None, moments=2).parameters == pytest.approx(16 * parameters, rel=0.01)
+    half = backbone_memory(backbone, torch.bfloat16, moments=1)
+    assert 0.4 < half.per_image / small.per_image < 0.8
+    # r18 at full width keeps 25 MB per image in half precision (the convolutions' inputs and those of BatchNorm and PReLU)
+    full = backbone_memory(build_backbone("r18", 512, 1.0, 0.0), torch.bfloat16, moments=1)
+    assert 20 < full.per_image / 2**20 < 30

@@ -1,0 +1,70 @@
+"""How much memory there is, and how much a backbone takes."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .distributed import World
+from .image import IMAGE_SIZE
+
+
+class BackboneMemory(NamedTuple):
+    """Bytes on one device."""
+
+    parameters: int  # weights, gradients and the optimizer's moments
+    per_image: int  # what the forward pass keeps for the backward pass, and the gradients in flight
+
+    def total(self, images: int) -> int:
+        return self.parameters + images * self.per_image
+
+
+def backbone_memory(backbone: nn.Module, autocast: torch.dtype | None, moments: int) -> BackboneMemory:
+    """Return what training this backbone takes, by forward passes of one and two images that note what autograd keeps.
+
+    Args:
+        moments: numbers that the optimizer keeps per parameter, 1 for SGD with momentum, 2 for AdamW.
+    """
+    modes = {module: module.training for module in backbone.modules()}
+    backbone.eval()  # a probe must not move BatchNorm's statistics
+    one, two = (_kept_bytes(backbone, count, autocast) for count in (1, 2))
+    for module, training in modes.items():
+        module.training = training
+    per_image = two - one
+    copies = 2 + moments  # weight, gradient, moments
+    size = sum(p.numel() * p.element_size() for p in backbone.parameters())
+    # what one image keeps beyond that are casts of the weights; a tenth more for gradients on their way back
+    return BackboneMemory(copies * size + max(0, one - per_image), round(1.1 * per_image))
+
+
+def _kept_bytes(backbone: nn.Module, count: int, autocast: torch.dtype | None) -> int:
+    first = next(backbone.parameters())
+    images = torch.zeros(count, 3, IMAGE_SIZE, IMAGE_SIZE, device=first.device).to(memory_format=torch.channels_last)
+    own = {p.untyped_storage().data_ptr() for p in backbone.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+        torch.autocast(first.device.type, dtype=autocast, enabled=autocast is not None),
+    ):
+        output = backbone(images)  # alive until all is counted: freed memory would be counted once for two tensors
+    del output
+    return sum(kept.values())
+
+
+def available_bytes(world: World) -> int:
+    """Return the memory that this process may still take: of its GPU, or its share of what the machine has free."""
+    if world.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(world.device)[0])
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.is_file():
+        return 1 << 62  # not known here, so nothing is refused
+    free = next(int(line.split()[1]) for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+    return free * 1024 // world.local_world_size
