@@ -19,10 +19,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from losses import build_margin
 from partial_fc import PartialFC
+from partial_fc.sampling import draw_active
 from scripts.plain_heads import PlainHead
 from utils import distributed
 from utils.log import peak_memory_gib
@@ -97,7 +99,7 @@ def benchmark(options: argparse.Namespace) -> None:
                 row = {"head": "ours"} | case | {"state": state, "matmul": matmul}
                 row |= _run(row)
                 row["useful_gflops"] = 6 * options.batch * classes * rate * _DIM / row["step_ms"] / 1e6
-                row["share_of_bare_product"] = row["useful_gflops"] / bare[matmul]["gflops"]
+                row["share_of_bare_products"] = row["useful_gflops"] / bare[matmul]["gflops"]
                 for kind, base in plain.items():
                     suffix = "_target_only" if kind == "target-only" else ""
                     row[f"time_ratio{suffix}"] = base["step_ms"] / row["step_ms"]
@@ -105,9 +107,17 @@ def benchmark(options: argparse.Namespace) -> None:
                 rows.append(row)
                 _print_row(row)
     for name, result in sorted(bare.items()):
-        print(f"bare product of (B, D) with (100000, D)^T into a given buffer in {name}: {result['gflops']:.0f} GFLOP/s")
+        each = ", ".join(f"{key} {value:.0f}" for key, value in result["gflops_of_each"].items())
+        print(f"bare products in {name} with 100000 classes: {result['gflops']:.0f} GFLOP/s together ({each})")
+    draws = _time_draws(1_000_000 if options.quick else 10_000_000)
+    print(
+        f"drawing 10 % of {draws['classes']} classes: {draws['ours_us']:.0f} us, by random number, top-k and sort "
+        f"{draws['plain_us']:.0f} us"
+    )
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine(device), "bare": bare, "rows": rows}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"machine": machine(device), "bare": bare, "draws": draws, "rows": rows}, indent=1) + "\n"
+        )
     if options.plot:
         from scripts.plot_head import plot
 
@@ -118,7 +128,7 @@ def _print_row(row: dict[str, Any]) -> None:
     name = f"ours {row['state']} {row['matmul']}" if row["head"] == "ours" else f"plain, {row['head']}"
     ratios = "".join(
         f"{row[key]:>{width}.2f}" if key in row else " " * width
-        for key, width in (("time_ratio", 8), ("memory_ratio", 9), ("share_of_bare_product", 9))
+        for key, width in (("time_ratio", 8), ("memory_ratio", 9), ("share_of_bare_products", 9))
     )
     numbers = f"{row['step_ms']:>9.1f} {row['bytes_per_identity']:>8.0f}"
     print(f"{row['classes']:>9} {row['sample_rate']:>5}  {name:<22} {numbers}{ratios}", flush=True)
@@ -146,7 +156,7 @@ def work(case: dict[str, Any]) -> None:
     torch.manual_seed(rank)
     device = world.device
     if case["head"] == "bare":
-        figures = _bare_product(case, device)
+        figures = _bare_products(case, device)
     else:
         embeddings = torch.randn(case["batch"] // ranks, _DIM, device=device)
         labels = torch.randint(case["classes"], (len(embeddings),), device=device)
@@ -207,19 +217,52 @@ def _our_step(case: dict[str, Any], rank: int, embeddings: torch.Tensor, labels:
     return step
 
 
-def _bare_product(case: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    dtype = _DTYPES[case["matmul"]]
-    first = torch.randn(case["batch"], _DIM, device=device).to(dtype)
-    second = torch.randn(case["classes"], _DIM, device=device).to(dtype)
-    out = torch.empty(case["batch"], case["classes"], device=device, dtype=dtype)
-    times = []
-    for _ in range(9):
-        _synchronise(device)
-        started = time.perf_counter()
-        torch.mm(first, second.t(), out=out)
-        _synchronise(device)
-        times.append(time.perf_counter() - started)
-    return {"gflops": 2 * case["batch"] * case["classes"] * _DIM / statistics.median(times[2:]) / 1e9}
+def _bare_products(case: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the rates of the step's three products with nothing around them, into given buffers, and of a copy."""
+    dtype, batch, classes = _DTYPES[case["matmul"]], case["batch"], case["classes"]
+    x, w = torch.randn(batch, _DIM, device=device).to(dtype), torch.randn(classes, _DIM, device=device).to(dtype)
+    e = torch.empty(classes, batch, device=device, dtype=dtype)
+    u, dw = torch.empty_like(x), torch.empty_like(w)
+    works = {
+        "logits": lambda: torch.mm(w, x.t(), out=e),
+        "embedding gradient": lambda: torch.mm(e.t(), w, out=u),
+        "centre gradient": lambda: torch.mm(e, x, out=dw),
+        "copy": lambda: dw.copy_(w),
+    }
+    seconds = {}
+    for name, work in works.items():
+        times = []
+        for _ in range(9):
+            _synchronise(device)
+            started = time.perf_counter()
+            work()
+            _synchronise(device)
+            times.append(time.perf_counter() - started)
+        seconds[name] = statistics.median(times[2:])
+    copy = 2 * w.nbytes / seconds.pop("copy") / 1e9
+    product = 2 * batch * classes * _DIM / 1e9
+    rates = {name: product / value for name, value in seconds.items()}
+    return {"gflops": 3 * product / sum(seconds.values()), "gflops_of_each": rates, "copy_gbs": copy}
+
+
+def _time_draws(num_classes: int) -> dict[str, float]:
+    """Return microseconds of one step's sampling, ours and the plain head's, on the CPU."""
+    positives = np.unique(np.random.default_rng(0).integers(num_classes, size=512))
+
+    def plain() -> None:
+        priority = torch.rand(num_classes)
+        priority[torch.from_numpy(positives)] = 2.0
+        torch.topk(priority, k=num_classes // 10)[1].sort()
+
+    figures: dict[str, float] = {"classes": num_classes}
+    for name, work, repeats in (("ours_us", lambda: draw_active(positives, num_classes, 0.1, 1), 50), ("plain_us", plain, 3)):
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            work()
+            times.append(1e6 * (time.perf_counter() - started))
+        figures[name] = statistics.median(times)
+    return figures
 
 
 def peak_bytes(device: torch.device) -> float:

@@ -36,7 +36,8 @@ from utils.optim import AUTOCAST, build_optimizer
 from utils.program import guarded
 
 _GIB = 2**30
-_RESERVE = {"cpu": 0, "cuda": _GIB}  # CUDA context, cuDNN and NCCL buffers, fragmentation
+# what libraries take for themselves: oneDNN and MKL; CUDA context, cuDNN, NCCL, fragmentation
+_RESERVE = {"cpu": 64 * 2**20, "cuda": _GIB}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,6 +105,10 @@ def capacity(options: argparse.Namespace) -> None:
             )
         rows.append(row)
         print(line, flush=True)
+    if not any(row["identities"] for row in rows):
+        print(
+            f"nothing fits: what is not class centres takes {others / _GIB:.2f} GiB; lower --batch, or take a smaller backbone"
+        )
     if options.json:
         facts = {"backbone_bytes": memory.total(options.batch), "tflops": tflops, "bandwidth_gbs": bandwidth}
         options.json.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
@@ -184,13 +189,14 @@ def _rates(options: argparse.Namespace, device: torch.device) -> tuple[float, fl
 def _find(options: argparse.Namespace, state: str, guess: int, device: torch.device) -> int:
     """Return the most identities of one process that train a step within the memory, by bisection around the model's guess."""
     low, high = 0, max(64, 2 * guess)
-    probe = max(32, guess)
+    probes = [max(32, guess), int(0.97 * guess), int(1.03 * guess)]  # the model should be near: look close to it first
     while high - low > max(16, (0.1 if options.quick else 0.02) * high):
+        probe = probes.pop(0) if probes else (low + high) // 2
+        if not low < probe < high:
+            continue
         fits = _fits(options, state, probe, device)
         print(f"  {probe:,} identities, {state}: {'fits' if fits else 'does not fit'}", file=sys.stderr, flush=True)
         low, high = (probe, high) if fits else (low, probe)
-        near = 1.05 * probe if fits else 0.95 * probe  # the model is near: look close to it first
-        probe = int(near) if low < near < high else (low + high) // 2
     return low
 
 
@@ -201,7 +207,9 @@ def _fits(options: argparse.Namespace, state: str, local: int, device: torch.dev
         command = [sys.executable, "-m", "scripts.capacity", *_arguments(options), "--worker", json.dumps(case)]
         process = subprocess.run(command, env=os.environ, capture_output=True, text=True)
         if process.returncode == 0 and result.is_file():
-            return int(result.read_text()) + _RESERVE[device.type] <= options.memory * _GIB
+            # on the CPU the growth of the process counts, which the libraries' own memory is part of
+            reserve = _RESERVE["cuda"] if device.type == "cuda" else 0
+            return int(result.read_text()) + reserve <= options.memory * _GIB
         if "out of memory" in process.stderr.lower() or "can't allocate" in process.stderr or process.returncode < 0:
             return False
         raise ValueError(f"--find: a probe failed: {process.stderr.strip().splitlines()[-1:]}")

@@ -1,0 +1,88 @@
+"""The programs about the head: the plain heads compute what ours does, and the programs run end to end at small sizes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from dense_reference import all_centres, dense_loss, near_their_centres, relative
+
+from losses import build_margin
+from scripts import benchmark_head, capacity, compare_head_numerics, plot_head
+from scripts.plain_heads import KINDS, PlainHead
+
+NUM_CLASSES, D, ROWS = 60, 24, 12
+
+
+def _plain_equals_dense(rank: int, world_size: int) -> None:
+    margin, centres = build_margin("arcface", 64.0, 0.5, 1, 0, 0), all_centres(NUM_CLASSES, D, 0)
+    embeddings, labels = (part[2:] for part in near_their_centres(centres, ROWS + 2))  # at cosine 1 the tutorials' is NaN
+    share, rows = NUM_CLASSES // world_size, slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
+    x, w = embeddings.double().requires_grad_(), centres.double().requires_grad_()
+    dense_loss(margin, x, w, labels).backward()
+    assert x.grad is not None and w.grad is not None
+    mine = slice(rank * share, (rank + 1) * share)
+    for kind in KINDS:
+        head = PlainHead(kind, share, D, rank * share, world_size, 1.0, torch.device("cpu"))
+        with torch.no_grad():
+            head.weight.copy_(centres[mine])
+        gradient = head.step(embeddings[rows], labels[rows])
+        assert relative(gradient, x.grad[rows]) < 1e-4, kind
+        assert head.weight.grad is not None
+        assert relative(head.weight.grad, w.grad[mine]) < 1e-4, kind
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_plain_heads_compute_the_same_gradients(run_ranks: Callable[..., None], world_size: int):
+    run_ranks(_plain_equals_dense, world_size)
+
+
+def test_the_benchmark_measures_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "result.json"
+    small = ["--classes", "700", "--batch", "16", "--steps", "1", "--sample-rate", "1", "--state", "lean", "--matmul", "fp32"]
+    assert benchmark_head.main([*small, "--json", str(file), "--plot", str(tmp_path)]) == 0
+    result = json.loads(file.read_text())
+    plain, leaner, ours = result["rows"]
+    assert (plain["head"], leaner["head"], ours["head"], ours["state"]) == ("tutorial", "target-only", "ours", "lean")
+    assert ours["time_ratio"] == pytest.approx(plain["step_ms"] / ours["step_ms"])
+    assert ours["memory_ratio_target_only"] == pytest.approx(leaner["bytes_per_identity"] / ours["bytes_per_identity"])
+    assert {path.name for path in tmp_path.glob("*.png")} == {"head_time.png", "head_memory.png", "head_roofline.png"}
+    assert "ours lean fp32" in capsys.readouterr().out
+    assert plot_head.main([str(tmp_path / "missing.json"), str(tmp_path)]) == 1
+
+
+def test_capacity_agrees_with_what_is_found_here(tmp_path: Path):
+    file = tmp_path / "capacity.json"
+    arguments = [
+        "--memory",
+        "0.2",
+        "--backbone",
+        "none",
+        "--batch",
+        "16",
+        "--embedding-size",
+        "64",
+        "--state",
+        "exact",
+        "--device",
+        "cpu",
+    ]
+    assert capacity.main([*arguments, "--precision", "fp32", "--find", "--quick", "--json", str(file)]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["found_per_process"] == pytest.approx(row["identities"], rel=0.35)  # the libraries' own share is large here
+
+
+def test_capacity_says_when_nothing_fits(capsys: pytest.CaptureFixture[str]):
+    assert capacity.main(["--memory", "0.05", "--backbone", "mbf", "--batch", "64", "--device", "cpu"]) == 0
+    assert "nothing fits" in capsys.readouterr().out
+    assert capacity.main(["--memory", "-1"]) == 1
+    assert "--memory must be above 0" in capsys.readouterr().err
+
+
+def test_the_comparison_of_formats_runs(tmp_path: Path):
+    file = tmp_path / "numerics.json"
+    assert compare_head_numerics.main(["--classes", "1024", "--steps", "3", "--seeds", "1", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["case"] for row in rows] == list(compare_head_numerics.CASES)
+    assert all(0 < row["loss"] < 100 for row in rows)
