@@ -102,6 +102,7 @@ def train(config: EasyDict) -> None:
             f"{config.run.name}: {total_steps} steps of {batch_size} images, {world.world_size} x {world.device.type}, "
             f"{sum(p.numel() for p in backbone.parameters()) / 1e6:.2f} M backbone parameters, {dataset.num_classes} classes"
         )
+        log.info(head.describe())
         if resume_from is not None:
             log.info(f"resumed from {resume_from} after step {start_step}")
         if start_step >= total_steps:

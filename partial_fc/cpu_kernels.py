@@ -6,12 +6,14 @@ kernels.py does the same work in more sweeps over memory. The library links to n
 functions of the one that torch has loaded, so both share their threads.
 """
 
+import atexit
 import contextlib
 import ctypes
 import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -40,19 +42,26 @@ _UPDATE_ROWS: list[Any] = [
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """Return the library, built if need be; None if it cannot be."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None or sys.platform != "linux":
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    if not compiler or shutil.which(compiler[0]) is None or sys.platform != "linux":
         return None
     for wide in (["-mprefer-vector-width=512"], []):  # some compilers do not know it; x86 only
-        try:
-            library = ctypes.CDLL(str(_built(compiler, _FLAGS + wide)))
-            library.exponentials.argtypes = _EXPONENTIALS
-            library.unit_rows.argtypes = _UNIT_ROWS
-            library.update_rows.argtypes = _UPDATE_ROWS
-        except (OSError, subprocess.SubprocessError):
-            continue
-        return library
+        for attempt in ("found or built", "built anew"):
+            try:
+                path = _path(compiler, [*_FLAGS, *wide])
+                if attempt == "built anew" or not path.is_file():
+                    _build(compiler, [*_FLAGS, *wide], path)
+                return _typed(ctypes.CDLL(str(path)))
+            except (OSError, AttributeError, subprocess.SubprocessError):  # a damaged file, too, is worth a second attempt
+                continue
     return None
+
+
+def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.exponentials.argtypes = _EXPONENTIALS
+    library.unit_rows.argtypes = _UNIT_ROWS
+    library.update_rows.argtypes = _UPDATE_ROWS
+    return library
 
 
 def suits(dim: int) -> bool:
@@ -125,27 +134,36 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _built(compiler: str, flags: list[str]) -> Path:
-    """Return the path of the library for this source, compiler and processor, after building it if it is not there."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    parts = (_SOURCE.read_text(), compiler, version, " ".join(flags), _processor())
+def _path(compiler: list[str], flags: list[str]) -> Path:
+    """Return where the library for this source, compiler and processor is, or should be put."""
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    parts = (_SOURCE.read_text(), " ".join(compiler), version, " ".join(flags), _processor())
     name = f"cpu_kernels_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "face_head"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise PermissionError(f"{folder} belongs to somebody else")
+        if folder.stat().st_uid != os.getuid() or not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} is somebody else's")  # what is loaded from there would run as this user
     except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="face_head_"))
-    if not (folder / name).is_file():
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            objects, library = Path(work) / "kernels.o", Path(work) / name
-            run = functools.partial(subprocess.run, capture_output=True, check=True, timeout=120)
-            run([compiler, *flags, str(_SOURCE), "-o", str(objects)])
-            run([compiler, "-shared", str(objects), "-lm", "-o", str(library)])  # without -fopenmp: torch's runtime serves
-            with contextlib.suppress(FileExistsError):
-                library.replace(folder / name)  # at once, so that no other process ever loads half a file
+        folder = Path(_private_folder())
     return folder / name
+
+
+@functools.cache
+def _private_folder() -> str:
+    """Return a new folder that goes when the process ends."""
+    folder = tempfile.mkdtemp(prefix="face_head_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _build(compiler: list[str], flags: list[str], path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as work:
+        objects, library = Path(work) / "kernels.o", Path(work) / path.name
+        run = functools.partial(subprocess.run, capture_output=True, check=True, timeout=120)
+        run([*compiler, *flags, str(_SOURCE), "-o", str(objects)])
+        run([*compiler, "-shared", str(objects), "-lm", "-o", str(library)])  # without -fopenmp: torch's runtime serves
+        library.replace(path)  # at once, so that no other process ever loads half a file
 
 
 def _processor() -> str:

@@ -103,8 +103,7 @@ class PartialFC(nn.Module):
             raise ValueError(
                 f"head: {num_classes} classes cannot be shared by {world_size} processes; each needs one. Start fewer processes"
             )
-        device = torch.device(device)
-        self.margin = margin
+        self.margin, device = margin, torch.device(device)
         self.num_classes, self.embedding_size = num_classes, embedding_size
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.sample_rate, self.wire_dtype = sample_rate, wire_dtype
@@ -146,6 +145,13 @@ class PartialFC(nn.Module):
     def momentum(self) -> Tensor:
         """This rank's momentum as stored, (stop - start, D)."""
         return self.state.tensors["momentum"]
+
+    def describe(self) -> str:
+        """Return a line for the log: what the head is and how it computes."""
+        kernels = {"c": "C kernels", "triton": "Triton kernels", "plain": "plain torch"}[self.workspace.kernels]
+        size, dtype = (self.stop - self.start) * self.state.bytes_per_row / MEBI, str(self._passes.dtype).removeprefix("torch.")
+        here = f"{self.stop - self.start} here in {size:.1f} MiB ({self.state.form})"
+        return f"head: {self.num_classes} classes, {here}, {dtype} products, {kernels}"
 
     def begin_step(self, labels: Tensor, step: int) -> None:
         """Share the labels of one optimizer step, check them, and draw the active classes. A collective call.

@@ -1,0 +1,105 @@
+"""The C kernels against float64 and against plain torch, and what happens where they cannot be built."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from partial_fc import cpu_kernels
+from partial_fc.kernels import choose_kernels, exponentials
+from partial_fc.workspace import Workspace
+
+ROOT = Path(__file__).parents[1]
+needs_library = pytest.mark.skipif(cpu_kernels.load() is None, reason="no C compiler here, so the head uses plain torch")
+CPU = torch.device("cpu")
+
+
+def _both(logits: Tensor, shift: float, limit: float | None) -> list[tuple[Tensor, Tensor]]:
+    """Return (E, its sums) by C and by plain torch; columns 3 and 5 have their own class in rows 0 and 2."""
+    own, results = (torch.tensor([0, 2]), torch.tensor([3, 5])), []
+    for kernels in ("c", "plain"):
+        copy, sums = logits.clone(), torch.ones(logits.shape[1])
+        exponentials(copy, own, shift, limit, sums, Workspace(CPU, 0, kernels))
+        results.append((copy, sums))
+    return results
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shift", "limit"), [(0.0, None), (7.5, None), (0.0, 20.0), (3.0, 20.0)])
+@pytest.mark.parametrize("shape", [(3, 6), (17, 300), (200, 513)])
+def test_exponentials_equal_float64_and_plain_torch(
+    dtype: torch.dtype, shift: float, limit: float | None, shape: tuple[int, int]
+):
+    logits = (30 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).clamp(-64, 64).to(dtype)
+    expected = torch.exp(logits.double() - shift)
+    if limit is not None:
+        expected[logits > limit] = 0
+    expected[0, 3] = expected[2, 5] = 0
+    for exp, sums in _both(logits, shift, limit):
+        step = 5e-6 if dtype == torch.float32 else 2**-8  # logit - shift is rounded to 2^-24 of up to 64
+        torch.testing.assert_close(exp.double(), expected, rtol=step, atol=0)
+        torch.testing.assert_close(sums.double(), 1 + expected.sum(dim=0), rtol=5e-6, atol=0)
+
+
+@needs_library
+def test_exponentials_at_the_ends_of_fp32():
+    logits = torch.tensor([[-200.0, -87.0, 88.0, 0.0, float("-inf"), 0.0]] * 3)
+    (exp, _), _ = _both(logits, 0.0, None)
+    torch.testing.assert_close(exp[1].double(), torch.exp(logits[1].double()), rtol=1e-5, atol=1e-38)
+
+
+@needs_library
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
+def test_unit_rows_are_rounded_to_the_nearest(source: torch.dtype, target: torch.dtype):
+    centres = torch.randn(7, 45).to(source)
+    inverse = 1 / centres.float().norm(dim=1)
+    expected = (centres.float() * inverse[:, None]).to(target)
+    for index in (None, torch.tensor([6, 0, 3])):
+        unit = torch.empty(7 if index is None else 3, 45, dtype=target)
+        cpu_kernels.unit_rows(centres, inverse, index, unit)
+        assert torch.equal(unit, expected if index is None else expected[index])
+
+
+def test_plain_torch_serves_where_it_is_wanted_or_nothing_else_can():
+    assert choose_kernels("plain", CPU, 512) == "plain"
+    assert choose_kernels("auto", CPU, 1 << 20) == "plain"  # rows too long for the stack
+    assert choose_kernels("auto", CPU, 512) == ("plain" if cpu_kernels.load() is None else "c")
+
+
+PROBE = "from partial_fc import cpu_kernels; print(cpu_kernels.load() is not None)"
+
+
+def _probe(cache: Path, **environment: str) -> str:
+    merged = {**os.environ, "XDG_CACHE_HOME": str(cache), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", PROBE], cwd=ROOT, env=merged, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+@needs_library
+def test_the_library_is_built_once_and_again_if_it_is_damaged(tmp_path: Path):
+    assert _probe(tmp_path) == "True"
+    (library,) = (tmp_path / "face_head").iterdir()
+    built = library.stat().st_mtime_ns
+    assert _probe(tmp_path) == "True"
+    assert library.stat().st_mtime_ns == built
+    library.write_bytes(b"half a file")
+    assert _probe(tmp_path) == "True"
+    assert library.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/cc", "false", ""])
+def test_without_a_working_compiler_there_is_no_library_and_no_error(tmp_path: Path, compiler: str):
+    assert _probe(tmp_path, CC=compiler) == "False"
+
+
+@needs_library
+def test_a_cache_folder_that_cannot_be_made_is_replaced(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    assert _probe(tmp_path / "file") == "True"
