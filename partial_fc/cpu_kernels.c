@@ -66,17 +66,23 @@ static inline void load_row(const void *base, int kind, int64_t row, int64_t dim
     }
 }
 
+/* 32 random bits for each element of a row: 16 to round its centre, 16 to round its momentum. */
+static inline void random_row(uint32_t seed, int64_t dim, uint32_t *random) {
+    #pragma omp simd
+    for (int64_t j = 0; j < dim; j++) random[j] = hash(seed + (uint32_t)j * 0x9e3779b9u);
+}
+
 /* Store a row, rounding stochastically where the format is narrower than fp32; `values` becomes what was stored in bf16.
-   `high` picks which 16 of an element's random bits are used, so that two matrices are rounded independently. */
-static inline void store_row(void *base, int kind, int64_t row, int64_t dim, float *scale, uint32_t seed, int high, float *values) {
+   random >> shift are the bits used, so that two matrices are rounded independently. */
+static inline void store_row(void *base, int kind, int64_t row, int64_t dim, float *scale, const uint32_t *random, int shift,
+                             float *values) {
     if (kind == FLOAT32) {
         memcpy((float *)base + row * dim, values, dim * sizeof(float));
     } else if (kind == BFLOAT16) {
         uint16_t *out = (uint16_t *)base + row * dim;
-        int shift = high ? 16 : 0;
         #pragma omp simd
         for (int64_t j = 0; j < dim; j++) {
-            uint32_t noise = (hash(seed + (uint32_t)j * 0x9e3779b9u) >> shift) & 0xffffu;
+            uint32_t noise = (random[j] >> shift) & 0xffffu;
             uint32_t bits = to_bits(values[j]);
             uint32_t finite = (bits & 0x7f800000u) != 0x7f800000u ? 0xffffffffu : 0u;
             bits += noise & finite;
@@ -92,7 +98,7 @@ static inline void store_row(void *base, int kind, int64_t row, int64_t dim, flo
         scale[row] = largest / 127.0f;
         #pragma omp simd
         for (int64_t j = 0; j < dim; j++) {
-            float u = ((float)(hash(seed + (uint32_t)j * 0x9e3779b9u) >> 16) + 0.5f) * (1.0f / 65536.0f);
+            float u = ((float)((random[j] >> shift) & 0xffffu) + 0.5f) * (1.0f / 65536.0f);
             float q = floorf(values[j] * factor + u);
             q = q > 127.0f ? 127.0f : (q < -127.0f ? -127.0f : q);
             out[j] = (int8_t)(int32_t)q;
@@ -184,7 +190,7 @@ void update_rows(void *centres, int centre_kind, void *momentum, int momentum_ki
     for (int64_t i = 0; i < rows; i++) {
         float w[dim], m[dim], g[dim], s[adamw ? dim : 1];
         int64_t row = index ? index[i] : first + i;
-        uint32_t random = row_seed(seed, row);
+        uint32_t random[centre_kind == FLOAT32 ? 1 : dim], start = row_seed(seed, row);
         load_row(centres, centre_kind, row, dim, 1.0f, w);
         load_row(momentum, momentum_kind, row, dim, momentum_scale ? momentum_scale[row] : 1.0f, m);
         load_row(gradient, gradient_kind, i, dim, 1.0f, g);
@@ -220,9 +226,11 @@ void update_rows(void *centres, int centre_kind, void *momentum, int momentum_ki
                 s[j] = (float)beta2 * s[j] + rate2 * full * full;
                 w[j] = keep * w[j] - rate * m[j] / (sqrtf(s[j] * inverse_bias) + (float)eps);
             }
-            store_row(variance, variance_kind, row, dim, NULL, hash(random), 0, s);
+            if (variance_kind != FLOAT32) random_row(hash(start), dim, random);
+            store_row(variance, variance_kind, row, dim, NULL, random, 0, s);
         }
-        store_row(momentum, momentum_kind, row, dim, momentum_scale, random, 1, m);
+        if (centre_kind != FLOAT32) random_row(start, dim, random);
+        store_row(momentum, momentum_kind, row, dim, momentum_scale, random, 16, m);
         store_row(centres, centre_kind, row, dim, NULL, random, 0, w);
         #pragma omp simd reduction(+ : square)
         for (int64_t j = 0; j < dim; j++) square += w[j] * w[j];

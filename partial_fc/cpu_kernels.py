@@ -71,6 +71,7 @@ def suits(dim: int) -> bool:
 
 def unit_rows(centres: Tensor, inverse: Tensor, index: Tensor | None, unit: Tensor) -> None:
     """Write centres * inverse into unit (c, D); index (c,) int64 picks rows, None: centres and inverse are those rows."""
+    assert centres.is_contiguous() and inverse.is_contiguous() and unit.is_contiguous()
     _library().unit_rows(
         *(centres.data_ptr(), _KINDS[centres.dtype], inverse.data_ptr(), _pointer(index)),
         *(len(unit), unit.shape[1], unit.data_ptr(), _KINDS[unit.dtype]),
@@ -82,6 +83,7 @@ def exponentials(
 ) -> None:
     """See kernels.exponentials; partial is (threads, B) fp32 scratch."""
     columns, rows = own
+    assert logits.is_contiguous() and z_sum.is_contiguous() and partial.is_contiguous()
     _library().exponentials(
         *(logits.data_ptr(), _KINDS[logits.dtype], *logits.shape, columns.data_ptr(), rows.data_ptr(), len(rows)),
         *(shift, _NO_LIMIT if limit is None else limit, z_sum.data_ptr(), partial.data_ptr(), len(partial)),
@@ -106,6 +108,7 @@ def update_rows(
     """
     centres, momentum, variance = tensors["centres"], tensors["momentum"], tensors.get("variance")
     columns, rows, values = own
+    assert all(tensor.is_contiguous() for tensor in (*tensors.values(), inverse, gradient, values, columns, rows))
     _library().update_rows(
         *(centres.data_ptr(), _KINDS[centres.dtype], momentum.data_ptr(), _KINDS[momentum.dtype]),
         *(_pointer(tensors.get("momentum_scale")), _pointer(variance), 0 if variance is None else _KINDS[variance.dtype]),

@@ -29,11 +29,10 @@ from .row_optimizer import LazyDecay, RowAdamW, RowOptimizer, RowSGD
 from .sampling import draw_active, num_active
 from .shard import check_labels, classes_of_slots, shard_range, slots_of_classes
 from .side_stream import SideStream
-from .softmax import Batch, Chunk, TwoPass, constant_shift, plan_chunks, unit_rows
+from .softmax import Batch, Chunk, TwoPass, auto_chunk, constant_shift, plan_chunks, unit_rows
 from .state import CentreState, Read
 from .workspace import Workspace
 
-AUTO_CHUNK = {"cpu": 4096, "cuda": 32768}  # CPU: near the L2 cache; CUDA: few, large launches
 MEBI = 1 << 20
 
 
@@ -109,7 +108,7 @@ class PartialFC(nn.Module):
         self.sample_rate, self.wire_dtype = sample_rate, wire_dtype
         self.optimizer = RowSGD() if optimizer is None else optimizer
         self.start, self.stop = shard_range(num_classes, rank, world_size)
-        self.chunk = min(chunk or AUTO_CHUNK[device.type], self.stop - self.start)
+        self.chunk = min(chunk or auto_chunk(device.type, matmul_dtype), self.stop - self.start)
         self.collectives = Collectives(world_size)
         self.workspace = Workspace(device, cache_mb * MEBI, choose_kernels(kernels, device, embedding_size))
         # at rate 1 every row is updated in every step, so there is nothing to catch up with

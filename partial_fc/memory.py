@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from .head import AUTO_CHUNK, MEBI
+from .head import MEBI
 from .row_optimizer import RowAdamW, RowOptimizer
-from .softmax import padded_rows
+from .softmax import auto_chunk, padded_rows
 from .state import FORMATS
 
 _ROWS_KEPT = 8  # fp32 matrices of (B, D) that live at once in one forward and the update
@@ -51,7 +51,7 @@ class HeadShape(NamedTuple):
         """Bytes of buffers and cache of a shard of num_local classes: bounded, whatever their number."""
         device = "cuda" if self.kernels == "triton" else "cpu"
         size = self.matmul_dtype.itemsize
-        c = min(self.chunk or AUTO_CHUNK[device], num_local)
+        c = min(self.chunk or auto_chunk(device, self.matmul_dtype), num_local)
         padded, fp32 = padded_rows(c, self.matmul_dtype), c * self.dim * 4
         total = padded * (2 * self.dim + self.rows) * size  # unit centres, gradient, logits
         total += 0 if size == 4 else self.rows * self.dim * size + (fp32 if self.kernels != "c" else 0)

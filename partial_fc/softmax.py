@@ -107,6 +107,15 @@ def constant_shift(margin: MarginLike, num_classes: int) -> float | None:
     return shift if -bound - shift > _SMALLEST else None
 
 
+def auto_chunk(device: str, dtype: torch.dtype) -> int:
+    """Return how many classes to handle at once, if nothing else is asked for.
+
+    On the CPU products are fastest on large chunks and the work between them on small ones, which stay in cache; from 2048 to
+    16384 rows the step time differs by a tenth. On CUDA, where this was not measured, launches should be few.
+    """
+    return 32768 if device == "cuda" else 8192 * 4 // dtype.itemsize
+
+
 def padded_rows(count: int, dtype: torch.dtype) -> int:
     """Return with how many rows the products of a chunk of `count` classes are made.
 
@@ -248,7 +257,7 @@ class TwoPass:
             cosine = real.float().t().detach().requires_grad_()  # (B, c)
             target = batch.target_cosine[:, None].clone().requires_grad_()
             logits = self.margin.negatives(cosine, target)
-        exp = logits.detach().float().t().clone()
+        exp = logits.detach().float().t().clone(memory_format=torch.contiguous_format)
         exponentials(exp, own, batch.shift, None, z_sum if self.limit is None else torch.zeros_like(z_sum), self.workspace)
         if self.limit is not None:
             exp.masked_fill_(cosine.detach().t() > self.limit, 0.0)

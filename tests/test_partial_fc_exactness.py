@@ -13,8 +13,8 @@ from torch import Tensor
 from losses import build_margin, list_margins
 from losses.margin import Margin
 from partial_fc import PartialFC, RowAdamW, RowSGD
-from partial_fc.head import AUTO_CHUNK
 from partial_fc.kernels import KERNELS
+from partial_fc.softmax import auto_chunk
 
 OPTIMIZERS = {"sgd": RowSGD(0.9, 5e-4), "adamw": RowAdamW(0.9, 0.999, 1e-8, 0.05)}
 RATES = {"sgd": 1e-2, "adamw": 1e-4}
@@ -202,7 +202,7 @@ def test_more_positives_than_the_budget_are_all_active():
 
 
 def test_fewer_classes_than_a_chunk_are_one_chunk():
-    assert AUTO_CHUNK["cpu"] > 20
+    assert auto_chunk("cpu", torch.float32) > 20
     _compare_odd_case(all_centres(20, 16, 0), *near_their_centres(all_centres(20, 16, 0), 6), kernels="auto")
 
 

@@ -23,7 +23,8 @@ class HardNegatives(Margin):
         return self.scale * (cosine - 0.35)
 
     def negatives(self, cosine: Tensor, target_cosine: Tensor) -> Tensor:
-        return self.scale * torch.where(cosine > target_cosine - 0.35, 1.2 * cosine + 0.2, cosine) + 0.5 * target_cosine
+        bent = torch.where(cosine > target_cosine - 0.35, 1.2 * cosine + 0.2, cosine)
+        return (self.scale * bent + 0.5 * target_cosine).contiguous()  # a margin may return any layout
 
     @property
     def logit_bound(self) -> float:
