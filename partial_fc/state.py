@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import cpu_kernels
+from .huge_pages import with_huge_pages
 from .rounding import Noise, quantise_rows, round_to_bfloat16_
 from .shard import initial_blocks
 from .workspace import Workspace
@@ -53,13 +54,13 @@ class CentreState:
         centre_dtype, momentum_dtype, variance_dtype = FORMATS[form]
         self.form, self.num_rows, self.dim, self.workspace = form, num_rows, dim, workspace
         self.tensors = {
-            "centres": torch.empty(num_rows, dim, dtype=centre_dtype, device=device),
-            "momentum": torch.zeros(num_rows, dim, dtype=momentum_dtype, device=device),
+            "centres": with_huge_pages(torch.empty(num_rows, dim, dtype=centre_dtype, device=device)),
+            "momentum": with_huge_pages(torch.zeros(num_rows, dim, dtype=momentum_dtype, device=device)),
         }
         if momentum_dtype == torch.int8:
             self.tensors["momentum_scale"] = torch.zeros(num_rows, device=device)
         if second_moment:
-            self.tensors["variance"] = torch.zeros(num_rows, dim, dtype=variance_dtype, device=device)
+            self.tensors["variance"] = with_huge_pages(torch.zeros(num_rows, dim, dtype=variance_dtype, device=device))
         if count_updates:
             self.tensors["updates"] = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.inverse_norms = torch.empty(num_rows, device=device)

@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from .huge_pages import with_huge_pages
+
 
 class Workspace:
     """Named buffers, and room for at most cache_bytes of one step's exponentials, on one device.
@@ -29,7 +31,7 @@ class Workspace:
         size = math.prod(shape)
         found = self._buffers.get((name, dtype))
         if found is None or found.numel() < size:
-            found = self._buffers[name, dtype] = torch.empty(size, dtype=dtype, device=self.device)
+            found = self._buffers[name, dtype] = with_huge_pages(torch.empty(size, dtype=dtype, device=self.device))
         return found[:size].view(shape)
 
     def begin_cache(self, wanted_bytes: int) -> None:
@@ -38,7 +40,7 @@ class Workspace:
         room = min(wanted_bytes, self.cache_bytes)
         if room > self._cache.numel():
             self._cache = self._cache.new_empty(0)  # give the smaller one back before the larger is made
-            self._cache = torch.empty(room, dtype=torch.uint8, device=self.device)
+            self._cache = with_huge_pages(torch.empty(room, dtype=torch.uint8, device=self.device))
 
     def cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Return room in the cache that lasts until the next begin_cache, or None if the budget is spent."""
