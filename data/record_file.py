@@ -187,7 +187,7 @@ class RecordWriter:
         """Remove what was written so far."""
         for file, path in zip(self._files, self._paths, strict=True):
             file.close()
-            _unfinished(path).unlink()
+            _unfinished(path).unlink(missing_ok=True)
 
     def __enter__(self) -> "RecordWriter":
         return self

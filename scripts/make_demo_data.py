@@ -22,7 +22,7 @@ import cv2
 import numpy as np
 from tqdm import tqdm
 
-from data.recordio import RecordWriter, pack
+from data.record_set import RecordSetWriter
 from eval.pairs import write_bin
 from utils.program import guarded
 
@@ -98,19 +98,13 @@ def make(options: argparse.Namespace) -> None:
 
 
 def write_training_set(out: Path, options: argparse.Namespace, bar: tqdm) -> None:
-    """Write train.rec and train.idx, images with keys 1..N, identity records after them, the header at key 0; and property."""
+    """Write train.rec, train.idx and property, in header form."""
     people, each = options.identities, options.images_per_identity
     pictures = [Picture(options.seed, "train", person, number) for person in range(people) for number in range(each)]
-    first_identity = len(pictures) + 1
-    with RecordWriter(out / "train.rec", out / "train.idx") as writer:
-        for key, jpeg in enumerate(draw_all(pictures, options.processes), 1):
-            writer.write(key, pack(float((key - 1) // each), key, 0, jpeg))
+    with RecordSetWriter(out, overwrite=True) as writer:
+        for number, jpeg in enumerate(draw_all(pictures, options.processes)):
+            writer.add(number // each, jpeg)
             bar.update()
-        for person in range(people):
-            key = first_identity + person
-            writer.write(key, pack([1.0 + person * each, 1.0 + (person + 1) * each], key, 0, b""))
-        writer.write(0, pack([float(first_identity), float(first_identity + people)], 0, 0, b""))
-    (out / "property").write_text(f"{people},112,112")
 
 
 def write_verification_set(out: Path, kind: str, options: argparse.Namespace, bar: tqdm) -> None:
