@@ -15,6 +15,7 @@ class FaceDataset(ABC):
 
     num_images: int
     num_classes: int
+    warnings: tuple[str, ...] = ()  # what opening noticed and a user should know
 
     @abstractmethod
     def describe(self) -> str:
@@ -27,6 +28,10 @@ class FaceDataset(ABC):
     @abstractmethod
     def label(self, index: int) -> int:
         """Return the class of a sample."""
+
+    @abstractmethod
+    def labels(self) -> np.ndarray:
+        """Return the classes of all samples, (num_images,) of an integer type."""
 
     @abstractmethod
     def sample(self, index: int) -> tuple[bytes | memoryview | np.ndarray, int]:

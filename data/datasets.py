@@ -51,6 +51,9 @@ class FolderDataset(FaceDataset):
     def label(self, index: int) -> int:
         return int(self._labels[index])
 
+    def labels(self) -> np.ndarray:
+        return self._labels
+
     def sample(self, index: int) -> tuple[bytes, int]:
         try:
             return (self.root / self._files[index]).read_bytes(), int(self._labels[index])
@@ -92,6 +95,9 @@ class SyntheticDataset(FaceDataset):
 
     def label(self, index: int) -> int:
         return index % self.num_classes
+
+    def labels(self) -> np.ndarray:
+        return np.arange(self.num_images) % self.num_classes
 
     def sample(self, index: int) -> tuple[np.ndarray, int]:
         label = self.label(index)

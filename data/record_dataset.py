@@ -9,73 +9,59 @@ Labels are float32, exact below 2^24, and so are a and b: in a larger set they a
 rest by what the records hold; a small set's header must then agree. Shapes: n = records, N = images.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from .base import FaceDataset
-from .recordio import Headers, IndexedRecordFile, unpack
+from .index_cache import cache_path, read_cache, stamp, write_cache
+from .record_file import RecordFile
+from .recordio import Headers, IndexedRecordFile, is_ascending, unpack
 
 _FLOAT_LIMIT = 1 << 24  # from here on a float32 may stand for several integers
+_MAX_SPAN = 1 << 20  # bytes between two images beyond which a record's length is looked up first
+_CHUNK = 1 << 18  # images looked at together
+
+
+_ARRAYS = ("offsets", "labels", "keys")
+
+
+class SetIndex(NamedTuple):
+    """What opening a set finds out: where its images are, in the order of the file, and some facts for people."""
+
+    offsets: np.ndarray  # (N,) int64
+    labels: np.ndarray  # (N,) int32
+    keys: np.ndarray  # (N,) int64; (0,) if they count up from the first
+    facts: dict[str, Any]  # first_key, num_records, num_classes, description
 
 
 class RecordDataset(FaceDataset):
-    """The images of a folder with train.rec. Opening reads all headers once, in bulk, and checks every label."""
+    """The images of a folder with train.rec, in the order of the file.
 
-    def __init__(self, folder: str) -> None:
+    The first opening reads all headers once, in bulk, and checks every label; the result is kept in the folder `cache`, if
+    one is given, for as long as the files stay as they are.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None) -> None:
         rec_path = Path(folder) / "train.rec"
         if not rec_path.is_file():
             raise ValueError(f"data.path: no file {rec_path}. Give the folder that holds train.rec, train.idx and property")
-        records = IndexedRecordFile(rec_path, rec_path.with_suffix(".idx"))
-        labels = _read_labels(records)
-        images = np.flatnonzero(labels >= 0)
-        if not len(images):
-            raise ValueError(f"{rec_path}: none of the {len(records)} records holds an image")
-        header = _read_header(records)
-        if header is not None and header < _FLOAT_LIMIT:
-            _check_image_keys(records, images, header)
-
-        self._file = records.file
-        self._offsets = records.offsets[images]
-        self._keys = _compact(records.keys[images])
-        self._labels = labels[images]
-        self._ahead = 2 * (self._file.size // len(records))  # bytes that hold most records
-        self.num_images = len(images)
-        self.num_classes, source = self._count_classes(rec_path.with_name("property"))
-        empty = self.num_classes - np.count_nonzero(np.bincount(self._labels, minlength=self.num_classes))
-        form = "no header record" if header is None else "header record"
-        index = "index rebuilt" if records.rebuilt else "train.idx"
-        self._description = (
-            f"{rec_path}: {form}, {index}, {self.num_images} images in {len(records)} records, "
-            f"{self.num_classes} classes ({source}), {empty} of them without images"
+        self._file = RecordFile(rec_path)
+        index, self.warnings = _open_index(rec_path, Path(cache) if cache else None)
+        self._offsets, self._labels, self._facts = index.offsets, index.labels, index.facts
+        self._keys = (
+            index.keys if len(index.keys) else range(index.facts["first_key"], index.facts["first_key"] + len(index.labels))
         )
-        unread = records.bytes_after_last()
-        if unread:
-            self._description += f"; the last {unread} bytes of the file are not in the index"
-
-    def _count_classes(self, path: Path) -> tuple[int, str]:
-        """Return the number of classes and where it comes from."""
-        largest = int(self._labels.max())
-        if not path.exists():
-            return largest + 1, "largest label + 1"
-        first_line = path.read_bytes().split(b"\n")[0]
-        number = first_line.split(b",")[0].strip()
-        if not number.isdigit() or len(number) > 8 or int(number) > _FLOAT_LIMIT:
-            raise ValueError(
-                f"{path}: the first line must be 'classes,height,width', at most 2^24 classes. Correct or delete it"
-            )
-        num_classes = int(number)
-        if largest >= num_classes:
-            key = self.key(int(self._labels.argmax()))
-            raise ValueError(
-                f"{key}: its label is {largest}, but {path} counts {num_classes} classes, so labels must be below. "
-                "Correct or delete that file, or renumber the labels"
-            )
-        return num_classes, "property"
+        self._ahead = 2 * (self._file.size // index.facts["num_records"])  # bytes that hold most records
+        self.num_images = len(index.labels)
+        self.num_classes = int(index.facts["num_classes"])
 
     def describe(self) -> str:
-        return self._description
+        return str(self._facts["description"])
 
     def key(self, index: int) -> str:
         return f"record {self._keys[index]} of {self._file.path}"
@@ -83,19 +69,116 @@ class RecordDataset(FaceDataset):
     def label(self, index: int) -> int:
         return int(self._labels[index])
 
+    def labels(self) -> np.ndarray:
+        return self._labels
+
     def prefetch(self, index: int) -> None:
         self._file.prefetch(int(self._offsets[index]), self._ahead)
 
+    def span(self, index: int) -> tuple[int, int]:
+        """Return the byte at which a record begins, and how many bytes there are up to the next image's record."""
+        begin = int(self._offsets[index])
+        following = int(self._offsets[index + 1]) if index + 1 < self.num_images else self._file.size
+        return begin, following - begin
+
     def sample(self, index: int) -> tuple[memoryview, int]:
-        self.prefetch(index)
-        record = self._file.read_at(int(self._offsets[index]))
+        begin, length = self.span(index)
+        # beyond: a large image, a gap of other records, or one record of two keys
+        whole = 0 < length <= _MAX_SPAN
+        record = self._file.read_span(begin, length) if whole else self._file.read_at(begin)
         return unpack(record).payload, int(self._labels[index])
+
+
+def _open_index(rec_path: Path, cache: Path | None) -> tuple[SetIndex, tuple[str, ...]]:
+    """Return the index of a set, from the cache if it has it, and warnings."""
+    if cache is None:
+        return _index_set(rec_path), ()
+    wanted = stamp([rec_path, rec_path.with_suffix(".idx"), rec_path.with_name("property")])
+    path = cache_path(cache, rec_path)
+    found = read_cache(path, wanted, _ARRAYS)
+    if found is not None:
+        return SetIndex(**found[1], facts=found[0]), ()
+    index = _index_set(rec_path)
+    try:
+        write_cache(path, wanted, index.facts, {name: getattr(index, name) for name in _ARRAYS})
+    except OSError as error:
+        return index, (
+            f"{cache}: the index of {rec_path} cannot be kept here: {error.strerror}; it is made anew at each start",
+        )
+    found = read_cache(path, wanted, _ARRAYS)  # from now on the pages are those that other processes map, too
+    return index if found is None else SetIndex(**found[1], facts=found[0]), ()
+
+
+def _index_set(rec_path: Path) -> SetIndex:
+    """Return the index of a set from its files: all headers are read, all labels checked."""
+    records = IndexedRecordFile(rec_path, rec_path.with_suffix(".idx"))
+    labels = _read_labels(records)
+    images = _select_images(labels, records.offsets)
+    image_labels = labels[images]
+    if not len(image_labels):
+        raise ValueError(f"{rec_path}: none of the {len(records)} records holds an image")
+    header = _read_header(records)
+    image_keys = records.keys[images]
+    if header is not None and header < _FLOAT_LIMIT:
+        _check_image_keys(rec_path, image_keys, header)
+    num_classes, source = _count_classes(rec_path, image_labels, image_keys)
+    filled = np.zeros(num_classes, dtype=bool)
+    for begin in range(0, len(image_labels), _CHUNK):
+        filled[image_labels[begin : begin + _CHUNK]] = True
+    form = "no header record" if header is None else "header record"
+    used = "index rebuilt" if records.rebuilt else "train.idx"
+    description = (
+        f"{rec_path}: {form}, {used}, {len(image_labels)} images in {len(records)} records, "
+        f"{num_classes} classes ({source}), {num_classes - np.count_nonzero(filled)} of them without images"
+    )
+    unread = records.bytes_after_last()
+    if unread:
+        description += f"; the last {unread} bytes of the file are not in the index"
+    facts = {
+        "first_key": int(image_keys[0]),
+        "num_records": len(records),
+        "num_classes": num_classes,
+        "description": description,
+    }
+    counted = all((np.diff(image_keys[i : i + _CHUNK + 1]) == 1).all() for i in range(0, len(image_keys) - 1, _CHUNK))
+    keys = image_keys[:0] if counted else image_keys  # a large set has hundreds of megabytes of them
+    return SetIndex(records.offsets[images], image_labels, keys, facts)
+
+
+def _select_images(labels: np.ndarray, offsets: np.ndarray) -> slice | np.ndarray:
+    """Return which records hold images (label >= 0), in the order of the file: as a slice, without a copy, if they lie so."""
+    count = int(np.count_nonzero(labels >= 0))
+    first = int((labels >= 0).argmax())
+    run = slice(first, first + count)
+    if (labels[run] >= 0).all() and is_ascending(offsets[run]):
+        return run
+    images = np.flatnonzero(labels >= 0)
+    return images[np.argsort(offsets[images], kind="stable")]
+
+
+def _count_classes(rec_path: Path, labels: np.ndarray, keys: np.ndarray) -> tuple[int, str]:
+    """Return the number of classes and where it comes from."""
+    largest = int(labels.max())
+    path = rec_path.with_name("property")
+    if not path.exists():
+        return largest + 1, "largest label + 1"
+    first_line = path.read_bytes().split(b"\n")[0]
+    number = first_line.split(b",")[0].strip()
+    if not number.isdigit() or len(number) > 8 or int(number) > _FLOAT_LIMIT:
+        raise ValueError(f"{path}: the first line must be 'classes,height,width', at most 2^24 classes. Correct or delete it")
+    num_classes = int(number)
+    if largest >= num_classes:
+        raise ValueError(
+            f"record {keys[labels.argmax()]} of {rec_path}: its label is {largest}, but {path} counts {num_classes} classes, "
+            "so labels must be below. Correct or delete that file, or renumber the labels"
+        )
+    return num_classes, "property"
 
 
 def _read_labels(records: IndexedRecordFile) -> np.ndarray:
     """Return the classes (n,) int32 of all records, -1 for those that hold no image but an index of others."""
     labels = np.full(len(records), -1, dtype=np.int32)
-    for headers in records.headers():
+    for headers in _with_progress(records):
         is_image = headers.payload_sizes > 0
         missing = ~is_image & (headers.flags != 2)
         if missing.any():
@@ -104,6 +187,14 @@ def _read_labels(records: IndexedRecordFile) -> np.ndarray:
         _check_labels(records, headers, is_image)
         labels[headers.positions[is_image]] = headers.labels[is_image].astype(np.int32)
     return labels
+
+
+def _with_progress(records: IndexedRecordFile) -> Iterator[Headers]:
+    """Yield all headers; a bar appears when it takes longer than some seconds (a cold disk, a network)."""
+    with tqdm(total=len(records), unit="record", desc=f"first look at {records.path}", delay=5, mininterval=5) as bar:
+        for headers in records.headers():
+            yield headers
+            bar.update(len(headers.positions))
 
 
 def _check_labels(records: IndexedRecordFile, headers: Headers, is_image: np.ndarray) -> None:
@@ -121,33 +212,29 @@ def _check_labels(records: IndexedRecordFile, headers: Headers, is_image: np.nda
 
 def _read_header(records: IndexedRecordFile) -> int | None:
     """Return a of the header record, one more than the last image's key, or None for the headerless form."""
-    if records.positions(0) < 0:
+    positions = np.flatnonzero(records.keys == 0)
+    if not len(positions):
         return None
-    label, _, _, payload = unpack(records.read(0))
+    label, _, _, payload = unpack(records.read_position(int(positions[0])))
     if not isinstance(label, np.ndarray) or len(label) != 2 or len(payload):
         return None
     a, b = label.tolist()
     if not (1 < a <= b < 2**63 and a.is_integer() and b.is_integer()):
         return None
-    if b < _FLOAT_LIMIT and (b - a > len(records) or (records.positions(np.arange(a, b)) < 0).any()):
+    if b < _FLOAT_LIMIT and np.count_nonzero((records.keys >= a) & (records.keys < b)) < b - a:
         return None
     return int(a)
 
 
-def _check_image_keys(records: IndexedRecordFile, images: np.ndarray, end: int) -> None:
+def _check_image_keys(rec_path: Path, image_keys: np.ndarray, end: int) -> None:
     """Check that the images have exactly the keys 1..end-1, as the header says."""
-    keys = np.sort(records.keys[images])
+    keys = np.sort(image_keys)
     if len(keys) == end - 1 and keys[0] == 1 and keys[-1] == end - 1:
         return
     expected = np.arange(1, end)
     missing, surplus = np.setdiff1d(expected, keys), np.setdiff1d(keys, expected)
     which = f"{missing[0]} has none" if len(missing) else f"{surplus[0]} has one"
     raise ValueError(
-        f"{records.path}: by its header record the images have the keys 1 to {end - 1}, but record {which} "
+        f"{rec_path}: by its header record the images have the keys 1 to {end - 1}, but record {which} "
         f"({len(missing)} missing, {len(surplus)} too many). Get the index that belongs to this file"
     )
-
-
-def _compact(keys: np.ndarray) -> Sequence[int] | np.ndarray:
-    """Return the keys as a range if they are one: a large set has hundreds of megabytes of keys."""
-    return range(int(keys[0]), int(keys[-1]) + 1) if (np.diff(keys) == 1).all() else keys

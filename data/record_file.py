@@ -1,4 +1,4 @@
-"""RecordIO, the container: records in one file, read through a memory map, written as mxnet writes them.
+"""RecordIO, the container: records in one file, read by byte offset, written as mxnet writes them.
 
 Source: dmlc-core include/dmlc/recordio.h and src/recordio.cc, python/mxnet/recordio.py of mxnet 1.9.1. The writer
 matches it byte for byte. Its reader hides damage (a cut file, a wrong index); this one names file and byte.
@@ -16,6 +16,7 @@ import os
 import struct
 from array import array
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
@@ -26,11 +27,12 @@ MAX_LENGTH = (1 << 29) - 1  # bytes in a record
 
 _PART = struct.Struct("<4sI")
 _FIRST, _LATER = (0, 1), (2, 3)  # cflags with which a record may start and go on
+_SCANNED = 1 << 28  # bytes after which a walk over the file gives its pages back
 _DAMAGE = "the file is damaged or cut, or the index is not its own (deleted, it is rebuilt)"
 
 
 class RecordFile:
-    """Reads records by byte offset, without a copy unless a record has several parts.
+    """Reads records by byte offset: through a memory map, without a copy, or by `read_span` into memory of their own.
 
     Threads may share it. It may be pickled or inherited by a fork: a process maps the file at its first read.
     """
@@ -43,12 +45,13 @@ class RecordFile:
             raise ValueError(f"{self.path}: the record file cannot be read: {error.strerror}") from None
         self._map: mmap.mmap | None = None
         self._view: memoryview | None = None
+        self._file: FileIO | None = None
         start = bytes(self.view[:4]) if self.size >= _PART.size else b""
         if start != MAGIC:
             raise ValueError(f"{self.path}: a RecordIO file starts with 0a23d7ce, this one of {self.size} bytes does not")
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_map": None, "_view": None}
+        return {**self.__dict__, "_map": None, "_view": None, "_file": None}
 
     @property
     def view(self) -> memoryview:
@@ -72,11 +75,17 @@ class RecordFile:
         if self._map is not None and hasattr(mmap, "MADV_RANDOM"):
             self._map.madvise(mmap.MADV_RANDOM if random else mmap.MADV_SEQUENTIAL)
 
+    def release(self, start: int, stop: int) -> None:
+        """Take the pages of these bytes out of the memory of the process; the kernel keeps them while it has room."""
+        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            begin = start - start % mmap.PAGESIZE
+            if stop > begin:
+                self._map.madvise(mmap.MADV_DONTNEED, begin, stop - begin)
+
     def prefetch(self, offset: int, length: int) -> None:
-        """Have the kernel start to fetch these bytes: one request to the disk instead of one for each page."""
-        if self._map is not None and hasattr(mmap, "MADV_WILLNEED"):
-            page = offset - offset % mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_WILLNEED, page, min(offset + length, self.size) - page)
+        """Have the kernel start to fetch these bytes: one request to the disk, before anyone waits for it."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._open().fileno(), offset, length, os.POSIX_FADV_WILLNEED)
 
     def read_at(self, offset: int) -> bytes | memoryview:
         """Return the record whose first part starts at byte `offset`."""
@@ -84,24 +93,53 @@ class RecordFile:
 
     def read_until(self, offset: int) -> tuple[bytes | memoryview, int]:
         """Return the record that starts at byte `offset`, and the byte after it and its padding."""
-        view = self.view
-        cflag, start, stop, end = self._part(view, offset, _FIRST)
+        return self._record(self.view, 0, offset)
+
+    def read_span(self, offset: int, length: int) -> bytes | memoryview:
+        """Return the record that lies in the `length` bytes from `offset` on, read by one call into memory of its own.
+
+        Unlike a read through the map, it leaves no pages of the file in the memory of the process, holds no lock while the
+        disk works, and survives a file that is cut meanwhile.
+        """
+        try:
+            data = os.pread(self._open().fileno(), length, offset)
+        except OSError as error:
+            raise ValueError(f"{self.path}: byte {offset}: cannot be read: {error.strerror}") from None
+        if len(data) < length:
+            raise ValueError(
+                f"{self.path}: byte {offset + len(data)}: the file ends here; it had {self.size} bytes when opened"
+            )
+        return self._record(memoryview(data), offset, offset)[0]
+
+    def _open(self) -> FileIO:
+        file = self._file
+        if file is None:
+            file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed when this object goes
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            self._file = file
+        return file
+
+    def _record(self, view: memoryview, base: int, offset: int) -> tuple[bytes | memoryview, int]:
+        """Return the record at byte `offset` of the file, of which `view` holds the bytes from `base` on, and its end."""
+        cflag, start, stop, end = self._part(view, base, offset, _FIRST)
         if cflag == 0:
-            return view[start:stop], end
-        parts, length = [view[start:stop]], stop - start
+            return view[start - base : stop - base], end
+        parts, length = [view[start - base : stop - base]], stop - start
         while cflag != 3:
-            cflag, start, stop, end = self._part(view, end, _LATER)
-            parts.append(view[start:stop])
+            cflag, start, stop, end = self._part(view, base, end, _LATER)
+            parts.append(view[start - base : stop - base])
             length += len(MAGIC) + stop - start
             if length > MAX_LENGTH:
                 raise ValueError(f"{self.path}: byte {offset}: the parts of this record add up to 2^29 bytes or more")
         return MAGIC.join(parts), end
 
-    def _part(self, view: memoryview, offset: int, cflags: tuple[int, int]) -> tuple[int, int, int, int]:
+    def _part(self, view: memoryview, base: int, offset: int, cflags: tuple[int, int]) -> tuple[int, int, int, int]:
         """Return (cflag, start of data, end of data, end of padding) of the part at `offset`, all checked."""
-        if offset < 0 or offset % 4 or offset + _PART.size > self.size:
+        limit = base + len(view)
+        if offset < base or offset % 4 or offset + _PART.size > limit:
             raise ValueError(f"{self.path}: byte {offset}: no part can start here ({self.size} bytes): {_DAMAGE}")
-        magic, word = _PART.unpack_from(view, offset)
+        magic, word = _PART.unpack_from(view, offset - base)
         if magic != MAGIC:
             raise ValueError(f"{self.path}: byte {offset}: a part starts with 0a23d7ce, not {magic.hex()}: {_DAMAGE}")
         cflag, length = word >> 29, word & MAX_LENGTH
@@ -110,7 +148,7 @@ class RecordFile:
             raise ValueError(f"{self.path}: byte {offset}: cflag must be {allowed} here, not {cflag}: {_DAMAGE}")
         start = offset + _PART.size
         end = start + (length + 3 & ~3)
-        if end > self.size or (cflag in (1, 2) and length % 4):
+        if end > limit or (cflag in (1, 2) and length % 4):
             raise ValueError(f"{self.path}: byte {offset}: a part of {length} bytes does not fit here: {_DAMAGE}")
         return cflag, start, start + length, end
 
@@ -129,11 +167,14 @@ class RecordFile:
         """
         view, stop = self.view, self.size if stop is None else stop
         offsets = array("q")
-        whole = True
+        whole, released = True, start
         while start < stop:
             if whole:
                 offsets.append(start)
-            cflag, _, _, start = self._part(view, start, _FIRST if whole else _LATER)
+                if start - released > _SCANNED:
+                    self.release(released, start)
+                    released = start
+            cflag, _, _, start = self._part(view, 0, start, _FIRST if whole else _LATER)
             whole = cflag in (0, 3)
         if start != stop or not whole:
             raise ValueError(f"{self.path}: byte {stop}: a record must end here, not at {start}: {_DAMAGE}")

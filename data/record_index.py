@@ -6,12 +6,15 @@ Shapes: n = records.
 """
 
 import os
+from itertools import pairwise
+from typing import BinaryIO
 
 import numpy as np
 
-_BLOCK = 1 << 20  # bytes parsed at once; the index of 42 million images has 900 MB
-_PLAIN = b"0123456789\t\n"  # a block of these alone can be parsed without looking at its lines one by one
+_BLOCK = 1 << 18  # bytes parsed at once, so that all intermediate numbers stay in the cache of the processor
+_DIGITS = b"0123456789\t\n"  # a block of these alone can be parsed without looking at its lines one by one
 _MAX_DIGITS = 18  # always fits int64
+_MAX_RUNS = 64  # runs of lines of one width in a block; a written index has one or two
 
 
 def read_index(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -20,43 +23,68 @@ def read_index(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         ValueError: no such file, no line in it, or a line that is not `key TAB offset`; the message names the line.
     """
-    keys: list[np.ndarray] = []
-    offsets: list[np.ndarray] = []
-    line = 1
     try:
         with open(path, "rb") as file:
+            keys, offsets = (np.empty(_count_lines(file), dtype=np.int64) for _ in range(2))
+            done = 0
             while block := file.read(_BLOCK):
                 block += file.readline()
-                block_keys, block_offsets = _parse_plain(block) or _parse_lines(block, os.fspath(path), line)
-                keys.append(block_keys)
-                offsets.append(block_offsets)
-                line += len(block_keys)
+                parsed = _parse_plain(block) or _parse_lines(block, os.fspath(path), done + 1)
+                stop = done + len(parsed[0])
+                if stop > len(keys):
+                    raise ValueError(f"{path}: the index grew while it was read; wait until it is written, then start again")
+                keys[done:stop], offsets[done:stop] = parsed
+                done = stop
     except OSError as error:
         raise ValueError(f"{path}: the index cannot be read: {error.strerror}") from None
-    if not keys:
+    if not done:
         raise ValueError(f"{path}: the index is empty. Delete it to have it rebuilt from the .rec file")
-    return _keep_last(np.concatenate(keys), np.concatenate(offsets))
+    return _keep_last(keys[:done], offsets[:done])
+
+
+def _count_lines(file: BinaryIO) -> int:
+    """Return the number of lines in a file, and go back to its start."""
+    count, last = 0, b"\n"
+    while block := file.read(1 << 20):
+        count, last = count + block.count(b"\n"), block[-1:]
+    file.seek(0)
+    return count + (last != b"\n")
 
 
 def _parse_plain(block: bytes) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return (keys, offsets) of a block in which every line is digits TAB digits, otherwise None."""
+    """Return (keys, offsets) of a block in which every line is digits TAB digits, otherwise None.
+
+    Keys and offsets ascend, so their numbers of digits change seldom: a run of lines of one width is a matrix of digits.
+    """
     if b"\r\n" in block:
         block = block.replace(b"\r\n", b"\n")
-    if block.translate(None, _PLAIN):
+    if block.translate(None, _DIGITS):
         return None
+    if block[-1:] != b"\n":
+        block += b"\n"
     data = np.frombuffer(block, dtype=np.uint8)
-    tabs = np.flatnonzero(data == ord("\t"))
-    ends = np.flatnonzero(data == ord("\n"))
-    if data[-1] != ord("\n"):
-        ends = np.append(ends, data.size)
+    tabs, ends = np.flatnonzero(data == ord("\t")), np.flatnonzero(data == ord("\n"))
     if len(tabs) != len(ends):
         return None
     starts = np.concatenate(([0], ends[:-1] + 1))
     widths = np.stack([tabs - starts, ends - tabs - 1])  # digits before and after each TAB
     if widths.min() < 1 or widths.max() > _MAX_DIGITS:
         return None
-    numbers = np.fromstring(block, dtype=np.int64, sep=" ")  # any white space separates
-    return numbers[0::2], numbers[1::2]
+    cuts = np.flatnonzero((np.diff(widths) != 0).any(axis=0)) + 1
+    if len(cuts) > _MAX_RUNS:
+        numbers = np.fromstring(block, dtype=np.int64, sep=" ")  # any white space separates
+        return numbers[0::2], numbers[1::2]
+    table = np.zeros((2, len(ends)), dtype=np.int64)
+    for begin, end in pairwise([0, *cuts.tolist(), len(ends)]):
+        key_width, offset_width = widths[:, begin].tolist()
+        digits = data[starts[begin] : ends[end - 1] + 1].reshape(end - begin, key_width + offset_width + 2)
+        for row, first, last in ((0, 0, key_width), (1, key_width + 1, key_width + 1 + offset_width)):
+            number = table[row, begin:end]
+            for column in range(first, last):
+                number *= 10
+                number += digits[:, column]
+            number -= ord("0") * ((10 ** (last - first) - 1) // 9)  # the digits were counted from their code
+    return table[0], table[1]
 
 
 def _parse_lines(block: bytes, path: str, first_line: int) -> tuple[np.ndarray, np.ndarray]:
@@ -83,10 +111,19 @@ def _parse_lines(block: bytes, path: str, first_line: int) -> tuple[np.ndarray, 
 
 def _keep_last(keys: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (keys, offsets) without all but the last line of each key."""
-    if (np.diff(keys) > 0).all():
+    if not _repeats(keys):
         return keys, offsets
-    unique, from_end = np.unique(keys[::-1], return_index=True)
-    if len(unique) == len(keys):
-        return keys, offsets
+    _, from_end = np.unique(keys[::-1], return_index=True)
     last = np.sort(len(keys) - 1 - from_end)
     return keys[last], offsets[last]
+
+
+def _repeats(keys: np.ndarray) -> bool:
+    """Return whether a key comes twice, without sorting where keys lie densely, as they do in a set of millions."""
+    low, high = int(keys.min()), int(keys.max())
+    if high - low >= 8 * len(keys) + 1024:
+        return len(np.unique(keys)) < len(keys)
+    seen = np.zeros(high - low + 1, dtype=bool)
+    for begin in range(0, len(keys), _BLOCK):
+        seen[keys[begin : begin + _BLOCK] - low] = True
+    return int(np.count_nonzero(seen)) < len(keys)

@@ -98,19 +98,20 @@ class IndexedRecordFile:
         else:
             self.keys, self.offsets = read_index(idx_path)
             self._check_offsets(os.fspath(idx_path))
-        ascending = bool((np.diff(self.offsets) > 0).all())
-        self._starts = self.offsets if ascending else np.unique(self.offsets)  # several keys may share a record
+        self._starts = self.offsets if is_ascending(self.offsets) else np.unique(self.offsets)  # keys may share a record
         self._by_key: np.ndarray | None = None
 
     def _check_offsets(self, idx_path: str) -> None:
-        wrong = (self.offsets < 0) | (self.offsets % 4 != 0) | (self.offsets > self.file.size - 8)
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise ValueError(
-                f"{idx_path}: the offset of record {self.keys[i]} must be a multiple of 4 inside {self.path} "
-                f"({self.file.size} bytes), got {self.offsets[i]}: the index of another file, or a file cut off "
-                "(deleted, the index is rebuilt)"
-            )
+        for begin in range(0, len(self.offsets), _CHUNK):
+            offsets = self.offsets[begin : begin + _CHUNK]
+            wrong = (offsets < 0) | (offsets % 4 != 0) | (offsets > self.file.size - 8)
+            if wrong.any():
+                i = int(wrong.argmax())
+                raise ValueError(
+                    f"{idx_path}: the offset of record {self.keys[begin + i]} must be a multiple of 4 inside {self.path} "
+                    f"({self.file.size} bytes), got {offsets[i]}: the index of another file, or a file cut off "
+                    "(deleted, the index is rebuilt)"
+                )
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -155,9 +156,12 @@ class IndexedRecordFile:
         """Yield the headers of all records in the order of the file, some hundred thousand at a time, all checked."""
         self.file.expect_random_reads(False)
         ascending = self._starts is self.offsets
-        order = np.arange(len(self)) if ascending else np.argsort(self.offsets, kind="stable")
+        order = None if ascending else np.argsort(self.offsets, kind="stable")
         for begin in range(0, len(self), _CHUNK):
-            yield self._headers_of(order[begin : begin + _CHUNK])
+            stop = min(begin + _CHUNK, len(self))
+            positions = np.arange(begin, stop) if order is None else order[begin:stop]
+            yield self._headers_of(positions)
+            self.file.release(int(self.offsets[positions[0]]), int(self.offsets[positions[-1]]))
         self.file.expect_random_reads(True)
 
     def _headers_of(self, positions: np.ndarray) -> Headers:
@@ -174,7 +178,8 @@ class IndexedRecordFile:
         labels = np.where(flags > 0, vector, label).view("<f4")
         payload_sizes = lengths - _HEADER.size - 4 * flags
         ends = offsets + 8 + (lengths + 3 & ~3)
-        following = np.searchsorted(self._starts, offsets, side="right")
+        ascending = self._starts is self.offsets
+        following = positions + 1 if ascending else np.searchsorted(self._starts, offsets, side="right")
         last = following == len(self._starts)  # nothing says where the last record must end
         whole = last | (ends == self._starts[np.minimum(following, len(self._starts) - 1)])
         plain = (magic == _MAGIC_WORD) & (part <= MAX_LENGTH) & (ends <= self.file.size) & whole & (payload_sizes >= 0)
@@ -191,3 +196,8 @@ class IndexedRecordFile:
         if isinstance(label, np.ndarray):
             return len(label), float(label[0]), len(payload)
         return 0, label, len(payload)
+
+
+def is_ascending(values: np.ndarray) -> bool:
+    """Return whether each value (n,) is larger than the one before; needs little memory for millions."""
+    return all((np.diff(values[begin : begin + _CHUNK + 1]) > 0).all() for begin in range(0, len(values) - 1, _CHUNK))

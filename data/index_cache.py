@@ -1,0 +1,93 @@
+"""What opening a large set found out, kept in a file that all processes of a machine map: a dataset is parsed once.
+
+    file = "faceindex" and version, length of the JSON u64, JSON, arrays at multiples of 64 bytes; little-endian
+
+The JSON holds the size and the modification time of each source file, so a set that changed is parsed again. The arrays are
+memory maps: processes that open the same cache share its pages, and only pages that are used take memory.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_MAGIC = b"faceindex 1\n"
+_ALIGN = 64
+_MAX_JSON = 1 << 24
+
+Facts = dict[str, Any]  # plain JSON values
+Arrays = dict[str, np.ndarray]
+
+
+def stamp(files: Sequence[Path]) -> Facts:
+    """Return the size and modification time of each of the files that exist; a cache with another stamp is out of date."""
+    return {
+        path.name: [status.st_size, status.st_mtime_ns]
+        for path, status in ((path, path.stat()) for path in files if path.is_file())
+    }
+
+
+def cache_path(folder: Path, source: Path) -> Path:
+    """Return where in the cache folder the set at `source` is kept: its name, and a hash of its place."""
+    place = hashlib.sha256(os.fsencode(source.resolve())).hexdigest()[:16]
+    return folder / f"{source.resolve().parent.name}-{place}.index"
+
+
+def read_cache(path: Path, wanted: Facts, names: Sequence[str]) -> tuple[Facts, Arrays] | None:
+    """Return (facts, arrays) of a cache with this stamp and these arrays, or None: none, out of date, or damaged."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                return None
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(_MAX_JSON, size):
+                return None
+            header = json.loads(file.read(length))
+            if header["stamp"] != wanted or header["size"] != size or list(header["arrays"]) != list(names):
+                return None
+            arrays: Arrays = {}
+            for name, (kind, count, begin) in header["arrays"].items():
+                arrays[name] = np.memmap(file, dtype=kind, mode="r", offset=begin, shape=(count,))
+            return header["facts"], arrays
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_cache(path: Path, wanted: Facts, facts: Facts, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write a cache; it gets its name when it is complete. Raises OSError where the folder cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table: dict[str, tuple[str, int, int]] = {}
+    begin = _first_array(wanted, facts, arrays)
+    for name, values in arrays.items():
+        table[name] = (values.dtype.str, len(values), begin)
+        begin = _aligned(begin + values.nbytes)
+    header = json.dumps({"stamp": wanted, "facts": facts, "arrays": table, "size": begin}).encode()
+    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "wb") as file:
+            file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
+            for name, values in arrays.items():
+                file.seek(table[name][2])
+                values.tofile(file)
+            file.truncate(begin)
+        os.replace(unfinished, path)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
+
+
+def _first_array(wanted: Facts, facts: Facts, arrays: Mapping[str, np.ndarray]) -> int:
+    """Return where the arrays may begin: behind a header with the widest numbers that it can hold."""
+    widest = {name: [values.dtype.str, 1 << 62, 1 << 62] for name, values in arrays.items()}
+    header = json.dumps({"stamp": wanted, "facts": facts, "arrays": widest, "size": 1 << 62}).encode()
+    return _aligned(len(_MAGIC) + 8 + len(header))
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGN) * _ALIGN

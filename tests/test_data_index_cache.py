@@ -1,0 +1,103 @@
+"""The cache of a set's index: equal to parsing, never out of date, never trusted when damaged, never in the dataset."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import record_dataset
+from data.index_cache import cache_path, read_cache, write_cache
+from data.record_dataset import RecordDataset
+from data.record_set import RecordSetWriter
+
+
+def _make(folder: Path, labels: list[int]) -> Path:
+    with RecordSetWriter(folder, overwrite=True) as writer:
+        for i, label in enumerate(labels):
+            writer.add(label, b"image %d of %d" % (i, label))
+    return folder
+
+
+def _everything(dataset: RecordDataset) -> list[tuple[str, int, bytes]]:
+    return [(dataset.key(i), dataset.label(i), bytes(dataset.sample(i)[0])) for i in range(dataset.num_images)]
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The sets that were parsed, not taken from a cache."""
+    calls: list[Path] = []
+    original = record_dataset._index_set
+
+    def counted(rec_path: Path) -> record_dataset.SetIndex:
+        calls.append(rec_path)
+        return original(rec_path)
+
+    monkeypatch.setattr(record_dataset, "_index_set", counted)
+    return calls
+
+
+def test_a_cached_set_equals_a_parsed_one_and_is_parsed_once(tmp_path: Path, parsed: list[Path]) -> None:
+    folder, cache = _make(tmp_path / "set", [0, 0, 1, 2, 2]), tmp_path / "cache"
+    plain = RecordDataset(folder)
+    first, second = RecordDataset(folder, cache), RecordDataset(folder, cache)
+    assert len(parsed) == 2  # without the cache, and to make it
+    assert _everything(plain) == _everything(first) == _everything(second)
+    assert plain.describe() == first.describe() == second.describe()
+    assert isinstance(second.labels(), np.memmap) and isinstance(first.labels(), np.memmap)
+    assert sorted(path.name for path in folder.iterdir()) == ["property", "train.idx", "train.rec"]
+
+
+@pytest.mark.parametrize("changed", ["train.rec", "train.idx", "property"])
+def test_a_set_that_changed_is_parsed_again(tmp_path: Path, parsed: list[Path], changed: str) -> None:
+    folder, cache = _make(tmp_path / "set", [0, 1]), tmp_path / "cache"
+    RecordDataset(folder, cache)
+    if changed == "property":
+        (folder / "property").write_text("3,112,112")
+    else:
+        os.utime(folder / changed, ns=(1, 1))
+    assert RecordDataset(folder, cache).num_classes == (3 if changed == "property" else 2)
+    assert len(parsed) == 2
+    (folder / "property").unlink()
+    assert RecordDataset(folder, cache).num_classes == 2
+    assert len(parsed) == 3
+
+
+def test_any_damage_of_the_cache_means_parsing_again(tmp_path: Path, parsed: list[Path]) -> None:
+    folder, cache = _make(tmp_path / "set", [0, 1, 1]), tmp_path / "cache"
+    expected = _everything(RecordDataset(folder, cache))
+    path = cache_path(cache, folder / "train.rec")
+    good = path.read_bytes()
+    damages = [
+        b"",
+        good[:5],
+        good[:40],
+        good[:-1],
+        b"X" + good[1:],
+        good[:12] + b"\xff" * 8 + good[20:],
+        good.replace(b"offsets", b"offset5"),
+    ]
+    for number, damaged in enumerate(damages, 2):
+        path.write_bytes(damaged)
+        assert _everything(RecordDataset(folder, cache)) == expected
+        assert len(parsed) == number and path.read_bytes() == good
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    folder = _make(tmp_path / "set", [0, 1])
+    (tmp_path / "file").write_text("no folder")
+    dataset = RecordDataset(folder, tmp_path / "file")
+    assert dataset.num_images == 2
+    assert len(dataset.warnings) == 1 and str(tmp_path / "file") in dataset.warnings[0]
+
+
+def test_arrays_come_back_as_they_went(tmp_path: Path) -> None:
+    arrays = {"a": np.arange(1000, dtype=np.int64), "b": np.zeros(0, dtype=np.int32), "c": np.arange(7, dtype=np.int32)}
+    write_cache(tmp_path / "x.index", {"f": [1, 2]}, {"n": 3}, arrays)
+    assert read_cache(tmp_path / "x.index", {"f": [1, 3]}, "abc") is None
+    found = read_cache(tmp_path / "x.index", {"f": [1, 2]}, "abc")
+    assert found is not None and found[0] == {"n": 3}
+    for name, values in arrays.items():
+        np.testing.assert_array_equal(found[1][name], values)
+        assert found[1][name].dtype == values.dtype
+    assert [path.name for path in tmp_path.iterdir()] == ["x.index"]
