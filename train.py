@@ -7,6 +7,7 @@ Shapes: b = images of this rank in one micro-batch, A = micro-batches per optimi
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import sys
@@ -24,7 +25,7 @@ from configs import as_plain, dump_config, load_config
 from data import build_dataset
 from data.augment import prepare
 from data.loader import Loader
-from data.sampler import SampleOrder
+from data.sampler import SampleOrder, check_batch
 from eval.evaluate import evaluate, load_pair_sets
 from eval.report import as_json, format_table, save_figure
 from losses import build_margin
@@ -45,12 +46,18 @@ def train(config: EasyDict) -> None:
     # ---- set up: processes, data, verification sets, run folder; whatever is wrong is said before anything is trained
     world = distributed.start(config.run.device, config.run.threads)
     batch_size, accumulation = config.train.batch_size, config.train.accumulation
-    with together(world):
-        check_batch(batch_size, accumulation, world.world_size)
-        data = config.data
-        dataset = build_dataset(data.source, data.path, data.num_classes, data.num_images, config.run.seed)
-        pair_sets = load_pair_sets(config.eval.path or data.path, config.eval.targets)
-    order = SampleOrder(dataset.num_images, batch_size, config.run.seed, data.flip)
+    data = config.data
+    cache = {"auto": str(Path(config.run.output) / "index_cache"), "off": None}.get(data.index_cache, data.index_cache)
+    for first in (True, False):  # one process of each machine parses the data, the others map what it found
+        with together(world):
+            if (world.local_rank == 0) is first:
+                check_batch(batch_size, accumulation, world.world_size)
+                dataset = build_dataset(data, config.run.seed, cache)
+                pair_sets = load_pair_sets(config.eval.path or data.path, config.eval.targets)
+    order = SampleOrder(
+        dataset.num_images, batch_size, config.run.seed, data.flip, data.shuffle, data.block, data.window, dataset.draw
+    )
+    share = {"rank": world.rank, "world_size": world.world_size, "accumulation": accumulation}  # of each global batch
     total_steps = config.train.max_steps or max(1, int(config.train.epochs * dataset.num_images / batch_size))
     warmup_steps = round(config.schedule.warmup_epochs * dataset.num_images / batch_size)
     facts = {
@@ -98,6 +105,8 @@ def train(config: EasyDict) -> None:
 
     with RunLog(folder, world.rank, start_step, total_steps) as log:
         log.info(dataset.describe())
+        for line in dataset.warnings:
+            log.warn(line)
         log.info(
             f"{config.run.name}: {total_steps} steps of {batch_size} images, {world.world_size} x {world.device.type}, "
             f"{sum(p.numel() for p in backbone.parameters()) / 1e6:.2f} M backbone parameters, {dataset.num_classes} classes"
@@ -146,12 +155,13 @@ def train(config: EasyDict) -> None:
         # ---- loop
         loader = Loader(
             dataset,
-            lambda step: order.samples(step, world.rank, world.world_size, accumulation),
+            lambda step: order.samples(step, **share),
             start_step,
             total_steps,
             data.threads,
             data.prefetch,
             world.device,
+            lambda step: order.read_ahead(step, start_step, **share),
         )
         speed, loss_sum, loss_count = Speed(batch_size), 0.0, 0
         for step, batch in enumerate(loader, start_step):
@@ -196,18 +206,23 @@ def train(config: EasyDict) -> None:
             loss_sum, loss_count = loss_sum + loss, loss_count + 1
             log.advance(done, loss)
             if done % config.log.every == 0 or done == total_steps:
+                images_per_second, data_wait = speed.lap(loader.waited)
                 numbers = {
                     "loss": loss_sum / loss_count,
                     "lr": lr,
                     "grad_norm": float(norm),
                     "positive_cosine": float(head.positive_cosine),
-                    "images_per_second": speed.lap(),
+                    "images_per_second": images_per_second,
+                    "data_wait": data_wait,
                     "memory_gib": peak_memory_gib(world.device),
                 }
                 if scaler.enabled:
                     numbers["loss_scale"] = scaler.scale
                 log.train(done, numbers, speed.eta(total_steps - done))
                 loss_sum, loss_count = 0.0, 0
+                if data.on_bad_record == "skip":
+                    for line in itertools.chain(*distributed.all_gather_objects(dataset.news(), world)):
+                        log.warn(line)
             pause = time.perf_counter()
             mean_accuracy = score(done) if is_due(done, config.eval.every, total_steps) else None
             if is_due(done, config.checkpoint.every, total_steps):
@@ -220,17 +235,6 @@ def train(config: EasyDict) -> None:
 
 def is_due(done: int, every: int, total_steps: int) -> bool:
     return done == total_steps or (every > 0 and done % every == 0)
-
-
-def check_batch(batch_size: int, accumulation: int, world_size: int) -> None:
-    """Raise ValueError unless every rank and micro-batch gets the same number of images, at least 2 for BatchNorm."""
-    share, rest = divmod(batch_size, accumulation * world_size)
-    if rest or share < 2:
-        fitting = max(share, 2) * accumulation * world_size
-        raise ValueError(
-            f"train.batch_size, images per optimizer step, must be a multiple of {accumulation} train.accumulation x "
-            f"{world_size} processes, with 2 images or more each, got {batch_size}; try {fitting}"
-        )
 
 
 def restore(

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from easydict import EasyDict
 
-from .rules import check_rules
+from .rules import ENTRIES, check_rules
 
 SCHEMA = Path(__file__).with_name("base.yaml")
 
@@ -48,7 +48,11 @@ class Config(EasyDict):
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(self, "_frozen", False):
             self._refuse()
-        super().__setattr__(name, value)
+        if isinstance(value, tuple):  # EasyDict would make each section in it anew
+            object.__setattr__(self, name, value)
+            dict.__setitem__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("the configuration is read-only after loading; use a local variable for a derived value")
@@ -90,16 +94,22 @@ def dump_config(config: EasyDict) -> str:
 def as_plain(config: EasyDict | dict[str, Any]) -> dict[str, Any]:
     """Return the configuration as plain dicts and lists."""
     return {
-        key: as_plain(value) if isinstance(value, dict) else list(value) if isinstance(value, (list, tuple)) else value
+        key: as_plain(value) if isinstance(value, dict) else _plain_list(value) if isinstance(value, (list, tuple)) else value
         for key, value in config.items()
     }
+
+
+def _plain_list(values: list[Any] | tuple[Any, ...]) -> list[Any]:
+    return [as_plain(value) if isinstance(value, dict) else value for value in values]
 
 
 def _to_config(tree: dict[str, Any]) -> Config:
     config = Config()
     for key, value in tree.items():
         # a tuple: a list inside a read-only config could still be appended to
-        config[key] = _to_config(value) if isinstance(value, dict) else tuple(value) if isinstance(value, list) else value
+        if isinstance(value, list):
+            value = tuple(_to_config(item) if isinstance(item, dict) else item for item in value)
+        config[key] = _to_config(value) if isinstance(value, dict) else value
     object.__setattr__(config, "_frozen", True)
     return config
 
@@ -168,8 +178,20 @@ def _merge(tree: dict[str, Any], layer: dict[str, Any], source: str, prefix: str
             if not isinstance(value, dict):
                 raise ValueError(f"{source}: {name} is a section, got {value!r}; set a key in it: {name}.KEY=VALUE")
             _merge(tree[key], value, source, f"{name}.")
+        elif name in ENTRIES:
+            tree[key] = _entries(ENTRIES[name], value, source, name)
         else:
             tree[key] = _typed(tree[key], value, f"{source}: {name}")
+
+
+def _entries(schema: dict[str, Any], value: Any, source: str, name: str) -> list[dict[str, Any]]:
+    """Return a list of sections that each have the keys of `schema`."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, dict) for item in value):
+        raise ValueError(f"{source}: {name} must be a list of entries like {{{', '.join(schema)}}}, got {value!r}")
+    entries = [dict(schema) for _ in value]
+    for number, (entry, item) in enumerate(zip(entries, value, strict=True)):
+        _merge(entry, item, source, f"{name}[{number}].")
+    return entries
 
 
 def _nearest(tree: dict[str, Any], prefix: str, key: str) -> str:

@@ -3,9 +3,16 @@
 import difflib
 from typing import Any
 
+SOURCES = ("recordio", "folder", "list", "tar", "synthetic")
+
+# key -> what each entry of this list may hold, with its default
+ENTRIES: dict[str, dict[str, Any]] = {"data.sources": {"path": "", "source": "recordio", "repeat": 1.0}}
+
 CHOICES = {
     "run.device": ("auto", "cpu", "cuda"),
-    "data.source": ("recordio", "folder", "synthetic"),
+    "data.source": SOURCES,
+    "data.shuffle": ("full", "block"),
+    "data.on_bad_record": ("error", "skip"),
     "loss.gradient": ("exact", "straight_through"),
     "head.sampling": ("uniform", "neighbours"),
     "head.state": ("exact", "lean", "tiny"),
@@ -24,6 +31,9 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "run.threads": (0, 4096),
     "data.num_classes": (0, None),
     "data.num_images": (0, None),
+    "data.block": (1, None),
+    "data.window": (1, None),
+    "data.max_bad_fraction": (0, 0.999),
     "data.threads": (1, 256),
     "data.prefetch": (1, 1024),
     "backbone.embedding_size": (1, 65536),
@@ -81,6 +91,7 @@ def check_rules(tree: dict[str, Any]) -> None:
 
 def _check_across(tree: dict[str, Any]) -> None:
     data, train, schedule = tree["data"], tree["train"], tree["schedule"]
+    _check_sources(data)
     if -1 < tree["head"]["weight_decay"] < 0:
         raise ValueError(
             f"head.weight_decay must be 0 or more, or -1 for optimizer.weight_decay, got {tree['head']['weight_decay']}"
@@ -105,3 +116,18 @@ def _check_across(tree: dict[str, Any]) -> None:
         )
     if len(set(tree["eval"]["targets"])) != len(tree["eval"]["targets"]):
         raise ValueError(f"eval.targets names a set twice: {', '.join(tree['eval']['targets'])}")
+
+
+def _check_sources(data: dict[str, Any]) -> None:
+    if data["sources"] and data["path"]:
+        raise ValueError(
+            f"data.path must be empty where data.sources is given, got {data['path']!r}; make it one of the sources"
+        )
+    for number, entry in enumerate(data["sources"]):
+        name = f"data.sources[{number}]"
+        if entry["source"] not in SOURCES or entry["source"] == "synthetic":
+            raise ValueError(f"{name}.source must be one of {', '.join(SOURCES[:-1])}, got {entry['source']!r}")
+        if not entry["path"]:
+            raise ValueError(f"{name}.path must name a set, got ''")
+        if not 0 < entry["repeat"] <= 1000:
+            raise ValueError(f"{name}.repeat must be above 0 and at most 1000, times in an epoch, got {entry['repeat']}")

@@ -11,11 +11,16 @@ from utils.image import decode_rgb
 
 
 class FaceDataset(ABC):
-    """Images by index in [0, num_images), each with an integer label in [0, num_classes)."""
+    """Images by index in [0, num_stored), each with an integer label in [0, num_classes)."""
 
-    num_images: int
+    num_images: int  # in an epoch
     num_classes: int
     warnings: tuple[str, ...] = ()  # what opening noticed and a user should know
+
+    @property
+    def num_stored(self) -> int:
+        """The samples there are; only a mixture of sets has another number of them in an epoch."""
+        return self.num_images
 
     @abstractmethod
     def describe(self) -> str:
@@ -31,14 +36,25 @@ class FaceDataset(ABC):
 
     @abstractmethod
     def labels(self) -> np.ndarray:
-        """Return the classes of all samples, (num_images,) of an integer type."""
+        """Return the classes of all samples, (num_stored,) of an integer type."""
 
     @abstractmethod
     def sample(self, index: int) -> tuple[bytes | memoryview | np.ndarray, int]:
         """Return an encoded image, or its (H, W, 3) uint8 RGB pixels, and its class."""
 
+    def draw(self, positions: np.ndarray, epochs: np.ndarray) -> np.ndarray:
+        """Return the samples (n,) int64 that stand at these positions (n,) of these epochs (n,), before any shuffling."""
+        return positions
+
     def prefetch(self, index: int) -> None:  # noqa: B027 - most datasets have nothing to do
         """Start to fetch a sample from storage, so that it is in memory when it is wanted."""
+
+    def read_ahead(self, indices: np.ndarray) -> None:  # noqa: B027
+        """Start to fetch many samples (n,) int64, ascending, from storage in long runs."""
+
+    def news(self) -> list[str]:
+        """Return what happened since the last call that a user should know."""
+        return []
 
     def decode_into(self, index: int, out: np.ndarray) -> int:
         """Write the pixels of a sample into `out` (H, W, 3) uint8, RGB, and return its class."""

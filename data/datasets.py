@@ -1,11 +1,12 @@
-"""The datasets a run can name in data.source: recordio, folder, synthetic.
+"""The datasets a run can name in data.source, and build_dataset, which opens what the config names.
 
 Shapes: N = images, H = W = 112.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +14,11 @@ from utils.image import IMAGE_SIZE
 from utils.randomness import derive
 
 from .base import FaceDataset
+from .list_dataset import ListDataset
+from .mixture import MixedDataset, Source, class_maps
 from .record_dataset import RecordDataset
-
-__all__ = ["FaceDataset", "FolderDataset", "RecordDataset", "SyntheticDataset", "build_dataset"]
+from .tar_dataset import TarDataset
+from .tolerant import TolerantDataset
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
@@ -113,24 +116,39 @@ class SyntheticDataset(FaceDataset):
         return bank[first : first + size] ^ bank[second : second + size]
 
 
-def build_dataset(source: str, path: str, num_classes: int, num_images: int, seed: int) -> FaceDataset:
+def build_dataset(data: Mapping[str, Any], seed: int, cache: str | None) -> FaceDataset:
     """Return the dataset that the section `data` of a config describes.
 
     Args:
-        num_classes, num_images: 0 takes what the data has, anything else must agree with it; synthetic makes as many.
+        data: source, path, num_classes, num_images (0 takes what the data has, anything else must agree with it; synthetic
+            makes as many), sources, labels, on_bad_record and max_bad_fraction, as in configs/base.yaml.
+        cache: folder for the indices of large sets, None = none.
     """
+    dataset: FaceDataset
+    if data["sources"]:
+        parts = [_open_source(part["source"], part["path"], data, seed, cache) for part in data["sources"]]
+        maps = class_maps([part.num_classes for part in parts], data["labels"])
+        repeats = [part["repeat"] for part in data["sources"]]
+        dataset = MixedDataset([Source(*triple) for triple in zip(parts, repeats, maps, strict=True)], seed)
+    else:
+        dataset = _open_source(data["source"], data["path"], data, seed, cache)
+    for name, found in [("num_classes", dataset.num_classes), ("num_images", dataset.num_images)]:
+        given = data[name]
+        if given and given != found:
+            raise ValueError(f"data.{name} is {given}, but the data has {found} ({dataset.describe()}). Set it to 0 or {found}")
+    if data["on_bad_record"] == "skip":
+        return TolerantDataset(dataset, seed, data["max_bad_fraction"])
+    return dataset
+
+
+def _open_source(source: str, path: str, data: Mapping[str, Any], seed: int, cache: str | None) -> FaceDataset:
     sources: dict[str, Callable[[], FaceDataset]] = {
-        "recordio": lambda: RecordDataset(path),
+        "recordio": lambda: RecordDataset(path, cache),
         "folder": lambda: FolderDataset(path),
-        "synthetic": lambda: SyntheticDataset(num_classes, num_images, seed),
+        "list": lambda: ListDataset(path),
+        "tar": lambda: TarDataset(path, cache),
+        "synthetic": lambda: SyntheticDataset(data["num_classes"], data["num_images"], seed),
     }
     if source not in sources:
         raise ValueError(f"data.source must be one of {', '.join(sources)}, got '{source}'")
-    dataset = sources[source]()
-    for name, given, found in [
-        ("num_classes", num_classes, dataset.num_classes),
-        ("num_images", num_images, dataset.num_images),
-    ]:
-        if given and given != found:
-            raise ValueError(f"data.{name} is {given}, but the data has {found} ({dataset.describe()}). Set it to 0 or {found}")
-    return dataset
+    return sources[source]()

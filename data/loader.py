@@ -5,6 +5,7 @@ fork, and without memory that climbs. An error in a thread reaches the training 
 Shapes: n = images of this rank in one optimizer step, H = W = 112.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,7 @@ class Decodes(Protocol):
     """What the loader needs of a dataset."""
 
     def prefetch(self, index: int) -> None: ...
+    def read_ahead(self, indices: np.ndarray) -> None: ...
     def decode_into(self, index: int, out: np.ndarray) -> int: ...
 
 
@@ -44,14 +46,25 @@ class _Buffer:
         self.copied: torch.cuda.Event | None = None
 
 
+class _Job(NamedTuple):
+    """A batch that is being decoded."""
+
+    samples: Samples
+    buffer: _Buffer
+    parts: list[Future[None]]
+
+
 class Loader:
     """Iterate over the batches of steps [first_step, last_step), decoding `prefetch` batches ahead.
+
+    On CUDA the copy of a batch to the device runs on a stream of its own while the step before it computes.
 
     Args:
         dataset: decodes sample i into a pixel array and returns its label; ValueError names the record.
         samples_of_step: this rank's samples of an optimizer step, the same number in each.
         threads: decoder threads.
         device: where images go.
+        read_ahead: what storage should fetch when a step is prepared, see SampleOrder.read_ahead.
     """
 
     def __init__(
@@ -63,42 +76,59 @@ class Loader:
         threads: int,
         prefetch: int,
         device: torch.device,
+        read_ahead: Callable[[int], np.ndarray] | None = None,
     ) -> None:
-        self.dataset, self.samples_of_step = dataset, samples_of_step
+        self.dataset, self.samples_of_step, self.read_ahead = dataset, samples_of_step, read_ahead
         self.first_step, self.last_step = first_step, last_step
         self.threads, self.prefetch, self.device = threads, prefetch, device
+        self.waited = 0.0  # seconds in which the consumer waited for a batch, the first one aside
 
     def __iter__(self) -> Iterator[Batch]:
         pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decoder")
+        reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
+        ahead: deque[Future[None]] = deque()
         free: deque[_Buffer] = deque()
-        pending: deque[tuple[Samples, _Buffer, list[Future[None]]]] = deque()
+        pending: deque[_Job] = deque()
         upcoming = iter(range(self.first_step, self.last_step))
+        ship = _Shipping(self.device)
 
         def submit() -> None:
             step = next(upcoming, None)
             if step is None:
                 return
+            while ahead and ahead[0].done():
+                ahead.popleft().result()
+            if self.read_ahead is not None and len(indices := self.read_ahead(step)):
+                ahead.append(reader.submit(self.dataset.read_ahead, indices))
             samples = self.samples_of_step(step)
             buffer = free.popleft() if free else _Buffer(len(samples.indices), self.device.type == "cuda")
             for index in samples.indices.tolist():  # the storage starts on the whole batch before the first record is decoded
                 self.dataset.prefetch(index)
             parts = np.array_split(np.arange(len(samples.indices)), self.threads)
-            futures = [pool.submit(self._decode, samples, buffer, part) for part in parts if len(part)]
-            pending.append((samples, buffer, futures))
+            jobs = [pool.submit(self._decode, samples, buffer, part) for part in parts if len(part)]
+            pending.append(_Job(samples, buffer, jobs))
 
         try:
             for _ in range(self.prefetch):
                 submit()
-            while pending:
-                samples, buffer, futures = pending.popleft()
-                for future in futures:
-                    future.result()
-                yield self._ship(samples, buffer)
+            shipped: tuple[_Job, Batch] | None = None
+            first = True
+            while pending or shipped:
+                asked = time.perf_counter()
+                job, batch = shipped or ship.start(pending.popleft())
+                if not first:
+                    self.waited += time.perf_counter() - asked
+                first = False
+                # the next batch travels while this one is worked on, if it is decoded already
+                decoded = pending and all(part.done() for part in pending[0].parts)
+                shipped = ship.start(pending.popleft()) if decoded and self.device.type == "cuda" else None
+                yield ship.arrive(job, batch)
                 # the consumer is done with this batch: only now may its memory be filled again
-                free.append(buffer)
+                free.append(job.buffer)
                 submit()
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            for executor in (pool, reader):
+                executor.shutdown(wait=True, cancel_futures=True)
 
     def _decode(self, samples: Samples, buffer: _Buffer, rows: np.ndarray) -> None:
         if buffer.copied is not None:
@@ -106,11 +136,37 @@ class Loader:
         for row in rows.tolist():
             buffer.labels[row] = self.dataset.decode_into(int(samples.indices[row]), buffer.pixels[row])
 
-    def _ship(self, samples: Samples, buffer: _Buffer) -> Batch:
-        labels = torch.from_numpy(buffer.labels.copy())
-        images = buffer.images.to(self.device, non_blocking=True)
-        mirrored = torch.from_numpy(samples.mirrored).to(self.device, non_blocking=True)
-        if self.device.type == "cuda":
-            buffer.copied = torch.cuda.Event()
-            buffer.copied.record()
-        return Batch(images, labels, mirrored)
+
+class _Shipping:
+    """Brings batches to the device, on CUDA by a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, job: _Job) -> tuple[_Job, Batch]:
+        """Wait until the batch is decoded, and start its copy to the device. An error of a decoder thread is raised here."""
+        for part in job.parts:
+            part.result()
+        labels, mirrored = torch.from_numpy(job.buffer.labels.copy()), torch.from_numpy(job.samples.mirrored)
+        if self.stream is None:
+            return job, Batch(job.buffer.images, labels, mirrored)
+        with torch.cuda.stream(self.stream):
+            images = job.buffer.images.to(self.device, non_blocking=True)
+            mirrored = mirrored.pin_memory().to(self.device, non_blocking=True)
+            job.buffer.copied = torch.cuda.Event()
+            job.buffer.copied.record(self.stream)
+        return job, Batch(images, labels, mirrored)
+
+    def arrive(self, job: _Job, batch: Batch) -> Batch:
+        """Return the batch, to be used on the current stream, which waits for the copy.
+
+        Without record_stream the allocator could give the memory, which belongs to the stream of the copies, to the next
+        copy while the current stream still reads it.
+        """
+        if self.stream is not None and job.buffer.copied is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(job.buffer.copied)
+            batch.images.record_stream(current)
+            batch.mirrored.record_stream(current)
+        return batch

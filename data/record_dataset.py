@@ -11,6 +11,7 @@ rest by what the records hold; a small set's header must then agree. Shapes: n =
 
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from .recordio import Headers, IndexedRecordFile, is_ascending, unpack
 _FLOAT_LIMIT = 1 << 24  # from here on a float32 may stand for several integers
 _MAX_SPAN = 1 << 20  # bytes between two images beyond which a record's length is looked up first
 _CHUNK = 1 << 18  # images looked at together
+_GAP = 1 << 18  # bytes between two images that are read along, because a disk reads on faster than it seeks
 
 
 _ARRAYS = ("offsets", "labels", "keys")
@@ -75,6 +77,14 @@ class RecordDataset(FaceDataset):
     def prefetch(self, index: int) -> None:
         self._file.prefetch(int(self._offsets[index]), self._ahead)
 
+    def read_ahead(self, indices: np.ndarray) -> None:
+        offsets = self._offsets[indices]
+        following = np.minimum(indices + 1, self.num_images - 1)
+        ends = np.where(indices + 1 < self.num_images, self._offsets[following], self._file.size)
+        cuts = np.flatnonzero(offsets[1:] > ends[:-1] + _GAP) + 1
+        for first, stop in pairwise([0, *cuts.tolist(), len(indices)]):
+            self._file.prefetch(int(offsets[first]), int(ends[stop - 1] - offsets[first]))
+
     def span(self, index: int) -> tuple[int, int]:
         """Return the byte at which a record begins, and how many bytes there are up to the next image's record."""
         begin = int(self._offsets[index])
@@ -85,8 +95,14 @@ class RecordDataset(FaceDataset):
         begin, length = self.span(index)
         # beyond: a large image, a gap of other records, or one record of two keys
         whole = 0 < length <= _MAX_SPAN
-        record = self._file.read_span(begin, length) if whole else self._file.read_at(begin)
-        return unpack(record).payload, int(self._labels[index])
+        try:
+            record = self._file.read_span(begin, length) if whole else self._file.read_at(begin)
+        except ValueError as error:
+            raise ValueError(f"record {self._keys[index]} of {error}") from None
+        try:
+            return unpack(record).payload, int(self._labels[index])
+        except ValueError as error:
+            raise ValueError(f"{self.key(index)}: {error}") from None
 
 
 def _open_index(rec_path: Path, cache: Path | None) -> tuple[SetIndex, tuple[str, ...]]:

@@ -3,13 +3,21 @@
 Training reads one endless stream: epoch 0's permutation of the data, then epoch 1's, and so on, cut into global batches. The
 step number alone says which samples come next, so a resumed run continues at the exact sample, and any number of ranks and
 micro-batches shares the same global batch.
+
+full    a permutation of the whole set: the best mixing, and one small read at a random place for each image
+block   blocks of images that lie together in the file come in random order, and a window of some tens of them is mixed; so a
+        spinning disk or a network file system reads long runs. The run-to-run order of a set is blurred, not destroyed: the
+        images of an identity that lie in one block come within one window. A shuffled set (scripts.shuffle_rec) mends that
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from utils.randomness import derive, permute, uniform
+
+ORDERS = ("full", "block")
 
 
 class Samples(NamedTuple):
@@ -20,12 +28,36 @@ class Samples(NamedTuple):
 
 
 class SampleOrder:
-    """The stream of samples of a dataset of num_images, for global batches of batch_size images."""
+    """The stream of samples of a dataset of num_images, for global batches of batch_size images.
 
-    def __init__(self, num_images: int, batch_size: int, seed: int, flip: bool) -> None:
+    Args:
+        flip: mirror each image with probability 1/2.
+        draw: FaceDataset.draw, for a mixture of sets; positions are the samples by default.
+        shuffle: one of ORDERS.
+        block, window: for `block`: images in a block, and blocks that are mixed with one another.
+    """
+
+    def __init__(
+        self,
+        num_images: int,
+        batch_size: int,
+        seed: int,
+        flip: bool,
+        shuffle: str = "full",
+        block: int = 1024,
+        window: int = 64,
+        draw: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
+    ) -> None:
         if num_images < 1:
             raise ValueError("data: the set has no images")
+        if shuffle not in ORDERS:
+            raise ValueError(f"data.shuffle must be one of {', '.join(ORDERS)}, got '{shuffle}'")
+        if block < 1 or window < 1:
+            raise ValueError(f"data.block and data.window must be at least 1, got {block} and {window}")
         self.num_images, self.batch_size, self.seed, self.flip = num_images, batch_size, seed, flip
+        self.block, self.window_size = min(block, num_images), min(block, num_images) * window
+        self.draw = draw
+        self.in_blocks = shuffle == "block"
 
     def samples(self, step: int, rank: int = 0, world_size: int = 1, accumulation: int = 1) -> Samples:
         """Return this rank's samples of one optimizer step, its micro-batches one after another.
@@ -33,9 +65,13 @@ class SampleOrder:
         Global batch `step` is the stream from step * batch_size on. Micro-batch a takes the a-th of `accumulation` equal
         blocks of it, and rank r the r-th of world_size equal blocks of that.
         """
+        return self.at(self._stream(np.array([step]), rank, world_size, accumulation))
+
+    def _stream(self, steps: np.ndarray, rank: int, world_size: int, accumulation: int) -> np.ndarray:
+        """Return the positions of this rank's samples of some steps, one after another."""
         share = self.batch_size // (accumulation * world_size)
-        blocks = step * self.batch_size + (np.arange(accumulation) * world_size + rank) * share
-        return self.at((blocks[:, None] + np.arange(share)).reshape(-1))
+        blocks = (np.arange(accumulation) * world_size + rank) * share
+        return (steps[:, None, None] * self.batch_size + blocks[:, None] + np.arange(share)).reshape(-1)
 
     def at(self, stream: np.ndarray) -> Samples:
         """Return the samples at these positions (int64) of the stream."""
@@ -44,7 +80,71 @@ class SampleOrder:
         mirrored = np.zeros(len(positions), dtype=bool)
         for epoch in np.unique(epochs).tolist():
             rows = epochs == epoch
-            indices[rows] = permute(positions[rows], self.num_images, derive(self.seed, "order", epoch))
+            ordered = self._by_blocks if self.in_blocks else self._full
+            indices[rows] = ordered(positions[rows], epoch)
             if self.flip:
                 mirrored[rows] = uniform(derive(self.seed, "flip", epoch), positions[rows]) < 0.5
-        return Samples(indices, mirrored)
+        return Samples(indices if self.draw is None else self.draw(indices, epochs), mirrored)
+
+    def _full(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        return permute(positions, self.num_images, derive(self.seed, "order", epoch))
+
+    def _by_blocks(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        """Return the images at these positions of an epoch: mixed inside a window of blocks, the blocks in random order.
+
+        The set is a ring that is cut into blocks from another place in each epoch, so that no two images are neighbours at
+        every cut; what is left over after the last whole block comes at the end.
+        """
+        mixed = np.empty_like(positions)
+        windows = positions // self.window_size
+        for window in np.unique(windows).tolist():
+            rows, begin = windows == window, window * self.window_size
+            size = min(self.window_size, self.num_images - begin)
+            mixed[rows] = begin + permute(positions[rows] - begin, size, derive(self.seed, "window", epoch, window))
+        slots, inside = np.divmod(mixed, self.block)
+        whole = self.num_images // self.block
+        blocks = slots.copy()
+        blocks[slots < whole] = permute(slots[slots < whole], whole, derive(self.seed, "blocks", epoch))
+        start = derive(self.seed, "ring", epoch) % self.num_images
+        return (start + blocks * self.block + inside) % self.num_images
+
+    def read_ahead(self, step: int, first_step: int, rank: int = 0, world_size: int = 1, accumulation: int = 1) -> np.ndarray:
+        """Return the images (n,) that storage should fetch when `step` is prepared, in the order of the file.
+
+        In block order: when a step enters a window, this rank's share of the window after it; and at the first step, its
+        share of the window it begins in. Otherwise none.
+        """
+        if not self.in_blocks:
+            return np.empty(0, dtype=np.int64)
+        entered = self._window_of((step + 1) * self.batch_size - 1)
+        begun = step * self.batch_size
+        wanted = range(self._window_of(begun - 1) + 2 if step > first_step else self._window_of(begun), entered + 2)
+        positions = [self._own(window, step, rank, world_size, accumulation) for window in wanted]
+        return np.sort(self.at(np.concatenate(positions)).indices) if positions else np.empty(0, dtype=np.int64)
+
+    def _window_of(self, position: int) -> int:
+        """Return the number of the window that holds a position of the stream, counted over all epochs."""
+        per_epoch = -(-self.num_images // self.window_size)
+        epoch, inside = divmod(position, self.num_images)
+        return epoch * per_epoch + inside // self.window_size
+
+    def _own(self, window: int, step: int, rank: int, world_size: int, accumulation: int) -> np.ndarray:
+        """Return the positions of a window, from `step` on, that this rank reads."""
+        per_epoch = -(-self.num_images // self.window_size)
+        epoch, inside = divmod(window, per_epoch)
+        begin = epoch * self.num_images + inside * self.window_size
+        end = min(begin + self.window_size, (epoch + 1) * self.num_images)
+        steps = np.arange(max(step, begin // self.batch_size), -(-end // self.batch_size))
+        stream = self._stream(steps, rank, world_size, accumulation)
+        return stream[(stream >= begin) & (stream < end)]
+
+
+def check_batch(batch_size: int, accumulation: int, world_size: int) -> None:
+    """Raise ValueError unless every rank and micro-batch gets the same number of images, at least 2 for BatchNorm."""
+    share, rest = divmod(batch_size, accumulation * world_size)
+    if rest or share < 2:
+        fitting = max(share, 2) * accumulation * world_size
+        raise ValueError(
+            f"train.batch_size, images per optimizer step, must be a multiple of {accumulation} train.accumulation x "
+            f"{world_size} processes, with 2 images or more each, got {batch_size}; try {fitting}"
+        )

@@ -12,7 +12,11 @@ import cv2
 import numpy as np
 import pytest
 
-from data.datasets import FaceDataset, FolderDataset, RecordDataset, SyntheticDataset, build_dataset
+from configs import load_config
+from configs.loader import SCHEMA
+from data.base import FaceDataset
+from data.datasets import FolderDataset, SyntheticDataset, build_dataset
+from data.record_dataset import RecordDataset
 from data.recordio import IndexedRecordFile, RecordWriter, pack, unpack
 
 SETS = Path(__file__).parent / "fixtures" / "rec"
@@ -263,27 +267,33 @@ def test_synthetic_labels_are_balanced_and_can_be_learned() -> None:
     assert [dataset.label(int(i)) for i in distance.argmin(1)] == _labels(dataset)
 
 
+def _section(**keys: Any) -> Any:
+    return {**load_config(SCHEMA).data, **keys}
+
+
 def test_build_dataset_takes_sizes_from_the_data() -> None:
     folder = str(SETS / "02_insightface_vec")
     for num_classes, num_images in [(0, 0), (4, 10)]:
-        dataset = build_dataset("recordio", folder, num_classes, num_images, seed=0)
+        dataset = build_dataset(_section(path=folder, num_classes=num_classes, num_images=num_images), 0, None)
         assert (dataset.num_classes, dataset.num_images) == (4, 10)
-    assert build_dataset("synthetic", "", 3, 9, seed=0).num_images == 9
+    assert build_dataset(_section(source="synthetic", num_classes=3, num_images=9), 0, None).num_images == 9
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    ("source", "name", "num_classes", "num_images", "reason"),
     [
-        (("recordio", "02_insightface_vec", 3, 0, 0), r"data\.num_classes is 3, but the data has 4 .* to 0 or 4"),
-        (("recordio", "02_insightface_vec", 5, 0, 0), r"data\.num_classes is 5, but the data has 4"),
-        (("recordio", "02_insightface_vec", 4, 11, 0), r"data\.num_images is 11, but the data has 10"),
-        (("recordio", "none", 0, 0, 0), r"data\.path: no file .*train\.rec"),
-        (("records", "", 0, 0, 0), r"data\.source must be one of recordio, folder, synthetic, got 'records'"),
-        (("synthetic", "", 0, 10, 0), r"data\.num_classes must be at least 1"),
-        (("synthetic", "", 11, 10, 0), r"data\.num_images at least as large"),
+        ("recordio", "02_insightface_vec", 3, 0, r"data\.num_classes is 3, but the data has 4 .* to 0 or 4"),
+        ("recordio", "02_insightface_vec", 5, 0, r"data\.num_classes is 5, but the data has 4"),
+        ("recordio", "02_insightface_vec", 4, 11, r"data\.num_images is 11, but the data has 10"),
+        ("recordio", "none", 0, 0, r"data\.path: no file .*train\.rec"),
+        ("records", "", 0, 0, r"data\.source must be one of recordio, folder, list, tar, synthetic, got 'records'"),
+        ("synthetic", "", 0, 10, r"data\.num_classes must be at least 1"),
+        ("synthetic", "", 11, 10, r"data\.num_images at least as large"),
     ],
 )
-def test_build_dataset_refuses_what_the_data_contradicts(arguments: tuple[str, str, int, int, int], reason: str) -> None:
-    source, name, *numbers = arguments
+def test_build_dataset_refuses_what_the_data_contradicts(
+    source: str, name: str, num_classes: int, num_images: int, reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason):
-        build_dataset(source, str(SETS / name), *numbers)
+        path = str(SETS / name)
+        build_dataset(_section(source=source, path=path, num_classes=num_classes, num_images=num_images), 0, None)

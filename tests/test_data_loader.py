@@ -22,6 +22,9 @@ class Numbered:
     def prefetch(self, index: int) -> None:
         self.prefetched.append(index)
 
+    def read_ahead(self, indices: np.ndarray) -> None:
+        self.prefetched += indices.tolist()
+
     def decode_into(self, index: int, out: np.ndarray) -> int:
         if index == self.broken:
             raise ValueError(f"record {index} of numbered.rec: cannot be decoded")
@@ -75,7 +78,26 @@ def test_a_broken_record_ends_the_loop_with_its_key_and_leaves_no_thread(threads
         for _ in _loader(Numbered(broken), threads):
             seen += 1
     assert seen == 3
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("decoder")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("decoder", "reader"))]
+
+
+def test_a_broken_read_ahead_ends_the_loop():
+    class Broken(Numbered):
+        def read_ahead(self, indices: np.ndarray) -> None:
+            raise ValueError("the disk is gone")
+
+    order = SampleOrder(100, batch_size=7, seed=4, flip=True)
+    loader = Loader(Broken(slow=0.001), order.samples, 0, 50, 2, 2, CPU, lambda step: np.arange(3))
+    with pytest.raises(ValueError, match="the disk is gone"):
+        list(loader)
+
+
+def test_waiting_is_counted_where_the_decoder_is_the_slower_one():
+    slow, fast = _loader(Numbered(slow=0.003), 1, last=12), _loader(Numbered(), 1, last=12)
+    list(slow)
+    for _ in fast:
+        time.sleep(0.01)
+    assert slow.waited > 0.003 * 7 * 5 > 0.02 > fast.waited
 
 
 def test_prepare_mirrors_and_normalises_to_the_published_contract():

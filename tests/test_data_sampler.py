@@ -45,3 +45,63 @@ def test_half_of_the_images_are_mirrored_and_none_without_flip():
 def test_a_set_smaller_than_the_batch_goes_round():
     indices = SampleOrder(3, batch_size=8, seed=0, flip=False).samples(0).indices
     assert sorted(np.bincount(indices)) == [2, 3, 3]
+
+
+BLOCKS = [(103, 10, 4, 7), (1000, 64, 3, 24), (64, 64, 2, 8), (50, 1000, 3, 12), (1, 1, 1, 2), (129, 16, 1, 30)]
+
+
+@pytest.mark.parametrize(("num_images", "block", "window", "batch_size"), BLOCKS)
+def test_block_order_holds_every_image_once_in_each_epoch(num_images: int, block: int, window: int, batch_size: int):
+    order = SampleOrder(num_images, batch_size, 3, False, "block", block, window)
+    epochs = [order.at(np.arange(e * num_images, (e + 1) * num_images)).indices.tolist() for e in range(4)]
+    assert all(sorted(epoch) == list(range(num_images)) for epoch in epochs)
+    assert num_images < 50 or len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_a_window_of_block_order_is_that_many_long_runs_of_the_file():
+    order = SampleOrder(10_000, 100, 3, False, "block", block=200, window=5)
+    for window in range(10):
+        indices = np.sort(order.at(np.arange(window * 1000, (window + 1) * 1000)).indices)
+        starts = indices[np.flatnonzero(np.diff(indices, prepend=-2) != 1)]
+        assert len(starts) <= 6  # five blocks; one of them may lie across the end of the file
+        assert (np.diff(order.at(np.arange(window * 1000, window * 1000 + 100)).indices) != 1).mean() > 0.9  # mixed inside
+
+
+def test_blocks_are_cut_elsewhere_in_each_epoch():
+    order = SampleOrder(10_000, 100, 3, False, "block", block=200, window=5)
+    cuts = []
+    for epoch in range(3):
+        indices = np.sort(order.at(epoch * 10_000 + np.arange(1000)).indices)
+        cuts.append(set((indices[np.flatnonzero(np.diff(indices) != 1)] % 200).tolist()))
+    assert not cuts[0] & cuts[1] and not cuts[1] & cuts[2]
+
+
+@pytest.mark.parametrize(("num_images", "block", "window", "batch_size"), BLOCKS)
+@pytest.mark.parametrize(("world_size", "accumulation", "first_step"), [(1, 1, 0), (2, 1, 5), (1, 2, 3)])
+def test_storage_hears_of_every_image_before_its_step_and_of_no_other(
+    num_images: int, block: int, window: int, batch_size: int, world_size: int, accumulation: int, first_step: int
+):
+    batch_size *= 2
+    order = SampleOrder(num_images, batch_size, 3, False, "block", block, window)
+    share = {"world_size": world_size, "accumulation": accumulation}
+    for rank in range(world_size):
+        announced: list[int] = []
+        read: list[int] = []
+        for step in range(first_step, first_step + 3 * num_images // batch_size + 2):
+            images = order.read_ahead(step, first_step, rank, **share)
+            assert (np.diff(images) >= 0).all()
+            announced += images.tolist()
+            read += order.samples(step, rank, **share).indices.tolist()
+            missing = np.bincount(read, minlength=num_images) - np.bincount(announced, minlength=num_images)
+            assert (missing <= 0).all()
+        assert len(announced) <= len(read) + 2 * order.window_size + 2 * batch_size
+
+
+def test_full_order_announces_nothing_in_bulk():
+    assert not len(SampleOrder(1000, 10, 0, False).read_ahead(0, 0))
+
+
+@pytest.mark.parametrize(("keys", "message"), [({"shuffle": "sorted"}, "data.shuffle"), ({"block": 0}, "data.block")])
+def test_orders_that_do_not_exist_are_refused(keys: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        SampleOrder(10, 2, 0, False, **{"shuffle": "block", **keys})  # type: ignore[arg-type]

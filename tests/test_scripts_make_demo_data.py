@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 import pytest
 
-from data import build_dataset
+from data.record_dataset import RecordDataset
 from eval.pairs import read_bin
 from eval.verification import fold_accuracy, pair_distances
 from scripts import make_demo_data as demo
@@ -39,7 +39,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def test_the_training_set_reads_back_in_header_form(folder: Path):
-    dataset = build_dataset("recordio", str(folder), 0, 0, 0)
+    dataset = RecordDataset(folder)
     assert (dataset.num_images, dataset.num_classes) == (15, 5)
     assert "header" in dataset.describe()
     assert [dataset.label(index) for index in range(15)] == [index // 3 for index in range(15)]

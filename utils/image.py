@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # mxnet ignores the EXIF orientation of a JPEG; face sets were made with it, so a reader must do the same.
-_DECODE_FLAGS = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+_DECODE_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 
 IMAGE_SIZE = 112  # pixels, height and width
 
@@ -30,7 +30,7 @@ def decode_rgb(encoded: bytes | bytearray | memoryview | np.ndarray) -> np.ndarr
         raise ValueError(f"cannot be decoded as an image ({data.size} bytes): {error.err}") from None
     if image is None:
         raise ValueError(f"cannot be decoded as an image ({data.size} bytes): truncated, or not JPEG, PNG, BMP or WebP")
-    return cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=image)
+    return image
 
 
 def normalise(images: Tensor) -> Tensor:

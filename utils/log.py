@@ -101,6 +101,7 @@ class Speed:
         self.images_per_step = images_per_step
         self.started = self.total_started = time.perf_counter()
         self.steps = self.total_steps = 0
+        self.waited = 0.0
 
     def count(self) -> None:
         self.steps += 1
@@ -111,12 +112,17 @@ class Speed:
         self.started += seconds
         self.total_started += seconds
 
-    def lap(self) -> float:
-        """Return images per second since the last lap."""
+    def lap(self, waited: float) -> tuple[float, float]:
+        """Return images per second, and the share of the time that went into waiting for data, since the last lap.
+
+        Args:
+            waited: seconds waited for data since the start.
+        """
         now = time.perf_counter()
-        rate = self.images_per_step * self.steps / max(now - self.started, 1e-9)
-        self.started, self.steps = now, 0
-        return rate
+        elapsed = max(now - self.started, 1e-9)
+        rate, share = self.images_per_step * self.steps / elapsed, (waited - self.waited) / elapsed
+        self.started, self.steps, self.waited = now, 0, waited
+        return rate, share
 
     def eta(self, steps_left: int) -> float:
         """Return the seconds that steps_left steps will take at the mean rate so far."""

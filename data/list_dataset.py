@@ -1,0 +1,71 @@
+"""Image files named by a text file, one `path label` a line, as many tools write them.
+
+Shapes: N = images.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from .base import FaceDataset
+
+
+class ListDataset(FaceDataset):
+    """The images of a list: a path, relative to the list's folder or absolute, then white space and the label.
+
+    A path may hold blanks; the label is the last word of the line. Empty lines are passed over.
+    """
+
+    def __init__(self, list_path: str | os.PathLike[str]) -> None:
+        self.path = Path(list_path)
+        try:
+            self._text = self.path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"data.path: the list {list_path} cannot be read: {error.strerror}") from None
+        begins, lengths, labels = [], [], []  # of the paths in the text: a list of strings would take ten times the memory
+        begin = 0
+        for number, line in enumerate(self._text.splitlines(keepends=True), 1):
+            words = line.rsplit(None, 1)
+            if words:
+                if len(words) != 2 or not words[1].isdigit() or len(words[1]) > 8:
+                    raise ValueError(f"{self.path}: line {number} must be 'path label', the label an integer in [0, 10^8)")
+                begins.append(begin + len(line) - len(line.lstrip()))
+                lengths.append(len(words[0].strip()))
+                labels.append(int(words[1]))
+            begin += len(line)
+        if not labels:
+            raise ValueError(f"{self.path}: names no image; each line must be 'path label'")
+        self._begins, self._lengths = np.array(begins, dtype=np.int64), np.array(lengths, dtype=np.int32)
+        self._labels = np.array(labels, dtype=np.int32)
+        self.num_images = len(labels)
+        self.num_classes = int(self._labels.max()) + 1
+        first = self._file(0)
+        if not first.is_file():
+            raise ValueError(f"{self.path}: its first image {first} is not there; paths are relative to the folder of the list")
+
+    def _file(self, index: int) -> Path:
+        begin, length = int(self._begins[index]), int(self._lengths[index])
+        return self.path.parent / os.fsdecode(self._text[begin : begin + length])
+
+    def describe(self) -> str:
+        filled = np.count_nonzero(np.bincount(self._labels, minlength=self.num_classes))
+        return (
+            f"{self.path}: a list of image files, {self.num_images} images, {self.num_classes} classes (largest label + 1), "
+            f"{self.num_classes - filled} of them without images"
+        )
+
+    def key(self, index: int) -> str:
+        return str(self._file(index))
+
+    def label(self, index: int) -> int:
+        return int(self._labels[index])
+
+    def labels(self) -> np.ndarray:
+        return self._labels
+
+    def sample(self, index: int) -> tuple[bytes, int]:
+        try:
+            return self._file(index).read_bytes(), int(self._labels[index])
+        except OSError as error:
+            raise ValueError(f"{self.key(index)}: the file cannot be read: {error.strerror}") from None

@@ -1,0 +1,145 @@
+"""Several sets trained on as one: data.sources.
+
+An epoch takes each image of a source `repeat` times. For a fraction, say 0.5, it takes another half in each epoch: the images
+of the source follow one another through a permutation of their own, from where the epoch before stopped.
+Shapes: n = samples, S = sources.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from utils.randomness import derive, permute
+
+from .base import FaceDataset
+
+
+class Source(NamedTuple):
+    """One of the sets, how often an epoch sees each of its images, and the classes that its labels become."""
+
+    dataset: FaceDataset
+    repeat: float
+    classes: np.ndarray  # (dataset.num_classes,) int64
+
+
+class MixedDataset(FaceDataset):
+    """The images of all sources, one source after another; `draw` says which of them an epoch takes."""
+
+    def __init__(self, sources: Sequence[Source], seed: int) -> None:
+        self.sources, self.seed = sources, seed
+        self._begins = np.cumsum([0, *(source.dataset.num_images for source in sources)])
+        shares = [round(source.repeat * source.dataset.num_images) for source in sources]
+        for number, (source, share) in enumerate(zip(sources, shares, strict=True)):
+            if share < 1:
+                raise ValueError(
+                    f"data.sources: each source must give an epoch an image, but {source.repeat} of the "
+                    f"{source.dataset.num_images} images of source {number} are none; raise its repeat"
+                )
+        self._draws = np.cumsum([0, *shares])
+        self.num_images = int(self._draws[-1])
+        self.num_classes = 1 + max(int(source.classes.max()) for source in sources)
+        self.warnings = tuple(line for source in sources for line in source.dataset.warnings)
+
+    @property
+    def num_stored(self) -> int:
+        return int(self._begins[-1])
+
+    def describe(self) -> str:
+        lines = [f"{len(self.sources)} sources, {self.num_images} images in an epoch, {self.num_classes} classes"]
+        lines += [
+            f"  {share} in an epoch, classes {source.classes.min()} to {source.classes.max()}: {source.dataset.describe()}"
+            for source, share in zip(self.sources, np.diff(self._draws), strict=True)
+        ]
+        return "\n".join(lines)
+
+    def draw(self, positions: np.ndarray, epochs: np.ndarray) -> np.ndarray:
+        images = np.empty_like(positions)
+        which = np.searchsorted(self._draws, positions, side="right") - 1
+        for number, source in enumerate(self.sources):
+            rows = which == number
+            share, size = int(self._draws[number + 1] - self._draws[number]), source.dataset.num_images
+            inside = positions[rows] - self._draws[number]
+            if share % size:
+                inside = permute((epochs[rows] * share + inside) % size, size, derive(self.seed, "source", number))
+            images[rows] = self._begins[number] + inside % size
+        return images
+
+    def _find(self, index: int) -> tuple[Source, int]:
+        number = int(np.searchsorted(self._begins, index, side="right")) - 1
+        return self.sources[number], index - int(self._begins[number])
+
+    def key(self, index: int) -> str:
+        source, inside = self._find(index)
+        return source.dataset.key(inside)
+
+    def label(self, index: int) -> int:
+        source, inside = self._find(index)
+        return int(source.classes[source.dataset.label(inside)])
+
+    def labels(self) -> np.ndarray:
+        return np.concatenate([source.classes[source.dataset.labels()] for source in self.sources])
+
+    def sample(self, index: int) -> tuple[bytes | memoryview | np.ndarray, int]:
+        source, inside = self._find(index)
+        image, label = source.dataset.sample(inside)
+        return image, int(source.classes[label])
+
+    def prefetch(self, index: int) -> None:
+        source, inside = self._find(index)
+        source.dataset.prefetch(inside)
+
+    def read_ahead(self, indices: np.ndarray) -> None:
+        cuts = np.searchsorted(indices, self._begins)
+        for number, source in enumerate(self.sources):
+            inside = indices[cuts[number] : cuts[number + 1]] - self._begins[number]
+            if len(inside):
+                source.dataset.read_ahead(inside)
+
+
+def class_maps(counts: Sequence[int], rule: str) -> list[np.ndarray]:
+    """Return for each source the classes (counts[s],) int64 that its labels become.
+
+    Args:
+        counts: classes of each source.
+        rule: `offset`, labels of different sources are different people; `same`, equal labels are the same person; or the
+            path of a text file with lines `source label class`, which must name every label of every source.
+    """
+    if rule == "offset":
+        begins = np.cumsum([0, *counts])
+        return [np.arange(count) + begin for count, begin in zip(counts, begins, strict=False)]
+    if rule == "same":
+        return [np.arange(count) for count in counts]
+    return _read_class_maps(Path(rule), counts)
+
+
+def _read_class_maps(path: Path, counts: Sequence[int]) -> list[np.ndarray]:
+    if not path.is_file():
+        raise ValueError(f"data.labels must be offset, same, or a file of lines 'source label class'; there is no file {path}")
+    maps = [np.full(count, -1, dtype=np.int64) for count in counts]
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            words = line.split("#")[0].split()
+            if not words:
+                continue
+            if len(words) != 3 or not all(word.isdigit() and len(word) < 9 for word in words):
+                raise ValueError(f"{path}: line {number} must be 'source label class', three integers from 0 on")
+            source, label, target = map(int, words)
+            if source >= len(counts) or label >= counts[source]:
+                raise ValueError(
+                    f"{path}: line {number}: there is no label {label} in a source {source} (sources count from 0)"
+                )
+            if maps[source][label] not in (-1, target):
+                raise ValueError(
+                    f"{path}: line {number}: label {label} of source {source} was class {maps[source][label]} before"
+                )
+            maps[source][label] = target
+    for source, classes in enumerate(maps):
+        if (classes < 0).any():
+            raise ValueError(f"{path}: label {int((classes < 0).argmax())} of source {source} has no class; name every label")
+    used = np.unique(np.concatenate(maps))
+    if int(used[-1]) + 1 != len(used):
+        gap = int(np.flatnonzero(used != np.arange(len(used)))[0])
+        raise ValueError(f"{path}: classes must be 0 to {len(used) - 1} without a gap, but none is {gap}")
+    return maps

@@ -1,0 +1,139 @@
+"""Image files in tar shards, as WebDataset has them: members NAME.jpg and NAME.cls, the class as text.
+
+Source: the conventions of https://github.com/webdataset/webdataset. That library reads shards from front to back; here their
+table of contents is read once, and images then come in any order, by offset.
+Shapes: N = images, T = shards.
+"""
+
+import os
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from .base import FaceDataset
+from .index_cache import cache_path, read_cache, stamp, write_cache
+
+_SUFFIXES = ("jpg", "jpeg", "png", "bmp", "webp")
+_ARRAYS = ("shards", "offsets", "sizes", "labels", "name_ends", "names")
+
+
+class TarDataset(FaceDataset):
+    """The images of all *.tar files of a folder, or of one file, in the order of the names of the files.
+
+    The first opening reads all headers; the result is kept in the folder `cache`, if one is given.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None) -> None:
+        self.path = Path(path)
+        self.files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.tar"))
+        if not self.files:
+            raise ValueError(f"data.path: no *.tar in {path}. Give the folder that holds the shards, or one shard")
+        arrays = self._open(Path(cache) if cache else None)
+        self._shards, self._offsets, self._sizes = arrays["shards"], arrays["offsets"], arrays["sizes"]
+        self._labels, self._name_ends, self._names = arrays["labels"], arrays["name_ends"], arrays["names"]
+        self.num_images = len(self._labels)
+        self.num_classes = int(self._labels.max()) + 1
+
+    def _open(self, cache: Path | None) -> dict[str, np.ndarray]:
+        if cache is None:
+            return _index_shards(self.files)
+        wanted, path = stamp(self.files), cache_path(cache, self.files[0])
+        found = read_cache(path, wanted, _ARRAYS)
+        if found is not None:
+            return found[1]
+        arrays = _index_shards(self.files)
+        try:
+            write_cache(path, wanted, {}, arrays)
+        except OSError as error:
+            self.warnings = (
+                f"{cache}: the index of {self.path} cannot be kept here: {error.strerror}; it is made anew at each start",
+            )
+        return arrays
+
+    def describe(self) -> str:
+        counts = f"{self.num_images} images, {self.num_classes} classes (largest label + 1)"
+        return f"{self.path}: {len(self.files)} tar shard(s), {counts}"
+
+    def key(self, index: int) -> str:
+        begin = int(self._name_ends[index - 1]) if index else 0
+        name = os.fsdecode(self._names[begin : int(self._name_ends[index])].tobytes())
+        return f"{name} in {self.files[int(self._shards[index])]}"
+
+    def label(self, index: int) -> int:
+        return int(self._labels[index])
+
+    def labels(self) -> np.ndarray:
+        return self._labels
+
+    def sample(self, index: int) -> tuple[bytes, int]:
+        size = int(self._sizes[index])
+        try:
+            with open(self.files[int(self._shards[index])], "rb", buffering=0) as file:
+                data = os.pread(file.fileno(), size, int(self._offsets[index]))
+        except OSError as error:
+            raise ValueError(f"{self.key(index)}: cannot be read: {error.strerror}") from None
+        if len(data) < size:
+            raise ValueError(f"{self.key(index)}: has {size} bytes, but the shard ends after {len(data)} of them")
+        return data, int(self._labels[index])
+
+
+def _index_shards(files: Sequence[Path]) -> dict[str, np.ndarray]:
+    """Return shards (N,) int32, offsets (N,), sizes (N,) and name_ends (N,) int64, labels (N,) int32, names uint8."""
+    rows: list[tuple[int, int, int, int]] = []
+    names, ends = bytearray(), []
+    for number, file in enumerate(tqdm(files, unit="shard", desc="first look at the shards", delay=5, mininterval=5)):
+        for name, offset, size, label in _samples_of(file):
+            rows.append((number, offset, size, label))
+            names += os.fsencode(name)
+            ends.append(len(names))
+    if not rows:
+        raise ValueError(f"{files[0].parent}: the shards hold no image ({' '.join(_SUFFIXES)}) with a .cls beside it")
+    table = np.array(rows, dtype=np.int64)
+    return {
+        "shards": table[:, 0].astype(np.int32),
+        "offsets": table[:, 1].copy(),
+        "sizes": table[:, 2].copy(),
+        "labels": table[:, 3].astype(np.int32),
+        "name_ends": np.array(ends, dtype=np.int64),
+        "names": np.frombuffer(bytes(names), dtype=np.uint8),
+    }
+
+
+def _samples_of(path: Path) -> list[tuple[str, int, int, int]]:
+    """Return (name, offset, size, label) of the images of a shard, in its order."""
+    images: dict[str, tuple[str, int, int]] = {}
+    labels: dict[str, int] = {}
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                folder, _, base = member.name.rpartition("/")
+                stem, _, suffix = base.partition(".")
+                if not member.isreg() or not stem:
+                    continue
+                sample = f"{folder}/{stem}"
+                if suffix.lower() in _SUFFIXES:
+                    if sample in images:
+                        raise ValueError(f"{path}: {member.name}: a second image of this name; images are told apart by name")
+                    images[sample] = (member.name, member.offset_data, member.size)
+                elif suffix == "cls":
+                    extracted = tar.extractfile(member) if member.size <= 32 else None
+                    text = extracted.read().strip() if extracted else b""
+                    if not text.isdigit() or len(text) > 8:
+                        raise ValueError(f"{path}: {member.name} must hold the class as an integer in [0, 10^8)")
+                    labels[sample] = int(text)
+            if tar.offset > path.stat().st_size:
+                raise ValueError(f"{path}: the shard is cut off; copy it again")
+    except OSError as error:
+        raise ValueError(f"{path}: the shard cannot be read: {error.strerror}") from None
+    except tarfile.TarError as error:
+        raise ValueError(f"{path}: no uncompressed tar file: {error}") from None
+    missing = [sample for sample in images if sample not in labels]
+    if missing:
+        name = images[missing[0]][0]
+        raise ValueError(
+            f"{path}: {name} has no {missing[0].rpartition('/')[2]}.cls with its class ({len(missing)} such images)"
+        )
+    return [(*images[sample], labels[sample]) for sample in images]

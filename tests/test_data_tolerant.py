@@ -1,0 +1,99 @@
+"""Skipping bad records: the same batch for any number of threads, nothing hidden, a limit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.base import FaceDataset
+from data.loader import Loader
+from data.record_dataset import RecordDataset
+from data.record_set import RecordSetWriter
+from data.sampler import SampleOrder
+from data.tolerant import TolerantDataset
+
+N = 200
+
+
+class Damaged(FaceDataset):
+    """Image i is all i, of class i % 10; those in `bad` cannot be read."""
+
+    num_images, num_classes = N, 10
+
+    def __init__(self, bad: set[int]) -> None:
+        self.bad = bad
+
+    def describe(self) -> str:
+        return "damaged"
+
+    def key(self, index: int) -> str:
+        return f"record {index}"
+
+    def label(self, index: int) -> int:
+        return index % 10
+
+    def labels(self) -> np.ndarray:
+        return np.arange(N) % 10
+
+    def sample(self, index: int) -> tuple[bytes | np.ndarray, int]:
+        return b"no image" if index in self.bad else np.full((112, 112, 3), index, np.uint8), index % 10
+
+
+def _batches(dataset: FaceDataset, threads: int, first: int = 0) -> list[tuple[list[int], list[int]]]:
+    order = SampleOrder(N, batch_size=10, seed=4, flip=False)
+    loader = Loader(dataset, order.samples, first, 40, threads, 3, torch.device("cpu"))
+    return [(batch.labels.tolist(), batch.images[:, 0, 0, 0].tolist()) for batch in loader]
+
+
+def test_bad_samples_are_replaced_alike_for_any_threads_and_after_a_resume():
+    bad = {3, 50, 51, 199}
+    one, five = (_batches(TolerantDataset(Damaged(bad), 7, 0.05), threads) for threads in (1, 5))
+    assert one == five
+    assert _batches(TolerantDataset(Damaged(bad), 7, 0.05), 2, first=17) == one[17:]
+    order = SampleOrder(N, batch_size=10, seed=4, flip=False)
+    for step, (labels, pixels) in enumerate(one):
+        assert labels == [value % 10 for value in pixels]  # the class is that of the image that was read
+        assert not bad & set(pixels)
+        wanted = order.samples(step).indices.tolist()
+        assert all(got == want for got, want in zip(pixels, wanted, strict=True) if want not in bad)
+
+
+def test_every_bad_record_is_counted_once_and_the_first_are_named():
+    bad = set(range(30, 44))
+    dataset = TolerantDataset(Damaged(bad), 7, 0.2)
+    _batches(dataset, 3)
+    assert set(dataset.bad) == bad
+    news = dataset.news()
+    assert len(news) == 11 and all("bad record replaced: record " in line for line in news[:10])
+    assert news[10].startswith("14 bad records so far")
+    assert dataset.news() == []
+
+
+def test_too_many_bad_records_stop_the_loop_with_the_rule():
+    with pytest.raises(ValueError, match=r"data\.max_bad_fraction: 3 of 200 images are bad, 0\.01 or 2 are allowed; .*record"):
+        _batches(TolerantDataset(Damaged({1, 2, 3}), 7, 0.01), 2)
+
+
+def test_a_set_that_is_bad_throughout_is_no_case_for_skipping():
+    dataset = TolerantDataset(Damaged(set(range(N))), 7, 0.9)
+    with pytest.raises(ValueError, match="this is no single bad record"):
+        dataset.decode_into(0, np.empty((112, 112, 3), np.uint8))
+
+
+def test_damage_of_a_record_file_is_skipped_as_well(tmp_path: Path):
+    import cv2
+
+    jpeg = cv2.imencode(".jpg", np.full((112, 112, 3), 90, np.uint8))[1].tobytes()
+    with RecordSetWriter(tmp_path) as writer:
+        for label in range(4):
+            writer.add(label, jpeg)
+    dataset = RecordDataset(tmp_path)
+    begin, _ = dataset.span(2)
+    with open(tmp_path / "train.rec", "r+b") as file:
+        file.seek(begin)
+        file.write(b"torn")
+    out = np.empty((112, 112, 3), np.uint8)
+    with pytest.raises(ValueError, match=rf"record 3 of .*train\.rec: byte {begin}: a part starts with"):
+        dataset.decode_into(2, out)
+    assert TolerantDataset(dataset, 0, 0.5).decode_into(2, out) in (0, 1, 3)
