@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from utils.image import decode_rgb
+from utils.image import decode_rgb_into
 
 
 class FaceDataset(ABC):
@@ -59,10 +59,15 @@ class FaceDataset(ABC):
     def decode_into(self, index: int, out: np.ndarray) -> int:
         """Write the pixels of a sample into `out` (H, W, 3) uint8, RGB, and return its class."""
         image, label = self.sample(index)
-        try:
-            pixels = image if isinstance(image, np.ndarray) else decode_rgb(image)
-        except ValueError as error:
-            raise ValueError(f"{self.key(index)}: {error}. Remove it from the dataset, or replace it") from None
+        if isinstance(image, np.ndarray):
+            pixels = image
+        else:
+            try:
+                pixels = decode_rgb_into(image, out)
+            except ValueError as error:
+                raise ValueError(f"{self.key(index)}: {error}. Remove it from the dataset, or replace it") from None
+            if pixels is out:
+                return label
         if pixels.shape != out.shape:
             height, width = pixels.shape[:2]
             raise ValueError(

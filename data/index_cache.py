@@ -53,7 +53,8 @@ def read_cache(path: Path, wanted: Facts, names: Sequence[str]) -> tuple[Facts, 
                 return None
             arrays: Arrays = {}
             for name, (kind, count, begin) in header["arrays"].items():
-                arrays[name] = np.memmap(file, dtype=kind, mode="r", offset=begin, shape=(count,))
+                mapped = np.memmap(file, dtype=kind, mode="r", offset=begin, shape=(count,))
+                arrays[name] = mapped.view(np.ndarray)  # the subclass takes several times as long for one entry
             return header["facts"], arrays
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -44,7 +44,7 @@ def test_a_cached_set_equals_a_parsed_one_and_is_parsed_once(tmp_path: Path, par
     assert len(parsed) == 2  # without the cache, and to make it
     assert _everything(plain) == _everything(first) == _everything(second)
     assert plain.describe() == first.describe() == second.describe()
-    assert isinstance(second.labels(), np.memmap) and isinstance(first.labels(), np.memmap)
+    assert isinstance(second.labels().base, np.memmap) and isinstance(first.labels().base, np.memmap)
     assert sorted(path.name for path in folder.iterdir()) == ["property", "train.idx", "train.rec"]
 
 

@@ -4,6 +4,10 @@ Training and evaluation both decode and normalise through this module, so that t
 Shapes: b = images, H = W = 112.
 """
 
+import functools
+import importlib
+from typing import Any
+
 import cv2
 import numpy as np
 import torch
@@ -31,6 +35,35 @@ def decode_rgb(encoded: bytes | bytearray | memoryview | np.ndarray) -> np.ndarr
     if image is None:
         raise ValueError(f"cannot be decoded as an image ({data.size} bytes): truncated, or not JPEG, PNG, BMP or WebP")
     return image
+
+
+def decode_rgb_into(encoded: bytes | memoryview, out: np.ndarray) -> np.ndarray:
+    """Decode an image into `out` (H, W, 3) uint8 and return it, or return the pixels of an image of another size.
+
+    simplejpeg writes where it is told to, so a JPEG of the right size costs no copy. Whatever it does not take (another
+    format, four channels, another size, damage) goes to `decode_rgb`; on all else the two agree to the last bit.
+    """
+    decoder = _simplejpeg()
+    if decoder is not None and encoded[:2] == b"\xff\xd8":
+        try:
+            if decoder.decode_jpeg(encoded, "RGB", buffer=out).shape == out.shape:
+                return out
+        except ValueError:
+            pass
+    pixels = decode_rgb(encoded)
+    if pixels.shape == out.shape:
+        out[...] = pixels
+        return out
+    return pixels
+
+
+@functools.cache
+def _simplejpeg() -> Any:
+    """Return the module simplejpeg, or None where it is not installed."""
+    try:
+        return importlib.import_module("simplejpeg")
+    except ImportError:
+        return None
 
 
 def normalise(images: Tensor) -> Tensor:
