@@ -68,6 +68,10 @@ class RecordDataset(FaceDataset):
     def key(self, index: int) -> str:
         return f"record {self._keys[index]} of {self._file.path}"
 
+    def record_key(self, index: int) -> int:
+        """Return the key of a sample's record in train.idx."""
+        return int(self._keys[index])
+
     def label(self, index: int) -> int:
         return int(self._labels[index])
 

@@ -26,18 +26,24 @@ class RecordSetWriter:
             then the header at key 0. False writes images alone, at keys 0..N-1 in any order of classes (a shuffled set).
         size: height and width of the images in pixels, for property.
         overwrite: replace a set that the folder holds.
+        num_classes: count at least so many, though the last of them may have no image.
 
     Raises:
         ValueError: the folder holds a set and `overwrite` is false, or cannot be written.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], header: bool = True, size: int = IMAGE_SIZE, overwrite: bool = False
+        self,
+        folder: str | os.PathLike[str],
+        header: bool = True,
+        size: int = IMAGE_SIZE,
+        overwrite: bool = False,
+        num_classes: int = 0,
     ) -> None:
         self.folder, self.header, self.size = Path(folder), header, size
         self.num_images = 0
         self._ends: list[int] = []  # header form: for each class so far, the key after its last image
-        self._largest = -1
+        self._largest = num_classes - 1
         if not overwrite and (self.folder / "train.rec").exists():
             raise ValueError(
                 f"{self.folder} holds a train.rec already; add --overwrite to replace it, or choose another folder"

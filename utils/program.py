@@ -27,6 +27,10 @@ def guarded(run: Callable[[], None]) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
     except ValueError as error:
         print(f"error: {f'rank {rank}: ' if several else ''}{error}", file=sys.stderr, flush=True)
+    except OSError as error:
+        if error.filename is None or error.strerror is None:
+            raise
+        print(f"error: {f'rank {rank}: ' if several else ''}{error.filename}: {error.strerror}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
         status = 130

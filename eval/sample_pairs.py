@@ -1,0 +1,89 @@
+"""Drawing verification pairs from labelled images: balanced, in folds without a common identity, no pair twice.
+
+Shapes: n = images, P = pairs.
+"""
+
+import numpy as np
+
+
+def sample_pairs(labels: np.ndarray, num_pairs: int, folds: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (first (P,) int64, second (P,) int64, same (P,) bool): fold after fold, genuine pairs first in each.
+
+    Identities are dealt to the folds at random. Genuine pairs go round the identities of the fold, so that one with many images
+    does not rule; impostor pairs take two identities at random, and an image of each.
+
+    Args:
+        labels: (n,) the identity of each image.
+        num_pairs: of all folds together, a multiple of 2 * folds.
+
+    Raises:
+        ValueError: the images do not give so many different pairs.
+    """
+    if num_pairs < 1 or folds < 1 or num_pairs % (2 * folds):
+        raise ValueError(f"the number of pairs must be a multiple of 2 x {folds} folds (half of each genuine), got {num_pairs}")
+    rng = np.random.default_rng(seed)
+    order = np.argsort(labels, kind="stable")
+    identities, begins = np.unique(labels[order], return_index=True)
+    members = np.split(order, begins[1:])
+    several = np.array([len(images) > 1 for images in members])
+    # identities with several images and those with one are dealt apart, so that every fold gets its share of both
+    dealt = [rng.permutation(np.flatnonzero(several == kind)) for kind in (True, False)]
+    first: list[int] = []
+    second: list[int] = []
+    half = num_pairs // (2 * folds)
+    for fold in range(folds):
+        people = [members[k] for kind in dealt for k in kind[fold::folds].tolist()]
+        for a, b in [*_genuine(people, half, rng), *_impostor(people, half, rng)]:
+            first.append(a)
+            second.append(b)
+        if len(first) < (fold + 1) * 2 * half:
+            raise ValueError(
+                f"{len(identities)} identities ({int(several.sum())} of them with several images) in {folds} folds do not give "
+                f"{half} genuine and {half} impostor pairs in each; ask for fewer pairs or folds, or bring more identities"
+            )
+    same = np.tile(np.repeat([True, False], half), folds)
+    return np.array(first, dtype=np.int64), np.array(second, dtype=np.int64), same
+
+
+def _genuine(people: list[np.ndarray], wanted: int, rng: np.random.Generator) -> list[tuple[int, int]]:
+    """Return up to `wanted` pairs of images of one person, one of each person in turn, until no one has another pair."""
+    pairs: list[tuple[int, int]] = []
+    turns = [(images, _pair_numbers(len(images), wanted, rng)) for images in people if len(images) > 1]
+    for turn in range(wanted):
+        before = len(pairs)
+        for images, numbers in turns:
+            if turn < len(numbers) and len(pairs) < wanted:
+                pairs.append(_pair(images, int(numbers[turn])))
+        if len(pairs) == before:
+            break
+    return pairs
+
+
+def _pair_numbers(count: int, wanted: int, rng: np.random.Generator) -> np.ndarray:
+    """Return up to `wanted` of the numbers of the count * (count - 1) / 2 pairs, at random, none twice."""
+    total = count * (count - 1) // 2
+    if total <= 4 * wanted:
+        return rng.permutation(total)[:wanted]
+    return rng.permutation(np.unique(rng.integers(0, total, 2 * wanted)))[:wanted]
+
+
+def _pair(images: np.ndarray, number: int) -> tuple[int, int]:
+    """Return the pair of this number: pairs (i, j), i < j, counted by j, then by i."""
+    j = int((1 + np.sqrt(1 + 8 * number)) // 2)
+    j -= j * (j - 1) // 2 > number  # the root of a large number is rounded
+    return int(images[number - j * (j - 1) // 2]), int(images[j])
+
+
+def _impostor(people: list[np.ndarray], wanted: int, rng: np.random.Generator) -> list[tuple[int, int]]:
+    """Return up to `wanted` pairs of images of two people, none twice."""
+    pairs: dict[tuple[int, int], None] = {}
+    if len(people) < 2:
+        return []
+    for _ in range(50 * wanted):
+        if len(pairs) == wanted:
+            break
+        one, other = rng.choice(len(people), 2, replace=False).tolist()
+        a, b = (int(rng.choice(people[person])) for person in (one, other))
+        if (b, a) not in pairs:
+            pairs[a, b] = None
+    return list(pairs)

@@ -1,0 +1,79 @@
+"""Align faces by five landmarks: python -m scripts.align_faces FOLDER LANDMARKS OUT
+
+Every picture below FOLDER that LANDMARKS names is brought to the standard template (utils/alignment.py) and written below OUT
+under the same relative name, as JPEG, or losslessly with --png. Pictures that OUT holds already are passed over, so that an
+interrupted run goes on.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import cv2
+
+from utils.alignment import align
+from utils.image import IMAGE_SIZE, decode_rgb
+from utils.parallel import ordered
+from utils.program import guarded
+
+from .face_files import SUFFIXES, add_threads, points_of, progress, read_landmarks, to_jpeg
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and align; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.align_faces", description=__doc__.split("\n\n")[0])
+    parser.add_argument("folder", type=Path, help="with pictures, in sub-folders or not")
+    parser.add_argument("landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5 in pixels of the picture; header or none")
+    parser.add_argument("out", type=Path, help="folder for the aligned faces")
+    parser.add_argument("--size", type=int, default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})")
+    parser.add_argument("--plain-warp", action="store_true", help="as insightface does, without smoothing where faces shrink")
+    parser.add_argument("--png", action="store_true", help="write PNG instead of JPEG")
+    parser.add_argument("--quality", type=int, default=95, help="of the JPEG (default 95)")
+    add_threads(parser)
+    options = parser.parse_args(arguments)
+    return guarded(lambda: align_all(options))
+
+
+def align_all(options: argparse.Namespace) -> None:
+    """Align every picture; a picture without landmarks, or one that cannot be aligned, is an error that names it."""
+    if not options.folder.is_dir():
+        raise ValueError(f"{options.folder}: no such folder of pictures")
+    known = read_landmarks(options.landmarks)
+    names = sorted(
+        os.path.relpath(os.path.join(place, file), options.folder)
+        for place, _, files in os.walk(options.folder, followlinks=True)
+        for file in files
+        if file.lower().endswith(SUFFIXES)
+    )
+    if not names:
+        raise ValueError(f"{options.folder}: no picture in it ({' '.join(SUFFIXES)})")
+    jobs = [(name, points_of(known, name)) for name in names]  # a missing line is said before any work is done
+
+    def work(job: tuple) -> bool:
+        name, points = job
+        target = (options.out / name).with_suffix(".png" if options.png else ".jpg")
+        if target.exists():
+            return False
+        try:
+            face = align(decode_rgb((options.folder / name).read_bytes()), points, options.size, not options.plain_warp)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{options.folder / name}: {error}") from None
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if options.png:
+            data = cv2.imencode(".png", cv2.cvtColor(face, cv2.COLOR_RGB2BGR))[1].tobytes()
+        else:
+            data = to_jpeg(face, options.quality)
+        unfinished = target.with_name(f".{target.name}.unfinished")
+        unfinished.write_bytes(data)
+        unfinished.replace(target)
+        return True
+
+    written = sum(progress(ordered(work, jobs, options.threads), len(jobs), "aligning", "picture"))
+    print(
+        f"{options.out}: {written} faces aligned to {options.size} x {options.size}, {len(jobs) - written} were there already"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

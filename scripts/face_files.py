@@ -1,0 +1,216 @@
+"""What the tools share that turn pictures into sets: finding the files, their landmarks, and the bytes to store.
+
+Landmarks: five points (5, 2) in pixels: left eye, right eye, nose, left and right corner of the mouth.
+"""
+
+import argparse
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+from tqdm import tqdm
+
+from utils.alignment import align
+from utils.image import decode_rgb
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+_KEPT = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # JPEG and PNG are stored as they are
+
+
+class Picture(NamedTuple):
+    """A picture to store, and how."""
+
+    path: Path
+    name: str  # relative, for train.lst and messages
+    label: int
+    points: np.ndarray | None = None  # (5, 2): align by them
+
+
+class Rules(NamedTuple):
+    """How pictures become the images of a set."""
+
+    size: int  # pixels, height and width
+    quality: int  # of a JPEG that has to be made
+    resize: bool  # bring unaligned pictures of another size to `size`; False is an error
+    smooth: bool  # of utils.alignment.align
+
+
+class BadPicture(NamedTuple):
+    """Why a picture cannot be stored."""
+
+    name: str
+    reason: str
+
+
+def progress(items: Iterable, total: int | None, what: str, unit: str) -> tqdm:
+    """Return the items under a progress bar, which writes some lines only where no one watches."""
+    return tqdm(items, total=total, desc=what, unit=unit, mininterval=0.1 if os.isatty(2) else 5.0)
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="that read and decode (default: one a core)")
+
+
+def list_identities(folder: Path, min_images: int = 1) -> tuple[list[Picture], list[str], int]:
+    """Return the pictures of a folder with a sub-folder per identity, the names of these, and how many had too few images."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; give one with a sub-folder of pictures for each identity")
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+    if not names:
+        raise ValueError(f"{folder}: holds no sub-folder; put the pictures of each identity into a folder of its own")
+    pictures: list[Picture] = []
+    kept: list[str] = []
+    for name in names:
+        files = sorted(
+            os.path.relpath(os.path.join(place, file), folder)
+            for place, _, inside in os.walk(folder / name, followlinks=True)
+            for file in inside
+            if file.lower().endswith(SUFFIXES)
+        )
+        if len(files) >= max(1, min_images):
+            pictures += [Picture(folder / file, file, len(kept)) for file in files]
+            kept.append(name)
+    if not pictures:
+        raise ValueError(f"{folder}: no identity has {max(1, min_images)} picture(s) ({' '.join(SUFFIXES)})")
+    return pictures, kept, len(names) - len(kept)
+
+
+def read_landmarks(path: Path) -> dict[str, np.ndarray]:
+    """Return the points (5, 2) by picture name from a CSV file, one face a line: name, then x and y of the five points.
+
+    Names may stand in several columns, which are joined by "_" (001,smiling is 001_smiling). Where a header names the columns
+    (..._x and ..._y, or x1 y1 x2 ...), it tells their order; without one they are x1 y1 x2 y2 ... Further columns are ignored.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path}: the landmarks cannot be read: {getattr(error, 'strerror', None) or 'no UTF-8 text'}"
+        ) from None
+    rows = [(number, _columns(line)) for number, line in enumerate(lines, 1) if line.strip()]
+    order: list[int] | None = None
+    if rows and sum(map(_is_number, rows[0][1])) < 10:
+        order = _header_order(rows[0][1])
+        rows = rows[1:]
+        if order is None:
+            raise ValueError(
+                f"{path}: line 1: a header must name five columns ending in x and five in y, or leave the header out"
+            )
+    found: dict[str, np.ndarray] = {}
+    for number, columns in rows:
+        places = order or _numbers_at_end(columns)
+        try:
+            values = [float(columns[place]) for place in places]
+        except (IndexError, ValueError):
+            values = []
+        name = "_".join(columns[: min(places, default=0)])
+        if len(values) != 10 or not name:
+            raise ValueError(f"{path}: line {number} must be a name and ten numbers, x and y of five points")
+        if name in found:
+            raise ValueError(f"{path}: line {number}: {name} has landmarks already; one face for each picture")
+        found[name] = np.array(values).reshape(5, 2)
+    return found
+
+
+def _columns(line: str) -> list[str]:
+    return [part.strip() for part in (line.split("\t") if "\t" in line else line.split(",") if "," in line else line.split())]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _header_order(columns: list[str]) -> list[int] | None:
+    """Return the places of x1 y1 x2 y2 ... in a header, or None where it does not name five of each."""
+    lower = [column.lower() for column in columns]
+    xs = [i for i, name in enumerate(lower) if name.endswith("_x") or (name[:1] == "x" and name[1:].isdigit())]
+    ys = [i for i, name in enumerate(lower) if name.endswith("_y") or (name[:1] == "y" and name[1:].isdigit())]
+    return [place for pair in zip(xs, ys, strict=True) for place in pair] if len(xs) == len(ys) == 5 else None
+
+
+def _numbers_at_end(columns: list[str]) -> list[int]:
+    """Return the places of the first ten numbers that stand in a row; the first column is always a name."""
+    for begin in range(1, len(columns) - 9):
+        if all(map(_is_number, columns[begin : begin + 10])):
+            return list(range(begin, begin + 10))
+    return []
+
+
+def points_of(landmarks: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """Return the points of a picture: by its relative path, with or without ending, or by the bare file name."""
+    path = Path(name)
+    for key in (name, path.as_posix(), path.with_suffix("").as_posix(), path.name, path.stem):
+        if key in landmarks:
+            return landmarks[key]
+    raise ValueError(f"{name}: has no landmarks; add a line for it, or leave the picture out")
+
+
+def read_list(path: Path) -> Iterator[Picture]:
+    """Yield the pictures of a .lst file, of insightface (aligned, path, label, ...) or of mxnet's im2rec (index, label, path).
+
+    Paths are relative to the folder of the list. insightface's landmarks are five x, then five y.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: the list cannot be read: {getattr(error, 'strerror', None) or 'no UTF-8 text'}") from None
+    for number, line in enumerate(lines, 1):
+        columns = line.rstrip("\r").split("\t")
+        if not line.strip():
+            continue
+        if len(columns) >= 3 and not _is_number(columns[1]) and columns[2].strip().isdigit():
+            yield _insightface_line(path, number, columns)
+        elif len(columns) >= 3 and _is_number(columns[1]) and float(columns[1]).is_integer() and float(columns[1]) >= 0:
+            yield Picture(path.parent / columns[-1], columns[-1], int(float(columns[1])))
+        else:
+            raise ValueError(
+                f"{path}: line {number} must be 'aligned TAB path TAB label ...' (insightface) "
+                "or 'index TAB label TAB path' (im2rec)"
+            )
+
+
+def _insightface_line(path: Path, number: int, columns: list[str]) -> Picture:
+    aligned, name, label = columns[0].strip(), columns[1], int(columns[2])
+    if aligned == "1":
+        return Picture(path.parent / name, name, label)
+    try:
+        points = np.array([float(column) for column in columns[7:17]]).reshape(2, 5).T
+    except ValueError:
+        raise ValueError(f"{path}: line {number}: {name} is not aligned, so ten landmark numbers must follow its box") from None
+    return Picture(path.parent / name, name, label, points)
+
+
+def encode(picture: Picture, rules: Rules) -> bytes | BadPicture:
+    """Return the bytes to store: the file's own where it is a JPEG or PNG of the right size, else a new JPEG."""
+    try:
+        data = picture.path.read_bytes()
+    except OSError as error:
+        return BadPicture(picture.name, f"cannot be read: {error.strerror}")
+    try:
+        pixels = decode_rgb(data)
+        if picture.points is None:
+            if pixels.shape[:2] == (rules.size, rules.size):
+                return data if data.startswith(_KEPT) else to_jpeg(pixels, rules.quality)
+            if not rules.resize:
+                height, width = pixels.shape[:2]
+                return BadPicture(picture.name, f"is {width} x {height} pixels, not {rules.size} x {rules.size}")
+            shrinks = min(pixels.shape[:2]) > rules.size
+            how = cv2.INTER_AREA if shrinks else cv2.INTER_CUBIC
+            return to_jpeg(cv2.resize(pixels, (rules.size, rules.size), interpolation=how), rules.quality)
+        return to_jpeg(align(pixels, picture.points, rules.size, rules.smooth), rules.quality)
+    except ValueError as error:
+        return BadPicture(picture.name, str(error))
+
+
+def to_jpeg(pixels: np.ndarray, quality: int) -> bytes:
+    """Return (H, W, 3) uint8 RGB as a JPEG file."""
+    done, encoded = cv2.imencode(".jpg", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, quality])
+    assert done
+    return encoded.tobytes()

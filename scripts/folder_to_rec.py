@@ -1,0 +1,99 @@
+"""Make a RecordIO set from pictures: python -m scripts.folder_to_rec FOLDER OUT
+
+FOLDER holds a sub-folder per identity. Aligned 112 x 112 JPEG and PNG files go in byte for byte; others are aligned by the five
+landmarks of --landmarks, or resized with --resize. OUT then holds train.rec, train.idx, property and train.lst.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.record_set import RecordSetWriter
+from utils.image import IMAGE_SIZE
+from utils.parallel import ordered
+from utils.program import guarded
+
+from .face_files import BadPicture, Picture, Rules, add_threads, encode, list_identities, points_of, progress, read_landmarks
+from .face_files import read_list as read_lst
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and write the set; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.folder_to_rec", description=__doc__.split("\n\n")[0])
+    parser.add_argument("folder", type=Path, help="with a sub-folder per identity; or a .lst file of insightface or im2rec")
+    parser.add_argument("out", type=Path, help="folder of the set")
+    parser.add_argument("--landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5; aligns every picture")
+    parser.add_argument(
+        "--plain-warp", action="store_true", help="with --landmarks: align as insightface does, without smoothing"
+    )
+    parser.add_argument("--resize", action="store_true", help="squeeze pictures of another size to the size, unaligned")
+    parser.add_argument("--min-images", type=int, default=1, help="leave identities with fewer pictures out")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out what cannot be used, and list it in OUT/skipped.txt")
+    parser.add_argument("--shuffled", action="store_true", help="random order, without header record, for sequential readers")
+    parser.add_argument("--seed", type=int, default=0, help="of --shuffled")
+    parser.add_argument("--size", type=int, default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})")
+    parser.add_argument("--quality", type=int, default=95, help="of a JPEG that has to be made (default 95)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
+    add_threads(parser)
+    options = parser.parse_args(arguments)
+    return guarded(lambda: convert(options))
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Write the set; what cannot be used is an error, or listed."""
+    if options.folder.is_file():
+        pictures, left_out = sorted(read_lst(options.folder), key=lambda picture: picture.label), 0
+        if not pictures:
+            raise ValueError(f"{options.folder}: the list names no picture")
+    else:
+        pictures, _, left_out = list_identities(options.folder, options.min_images)
+    if options.landmarks:
+        known = read_landmarks(options.landmarks)
+        pictures = [picture._replace(points=points_of(known, picture.name)) for picture in pictures]
+    if options.shuffled:
+        pictures = [pictures[i] for i in np.random.default_rng(options.seed).permutation(len(pictures))]
+    rules = Rules(options.size, options.quality, options.resize, not options.plain_warp)
+    skipped: list[BadPicture] = []
+    with RecordSetWriter(options.out, not options.shuffled, options.size, options.overwrite) as writer:
+        results = ordered(lambda picture: (picture, encode(picture, rules)), pictures, options.threads)
+        labels = _Labels(options.shuffled)
+        for picture, image in progress(results, len(pictures), "writing", "picture"):
+            if isinstance(image, BadPicture):
+                if not options.skip_bad:
+                    raise ValueError(f"{picture.path}: {image.reason}. {_advice(picture, image)}")
+                skipped.append(image)
+            else:
+                writer.add(labels.of(picture), image, picture.name)
+    if skipped:
+        text = "".join(f"{bad.name}\t{bad.reason}\n" for bad in skipped)
+        (options.out / "skipped.txt").write_text(text, encoding="utf-8")
+        print(f"{len(skipped)} pictures were left out: {options.out / 'skipped.txt'}")
+    if left_out:
+        print(f"{left_out} identities have fewer than {options.min_images} pictures and were left out")
+    print(f"{options.out}: {writer.num_images} images of {writer.num_classes} identities")
+    print(f"next: python -m scripts.inspect_data {options.out} --out {options.out}/report")
+
+
+class _Labels:
+    """Numbers the identities in the order in which they come, so that one without a usable picture leaves no gap."""
+
+    def __init__(self, any_order: bool) -> None:
+        self.any_order = any_order
+        self.numbers: dict[int, int] = {}
+
+    def of(self, picture: Picture) -> int:
+        return picture.label if self.any_order else self.numbers.setdefault(picture.label, len(self.numbers))
+
+
+def _advice(picture: Picture, bad: BadPicture) -> str:
+    if "pixels, not" in bad.reason:
+        return (
+            "Give --landmarks to align the faces, or --resize if they are aligned already; --skip-bad leaves such pictures out"
+        )
+    return "Remove the picture, or leave all such out with --skip-bad"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,196 @@
+"""Make a verification set: python -m scripts.pairs_to_bin lfw|cfp|csv|sample ... OUT.bin
+
+lfw      a folder of NAME/NAME_0001.jpg and its pairs.txt
+cfp      the folder of Celebrities in Frontal-Profile, with Protocol/ and the aligned pictures: --kind FP or FF
+csv      lines "path1,path2,same" (commas, tabs or blanks; same is 0 or 1; a header is passed over)
+sample   balanced pairs drawn from a folder per identity or a RecordIO set, ten folds without a common identity
+
+Pictures must be aligned; files go in byte for byte. The order of the pairs is the order of the folds.
+"""
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.record_dataset import RecordDataset
+from eval.pairs import write_bin
+from eval.sample_pairs import sample_pairs
+from utils.image import IMAGE_SIZE, decode_rgb
+from utils.program import guarded
+
+from .face_files import list_identities, progress
+
+Pair = tuple[Path, Path, bool]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and write the set; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.pairs_to_bin", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = parser.add_subparsers(dest="kind_of_list", required=True, metavar="lfw|cfp|csv|sample")
+    lfw = kinds.add_parser("lfw", help="pairs.txt of LFW")
+    lfw.add_argument("folder", type=Path, help="with NAME/NAME_0001.jpg")
+    lfw.add_argument("pairs", type=Path, help="pairs.txt")
+    cfp = kinds.add_parser("cfp", help="Celebrities in Frontal-Profile")
+    cfp.add_argument("folder", type=Path, help="with Protocol/ and the pictures that its lists name")
+    cfp.add_argument("--kind", choices=("FP", "FF"), default="FP", help="frontal against profile, or frontal alone")
+    csv = kinds.add_parser("csv", help="a list of pairs")
+    csv.add_argument("folder", type=Path, help="that the paths are relative to")
+    csv.add_argument("pairs", type=Path, help="lines 'path1,path2,same'")
+    sample = kinds.add_parser("sample", help="draw the pairs")
+    sample.add_argument("folder", type=Path, help="with a sub-folder per identity, or with train.rec")
+    sample.add_argument("--pairs", type=int, default=6000, help="half of them genuine (default 6000)")
+    sample.add_argument("--folds", type=int, default=10, help="without a common identity (default 10)")
+    sample.add_argument("--seed", type=int, default=0, help="another seed draws other pairs (default 0)")
+    for kind in (lfw, cfp, csv, sample):
+        kind.add_argument("out", type=Path, help="file NAME.bin; NAME is what eval.targets calls the set")
+        kind.add_argument("--any-size", action="store_true", help=f"allow pictures that are not {IMAGE_SIZE} x {IMAGE_SIZE}")
+        kind.add_argument("--overwrite", action="store_true", help="replace OUT")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: make(options))
+
+
+def make(options: argparse.Namespace) -> None:
+    """Read the pictures of the pairs, check each, and write the set."""
+    if options.out.suffix != ".bin":
+        raise ValueError(f"{options.out}: the name of a verification set ends in .bin")
+    if options.out.exists() and not options.overwrite:
+        raise ValueError(f"{options.out} exists; add --overwrite to replace it")
+    if options.kind_of_list == "sample":
+        images, same = _sample(options)
+    else:
+        readers: dict[str, Callable[[], list[Pair]]] = {
+            "lfw": lambda: read_lfw(options.folder, options.pairs),
+            "cfp": lambda: read_cfp(options.folder, options.kind),
+            "csv": lambda: read_csv(options.folder, options.pairs),
+        }
+        pairs = readers[options.kind_of_list]()
+        paths = [path for pair in pairs for path in pair[:2]]
+        missing = [path for path in dict.fromkeys(paths) if not path.is_file()]
+        if missing:
+            raise ValueError(f"{missing[0]}: no such file, as {len(missing)} of the {len(set(paths))} that the pairs name")
+        stored = {path: path.read_bytes() for path in progress(dict.fromkeys(paths), None, "reading", "picture")}
+        images, same = [stored[path] for path in paths], [pair[2] for pair in pairs]
+    distinct = {id(image): (number, image) for number, image in enumerate(images)}
+    for number, image in progress(distinct.values(), len(distinct), "checking", "picture"):
+        _check(image, f"pair {number // 2}, picture {number % 2 + 1}", options.any_size)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_bin(options.out, images, same)
+    print(f"{options.out}: {len(same)} pairs, {sum(same)} of them genuine, {len(distinct)} distinct pictures")
+
+
+def _check(image: bytes, name: str, any_size: bool) -> None:
+    try:
+        height, width = decode_rgb(image).shape[:2]
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if (height, width) != (IMAGE_SIZE, IMAGE_SIZE) and not any_size:
+        raise ValueError(
+            f"{name}: is {width} x {height} pixels, not {IMAGE_SIZE} x {IMAGE_SIZE}; align the pictures first "
+            "(scripts.align_faces), or add --any-size to have square ones resized when they are scored"
+        )
+
+
+def _sample(options: argparse.Namespace) -> tuple[list[bytes], list[bool]]:
+    if (options.folder / "train.rec").is_file():
+        dataset = RecordDataset(options.folder)
+        labels, read = dataset.labels(), lambda index: bytes(dataset.sample(index)[0])
+    else:
+        pictures, _, _ = list_identities(options.folder)
+        labels, read = np.array([picture.label for picture in pictures]), lambda index: pictures[index].path.read_bytes()
+    first, second, same = sample_pairs(labels, options.pairs, options.folds, options.seed)
+    indices = np.stack([first, second], axis=1).reshape(-1).tolist()
+    stored = {index: read(index) for index in progress(dict.fromkeys(indices), None, "reading", "picture")}
+    return [stored[index] for index in indices], same.tolist()
+
+
+def read_lfw(folder: Path, path: Path) -> list[Pair]:
+    """Return the pairs of a pairs.txt: "name 1 4" is genuine, "name 1 other 2" is not; the first line counts them."""
+
+    def picture(name: str, number: str) -> Path:
+        found = [folder / name / f"{name}_{int(number):04d}{suffix}" for suffix in (".jpg", ".png", ".jpeg")]
+        return next((file for file in found if file.is_file()), found[0])
+
+    pairs: list[Pair] = []
+    lines = _lines(path)
+    for number, line in enumerate(lines[1:], 2):
+        words = line.split()
+        if len(words) == 3 and words[1].isdigit() and words[2].isdigit():
+            pairs.append((picture(words[0], words[1]), picture(words[0], words[2]), True))
+        elif len(words) == 4 and words[1].isdigit() and words[3].isdigit():
+            pairs.append((picture(words[0], words[1]), picture(words[2], words[3]), False))
+        elif words:
+            raise ValueError(f"{path}: line {number} must be 'name i j' or 'name i other j', got '{line.strip()}'")
+    counts = [int(word) for word in lines[0].split() if word.isdigit()] if lines else []
+    expected = counts[0] * counts[1] * 2 if len(counts) == 2 else counts[0] * 2 if len(counts) == 1 else -1
+    if expected != len(pairs):
+        raise ValueError(
+            f"{path}: its first line '{lines[0] if lines else ''}' stands for {expected} pairs, but {len(pairs)} follow"
+        )
+    return pairs
+
+
+def read_cfp(folder: Path, kind: str) -> list[Pair]:
+    """Return the pairs of Protocol/Split/KIND/01 to 10: same.txt, then diff.txt of each, with numbers into the two lists."""
+    protocol = folder / "Protocol"
+    lists = {letter: _cfp_list(folder, protocol / f"Pair_list_{letter}.txt") for letter in set(kind)}
+    pairs: list[Pair] = []
+    splits = sorted(path for path in (protocol / "Split" / kind).glob("*") if path.is_dir())
+    if not splits:
+        raise ValueError(f"{protocol / 'Split' / kind}: no such folder of splits 01 to 10")
+    for split in splits:
+        for name, same in (("same.txt", True), ("diff.txt", False)):
+            for number, line in enumerate(_lines(split / name), 1):
+                words = line.replace(",", " ").split()
+                if not words:
+                    continue
+                try:
+                    a, b = (lists[letter][int(word)] for letter, word in zip(kind, words, strict=True))
+                except (ValueError, KeyError):
+                    raise ValueError(
+                        f"{split / name}: line {number} must be two numbers of the lists, got '{line.strip()}'"
+                    ) from None
+                pairs.append((a, b, same))
+    return pairs
+
+
+def _cfp_list(folder: Path, path: Path) -> dict[int, Path]:
+    """Return the pictures by number; the list's own paths start with ../Data, aligned copies may lie anywhere below folder."""
+    found = {}
+    for number, line in enumerate(_lines(path), 1):
+        words = line.split(None, 1)
+        if len(words) == 2 and words[0].isdigit():
+            found[int(words[0])] = folder / re.sub(r"^(\.\./)+", "", words[1].strip())
+        elif words:
+            raise ValueError(f"{path}: line {number} must be 'number path', got '{line.strip()}'")
+    return found
+
+
+def read_csv(folder: Path, path: Path) -> list[Pair]:
+    """Return the pairs of a list "path1,path2,same"; the separator is a comma, a tab or blanks."""
+    pairs: list[Pair] = []
+    for number, line in enumerate(_lines(path), 1):
+        separator = "," if "," in line else "\t" if "\t" in line else None
+        words = [word.strip() for word in line.split(separator)]
+        if len(words) == 3 and words[2].lower() in ("0", "1", "true", "false"):
+            pairs.append((folder / words[0], folder / words[1], words[2].lower() in ("1", "true")))
+        elif line.strip() and (number > 1 or len(words) != 3 or any(letter.isdigit() for letter in words[2])):
+            raise ValueError(f"{path}: line {number} must be 'path1,path2,same', same 0 or 1, got '{line.strip()}'")
+    if not pairs:
+        raise ValueError(f"{path}: names no pair; each line must be 'path1,path2,same', same 0 or 1")
+    return pairs
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'no UTF-8 text'}") from None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

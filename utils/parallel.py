@@ -1,0 +1,26 @@
+"""Work on many items by threads, results in order, with a bounded number of them under way."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def ordered(function: Callable[[Item], Result], items: Iterable[Item], threads: int, ahead: int = 16) -> Iterator[Result]:
+    """Yield function(item) for each item, in order; `ahead` items per thread are under way, whatever the number of items.
+
+    An exception of the function is raised where its result would have come; what was not begun is then dropped.
+    """
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="worker")
+    rest = iter(items)
+    pending: deque[Future[Result]] = deque(pool.submit(function, item) for item in islice(rest, threads * ahead))
+    try:
+        while pending:
+            yield pending.popleft().result()
+            pending.extend(pool.submit(function, item) for item in islice(rest, 1))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
