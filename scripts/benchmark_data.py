@@ -166,7 +166,9 @@ def measure_decoding(options: argparse.Namespace, folder: Path) -> list[dict[str
     }
     for threads in (1, 2):
         ways[f"loader, {threads} thread(s)"] = partial(_loader_rate, dataset, threads, 4 * len(images))
-    ways["DataLoader, 2 workers, float"] = partial(_plain_rate, folder / "faces" / "train.rec")
+    ways["DataLoader, 2 workers, float"] = partial(
+        _plain_rate, folder / "faces" / "train.rec", max(1, min(64, len(images) // 4))
+    )
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.rounds):
         for name, measure in ways.items():
@@ -221,9 +223,9 @@ def _loader_rate(dataset: RecordDataset, threads: int, count: int) -> float:
     return steps * batch / (time.perf_counter() - begun)
 
 
-def _plain_rate(rec_path: Path) -> float:
+def _plain_rate(rec_path: Path, batch: int) -> float:
     """Return images per second of the DataLoader, counted from its first batch: starting processes is not held against it."""
-    loader = iter(plain_loader(rec_path, 64, 2))
+    loader = iter(plain_loader(rec_path, batch, 2))
     next(loader)
     begun, count = time.perf_counter(), 0
     for _, labels in loader:
