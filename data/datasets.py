@@ -141,6 +141,20 @@ def build_dataset(data: Mapping[str, Any], seed: int, cache: str | None) -> Face
     return dataset
 
 
+def open_set(path: str | os.PathLike[str], cache: str | None = None) -> FaceDataset:
+    """Return the set at a path, known by what is there: train.rec, *.tar, sub-folders of images, or a list file."""
+    place = Path(path)
+    if place.is_dir():
+        if (place / "train.rec").exists():
+            return RecordDataset(place, cache)
+        return TarDataset(place, cache) if any(place.glob("*.tar")) else FolderDataset(str(place))
+    if place.suffix == ".rec":
+        raise ValueError(f"{place}: give the folder that holds it, with train.rec, train.idx and property")
+    if not place.is_file():
+        raise ValueError(f"{place}: no such set; give a folder with train.rec, *.tar or sub-folders of images, or a list file")
+    return TarDataset(place, cache) if place.suffix == ".tar" else ListDataset(place)
+
+
 def _open_source(source: str, path: str, data: Mapping[str, Any], seed: int, cache: str | None) -> FaceDataset:
     sources: dict[str, Callable[[], FaceDataset]] = {
         "recordio": lambda: RecordDataset(path, cache),

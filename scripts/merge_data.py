@@ -1,0 +1,44 @@
+"""Write several sets as one: python -m scripts.merge_data SET SET ... --out OUT
+
+--labels says who is who, as data.labels does in training: offset (people of different sets are different, the default), same
+(equal numbers are one person), or a file of lines 'source label class'. To train on several sets without a copy: data.sources.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.datasets import open_set
+from data.mixture import MixedDataset, Source, class_maps
+from utils.program import guarded
+
+from .filter_data import copy_set
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and merge; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.merge_data", description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "sets", type=Path, nargs="+", help="folders with train.rec, *.tar or a sub-folder per identity; list files"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the new set")
+    parser.add_argument("--labels", default="offset", help="offset, same, or a file of lines 'source label class'")
+    parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: merge(options))
+
+
+def merge(options: argparse.Namespace) -> None:
+    """Write all images under their merged identities."""
+    if any(options.out.resolve() == path.resolve() for path in options.sets):
+        raise ValueError(f"{options.out}: the new set must not be written over one of the old; choose another folder")
+    parts = [open_set(path) for path in options.sets]
+    maps = class_maps([part.num_classes for part in parts], options.labels)
+    mixed = MixedDataset([Source(part, 1, classes) for part, classes in zip(parts, maps, strict=True)], 0)
+    copy_set(mixed, np.arange(mixed.num_stored), options.out, options.overwrite)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,54 @@
+"""Pictures for the reports on sets: sheets of faces, and histograms. PNG bytes come out.
+
+Shapes: H, W = height and width of a face in pixels.
+"""
+
+import io
+from collections.abc import Sequence
+
+import cv2
+import numpy as np
+
+_GAP, _CAPTION = 4, 18  # pixels
+_WHITE, _INK = 255, (40, 40, 40)
+
+
+def sheet(rows: Sequence[tuple[str, Sequence[np.ndarray]]], columns: int, side: int = 112) -> bytes:
+    """Return a PNG: in each row a caption above its pictures (H, W, 3) uint8 RGB, brought to side x side."""
+    width = columns * (side + _GAP) + _GAP
+    height = len(rows) * (side + _CAPTION + _GAP) + _GAP
+    canvas = np.full((height, width, 3), _WHITE, dtype=np.uint8)
+    for number, (caption, pictures) in enumerate(rows):
+        top = number * (side + _CAPTION + _GAP) + _CAPTION
+        room = max(8, int(width / 7.2))  # characters
+        text = caption.encode("ascii", "replace").decode()
+        text = text if len(text) <= room else f"{text[: room - 2]}.."
+        cv2.putText(canvas, text, (_GAP, top - 5), cv2.FONT_HERSHEY_SIMPLEX, 0.4, _INK, 1, cv2.LINE_AA)
+        for column, picture in enumerate(pictures[:columns]):
+            left = _GAP + column * (side + _GAP)
+            shrinks = min(picture.shape[:2]) > side
+            how = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
+            canvas[top : top + side, left : left + side] = cv2.resize(picture, (side, side), interpolation=how)
+    return cv2.imencode(".png", cv2.cvtColor(canvas, cv2.COLOR_RGB2BGR))[1].tobytes()
+
+
+def histograms(images_per_identity: np.ndarray, num_bytes: np.ndarray) -> bytes:
+    """Return a PNG of two histograms: identities by their number of images, images by the size of their file in kB."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import; no window, no global state
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 3.2), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    top = int(images_per_identity.max(initial=1))
+    edges = np.unique(np.geomspace(1, top + 1, 40).astype(int)) if top > 40 else np.arange(1, top + 2)
+    left.hist(images_per_identity, edges - 0.5, color="tab:blue")
+    median = float(np.median(images_per_identity)) if len(images_per_identity) else 0.0
+    left.axvline(median, color="black", linewidth=1, label=f"median {median:g}")
+    left.set(xlabel="images of an identity", ylabel="identities", xscale="log" if top > 40 else "linear")
+    left.legend()
+    right.hist(num_bytes / 1000, 40, color="tab:gray")
+    right.set(xlabel="size of an image file, kB", ylabel="images")
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
