@@ -3,7 +3,7 @@
 lfw      a folder of NAME/NAME_0001.jpg and its pairs.txt
 cfp      the folder of Celebrities in Frontal-Profile, with Protocol/ and the aligned pictures: --kind FP or FF
 csv      lines "path1,path2,same" (commas, tabs or blanks; same is 0 or 1; a header is passed over)
-sample   balanced pairs drawn from a folder per identity or a RecordIO set, ten folds without a common identity
+sample   balanced pairs drawn from a folder per identity, a RecordIO set or another set, ten folds without a common identity
 
 Pictures must be aligned; files go in byte for byte. The order of the pairs is the order of the folds.
 """
@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from data.record_dataset import RecordDataset
+from data.datasets import open_set
 from eval.pairs import write_bin
 from eval.sample_pairs import sample_pairs
 from utils.image import IMAGE_SIZE, decode_rgb
 from utils.program import guarded
 
-from .face_files import list_identities, progress
+from .face_files import progress
 
 Pair = tuple[Path, Path, bool]
 
@@ -61,7 +61,7 @@ def make(options: argparse.Namespace) -> None:
     if options.out.exists() and not options.overwrite:
         raise ValueError(f"{options.out} exists; add --overwrite to replace it")
     if options.kind_of_list == "sample":
-        images, same = _sample(options)
+        images, names, same = _sample(options)
     else:
         readers: dict[str, Callable[[], list[Pair]]] = {
             "lfw": lambda: read_lfw(options.folder, options.pairs),
@@ -74,10 +74,10 @@ def make(options: argparse.Namespace) -> None:
         if missing:
             raise ValueError(f"{missing[0]}: no such file, as {len(missing)} of the {len(set(paths))} that the pairs name")
         stored = {path: path.read_bytes() for path in progress(dict.fromkeys(paths), None, "reading", "picture")}
-        images, same = [stored[path] for path in paths], [pair[2] for pair in pairs]
-    distinct = {id(image): (number, image) for number, image in enumerate(images)}
-    for number, image in progress(distinct.values(), len(distinct), "checking", "picture"):
-        _check(image, f"pair {number // 2}, picture {number % 2 + 1}", options.any_size)
+        images, names, same = [stored[path] for path in paths], [str(path) for path in paths], [pair[2] for pair in pairs]
+    distinct = dict(zip(names, images, strict=True))
+    for name, image in progress(distinct.items(), len(distinct), "checking", "picture"):
+        _check(image, name, options.any_size)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_bin(options.out, images, same)
     print(f"{options.out}: {len(same)} pairs, {sum(same)} of them genuine, {len(distinct)} distinct pictures")
@@ -95,17 +95,13 @@ def _check(image: bytes, name: str, any_size: bool) -> None:
         )
 
 
-def _sample(options: argparse.Namespace) -> tuple[list[bytes], list[bool]]:
-    if (options.folder / "train.rec").is_file():
-        dataset = RecordDataset(options.folder)
-        labels, read = dataset.labels(), lambda index: bytes(dataset.sample(index)[0])
-    else:
-        pictures, _, _ = list_identities(options.folder)
-        labels, read = np.array([picture.label for picture in pictures]), lambda index: pictures[index].path.read_bytes()
-    first, second, same = sample_pairs(labels, options.pairs, options.folds, options.seed)
+def _sample(options: argparse.Namespace) -> tuple[list[bytes], list[str], list[bool]]:
+    dataset = open_set(options.folder)
+    first, second, same = sample_pairs(np.asarray(dataset.labels()), options.pairs, options.folds, options.seed)
     indices = np.stack([first, second], axis=1).reshape(-1).tolist()
-    stored = {index: read(index) for index in progress(dict.fromkeys(indices), None, "reading", "picture")}
-    return [stored[index] for index in indices], same.tolist()
+    some = progress(dict.fromkeys(indices), None, "reading", "picture")
+    stored = {index: bytes(dataset.sample(index)[0]) for index in some}
+    return [stored[index] for index in indices], [dataset.key(index) for index in indices], same.tolist()
 
 
 def read_lfw(folder: Path, path: Path) -> list[Pair]:

@@ -36,6 +36,7 @@ def histograms(images_per_identity: np.ndarray, num_bytes: np.ndarray) -> bytes:
     """Return a PNG of two histograms: identities by their number of images, images by the size of their file in kB."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import; no window, no global state
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9.0, 3.2), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
@@ -46,6 +47,8 @@ def histograms(images_per_identity: np.ndarray, num_bytes: np.ndarray) -> bytes:
     median = float(np.median(images_per_identity)) if len(images_per_identity) else 0.0
     left.axvline(median, color="black", linewidth=1, label=f"median {median:g}")
     left.set(xlabel="images of an identity", ylabel="identities", xscale="log" if top > 40 else "linear")
+    if top <= 40:
+        left.xaxis.set_major_locator(MaxNLocator(integer=True))
     left.legend()
     right.hist(num_bytes / 1000, 40, color="tab:gray")
     right.set(xlabel="size of an image file, kB", ylabel="images")

@@ -1,7 +1,7 @@
 """Hold people out for testing: python -m scripts.split_data SET OUT --held-out 200
 
-OUT/train is the set without the held-out identities, OUT/held_out has them, OUT/held_out.bin has pairs of them, half genuine, in
-ten folds without a common identity: eval.targets=[held_out] eval.path=OUT scores it during training.
+OUT/train is the set without the held-out identities, OUT/held_out has them, OUT/held_out.bin has pairs of them, half genuine,
+in ten folds without a common identity: eval.targets=[held_out] eval.path=OUT scores it during training.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: several gloo processes, and the optional folder of oracle files."""
 
+import faulthandler
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,7 @@ def run_ranks(tmp_path: Path) -> Callable[..., None]:
 
 
 def _rank_main(rank: int, world_size: int, rendezvous: str, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
+    faulthandler.enable()  # a process that dies of a signal says where it was
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     try:

@@ -1,0 +1,151 @@
+"""The tools that look into sets and cut them, on a set with known damage, copies and overlaps."""
+
+import csv
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from pictures import folder_of_people, jpeg, picture
+
+from data.record_dataset import RecordDataset
+from eval.pairs import read_bin, write_bin
+from scripts import filter_data, folder_to_rec, inspect_data, merge_data, split_data, verify_data
+from scripts.set_scan import MAX_DISTANCE, candidates, correlation, dhash
+
+
+@pytest.fixture
+def people(tmp_path: Path) -> Path:
+    return folder_of_people(tmp_path / "people", [3, 3, 2, 4])
+
+
+def _table(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_what_is_wrong_with_a_set_is_found(tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]):
+    (people / "person_0" / "9.jpg").write_bytes((people / "person_0" / "1.jpg").read_bytes())  # index 3: a copy of 1
+    (people / "person_2" / "7.jpg").write_bytes(jpeg(picture(101), 50))  # index 9: person 1's picture 1, compressed again
+    (people / "person_3" / "0.jpg").write_bytes(jpeg(picture(300))[:500])  # index 10: truncated
+    (people / "person_3" / "1.jpg").write_bytes(jpeg(picture(301, 100)))  # index 11: another size
+    small = cv2.resize(picture(303), (64, 64), interpolation=cv2.INTER_AREA)
+    test_images = [jpeg(picture(900)), jpeg(picture(901)), jpeg(cv2.resize(small, (112, 112))), jpeg(picture(902))]
+    write_bin(tmp_path / "held.bin", test_images, [True, False])  # its image 2 is person 3's picture 3, index 13
+    out = tmp_path / "report"
+    assert inspect_data.main([str(people), "--out", str(out), "--bins", str(tmp_path / "held.bin")]) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert report["images"] == 14 and report["images_bad"] == 1 and report["images_not_112_x_112"] == 1
+    assert report["copies_of_a_file"] == 1 and report["copies_of_a_picture"] == 1 and report["copies_across_identities"] == 1
+    assert report["overlap"] == {"held": {"pictures": 1, "identities": 1}}
+    assert [row["index"] for row in _table(out / "bad.csv")] == ["10"]
+    copies = {(row["index"], row["other_index"], row["kind"]) for row in _table(out / "duplicates.csv")}
+    assert copies == {("1", "3", "equal"), ("5", "9", "near")}
+    assert [(row["index"], row["test_image"], row["kind"]) for row in _table(out / "overlap.csv")] == [("13", "2", "near")]
+    assert [row["index"] for row in _table(out / "drop.csv")] == ["3", "5", "9", "10", "13"]
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 4 and "<script" not in page
+    # and without what it says, the set is clean
+    (people / "person_3" / "1.jpg").write_bytes(jpeg(picture(301)))
+    assert filter_data.main([str(people), str(tmp_path / "clean"), "--drop", str(out / "drop.csv")]) == 0
+    assert verify_data.main([str(tmp_path / "clean"), str(tmp_path / "held.bin")]) == 0
+    arguments = [str(tmp_path / "clean"), "--out", str(tmp_path / "again"), "--bins", str(tmp_path / "held.bin")]
+    assert inspect_data.main(arguments) == 0
+    assert not _table(tmp_path / "again" / "drop.csv")
+
+
+def test_verify_says_what_is_bad_and_ends_with_1(tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]):
+    assert verify_data.main([str(people)]) == 0
+    (people / "person_1" / "2.jpg").write_bytes(b"\xff\xd8\xff\xe0 no more")
+    (people / "person_2" / "0.jpg").write_bytes(jpeg(picture(1, 80)))
+    assert verify_data.main([str(people), "--bad", str(tmp_path / "bad.csv")]) == 1
+    said = capsys.readouterr()
+    assert "person_1/2.jpg: cannot be decoded" in said.out and "80 x 80" in said.out and "2 bad image(s)" in said.err
+    assert [row["index"] for row in _table(tmp_path / "bad.csv")] == ["5", "6"]
+    (tmp_path / "broken.bin").write_bytes(b"not a set")
+    assert verify_data.main([str(tmp_path / "broken.bin")]) == 1
+
+
+def test_candidates_are_those_of_a_slow_search():
+    rng = np.random.default_rng(0)
+    hashes = rng.integers(0, 2**64, 300, dtype=np.uint64)
+    hashes[100:200] = hashes[:100] ^ (np.uint64(1) << rng.integers(0, 64, 100).astype(np.uint64))  # one bit differs
+    hashes[200:250] = hashes[:50]
+    slow = {
+        (i, j) for i in range(300) for j in range(i + 1, 300) if bin(int(hashes[i]) ^ int(hashes[j])).count("1") <= MAX_DISTANCE
+    }
+    found = candidates(hashes)
+    assert {tuple(pair) for pair in found.tolist()} <= slow
+    sure = {(i, j) for i, j in slow if bin(int(hashes[i]) ^ int(hashes[j])).count("1") <= 1}
+    assert sure and sure <= {tuple(pair) for pair in found.tolist()}
+    crossed = candidates(hashes[:100], hashes[100:])
+    assert {(i, j + 100) for i, j in crossed.tolist()} >= {(i, j) for i, j in sure if i < 100 <= j}
+
+
+def test_a_set_of_one_colour_does_not_explode():
+    assert len(candidates(np.zeros(20_000, dtype=np.uint64))) <= 20_000 * 64
+
+
+def test_likeness_tells_copies_from_other_pictures():
+    one = picture(5)
+    for changed in (jpeg(one, 40), jpeg(np.clip(one * 1.1 + 5, 0, 255).astype(np.uint8))):
+        again = cv2.cvtColor(cv2.imdecode(np.frombuffer(changed, np.uint8), 1), cv2.COLOR_BGR2RGB)
+        assert correlation(one, again) > 0.985 and bin(dhash(one) ^ dhash(again)).count("1") <= MAX_DISTANCE
+    assert correlation(one, picture(6)) < 0.5
+    flat = np.full((112, 112, 3), 9, np.uint8)
+    assert correlation(flat, flat) == 1.0 and correlation(flat, flat + 1) == 0.0
+
+
+@pytest.mark.parametrize(
+    "arguments, kept",
+    [
+        (["--min-images", "3"], [(0, 3), (1, 3), (3, 4)]),
+        (["--max-images", "2"], [(0, 2), (1, 2), (2, 2), (3, 2)]),
+        (["--classes", "1:3"], [(1, 3), (2, 2)]),
+        (["--drop-classes", "0,3"], [(1, 3), (2, 2)]),
+    ],
+)
+def test_filter_keeps_what_is_asked(tmp_path: Path, people: Path, arguments: list[str], kept: list[tuple[int, int]]):
+    assert filter_data.main([str(people), str(tmp_path / "out"), *arguments]) == 0
+    dataset = RecordDataset(tmp_path / "out")
+    assert np.bincount(dataset.labels()).tolist() == [count for _, count in kept]
+    rows = _table(tmp_path / "out" / "classes.csv")
+    assert [(int(row["identity"]), int(row["old_identity"])) for row in rows] == [(i, old) for i, (old, _) in enumerate(kept)]
+    for index in range(dataset.num_images):
+        image, label = dataset.sample(index)
+        assert bytes(image) in {path.read_bytes() for path in (people / f"person_{kept[label][0]}").iterdir()}
+
+
+def test_filter_refuses_what_it_cannot_do(tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]):
+    assert filter_data.main([str(people), str(tmp_path / "out"), "--min-images", "9"]) == 1
+    assert "no image is left" in capsys.readouterr().err
+    (tmp_path / "drop.txt").write_text("3\n99\n")
+    assert filter_data.main([str(people), str(tmp_path / "out"), "--drop", str(tmp_path / "drop.txt")]) == 1
+    assert "line 2" in capsys.readouterr().err
+    assert filter_data.main([str(people), str(people)]) == 1
+    assert not (people / "train.rec").exists()
+
+
+def test_split_parts_share_no_one_and_lose_no_one(tmp_path: Path):
+    people = folder_of_people(tmp_path / "people", [3, 2, 2, 3, 1, 2, 4, 2])
+    assert folder_to_rec.main([str(people), str(tmp_path / "set")]) == 0
+    arguments = [str(tmp_path / "set"), str(tmp_path / "cut"), "--held-out", "4", "--pairs", "8", "--folds", "2"]
+    assert split_data.main(arguments) == 0
+    train, held = RecordDataset(tmp_path / "cut" / "train"), RecordDataset(tmp_path / "cut" / "held_out")
+    whole = RecordDataset(tmp_path / "set")
+    assert (train.num_classes, held.num_classes) == (4, 4)
+    images = [{bytes(part.sample(i)[0]) for i in range(part.num_images)} for part in (train, held, whole)]
+    assert not images[0] & images[1] and images[0] | images[1] == images[2]
+    pairs = read_bin(tmp_path / "cut" / "held_out.bin")
+    assert set(pairs.images) <= images[1] and pairs.same.sum() == 4
+    assert split_data.main(arguments) == 1  # never over what is there
+    assert split_data.main([*arguments[:2], "--held-out", "8", "--overwrite"]) == 1
+
+
+def test_merged_sets(tmp_path: Path, people: Path):
+    other = folder_of_people(tmp_path / "other", [2, 1])
+    assert merge_data.main([str(people), str(other), "--out", str(tmp_path / "offset")]) == 0
+    assert np.bincount(RecordDataset(tmp_path / "offset").labels()).tolist() == [3, 3, 2, 4, 2, 1]
+    assert merge_data.main([str(people), str(other), "--out", str(tmp_path / "same"), "--labels", "same"]) == 0
+    assert np.bincount(RecordDataset(tmp_path / "same").labels()).tolist() == [5, 4, 2, 4]

@@ -1,0 +1,253 @@
+"""The tools between folders of pictures, record sets and pair files, as a user calls them."""
+
+import csv
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from pictures import folder_of_people, jpeg, picture
+
+from data.record_dataset import RecordDataset
+from eval.pairs import read_bin
+from scripts import align_faces, folder_to_rec, pairs_to_bin, rec_to_folder, shuffle_rec
+from scripts.face_files import read_landmarks
+from utils.alignment import TEMPLATE, align
+from utils.image import decode_rgb
+
+
+def _fails(capsys: pytest.CaptureFixture[str], program: object, *arguments: object) -> str:
+    """Run a program that must end with status 1 and one line; return the line."""
+    assert program.main([str(argument) for argument in arguments]) == 1  # type: ignore[attr-defined]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def _runs(program: object, *arguments: object) -> None:
+    assert program.main([str(argument) for argument in arguments]) == 0  # type: ignore[attr-defined]
+
+
+# ---- folder_to_rec
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_pictures_of_the_right_size_go_in_byte_for_byte(tmp_path: Path, threads: int):
+    people = folder_of_people(tmp_path / "people", [3, 1, 2])
+    (people / "person_1" / "more").mkdir()
+    (people / "person_1" / "more" / "x.png").write_bytes(cv2.imencode(".png", picture(7))[1].tobytes())
+    _runs(folder_to_rec, people, tmp_path / "set", "--threads", threads)
+    dataset = RecordDataset(tmp_path / "set")
+    files = [f"person_0/{i}.jpg" for i in range(3)] + [
+        "person_1/0.jpg",
+        "person_1/more/x.png",
+        "person_2/0.jpg",
+        "person_2/1.jpg",
+    ]
+    assert [bytes(dataset.sample(i)[0]) for i in range(7)] == [(people / name).read_bytes() for name in files]
+    assert dataset.labels().tolist() == [0, 0, 0, 1, 1, 2, 2]
+    lines = (tmp_path / "set" / "train.lst").read_text().splitlines()
+    assert lines == [f"1\t{name}\t{label}" for name, label in zip(files, dataset.labels(), strict=True)]
+
+
+def test_min_images_leaves_people_out_and_numbers_the_rest_anew(tmp_path: Path):
+    people = folder_of_people(tmp_path / "people", [3, 1, 2])
+    _runs(folder_to_rec, people, tmp_path / "set", "--min-images", 2)
+    assert RecordDataset(tmp_path / "set").labels().tolist() == [0, 0, 0, 1, 1]
+
+
+def test_shuffled_sets_hold_the_same_in_another_order(tmp_path: Path):
+    people = folder_of_people(tmp_path / "people", [6, 6, 6])
+    _runs(folder_to_rec, people, tmp_path / "set")
+    _runs(folder_to_rec, people, tmp_path / "shuffled", "--shuffled", "--seed", 4)
+    _runs(shuffle_rec, tmp_path / "set", tmp_path / "copy", "--seed", 4)
+    grouped = RecordDataset(tmp_path / "set")
+    expected = sorted((label, bytes(image)) for image, label in map(grouped.sample, range(18)))
+    for name in ("shuffled", "copy"):
+        dataset = RecordDataset(tmp_path / name)
+        found = [(label, bytes(image)) for image, label in map(dataset.sample, range(18))]
+        assert sorted(found) == expected and found != expected
+        assert "no header record" in dataset.describe()
+
+
+def test_landmarks_align_and_other_sizes_need_a_decision(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    people = tmp_path / "people" / "a"
+    people.mkdir(parents=True)
+    large = picture(3, 300)
+    (people / "one.png").write_bytes(cv2.imencode(".png", large[:, :, ::-1])[1].tobytes())
+    points = (TEMPLATE * 1.5 + (40, 30)).round(3)
+    (tmp_path / "points.csv").write_text("a/one.png," + ",".join(f"{v:.3f}" for v in points.ravel()) + "\n")
+    said = _fails(capsys, folder_to_rec, tmp_path / "people", tmp_path / "set")
+    assert "300 x 300 pixels, not 112 x 112" in said and "--landmarks" in said and "--resize" in said
+    assert not list((tmp_path / "set").iterdir())
+    _runs(folder_to_rec, tmp_path / "people", tmp_path / "set", "--landmarks", tmp_path / "points.csv", "--quality", 100)
+    assert bytes(RecordDataset(tmp_path / "set").sample(0)[0]) == jpeg(align(large, points, smooth=True), 100)
+    _runs(folder_to_rec, tmp_path / "people", tmp_path / "resized", "--resize")
+    assert decode_rgb(RecordDataset(tmp_path / "resized").sample(0)[0]).shape == (112, 112, 3)
+
+
+def test_bad_pictures_stop_or_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    people = folder_of_people(tmp_path / "people", [2, 1, 2])
+    (people / "person_1" / "0.jpg").write_bytes(b"no picture")
+    assert "person_1/0.jpg: cannot be decoded" in _fails(capsys, folder_to_rec, people, tmp_path / "set")
+    assert not (tmp_path / "set" / "train.rec").exists()
+    _runs(folder_to_rec, people, tmp_path / "set", "--skip-bad")
+    assert RecordDataset(tmp_path / "set").labels().tolist() == [0, 0, 1, 1]  # no gap where a person has nothing left
+    assert (tmp_path / "set" / "skipped.txt").read_text().startswith("person_1/0.jpg\tcannot be decoded")
+    assert "--overwrite" in _fails(capsys, folder_to_rec, people, tmp_path / "set", "--skip-bad")
+
+
+def test_both_kinds_of_lst_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    people = folder_of_people(tmp_path / "people", [2, 2])
+    names = ["person_0/0.jpg", "person_0/1.jpg", "person_1/0.jpg", "person_1/1.jpg"]
+    (people / "aligned.lst").write_text("".join(f"1\t{name}\t{i // 2}\n" for i, name in enumerate(names)))
+    (people / "im2rec.lst").write_text("".join(f"{i}\t{i // 2}.000000\t{name}\n" for i, name in enumerate(names)))
+    sets = []
+    for kind in ("aligned", "im2rec"):
+        _runs(folder_to_rec, people / f"{kind}.lst", tmp_path / kind)
+        dataset = RecordDataset(tmp_path / kind)
+        sets.append([(bytes(dataset.sample(i)[0]), dataset.label(i)) for i in range(4)])
+    assert sets[0] == sets[1] == [((people / name).read_bytes(), i // 2) for i, name in enumerate(names)]
+    large, points = picture(9, 200), (TEMPLATE * 1.2 + 20).round(2)
+    (people / "raw.png").write_bytes(cv2.imencode(".png", large[:, :, ::-1])[1].tobytes())
+    line = ["0", "raw.png", "0", "1", "1", "9", "9", *(f"{v:.2f}" for v in points.T.ravel())]  # five x, then five y
+    (people / "raw.lst").write_text("\t".join(line) + "\n")
+    _runs(folder_to_rec, people / "raw.lst", tmp_path / "raw", "--quality", 100)
+    assert bytes(RecordDataset(tmp_path / "raw").sample(0)[0]) == jpeg(align(large, points, smooth=True), 100)
+    (people / "odd.lst").write_text("what is this\n")
+    assert "odd.lst: line 1" in _fails(capsys, folder_to_rec, people / "odd.lst", tmp_path / "odd")
+
+
+# ---- align_faces
+
+
+def test_align_faces_goes_on_where_it_was_interrupted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    with open(tmp_path / "points.csv", "w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["name", *(f"{axis}{i}" for axis in "xy" for i in range(1, 6))])  # columns in another order
+        for number in range(3):
+            (tmp_path / "in" / "a" / f"{number}.jpg").write_bytes(jpeg(picture(number, 200)))
+            table.writerow([f"a/{number}", *(TEMPLATE * 1.4 + number).T.ravel()])
+    arguments = (tmp_path / "in", tmp_path / "points.csv", tmp_path / "out", "--png")
+    _runs(align_faces, *arguments)
+    for number in range(3):
+        expected = align(decode_rgb(jpeg(picture(number, 200))), TEMPLATE * 1.4 + number, smooth=True)
+        np.testing.assert_array_equal(decode_rgb((tmp_path / "out" / "a" / f"{number}.png").read_bytes()), expected)
+    (tmp_path / "out" / "a" / "1.png").unlink()
+    capsys.readouterr()
+    _runs(align_faces, *arguments)
+    assert "1 faces aligned" in capsys.readouterr().out
+    (tmp_path / "in" / "a" / "3.jpg").write_bytes(jpeg(picture(3)))
+    assert "a/3.jpg: has no landmarks" in _fails(capsys, align_faces, *arguments)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("a,1,2,3\n", "line 1"),
+        ("a,1,2,3,4,5,6,7,8,9,10\na,1,2,3,4,5,6,7,8,9,10\n", "line 2: a has landmarks already"),
+        ("name,x1,y1,x2,y2\na,1,2,3,4\n", "header must name five"),
+        ("a,1,2,3,4,5,6,7,8,9,ten\n", "line 1"),
+    ],
+)
+def test_landmark_files_that_say_too_little(tmp_path: Path, text: str, said: str):
+    (tmp_path / "points.csv").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        read_landmarks(tmp_path / "points.csv")
+
+
+# ---- rec_to_folder
+
+
+def test_a_set_becomes_files_and_the_files_the_same_set(tmp_path: Path):
+    people = folder_of_people(tmp_path / "people", [3, 2, 4])
+    _runs(folder_to_rec, people, tmp_path / "set")
+    _runs(rec_to_folder, tmp_path / "set", tmp_path / "files")
+    _runs(rec_to_folder, tmp_path / "set", tmp_path / "some", "--classes", "1:3", "--limit", 2)
+    assert len(list((tmp_path / "files").glob("*/*.jpg"))) == 9
+    assert sorted(path.parent.name for path in (tmp_path / "some").glob("*/*")) == ["000001"] * 2 + ["000002"] * 2
+    _runs(folder_to_rec, tmp_path / "files", tmp_path / "again")
+    one, other = RecordDataset(tmp_path / "set"), RecordDataset(tmp_path / "again")
+    assert one.labels().tolist() == other.labels().tolist()
+    assert [bytes(one.sample(i)[0]) for i in range(9)] == [bytes(other.sample(i)[0]) for i in range(9)]
+
+
+@pytest.mark.parametrize("classes", ["9", "-1", "a:b", "1,x", "5:5"])
+def test_classes_that_do_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str], classes: str):
+    _runs(folder_to_rec, folder_of_people(tmp_path / "people", [1, 1]), tmp_path / "set")
+    assert "--classes" in _fails(capsys, rec_to_folder, tmp_path / "set", tmp_path / "out", f"--classes={classes}")
+
+
+# ---- pairs_to_bin
+
+
+def _lfw(root: Path) -> Path:
+    for name, count in (("Ann_B", 4), ("Cy_D", 2)):
+        (root / name).mkdir(parents=True)
+        for number in range(1, count + 1):
+            (root / name / f"{name}_{number:04d}.jpg").write_bytes(jpeg(picture(number + 10 * count)))
+    (root / "pairs.txt").write_text("1\t2\nAnn_B\t1\t4\nCy_D\t1\t2\nAnn_B\t2\tCy_D\t1\nCy_D\t2\tAnn_B\t3\n")
+    return root
+
+
+def test_lfw_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    root = _lfw(tmp_path / "lfw")
+    _runs(pairs_to_bin, "lfw", root, root / "pairs.txt", tmp_path / "lfw.bin")
+    pairs = read_bin(tmp_path / "lfw.bin")
+    assert pairs.same.tolist() == [True, True, False, False]
+    assert pairs.images[pairs.first[2]] == (root / "Ann_B/Ann_B_0002.jpg").read_bytes()
+    assert pairs.images[pairs.second[3]] == (root / "Ann_B/Ann_B_0003.jpg").read_bytes()
+    assert "--overwrite" in _fails(capsys, pairs_to_bin, "lfw", root, root / "pairs.txt", tmp_path / "lfw.bin")
+    (root / "pairs.txt").write_text("10\t300\nAnn_B\t1\t4\n")
+    assert "6000 pairs, but 1 follow" in _fails(capsys, pairs_to_bin, "lfw", root, root / "pairs.txt", tmp_path / "b.bin")
+    (root / "pairs.txt").write_text("1\t1\nAnn_B\t1\t9\nAnn_B\t1\tCy_D\t1\n")
+    assert "Ann_B_0009.jpg: no such file" in _fails(capsys, pairs_to_bin, "lfw", root, root / "pairs.txt", tmp_path / "b.bin")
+
+
+def test_cfp_pairs(tmp_path: Path):
+    root = tmp_path / "cfp"
+    for letter in "FP":
+        lines = []
+        for number in range(1, 5):
+            path = root / "Data" / letter / f"{number:02d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(jpeg(picture(number + 50 * (letter == "P"))))
+            lines.append(f"{number} ../Data/{letter}/{number:02d}.jpg\n")
+        (root / "Protocol").mkdir(exist_ok=True)
+        (root / "Protocol" / f"Pair_list_{letter}.txt").write_text("".join(lines))
+    for split in ("01", "02"):
+        folder = root / "Protocol" / "Split" / "FP" / split
+        folder.mkdir(parents=True)
+        (folder / "same.txt").write_text("1,2\n3,4\n")
+        (folder / "diff.txt").write_text("1,4\n")
+    _runs(pairs_to_bin, "cfp", root, tmp_path / "cfp_fp.bin")
+    pairs = read_bin(tmp_path / "cfp_fp.bin")
+    assert pairs.same.tolist() == [True, True, False] * 2
+    assert pairs.images[pairs.first[1]] == (root / "Data/F/03.jpg").read_bytes()
+    assert pairs.images[pairs.second[2]] == (root / "Data/P/04.jpg").read_bytes()
+
+
+def test_csv_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    people = folder_of_people(tmp_path / "people", [2, 2])
+    (tmp_path / "pairs.csv").write_text("first,second,same\nperson_0/0.jpg,person_0/1.jpg,1\nperson_0/0.jpg,person_1/1.jpg,0\n")
+    _runs(pairs_to_bin, "csv", people, tmp_path / "pairs.csv", tmp_path / "own.bin")
+    pairs = read_bin(tmp_path / "own.bin")
+    assert pairs.same.tolist() == [True, False] and len(pairs.images) == 3
+    (people / "person_0" / "0.jpg").write_bytes(jpeg(picture(1, 100)))
+    said = _fails(capsys, pairs_to_bin, "csv", people, tmp_path / "pairs.csv", tmp_path / "b.bin")
+    assert "person_0/0.jpg: is 100 x 100 pixels" in said
+    (tmp_path / "pairs.csv").write_text("person_0/0.jpg,person_0/1.jpg,yes\n")
+    assert "same" in _fails(capsys, pairs_to_bin, "csv", people, tmp_path / "pairs.csv", tmp_path / "b.bin")
+
+
+def test_sampled_pairs_of_a_folder_and_of_its_set_are_the_same(tmp_path: Path):
+    people = folder_of_people(tmp_path / "people", [3] * 12)
+    _runs(folder_to_rec, people, tmp_path / "set")
+    for source, name in ((people, "a"), (tmp_path / "set", "b")):
+        _runs(pairs_to_bin, "sample", source, tmp_path / f"{name}.bin", "--pairs", 40, "--folds", 2)
+    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
+    label_of = {(people / f"person_{p}" / f"{i}.jpg").read_bytes(): p for p in range(12) for i in range(3)}
+    pairs = read_bin(tmp_path / "a.bin")
+    labels = np.array([label_of[image] for image in pairs.images])
+    np.testing.assert_array_equal(labels[pairs.first] == labels[pairs.second], pairs.same)
