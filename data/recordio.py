@@ -63,13 +63,36 @@ def unpack(record: bytes | memoryview) -> Record:
     flag, label, record_id, id2 = _HEADER.unpack_from(record)
     start = _HEADER.size + 4 * flag
     if start > len(record):
-        raise ValueError(_too_many_labels(flag, len(record)))
+        if is_protobuf(record):
+            raise ValueError(
+                "the record holds SageMaker's recordio-protobuf, another payload in the same container. Export the images as "
+                "files and make a set with scripts.folder_to_rec"
+            )
+        raise ValueError(f"the record has {len(record)} bytes, but announces {flag} labels: no image record")
     vector = np.frombuffer(record, dtype="<f4", count=flag, offset=_HEADER.size) if flag else label
     return Record(vector, record_id, id2, memoryview(record)[start:])
 
 
-def _too_many_labels(flag: int, length: int) -> str:
-    return f"the record has {length} bytes, but announces {flag} labels: no image record (SageMaker's recordio-protobuf?)"
+def is_protobuf(record: bytes | memoryview) -> bool:
+    """Return whether a record is a protobuf message as SageMaker's Record has it: fields 1 to 4, each of a length, to its end.
+
+    Source: record.proto of aws/amazon-sagemaker-examples (features = 1, label = 2, uid = 3, metadata = 4).
+    """
+    data, place = bytes(record[:]), 0
+    while place < len(data):
+        tag, place = data[place], place + 1
+        length, shift = 0, 0
+        while place < len(data) and shift < 35:  # a length is written in groups of 7 bits
+            length |= (data[place] & 0x7F) << shift
+            shift, place = shift + 7, place + 1
+            if data[place - 1] < 0x80:
+                break
+        else:
+            return False
+        place += length
+        if tag not in (0x0A, 0x12, 0x1A, 0x22):
+            return False
+    return len(data) > 0 and place == len(data)
 
 
 def pack(label: float | ArrayLike, record_id: int, id2: int, payload: bytes) -> bytes:

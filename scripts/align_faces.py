@@ -13,7 +13,7 @@ from pathlib import Path
 import cv2
 
 from utils.alignment import align
-from utils.image import IMAGE_SIZE, decode_rgb
+from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb
 from utils.parallel import ordered
 from utils.program import guarded
 
@@ -56,7 +56,9 @@ def align_all(options: argparse.Namespace) -> None:
         if target.exists():
             return False
         try:
-            face = align(decode_rgb((options.folder / name).read_bytes()), points, options.size, not options.plain_warp)
+            face = align(
+                decode_rgb((options.folder / name).read_bytes(), MAX_PHOTO_PIXELS), points, options.size, not options.plain_warp
+            )
         except (OSError, ValueError) as error:
             raise ValueError(f"{options.folder / name}: {error}") from None
         target.parent.mkdir(parents=True, exist_ok=True)

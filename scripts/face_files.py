@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from utils.alignment import align
-from utils.image import decode_rgb
+from utils.image import MAX_PHOTO_PIXELS, decode_rgb
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 _KEPT = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # JPEG and PNG are stored as they are
@@ -194,7 +194,7 @@ def encode(picture: Picture, rules: Rules) -> bytes | BadPicture:
     except OSError as error:
         return BadPicture(picture.name, f"cannot be read: {error.strerror}")
     try:
-        pixels = decode_rgb(data)
+        pixels = decode_rgb(data, MAX_PHOTO_PIXELS)
         if picture.points is None:
             if pixels.shape[:2] == (rules.size, rules.size):
                 return data if data.startswith(_KEPT) else to_jpeg(pixels, rules.quality)

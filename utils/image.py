@@ -17,17 +17,28 @@ from torch import Tensor
 _DECODE_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 
 IMAGE_SIZE = 112  # pixels, height and width
+MAX_PIXELS = 1 << 22  # of an image in a set; far more than any face needs, and 12 MB
+MAX_PHOTO_PIXELS = 1 << 28  # of a photograph that is yet to be cropped
 
 
-def decode_rgb(encoded: bytes | bytearray | memoryview | np.ndarray) -> np.ndarray:
+def decode_rgb(encoded: bytes | bytearray | memoryview | np.ndarray, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Return the (H, W, 3) uint8 RGB pixels of an encoded JPEG, PNG, BMP or WebP, equal to mxnet's imdecode.
 
+    Args:
+        max_pixels: refuse an image that claims more, before anything is allocated for it: a few damaged bytes may say 65,500
+            x 65,500.
+
     Raises:
-        ValueError: the bytes are no image that OpenCV decodes, or a truncated one.
+        ValueError: the bytes are no image that OpenCV decodes, a truncated one, or one too large.
     """
     data = np.frombuffer(encoded, dtype=np.uint8)
     if data.size == 0:
         raise ValueError("empty image (0 bytes)")
+    size = image_size(data.data)
+    if size is None or _is_cut_png(data.data):
+        raise ValueError(f"cannot be decoded as an image ({data.size} bytes): truncated, or not JPEG, PNG, BMP or WebP")
+    if size[0] * size[1] > max_pixels:
+        raise ValueError(f"cannot be decoded: an image of {size[1]} x {size[0]} pixels, more than {max_pixels}")
     try:
         image = cv2.imdecode(data, _DECODE_FLAGS)
     except cv2.error as error:
@@ -35,6 +46,61 @@ def decode_rgb(encoded: bytes | bytearray | memoryview | np.ndarray) -> np.ndarr
     if image is None:
         raise ValueError(f"cannot be decoded as an image ({data.size} bytes): truncated, or not JPEG, PNG, BMP or WebP")
     return image
+
+
+def image_size(data: bytes | memoryview) -> tuple[int, int] | None:
+    """Return (height, width) in pixels from the header of a JPEG, PNG, BMP or WebP; None for anything else."""
+    start = bytes(data[:32])
+    if start[:3] == b"\xff\xd8\xff":
+        return _jpeg_size(data)
+    if start[:8] == b"\x89PNG\r\n\x1a\n" and len(start) >= 24:
+        return int.from_bytes(start[20:24], "big"), int.from_bytes(start[16:20], "big")
+    if start[:2] == b"BM" and len(start) >= 26:
+        old = start[14:18] == b"\x0c\0\0\0"  # OS/2: 16 bits each
+        width, height = (start[18:20], start[20:22]) if old else (start[18:22], start[22:26])
+        return abs(int.from_bytes(height, "little", signed=not old)), abs(int.from_bytes(width, "little", signed=not old))
+    if start[:4] == b"RIFF" and start[8:12] == b"WEBP" and len(start) >= 30:
+        return _webp_size(start)
+    return None
+
+
+def _jpeg_size(data: bytes | memoryview) -> tuple[int, int] | None:
+    """Return what the first frame header says; like libjpeg, pass over bytes that belong to no segment."""
+    place, end = 2, len(data)
+    while place + 9 <= end:
+        if data[place] != 0xFF or data[place + 1] in (0x00, 0xFF):
+            place += 1
+            continue
+        marker = data[place + 1]
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            return int.from_bytes(data[place + 5 : place + 7], "big"), int.from_bytes(data[place + 7 : place + 9], "big")
+        alone = marker == 0x01 or 0xD0 <= marker <= 0xD8  # markers without a length
+        place += 2 if alone else 2 + max(2, int.from_bytes(data[place + 2 : place + 4], "big"))
+    return None
+
+
+def _is_cut_png(data: memoryview) -> bool:
+    """Return whether a chunk of a PNG reaches beyond the end: OpenCV allocates what a chunk announces, up to 2 GB."""
+    if data[:4] != b"\x89PNG":
+        return False
+    place = 8
+    while place + 8 <= len(data):
+        if data[place + 4 : place + 8] == b"IEND":
+            return False
+        place += 12 + int.from_bytes(data[place : place + 4], "big")
+    return place > len(data)
+
+
+def _webp_size(start: bytes) -> tuple[int, int] | None:
+    """Return the size in a WebP's first chunk: lossy, lossless or extended. Source: RFC 9649, section 2."""
+    if start[12:16] == b"VP8 ":
+        return int.from_bytes(start[28:30], "little") & 0x3FFF, int.from_bytes(start[26:28], "little") & 0x3FFF
+    if start[12:16] == b"VP8L":
+        bits = int.from_bytes(start[21:25], "little")
+        return (bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1
+    if start[12:16] == b"VP8X":
+        return int.from_bytes(start[27:30], "little") + 1, int.from_bytes(start[24:27], "little") + 1
+    return None
 
 
 def decode_rgb_into(encoded: bytes | memoryview, out: np.ndarray) -> np.ndarray:
