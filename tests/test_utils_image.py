@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from utils import image as module
-from utils.image import decode_rgb, decode_rgb_into
+from utils.image import decode_rgb, decode_rgb_into, image_size
 
 
 def _pixels(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -80,3 +80,32 @@ def test_damage_is_an_error_or_what_opencv_makes_of_it():
                 decode_rgb_into(bytes(damaged), np.empty((112, 112, 3), np.uint8))
             continue
         np.testing.assert_array_equal(decode_rgb_into(bytes(damaged), np.empty((112, 112, 3), np.uint8)), expected)
+
+
+@pytest.mark.parametrize("kind", sorted(FILES))
+@pytest.mark.parametrize(("height", "width"), [(112, 112), (3, 200), (130, 17)])
+def test_the_size_is_read_from_the_header(kind: str, height: int, width: int):
+    data = FILES[kind](_pixels(height, width))
+    assert image_size(data) == decode_rgb(data).shape[:2] == (height, width)
+
+
+@pytest.mark.parametrize("mode", ["lossy", "lossless"])
+def test_the_size_of_a_webp(mode: str):
+    quality = [cv2.IMWRITE_WEBP_QUALITY, 101 if mode == "lossless" else 80]
+    data = cv2.imencode(".webp", _pixels(50, 70), quality)[1].tobytes()
+    assert image_size(data) == decode_rgb(data).shape[:2] == (50, 70)
+
+
+def test_what_claims_to_be_huge_is_refused_before_memory_is_asked_for():
+    data = bytearray(FILES["420"](_pixels(112, 112)))
+    place = data.index(b"\xff\xc0")
+    data[place + 5 : place + 9] = b"\xff\xdc\xff\xdc"
+    with pytest.raises(ValueError, match="65500 x 65500 pixels, more than"):
+        decode_rgb(bytes(data))
+    png = bytearray(cv2.imencode(".png", _pixels(112, 112))[1].tobytes())
+    place = png.index(b"IDAT")
+    png[place - 4 : place] = (1 << 30).to_bytes(4, "big")
+    with pytest.raises(ValueError, match="truncated"):
+        decode_rgb(bytes(png))
+    with pytest.raises(ValueError, match="100 x 100 pixels, more than 9999"):
+        decode_rgb(FILES["420"](_pixels(100, 100)), max_pixels=9999)
