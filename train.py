@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from backbones import build_backbone
 from configs import as_plain, dump_config, load_config
 from data import build_dataset
-from data.augment import prepare
+from data.augment import Augment, prepare
 from data.loader import Loader
 from data.sampler import SampleOrder, check_batch
 from eval.evaluate import evaluate, load_pair_sets
@@ -162,6 +162,7 @@ def train(config: EasyDict) -> None:
             data.prefetch,
             world.device,
             lambda step: order.read_ahead(step, start_step, **share),
+            Augment(config.augment, config.run.seed),
         )
         speed, loss_sum, loss_count = Speed(batch_size), 0.0, 0
         for step, batch in enumerate(loader, start_step):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from utils.image import IMAGE_SIZE
 
+from .augment import Augment
 from .sampler import Samples
 
 
@@ -65,6 +66,7 @@ class Loader:
         threads: decoder threads.
         device: where images go.
         read_ahead: what storage should fetch when a step is prepared, see SampleOrder.read_ahead.
+        augment: changes the decoded pixels; None = none.
     """
 
     def __init__(
@@ -77,10 +79,11 @@ class Loader:
         prefetch: int,
         device: torch.device,
         read_ahead: Callable[[int], np.ndarray] | None = None,
+        augment: Augment | None = None,
     ) -> None:
         self.dataset, self.samples_of_step, self.read_ahead = dataset, samples_of_step, read_ahead
         self.first_step, self.last_step = first_step, last_step
-        self.threads, self.prefetch, self.device = threads, prefetch, device
+        self.threads, self.prefetch, self.device, self.augment = threads, prefetch, device, augment
         self.waited = 0.0  # seconds in which the consumer waited for a batch, the first one aside
 
     def __iter__(self) -> Iterator[Batch]:
@@ -133,8 +136,11 @@ class Loader:
     def _decode(self, samples: Samples, buffer: _Buffer, rows: np.ndarray) -> None:
         if buffer.copied is not None:
             buffer.copied.synchronize()
-        for row in rows.tolist():
+        numbers = self.augment.draw(samples.positions[rows]) if self.augment else None
+        for place, row in enumerate(rows.tolist()):
             buffer.labels[row] = self.dataset.decode_into(int(samples.indices[row]), buffer.pixels[row])
+            if self.augment and numbers is not None:
+                self.augment.apply(buffer.pixels[row], numbers[place])
 
 
 class _Shipping:

@@ -25,6 +25,7 @@ class Samples(NamedTuple):
 
     indices: np.ndarray  # int64, into the dataset
     mirrored: np.ndarray  # bool
+    positions: np.ndarray  # int64, in the stream: what augmentation draws from
 
 
 class SampleOrder:
@@ -84,7 +85,7 @@ class SampleOrder:
             indices[rows] = ordered(positions[rows], epoch)
             if self.flip:
                 mirrored[rows] = uniform(derive(self.seed, "flip", epoch), positions[rows]) < 0.5
-        return Samples(indices if self.draw is None else self.draw(indices, epochs), mirrored)
+        return Samples(indices if self.draw is None else self.draw(indices, epochs), mirrored, stream)
 
     def _full(self, positions: np.ndarray, epoch: int) -> np.ndarray:
         return permute(positions, self.num_images, derive(self.seed, "order", epoch))

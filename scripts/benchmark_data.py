@@ -35,6 +35,7 @@ from data.loader import Loader
 from data.record_dataset import RecordDataset
 from data.record_set import RecordSetWriter
 from data.sampler import SampleOrder
+from scripts.augment_cost import measure_augment
 from scripts.benchmark_head import machine
 from scripts.make_demo_data import Picture, draw_all
 from scripts.plain_data import decoders, plain_loader
@@ -295,11 +296,19 @@ def measure_memory(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"records": dataset.num_images, "mib_at_start": warm[0], "mib_growth": growth, "trace_mib": seen}
 
 
+def measure_augmentation(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Time the augmentations on drawn faces."""
+    if not (folder / "faces").exists():
+        make_faces(folder / "faces", options.images)
+    return measure_augment(folder / "faces", options.rounds)
+
+
 PARTS: dict[str, Callable[[argparse.Namespace, Path], Any]] = {
     "index": measure_index,
     "decode": measure_decoding,
     "training": measure_training,
     "memory": measure_memory,
+    "augment": measure_augmentation,
 }
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.augment import OPERATIONS
 from data.record_index import read_index
 from scripts import benchmark_data, open_set
 from scripts.plain_data import FloatPerItem, decoders, index_as_dict, plain_loader
@@ -17,7 +18,7 @@ TINY = ["--records", "3000", "--images", "64", "--epoch", "600", "--rounds", "1"
 def test_every_part_reports_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert (
         benchmark_data.main(
-            [*TINY, "--folder", str(tmp_path), "--json", str(tmp_path / "out.json"), "--parts", "decode", "memory"]
+            [*TINY, "--folder", str(tmp_path), "--json", str(tmp_path / "out.json"), "--parts", "decode", "memory", "augment"]
         )
         == 0
     )
@@ -28,6 +29,7 @@ def test_every_part_reports_figures(tmp_path: Path, capsys: pytest.CaptureFixtur
     }
     assert all(row["ratio"] > 0 for row in found["decode"] if "claim" in row)
     assert found["memory"]["records"] == 600
+    assert {row["way"] for row in found["augment"]} >= {"decoding", *OPERATIONS}
     assert "images/s" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 

@@ -11,7 +11,7 @@ from pictures import folder_of_people, jpeg, picture
 
 from data.record_dataset import RecordDataset
 from eval.pairs import read_bin, write_bin
-from scripts import filter_data, folder_to_rec, inspect_data, merge_data, split_data, verify_data
+from scripts import filter_data, folder_to_rec, inspect_data, merge_data, show_augmentation, split_data, verify_data
 from scripts.set_scan import MAX_DISTANCE, candidates, correlation, dhash
 
 
@@ -149,3 +149,19 @@ def test_merged_sets(tmp_path: Path, people: Path):
     assert np.bincount(RecordDataset(tmp_path / "offset").labels()).tolist() == [3, 3, 2, 4, 2, 1]
     assert merge_data.main([str(people), str(other), "--out", str(tmp_path / "same"), "--labels", "same"]) == 0
     assert np.bincount(RecordDataset(tmp_path / "same").labels()).tolist() == [5, 4, 2, 4]
+
+
+def test_the_sheet_of_augmentations_has_a_row_for_each(tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "sheet.png"
+    assert show_augmentation.main([str(people), str(out), "--columns", "5", "augment.blur=0.5", "augment.blur_sigma=4"]) == 0
+    assert "5 pictures, 10 rows" in capsys.readouterr().out
+    sheet = cv2.imread(str(out))
+    assert sheet.shape == (10 * 134 + 4, 5 * 116 + 4, 3)
+    shown = sheet[18:130, 4:116, ::-1]
+    assert any(np.array_equal(shown, picture_of_the_set) for picture_of_the_set in _decoded(people))
+    assert show_augmentation.main([str(people), str(out), "augment.blurr=0.5"]) == 1
+    assert "augment.blur" in capsys.readouterr().err
+
+
+def _decoded(people: Path) -> list[np.ndarray]:
+    return [cv2.imread(str(path))[:, :, ::-1] for path in people.rglob("*.jpg")]
