@@ -1,4 +1,4 @@
-"""The part "augment" of benchmark_data: what each augmentation costs in a decoder thread; and kornia's, where it is installed."""
+"""The part "augment" of benchmark_data: what each augmentation costs in a decoder thread; kornia's, where it is installed."""
 
 import importlib
 import statistics

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, help="YAML file of a run (default: configs/base.yaml)")
     parser.add_argument("--columns", type=int, default=8, help="pictures (default 8)")
     parser.add_argument("--seed", type=int, default=0, help="of pictures and changes (default 0)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     return guarded(lambda: show(options))
 
 
