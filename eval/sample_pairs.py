@@ -3,11 +3,15 @@
 Shapes: n = images, P = pairs.
 """
 
+import itertools
+
 import numpy as np
+
+FOLDS = 10  # of the published protocol, by which every .bin file is scored
 
 
 def sample_pairs(labels: np.ndarray, num_pairs: int, folds: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (first (P,) int64, second (P,) int64, same (P,) bool): fold after fold, genuine pairs first in each.
+    """Return (first (P,) int64, second (P,) int64, same (P,) bool): fold after fold, genuine and impostor in turn.
 
     Identities are dealt to the folds at random. Genuine pairs go round the identities of the fold, so that one with many images
     does not rule; impostor pairs take two identities at random, and an image of each.
@@ -31,18 +35,27 @@ def sample_pairs(labels: np.ndarray, num_pairs: int, folds: int, seed: int) -> t
     first: list[int] = []
     second: list[int] = []
     half = num_pairs // (2 * folds)
-    for fold in range(folds):
-        people = [members[k] for kind in dealt for k in kind[fold::folds].tolist()]
-        for a, b in [*_genuine(people, half, rng), *_impostor(people, half, rng)]:
-            first.append(a)
-            second.append(b)
+    groups = [[members[k] for kind in dealt for k in kind[fold::folds].tolist()] for fold in range(folds)]
+    most = 2 * folds * min(map(_most_pairs, groups))
+    for fold, people in enumerate(groups):
+        genuine, impostor = _genuine(people, half, rng), _impostor(people, half, rng)
+        for pair in itertools.chain(*zip(genuine, impostor, strict=False)):
+            first.append(pair[0])
+            second.append(pair[1])
         if len(first) < (fold + 1) * 2 * half:
             raise ValueError(
                 f"{len(identities)} identities ({int(several.sum())} of them with several images) in {folds} folds do not give "
-                f"{half} genuine and {half} impostor pairs in each; ask for fewer pairs or folds, or bring more identities"
+                f"{half} genuine and {half} impostor pairs in each; ask for at most {most} pairs, or bring more identities"
             )
-    same = np.tile(np.repeat([True, False], half), folds)
+    same = np.tile([True, False], half * folds)
     return np.array(first, dtype=np.int64), np.array(second, dtype=np.int64), same
+
+
+def _most_pairs(people: list[np.ndarray]) -> int:
+    """Return how many genuine pairs, and as many impostor pairs, the images of a fold can give."""
+    counts = np.array([len(images) for images in people], dtype=np.int64)
+    genuine = int((counts * (counts - 1) // 2).sum())
+    return min(genuine, int(counts.sum() * (counts.sum() - 1) // 2) - genuine)
 
 
 def _genuine(people: list[np.ndarray], wanted: int, rng: np.random.Generator) -> list[tuple[int, int]]:

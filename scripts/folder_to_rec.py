@@ -73,7 +73,7 @@ def convert(options: argparse.Namespace) -> None:
     if left_out:
         print(f"{left_out} identities have fewer than {options.min_images} pictures and were left out")
     print(f"{options.out}: {writer.num_images} images of {writer.num_classes} identities")
-    print(f"next: python -m scripts.inspect_data {options.out} --out {options.out}/report")
+    print(f"next: python -m scripts.inspect_data {options.out} --out report")
 
 
 class _Labels:

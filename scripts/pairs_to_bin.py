@@ -17,7 +17,7 @@ import numpy as np
 
 from data.datasets import open_set
 from eval.pairs import write_bin
-from eval.sample_pairs import sample_pairs
+from eval.sample_pairs import FOLDS, sample_pairs
 from utils.image import IMAGE_SIZE, decode_rgb
 from utils.program import guarded
 
@@ -44,7 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sample = kinds.add_parser("sample", help="draw the pairs")
     sample.add_argument("folder", type=Path, help="with a sub-folder per identity, or with train.rec")
     sample.add_argument("--pairs", type=int, default=6000, help="half of them genuine (default 6000)")
-    sample.add_argument("--folds", type=int, default=10, help="without a common identity (default 10)")
     sample.add_argument("--seed", type=int, default=0, help="another seed draws other pairs (default 0)")
     for kind in (lfw, cfp, csv, sample):
         kind.add_argument("out", type=Path, help="file NAME.bin; NAME is what eval.targets calls the set")
@@ -97,7 +96,7 @@ def _check(image: bytes, name: str, any_size: bool) -> None:
 
 def _sample(options: argparse.Namespace) -> tuple[list[bytes], list[str], list[bool]]:
     dataset = open_set(options.folder)
-    first, second, same = sample_pairs(np.asarray(dataset.labels()), options.pairs, options.folds, options.seed)
+    first, second, same = sample_pairs(np.asarray(dataset.labels()), options.pairs, FOLDS, options.seed)
     indices = np.stack([first, second], axis=1).reshape(-1).tolist()
     some = progress(dict.fromkeys(indices), None, "reading", "picture")
     stored = {index: bytes(dataset.sample(index)[0]) for index in some}

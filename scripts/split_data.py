@@ -12,7 +12,7 @@ import numpy as np
 
 from data.datasets import open_set
 from eval.pairs import write_bin
-from eval.sample_pairs import sample_pairs
+from eval.sample_pairs import FOLDS, sample_pairs
 from utils.program import guarded
 
 from .filter_data import copy_set
@@ -25,7 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder for train, held_out and held_out.bin")
     parser.add_argument("--held-out", type=float, default=0.02, help="identities; below 1: this share of them (default 0.02)")
     parser.add_argument("--pairs", type=int, default=6000, help="of held_out.bin, half of them genuine (default 6000)")
-    parser.add_argument("--folds", type=int, default=10, help="of held_out.bin (default 10)")
     parser.add_argument("--seed", type=int, default=0, help="another seed holds out others (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace what OUT has")
     options = parser.parse_args(arguments)
@@ -50,7 +49,7 @@ def split(options: argparse.Namespace) -> None:
     order = rng.permutation(people)
     held[order[np.argsort(counts[order] < 2, kind="stable")][:wanted]] = True
     inside = np.flatnonzero(held[labels])
-    first, second, same = sample_pairs(labels[inside], options.pairs, options.folds, options.seed)
+    first, second, same = sample_pairs(labels[inside], options.pairs, FOLDS, options.seed)
     copy_set(dataset, np.flatnonzero(~held[labels]), options.out / "train", options.overwrite, options.set)
     copy_set(dataset, inside, options.out / "held_out", options.overwrite, options.set)
     indices = inside[np.stack([first, second], axis=1).reshape(-1)].tolist()

@@ -38,7 +38,20 @@ def test_the_seed_decides():
     assert not all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("pairs, folds, said", [(30, 10, "multiple of 2 x 10"), (0, 1, "multiple"), (200, 10, "do not give")])
+@pytest.mark.parametrize(
+    "pairs, folds, said", [(30, 10, "multiple of 2 x 10"), (0, 1, "multiple"), (200, 10, "at most 40 pairs")]
+)
 def test_what_cannot_be_drawn_is_said(pairs: int, folds: int, said: str):
     with pytest.raises(ValueError, match=said):
-        sample_pairs(np.repeat(np.arange(10), 2), pairs, folds, 0)
+        sample_pairs(np.repeat(np.arange(20), 2), pairs, folds, 0)
+
+
+def test_as_many_pairs_as_the_error_says_can_be_drawn():
+    labels = np.repeat(np.arange(20), 2)
+    assert len(sample_pairs(labels, 40, 10, 0)[2]) == 40
+
+
+def test_any_cut_into_folds_is_nearly_balanced():
+    same = sample_pairs(np.repeat(np.arange(60), 4), 300, 10, 0)[2]
+    for folds in (3, 7, 10):
+        assert all(abs(2 * part.sum() - len(part)) <= 1 for part in np.array_split(same, folds))

@@ -128,19 +128,19 @@ def test_filter_refuses_what_it_cannot_do(tmp_path: Path, people: Path, capsys: 
 
 
 def test_split_parts_share_no_one_and_lose_no_one(tmp_path: Path):
-    people = folder_of_people(tmp_path / "people", [3, 2, 2, 3, 1, 2, 4, 2])
+    people = folder_of_people(tmp_path / "people", [3, 2, 2, 3, 1, 2, 4, 2] * 3)
     assert folder_to_rec.main([str(people), str(tmp_path / "set")]) == 0
-    arguments = [str(tmp_path / "set"), str(tmp_path / "cut"), "--held-out", "4", "--pairs", "8", "--folds", "2"]
+    arguments = [str(tmp_path / "set"), str(tmp_path / "cut"), "--held-out", "20", "--pairs", "20"]
     assert split_data.main(arguments) == 0
     train, held = RecordDataset(tmp_path / "cut" / "train"), RecordDataset(tmp_path / "cut" / "held_out")
     whole = RecordDataset(tmp_path / "set")
-    assert (train.num_classes, held.num_classes) == (4, 4)
+    assert (train.num_classes, held.num_classes) == (4, 20)
     images = [{bytes(part.sample(i)[0]) for i in range(part.num_images)} for part in (train, held, whole)]
     assert not images[0] & images[1] and images[0] | images[1] == images[2]
     pairs = read_bin(tmp_path / "cut" / "held_out.bin")
-    assert set(pairs.images) <= images[1] and pairs.same.sum() == 4
+    assert set(pairs.images) <= images[1] and pairs.same.sum() == 10
     assert split_data.main(arguments) == 1  # never over what is there
-    assert split_data.main([*arguments[:2], "--held-out", "8", "--overwrite"]) == 1
+    assert split_data.main([*arguments[:2], "--held-out", "24", "--overwrite"]) == 1
 
 
 def test_merged_sets(tmp_path: Path, people: Path):
