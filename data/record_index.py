@@ -7,11 +7,10 @@ Shapes: n = records.
 
 import os
 from itertools import pairwise
-from typing import BinaryIO
 
 import numpy as np
 
-_BLOCK = 1 << 18  # bytes parsed at once, so that all intermediate numbers stay in the cache of the processor
+_BLOCK = 1 << 19  # bytes parsed at once, so that all intermediate numbers stay in the cache of the processor
 _DIGITS = b"0123456789\t\n"  # a block of these alone can be parsed without looking at its lines one by one
 _MAX_DIGITS = 18  # always fits int64
 _MAX_RUNS = 64  # runs of lines of one width in a block; a written index has one or two
@@ -25,30 +24,33 @@ def read_index(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
     """
     try:
         with open(path, "rb") as file:
-            keys, offsets = (np.empty(_count_lines(file), dtype=np.int64) for _ in range(2))
-            done = 0
+            size = os.fstat(file.fileno()).st_size
+            keys, offsets = (np.empty(0, dtype=np.int64) for _ in range(2))
+            done = read = 0
             while block := file.read(_BLOCK):
                 block += file.readline()
+                read += len(block)
                 parsed = _parse_plain(block) or _parse_lines(block, os.fspath(path), done + 1)
                 stop = done + len(parsed[0])
-                if stop > len(keys):
-                    raise ValueError(f"{path}: the index grew while it was read; wait until it is written, then start again")
+                if stop > len(keys):  # the first lines are the shortest, so this guess is most often the last one
+                    room = stop + int(1.05 * (stop / read) * max(0, size - read))
+                    keys, offsets = _with_room(keys, room, done), _with_room(offsets, room, done)
                 keys[done:stop], offsets[done:stop] = parsed
                 done = stop
+            for column in (keys, offsets):
+                column.resize(done, refcheck=False)
     except OSError as error:
         raise ValueError(f"{path}: the index cannot be read: {error.strerror}") from None
     if not done:
         raise ValueError(f"{path}: the index is empty. Delete it to have it rebuilt from the .rec file")
-    return _keep_last(keys[:done], offsets[:done])
+    return _keep_last(keys, offsets)
 
 
-def _count_lines(file: BinaryIO) -> int:
-    """Return the number of lines in a file, and go back to its start."""
-    count, last = 0, b"\n"
-    while block := file.read(1 << 20):
-        count, last = count + block.count(b"\n"), block[-1:]
-    file.seek(0)
-    return count + (last != b"\n")
+def _with_room(values: np.ndarray, room: int, used: int) -> np.ndarray:
+    """Return a larger array with the first `used` values; what is not written to takes no memory."""
+    larger = np.empty(room, dtype=values.dtype)
+    larger[:used] = values[:used]
+    return larger
 
 
 def _parse_plain(block: bytes) -> tuple[np.ndarray, np.ndarray] | None:
@@ -56,7 +58,7 @@ def _parse_plain(block: bytes) -> tuple[np.ndarray, np.ndarray] | None:
 
     Keys and offsets ascend, so their numbers of digits change seldom: a run of lines of one width is a matrix of digits.
     """
-    if b"\r\n" in block:
+    if b"\r" in block:  # one letter is found many times faster than two
         block = block.replace(b"\r\n", b"\n")
     if block.translate(None, _DIGITS):
         return None
@@ -80,11 +82,21 @@ def _parse_plain(block: bytes) -> tuple[np.ndarray, np.ndarray] | None:
         digits = data[starts[begin] : ends[end - 1] + 1].reshape(end - begin, key_width + offset_width + 2)
         for row, first, last in ((0, 0, key_width), (1, key_width + 1, key_width + 1 + offset_width)):
             number = table[row, begin:end]
-            for column in range(first, last):
-                number *= 10
-                number += digits[:, column]
-            number -= ord("0") * ((10 ** (last - first) - 1) // 9)  # the digits were counted from their code
+            for low in range(first, last, 8):  # eight digits fit 32 bits, also counted from their code
+                high = min(low + 8, last)
+                number *= 10 ** (high - low)
+                number += _number_of(digits[:, low:high])
     return table[0], table[1]
+
+
+def _number_of(digits: np.ndarray) -> np.ndarray:
+    """Return the numbers (n,) uint32 that rows of up to eight digits (n, k) say, in ASCII."""
+    number = digits[:, 0].astype(np.uint32)
+    for column in range(1, digits.shape[1]):
+        number *= 10
+        number += digits[:, column]
+    number -= np.uint32(ord("0") * ((10 ** digits.shape[1] - 1) // 9))
+    return number
 
 
 def _parse_lines(block: bytes, path: str, first_line: int) -> tuple[np.ndarray, np.ndarray]:
