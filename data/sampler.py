@@ -18,6 +18,7 @@ import numpy as np
 from utils.randomness import derive, permute, uniform
 
 ORDERS = ("full", "block")
+_TOGETHER = 16  # steps computed at once: for a small batch numpy's calls cost more than their work
 
 
 class Samples(NamedTuple):
@@ -59,6 +60,8 @@ class SampleOrder:
         self.block, self.window_size = min(block, num_images), min(block, num_images) * window
         self.draw = draw
         self.in_blocks = shuffle == "block"
+        self._made_for: tuple[int, ...] | None = None  # the steps that `samples` computed last, and them
+        self._made = Samples(*(np.empty(0, dtype=np.int64) for _ in range(3)))
 
     def samples(self, step: int, rank: int = 0, world_size: int = 1, accumulation: int = 1) -> Samples:
         """Return this rank's samples of one optimizer step, its micro-batches one after another.
@@ -66,7 +69,13 @@ class SampleOrder:
         Global batch `step` is the stream from step * batch_size on. Micro-batch a takes the a-th of `accumulation` equal
         blocks of it, and rank r the r-th of world_size equal blocks of that.
         """
-        return self.at(self._stream(np.array([step]), rank, world_size, accumulation))
+        block, place = divmod(step, _TOGETHER)
+        wanted = (block, rank, world_size, accumulation)
+        if self._made_for != wanted:
+            stream = self._stream(np.arange(block * _TOGETHER, (block + 1) * _TOGETHER), rank, world_size, accumulation)
+            self._made_for, self._made = wanted, self.at(stream)
+        share = len(self._made.indices) // _TOGETHER
+        return Samples(*(column[place * share : (place + 1) * share] for column in self._made))
 
     def _stream(self, steps: np.ndarray, rank: int, world_size: int, accumulation: int) -> np.ndarray:
         """Return the positions of this rank's samples of some steps, one after another."""

@@ -7,6 +7,8 @@ SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). Plain integer arithmetic, so th
 checkpoints rely on that, because the order of the class centres is such a permutation.
 """
 
+import functools
+
 import numpy as np
 
 _MASK = (1 << 64) - 1
@@ -64,13 +66,19 @@ def _feistel(values: np.ndarray, half: int, seed: int, rounds: range) -> np.ndar
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask
     forward = rounds.step > 0
+    keys = _round_keys(seed)
     for number in rounds:
-        key = derive(seed, "feistel", number)
+        key = keys[number]
         if forward:
             left, right = right, left ^ (_mix_array(right, key) & mask)
         else:
             left, right = right ^ (_mix_array(left, key) & mask), left
     return (left << shift) | right
+
+
+@functools.lru_cache(maxsize=1024)
+def _round_keys(seed: int) -> tuple[int, ...]:
+    return tuple(derive(seed, "feistel", number) for number in range(_ROUNDS))
 
 
 def _mix(value: int) -> int:
