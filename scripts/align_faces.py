@@ -17,7 +17,7 @@ from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb
 from utils.parallel import ordered
 from utils.program import guarded
 
-from .face_files import SUFFIXES, add_threads, points_of, progress, read_landmarks, to_jpeg
+from .face_files import SUFFIXES, add_threads, points_of, progress, read_landmarks, to_jpeg, whole
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,10 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="with pictures, in sub-folders or not")
     parser.add_argument("landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5 in pixels of the picture; header or none")
     parser.add_argument("out", type=Path, help="folder for the aligned faces")
-    parser.add_argument("--size", type=int, default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})")
+    parser.add_argument(
+        "--size", type=whole(8, 4096), default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})"
+    )
     parser.add_argument("--plain-warp", action="store_true", help="as insightface does, without smoothing where faces shrink")
     parser.add_argument("--png", action="store_true", help="write PNG instead of JPEG")
-    parser.add_argument("--quality", type=int, default=95, help="of the JPEG (default 95)")
+    parser.add_argument("--quality", type=whole(1, 100), default=95, help="of the JPEG (default 95)")
     add_threads(parser)
     options = parser.parse_args(arguments)
     return guarded(lambda: align_all(options))

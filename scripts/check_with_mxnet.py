@@ -20,7 +20,7 @@ from data.recordio import IndexedRecordFile, unpack
 from utils.image import decode_rgb
 from utils.program import guarded
 
-from .face_files import progress
+from .face_files import progress, whole
 
 _ROOT = Path(__file__).parent.parent
 _SHOWN = 20  # differences that are printed
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compare; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.check_with_mxnet", description=__doc__.split("\n\n")[0])
     parser.add_argument("sets", type=Path, nargs="+", help="folders with train.rec")
-    parser.add_argument("--every", type=int, default=1, help="compare every so many records (default 1: all)")
+    parser.add_argument("--every", type=whole(1), default=1, help="compare every so many records (default 1: all)")
     parser.add_argument("--venv", type=Path, default=_ROOT / ".venv-mxnet", help="environment of mxnet (default .venv-mxnet)")
     parser.add_argument("--python", default=sys.executable, help="Python 3.8 to 3.11 to make it with (default: this one)")
     options = parser.parse_args(arguments)

@@ -5,7 +5,7 @@ Landmarks: five points (5, 2) in pixels: left eye, right eye, nose, left and rig
 
 import argparse
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,8 +50,26 @@ def progress(items: Iterable, total: int | None, what: str, unit: str) -> tqdm:
     return tqdm(items, total=total, desc=what, unit=unit, mininterval=0.1 if os.isatty(2) else 5.0)
 
 
+def whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Return a parser of whole numbers from `low` to `high`, for argparse's `type`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low or (high is not None and value > high):
+            rule = f"of at least {low}" if high is None else f"from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"must be a whole number {rule}, got {text}")
+        return value
+
+    return parse
+
+
 def add_threads(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="that read and decode (default: one a core)")
+    parser.add_argument(
+        "--threads", type=whole(1, 1024), default=os.cpu_count() or 1, help="that read and decode (default: one a core)"
+    )
 
 
 def list_identities(folder: Path, min_images: int = 1) -> tuple[list[Picture], list[str], int]:

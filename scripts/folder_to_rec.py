@@ -15,7 +15,18 @@ from utils.image import IMAGE_SIZE
 from utils.parallel import ordered
 from utils.program import guarded
 
-from .face_files import BadPicture, Picture, Rules, add_threads, encode, list_identities, points_of, progress, read_landmarks
+from .face_files import (
+    BadPicture,
+    Picture,
+    Rules,
+    add_threads,
+    encode,
+    list_identities,
+    points_of,
+    progress,
+    read_landmarks,
+    whole,
+)
 from .face_files import read_list as read_lst
 
 
@@ -29,12 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--plain-warp", action="store_true", help="with --landmarks: align as insightface does, without smoothing"
     )
     parser.add_argument("--resize", action="store_true", help="squeeze pictures of another size to the size, unaligned")
-    parser.add_argument("--min-images", type=int, default=1, help="leave identities with fewer pictures out")
+    parser.add_argument("--min-images", type=whole(1), default=1, help="leave identities with fewer pictures out")
     parser.add_argument("--skip-bad", action="store_true", help="leave out what cannot be used, and list it in OUT/skipped.txt")
     parser.add_argument("--shuffled", action="store_true", help="random order, without header record, for sequential readers")
-    parser.add_argument("--seed", type=int, default=0, help="of --shuffled")
-    parser.add_argument("--size", type=int, default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})")
-    parser.add_argument("--quality", type=int, default=95, help="of a JPEG that has to be made (default 95)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of --shuffled")
+    parser.add_argument(
+        "--size", type=whole(8, 4096), default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})"
+    )
+    parser.add_argument("--quality", type=whole(1, 100), default=95, help="of a JPEG that has to be made (default 95)")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
     add_threads(parser)
     options = parser.parse_args(arguments)

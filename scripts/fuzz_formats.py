@@ -26,7 +26,7 @@ from eval.pairs import read_bin
 from utils.image import decode_rgb
 from utils.program import guarded
 
-from .face_files import progress
+from .face_files import progress, whole
 
 MAX_GROWTH = 64  # MiB of resident memory that reading one damaged file may take
 MAX_SECONDS = 20  # for one damaged file, on a busy machine
@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and fuzz; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.fuzz_formats", description=__doc__.split("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=1.0, help="how long (default 1)")
-    parser.add_argument("--cases", type=int, default=0, help="stop after so many cases; 0 = when the time is up")
-    parser.add_argument("--seed", type=int, default=0, help="of the damage (default 0)")
+    parser.add_argument("--cases", type=whole(0), default=0, help="stop after so many cases; 0 = when the time is up")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of the damage (default 0)")
     parser.add_argument("--seeds", type=Path, nargs="*", default=[_SEEDS], help="folders with .rec and .bin files")
     parser.add_argument("--out", type=Path, default=Path("fuzz_finds"), help="folder for what was found (default fuzz_finds)")
     parser.add_argument("--json", type=Path, help="write counts and finds to this file")

@@ -25,7 +25,7 @@ from utils.page import Page
 from utils.parallel import ordered
 from utils.program import guarded
 
-from .face_files import add_threads, progress
+from .face_files import add_threads, progress, whole
 from .picture_sheet import histograms, sheet
 from .set_scan import MIN_CORRELATION, Scan, candidates, correlation, dhash, equal_groups, scan
 
@@ -50,9 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
     parser.add_argument("--out", type=Path, help="folder of the report (default: report_NAME here)")
     parser.add_argument("--bins", type=Path, nargs="*", default=[], help="test sets that must not share pictures with the set")
-    parser.add_argument("--images", type=int, default=0, help="look at so many, drawn at random; 0 = all")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn at random")
-    parser.add_argument("--confirm", type=int, default=20000, help="candidates for near copies that are compared by pixels")
+    parser.add_argument("--images", type=whole(0), default=0, help="look at so many, drawn at random; 0 = all")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of what is drawn at random")
+    parser.add_argument(
+        "--confirm", type=whole(0), default=20000, help="candidates for near copies that are compared by pixels"
+    )
     add_threads(parser)
     options = parser.parse_args(arguments)
     return guarded(lambda: inspect(options))
@@ -62,6 +64,7 @@ def inspect(options: argparse.Namespace) -> None:
     """Read the set, find what is wrong, and write the report."""
     out = options.out or Path(f"report_{options.set.resolve().name}")
     dataset = open_set(options.set)
+    out.mkdir(parents=True, exist_ok=True)  # before hours of reading
     tests = [read_bin(path) for path in options.bins]
     print(dataset.describe())
     rng = np.random.default_rng(options.seed)
@@ -73,7 +76,6 @@ def inspect(options: argparse.Namespace) -> None:
     overlaps = {test.name: find_overlap(dataset, scanned, test, options) for test in tests}
     labels = dataset.labels()
     report = summarise(dataset, scanned, labels, copies, overlaps, unconfirmed)
-    out.mkdir(parents=True, exist_ok=True)
     _write_tables(out, dataset, scanned, labels, copies, overlaps)
     page = Page(f"Set {options.set}")
     _fill_page(page, dataset, scanned, labels, report, copies, overlaps, {test.name: test for test in tests}, rng)

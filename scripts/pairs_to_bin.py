@@ -21,7 +21,7 @@ from eval.sample_pairs import FOLDS, sample_pairs
 from utils.image import IMAGE_SIZE, decode_rgb
 from utils.program import guarded
 
-from .face_files import progress
+from .face_files import progress, whole
 
 Pair = tuple[Path, Path, bool]
 
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     csv.add_argument("pairs", type=Path, help="lines 'path1,path2,same'")
     sample = kinds.add_parser("sample", help="draw the pairs")
     sample.add_argument("folder", type=Path, help="with a sub-folder per identity, or with train.rec")
-    sample.add_argument("--pairs", type=int, default=6000, help="half of them genuine (default 6000)")
-    sample.add_argument("--seed", type=int, default=0, help="another seed draws other pairs (default 0)")
+    sample.add_argument("--pairs", type=whole(1), default=6000, help="half of them genuine (default 6000)")
+    sample.add_argument("--seed", type=whole(0), default=0, help="another seed draws other pairs (default 0)")
     for kind in (lfw, cfp, csv, sample):
         kind.add_argument("out", type=Path, help="file NAME.bin; NAME is what eval.targets calls the set")
         kind.add_argument("--any-size", action="store_true", help=f"allow pictures that are not {IMAGE_SIZE} x {IMAGE_SIZE}")

@@ -13,7 +13,7 @@ import numpy as np
 from data.record_dataset import RecordDataset
 from utils.program import guarded
 
-from .face_files import progress
+from .face_files import progress, whole
 
 _SUFFIXES = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"BM": ".bmp", b"RIFF": ".webp"}
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("set", type=Path, help="folder with train.rec")
     parser.add_argument("out", type=Path, help="folder for the pictures")
     parser.add_argument("--classes", default="", help="A:B for labels A to B - 1, or a list A,B,C (default: all)")
-    parser.add_argument("--limit", type=int, default=0, help="pictures of an identity, 0 = all")
+    parser.add_argument("--limit", type=whole(0), default=0, help="pictures of an identity, 0 = all")
     options = parser.parse_args(arguments)
     return guarded(lambda: extract(options))
 

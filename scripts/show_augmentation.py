@@ -15,6 +15,7 @@ from data.datasets import open_set
 from utils.image import IMAGE_SIZE
 from utils.program import guarded
 
+from .face_files import whole
 from .picture_sheet import sheet
 
 _SHARE = "augment.crop=0.2 augment.low_resolution=0.2 augment.photometric=0.2"
@@ -27,8 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="PNG file")
     parser.add_argument("overrides", nargs="*", default=_SHARE.split(), help=f"augment.KEY=VALUE ... (default {_SHARE})")
     parser.add_argument("--config", type=Path, help="YAML file of a run (default: configs/base.yaml)")
-    parser.add_argument("--columns", type=int, default=8, help="pictures (default 8)")
-    parser.add_argument("--seed", type=int, default=0, help="of pictures and changes (default 0)")
+    parser.add_argument("--columns", type=whole(1, 100), default=8, help="pictures (default 8)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of pictures and changes (default 0)")
     options = parser.parse_intermixed_args(arguments)
     return guarded(lambda: show(options))
 

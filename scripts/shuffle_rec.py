@@ -15,7 +15,7 @@ from data.record_set import RecordSetWriter
 from utils.program import guarded
 from utils.randomness import permute
 
-from .face_files import progress
+from .face_files import progress, whole
 
 _AHEAD = 4096  # images that the storage is told of at once
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.shuffle_rec", description=__doc__.split("\n\n")[0])
     parser.add_argument("set", type=Path, help="folder with train.rec")
     parser.add_argument("out", type=Path, help="folder of the copy")
-    parser.add_argument("--seed", type=int, default=0, help="another seed is another order (default 0)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="another seed is another order (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
     options = parser.parse_args(arguments)
     return guarded(lambda: shuffle(options))

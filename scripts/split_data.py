@@ -15,6 +15,7 @@ from eval.pairs import write_bin
 from eval.sample_pairs import FOLDS, sample_pairs
 from utils.program import guarded
 
+from .face_files import whole
 from .filter_data import copy_set
 
 
@@ -24,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
     parser.add_argument("out", type=Path, help="folder for train, held_out and held_out.bin")
     parser.add_argument("--held-out", type=float, default=0.02, help="identities; below 1: this share of them (default 0.02)")
-    parser.add_argument("--pairs", type=int, default=6000, help="of held_out.bin, half of them genuine (default 6000)")
-    parser.add_argument("--seed", type=int, default=0, help="another seed holds out others (default 0)")
+    parser.add_argument("--pairs", type=whole(1), default=6000, help="of held_out.bin, half of them genuine (default 6000)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="another seed holds out others (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace what OUT has")
     options = parser.parse_args(arguments)
     return guarded(lambda: split(options))
