@@ -14,8 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from utils.huge_pages import with_huge_pages
+
 from . import cpu_kernels
-from .huge_pages import with_huge_pages
 from .rounding import Noise, quantise_rows, round_to_bfloat16_
 from .shard import initial_blocks
 from .workspace import Workspace

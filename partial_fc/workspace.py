@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from .huge_pages import with_huge_pages
+from utils.huge_pages import with_huge_pages
 
 
 class Workspace:
