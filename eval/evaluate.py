@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -11,7 +12,7 @@ from utils.distributed import World
 
 from .embed import embed_images
 from .pairs import PairSet, read_bin
-from .verification import VerificationResult, fuse_views, mean_norm, verify
+from .verification import VerificationResult, fuse_views, mean_norm, pair_distances, verify
 
 NUM_FOLDS = 10
 
@@ -39,6 +40,15 @@ def load_pair_sets(folder: str | Path, targets: Iterable[str]) -> list[PairSet]:
     return sets
 
 
+def verify_views(pair_set: PairSet, plain: np.ndarray, mirrored: np.ndarray) -> VerificationResult:
+    """Return the numbers of a set from the raw embeddings (N, D) of its images and of their mirror images."""
+    first, second = pair_set.first, pair_set.second
+    fused, alone = fuse_views(plain, mirrored), fuse_views(plain, np.zeros_like(plain))
+    distances = pair_distances(alone[first], alone[second])
+    norm = mean_norm(plain, mirrored)
+    return verify(fused[first], fused[second], pair_set.same, NUM_FOLDS, xnorm=norm, plain_distances=distances)
+
+
 def evaluate(
     model: nn.Module, sets: Iterable[PairSet], world: World, batch_size: int, autocast: torch.dtype | None, threads: int
 ) -> Iterator[tuple[str, VerificationResult]]:
@@ -50,16 +60,6 @@ def evaluate(
     for pair_set in sets:
         try:
             plain, mirrored = embed_images(model, pair_set.decode, len(pair_set.images), world, batch_size, autocast, threads)
-            fused = fuse_views(plain, mirrored)
-            yield (
-                pair_set.name,
-                verify(
-                    fused[pair_set.first],
-                    fused[pair_set.second],
-                    pair_set.same,
-                    NUM_FOLDS,
-                    xnorm=mean_norm(plain, mirrored),
-                ),
-            )
+            yield pair_set.name, verify_views(pair_set, plain, mirrored)
         except ValueError as error:
             raise type(error)(f"evaluation of {pair_set.name}: {error}") from None

@@ -1,5 +1,6 @@
 """Results for people: a table for the terminal and for markdown, JSON, and a figure of ROC curves and score histograms."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,11 @@ def as_json(results: dict[str, VerificationResult]) -> dict[str, Any]:
             "accuracy_std": result.accuracy_std,
             "accuracy_per_fold": result.accuracy_per_fold.tolist(),
             "threshold_per_fold": result.threshold_per_fold.tolist(),
+            "exact_accuracy": result.exact_accuracy,
+            "plain_accuracy": result.plain_accuracy,
             "tar_at_far": result.tar_at_far,
+            "operating_points": [{**asdict(point), "cosine": point.cosine} for point in result.points],
+            "min_dcf": result.min_dcf,
             "eer": result.eer,
             "auc": result.auc,
             "xnorm": result.xnorm,

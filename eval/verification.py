@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FAR_TARGETS = ("1e-1", "1e-2", "1e-3", "1e-4", "1e-5", "1e-6")
+from .operating_points import FAR_TARGETS, OperatingPoint, exact_fold_accuracy, minimum_dcf, operating_points
+
 _ACCURACY_THRESHOLDS = (4.0, 0.01)  # end (exclusive), step
 _VAL_THRESHOLDS = (4.0, 0.001)
 _ROWS_AT_ONCE = 256  # float64 differences of so many rows stay in the processor's cache
@@ -30,7 +31,10 @@ class VerificationResult:
         xnorm: mean norm of the raw embeddings.
         auc: area under the ROC curve, ties counted half; None without both kinds of pairs.
         eer: the rate at which FAR and FRR are equal; None without both kinds of pairs.
-        tar_at_far: FAR, as written in FAR_TARGETS, to TAR; None where there are fewer than 1 / FAR impostor pairs.
+        points: TAR, threshold and evidence at each FAR of FAR_TARGETS.
+        exact_accuracy: mean over the folds with the best of all thresholds instead of the grid's.
+        min_dcf: minimum detection cost at a prior of 0.01; None without both kinds of pairs.
+        plain_accuracy: mean over the folds of the embeddings without their mirror images; None if it was not asked for.
         distances: (P,) squared distances, 0 to 4.
         same: (P,), True for genuine pairs.
     """
@@ -42,11 +46,19 @@ class VerificationResult:
     xnorm: float
     auc: float | None
     eer: float | None
-    tar_at_far: dict[str, float | None]
+    points: list[OperatingPoint]
+    exact_accuracy: float
+    min_dcf: float | None
+    plain_accuracy: float | None
     num_genuine: int
     num_impostor: int
     distances: np.ndarray
     same: np.ndarray
+
+    @property
+    def tar_at_far(self) -> dict[str, float | None]:
+        """FAR, as written in FAR_TARGETS, to TAR; None where there are fewer than 1 / FAR impostor pairs."""
+        return {point.target: point.tar for point in self.points}
 
 
 def fuse_views(plain: np.ndarray, mirrored: np.ndarray) -> np.ndarray:
@@ -76,7 +88,13 @@ def pair_distances(embeddings_a: np.ndarray, embeddings_b: np.ndarray) -> np.nda
 
 
 def verify(
-    embeddings_a: np.ndarray, embeddings_b: np.ndarray, same: np.ndarray, num_folds: int = 10, *, xnorm: float
+    embeddings_a: np.ndarray,
+    embeddings_b: np.ndarray,
+    same: np.ndarray,
+    num_folds: int = 10,
+    *,
+    xnorm: float,
+    plain_distances: np.ndarray | None = None,
 ) -> VerificationResult:
     """Return all the numbers of a set from its unit embeddings (P, D), (P, D) and labels (P,).
 
@@ -84,6 +102,7 @@ def verify(
         embeddings_a: first image of each pair, a row of `fuse_views`.
         embeddings_b: second image of each pair, likewise.
         xnorm: `mean_norm` of the raw embeddings, handed through.
+        plain_distances: (P,), of the embeddings without their mirror images.
     """
     if embeddings_a.ndim != 2 or embeddings_a.shape != embeddings_b.shape or same.shape != embeddings_a.shape[:1]:
         raise ValueError(
@@ -104,7 +123,10 @@ def verify(
         xnorm=xnorm,
         auc=area_under_roc(genuine, impostor) if both_kinds else None,
         eer=equal_error_rate(genuine, impostor) if both_kinds else None,
-        tar_at_far=true_accept_rates(genuine, impostor),
+        points=operating_points(genuine, impostor),
+        exact_accuracy=float(np.mean(exact_fold_accuracy(distances, same, _fold_of_pair(same.size, num_folds))[0])),
+        min_dcf=minimum_dcf(genuine, impostor),
+        plain_accuracy=None if plain_distances is None else float(np.mean(fold_accuracy(plain_distances, same, num_folds)[0])),
         num_genuine=genuine.size,
         num_impostor=impostor.size,
         distances=distances,
@@ -158,16 +180,7 @@ def true_accept_rates(
     genuine: np.ndarray, impostor: np.ndarray, far_targets: Sequence[str] = FAR_TARGETS
 ) -> dict[str, float | None]:
     """Return FAR -> TAR from sorted distances, at the threshold with the largest FAR that is not above the target."""
-    rates: dict[str, float | None] = {}
-    for target in far_targets:
-        num_allowed = int(impostor.size * float(target) + 1e-9)  # 1e-9: 10 * 0.1 is not to fall below 1
-        if num_allowed == 0 or genuine.size == 0:
-            rates[target] = None
-            continue
-        # The nearest impostor that must be refused: at its distance, and not beyond, num_allowed or fewer are accepted.
-        threshold = impostor[num_allowed] if num_allowed < impostor.size else np.inf
-        rates[target] = float(np.searchsorted(genuine, threshold, side="left") / genuine.size)
-    return rates
+    return {point.target: point.tar for point in operating_points(genuine, impostor, far_targets)}
 
 
 def area_under_roc(genuine: np.ndarray, impostor: np.ndarray) -> float:

@@ -1,0 +1,137 @@
+"""What a 1:1 system does at a threshold, and which to choose: TAR at FAR with evidence, minimum DCF, exact thresholds, and how
+sure these numbers are.
+
+All works on squared distances of unit embeddings, 0 to 4; a pair is accepted below the threshold. cosine = 1 - distance / 2.
+Shapes: P = pairs, F = folds, B = bootstrap samples.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+FAR_TARGETS = ("1e-1", "1e-2", "1e-3", "1e-4", "1e-5", "1e-6")
+
+
+@dataclass(frozen=True)
+class OperatingPoint:
+    """A threshold with the largest FAR that is not above the target.
+
+    Args:
+        target: the FAR asked for, as written in FAR_TARGETS.
+        tar, far: the rates at the threshold; None where there are fewer than 1 / target impostor pairs ("not measurable").
+        threshold: squared distance below which a pair is accepted; None likewise.
+        num_accepted: impostor pairs that are accepted there: a rate that rests on a handful of them is a guess.
+    """
+
+    target: str
+    tar: float | None
+    far: float | None
+    threshold: float | None
+    num_accepted: int
+
+    @property
+    def cosine(self) -> float | None:
+        """The threshold as a cosine similarity: a pair is accepted above it."""
+        return None if self.threshold is None else 1.0 - self.threshold / 2.0
+
+
+def operating_points(
+    genuine: np.ndarray, impostor: np.ndarray, far_targets: Sequence[str] = FAR_TARGETS
+) -> list[OperatingPoint]:
+    """Return a point for each target, from sorted distances of genuine and impostor pairs.
+
+    The threshold lies half-way between the last impostor pair that is accepted (or the last pair at all below it) and the first
+    that must not be, so that new pairs near the border fall to either side.
+    """
+    points = []
+    for target in far_targets:
+        allowed = int(impostor.size * float(target) + 1e-9)  # 1e-9: 10 * 0.1 is not to fall below 1
+        if allowed == 0 or genuine.size == 0:
+            points.append(OperatingPoint(target, None, None, None, 0))
+            continue
+        # the nearest impostor that must be refused: at its distance, and not beyond, `allowed` or fewer are accepted
+        limit = float(impostor[allowed]) if allowed < impostor.size else np.inf
+        num_impostor = int(np.searchsorted(impostor, limit, side="left"))
+        num_genuine = int(np.searchsorted(genuine, limit, side="left"))
+        below = max([-np.inf, *genuine[num_genuine - 1 : num_genuine], *impostor[num_impostor - 1 : num_impostor]])
+        threshold = 4.0 if limit == np.inf else limit if below == -np.inf else (limit + float(below)) / 2
+        points.append(OperatingPoint(target, num_genuine / genuine.size, num_impostor / impostor.size, threshold, num_impostor))
+    return points
+
+
+def minimum_dcf(genuine: np.ndarray, impostor: np.ndarray, p_target: float = 0.01) -> float | None:
+    """Return the smallest detection cost, as a share of the cost of the better of "accept all" and "refuse all".
+
+    DCF = p FRR + (1 - p) FAR with equal costs of both errors (NIST SRE), over all thresholds. None without both kinds of pairs.
+
+    Args:
+        genuine, impostor: sorted distances.
+        p_target: how often a trial is genuine where the system will work.
+    """
+    if not genuine.size or not impostor.size:
+        return None
+    thresholds = np.append(np.unique(np.concatenate([genuine, impostor])), np.inf)
+    far = np.searchsorted(impostor, thresholds, side="left") / impostor.size
+    frr = 1.0 - np.searchsorted(genuine, thresholds, side="left") / genuine.size
+    return float((p_target * frr + (1 - p_target) * far).min() / min(p_target, 1 - p_target))
+
+
+def exact_fold_accuracy(distances: np.ndarray, same: np.ndarray, fold_of_pair: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (F,) accuracies of the held-out folds and their (F,) thresholds, the best of all thresholds, not of a grid.
+
+    The candidates are the mid-points between neighbouring distances of the other folds, and one below and one above all; the
+    first of equally good ones counts.
+
+    Args:
+        distances: (P,).
+        same: (P,) bool.
+        fold_of_pair: (P,) int, 0 to F - 1.
+    """
+    order = np.argsort(distances, kind="stable")
+    ranked, is_same, fold = distances[order], same[order], fold_of_pair[order]
+    accuracies, thresholds = [], []
+    for number in range(int(fold_of_pair.max()) + 1):
+        train = fold != number
+        values = ranked[train]
+        gain = np.where(is_same[train], 1, -1)  # what accepting one pair more does to the number of correct answers
+        correct = np.concatenate([[0], np.cumsum(gain)])
+        cuts = np.concatenate([[True], values[1:] != values[:-1], [True]])  # equal distances fall to the same side
+        best = int(np.flatnonzero(cuts)[np.argmax(correct[cuts])])
+        ends = np.concatenate([[max(0.0, values[0] - 1e-3)], values, [values[-1] + 1e-3]])
+        threshold = (ends[best] + ends[best + 1]) / 2
+        accuracies.append(np.mean((ranked[~train] < threshold) == is_same[~train]))
+        thresholds.append(threshold)
+    return np.array(accuracies), np.array(thresholds)
+
+
+def bootstrap_intervals(
+    genuine: np.ndarray, impostor: np.ndarray, accuracy: float, far_targets: Sequence[str], samples: int = 1000, seed: int = 0
+) -> dict[str, tuple[float, float]]:
+    """Return 95 % intervals: "accuracy", and the TAR at each FAR that can be measured, by resampling pairs.
+
+    Genuine and impostor pairs are resampled apart, and the threshold is chosen anew in each sample. Accuracy counts right
+    answers, whose resampled number is binomial. Pairs are taken as independent; those that share a person are not, so that
+    the truth is somewhat wider.
+
+    Args:
+        genuine, impostor: sorted distances.
+        accuracy: mean over the folds.
+    """
+    rng = np.random.default_rng(seed)
+    num_pairs = genuine.size + impostor.size
+    found = {"accuracy": _interval(rng.binomial(num_pairs, accuracy, samples) / num_pairs)}
+    wanted = [target for target in far_targets if int(impostor.size * float(target) + 1e-9) and genuine.size]
+    rates: dict[str, list[float]] = {target: [] for target in wanted}
+    for _ in range(samples if wanted else 0):
+        # sorted samples with replacement, by their counts: nothing is sorted again
+        impostors = np.repeat(impostor, rng.multinomial(impostor.size, np.full(impostor.size, 1 / impostor.size)))
+        genuines = np.repeat(genuine, rng.multinomial(genuine.size, np.full(genuine.size, 1 / genuine.size)))
+        for point in operating_points(genuines, impostors, wanted):
+            rates[point.target].append(point.tar or 0.0)
+    return found | {target: _interval(np.array(values)) for target, values in rates.items()}
+
+
+def _interval(values: np.ndarray) -> tuple[float, float]:
+    low, high = np.quantile(values, [0.025, 0.975])
+    return float(low), float(high)
