@@ -1,0 +1,167 @@
+"""Template-based 1:1 verification, IJB-B and IJB-C: a template is a person's set of images and frames, pooled into one vector.
+
+Source: the protocol as insightface's eval_ijbc.py runs it. An image's feature is plain + mirrored embedding, norm kept, times
+the detector's score; images of one medium (a video, a still) are averaged, the media of a template summed, the sum normalised;
+the score of a pair is the dot product.
+Shapes: N = images, T = templates, P = pairs, D = embedding size.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+_BLOCK = 1 << 24  # bytes of a text file parsed at once
+_PAIRS_AT_ONCE = 1 << 14  # so many pairs of 512 float64 numbers take 128 MiB
+
+
+class TemplateSet(NamedTuple):
+    """The lists of IJB-B or IJB-C."""
+
+    images: list[str]  # N file names, relative to loose_crop
+    points: np.ndarray  # (N, 5, 2) float64, pixels: eyes, nose, corners of the mouth
+    scores: np.ndarray  # (N,) float64, the detector's confidence
+    templates: np.ndarray  # (N,) int32
+    media: np.ndarray  # (N,) int32
+    pairs: np.ndarray  # (P, 2) int32, template numbers
+    same: np.ndarray  # (P,) bool
+
+
+def read_template_set(folder: str | os.PathLike[str], name: str) -> TemplateSet:
+    """Return the lists of folder/meta/NAME_*.txt; `name` is ijbb or ijbc.
+
+    Raises:
+        ValueError: a missing or damaged file, lists that name different images, or a pair of an unknown template.
+    """
+    meta = Path(folder) / "meta"
+    images, table = _names_and_numbers(meta / f"{name}_face_tid_mid.txt", 2)
+    named, landmarks = _names_and_numbers(meta / f"{name}_name_5pts_score.txt", 11)
+    if images != named:
+        line = next((i for i, (a, b) in enumerate(zip(images, named, strict=False)) if a != b), min(len(images), len(named)))
+        raise ValueError(
+            f"{meta}: {name}_face_tid_mid.txt and {name}_name_5pts_score.txt must name the same images in the same order; "
+            f"they differ at line {line + 1} ({len(images)} and {len(named)} lines)"
+        )
+    templates, media = (table[:, column].astype(np.int32) for column in (0, 1))
+    triples = _integers(meta / f"{name}_template_pair_label.txt")
+    pairs, labels = triples[:, :2], triples[:, 2]
+    if not np.isin(labels, (0, 1)).all():
+        raise ValueError(f"{meta}/{name}_template_pair_label.txt: labels must be 0 or 1, one is {labels.max()}")
+    unknown = np.setdiff1d(pairs, templates)
+    if len(unknown):
+        raise ValueError(
+            f"{meta}/{name}_template_pair_label.txt: template {unknown[0]} has no image in {name}_face_tid_mid.txt"
+        )
+    return TemplateSet(images, landmarks[:, :10].reshape(-1, 5, 2), landmarks[:, 10], templates, media, pairs, labels == 1)
+
+
+def _names_and_numbers(path: Path, count: int) -> tuple[list[str], np.ndarray]:
+    """Return the first words (N) and the `count` numbers (N, count) after them of a file's lines."""
+    names, numbers = [], []
+    for number, line in enumerate(_read(path).splitlines(), 1):
+        words = line.split()
+        try:
+            values = [float(word) for word in words[1:]]
+        except ValueError:
+            values = []
+        if len(values) != count:
+            raise ValueError(f"{path}: line {number} must be a name and {count} numbers, it has {len(words)} words")
+        names.append(words[0].decode("utf-8", "replace"))
+        numbers.append(values)
+    if not names:
+        raise ValueError(f"{path}: is empty")
+    return names, np.array(numbers)
+
+
+def _integers(path: Path) -> np.ndarray:
+    """Return the (P, 3) int32 numbers of a file of three per line: 200 MB of text, parsed in blocks."""
+    blocks = []
+    lines = 0
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(_BLOCK):
+                block += file.readline()
+                if block.translate(None, b"0123456789 \t\r\n"):
+                    raise ValueError(f"{path}: after line {lines}: only three whole numbers may stand in a line")
+                numbers = np.fromstring(block, dtype=np.int64, sep=" ")
+                count = block.count(b"\n") + (not block.endswith(b"\n"))
+                if len(numbers) != 3 * count or numbers.max(initial=0) >= 2**31:
+                    raise ValueError(
+                        f"{path}: after line {lines}: each line must have three numbers below 2^31, and none be empty"
+                    )
+                blocks.append(numbers.astype(np.int32).reshape(-1, 3))
+                lines += count
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    if not blocks:
+        raise ValueError(f"{path}: is empty")
+    return np.concatenate(blocks)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def pool_templates(
+    features: np.ndarray, scores: np.ndarray, templates: np.ndarray, media: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the template numbers (T,), ascending, and their unit vectors (T, D) float64.
+
+    Args:
+        features: (N, D), plain + mirrored embeddings, norm kept.
+        scores: (N,), their weights: the detector's scores.
+    """
+    order = np.lexsort((media, templates))
+    tids, mids = templates[order], media[order]
+    new_medium = np.concatenate([[True], (tids[1:] != tids[:-1]) | (mids[1:] != mids[:-1])])
+    begins = np.flatnonzero(new_medium)
+    counts = np.diff(np.append(begins, len(order)))
+    weighted = features[order].astype(np.float64)
+    weighted *= scores[order].astype(np.float64)[:, None]
+    means = np.add.reduceat(weighted, begins, axis=0) / counts[:, None]
+    of_medium = tids[begins]
+    first = np.flatnonzero(np.concatenate([[True], of_medium[1:] != of_medium[:-1]]))
+    pooled = np.add.reduceat(means, first, axis=0)
+    norms = np.linalg.norm(pooled, axis=1, keepdims=True)
+    return of_medium[first], pooled / np.where(norms == 0, 1, norms)
+
+
+def score_pairs(
+    vectors: np.ndarray, numbers: np.ndarray, pairs: np.ndarray, progress: Callable[[Sequence[int]], Iterable[int]] = iter
+) -> np.ndarray:
+    """Return the (P,) float64 dot products of template pairs, in chunks.
+
+    Args:
+        vectors: (T, D), rows of `pool_templates`.
+        numbers: (T,) ascending, their template numbers.
+        pairs: (P, 2) template numbers.
+        progress: wraps the chunks, a progress bar for example.
+    """
+    scores = np.empty(len(pairs))
+    for begin in progress(range(0, len(pairs), _PAIRS_AT_ONCE)):
+        rows = np.searchsorted(numbers, pairs[begin : begin + _PAIRS_AT_ONCE])
+        scores[begin : begin + len(rows)] = np.einsum("pd,pd->p", vectors[rows[:, 0]], vectors[rows[:, 1]])
+    return scores
+
+
+def published_tar(scores: np.ndarray, same: np.ndarray, far_targets: Sequence[str]) -> dict[str, float]:
+    """Return FAR -> TAR as the papers' scripts read it: at the point of the ROC curve whose FAR is nearest to the target.
+
+    That may be above the target; `operating_points` never is. The curve is scikit-learn's, without points in the middle of
+    straight runs; of points equally near, the one with the largest TAR counts.
+    """
+    order = np.argsort(-scores, kind="stable")
+    ranked = same[order]
+    last = np.append(np.diff(scores[order]) != 0, True)
+    accepted = np.cumsum(ranked)[last]
+    refused = np.flatnonzero(last) + 1 - accepted
+    kept = np.ones(len(accepted), dtype=bool)
+    kept[1:-1] = (np.diff(refused, 2) != 0) | (np.diff(accepted, 2) != 0)
+    far = np.append(0, refused[kept])[::-1] / max(1, np.count_nonzero(~same))
+    tar = np.append(0, accepted[kept])[::-1] / max(1, np.count_nonzero(same))
+    return {target: float(tar[np.argmin(np.abs(far - float(target)))]) for target in far_targets}
