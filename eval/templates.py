@@ -112,6 +112,9 @@ def pool_templates(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the template numbers (T,), ascending, and their unit vectors (T, D) float64.
 
+    Sums and means are taken in the type of the features and in the order of the lists, as the published script takes them
+    in float32; only the normalisation is in float64. So its scores are met to the last digits.
+
     Args:
         features: (N, D), plain + mirrored embeddings, norm kept.
         scores: (N,), their weights: the detector's scores.
@@ -121,14 +124,24 @@ def pool_templates(
     new_medium = np.concatenate([[True], (tids[1:] != tids[:-1]) | (mids[1:] != mids[:-1])])
     begins = np.flatnonzero(new_medium)
     counts = np.diff(np.append(begins, len(order)))
-    weighted = features[order].astype(np.float64)
-    weighted *= scores[order].astype(np.float64)[:, None]
-    means = np.add.reduceat(weighted, begins, axis=0) / counts[:, None]
+    weighted = features[order]
+    weighted *= scores[order].astype(features.dtype)[:, None]
+    means = _sum_groups(weighted, begins) / counts[:, None].astype(features.dtype)
     of_medium = tids[begins]
     first = np.flatnonzero(np.concatenate([[True], of_medium[1:] != of_medium[:-1]]))
-    pooled = np.add.reduceat(means, first, axis=0)
+    pooled = _sum_groups(means, first).astype(np.float64)
     norms = np.linalg.norm(pooled, axis=1, keepdims=True)
     return of_medium[first], pooled / np.where(norms == 0, 1, norms)
+
+
+def _sum_groups(rows: np.ndarray, begins: np.ndarray) -> np.ndarray:
+    """Return the sums of runs of rows (n, D) that begin at `begins`, each added up from its first row to its last."""
+    counts = np.diff(np.append(begins, len(rows)))
+    sums = rows[begins]
+    for place in range(1, int(counts.max())):
+        longer = np.flatnonzero(counts > place)
+        sums[longer] += rows[begins[longer] + place]
+    return sums
 
 
 def score_pairs(
