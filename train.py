@@ -27,7 +27,8 @@ from data.augment import Augment, prepare
 from data.loader import Loader
 from data.sampler import SampleOrder, check_batch
 from eval.evaluate import evaluate, load_pair_sets
-from eval.report import as_json, format_table, save_figure
+from eval.figures import overview
+from eval.report import as_json, format_table
 from losses import build_margin
 from losses.first_loss import expected_first_loss
 from partial_fc import PartialFC, build_head
@@ -132,7 +133,7 @@ def train(config: EasyDict) -> None:
             if step == total_steps and world.rank == 0:
                 (folder / "results.json").write_text(json.dumps(as_json(results), indent=1))
                 (folder / "results.md").write_text(format_table(results, markdown=True) + "\n")
-                save_figure(results, folder / "verification.png", f"{config.run.name} after step {step}")
+                (folder / "verification.png").write_bytes(overview(results, f"{config.run.name} after step {step}"))
             return sum(result.accuracy for result in results.values()) / len(results)
 
         def save(step: int, mean_accuracy: float | None) -> None:

@@ -5,7 +5,6 @@ such as arcface_torch's backbone.pth. Works under torchrun too; all processes sh
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from utils.program import guarded
 from utils.randomness import derive
 
 from .evaluate import evaluate, load_pair_sets
-from .report import as_json, format_table, save_figure
+from .html_report import write_report
+from .report import format_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2, help="decoder threads per process (default 2)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="also write results.json, results.md and verification.png there"
+        "--report", type=Path, metavar="DIR", help="also write report.html there, its pictures, results.json and results.md"
     )
     options = parser.parse_args(arguments)
     return guarded(lambda: run(options))
@@ -68,12 +68,9 @@ def run(options: argparse.Namespace) -> None:
     if world.rank != 0:
         return
     print(f"\n{name}\n{format_table(results)}")
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "results.json").write_text(json.dumps(as_json(results), indent=1))
-        (options.out / "results.md").write_text(format_table(results, markdown=True) + "\n")
-        save_figure(results, options.out / "verification.png", name)
-        print(f"\nwritten: results.json, results.md and verification.png in {options.out}")
+    if options.report:
+        write_report(options.report, name, results, pair_sets)
+        print(f"\nreport: {options.report / 'report.html'}")
 
 
 def load_model(options: argparse.Namespace) -> tuple[nn.Module, str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from utils.distributed import World
 
 from .embed import embed_images
 from .pairs import PairSet, read_bin
-from .verification import VerificationResult, fuse_views, mean_norm, pair_distances, verify
+from .verification import VerificationResult, fuse_views, mean_norm, pair_distances, row_norms, verify
 
 NUM_FOLDS = 10
 
@@ -46,7 +46,9 @@ def verify_views(pair_set: PairSet, plain: np.ndarray, mirrored: np.ndarray) -> 
     fused, alone = fuse_views(plain, mirrored), fuse_views(plain, np.zeros_like(plain))
     distances = pair_distances(alone[first], alone[second])
     norm = mean_norm(plain, mirrored)
-    return verify(fused[first], fused[second], pair_set.same, NUM_FOLDS, xnorm=norm, plain_distances=distances)
+    return verify(
+        fused[first], fused[second], pair_set.same, NUM_FOLDS, xnorm=norm, plain_distances=distances, norms=row_norms(plain)
+    )
 
 
 def evaluate(

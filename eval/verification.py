@@ -37,6 +37,7 @@ class VerificationResult:
         plain_accuracy: mean over the folds of the embeddings without their mirror images; None if it was not asked for.
         distances: (P,) squared distances, 0 to 4.
         same: (P,), True for genuine pairs.
+        norms: (N,) norms of the raw embeddings of the images; (0,) where they were not given.
     """
 
     accuracy: float
@@ -54,6 +55,7 @@ class VerificationResult:
     num_impostor: int
     distances: np.ndarray
     same: np.ndarray
+    norms: np.ndarray
 
     @property
     def tar_at_far(self) -> dict[str, float | None]:
@@ -67,14 +69,14 @@ def fuse_views(plain: np.ndarray, mirrored: np.ndarray) -> np.ndarray:
     A row of zeros stays zero.
     """
     fused = plain.astype(np.float64) + mirrored
-    norms = _norms(fused)
+    norms = row_norms(fused)
     fused /= np.where(norms == 0.0, 1.0, norms)[:, None]
     return fused
 
 
 def mean_norm(plain: np.ndarray, mirrored: np.ndarray) -> float:
     """Return XNorm: the mean Euclidean norm over the raw embeddings (N, D) of both views."""
-    return float(np.mean([_norms(plain), _norms(mirrored)]))
+    return float(np.mean([row_norms(plain), row_norms(mirrored)]))
 
 
 def pair_distances(embeddings_a: np.ndarray, embeddings_b: np.ndarray) -> np.ndarray:
@@ -95,6 +97,7 @@ def verify(
     *,
     xnorm: float,
     plain_distances: np.ndarray | None = None,
+    norms: np.ndarray | None = None,
 ) -> VerificationResult:
     """Return all the numbers of a set from its unit embeddings (P, D), (P, D) and labels (P,).
 
@@ -103,6 +106,7 @@ def verify(
         embeddings_b: second image of each pair, likewise.
         xnorm: `mean_norm` of the raw embeddings, handed through.
         plain_distances: (P,), of the embeddings without their mirror images.
+        norms: (N,), handed through.
     """
     if embeddings_a.ndim != 2 or embeddings_a.shape != embeddings_b.shape or same.shape != embeddings_a.shape[:1]:
         raise ValueError(
@@ -131,6 +135,7 @@ def verify(
         num_impostor=impostor.size,
         distances=distances,
         same=same,
+        norms=np.empty(0) if norms is None else norms,
     )
 
 
@@ -201,7 +206,7 @@ def equal_error_rate(genuine: np.ndarray, impostor: np.ndarray) -> float:
     return float(far[right] - weight * (far[right] - far[right - 1]))
 
 
-def _norms(embeddings: np.ndarray) -> np.ndarray:
+def row_norms(embeddings: np.ndarray) -> np.ndarray:
     """Return the (N,) norms of rows (N, D), in float64."""
     rows = embeddings.astype(np.float64, copy=False)
     return np.sqrt(np.einsum("nd,nd->n", rows, rows))
@@ -209,7 +214,7 @@ def _norms(embeddings: np.ndarray) -> np.ndarray:
 
 def _check_unit_rows(embeddings_a: np.ndarray, embeddings_b: np.ndarray) -> None:
     """Raise ValueError for rows that are not finite, or neither of unit length nor zero."""
-    norms = np.concatenate([_norms(embeddings_a), _norms(embeddings_b)])
+    norms = np.concatenate([row_norms(embeddings_a), row_norms(embeddings_b)])
     num_bad = int(np.count_nonzero(~np.isfinite(norms)))
     if num_bad:
         raise ValueError(

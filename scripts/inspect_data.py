@@ -23,10 +23,10 @@ from eval.pairs import PairSet, read_bin
 from utils.image import IMAGE_SIZE, decode_rgb
 from utils.page import Page
 from utils.parallel import ordered
+from utils.pictures import histograms, sheet
 from utils.program import guarded
 
 from .face_files import add_threads, progress, whole
-from .picture_sheet import histograms, sheet
 from .set_scan import MIN_CORRELATION, Scan, candidates, correlation, dhash, equal_groups, scan
 
 _ROWS, _COLUMNS = 12, 8  # of the contact sheet

@@ -14,7 +14,7 @@ echo "== 1/4 demo data: drawn faces in RecordIO, three verification sets"
 echo "== 2/4 training in two processes, half of the identities in each (continues where an interrupted run stopped)"
 OMP_NUM_THREADS=1 "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=2 train.py configs/demo_cpu.yaml
 echo "== 3/4 evaluation of the newest checkpoint"
-"$PYTHON" -m eval "$run" --precision bf16 --out "$run/evaluation"
+"$PYTHON" -m eval "$run" --precision bf16 --report "$run/evaluation"
 echo "== 4/4 pictures"
 "$PYTHON" -m scripts.plot_run "$run"
 cat <<END
@@ -22,7 +22,7 @@ cat <<END
 Done in $(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s. What there is to look at:
   the faces          datasets/demo/preview.png
   training curves    $run/training.png
-  ROC, histograms    $run/evaluation/verification.png
+  evaluation         $run/evaluation/report.html   (ROC, thresholds, the worst errors)
   numbers            $run/evaluation/results.md, $run/metrics.jsonl
   log                $run/train.log
   TensorBoard        tensorboard --logdir $run/tensorboard   (in the environment)

@@ -13,10 +13,10 @@ from configs import load_config
 from data.augment import OPERATIONS, Augment
 from data.datasets import open_set
 from utils.image import IMAGE_SIZE
+from utils.pictures import sheet
 from utils.program import guarded
 
 from .face_files import whole
-from .picture_sheet import sheet
 
 _SHARE = "augment.crop=0.2 augment.low_resolution=0.2 augment.photometric=0.2"
 

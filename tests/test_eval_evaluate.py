@@ -1,6 +1,8 @@
 """Embedding over ranks, the evaluation of sets, and the reports."""
 
 import json
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +15,11 @@ from torch import nn
 from backbones import build_backbone
 from eval.__main__ import main
 from eval.embed import embed_images
-from eval.evaluate import evaluate, load_pair_sets
+from eval.evaluate import evaluate, load_pair_sets, verify_views
+from eval.figures import overview, roc_curve
+from eval.html_report import write_report
 from eval.pairs import PairSet, write_bin
-from eval.report import as_json, format_table, roc_curve, save_figure
+from eval.report import as_json, format_table
 from eval.verification import verify
 from utils.checkpoint import save_checkpoint
 from utils.distributed import World
@@ -96,7 +100,7 @@ def test_identical_images_score_perfectly_and_every_report_holds_the_numbers(tmp
     assert "twins" in table and "100.00 +- 0.00" in table and "n/a" in table  # 10 impostor pairs cannot carry FAR 1e-3
     assert format_table(results, markdown=True).splitlines()[1].count("---") == 9
     assert json.loads(json.dumps(as_json(results)))["twins"]["num_genuine"] == 10
-    save_figure(results, tmp_path / "figure.png", "twins")
+    (tmp_path / "figure.png").write_bytes(overview(results, "twins"))
     figure = cv2.imread(str(tmp_path / "figure.png"))
     assert figure is not None and len(np.unique(figure.reshape(-1, 3), axis=0)) > 50
 
@@ -141,10 +145,10 @@ def test_the_program_takes_runs_checkpoints_and_bare_weights(tmp_path: Path, cap
     bare = ["--backbone", "r18", "--embedding-size", "16", "--width", "0.125", "--targets", "twins", "--data", str(tmp_path)]
     tables = []
     for arguments in ([str(tmp_path)], [str(tmp_path), "--best"], [str(checkpoint)], [str(tmp_path / "backbone.pth"), *bare]):
-        assert main([*arguments, "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
+        assert main([*arguments, "--device", "cpu", "--report", str(tmp_path / "out")]) == 0
         tables.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("twins")])
     assert tables[0] and all(table == tables[0] for table in tables)
-    assert (tmp_path / "out" / "verification.png").exists()
+    _check_report(tmp_path / "out")
     for arguments, message in [
         ([str(tmp_path / "nothing")], "no run folder"),
         ([str(tmp_path / "backbone.pth")], "--backbone"),
@@ -154,3 +158,39 @@ def test_the_program_takes_runs_checkpoints_and_bare_weights(tmp_path: Path, cap
         assert main([*arguments, "--device", "cpu"]) == 1
         error = capsys.readouterr().err
         assert message in error and len(error.strip().splitlines()) == 1
+
+
+def _check_report(folder: Path) -> None:
+    page = (folder / "report.html").read_text()
+    assert "twins" in page and "Which threshold to use" in page and "<script" not in page
+    pictures = sorted(path.stem for path in folder.glob("*.png"))
+    assert {"curves", "folds", "norms", "similarities", "verification"} <= set(pictures)
+    assert page.count("data:image/png;base64,") == len(pictures) - 1  # the overview is for other pages
+    found = json.loads((folder / "results.json").read_text())["twins"]
+    low, high = found["intervals_95"]["accuracy"]
+    assert low <= found["accuracy"] <= high and len(found["operating_points"]) == 6
+
+
+def test_a_browser_shows_the_report_without_errors(tmp_path: Path):
+    """Opens the page in a headless Chromium: the tables and all pictures are there, and it has no script to go wrong."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no chromium here; `apt-get install chromium` brings it")
+    rng = np.random.default_rng(0)
+    images = [cv2.imencode(".png", rng.integers(0, 256, (112, 112, 3), dtype=np.uint8))[1].tobytes() for _ in range(40)]
+    pair_set = PairSet("noise", images, np.arange(0, 40, 2), np.arange(1, 40, 2), np.arange(20) % 2 == 0)
+    plain = rng.normal(size=(40, 8)).astype(np.float32)
+    write_report(tmp_path, "a title with <brackets> & signs", {"noise": verify_views(pair_set, plain, plain)}, [pair_set])
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    page = (tmp_path / "report.html").as_uri()
+    done = subprocess.run([*command, "--dump-dom", page], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    dom = done.stdout
+    assert "a title with &lt;brackets&gt; &amp; signs" in dom
+    assert dom.count("<table") == 2 and dom.count("<img") == len(list(tmp_path.glob("*.png"))) - 1 >= 5
+    assert "CONSOLE" not in done.stderr and "Uncaught" not in done.stderr
+    subprocess.run(
+        [*command, f"--screenshot={tmp_path / 'shot.png'}", "--window-size=1100,1600", page], check=True, timeout=120
+    )
+    shot = cv2.imread(str(tmp_path / "shot.png"))
+    assert shot.shape == (1600, 1100, 3) and shot.std() > 20  # something is drawn

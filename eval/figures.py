@@ -1,0 +1,138 @@
+"""Figures of verification results, as PNG bytes: ROC, DET, similarities of genuine and impostor pairs, folds, norms."""
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .verification import VerificationResult
+
+Results = Mapping[str, VerificationResult]
+
+
+def roc_curve(result: VerificationResult) -> tuple[np.ndarray, np.ndarray]:
+    """Return (FAR, TAR) at every threshold between two distances, both ascending; (P + 1,) at most."""
+    order = np.argsort(result.distances, kind="stable")
+    same, distances = result.same[order], result.distances[order]
+    last_of_equals = np.append(distances[1:] != distances[:-1], True)
+    tar = np.cumsum(same)[last_of_equals] / max(result.num_genuine, 1)
+    far = np.cumsum(~same)[last_of_equals] / max(result.num_impostor, 1)
+    return np.append(0.0, far), np.append(0.0, tar)
+
+
+def overview(results: Results, title: str) -> bytes:
+    """Draw ROC curves and, per set, the histograms of similarities, side by side."""
+    figure, axes = _figure(len(results) + 1, 4.0)
+    _draw_roc(axes[0], results)
+    for axis, (name, result) in zip(axes[1:], results.items(), strict=True):
+        _draw_similarities(axis, name, result)
+    figure.suptitle(title)
+    return _png(figure)
+
+
+def curves(results: Results) -> bytes:
+    """Draw the ROC and the DET curves of all sets."""
+    figure, axes = _figure(2, 5.5, 4.2)
+    _draw_roc(axes[0], results)
+    _draw_det(axes[1], results)
+    return _png(figure)
+
+
+def similarities(results: Results) -> bytes:
+    """Draw the histograms of genuine and impostor pairs of each set, with its thresholds."""
+    figure, axes = _figure(len(results), 4.6)
+    for axis, (name, result) in zip(axes, results.items(), strict=True):
+        _draw_similarities(axis, name, result)
+    return _png(figure)
+
+
+def folds(results: Results) -> bytes:
+    """Draw the accuracy of each fold, and the mean of the set."""
+    figure, axes = _figure(len(results), 4.6, 2.8)
+    for axis, (name, result) in zip(axes, results.items(), strict=True):
+        accuracy = 100 * result.accuracy_per_fold
+        axis.bar(np.arange(1, len(accuracy) + 1), accuracy, color="tab:blue")
+        axis.axhline(100 * result.accuracy, color="black", linewidth=1)
+        axis.set(xlabel="fold", ylabel="accuracy %", title=f"{name}: {100 * result.accuracy:.2f} %")
+        axis.set_ylim(max(0.0, accuracy.min() - 5), min(100.0, accuracy.max() + 2))
+    return _png(figure)
+
+
+def norms(results: Results) -> bytes:
+    """Draw the norms of the raw embeddings: small ones are often bad pictures."""
+    figure, axes = _figure(1, 6.0, 3.0)
+    for name, result in results.items():
+        axes[0].hist(result.norms, 60, histtype="step", label=f"{name}: mean {result.xnorm:.1f}")
+    axes[0].set(xlabel="norm of the raw embedding", ylabel="images")
+    axes[0].legend(fontsize=8)
+    return _png(figure)
+
+
+def _draw_roc(axis: Any, results: Results) -> None:
+    for name, result in results.items():
+        far, tar = roc_curve(result)
+        axis.step(far, tar, where="post", label=f"{name}: {100 * result.accuracy:.1f} %")
+    axis.set(
+        xscale="log",
+        xlim=(_floor(results), 1),
+        ylim=(0, 1.01),
+        xlabel="FAR",
+        ylabel="TAR",
+        title="ROC (accuracy in the legend)",
+    )
+    axis.grid(alpha=0.3, which="both")
+    axis.legend(loc="lower right", fontsize=8)
+
+
+def _draw_det(axis: Any, results: Results) -> None:
+    floor = _floor(results)
+    for name, result in results.items():
+        far, tar = roc_curve(result)
+        axis.step(np.maximum(far, floor / 2), np.maximum(1 - tar, floor / 2), where="post", label=name)
+    axis.plot([floor, 1], [floor, 1], color="gray", linewidth=0.8, linestyle=":", label="FAR = FRR")
+    axis.set(xscale="log", yscale="log", xlim=(floor, 1), ylim=(floor, 1), xlabel="FAR", ylabel="FRR = 1 - TAR", title="DET")
+    axis.grid(alpha=0.3, which="both")
+    axis.legend(loc="upper right", fontsize=8)
+
+
+def _draw_similarities(axis: Any, name: str, result: VerificationResult) -> None:
+    cosine = 1.0 - result.distances / 2.0
+    bins = np.linspace(min(-0.2, float(cosine.min())), 1.0, 50)
+    axis.hist(cosine[~result.same], bins, alpha=0.6, color="tab:red", label="impostor pairs")
+    axis.hist(cosine[result.same], bins, alpha=0.6, color="tab:green", label="genuine pairs")
+    threshold = 1.0 - float(np.mean(result.threshold_per_fold)) / 2.0
+    axis.axvline(threshold, color="black", linewidth=1, label=f"best accuracy: {threshold:.2f}")
+    measured = [point for point in result.points if point.cosine is not None]
+    if measured:
+        strictest = measured[-1]
+        axis.axvline(
+            strictest.cosine,
+            color="black",
+            linestyle="--",
+            linewidth=1,
+            label=f"FAR {strictest.target}: {strictest.cosine:.2f}",
+        )
+    axis.set(xlabel="cosine similarity", ylabel="pairs", title=name)
+    axis.set_ylim(top=1.45 * axis.get_ylim()[1])  # room for the legend above the bars
+    axis.legend(loc="upper left", fontsize=8)
+
+
+def _floor(results: Results) -> float:
+    """Return the smallest FAR that any of the sets can show."""
+    return min((1.0 / max(result.num_impostor, 1) for result in results.values()), default=1e-3)
+
+
+def _figure(columns: int, width: float, height: float = 3.6) -> tuple[Any, np.ndarray]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import; no window, no global state
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(1, columns, squeeze=False)[0]
+
+
+def _png(figure: Any) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
