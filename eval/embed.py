@@ -36,6 +36,43 @@ def embed_images(
     Raises:
         ValueError: on every rank, if an image cannot be decoded on any.
     """
+    both = _embed(model, decode, num_images, world, batch_size, autocast, threads, lambda views: views)
+    return both[:, 0], both[:, 1]
+
+
+def embed_sums(
+    model: nn.Module,
+    decode: Callable[[int], np.ndarray],
+    num_images: int,
+    world: World,
+    batch_size: int = 256,
+    autocast: torch.dtype | None = None,
+    threads: int = 2,
+    progress: Callable[[int], object] = lambda count: None,
+) -> np.ndarray:
+    """Return plain + mirrored raw embeddings, (N, D) float32, on every rank: half the memory of `embed_images`.
+
+    Args:
+        progress: called with the number of images that this rank has done since the last call.
+        (the others as for `embed_images`)
+    """
+    return _embed(
+        model, decode, num_images, world, batch_size, autocast, threads, lambda views: views.sum(1, keepdim=True), progress
+    )[:, 0]
+
+
+def _embed(
+    model: nn.Module,
+    decode: Callable[[int], np.ndarray],
+    num_images: int,
+    world: World,
+    batch_size: int,
+    autocast: torch.dtype | None,
+    threads: int,
+    reduce: Callable[[Tensor], Tensor],
+    progress: Callable[[int], object] = lambda count: None,
+) -> np.ndarray:
+    """Return reduce(views (b, 2, D)), (b, k, D), of all images on every rank: (N, k, D) float32."""
     counts = [num_images // world.world_size + (rank < num_images % world.world_size) for rank in range(world.world_size)]
     first = sum(counts[: world.rank])
     blocks: list[Tensor] = []
@@ -45,11 +82,11 @@ def embed_images(
             views = normalise(torch.cat([pixels, pixels.flip(2)]))
             with torch.autocast(world.device.type, dtype=autocast, enabled=autocast is not None):
                 embeddings = model(views).float()
-            blocks.append(torch.stack(embeddings.chunk(2), dim=1))  # (b, 2, D)
+            blocks.append(reduce(torch.stack(embeddings.chunk(2), dim=1)))
+            progress(len(images))
     if not blocks:  # more ranks than images
-        blocks = [torch.zeros(0, 2, _embedding_size(model, world.device), device=world.device)]
-    both = all_gather_rows(torch.cat(blocks), counts, world).cpu().numpy()
-    return both[:, 0], both[:, 1]
+        blocks = [reduce(torch.zeros(0, 2, _embedding_size(model, world.device), device=world.device))]
+    return all_gather_rows(torch.cat(blocks), counts, world).cpu().numpy()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,176 @@
+"""The networks that evaluation takes: a run, a checkpoint, bare weights, ONNX, a program of torch.export or TorchScript.
+
+All see the input contract of this project: (b, 3, 112, 112) RGB, (x - 127.5) / 127.5. For a network that was trained otherwise,
+--colour bgr and --input-mean, --input-std say how.
+"""
+
+import argparse
+import importlib
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from backbones import build_backbone
+from utils.checkpoint import best_checkpoint, find_checkpoint, list_checkpoints, read_backbone, read_manifest, read_tensors
+from utils.optim import AUTOCAST
+from utils.randomness import derive
+
+
+class Network(NamedTuple):
+    """A network, what to call it, and the configuration of its run, or {}."""
+
+    model: nn.Module
+    name: str
+    config: dict[str, Any]
+
+
+def add_network_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `load_network` reads, and those of the forward pass."""
+    parser.add_argument(
+        "run", type=Path, help="run folder, checkpoint folder, weights (.safetensors, .pt, .pth), .onnx, .pt2, or TorchScript"
+    )
+    parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
+    parser.add_argument("--backbone", metavar="NAME", help="for a weights file: r18, r34, r50, r100, r200 or mbf")
+    parser.add_argument("--embedding-size", type=int, default=512, metavar="D", help="for a weights file (default 512)")
+    parser.add_argument("--width", type=float, default=1.0, help="for a weights file: factor on the channels (default 1)")
+    parser.add_argument("--untrained", action="store_true", help="the run's network before any training, for comparison")
+    parser.add_argument("--colour", choices=("rgb", "bgr"), default="rgb", help="order that the network was trained with")
+    parser.add_argument("--input-mean", type=float, default=127.5, help="it was trained on (x - mean) / std (default 127.5)")
+    parser.add_argument("--input-std", type=float, default=127.5, help="likewise (default 127.5)")
+    parser.add_argument("--precision", choices=AUTOCAST, default="fp32", help="of the forward pass (default fp32)")
+    parser.add_argument("--batch-size", type=int, default=256, help="images per forward pass and process (default 256)")
+    parser.add_argument("--threads", type=int, default=2, help="decoder threads per process (default 2)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+
+
+def load_network(options: argparse.Namespace) -> Network:
+    """Return the network that the command line names.
+
+    Raises:
+        ValueError: nothing there, weights that do not fit, or a file that cannot be read.
+    """
+    network = _load(options)
+    if (options.colour, options.input_mean, options.input_std) == ("rgb", 127.5, 127.5):
+        return network
+    if options.input_std <= 0:
+        raise ValueError(f"--input-std must be above 0, got {options.input_std}")
+    return network._replace(model=OtherInput(network.model, options.colour == "bgr", options.input_mean, options.input_std))
+
+
+def _load(options: argparse.Namespace) -> Network:
+    path: Path = options.run
+    if path.is_file():
+        if path.suffix == ".onnx":
+            return Network(OnnxNetwork(path, options.threads), str(path), {})
+        if path.suffix == ".pt2":
+            return Network(ExportedNetwork(path), str(path), {})
+        if _is_torchscript(path):
+            return Network(_torchscript(path), str(path), {})
+        if not options.backbone:
+            raise ValueError(f"{path} is a weights file; say what it holds with --backbone NAME")
+        model = build_backbone(options.backbone, options.embedding_size, options.width)
+        return Network(fill(model, read_tensors(path), str(path)), str(path), {})
+    if not path.exists():
+        raise ValueError(f"no run folder, checkpoint or weights file at {path}")
+    checkpoint = find_checkpoint(path)
+    if options.best:
+        checkpoint = best_checkpoint(list_checkpoints(path)) or checkpoint
+    config: dict[str, Any] = read_manifest(checkpoint)["config"]
+    section = config["backbone"]
+    torch.manual_seed(derive(config.get("run", {}).get("seed", 0), "backbone"))  # as train.py does before it builds
+    model = build_backbone(section["name"], section["embedding_size"], section["width"])
+    if options.untrained:
+        return Network(model, f"{section['name']} before training", config)
+    return Network(fill(model, read_backbone(checkpoint), str(checkpoint)), str(checkpoint), config)
+
+
+def fill(model: nn.Module, weights: dict[str, Tensor], source: str) -> nn.Module:
+    """Load the weights into the model; a wrong architecture is one line that names the first difference."""
+    expected = model.state_dict()
+    for name in [*expected, *weights]:
+        if name not in weights or name not in expected or weights[name].shape != expected[name].shape:
+            here = tuple(weights[name].shape) if name in weights else "missing"
+            wanted = tuple(expected[name].shape) if name in expected else "absent"
+            raise ValueError(
+                f"{source}: {name} is {here}, this backbone has it {wanted}; check --backbone, --embedding-size, --width"
+            )
+    model.load_state_dict(weights)
+    return model
+
+
+class OtherInput(nn.Module):
+    """A network that was trained on other channels or another scale, behind the input of this project."""
+
+    def __init__(self, model: nn.Module, bgr: bool, mean: float, std: float) -> None:
+        super().__init__()
+        self.model, self.bgr, self.mean, self.std = model, bgr, mean, std
+
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = images.flip(1) if self.bgr else images
+        return self.model((pixels * 127.5 + (127.5 - self.mean)) / self.std)
+
+
+class OnnxNetwork(nn.Module):
+    """An ONNX file as a network, run by onnxruntime on the CPU. A fixed batch size is met by padding the last batch."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        super().__init__()
+        try:
+            runtime = importlib.import_module("onnxruntime")
+        except ImportError:
+            raise ValueError(f"{path}: an ONNX file needs onnxruntime: pip install onnxruntime") from None
+        settings = runtime.SessionOptions()
+        settings.intra_op_num_threads = threads
+        try:
+            self.session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime has its own exceptions for damage, all of them derived from this
+            raise ValueError(f"{path}: onnxruntime cannot read it: {str(error).splitlines()[0]}") from None
+        entry = self.session.get_inputs()[0]
+        if len(entry.shape) != 4 or list(entry.shape[1:]) not in ([3, 112, 112], [3, None, None]):
+            raise ValueError(f"{path}: its input must be (batch, 3, 112, 112), it is {tuple(entry.shape)}")
+        self.entry = entry.name
+        self.batch = entry.shape[0] if isinstance(entry.shape[0], int) else 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = images.detach().float().cpu().contiguous()
+        size = self.batch or len(pixels)
+        blocks = []
+        for part in pixels.split(size):
+            padded = torch.cat([part, part.new_zeros(size - len(part), *part.shape[1:])]) if len(part) < size else part
+            output = self.session.run(None, {self.entry: padded.numpy()})[0]
+            blocks.append(torch.from_numpy(output)[: len(part)])
+        return torch.cat(blocks).to(images.device)
+
+
+class ExportedNetwork(nn.Module):
+    """A program of torch.export (.pt2). It has no modes, so it is kept out of sight of eval() and train()."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        if not zipfile.is_zipfile(path):
+            raise ValueError(f"{path}: not an exported program: no zip archive")
+        try:
+            self._program = [torch.export.load(str(path)).module()]
+        except (RuntimeError, ValueError, OSError, KeyError) as error:
+            raise ValueError(f"{path}: not an exported program: {str(error).strip().splitlines()[0]}") from None
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self._program[0](images)
+
+
+def _is_torchscript(path: Path) -> bool:
+    """Return whether a file is a TorchScript archive: a zip with code in it. Weights have none."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any("/code/" in name for name in archive.namelist())
+
+
+def _torchscript(path: Path) -> nn.Module:
+    try:
+        return torch.jit.load(str(path), map_location="cpu")
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{path}: not a TorchScript program: {str(error).strip().splitlines()[0]}") from None

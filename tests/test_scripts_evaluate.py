@@ -1,0 +1,240 @@
+"""The programs that score networks: on template sets, on galleries; and the kinds of networks that they take."""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from pictures import jpeg, picture
+from torch import nn
+
+from backbones import build_backbone
+from eval.embed import embed_images
+from scripts import evaluate_ijb, identify
+from scripts.networks import OtherInput, load_network
+from utils.alignment import TEMPLATE
+from utils.distributed import World
+from utils.image import decode_rgb, normalise
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+SMALL = ["--backbone", "r18", "--embedding-size", "16", "--width", "0.125", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("weights") / "backbone.pth"
+    torch.save(build_backbone("r18", 16, 0.125).state_dict(), path)
+    return path
+
+
+def _network(path: Path, **changes: object) -> nn.Module:
+    options = {
+        "run": path,
+        "best": False,
+        "backbone": None,
+        "embedding_size": 16,
+        "width": 0.125,
+        "untrained": False,
+        "colour": "rgb",
+        "input_mean": 127.5,
+        "input_std": 127.5,
+        "threads": 1,
+    }
+    return load_network(argparse.Namespace(**{**options, **changes})).model
+
+
+# ---- networks
+
+
+def _onnx_file(path: Path, batch: int | str) -> np.ndarray:
+    """Write a network that projects the mean colour of an image to four numbers; return its matrix (4, 3)."""
+    matrix = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    nodes = [
+        helper.make_node("GlobalAveragePool", ["images"], ["pooled"]),
+        helper.make_node("Flatten", ["pooled"], ["flat"]),
+        helper.make_node("Gemm", ["flat", "matrix"], ["embeddings"], transB=1),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "tiny",
+        [helper.make_tensor_value_info("images", TensorProto.FLOAT, [batch, 3, 112, 112])],
+        [helper.make_tensor_value_info("embeddings", TensorProto.FLOAT, [batch, 4])],
+        [numpy_helper.from_array(matrix, "matrix")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    model.ir_version = 9
+    onnx.save(model, str(path))
+    return matrix
+
+
+@pytest.mark.parametrize("batch", ["n", 1, 4])
+def test_an_onnx_file_is_a_network_whatever_its_batch(tmp_path: Path, batch: int | str):
+    matrix = _onnx_file(tmp_path / "net.onnx", batch)
+    images = torch.rand(6, 3, 112, 112)
+    found = _network(tmp_path / "net.onnx")(images)
+    torch.testing.assert_close(found, images.mean((2, 3)) @ torch.from_numpy(matrix).T, rtol=1e-4, atol=1e-5)
+
+
+def test_a_damaged_onnx_file_is_one_line(tmp_path: Path):
+    (tmp_path / "net.onnx").write_bytes(b"nothing of the kind")
+    with pytest.raises(ValueError, match=r"net\.onnx: onnxruntime cannot read it"):
+        _network(tmp_path / "net.onnx")
+
+
+def test_a_torchscript_program_gives_what_the_network_gives(tmp_path: Path, weights: Path):
+    model = _network(weights, backbone="r18").eval()
+    torch.jit.trace(model, torch.zeros(2, 3, 112, 112)).save(str(tmp_path / "net.pt"))
+    images = torch.rand(3, 3, 112, 112) * 2 - 1
+    torch.testing.assert_close(_network(tmp_path / "net.pt")(images), model(images), rtol=1e-4, atol=1e-5)
+
+
+def test_an_exported_program_gives_what_the_network_gives(tmp_path: Path):
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 4))
+    batch = torch.export.Dim("batch", min=1, max=64)
+    torch.export.save(
+        torch.export.export(model, (torch.zeros(2, 3, 112, 112),), dynamic_shapes=({0: batch},)), tmp_path / "n.pt2"
+    )
+    found = _network(tmp_path / "n.pt2")
+    plain, mirrored = embed_images(found, lambda index: picture(index), 5, ALONE, batch_size=3)
+    expected, _ = embed_images(model, lambda index: picture(index), 5, ALONE)
+    np.testing.assert_allclose(plain, expected, atol=1e-5)
+    np.testing.assert_allclose(mirrored, expected, atol=1e-5)  # means do not see mirrors
+
+
+def test_other_channels_and_scales_are_translated():
+    pixels = torch.randint(0, 256, (2, 112, 112, 3), dtype=torch.uint8)
+    seen: list[torch.Tensor] = []
+
+    class Spy(nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            seen.append(images)
+            return images
+
+    OtherInput(Spy(), bgr=True, mean=100.0, std=50.0)(normalise(pixels))
+    expected = (pixels.flip(3).permute(0, 3, 1, 2).float() - 100) / 50
+    torch.testing.assert_close(seen[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name, content", [("w.pth", b"PK nothing"), ("w.pt", b"x"), ("n.pt2", b"x"), ("", b"")])
+def test_files_that_are_no_network(tmp_path: Path, name: str, content: bytes):
+    path = tmp_path / (name or "missing")
+    if name:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"cannot be read|refused|not an exported program|no run folder"):
+        _network(path, backbone="r18")
+
+
+# ---- IJB
+
+
+def _ijb(root: Path, images: int = 24, templates: int = 8) -> Path:
+    rng = np.random.default_rng(0)
+    (root / "meta").mkdir(parents=True)
+    (root / "loose_crop").mkdir()
+    lines, points = [], []
+    for number in range(images):
+        (root / "loose_crop" / f"{number}.jpg").write_bytes(jpeg(picture(number, 160)))
+        lines.append(f"{number}.jpg {number % templates + 1} {number // 5}\n")
+        values = (TEMPLATE + 20 + rng.normal(size=(5, 2))).round(3)
+        points.append(f"{number}.jpg {' '.join(map(str, values.ravel()))} {rng.uniform(0.5, 1):.3f}\n")
+    pairs = [(a, b, int((a + b) % 3 == 0)) for a in range(1, templates + 1) for b in range(a, templates + 1)]
+    (root / "meta" / "ijbc_face_tid_mid.txt").write_text("".join(lines))
+    (root / "meta" / "ijbc_name_5pts_score.txt").write_text("".join(points))
+    (root / "meta" / "ijbc_template_pair_label.txt").write_text("".join(f"{a} {b} {c}\n" for a, b, c in pairs))
+    return root
+
+
+def test_ijb_from_pictures_to_scores_equals_a_slow_walk(tmp_path: Path, weights: Path):
+    root = _ijb(tmp_path / "IJBC")
+    arguments = [
+        str(weights),
+        "--root",
+        str(root),
+        "--scores",
+        str(tmp_path / "scores.npy"),
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
+    assert evaluate_ijb.main([*arguments, *SMALL]) == 0
+    model = _network(weights, backbone="r18")
+    rows = [line.split() for line in (root / "meta/ijbc_name_5pts_score.txt").read_text().splitlines()]
+    where = [line.split() for line in (root / "meta/ijbc_face_tid_mid.txt").read_text().splitlines()]
+
+    def face(index: int) -> np.ndarray:
+        return evaluate_ijb.read_face(root / "loose_crop" / rows[index][0], np.array(rows[index][1:11], float).reshape(5, 2))
+
+    plain, mirrored = embed_images(model, face, 24, ALONE)
+    vectors = {}
+    for template in range(1, 9):
+        media: dict[str, list[np.ndarray]] = {}
+        for index, (_, tid, mid) in enumerate(where):
+            if int(tid) == template:
+                media.setdefault(mid, []).append((plain[index] + mirrored[index]) * float(rows[index][11]))
+        total = sum(np.mean(features, axis=0) for features in media.values())
+        vectors[template] = total / np.linalg.norm(total)
+    triples = np.loadtxt(root / "meta/ijbc_template_pair_label.txt", dtype=int)
+    expected = [vectors[a] @ vectors[b] for a, b, _ in triples.tolist()]
+    np.testing.assert_allclose(np.load(tmp_path / "scores.npy"), expected, atol=1e-5)
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["pairs"] == 36 and report["genuine"] == int(triples[:, 2].sum()) and "identification" not in report
+
+
+def test_ijb_searches_its_galleries_where_they_are(tmp_path: Path, weights: Path):
+    root = _ijb(tmp_path / "IJBC")
+    for part, templates in (("gallery_G1", (1, 2)), ("gallery_G2", (3, 4)), ("probe_mixed", (1, 2, 3, 4, 5, 6))):
+        text = "TEMPLATE_ID,SUBJECT_ID,FILENAME\n" + "".join(f"{t},{100 + t},x.jpg\n{t},{100 + t},y.jpg\n" for t in templates)
+        (root / "meta" / f"ijbc_1N_{part}.csv").write_text(text)
+    assert evaluate_ijb.main([str(weights), "--root", str(root), "--json", str(tmp_path / "out.json"), *SMALL]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())["identification"]
+    assert found["rank_1"] == 1.0 and found["tpir_at_fpir_0.01"] is None  # a template finds itself; four strangers tell little
+
+
+def test_ijb_without_its_lists_is_one_line(tmp_path: Path, weights: Path, capsys: pytest.CaptureFixture[str]):
+    assert evaluate_ijb.main([str(weights), "--root", str(tmp_path), *SMALL]) == 1
+    assert "must hold ijbb_face_tid_mid.txt or ijbc_face_tid_mid.txt" in capsys.readouterr().err
+    root = _ijb(tmp_path / "IJBC")
+    (root / "loose_crop" / "7.jpg").unlink()
+    assert evaluate_ijb.main([str(weights), "--root", str(root), *SMALL]) == 1
+    assert "7.jpg: cannot be read" in capsys.readouterr().err
+
+
+# ---- galleries
+
+
+def test_pictures_of_the_gallery_find_themselves_and_strangers_are_counted(tmp_path: Path, weights: Path):
+    for number in range(6):
+        (tmp_path / f"{number}.jpg").write_bytes(jpeg(picture(number)))
+    (tmp_path / "one.txt").write_text("0.jpg 10\n1.jpg 11\n")
+    (tmp_path / "two.txt").write_text("2.jpg 12\n3.jpg 10\n")
+    (tmp_path / "probes.txt").write_text("1.jpg 11\n3.jpg 10\n4.jpg 77\n2.jpg 12\n")
+    galleries = [str(tmp_path / "one.txt"), str(tmp_path / "two.txt")]
+    arguments = ["--gallery", *galleries, "--probes", str(tmp_path / "probes.txt"), "--json", str(tmp_path / "out.json")]
+    assert identify.main([str(weights), *arguments, *SMALL]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["gallery_images"], found["gallery_people"]) == (4, 3)
+    assert (found["probes_with_mate"], found["probes_without"]) == (3, 1)
+    assert found["rank_1"] == 1.0 and found["tpir_at_fpir_0.1"] is None
+
+
+def test_folders_of_people_are_known_by_their_names(tmp_path: Path, weights: Path):
+    for side, people in (("gallery", ("ann", "ben", "cy")), ("probes", ("ben", "dora"))):
+        for person in people:
+            (tmp_path / side / person).mkdir(parents=True)
+            (tmp_path / side / person / "1.jpg").write_bytes(jpeg(picture(ord(person[0]))))
+    arguments = [
+        "--gallery",
+        str(tmp_path / "gallery"),
+        "--probes",
+        str(tmp_path / "probes"),
+        "--json",
+        str(tmp_path / "o.json"),
+    ]
+    assert identify.main([str(weights), *arguments, *SMALL]) == 0
+    found = json.loads((tmp_path / "o.json").read_text())
+    assert found["probes_with_mate"] == 1 and found["probes_without"] == 1 and found["rank_1"] == 1.0
+    assert decode_rgb((tmp_path / "gallery/ann/1.jpg").read_bytes()).shape == (112, 112, 3)
