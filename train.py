@@ -8,7 +8,6 @@ Shapes: b = images of this rank in one micro-batch, A = micro-batches per optimi
 import argparse
 import contextlib
 import itertools
-import json
 import math
 import sys
 import time
@@ -26,8 +25,9 @@ from data import build_dataset
 from data.augment import Augment, prepare
 from data.loader import Loader
 from data.sampler import SampleOrder, check_batch
-from eval.evaluate import evaluate, load_pair_sets
+from eval.evaluate import check_metric, evaluate, load_pair_sets, selection_score
 from eval.figures import overview
+from eval.html_report import write_summary
 from eval.report import as_json, format_table
 from losses import build_margin
 from losses.first_loss import expected_first_loss
@@ -36,7 +36,7 @@ from utils import checkpoint as ckpt
 from utils import distributed
 from utils.distributed import SharedError, World, together
 from utils.log import RunLog, Speed, peak_memory_gib
-from utils.optim import AUTOCAST, LossScaler, build_optimizer, finish_gradients, load_optimizer
+from utils.optim import AUTOCAST, LossScaler, build_optimizer, finish_gradients, is_finite, load_optimizer
 from utils.program import guarded, prepare_run_folder
 from utils.randomness import derive
 from utils.schedule import learning_rate
@@ -55,6 +55,7 @@ def train(config: EasyDict) -> None:
                 check_batch(batch_size, accumulation, world.world_size)
                 dataset = build_dataset(data, config.run.seed, cache)
                 pair_sets = load_pair_sets(config.eval.path or data.path, config.eval.targets)
+                check_metric(pair_sets, config.eval.metric)
     order = SampleOrder(
         dataset.num_images, batch_size, config.run.seed, data.flip, data.shuffle, data.block, data.window, dataset.draw
     )
@@ -120,7 +121,7 @@ def train(config: EasyDict) -> None:
             return
 
         def score(step: int) -> float | None:
-            """Evaluate all sets after `step` optimizer steps; return the mean accuracy."""
+            """Evaluate all sets after `step` optimizer steps; return what checkpoints are compared by."""
             if not pair_sets:
                 return None
             started = time.perf_counter()
@@ -130,13 +131,14 @@ def train(config: EasyDict) -> None:
             for name, numbers in as_json(results).items():
                 log.record(step, name, {k: v for k, v in numbers.items() if k in ("accuracy", "eer", "auc", "xnorm")})
             log.info(f"evaluation after step {step}, {time.perf_counter() - started:.1f} s\n{format_table(results)}")
-            if step == total_steps and world.rank == 0:
-                (folder / "results.json").write_text(json.dumps(as_json(results), indent=1))
-                (folder / "results.md").write_text(format_table(results, markdown=True) + "\n")
-                (folder / "verification.png").write_bytes(overview(results, f"{config.run.name} after step {step}"))
-            return sum(result.accuracy for result in results.values()) / len(results)
+            if world.rank == 0:
+                title = f"{config.run.name} after step {step}"
+                log.picture(step, "verification", overview(results, title))
+                if step == total_steps:
+                    write_summary(folder, title, results)
+            return selection_score(results, config.eval.metric)
 
-        def save(step: int, mean_accuracy: float | None) -> None:
+        def save(step: int, selection: float | None) -> None:
             distributed.broadcast_module(backbone, world)
             ckpt.save_checkpoint(
                 folder,
@@ -145,7 +147,7 @@ def train(config: EasyDict) -> None:
                 head.shard_state(),
                 (head.start, head.stop),
                 {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()},
-                {**facts, "score": mean_accuracy},
+                {**facts, "score": selection},
                 world,
             )
             ckpt.prune_checkpoints(folder, config.checkpoint.keep_last, world)
@@ -226,9 +228,16 @@ def train(config: EasyDict) -> None:
                     for line in itertools.chain(*distributed.all_gather_objects(dataset.news(), world)):
                         log.warn(line)
             pause = time.perf_counter()
-            mean_accuracy = score(done) if is_due(done, config.eval.every, total_steps) else None
+            selection = None
+            if is_due(done, config.eval.every, total_steps if config.eval.at_end else 0):
+                try:
+                    selection = score(done)
+                except ValueError:  # on every rank; what was trained is not lost with it, unless it is worth nothing
+                    if is_finite(backbone):
+                        save(done, None)
+                    raise
             if is_due(done, config.checkpoint.every, total_steps):
-                save(done, mean_accuracy)
+                save(done, selection)
             speed.pause(time.perf_counter() - pause)
 
         # ---- finish

@@ -23,6 +23,7 @@ CHOICES = {
     "head.kernels": ("auto", "plain"),
     "optimizer.name": ("sgd", "adamw"),
     "train.precision": ("fp32", "bf16", "fp16"),
+    "eval.metric": ("accuracy", "auc", "eer", "tar@1e-1", "tar@1e-2", "tar@1e-3", "tar@1e-4", "tar@1e-5", "tar@1e-6"),
 }
 
 # key -> (smallest, largest or None); both ends allowed

@@ -1,7 +1,7 @@
 """Score a network on verification sets: find the sets, embed them on all ranks, compute the numbers."""
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,37 @@ def load_pair_sets(folder: str | Path, targets: Iterable[str]) -> list[PairSet]:
             )
         sets.append(pair_set)
     return sets
+
+
+def check_metric(sets: Iterable[PairSet], metric: str) -> None:
+    """Raise ValueError if a set has too few pairs for `metric` (see `selection_score`)."""
+    for pair_set in sets:
+        impostor = int(np.count_nonzero(~pair_set.same))
+        genuine = len(pair_set.same) - impostor
+        needed = round(1 / float(metric.split("@")[1])) if "@" in metric else int(metric != "accuracy")
+        if impostor < needed or (needed and not genuine):
+            raise ValueError(
+                f"eval.metric={metric} needs {needed} impostor pairs and a genuine one in each set; {pair_set.name} has "
+                f"{impostor} and {genuine}. Choose another metric, or leave the set out"
+            )
+
+
+def selection_score(results: Mapping[str, VerificationResult], metric: str) -> float:
+    """Return the mean over the sets of what checkpoints are chosen by; larger is better.
+
+    Args:
+        metric: accuracy, auc, eer (counted negative), or tar@FAR with a FAR of FAR_TARGETS.
+    """
+    values = []
+    for result in results.values():
+        if "@" in metric:
+            value = result.tar_at_far[metric.split("@")[1]]
+        else:
+            value = {"accuracy": result.accuracy, "auc": result.auc, "eer": None if result.eer is None else -result.eer}[metric]
+        if value is None:
+            raise ValueError(f"eval.metric={metric} cannot be measured with so few pairs")
+        values.append(value)
+    return sum(values) / len(values)
 
 
 def verify_views(pair_set: PairSet, plain: np.ndarray, mirrored: np.ndarray) -> VerificationResult:

@@ -78,6 +78,13 @@ def write_report(folder: Path, title: str, results: Mapping[str, VerificationRes
     page.write(folder / "report.html")
 
 
+def write_summary(folder: Path, title: str, results: Mapping[str, VerificationResult]) -> None:
+    """Write results.json, results.md and verification.png into a folder: what a run leaves behind at its end."""
+    (folder / "results.json").write_text(json.dumps(as_json(dict(results)), indent=1))
+    (folder / "results.md").write_text(format_table(dict(results), markdown=True) + "\n")
+    (folder / "verification.png").write_bytes(figures.overview(results, title))
+
+
 _SUMMARY = ("set", "pairs", "accuracy %", "std", "exact thresholds %", "no mirror %", "EER %", "AUC", "min DCF", "norm")
 _SECTIONS = (
     (

@@ -15,12 +15,12 @@ from torch import nn
 from backbones import build_backbone
 from eval.__main__ import main
 from eval.embed import embed_images
-from eval.evaluate import evaluate, load_pair_sets, verify_views
+from eval.evaluate import evaluate, load_pair_sets, selection_score, verify_views
 from eval.figures import overview, roc_curve
 from eval.html_report import write_report
 from eval.pairs import PairSet, write_bin
 from eval.report import as_json, format_table
-from eval.verification import verify
+from eval.verification import fuse_views, verify
 from utils.checkpoint import save_checkpoint
 from utils.distributed import World
 from utils.image import normalise
@@ -194,3 +194,18 @@ def test_a_browser_shows_the_report_without_errors(tmp_path: Path):
     )
     shot = cv2.imread(str(tmp_path / "shot.png"))
     assert shot.shape == (1600, 1100, 3) and shot.std() > 20  # something is drawn
+
+
+def test_what_checkpoints_are_chosen_by():
+    rng = np.random.default_rng(0)
+    same = np.arange(400) % 2 == 0
+    first = fuse_views(rng.normal(size=(400, 8)), rng.normal(size=(400, 8)))
+    second = fuse_views(np.where(same[:, None], first, rng.normal(size=(400, 8))), 0.3 * rng.normal(size=(400, 8)))
+    result = verify(first, second, same, xnorm=1.0)
+    results = {"one": result, "two": result}
+    assert selection_score(results, "accuracy") == pytest.approx(result.accuracy)
+    assert selection_score(results, "eer") == pytest.approx(-result.eer)
+    assert selection_score(results, "auc") == pytest.approx(result.auc)
+    assert selection_score(results, "tar@1e-2") == pytest.approx(result.tar_at_far["1e-2"])
+    with pytest.raises(ValueError, match="cannot be measured"):
+        selection_score(results, "tar@1e-3")

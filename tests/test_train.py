@@ -17,7 +17,7 @@ import torch
 import train
 from data.recordio import RecordWriter, pack
 from eval.pairs import write_bin
-from utils.checkpoint import list_checkpoints, read_backbone, read_tensors, softmax_reader
+from utils.checkpoint import list_checkpoints, read_backbone, read_manifest, read_tensors, softmax_reader
 
 ROOT = Path(train.__file__).parent
 NUM_CLASSES, NUM_IMAGES = 12, 60
@@ -270,6 +270,49 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(
     assert "is not finite in step" in error or "the loss is" in error
     for path in list_checkpoints(tmp_path / "tiny"):
         assert all(tensor.isfinite().all() for tensor in read_tensors(path / "backbone.safetensors").values())
+
+
+def test_a_failed_evaluation_names_its_set_and_loses_nothing(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    whole = train.evaluate
+
+    def broken(*arguments: object) -> object:
+        raise ValueError("evaluation of tiny: image 3: cannot be decoded")
+
+    monkeypatch.setattr(train, "evaluate", broken)
+    overrides = ["eval.every=6", "checkpoint.every=0"]
+    assert train.main(_arguments(dataset, tmp_path, *overrides)) == 1
+    assert "evaluation of tiny: image 3" in capsys.readouterr().err
+    assert [path.name for path in list_checkpoints(tmp_path / "tiny")] == ["step_00000006"]
+    monkeypatch.setattr(train, "evaluate", whole)
+    assert train.main(_arguments(dataset, tmp_path, *overrides)) == 0
+    (tmp_path / "other").mkdir()
+    assert train.main(_arguments(dataset, tmp_path / "other", *overrides)) == 0
+    ends = [_final_weights(folder / "tiny") for folder in (tmp_path, tmp_path / "other")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
+
+
+def test_the_best_checkpoint_is_best_in_what_was_asked(dataset: Path, tmp_path: Path):
+    overrides = ["eval.metric=eer", "eval.every=4", "train.epochs=3"]
+    assert train.main(_arguments(dataset, tmp_path, *overrides)) == 0
+    errors = {step: record["eer"] for step, record in _metrics(tmp_path / "tiny", "tiny").items()}
+    scores = {int(path.name[5:]): read_manifest(path)["score"] for path in list_checkpoints(tmp_path / "tiny")}
+    assert min(errors.values()) == -max(score for score in scores.values() if score is not None)
+    assert all(scores[step] == -errors[step] for step in scores if scores[step] is not None)
+
+
+def test_a_metric_that_the_sets_cannot_carry_is_refused_before_training(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert train.main(_arguments(dataset, tmp_path, "eval.metric=tar@1e-2")) == 1
+    assert "eval.metric=tar@1e-2 needs 100 impostor pairs" in capsys.readouterr().err
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_without_evaluation_at_the_end_there_are_no_results(dataset: Path, tmp_path: Path):
+    assert train.main(_arguments(dataset, tmp_path, "eval.at_end=false", "eval.every=0", "train.max_steps=2")) == 0
+    assert not (tmp_path / "tiny" / "results.json").exists() and len(list_checkpoints(tmp_path / "tiny")) == 1
 
 
 def test_published_config_takes_three_steps_on_synthetic_data(tmp_path: Path):

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import cv2
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -92,6 +94,12 @@ class RunLog:
             for name, value in numbers.items():
                 if isinstance(value, (int, float)):
                     self.board.add_scalar(f"{kind}/{name}", value, step)
+
+    def picture(self, step: int, name: str, png: bytes) -> None:
+        """Show a PNG in TensorBoard."""
+        if self.board is not None:
+            pixels = cv2.imdecode(np.frombuffer(png, np.uint8), cv2.IMREAD_COLOR_RGB)
+            self.board.add_image(name, pixels, step, dataformats="HWC")
 
 
 class Speed:

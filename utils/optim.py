@@ -94,3 +94,8 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, float]) -> None:
         if self.enabled:
             self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+
+
+def is_finite(module: nn.Module) -> bool:
+    """Return whether all parameters and buffers of a module are finite."""
+    return all(bool(tensor.isfinite().all()) for tensor in module.state_dict().values() if tensor.is_floating_point())
