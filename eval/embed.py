@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from utils.distributed import World, all_gather_rows, together
 from utils.image import normalise
 
+_CPU_VIEWS = 16  # that pass through the network at once on a CPU: their activations stay in its cache, twice as fast as 512
+
 
 def embed_images(
     model: nn.Module,
@@ -81,7 +83,8 @@ def _embed(
             pixels = torch.from_numpy(images).to(world.device)
             views = normalise(torch.cat([pixels, pixels.flip(2)]))
             with torch.autocast(world.device.type, dtype=autocast, enabled=autocast is not None):
-                embeddings = model(views).float()
+                parts = views.split(len(views) if world.device.type == "cuda" else _CPU_VIEWS)
+                embeddings = torch.cat([model(part).float() for part in parts])
             blocks.append(reduce(torch.stack(embeddings.chunk(2), dim=1)))
             progress(len(images))
     if not blocks:  # more ranks than images

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +16,16 @@ from torch import nn
 
 from backbones import build_backbone
 from eval.embed import embed_images
+from eval.pairs import PairSet
+from eval.verification import fuse_views, verify
 from scripts import evaluate_ijb, identify
 from scripts.networks import OtherInput, load_network
+from scripts.plain_eval import plain_embed, plain_numbers
 from utils.alignment import TEMPLATE
 from utils.distributed import World
 from utils.image import decode_rgb, normalise
 
+ROOT = Path(__file__).parent.parent
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 SMALL = ["--backbone", "r18", "--embedding-size", "16", "--width", "0.125", "--device", "cpu"]
 
@@ -238,3 +244,41 @@ def test_folders_of_people_are_known_by_their_names(tmp_path: Path, weights: Pat
     found = json.loads((tmp_path / "o.json").read_text())
     assert found["probes_with_mate"] == 1 and found["probes_without"] == 1 and found["rank_1"] == 1.0
     assert decode_rgb((tmp_path / "gallery/ann/1.jpg").read_bytes()).shape == (112, 112, 3)
+
+
+# ---- the benchmark's rival
+
+
+def test_the_plain_way_finds_the_same_accuracies_and_embeddings(weights: Path):
+    rng = np.random.default_rng(0)
+    images = [jpeg(picture(number)) for number in range(14)]
+    pairs = PairSet("tiny", images, rng.integers(0, 14, 20), rng.integers(0, 14, 20), np.arange(20) % 2 == 0)
+    model = _network(weights, backbone="r18").eval()
+    rows = plain_embed(model, pairs)
+    fused = fuse_views(*embed_images(model, pairs.decode, 14, ALONE))
+    np.testing.assert_allclose(rows[0::2], fused[pairs.first], atol=1e-5)
+    np.testing.assert_allclose(rows[1::2], fused[pairs.second], atol=1e-5)
+    accuracies, _ = plain_numbers(rows, pairs.same)
+    np.testing.assert_array_equal(accuracies, verify(rows[0::2], rows[1::2], pairs.same, xnorm=1.0).accuracy_per_fold)
+
+
+def test_the_benchmark_of_evaluation_reports_its_figures(tmp_path: Path):
+    arguments = [
+        "--pairs",
+        "10",
+        "--rounds",
+        "1",
+        "--batch-size",
+        "4",
+        "--processes",
+        "2",
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.benchmark_eval", *arguments], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["numbers"]["ratio"] > 1 and found["embedding"]["ours_seconds"] > 0
+    assert 0 < found["embedding"]["ours_share"] < 1
