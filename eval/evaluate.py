@@ -11,27 +11,30 @@ from torch import nn
 from utils.distributed import World
 
 from .embed import embed_images
-from .pairs import PairSet, read_bin
+from .pair_files import SUFFIXES, read_pairs
+from .pairs import PairSet
 from .verification import VerificationResult, fuse_views, mean_norm, pair_distances, row_norms, verify
 
 NUM_FOLDS = 10
 
 
 def load_pair_sets(folder: str | Path, targets: Iterable[str]) -> list[PairSet]:
-    """Return the verification sets folder/TARGET.bin, read and checked, so that training does not start without them.
+    """Return the verification sets folder/TARGET.bin (or .safetensors, .csv), checked, so that none is found missing later.
 
     Raises:
         ValueError: a set is missing, is no verification set, or has fewer pairs than folds.
     """
     sets = []
     for name in targets:
-        path = Path(folder) / f"{name}.bin"
-        if not path.is_file():
-            present = sorted(p.stem for p in Path(folder).glob("*.bin"))
+        path = next((p for suffix in SUFFIXES if (p := Path(folder) / f"{name}{suffix}").is_file()), None)
+        if path is None:
+            present = sorted({p.stem for suffix in SUFFIXES for p in Path(folder).glob(f"*{suffix}")})
             near = difflib.get_close_matches(name, present, n=1)
             hint = f"Did you mean {near[0]!r}? " if near else f"The folder has {', '.join(present)}. " if present else ""
-            raise ValueError(f"eval.targets: no file {path}. {hint}Put it there, or drop {name!r} from eval.targets")
-        pair_set = read_bin(path, name)
+            raise ValueError(
+                f"eval.targets: no file {Path(folder) / name}.bin. {hint}Put it there, or drop {name!r} from eval.targets"
+            )
+        pair_set = read_pairs(path, name)
         if len(pair_set.same) < NUM_FOLDS:
             raise ValueError(
                 f"eval.targets: {path} has {len(pair_set.same)} pairs; {NUM_FOLDS}-fold accuracy needs {NUM_FOLDS}"

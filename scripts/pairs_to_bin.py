@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from data.datasets import open_set
+from eval.pair_files import read_csv, read_lines
 from eval.pairs import write_bin
 from eval.sample_pairs import FOLDS, sample_pairs
 from utils.image import IMAGE_SIZE, decode_rgb
@@ -111,7 +112,7 @@ def read_lfw(folder: Path, path: Path) -> list[Pair]:
         return next((file for file in found if file.is_file()), found[0])
 
     pairs: list[Pair] = []
-    lines = _lines(path)
+    lines = read_lines(path)
     for number, line in enumerate(lines[1:], 2):
         words = line.split()
         if len(words) == 3 and words[1].isdigit() and words[2].isdigit():
@@ -139,7 +140,7 @@ def read_cfp(folder: Path, kind: str) -> list[Pair]:
         raise ValueError(f"{protocol / 'Split' / kind}: no such folder of splits 01 to 10")
     for split in splits:
         for name, same in (("same.txt", True), ("diff.txt", False)):
-            for number, line in enumerate(_lines(split / name), 1):
+            for number, line in enumerate(read_lines(split / name), 1):
                 words = line.replace(",", " ").split()
                 if not words:
                     continue
@@ -156,35 +157,13 @@ def read_cfp(folder: Path, kind: str) -> list[Pair]:
 def _cfp_list(folder: Path, path: Path) -> dict[int, Path]:
     """Return the pictures by number; the list's own paths start with ../Data, aligned copies may lie anywhere below folder."""
     found = {}
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(read_lines(path), 1):
         words = line.split(None, 1)
         if len(words) == 2 and words[0].isdigit():
             found[int(words[0])] = folder / re.sub(r"^(\.\./)+", "", words[1].strip())
         elif words:
             raise ValueError(f"{path}: line {number} must be 'number path', got '{line.strip()}'")
     return found
-
-
-def read_csv(folder: Path, path: Path) -> list[Pair]:
-    """Return the pairs of a list "path1,path2,same"; the separator is a comma, a tab or blanks."""
-    pairs: list[Pair] = []
-    for number, line in enumerate(_lines(path), 1):
-        separator = "," if "," in line else "\t" if "\t" in line else None
-        words = [word.strip() for word in line.split(separator)]
-        if len(words) == 3 and words[2].lower() in ("0", "1", "true", "false"):
-            pairs.append((folder / words[0], folder / words[1], words[2].lower() in ("1", "true")))
-        elif line.strip() and (number > 1 or len(words) != 3 or any(letter.isdigit() for letter in words[2])):
-            raise ValueError(f"{path}: line {number} must be 'path1,path2,same', same 0 or 1, got '{line.strip()}'")
-    if not pairs:
-        raise ValueError(f"{path}: names no pair; each line must be 'path1,path2,same', same 0 or 1")
-    return pairs
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'no UTF-8 text'}") from None
 
 
 if __name__ == "__main__":

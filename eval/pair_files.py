@@ -1,0 +1,109 @@
+"""Verification sets in other files than .bin: a list of pairs beside its pictures, and a container without pickles.
+
+NAME.csv            lines "path1,path2,same", paths relative to the folder of the file
+NAME.safetensors    bytes (B,) uint8, all distinct images one after another; ends (N,) int64, where each one ends in it; first
+                    and second (P,) int64, the images of each pair; same (P,) bool
+Shapes: N = distinct images, P = pairs, B = bytes of all images.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from .pairs import PairSet, read_bin
+
+SUFFIXES = (".bin", ".safetensors", ".csv")
+_TYPES = {"bytes": np.uint8, "ends": np.int64, "first": np.int64, "second": np.int64, "same": np.bool_}
+
+
+def read_pairs(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
+    """Return the pairs of a .bin, .safetensors or .csv file; nothing in it is executed.
+
+    Raises:
+        ValueError: one line that names the file and what is wrong with it.
+    """
+    suffix = Path(path).suffix
+    if suffix == ".safetensors":
+        return read_safetensors(path, name)
+    return read_list(path, name) if suffix == ".csv" else read_bin(path, name)
+
+
+def write_safetensors(path: str | os.PathLike[str], pairs: PairSet) -> None:
+    """Write a set into the container without pickles; the file appears when it is complete."""
+    lengths = np.array([len(image) for image in pairs.images], dtype=np.int64)
+    tensors: dict[str, np.ndarray] = {
+        "bytes": np.frombuffer(b"".join(pairs.images), dtype=np.uint8),
+        "ends": np.cumsum(lengths),
+        "first": np.ascontiguousarray(pairs.first, dtype=np.int64),
+        "second": np.ascontiguousarray(pairs.second, dtype=np.int64),
+        "same": np.ascontiguousarray(pairs.same, dtype=np.bool_),
+    }
+    unfinished = f"{os.fspath(path)}.unfinished"
+    save_file(tensors, unfinished)
+    os.replace(unfinished, path)
+
+
+def read_safetensors(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
+    """Return the pairs of a container that `write_safetensors` wrote, all of it checked."""
+    try:
+        found = load_file(path)
+    except OSError as error:
+        raise ValueError(f"{path}: the verification set cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a verification set: {str(error).splitlines()[0]}") from None
+    for key, kind in _TYPES.items():
+        if key not in found or found[key].dtype != kind or found[key].ndim != 1:
+            raise ValueError(f"{path}: not a verification set: it must hold {key}, one axis of {np.dtype(kind)}")
+    ends, first, second, same = (found[key] for key in ("ends", "first", "second", "same"))
+    count = len(ends)
+    begins = np.concatenate([[0], ends[:-1]])
+    if not count or (ends <= begins).any() or int(ends[-1]) != len(found["bytes"]):
+        raise ValueError(f"{path}: not a verification set: ends must rise to the number of bytes, {len(found['bytes'])}")
+    if not len(same) or not len(first) == len(second) == len(same):
+        raise ValueError(f"{path}: not a verification set: first, second and same must have one entry for each pair")
+    if min(first.min(), second.min()) < 0 or max(first.max(), second.max()) >= count:
+        raise ValueError(f"{path}: not a verification set: first and second must name images 0 to {count - 1}")
+    data = found["bytes"].tobytes()
+    images = [data[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+    return PairSet(name or Path(path).stem, images, first, second, same)
+
+
+def read_list(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
+    """Return the pairs of a list of pictures; each picture is read once."""
+    pairs = read_csv(Path(path).parent, Path(path))
+    index_of: dict[bytes, int] = {}
+    number_of: dict[Path, int] = {}
+    for picture in dict.fromkeys([pair[0] for pair in pairs] + [pair[1] for pair in pairs]):
+        try:
+            number_of[picture] = index_of.setdefault(picture.read_bytes(), len(index_of))
+        except OSError as error:
+            raise ValueError(f"{path}: {picture} cannot be read: {error.strerror}") from None
+    first = np.array([number_of[pair[0]] for pair in pairs], dtype=np.int64)
+    second = np.array([number_of[pair[1]] for pair in pairs], dtype=np.int64)
+    return PairSet(name or Path(path).stem, list(index_of), first, second, np.array([pair[2] for pair in pairs], dtype=bool))
+
+
+def read_csv(folder: Path, path: Path) -> list[tuple[Path, Path, bool]]:
+    """Return the pairs of a list "path1,path2,same"; the separator is a comma, a tab or blanks."""
+    pairs: list[tuple[Path, Path, bool]] = []
+    for number, line in enumerate(read_lines(path), 1):
+        separator = "," if "," in line else "\t" if "\t" in line else None
+        words = [word.strip() for word in line.split(separator)]
+        if len(words) == 3 and words[2].lower() in ("0", "1", "true", "false"):
+            pairs.append((folder / words[0], folder / words[1], words[2].lower() in ("1", "true")))
+        elif line.strip() and (number > 1 or len(words) != 3 or any(letter.isdigit() for letter in words[2])):
+            raise ValueError(f"{path}: line {number} must be 'path1,path2,same', same 0 or 1, got '{line.strip()}'")
+    if not pairs:
+        raise ValueError(f"{path}: names no pair; each line must be 'path1,path2,same', same 0 or 1")
+    return pairs
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a text file."""
+    try:
+        return path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'no UTF-8 text'}") from None
