@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from .figures import roc_curve
 from .verification import VerificationResult
 
 _HEADER = ("set", "pairs", "accuracy %", "threshold", "TAR@FAR=1e-2", "TAR@FAR=1e-3", "EER %", "AUC", "XNorm")
@@ -39,9 +40,20 @@ def as_json(results: dict[str, VerificationResult]) -> dict[str, Any]:
             "xnorm": result.xnorm,
             "num_genuine": int(result.num_genuine),
             "num_impostor": int(result.num_impostor),
+            "roc": _thinned_roc(result),
         }
         for name, result in results.items()
     }
+
+
+def _thinned_roc(result: VerificationResult, points: int = 200) -> dict[str, list[float]]:
+    """Return {"far": [...], "tar": [...]}: the ROC curve at so many values of FAR, spread on a logarithmic axis."""
+    far, tar = roc_curve(result)
+    if result.num_impostor == 0 or result.num_genuine == 0:
+        return {"far": [], "tar": []}
+    wanted = np.unique(np.append(0.0, np.geomspace(1 / result.num_impostor, 1.0, points)))
+    places = np.searchsorted(far, wanted, side="right") - 1  # the largest FAR that is not above
+    return {"far": far[places].tolist(), "tar": tar[places].tolist()}
 
 
 def _row(name: str, result: VerificationResult) -> tuple[str, ...]:

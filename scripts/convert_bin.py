@@ -1,7 +1,7 @@
 """Write verification sets without pickles: python -m scripts.convert_bin lfw.bin cfp_fp.bin --out DIR
 
-NAME.safetensors holds the same images, byte for byte, each distinct one once, and the same pairs in the same order; eval.targets
-takes it by the same NAME. --to bin goes the other way, for tools that know nothing else.
+NAME.safetensors holds the same images, byte for byte, each distinct one once, and the same pairs in the same order;
+eval.targets takes it by the same NAME. --to bin goes the other way, for tools that know nothing else.
 """
 
 import argparse

@@ -1,0 +1,54 @@
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from eval.report import as_json
+from eval.verification import fuse_views, verify
+from scripts import compare_runs
+
+
+def _run(folder: Path, noise: float, steps: int) -> Path:
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    same = np.arange(200) % 2 == 0
+    first = fuse_views(rng.normal(size=(200, 8)), np.zeros((200, 8)))
+    second = fuse_views(np.where(same[:, None], first, rng.normal(size=(200, 8))), noise * rng.normal(size=(200, 8)))
+    results = as_json({"lfw": verify(first, second, same, xnorm=7.0)})
+    (folder / "results.json").write_text(json.dumps(results))
+    lines = [{"step": step, "kind": "train", "loss": 10.0 / step, "lr": 0.1} for step in range(1, steps + 1)]
+    lines += [{"step": steps, "kind": "lfw", "accuracy": results["lfw"]["accuracy"]}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_runs_stand_beside_each_other_and_the_better_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    good, bad = _run(tmp_path / "good", 0.1, 8), _run(tmp_path / "bad", 0.6, 5)
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "results.json").write_text((good / "results.json").read_text())
+    out = tmp_path / "out"
+    assert compare_runs.main([str(good), str(bad), str(tmp_path / "report"), "--out", str(out)]) == 0
+    lines = [line.split("|") for line in (out / "comparison.md").read_text().splitlines()]
+    rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in lines}
+    values = [json.loads((folder / "results.json").read_text())["lfw"] for folder in (good, bad)]
+    best, other = (f"{100 * value['accuracy']:.2f}" for value in values)
+    assert rows["lfw: accuracy %"] == [f"{best} *", other, f"{best} *"]
+    assert rows["lfw: EER %"][0].endswith("*") and not rows["lfw: EER %"][1].endswith("*")
+    assert rows["last loss"] == ["1.2500", "2.0000", ""] and rows["optimizer steps"] == ["8", "5", ""]
+    assert cv2.imread(str(out / "comparison.png")) is not None and "data:image/png" in (out / "comparison.html").read_text()
+
+
+def test_the_thinned_curve_lies_on_the_whole_one(tmp_path: Path):
+    found = json.loads((_run(tmp_path / "run", 0.6, 2) / "results.json").read_text())["lfw"]
+    far, tar = found["roc"]["far"], found["roc"]["tar"]
+    assert far == sorted(far) and tar == sorted(tar) and far[-1] == tar[-1] == 1.0
+    assert all(any(abs(f - k / 100) < 1e-12 for k in range(101)) for f in far)
+    point = next(p for p in found["operating_points"] if p["target"] == "1e-1")
+    assert max(t for f, t in zip(far, tar, strict=True) if f <= 0.1) == pytest.approx(point["tar"])
+
+
+def test_a_folder_without_results_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert compare_runs.main([str(tmp_path)]) == 1
+    assert "neither metrics.jsonl nor results.json" in capsys.readouterr().err
