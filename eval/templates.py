@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 _BLOCK = 1 << 24  # bytes of a text file parsed at once
+_TEMPLATES_AT_ONCE = 1024
 _PAIRS_AT_ONCE = 1 << 14  # so many pairs of 512 float64 numbers take 128 MiB
 
 
@@ -121,17 +122,22 @@ def pool_templates(
     """
     order = np.lexsort((media, templates))
     tids, mids = templates[order], media[order]
-    new_medium = np.concatenate([[True], (tids[1:] != tids[:-1]) | (mids[1:] != mids[:-1])])
-    begins = np.flatnonzero(new_medium)
-    counts = np.diff(np.append(begins, len(order)))
-    weighted = features[order]
-    weighted *= scores[order].astype(features.dtype)[:, None]
-    means = _sum_groups(weighted, begins) / counts[:, None].astype(features.dtype)
-    of_medium = tids[begins]
-    first = np.flatnonzero(np.concatenate([[True], of_medium[1:] != of_medium[:-1]]))
-    pooled = _sum_groups(means, first).astype(np.float64)
-    norms = np.linalg.norm(pooled, axis=1, keepdims=True)
-    return of_medium[first], pooled / np.where(norms == 0, 1, norms)
+    begins = np.flatnonzero(np.concatenate([[True], (tids[1:] != tids[:-1]) | (mids[1:] != mids[:-1])]))  # of each medium
+    first = np.flatnonzero(np.concatenate([[True], np.diff(tids[begins]) != 0]))  # medium of each template
+    ends = np.append(begins, len(order))
+    vectors = np.empty((len(first), features.shape[1]))
+    for start in range(0, len(first), _TEMPLATES_AT_ONCE):
+        stop = min(start + _TEMPLATES_AT_ONCE, len(first))
+        media_here = slice(first[start], first[stop] if stop < len(first) else len(begins))
+        here = ends[media_here.start : media_here.stop + 1]
+        images = order[here[0] : here[-1]]
+        weighted = features[images]
+        weighted *= scores[images].astype(features.dtype)[:, None]
+        means = _sum_groups(weighted, here[:-1] - here[0]) / np.diff(here)[:, None].astype(features.dtype)
+        vectors[start:stop] = _sum_groups(means, first[start:stop] - first[start])
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    vectors /= np.where(norms == 0, 1, norms)
+    return tids[begins[first]], vectors
 
 
 def _sum_groups(rows: np.ndarray, begins: np.ndarray) -> np.ndarray:

@@ -109,7 +109,8 @@ def draw(runs: Sequence[Run]) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import; no window, no global state
     from matplotlib.figure import Figure
 
-    sets = list(dict.fromkeys(name for run in runs for name in run.results))
+    drawn = (name for run in runs for name, found in run.results.items() if found.get("roc", {}).get("far"))
+    sets = list(dict.fromkeys(drawn))
     figure = Figure(figsize=(4.4 * (2 + len(sets)), 3.8), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2 + len(sets), squeeze=False)[0]

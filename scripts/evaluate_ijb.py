@@ -71,7 +71,10 @@ def run(options: argparse.Namespace) -> None:
             bar.update,
         )
     if world.rank == 0:
-        report = evaluate_templates(lists, features, options, name)
+        weights = np.ones_like(lists.scores) if options.no_detector_score else lists.scores
+        numbers, vectors = pool_templates(features, weights, lists.templates, lists.media)
+        del features  # a gigabyte
+        report = evaluate_templates(lists, numbers, vectors, options, name)
         print(f"\n{title} on {name}: {len(lists.images)} images, {len(np.unique(lists.templates))} templates")
         _print(report)
         if options.json:
@@ -95,10 +98,10 @@ def read_face(path: Path, points: np.ndarray) -> np.ndarray:
         raise ValueError(f"{path}: {error}") from None
 
 
-def evaluate_templates(lists: TemplateSet, features: np.ndarray, options: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Return the numbers of 1:1 and, with galleries, of 1:N, from features (N, D)."""
-    weights = np.ones_like(lists.scores) if options.no_detector_score else lists.scores
-    numbers, vectors = pool_templates(features, weights, lists.templates, lists.media)
+def evaluate_templates(
+    lists: TemplateSet, numbers: np.ndarray, vectors: np.ndarray, options: argparse.Namespace, name: str
+) -> dict[str, Any]:
+    """Return the numbers of 1:1 and, with galleries, of 1:N, from template numbers (T,) and vectors (T, D)."""
 
     def bar(chunks: Sequence[int]) -> Iterable[int]:
         return progress(chunks, len(chunks), "scoring", "chunk")

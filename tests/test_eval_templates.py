@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_curve
 
+from eval import templates as templates_module
 from eval.templates import pool_templates, published_tar, read_template_set, score_pairs
 
 
-def test_pooling_is_a_mean_over_media_and_a_sum_over_templates():
+@pytest.mark.parametrize("at_once", [1, 3, 1024])
+def test_pooling_is_a_mean_over_media_and_a_sum_over_templates(at_once: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(templates_module, "_TEMPLATES_AT_ONCE", at_once)
     rng = np.random.default_rng(0)
     features, scores = rng.normal(size=(60, 5)), rng.uniform(0.5, 1, 60)
     templates, media = rng.integers(10, 17, 60), rng.integers(0, 4, 60)
