@@ -70,28 +70,29 @@ def norms(results: Results) -> bytes:
 
 
 def _draw_roc(axis: Any, results: Results) -> None:
-    for name, result in results.items():
+    axis.set_title("ROC (accuracy in the legend)")
+    measurable = _measurable(axis, results)
+    if not measurable:
+        return
+    for name, result in measurable.items():
         far, tar = roc_curve(result)
         axis.step(far, tar, where="post", label=f"{name}: {100 * result.accuracy:.1f} %")
-    axis.set(
-        xscale="log",
-        xlim=(_floor(results), 1),
-        ylim=(0, 1.01),
-        xlabel="FAR",
-        ylabel="TAR",
-        title="ROC (accuracy in the legend)",
-    )
+    axis.set(xscale="log", xlim=(_floor(measurable), 1), ylim=(0, 1.01), xlabel="FAR", ylabel="TAR")
     axis.grid(alpha=0.3, which="both")
     axis.legend(loc="lower right", fontsize=8)
 
 
 def _draw_det(axis: Any, results: Results) -> None:
-    floor = _floor(results)
-    for name, result in results.items():
+    axis.set_title("DET")
+    measurable = _measurable(axis, results)
+    if not measurable:
+        return
+    floor = _floor(measurable)
+    for name, result in measurable.items():
         far, tar = roc_curve(result)
         axis.step(np.maximum(far, floor / 2), np.maximum(1 - tar, floor / 2), where="post", label=name)
     axis.plot([floor, 1], [floor, 1], color="gray", linewidth=0.8, linestyle=":", label="FAR = FRR")
-    axis.set(xscale="log", yscale="log", xlim=(floor, 1), ylim=(floor, 1), xlabel="FAR", ylabel="FRR = 1 - TAR", title="DET")
+    axis.set(xscale="log", yscale="log", xlim=(floor, 1), ylim=(floor, 1), xlabel="FAR", ylabel="FRR = 1 - TAR")
     axis.grid(alpha=0.3, which="both")
     axis.legend(loc="upper right", fontsize=8)
 
@@ -118,9 +119,17 @@ def _draw_similarities(axis: Any, name: str, result: VerificationResult) -> None
     axis.legend(loc="upper left", fontsize=8)
 
 
+def _measurable(axis: Any, results: Results) -> Results:
+    """Return the results that have both kinds of pairs; where there is none, say so on the axis."""
+    found = {name: result for name, result in results.items() if result.num_genuine and result.num_impostor}
+    if not found:
+        axis.text(0.5, 0.5, "needs genuine and impostor pairs", ha="center", va="center")
+    return found
+
+
 def _floor(results: Results) -> float:
     """Return the smallest FAR that any of the sets can show."""
-    return min((1.0 / max(result.num_impostor, 1) for result in results.values()), default=1e-3)
+    return min(0.1, *(1.0 / result.num_impostor for result in results.values()))
 
 
 def _figure(columns: int, width: float, height: float = 3.6) -> tuple[Any, np.ndarray]:

@@ -209,3 +209,22 @@ def test_what_checkpoints_are_chosen_by():
     assert selection_score(results, "tar@1e-2") == pytest.approx(result.tar_at_far["1e-2"])
     with pytest.raises(ValueError, match="cannot be measured"):
         selection_score(results, "tar@1e-3")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["all genuine", "all impostor", "zeros", "all alike", "perfect"])
+def test_odd_sets_get_a_report_too(tmp_path: Path, kind: str):
+    rng = np.random.default_rng(0)
+    images = [cv2.imencode(".png", rng.integers(0, 256, (112, 112, 3), dtype=np.uint8))[1].tobytes() for _ in range(8)]
+    same = {"all genuine": np.ones(12, bool), "all impostor": np.zeros(12, bool)}.get(kind, np.arange(12) % 2 == 0)
+    first = np.arange(12) % 8
+    second = np.where(same, first, (first + 1) % 8)
+    embeddings = {"zeros": np.zeros((8, 4)), "all alike": np.ones((8, 4)), "perfect": np.eye(8)}.get(
+        kind, rng.normal(size=(8, 4))
+    )
+    pair_set = PairSet("odd", images, first, second, same)
+    plain = embeddings.astype(np.float32)
+    result = verify_views(pair_set, plain, plain)
+    write_report(tmp_path, kind, {"odd": result}, [pair_set])
+    json.loads((tmp_path / "results.json").read_text())
+    assert ("not measurable" in (tmp_path / "report.html").read_text()) and (kind != "perfect" or result.accuracy == 1.0)
