@@ -26,9 +26,9 @@ def load_pair_sets(folder: str | Path, targets: Iterable[str]) -> list[PairSet]:
     """
     sets = []
     for name in targets:
-        path = next((p for suffix in SUFFIXES if (p := Path(folder) / f"{name}{suffix}").is_file()), None)
+        path = next((p for suffix in SUFFIXES if _is_set(p := Path(folder) / f"{name}{suffix}")), None)
         if path is None:
-            present = sorted({p.stem for suffix in SUFFIXES for p in Path(folder).glob(f"*{suffix}")})
+            present = sorted({p.stem for suffix in SUFFIXES if suffix for p in Path(folder).glob(f"*{suffix}")})
             near = difflib.get_close_matches(name, present, n=1)
             hint = f"Did you mean {near[0]!r}? " if near else f"The folder has {', '.join(present)}. " if present else ""
             raise ValueError(
@@ -41,6 +41,11 @@ def load_pair_sets(folder: str | Path, targets: Iterable[str]) -> list[PairSet]:
             )
         sets.append(pair_set)
     return sets
+
+
+def _is_set(path: Path) -> bool:
+    """Return whether a verification set may lie here: a file, or for a name without an ending a folder."""
+    return path.is_file() if path.suffix in SUFFIXES[:-1] else path.is_dir()
 
 
 def check_metric(sets: Iterable[PairSet], metric: str) -> None:

@@ -1,6 +1,7 @@
 """Verification sets in other files than .bin: a list of pairs beside its pictures, and a container without pickles.
 
 NAME.csv            lines "path1,path2,same", paths relative to the folder of the file
+NAME/               a sub-folder of pictures for each person: up to 6,000 pairs are drawn, the same ones every time
 NAME.safetensors    bytes (B,) uint8, all distinct images one after another; ends (N,) int64, where each one ends in it; first
                     and second (P,) int64, the images of each pair; same (P,) bool
 Shapes: N = distinct images, P = pairs, B = bytes of all images.
@@ -14,8 +15,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from .pairs import PairSet, read_bin
+from .sample_pairs import FOLDS, most_pairs, sample_pairs
 
-SUFFIXES = (".bin", ".safetensors", ".csv")
+SUFFIXES = (".bin", ".safetensors", ".csv", "")  # the last: a folder of people
+_PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+_SAMPLED = 6000  # pairs, as LFW has
 _TYPES = {"bytes": np.uint8, "ends": np.int64, "first": np.int64, "second": np.int64, "same": np.bool_}
 
 
@@ -26,6 +30,8 @@ def read_pairs(path: str | os.PathLike[str], name: str | None = None) -> PairSet
         ValueError: one line that names the file and what is wrong with it.
     """
     suffix = Path(path).suffix
+    if Path(path).is_dir():
+        return read_folder(path, name)
     if suffix == ".safetensors":
         return read_safetensors(path, name)
     return read_list(path, name) if suffix == ".csv" else read_bin(path, name)
@@ -84,6 +90,27 @@ def read_list(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
     first = np.array([number_of[pair[0]] for pair in pairs], dtype=np.int64)
     second = np.array([number_of[pair[1]] for pair in pairs], dtype=np.int64)
     return PairSet(name or Path(path).stem, list(index_of), first, second, np.array([pair[2] for pair in pairs], dtype=bool))
+
+
+def read_folder(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
+    """Return pairs drawn from a folder with a sub-folder of pictures for each person: balanced, in ten folds."""
+    people = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+    files = [sorted(file for file in (Path(path) / person).rglob("*") if file.suffix.lower() in _PICTURES) for person in people]
+    labels = np.repeat(np.arange(len(people)), [len(found) for found in files])
+    pictures = [file for found in files for file in found]
+    count = min(_SAMPLED, most_pairs(labels, FOLDS, 0)) if len(people) >= 2 * FOLDS else 0
+    if not count:
+        raise ValueError(
+            f"{path}: pairs in {FOLDS} folds need {2 * FOLDS} people or more, some with several pictures, in each fold; it has "
+            f"{len(people)} sub-folders with {len(pictures)} pictures"
+        )
+    first, second, same = sample_pairs(labels, count, FOLDS, 0)
+    used, places = np.unique(np.concatenate([first, second]), return_inverse=True)
+    try:
+        images = [pictures[index].read_bytes() for index in used.tolist()]
+    except OSError as error:
+        raise ValueError(f"{path}: {error.filename} cannot be read: {error.strerror}") from None
+    return PairSet(name or Path(path).name, images, places[:count], places[count:], same)
 
 
 def read_csv(folder: Path, path: Path) -> list[tuple[Path, Path, bool]]:

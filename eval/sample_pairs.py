@@ -10,6 +10,22 @@ import numpy as np
 FOLDS = 10  # of the published protocol, by which every .bin file is scored
 
 
+def most_pairs(labels: np.ndarray, folds: int, seed: int) -> int:
+    """Return how many pairs `sample_pairs` can draw from these labels (n,) at most."""
+    return 2 * folds * min(map(_most_pairs, _deal(labels, folds, np.random.default_rng(seed))))
+
+
+def _deal(labels: np.ndarray, folds: int, rng: np.random.Generator) -> list[list[np.ndarray]]:
+    """Return for each fold the images of each of its identities."""
+    order = np.argsort(labels, kind="stable")
+    _, begins = np.unique(labels[order], return_index=True)
+    members = np.split(order, begins[1:])
+    several = np.array([len(images) > 1 for images in members])
+    # identities with several images and those with one are dealt apart, so that every fold gets its share of both
+    dealt = [rng.permutation(np.flatnonzero(several == kind)) for kind in (True, False)]
+    return [[members[k] for kind in dealt for k in kind[fold::folds].tolist()] for fold in range(folds)]
+
+
 def sample_pairs(labels: np.ndarray, num_pairs: int, folds: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (first (P,) int64, second (P,) int64, same (P,) bool): fold after fold, genuine and impostor in turn.
 
@@ -26,16 +42,10 @@ def sample_pairs(labels: np.ndarray, num_pairs: int, folds: int, seed: int) -> t
     if num_pairs < 1 or folds < 1 or num_pairs % (2 * folds):
         raise ValueError(f"the number of pairs must be a multiple of 2 x {folds} folds (half of each genuine), got {num_pairs}")
     rng = np.random.default_rng(seed)
-    order = np.argsort(labels, kind="stable")
-    identities, begins = np.unique(labels[order], return_index=True)
-    members = np.split(order, begins[1:])
-    several = np.array([len(images) > 1 for images in members])
-    # identities with several images and those with one are dealt apart, so that every fold gets its share of both
-    dealt = [rng.permutation(np.flatnonzero(several == kind)) for kind in (True, False)]
     first: list[int] = []
     second: list[int] = []
     half = num_pairs // (2 * folds)
-    groups = [[members[k] for kind in dealt for k in kind[fold::folds].tolist()] for fold in range(folds)]
+    groups = _deal(labels, folds, rng)
     most = 2 * folds * min(map(_most_pairs, groups))
     for fold, people in enumerate(groups):
         genuine, impostor = _genuine(people, half, rng), _impostor(people, half, rng)
@@ -43,8 +53,9 @@ def sample_pairs(labels: np.ndarray, num_pairs: int, folds: int, seed: int) -> t
             first.append(pair[0])
             second.append(pair[1])
         if len(first) < (fold + 1) * 2 * half:
+            several = sum(len(images) > 1 for group in groups for images in group)
             raise ValueError(
-                f"{len(identities)} identities ({int(several.sum())} of them with several images) in {folds} folds do not give "
+                f"{sum(map(len, groups))} identities ({several} of them with several images) in {folds} folds do not give "
                 f"{half} genuine and {half} impostor pairs in each; ask for at most {most} pairs, or bring more identities"
             )
     same = np.tile([True, False], half * folds)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from data.datasets import open_set
-from eval.pairs import read_bin
+from eval.pair_files import read_pairs
 from utils.image import IMAGE_SIZE
 from utils.parallel import ordered
 from utils.program import guarded
@@ -20,13 +20,19 @@ from utils.program import guarded
 from .face_files import add_threads, progress
 from .set_scan import scan
 
+_PAIRS = (".bin", ".safetensors", ".csv")  # files of verification sets
 _SHOWN = 20  # bad images that are printed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and verify; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.verify_data", description=__doc__.split("\n\n")[0])
-    parser.add_argument("sets", type=Path, nargs="+", help="folders or list files of training sets, and .bin files")
+    parser.add_argument(
+        "sets",
+        type=Path,
+        nargs="+",
+        help="folders or list files of training sets, and .bin, .safetensors or .csv files of pairs",
+    )
     parser.add_argument("--bad", type=Path, help="CSV file for the bad images (of one training set)")
     add_threads(parser)
     options = parser.parse_args(arguments)
@@ -35,12 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def verify(options: argparse.Namespace) -> None:
     """Read all sets; raise ValueError at the end if one of them has a fault."""
-    if options.bad and (len(options.sets) != 1 or options.sets[0].suffix == ".bin"):
+    if options.bad and (len(options.sets) != 1 or options.sets[0].suffix in _PAIRS):
         raise ValueError("--bad lists the images of one training set; give one at a time")
     faults: list[str] = []
     for path in options.sets:
         try:
-            bad = _verify_bin(path, options.threads) if path.suffix == ".bin" else _verify_set(path, options)
+            bad = _verify_pairs(path, options.threads) if path.suffix in _PAIRS else _verify_set(path, options)
         except ValueError as error:
             faults.append(str(error))
             print(f"BAD  {error}")
@@ -74,8 +80,8 @@ def _verify_set(path: Path, options: argparse.Namespace) -> int:
     return len(bad)
 
 
-def _verify_bin(path: Path, threads: int) -> int:
-    pairs = read_bin(path)
+def _verify_pairs(path: Path, threads: int) -> int:
+    pairs = read_pairs(path)
     print(f"{path}: {len(pairs.same)} pairs, {int(pairs.same.sum())} of them genuine, {len(pairs.images)} distinct images")
 
     def read(index: int) -> str:

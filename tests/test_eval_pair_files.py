@@ -78,3 +78,16 @@ def test_a_truncated_container_is_one_line(bin_file: Path, tmp_path: Path):
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(ValueError, match="not a verification set"):
         read_pairs(path)
+
+
+def test_a_folder_of_people_is_a_set_of_drawn_pairs(tmp_path: Path):
+    people = folder_of_people(tmp_path / "mine", [3] * 20)
+    found = load_pair_sets(tmp_path, ["mine"])[0]
+    label_of = {path.read_bytes(): path.parent.name for path in people.rglob("*.jpg")}
+    labels = np.array([label_of[image] for image in found.images])
+    np.testing.assert_array_equal(labels[found.first] == labels[found.second], found.same)
+    assert len(found.same) == 120 and found.same.sum() == 60  # two people of three pictures in a fold: six genuine pairs
+    again = load_pair_sets(tmp_path, ["mine"])[0]
+    assert _same(found, again)
+    with pytest.raises(ValueError, match="need 20 people or more"):
+        read_pairs(folder_of_people(tmp_path / "few", [2] * 5))
