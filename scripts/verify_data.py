@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "sets",
         type=Path,
         nargs="+",
-        help="folders or list files of training sets, and .bin, .safetensors or .csv files of pairs",
+        help="training sets; .bin, .safetensors or .csv files of pairs",
     )
     parser.add_argument("--bad", type=Path, help="CSV file for the bad images (of one training set)")
     add_threads(parser)
