@@ -150,7 +150,7 @@ def train(config: EasyDict) -> None:
                 {**facts, "score": selection},
                 world,
             )
-            ckpt.prune_checkpoints(folder, config.checkpoint.keep_last, world)
+            ckpt.prune_checkpoints(folder, config.checkpoint.keep_last, world, config.checkpoint.keep_every)
 
         if config.eval.at_start and start_step == 0:
             score(0)

@@ -74,6 +74,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "eval.batch_size": (1, None),
     "checkpoint.every": (0, None),
     "checkpoint.keep_last": (1, None),
+    "checkpoint.keep_every": (0, None),
     "log.every": (1, None),
 }
 

@@ -87,6 +87,13 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path):
     assert ckpt.best_checkpoint(ckpt.list_checkpoints(tmp_path)).name == "step_00000002"
 
 
+def test_checkpoints_of_every_so_many_steps_are_kept_for_ever(tmp_path: Path):
+    for step in range(1, 11):
+        _save(tmp_path, ALONE, step=step)
+        ckpt.prune_checkpoints(tmp_path, 2, ALONE, keep_every=4)
+    assert [int(path.name[5:]) for path in ckpt.list_checkpoints(tmp_path)] == [4, 8, 9, 10]
+
+
 @pytest.mark.parametrize("name", ["backbone.safetensors", "softmax_00000_of_00001.safetensors", "trainer.pt"])
 @pytest.mark.parametrize("damage", ["missing", "short", "flipped"])
 def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, name: str, damage: str):

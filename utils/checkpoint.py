@@ -100,14 +100,19 @@ def save_checkpoint(
     return final
 
 
-def prune_checkpoints(run_folder: Path, keep_last: int, world: World) -> None:
-    """Delete all but the newest keep_last checkpoints and the one with the best score; rank 0 acts, all wait."""
+def prune_checkpoints(run_folder: Path, keep_last: int, world: World, keep_every: int = 0) -> None:
+    """Delete all but the newest keep_last checkpoints, the best, and those of every keep_every-th step; rank 0 acts, all wait.
+
+    Args:
+        keep_every: optimizer steps; 0 = none is kept for its step.
+    """
 
     def prune() -> None:
         found = list_checkpoints(run_folder)
         best = best_checkpoint(found)
         for path in found[:-keep_last]:
-            if path != best:
+            kept = keep_every > 0 and int(path.name.removeprefix("step_")) % keep_every == 0
+            if path != best and not kept:
                 # out of sight first: a kill in the middle must not leave half a checkpoint under a final name
                 hidden = path.with_name(f".{path.name}.deleted")
                 path.rename(hidden)

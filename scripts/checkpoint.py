@@ -1,0 +1,188 @@
+"""Look into checkpoints: python -m scripts.checkpoint show|verify|merge|average PATH ...
+
+show      what a checkpoint, or every checkpoint of a run, holds
+verify    sizes and hashes of all files, class slots without a gap; exit status 1 if anything is wrong
+merge     one matrix of class centres in the order of the labels, unit rows, for tools that know no shards
+average   the mean of several backbones as one file of weights ("weight averaging"), for evaluation or fine-tuning
+"""
+
+import argparse
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from partial_fc.shard import slots_of_classes
+from utils.checkpoint import find_checkpoint, list_checkpoints, read_backbone, read_manifest, softmax_reader
+from utils.program import guarded
+
+from .face_files import progress
+
+_ROWS_AT_ONCE = 1 << 16  # class centres
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and do it; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = parser.add_subparsers(dest="what", required=True, metavar="show|verify|merge|average")
+    for name, text in (("show", "what is in it"), ("verify", "is it whole")):
+        kind = kinds.add_parser(name, help=text)
+        kind.add_argument("paths", type=Path, nargs="+", help="checkpoint folders, or run folders for all of their checkpoints")
+    merge = kinds.add_parser("merge", help="one matrix of class centres")
+    merge.add_argument("path", type=Path, help="checkpoint folder, or run folder for its newest")
+    merge.add_argument("out", type=Path, help="file .safetensors (key weight) or .pt (a tensor), (classes, D) float32")
+    average = kinds.add_parser("average", help="the mean of several backbones")
+    average.add_argument("paths", type=Path, nargs="+", help="checkpoint folders of one architecture")
+    average.add_argument("--out", type=Path, required=True, help="file .safetensors or .pt")
+    for kind in (merge, average):
+        kind.add_argument("--overwrite", action="store_true", help="replace the file")
+    options = parser.parse_args(arguments)
+    actions = {"show": show, "verify": verify, "merge": merge_centres, "average": average_backbones}
+    return guarded(lambda: actions[options.what](options))
+
+
+def show(options: argparse.Namespace) -> None:
+    """Print what checkpoints hold."""
+    for path in _all(options.paths):
+        manifest = read_manifest(path)
+        files = manifest["files"]
+        size = sum(int(entry["size"]) for entry in files.values())
+        score = manifest.get("score")
+        print(f"{path}")
+        print(f"  step {manifest['step']}, score {'none' if score is None else f'{score:.4f}'}, {size / 2**20:.1f} MiB")
+        for key, value in manifest.get("identity", {}).items():
+            print(f"  {key:<14}{value}")
+        for name, entry in sorted(files.items()):
+            slots = f"slots {entry['slots'][0]} to {entry['slots'][1] - 1}" if "slots" in entry else ""
+            print(f"  {name:<42}{int(entry['size']) / 2**20:10.1f} MiB  {slots}{_tensors(path / name)}")
+
+
+def _tensors(path: Path) -> str:
+    """Return the names, types and shapes of the rows in a file of class centres, "" for other files."""
+    if not path.name.startswith("softmax_"):
+        return ""
+    with safe_open(path, framework="pt") as file:
+        parts = [(name, file.get_slice(name)) for name in sorted(file.keys())]
+        return "".join(f"; {name} {part.get_dtype()} {tuple(part.get_shape())}" for name, part in parts)
+
+
+def verify(options: argparse.Namespace) -> None:
+    """Check all files of checkpoints; raise ValueError at the end if one has a fault."""
+    faults = []
+    paths = _all(options.paths)
+    for path in paths:
+        found = check(path)
+        print(f"{'BAD ' if found else 'ok  '} {path}{''.join(f'{chr(10)}     {line}' for line in found)}")
+        faults += found
+    if faults:
+        raise ValueError(f"{len(faults)} fault(s) in {len(paths)} checkpoint(s)")
+
+
+def check(checkpoint: Path) -> list[str]:
+    """Return what is wrong with a checkpoint, a line for each fault."""
+    try:
+        manifest = read_manifest(checkpoint)
+    except ValueError as error:
+        return [str(error)]
+    faults = []
+    for name, entry in sorted(manifest["files"].items()):
+        if _sha256(checkpoint / name, int(entry["size"])) != entry["sha256"]:
+            faults.append(f"{name}: its sha256 differs from the manifest's, it is damaged")
+    ranges = sorted(tuple(entry["slots"]) for entry in manifest["files"].values() if "slots" in entry)
+    reached = 0
+    for start, stop in ranges:
+        if start != reached:
+            faults.append(f"class slots {min(start, reached)} to {max(start, reached) - 1} are in no file, or in two")
+        reached = stop
+    classes = manifest.get("identity", {}).get("num_classes", reached)
+    if reached != classes:
+        faults.append(f"class slots {reached} to {classes - 1} are in no file")
+    return faults
+
+
+def _sha256(path: Path, size: int) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file, progress([], size, path.name, "B") as bar:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            bar.update(len(block))
+    return digest.hexdigest()
+
+
+def merge_centres(options: argparse.Namespace) -> None:
+    """Write the class centres of all shards as one matrix, row k for label k."""
+    _check_target(options.out, options.overwrite)
+    checkpoint = find_checkpoint(options.path)
+    identity = read_manifest(checkpoint)["identity"]
+    classes, seed = int(identity["num_classes"]), int(identity["seed"])
+    read = softmax_reader(checkpoint)
+    rows: Tensor | None = None
+    slots = slots_of_classes(np.arange(classes), classes, seed)
+    label_of = torch.empty(classes, dtype=torch.int64)
+    label_of[torch.from_numpy(slots)] = torch.arange(classes)
+    for start in progress(range(0, classes, _ROWS_AT_ONCE), -(-classes // _ROWS_AT_ONCE), "merging", "block"):
+        stop = min(start + _ROWS_AT_ONCE, classes)
+        centres = read(start, stop)["centres"].float()
+        if rows is None:
+            rows = torch.empty(classes, centres.shape[1])
+        rows[label_of[start:stop]] = torch.nn.functional.normalize(centres, eps=1e-12)
+    assert rows is not None
+    _save({"weight": rows}, options.out, rows)
+    print(f"{options.out}: {classes} class centres of {rows.shape[1]} numbers, unit rows, row k for label k")
+
+
+def average_backbones(options: argparse.Namespace) -> None:
+    """Write the mean of the backbones; counters are taken from the last."""
+    _check_target(options.out, options.overwrite)
+    paths = [find_checkpoint(path) for path in options.paths]
+    sums: dict[str, Tensor] = {}
+    last: dict[str, Tensor] = {}
+    for path in paths:
+        last = read_backbone(path)
+        if sums and {name: value.shape for name, value in last.items()} != {name: value.shape for name, value in sums.items()}:
+            raise ValueError(f"{path}: is of another architecture than {paths[0]}; only equal ones have a mean")
+        for name, value in last.items():
+            sums[name] = sums[name] + value.double() if name in sums else value.double()
+    means = {
+        name: (sums[name] / len(paths)).to(value.dtype) if value.is_floating_point() else value for name, value in last.items()
+    }
+    _save(means, options.out, means)
+    print(f"{options.out}: the mean of {len(paths)} backbones")
+
+
+def _all(paths: Sequence[Path]) -> list[Path]:
+    """Return the checkpoints that paths name; a run folder names all of its own."""
+    found: list[Path] = []
+    for path in paths:
+        found += list_checkpoints(path) or [find_checkpoint(path)]
+    return found
+
+
+def _check_target(path: Path, overwrite: bool) -> None:
+    if path.suffix not in (".safetensors", ".pt", ".pth"):
+        raise ValueError(f"{path}: the name must end in .safetensors, .pt or .pth")
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists; add --overwrite to replace it, or choose another name")
+
+
+def _save(tensors: dict[str, Tensor], path: Path, as_pt: Any) -> None:
+    """Write tensors as safetensors, or `as_pt` as torch saves it; the file appears when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    if path.suffix == ".safetensors":
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished)
+    else:
+        torch.save(as_pt, unfinished)
+    unfinished.replace(path)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

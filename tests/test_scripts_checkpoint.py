@@ -1,0 +1,108 @@
+"""The tool for checkpoints, on one that several gloo ranks wrote and on damaged copies of it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from backbones import build_backbone
+from partial_fc.shard import classes_of_slots, shard_range
+from scripts import checkpoint
+from utils.checkpoint import read_backbone, save_checkpoint
+from utils.distributed import World
+
+CLASSES, DIM, SEED = 11, 4, 5
+
+
+def _centres() -> torch.Tensor:
+    """Return rows in slot order, of length k + 1 for slot k."""
+    rows = torch.randn(CLASSES, DIM, generator=torch.Generator().manual_seed(0))
+    return rows / rows.norm(dim=1, keepdim=True) * torch.arange(1, CLASSES + 1)[:, None]
+
+
+def _save(rank: int, world_size: int, folder: str, step: int, shift: float) -> None:
+    torch.manual_seed(0)
+    weights = {
+        k: v + shift if v.is_floating_point() else v + step for k, v in build_backbone("r18", 16, 0.125).state_dict().items()
+    }
+    start, stop = shard_range(CLASSES, rank, world_size)
+    facts = {"identity": {"num_classes": CLASSES, "seed": SEED}, "score": 0.5}
+    world = World(rank, world_size, rank, world_size, torch.device("cpu"))
+    softmax = {"centres": _centres()[start:stop], "momentum": torch.zeros(stop - start, DIM)}
+    save_checkpoint(Path(folder), step, weights, softmax, (start, stop), {"optimizer": {}}, facts, world)
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, run_ranks: Callable[..., None]) -> Path:
+    run_ranks(_save, 3, str(tmp_path / "run"), 7, 0.0)
+    return tmp_path / "run"
+
+
+def test_merged_centres_are_unit_rows_in_the_order_of_the_labels(run_folder: Path, tmp_path: Path):
+    classes = classes_of_slots(np.arange(CLASSES), CLASSES, SEED)
+    expected = torch.empty(CLASSES, DIM)
+    for slot, label in enumerate(classes.tolist()):
+        expected[label] = _centres()[slot] / (slot + 1)
+    assert checkpoint.main(["merge", str(run_folder), str(tmp_path / "all.safetensors")]) == 0
+    torch.testing.assert_close(load_file(tmp_path / "all.safetensors")["weight"], expected)
+    assert checkpoint.main(["merge", str(run_folder), str(tmp_path / "all.pt")]) == 0
+    torch.testing.assert_close(torch.load(tmp_path / "all.pt", weights_only=True), expected)
+    assert checkpoint.main(["merge", str(run_folder), str(tmp_path / "all.pt")]) == 1  # never over what is there
+    assert checkpoint.main(["merge", str(run_folder), str(tmp_path / "all.npy")]) == 1
+
+
+def test_the_mean_of_backbones_loads_and_lies_between_them(tmp_path: Path):
+    for step, shift in ((3, 0.0), (4, 0.5), (8, 1.0)):
+        _save(0, 1, str(tmp_path / "run"), step, shift)
+    paths = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert checkpoint.main(["average", *map(str, paths), "--out", str(tmp_path / "mean.safetensors")]) == 0
+    found, first = load_file(tmp_path / "mean.safetensors"), read_backbone(paths[0])
+    for name, value in first.items():
+        if value.is_floating_point():
+            torch.testing.assert_close(found[name], value + 0.5, rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(found[name], read_backbone(paths[2])[name])
+    build_backbone("r18", 16, 0.125).load_state_dict(found)
+
+
+def test_show_names_what_is_there(run_folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert checkpoint.main(["show", str(run_folder)]) == 0
+    said = capsys.readouterr().out
+    assert "step 7, score 0.5000" in said and "num_classes   11" in said
+    assert "slots 0 to 3; centres F32 (4, 4); momentum F32 (4, 4)" in said and "slots 8 to 10" in said
+
+
+def test_whole_checkpoints_verify_and_every_damage_is_named(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert checkpoint.main(["verify", str(run_folder)]) == 0
+    assert capsys.readouterr().out.startswith("ok")
+
+    def broken(damage: Callable[[Path], object]) -> str:
+        shutil.rmtree(tmp_path / "bad", ignore_errors=True)
+        shutil.copytree(run_folder / "checkpoints" / "step_00000007", tmp_path / "bad")
+        damage(tmp_path / "bad")
+        assert checkpoint.main(["verify", str(tmp_path / "bad")]) == 1
+        return capsys.readouterr().out
+
+    def flip(folder: Path) -> None:
+        data = bytearray((folder / "backbone.safetensors").read_bytes())
+        data[-1] ^= 1
+        (folder / "backbone.safetensors").write_bytes(data)
+
+    def drop_a_shard(folder: Path) -> None:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["files"].pop("softmax_00001_of_00003.safetensors")
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    assert "backbone.safetensors: its sha256 differs" in broken(flip)
+    assert "softmax_00002_of_00003.safetensors is missing" in broken(
+        lambda f: (f / "softmax_00002_of_00003.safetensors").unlink()
+    )
+    assert "class slots 4 to 7 are in no file" in broken(drop_a_shard)
+    assert "cannot be read" in broken(lambda folder: (folder / "manifest.json").write_text("{"))
