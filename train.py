@@ -6,7 +6,6 @@ Shapes: b = images of this rank in one micro-batch, A = micro-batches per optimi
 """
 
 import argparse
-import contextlib
 import itertools
 import math
 import sys
@@ -17,7 +16,6 @@ from pathlib import Path
 import torch
 from easydict import EasyDict
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from backbones import build_backbone
 from configs import as_plain, dump_config, load_config
@@ -34,10 +32,10 @@ from losses.first_loss import expected_first_loss
 from partial_fc import PartialFC, build_head
 from utils import checkpoint as ckpt
 from utils import distributed
-from utils.distributed import SharedError, World, together
+from utils.distributed import SharedError, together
 from utils.log import RunLog, Speed, peak_memory_gib
 from utils.optim import AUTOCAST, LossScaler, build_optimizer, finish_gradients, is_finite, load_optimizer
-from utils.program import guarded, prepare_run_folder
+from utils.program import StoppedError, StopSignal, guarded, prepare_run_folder
 from utils.randomness import derive
 from utils.schedule import learning_rate
 
@@ -102,10 +100,10 @@ def train(config: EasyDict) -> None:
     if resume_from is not None:
         with together(world):
             start_step = restore(resume_from, backbone, head, optimizer, scaler, config)
-    model = as_data_parallel(backbone, world)
+    model = distributed.as_data_parallel(backbone, world)
     set_training(backbone, config.backbone.freeze_norm)
 
-    with RunLog(folder, world.rank, start_step, total_steps) as log:
+    with StopSignal() as stop, RunLog(folder, world.rank, start_step, total_steps) as log:
         log.info(dataset.describe())
         for line in dataset.warnings:
             log.warn(line)
@@ -179,7 +177,7 @@ def train(config: EasyDict) -> None:
             micro_batches = zip(batch.images.chunk(accumulation), batch.mirrored.chunk(accumulation), strict=True)
             for micro, (images, mirrored) in enumerate(micro_batches):
                 last = micro == accumulation - 1
-                with contextlib.nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync():
+                with distributed.gradients_shared(model, now=last):
                     with torch.autocast(world.device.type, dtype=autocast, enabled=autocast is not None):
                         embeddings = model(prepare(images, mirrored))  # (b, D)
                     micro_loss = head(embeddings.float(), micro)
@@ -195,7 +193,7 @@ def train(config: EasyDict) -> None:
             if step == 0:
                 warn_of_first_loss(log, loss, head, config.backbone.embedding_size)
             norm = finish_gradients(backbone, scaler.scale, config.optimizer.clip_norm)
-            overflow = distributed.any_rank(not bool(norm.isfinite()), world)
+            overflow, stopping = distributed.any_ranks([not bool(norm.isfinite()), bool(stop.name)], world)
             if overflow and not (scaler.enabled and scaler.scale > 2.0**-10):
                 raise SharedError(
                     f"the gradient is not finite in step {step}; stopped before it reached the weights. {last_words(folder)}"
@@ -229,15 +227,18 @@ def train(config: EasyDict) -> None:
                         log.warn(line)
             pause = time.perf_counter()
             selection = None
-            if is_due(done, config.eval.every, total_steps if config.eval.at_end else 0):
+            stopping = stopping and done < total_steps
+            if is_due(done, config.eval.every, total_steps if config.eval.at_end else 0) and not stopping:
                 try:
                     selection = score(done)
                 except ValueError:  # on every rank; what was trained is not lost with it, unless it is worth nothing
                     if is_finite(backbone):
                         save(done, None)
                     raise
-            if is_due(done, config.checkpoint.every, total_steps):
+            if stopping or is_due(done, config.checkpoint.every, total_steps):
                 save(done, selection)
+            if stopping:
+                raise StoppedError(f"{stop.name or 'a signal to another process'}: saved after step {done} of {total_steps}")
             speed.pause(time.perf_counter() - pause)
 
         # ---- finish
@@ -266,14 +267,6 @@ def restore(
     scaler.load_state_dict(trainer["scaler"])
     head.load_rows(ckpt.softmax_reader(path))
     return int(ckpt.read_manifest(path)["step"])
-
-
-def as_data_parallel(backbone: nn.Module, world: World) -> nn.Module:
-    """Return the backbone, wrapped so that its gradients are averaged over the ranks if there are several."""
-    if world.world_size == 1:
-        return backbone
-    devices = [world.device] if world.device.type == "cuda" else None
-    return DistributedDataParallel(backbone, device_ids=devices, gradient_as_bucket_view=True)
 
 
 def set_training(backbone: nn.Module, freeze_norm: bool) -> None:
@@ -305,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="train.py",
         description="Train a face recognition network with a sharded Partial FC head.",
         epilog="Every key, with its default and meaning: configs/base.yaml. Several processes: torchrun --standalone "
-        "--nproc_per_node=8 train.py CONFIG. Interrupted runs continue when the same command is given again.",
+        "--nproc_per_node=8 train.py CONFIG. StoppedError runs continue when the same command is given again.",
     )
     parser.add_argument("config", help="YAML file of the run, for example configs/demo_cpu.yaml")
     parser.add_argument(

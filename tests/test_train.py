@@ -156,6 +156,30 @@ def test_a_run_killed_and_resumed_ends_with_the_same_bits(dataset: Path, tmp_pat
     assert _metrics(tmp_path / "whole")[18]["loss"] == _metrics(tmp_path / "broken")[18]["loss"]
 
 
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_run_that_is_told_to_stop_saves_and_goes_on_to_the_same_bits(dataset: Path, tmp_path: Path, num_processes: int):
+    """SIGTERM, or SIGUSR1 to one of two processes: all save at the same step, long before the next checkpoint is due."""
+    overrides = ["head.sample_rate=0.5", "train.epochs=2.5", "eval.targets=[]", "checkpoint.every=0"]
+    assert _run(num_processes, _arguments(dataset, tmp_path, *overrides, "run.name=whole")).returncode == 0
+    stopped = _arguments(dataset, tmp_path, *overrides, "run.name=stopped")
+    metrics = tmp_path / "stopped" / "metrics.jsonl"
+    with subprocess.Popen(_command(num_processes, stopped), stderr=subprocess.PIPE, text=True, cwd="/") as process:
+        deadline = time.monotonic() + 120
+        while not metrics.is_file() or len(metrics.read_text().splitlines()) < 3:
+            assert process.poll() is None and time.monotonic() < deadline, "the run ended, or did nothing, before the signal"
+            time.sleep(0.002)
+        workers = _descendants(process.pid)
+        os.kill(workers[-1] if num_processes > 1 else process.pid, signal.SIGUSR1 if num_processes > 1 else signal.SIGTERM)
+        said = process.communicate(timeout=120)[1]
+    saved = [int(path.name[5:]) for path in list_checkpoints(tmp_path / "stopped")]
+    assert len(saved) == 1 and 3 <= saved[0] < 18, said
+    assert f"saved after step {saved[0]} of 18" in said
+    assert process.returncode == (75 if num_processes == 1 else 1)  # torchrun has an exit status of its own
+    assert _run(num_processes, stopped).returncode == 0
+    whole, again = _final_weights(tmp_path / "whole"), _final_weights(tmp_path / "stopped")
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
 def test_a_run_folder_in_use_is_refused(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments = _arguments(dataset, tmp_path, "train.epochs=100", "eval.targets=[]")
     with subprocess.Popen(_command(1, arguments), stdout=subprocess.DEVNULL, cwd="/") as process:

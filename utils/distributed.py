@@ -7,12 +7,13 @@ anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) an
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 class SharedError(ValueError):
@@ -142,11 +143,29 @@ def scatter_sum(output: Tensor, rows: Tensor, group: dist.ProcessGroup | None = 
 
 def any_rank(flag: bool, world: World) -> bool:
     """Return whether flag holds on at least one rank."""
+    return any_ranks([flag], world)[0]
+
+
+def any_ranks(flags: Sequence[bool], world: World) -> list[bool]:
+    """Return for each flag whether it holds on at least one rank; one collective for all of them."""
     if world.world_size == 1:
-        return flag
-    shared = torch.tensor(float(flag), device=world.device)
+        return list(flags)
+    shared = torch.tensor([float(flag) for flag in flags], device=world.device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-    return bool(shared.item())
+    return [bool(value) for value in shared.tolist()]
+
+
+def as_data_parallel(backbone: nn.Module, world: World) -> nn.Module:
+    """Return the backbone, wrapped so that its gradients are averaged over the ranks if there are several."""
+    if world.world_size == 1:
+        return backbone
+    devices = [world.device] if world.device.type == "cuda" else None
+    return DistributedDataParallel(backbone, device_ids=devices, gradient_as_bucket_view=True)
+
+
+def gradients_shared(model: nn.Module, now: bool) -> contextlib.AbstractContextManager[None]:
+    """Return the context for a backward pass: gradients are averaged over the ranks now, or kept for the last micro-batch."""
+    return contextlib.nullcontext() if now or not isinstance(model, DistributedDataParallel) else model.no_sync()
 
 
 def broadcast_module(module: nn.Module, world: World) -> None:

@@ -2,7 +2,9 @@
 
 import fcntl
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,36 @@ from typing import Any
 from . import distributed
 from .checkpoint import find_checkpoint, list_checkpoints, read_manifest
 from .distributed import SharedError, World, all_gather_objects, together
+
+REQUEUE = 75  # exit status of a run that saved and stopped because it was told to: EX_TEMPFAIL of sysexits.h, "try again later"
+
+
+class StoppedError(Exception):
+    """Training stopped at a step boundary because it was told to, after it had saved."""
+
+
+class StopSignal:
+    """Notes SIGTERM and SIGUSR1 instead of dying of them: the training loop saves at the next step boundary, and stops.
+
+    Schedulers send these before they take a machine away. Outside the main thread nothing is installed.
+    """
+
+    def __init__(self) -> None:
+        self.name = ""  # of the signal that came
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.name = signal.Signals(number).name
 
 
 def guarded(run: Callable[[], None]) -> int:
@@ -31,6 +63,10 @@ def guarded(run: Callable[[], None]) -> int:
         if error.filename is None or error.strerror is None:
             raise
         print(f"error: {f'rank {rank}: ' if several else ''}{error.filename}: {error.strerror}", file=sys.stderr, flush=True)
+    except StoppedError as stopped:
+        if rank == "0":
+            print(f"stopped by {stopped}; the same command goes on from there", file=sys.stderr, flush=True)
+        status = REQUEUE
     except KeyboardInterrupt:
         print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
         status = 130
