@@ -30,13 +30,14 @@ from eval.report import as_json, format_table
 from losses import build_margin
 from losses.first_loss import expected_first_loss
 from partial_fc import PartialFC, build_head
-from utils import checkpoint as ckpt
 from utils import distributed
+from utils.checkpoint_writer import CheckpointWriter, Keep
 from utils.distributed import SharedError, together
 from utils.log import RunLog, Speed, peak_memory_gib
-from utils.optim import AUTOCAST, LossScaler, build_optimizer, finish_gradients, is_finite, load_optimizer
-from utils.program import StoppedError, StopSignal, guarded, prepare_run_folder
+from utils.optim import AUTOCAST, LossScaler, build_optimizer, finish_gradients, is_finite
+from utils.program import StoppedError, StopSignal, guarded
 from utils.randomness import derive
+from utils.resume import prepare_run_folder, restore, trainer_state
 from utils.schedule import learning_rate
 
 
@@ -71,7 +72,8 @@ def train(config: EasyDict) -> None:
         "config": as_plain(config),
     }
     folder = Path(config.run.output) / config.run.name
-    resume_from = prepare_run_folder(folder, config.checkpoint.resume, dump_config(config), facts["identity"], world)
+    saving = config.checkpoint
+    resume_from, news = prepare_run_folder(folder, saving.resume, saving.verify, dump_config(config), facts["identity"], world)
 
     # ---- build
     autocast = AUTOCAST[config.train.precision]
@@ -99,13 +101,18 @@ def train(config: EasyDict) -> None:
     start_step = 0
     if resume_from is not None:
         with together(world):
-            start_step = restore(resume_from, backbone, head, optimizer, scaler, config)
+            start_step = restore(resume_from, backbone, margin, optimizer, scaler, head.load_rows)
     model = distributed.as_data_parallel(backbone, world)
     set_training(backbone, config.backbone.freeze_norm)
 
-    with StopSignal() as stop, RunLog(folder, world.rank, start_step, total_steps) as log:
+    keep = Keep(saving.keep_last, saving.keep_every, saving.keep_best)
+    with (
+        StopSignal() as stop,
+        RunLog(folder, world.rank, start_step, total_steps) as log,
+        CheckpointWriter(folder, world, keep, saving.background, saving.max_failed_saves, log.warn) as writer,
+    ):
         log.info(dataset.describe())
-        for line in dataset.warnings:
+        for line in (*dataset.warnings, *news):
             log.warn(line)
         log.info(
             f"{config.run.name}: {total_steps} steps of {batch_size} images, {world.world_size} x {world.device.type}, "
@@ -136,19 +143,17 @@ def train(config: EasyDict) -> None:
                     write_summary(folder, title, results)
             return selection_score(results, config.eval.metric)
 
-        def save(step: int, selection: float | None) -> None:
+        def save(step: int, selection: float | None, last: bool = False) -> None:
             distributed.broadcast_module(backbone, world)
-            ckpt.save_checkpoint(
-                folder,
+            writer.save(
                 step,
                 backbone.state_dict(),
                 head.shard_state(),
                 (head.start, head.stop),
-                {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()},
+                trainer_state(margin, optimizer, scaler),
                 {**facts, "score": selection},
-                world,
+                last,
             )
-            ckpt.prune_checkpoints(folder, config.checkpoint.keep_last, world, config.checkpoint.keep_every)
 
         if config.eval.at_start and start_step == 0:
             score(0)
@@ -193,7 +198,11 @@ def train(config: EasyDict) -> None:
             if step == 0:
                 warn_of_first_loss(log, loss, head, config.backbone.embedding_size)
             norm = finish_gradients(backbone, scaler.scale, config.optimizer.clip_norm)
-            overflow, stopping = distributed.any_ranks([not bool(norm.isfinite()), bool(stop.name)], world)
+            timed = saving.every_minutes > 0 and writer.minutes_since_save() >= saving.every_minutes and world.rank == 0
+            overflow, stopping, writing, timed = distributed.any_ranks(
+                [not bool(norm.isfinite()), bool(stop.name), writer.is_writing, timed], world
+            )
+            writer.advance(writing)
             if overflow and not (scaler.enabled and scaler.scale > 2.0**-10):
                 raise SharedError(
                     f"the gradient is not finite in step {step}; stopped before it reached the weights. {last_words(folder)}"
@@ -233,10 +242,10 @@ def train(config: EasyDict) -> None:
                     selection = score(done)
                 except ValueError:  # on every rank; what was trained is not lost with it, unless it is worth nothing
                     if is_finite(backbone):
-                        save(done, None)
+                        save(done, None, last=True)
                     raise
-            if stopping or is_due(done, config.checkpoint.every, total_steps):
-                save(done, selection)
+            if stopping or timed or is_due(done, saving.every, total_steps):
+                save(done, selection, last=stopping or done == total_steps)
             if stopping:
                 raise StoppedError(f"{stop.name or 'a signal to another process'}: saved after step {done} of {total_steps}")
             speed.pause(time.perf_counter() - pause)
@@ -247,26 +256,6 @@ def train(config: EasyDict) -> None:
 
 def is_due(done: int, every: int, total_steps: int) -> bool:
     return done == total_steps or (every > 0 and done % every == 0)
-
-
-def restore(
-    path: Path,
-    backbone: nn.Module,
-    head: PartialFC,
-    optimizer: torch.optim.Optimizer,
-    scaler: LossScaler,
-    config: EasyDict,
-) -> int:
-    """Load everything from a checkpoint; return the optimizer steps it had finished."""
-    try:
-        backbone.load_state_dict(ckpt.read_backbone(path))
-        trainer = ckpt.read_trainer(path)
-        load_optimizer(optimizer, trainer["optimizer"])
-    except (RuntimeError, KeyError) as error:
-        raise ValueError(f"checkpoint {path}: does not fit this backbone: {str(error).splitlines()[-1].strip()}") from None
-    scaler.load_state_dict(trainer["scaler"])
-    head.load_rows(ckpt.softmax_reader(path))
-    return int(ckpt.read_manifest(path)["step"])
 
 
 def set_training(backbone: nn.Module, freeze_norm: bool) -> None:

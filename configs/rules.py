@@ -75,6 +75,9 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "checkpoint.every": (0, None),
     "checkpoint.keep_last": (1, None),
     "checkpoint.keep_every": (0, None),
+    "checkpoint.keep_best": (0, None),
+    "checkpoint.every_minutes": (0, None),
+    "checkpoint.max_failed_saves": (0, None),
     "log.every": (1, None),
 }
 

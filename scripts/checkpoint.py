@@ -7,7 +7,6 @@ average   the mean of several backbones as one file of weights ("weight averagin
 """
 
 import argparse
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from partial_fc.shard import slots_of_classes
-from utils.checkpoint import find_checkpoint, list_checkpoints, read_backbone, read_manifest, softmax_reader
+from utils.checkpoint import check_hashes, find_checkpoint, list_checkpoints, read_backbone, read_manifest, softmax_reader
 from utils.program import guarded
 
 from .face_files import progress
@@ -92,10 +91,9 @@ def check(checkpoint: Path) -> list[str]:
         manifest = read_manifest(checkpoint)
     except ValueError as error:
         return [str(error)]
-    faults = []
-    for name, entry in sorted(manifest["files"].items()):
-        if _sha256(checkpoint / name, int(entry["size"])) != entry["sha256"]:
-            faults.append(f"{name}: its sha256 differs from the manifest's, it is damaged")
+    total = sum(int(entry["size"]) for entry in manifest["files"].values())
+    with progress([], total, checkpoint.name, "B") as bar:
+        faults = check_hashes(checkpoint, progress=bar.update)
     ranges = sorted(tuple(entry["slots"]) for entry in manifest["files"].values() if "slots" in entry)
     reached = 0
     for start, stop in ranges:
@@ -106,15 +104,6 @@ def check(checkpoint: Path) -> list[str]:
     if reached != classes:
         faults.append(f"class slots {reached} to {classes - 1} are in no file")
     return faults
-
-
-def _sha256(path: Path, size: int) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file, progress([], size, path.name, "B") as bar:
-        while block := file.read(1 << 22):
-            digest.update(block)
-            bar.update(len(block))
-    return digest.hexdigest()
 
 
 def merge_centres(options: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ from partial_fc.kernels import KERNELS
 from partial_fc.rounding import Noise, quantise_rows, round_to_bfloat16_
 from partial_fc.state import FORMATS
 from utils import checkpoint as ckpt
+from utils.checkpoint_writer import save_now
 from utils.distributed import World
 
 NUM_CLASSES, D = 300, 32
@@ -121,7 +122,7 @@ def test_bytes_per_class_are_as_promised(state: str, bytes_per_class: int):
 def _save(head: PartialFC, folder: Path, step: int) -> Path:
     world = World(0, 1, 0, 1, torch.device("cpu"))
     slots = (head.start, head.stop)
-    return ckpt.save_checkpoint(folder, step, {"w": torch.zeros(1)}, head.shard_state(), slots, {"a": 1}, {}, world)
+    return save_now(folder, step, {"w": torch.zeros(1)}, head.shard_state(), slots, {"a": 1}, {}, world)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

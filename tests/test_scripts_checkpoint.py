@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from backbones import build_backbone
 from partial_fc.shard import classes_of_slots, shard_range
 from scripts import checkpoint
-from utils.checkpoint import read_backbone, save_checkpoint
+from utils.checkpoint import read_backbone
+from utils.checkpoint_writer import save_now
 from utils.distributed import World
 
 CLASSES, DIM, SEED = 11, 4, 5
@@ -34,7 +35,7 @@ def _save(rank: int, world_size: int, folder: str, step: int, shift: float) -> N
     facts = {"identity": {"num_classes": CLASSES, "seed": SEED}, "score": 0.5}
     world = World(rank, world_size, rank, world_size, torch.device("cpu"))
     softmax = {"centres": _centres()[start:stop], "momentum": torch.zeros(stop - start, DIM)}
-    save_checkpoint(Path(folder), step, weights, softmax, (start, stop), {"optimizer": {}}, facts, world)
+    save_now(Path(folder), step, weights, softmax, (start, stop), {"optimizer": {}}, facts, world)
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_whole_checkpoints_verify_and_every_damage_is_named(
         manifest["files"].pop("softmax_00001_of_00003.safetensors")
         (folder / "manifest.json").write_text(json.dumps(manifest))
 
-    assert "backbone.safetensors: its sha256 differs" in broken(flip)
+    assert "backbone.safetensors is damaged: its sha256 differs" in broken(flip)
     assert "softmax_00002_of_00003.safetensors is missing" in broken(
         lambda f: (f / "softmax_00002_of_00003.safetensors").unlink()
     )

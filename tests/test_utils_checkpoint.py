@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from utils import checkpoint as ckpt
+from utils import checkpoint_writer
+from utils.checkpoint_writer import save_now
 from utils.distributed import World, together
 
 NUM_SLOTS, D = 11, 3
@@ -19,9 +21,7 @@ def _save(folder: Path, world: World, step: int = 7, score: float | None = 0.5) 
     rows = CENTRES[low:high]
     trainer = {"optimizer": {"state": {0: {"momentum_buffer": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]}}
     backbone = {"w": torch.full((2, 2), 3.0), "steps": torch.tensor(5)}
-    return ckpt.save_checkpoint(
-        folder, step, backbone, {"centres": rows, "momentum": -rows}, (low, high), trainer, {"score": score}, world
-    )
+    return save_now(folder, step, backbone, {"centres": rows, "momentum": -rows}, (low, high), trainer, {"score": score}, world)
 
 
 def test_what_is_saved_is_read_back(tmp_path: Path):
@@ -45,11 +45,11 @@ def _save_and_read_slices(rank: int, world_size: int, folder: str) -> None:
         ckpt.softmax_reader(path)(9, 12)
     # a rank that cannot write: an error on all, and what was there stays
     if rank == 1:
-        original, ckpt.save_file = ckpt.save_file, _no_space
-    with pytest.raises(ValueError, match=r"rank 1: checkpoint: cannot be written: .*No space left"):
+        original, checkpoint_writer.write_tensors = checkpoint_writer.write_tensors, _no_space
+    with pytest.raises(ValueError, match=r"step_00000008 could not be saved \(rank 1: .*No space left"):
         _save(Path(folder), world, step=8)
     if rank == 1:
-        ckpt.save_file = original
+        checkpoint_writer.write_tensors = original
     assert [p.name for p in ckpt.list_checkpoints(Path(folder))] == ["step_00000007"]
     with together(world):
         pass
@@ -82,7 +82,7 @@ def test_an_existing_checkpoint_is_never_overwritten(tmp_path: Path):
 def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path):
     for step, score in [(1, 0.3), (2, 0.9), (3, None), (4, 0.2), (5, 0.0)]:
         _save(tmp_path, ALONE, step, score)
-    ckpt.prune_checkpoints(tmp_path, 2, ALONE)
+    assert ckpt.prune(tmp_path, 2) == []
     assert [int(p.name[5:]) for p in ckpt.list_checkpoints(tmp_path)] == [2, 4, 5]
     assert ckpt.best_checkpoint(ckpt.list_checkpoints(tmp_path)).name == "step_00000002"
 
@@ -90,8 +90,27 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path):
 def test_checkpoints_of_every_so_many_steps_are_kept_for_ever(tmp_path: Path):
     for step in range(1, 11):
         _save(tmp_path, ALONE, step=step)
-        ckpt.prune_checkpoints(tmp_path, 2, ALONE, keep_every=4)
+        ckpt.prune(tmp_path, 2, keep_every=4)
     assert [int(path.name[5:]) for path in ckpt.list_checkpoints(tmp_path)] == [4, 8, 9, 10]
+
+
+@pytest.mark.parametrize(("keep_best", "left"), [(0, [8]), (1, [3, 8]), (3, [3, 5, 6, 8])])
+def test_so_many_of_the_best_are_kept(tmp_path: Path, keep_best: int, left: list[int]):
+    for step, score in [(1, 0.1), (2, None), (3, 0.9), (4, 0.2), (5, 0.7), (6, 0.8), (7, 0.3), (8, 0.4)]:
+        _save(tmp_path, ALONE, step, score)
+    ckpt.prune(tmp_path, 1, keep_best=keep_best)
+    assert [ckpt.step_of(path) for path in ckpt.list_checkpoints(tmp_path)] == left
+
+
+def test_pruning_never_deletes_the_only_whole_checkpoint(tmp_path: Path):
+    """A newer one whose file is gone neither counts as one that is kept nor is deleted."""
+    for step in (1, 2, 3):
+        _save(tmp_path, ALONE, step, None)
+    for step in (2, 3):
+        (ckpt.checkpoint_path(tmp_path, step) / "trainer.pt").unlink()
+    warnings = ckpt.prune(tmp_path, 1)
+    assert [ckpt.step_of(path) for path in ckpt.list_checkpoints(tmp_path)] == [1, 2, 3]
+    assert len(warnings) == 2 and "trainer.pt is missing" in warnings[0]
 
 
 @pytest.mark.parametrize("name", ["backbone.safetensors", "softmax_00000_of_00001.safetensors", "trainer.pt"])
@@ -107,7 +126,12 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, name: str, dam
     else:
         data[-1] ^= 1
         file.write_bytes(data)
-    with pytest.raises(ValueError, match=f"{name} is (missing|damaged|{len(data) - 1} bytes, {len(data)} were written)"):
+    if damage == "flipped":  # hashes are compared on request
+        assert ckpt.check_hashes(path) == [f"checkpoint {path}: {name} is damaged: its sha256 differs from the manifest's"]
+        shares = [ckpt.check_hashes(path, share, 2) for share in (0, 1)]
+        assert sorted(map(len, shares)) == [0, 1]
+        return
+    with pytest.raises(ValueError, match=f"{name} is (missing|{len(data) - 1} bytes, {len(data)} were written)"):
         ckpt.read_backbone(path), ckpt.read_trainer(path), ckpt.softmax_reader(path)(0, NUM_SLOTS)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from utils.distributed import World, any_rank
-from utils.optim import LossScaler, build_optimizer, finish_gradients
+from utils.optim import LossScaler, build_optimizer, finish_gradients, load_optimizer
 
 
 def _net(gradient_scale: float = 1.0) -> nn.Module:
@@ -84,3 +84,28 @@ def _overflow_on_one_rank(rank: int, world_size: int) -> None:
 
 def test_an_overflow_on_one_rank_is_an_overflow_on_all(run_ranks: Callable[..., None]):
     run_ranks(_overflow_on_one_rank, 2)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_moments_that_were_saved_in_another_layout_go_on_alike(name: str):
+    """The fused step reads memory as it lies: contiguous moments of a channels-last weight would be taken for other ones."""
+    ends = []
+    for contiguous in (False, True):
+        torch.manual_seed(0)
+        module = nn.Conv2d(5, 4, 3).to(memory_format=torch.channels_last)
+        optimizer = build_optimizer(module, name, 0.1, 0.9, 0.0)
+        for number in range(4):
+            if number == 2:
+                state = optimizer.state_dict()
+                if contiguous:
+                    state = {
+                        **state,
+                        "state": {k: {n: v.contiguous() for n, v in m.items()} for k, m in state["state"].items()},
+                    }
+                optimizer = build_optimizer(module, name, 0.1, 0.9, 0.0)
+                load_optimizer(optimizer, state)
+            module.zero_grad()
+            module(torch.randn(2, 5, 6, 6).to(memory_format=torch.channels_last)).square().sum().backward()
+            optimizer.step()
+        ends.append(module.weight.detach().clone())
+    assert torch.equal(*ends)

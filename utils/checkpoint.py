@@ -7,12 +7,13 @@
         manifest.json                        written last: step, slot ranges, what the run is, sizes and hashes
 
 Everything is written into a hidden folder beside, flushed to the disk and renamed, so a folder with its final name is whole
-whatever was killed when. Saving and pruning are collective; reading is not.
+whatever was killed when (checkpoint_writer.py). Reading checks the sizes of all files, and their hashes only on request.
 """
 
-import hashlib
+import errno
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +21,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from .distributed import World, all_gather_objects, together
+from .tensor_file import file_hash, flush_folder, write_text
 
 FORMAT = 1
-_MANIFEST, _BACKBONE, _TRAINER = "manifest.json", "backbone.safetensors", "trainer.pt"
+ReadRows = Callable[[int, int], dict[str, Tensor]]  # (first slot, last slot) -> rows of each tensor by name
+_MANIFEST, BACKBONE, TRAINER = "manifest.json", "backbone.safetensors", "trainer.pt"
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
@@ -48,79 +49,70 @@ def find_checkpoint(path: Path) -> Path:
     return found[-1]
 
 
-def save_checkpoint(
-    run_folder: Path,
-    step: int,
-    backbone: dict[str, Tensor],
-    softmax: dict[str, Tensor],
-    slots: tuple[int, int],
-    trainer: dict[str, Any],
-    facts: dict[str, Any],
-    world: World,
-) -> Path:
-    """Write one checkpoint; collective. Return its folder.
+def checkpoint_path(run_folder: Path, step: int) -> Path:
+    """Return the folder of the checkpoint after so many optimizer steps."""
+    return run_folder / "checkpoints" / f"step_{step:08d}"
 
-    Args:
-        backbone: names to tensors, equal on all ranks; rank 0 writes them.
-        softmax: this rank's rows, (n_r, ...) each, of the slots [start, stop) in `slots`.
-        trainer: tensors and plain values, equal on all ranks.
-        facts: what a resuming run must share (classes, embedding size, ...), and what people want to know (score).
+
+def step_of(checkpoint: Path) -> int:
+    """Return the optimizer steps that the name of a checkpoint's folder tells."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    """Return the name of the file with a rank's class centres."""
+    return f"softmax_{rank:05d}_of_{world_size:05d}.safetensors"
+
+
+def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
+    """Make a complete checkpoint of a folder that holds all files the manifest names: write that, flush, rename.
 
     Raises:
-        ValueError: on every rank, if any rank could not write; the checkpoints there before are untouched.
+        OSError: it cannot be written, or there is a checkpoint of that name, which is never overwritten.
     """
-    final = run_folder / "checkpoints" / f"step_{step:08d}"
-    partial = final.with_name(f".{final.name}.partial")
-    with together(world):
-        if world.rank == 0:
-            _as_value_error(lambda: _make_empty(final, partial))
-    shard = f"softmax_{world.rank:05d}_of_{world.world_size:05d}.safetensors"
-    mine: dict[str, Any] = {}
-
-    def write() -> None:
-        mine[shard] = _write(partial / shard, lambda path: save_file(_on_cpu(softmax), path)) | {"slots": list(slots)}
-        if world.rank == 0:
-            mine[_BACKBONE] = _write(partial / _BACKBONE, lambda path: save_file(_on_cpu(backbone), path))
-            mine[_TRAINER] = _write(partial / _TRAINER, lambda path: torch.save(trainer, path))
-
-    with together(world):
-        _as_value_error(write)
-    files = {name: entry for part in all_gather_objects(mine, world) for name, entry in part.items()}
-    manifest = {"format": FORMAT, "step": step, "world_size": world.world_size, **facts, "files": files}
-
-    def finish() -> None:
-        _write(partial / _MANIFEST, lambda path: path.write_text(json.dumps(manifest, indent=1)))
-        _flush(partial)
-        partial.rename(final)
-        _flush(final.parent)
-
-    with together(world):
-        if world.rank == 0:
-            _as_value_error(finish)
-    return final
+    write_text(partial / _MANIFEST, json.dumps({"format": FORMAT, **manifest}, indent=1))
+    flush_folder(partial)
+    if final.exists():
+        raise FileExistsError(errno.EEXIST, "is there already and is never overwritten", str(final))
+    os.rename(partial, final)
+    flush_folder(final.parent)
 
 
-def prune_checkpoints(run_folder: Path, keep_last: int, world: World, keep_every: int = 0) -> None:
-    """Delete all but the newest keep_last checkpoints, the best, and those of every keep_every-th step; rank 0 acts, all wait.
+def remove_unfinished(run_folder: Path) -> list[str]:
+    """Delete what saves that were killed left behind; return a line about each. Only for who holds the run folder's lock."""
+    lines = []
+    for leftover in sorted((run_folder / "checkpoints").glob(".step_*")):
+        if leftover.suffix == ".partial":
+            lines.append(f"checkpoint {leftover.name[1:-8]} was not finished when the run ended; removed what there was of it")
+        shutil.rmtree(leftover)
+    return lines
+
+
+def prune(run_folder: Path, keep_last: int, keep_every: int = 0, keep_best: int = 1) -> list[str]:
+    """Delete old checkpoints; return a line about each that is not whole and was therefore left alone, and not counted.
 
     Args:
-        keep_every: optimizer steps; 0 = none is kept for its step.
+        keep_last: newest ones to keep, at least 1.
+        keep_every: also keep those of every so many optimizer steps; 0 = none for its step.
+        keep_best: also keep so many of the highest scores.
     """
-
-    def prune() -> None:
-        found = list_checkpoints(run_folder)
-        best = best_checkpoint(found)
-        for path in found[:-keep_last]:
-            kept = keep_every > 0 and int(path.name.removeprefix("step_")) % keep_every == 0
-            if path != best and not kept:
-                # out of sight first: a kill in the middle must not leave half a checkpoint under a final name
-                hidden = path.with_name(f".{path.name}.deleted")
-                path.rename(hidden)
-                shutil.rmtree(hidden)
-
-    with together(world):
-        if world.rank == 0:
-            _as_value_error(prune)
+    whole, lines = {}, []
+    for path in list_checkpoints(run_folder):
+        try:
+            whole[path] = read_manifest(path)
+        except ValueError as error:
+            lines.append(str(error))
+    kept = set(list(whole)[-keep_last:])
+    ranked = sorted((manifest["score"], path) for path, manifest in whole.items() if manifest.get("score") is not None)
+    kept |= {path for _, path in ranked[-keep_best:]} if keep_best else set()
+    kept |= {path for path in whole if keep_every and step_of(path) % keep_every == 0}
+    for path in whole:
+        if path not in kept:
+            # out of sight first: a kill in the middle must not leave half a checkpoint under a final name
+            hidden = path.with_name(f".{path.name}.deleted")
+            os.rename(path, hidden)
+            shutil.rmtree(hidden)
+    return lines
 
 
 def best_checkpoint(checkpoints: list[Path]) -> Path | None:
@@ -155,28 +147,45 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
+def check_hashes(
+    checkpoint: Path, share: int = 0, shares: int = 1, progress: Callable[[int], object] = lambda count: None
+) -> list[str]:
+    """Return a line for each file whose contents are not what was written.
+
+    Args:
+        share, shares: look only at this one of so many equal shares of the files, as several ranks do.
+        progress: called with the number of bytes read since the last call.
+    """
+    files = sorted(read_manifest(checkpoint)["files"].items())[share::shares]
+    return [
+        f"checkpoint {checkpoint}: {name} is damaged: its sha256 differs from the manifest's"
+        for name, entry in files
+        if file_hash(checkpoint / name, progress) != entry["sha256"]
+    ]
+
+
 def read_backbone(checkpoint: Path) -> dict[str, Tensor]:
     """Return the backbone's state dict, on the CPU."""
-    return read_tensors(_verified(checkpoint, _BACKBONE))
+    return read_tensors(_file(checkpoint, BACKBONE))
 
 
 def read_trainer(checkpoint: Path) -> dict[str, Any]:
     """Return the optimizer's and scaler's state, on the CPU; only tensors and plain values are ever loaded."""
-    state: dict[str, Any] = torch.load(_verified(checkpoint, _TRAINER), map_location="cpu", weights_only=True)
+    try:
+        state: dict[str, Any] = torch.load(_file(checkpoint, TRAINER), map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError) as error:
+        raise ValueError(f"checkpoint {checkpoint}: {TRAINER} cannot be read: {str(error).splitlines()[0]}") from None
     return state
 
 
-def softmax_reader(checkpoint: Path) -> Callable[[int, int], dict[str, Tensor]]:
+def softmax_reader(checkpoint: Path) -> ReadRows:
     """Return read(start, stop): the rows of those slots, whatever number of ranks wrote them; no other rows are read.
-
-    A file's hash is verified once, when it is first read.
 
     Raises:
         ValueError: by read, if the saved shards do not cover the range, or are damaged.
     """
     manifest = read_manifest(checkpoint)
     shards = {name: entry["slots"] for name, entry in manifest["files"].items() if "slots" in entry}
-    verified: dict[str, Path] = {}
 
     def read(start: int, stop: int) -> dict[str, Tensor]:
         parts: dict[str, list[Tensor]] = {}
@@ -188,11 +197,12 @@ def softmax_reader(checkpoint: Path) -> Callable[[int, int], dict[str, Tensor]]:
             if first != covered:
                 break
             covered = last
-            if name not in verified:
-                verified[name] = _verified(checkpoint, name)
-            with safe_open(verified[name], framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118  (no mapping)
-                    parts.setdefault(key, []).append(file.get_slice(key)[first - low : last - low])
+            try:
+                with safe_open(checkpoint / name, framework="pt") as file:
+                    for key in file.keys():  # noqa: SIM118  (no mapping)
+                        parts.setdefault(key, []).append(file.get_slice(key)[first - low : last - low])
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"checkpoint {checkpoint}: {name} cannot be read: {error}") from None
         if covered != stop:
             raise ValueError(f"checkpoint {checkpoint}: class slots {covered} to {stop} are in none of its softmax files")
         return {key: torch.cat(blocks) for key, blocks in parts.items()}
@@ -216,56 +226,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return state
 
 
-def _make_empty(final: Path, partial: Path) -> None:
-    if final.exists():
-        raise ValueError(f"checkpoint {final} is there already and is never overwritten; choose another run.name or delete it")
-    for leftover in final.parent.glob(".step_*"):
-        shutil.rmtree(leftover)
-    partial.mkdir(parents=True)
-
-
-def _as_value_error(act: Callable[[], None]) -> None:
-    """Run act; a full disk or a missing right becomes a ValueError, which `together` shows on every rank."""
-    try:
-        act()
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise ValueError(f"checkpoint: cannot be written: {error}") from None
-
-
-def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
-def _write(path: Path, write: Callable[[Path], Any]) -> dict[str, Any]:
-    """Write one file through to the disk; return its size and sha256."""
-    write(path)
-    _flush(path)
-    return {"size": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-        return digest.hexdigest()
-
-
-def _verified(checkpoint: Path, name: str) -> Path:
-    """Return the path of one of the checkpoint's files after comparing its hash with the manifest's."""
-    entry = read_manifest(checkpoint)["files"].get(name)
-    if entry is None:
+def _file(checkpoint: Path, name: str) -> Path:
+    """Return the path of one of the checkpoint's files, after checking the sizes of all."""
+    if name not in read_manifest(checkpoint)["files"]:
         raise ValueError(f"checkpoint {checkpoint}: its manifest names no {name}")
-    if _sha256(checkpoint / name) != entry["sha256"]:
-        raise ValueError(
-            f"checkpoint {checkpoint}: {name} is damaged (its sha256 differs); name another one with checkpoint.resume=PATH"
-        )
     return checkpoint / name

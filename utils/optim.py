@@ -45,6 +45,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     if any(set(saved) - {"params"} != set(mine) for saved, mine in zip(state["param_groups"], settings, strict=False)):
         raise ValueError("the checkpoint is of another optimizer; set optimizer.name to what it was, or start anew")
     optimizer.load_state_dict(state)
+    # the fused step goes through memory as it lies, so a moment must lie there as its weight does (channels last)
+    for weight, moments in optimizer.state.items():
+        for name, moment in moments.items():
+            if isinstance(moment, Tensor) and moment.shape == weight.shape and moment.stride() != weight.stride():
+                moments[name] = torch.empty_like(weight, dtype=moment.dtype).copy_(moment)
     for group, mine in zip(optimizer.param_groups, settings, strict=True):
         group.update(mine)
 

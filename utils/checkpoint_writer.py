@@ -1,0 +1,251 @@
+"""Saving checkpoints while training goes on.
+
+A save copies the state to host memory, which is all that training waits for; a thread of each rank then writes its part into a
+hidden folder. The optimizer step's own collective tells when all are done: the ranks exchange sizes and hashes, and a thread
+of rank 0 writes the manifest, renames the folder to its final name and prunes old checkpoints. So no thread communicates, and
+a checkpoint that was not finished, whatever was killed when, is a hidden folder that the next start removes.
+"""
+
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checkpoint import BACKBONE, TRAINER, checkpoint_path, prune, seal, shard_name
+from .distributed import SharedError, World, all_gather_objects
+from .huge_pages import with_huge_pages
+from .memory import available_bytes
+from .tensor_file import write_object, write_tensors
+
+
+class Keep(NamedTuple):
+    """Which checkpoints stay when a new one is complete."""
+
+    last: int = 2  # newest
+    every: int = 0  # those of every so many optimizer steps; 0 = none for its step
+    best: int = 1  # highest scores
+
+
+class CheckpointWriter:
+    """Saves the checkpoints of one run. All methods are collective unless they say otherwise.
+
+    A failed save (full disk, missing right) is a warning, and training goes on with the checkpoints it has, until more than
+    max_failed saves in a row have failed.
+
+    Args:
+        background: write beside training, which takes memory for a second copy of this rank's state on the host. Where that
+            is not free, and where this is false, training waits for the disk instead.
+        warn: shows a line to the user.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        world: World,
+        keep: Keep,
+        background: bool = True,
+        max_failed: int = 0,
+        warn: Callable[[str], object] = print,
+    ) -> None:
+        self.run_folder, self.world, self.keep = run_folder, world, keep
+        self.background, self.max_failed, self.warn = background, max_failed, warn
+        self.failed = 0  # saves in a row
+        self._allowed = max_failed
+        self.saved_at = time.monotonic()  # when this rank began its last save
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._job: Future[dict[str, Any]] | None = None
+        self._manifest: dict[str, Any] | None = None  # of the checkpoint being written, until its parts are written
+        self._partial = self._final = run_folder
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Complete what was begun, if all ranks come here: a run that stops of a bad loss must not lose its last checkpoint."""
+        if error is None or self.world.world_size == 1 or isinstance(error, SharedError):
+            try:
+                self.finish()
+            except SharedError as failure:
+                if error is None:
+                    raise
+                self.warn(str(failure))
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes something. Not collective."""
+        return self._job is not None and not self._job.done()
+
+    def minutes_since_save(self) -> float:
+        """Return the minutes since the last save began. Not collective."""
+        return (time.monotonic() - self.saved_at) / 60
+
+    def save(
+        self,
+        step: int,
+        backbone: dict[str, Tensor],
+        softmax: dict[str, Tensor],
+        slots: tuple[int, int],
+        trainer: dict[str, Any],
+        facts: dict[str, Any],
+        last: bool = False,
+    ) -> None:
+        """Begin to save; return when the tensors may change again.
+
+        Args:
+            backbone: names to tensors, equal on all ranks; rank 0 writes them.
+            softmax: this rank's rows, (n_r, ...) each, of the slots [start, stop) in `slots`.
+            trainer: tensors and plain values, equal on all ranks; rank 0 writes them.
+            facts: what a resuming run must share (classes, embedding size, ...), and what people want to know (score).
+            last: no other save follows that could make up for this one: return when it is complete, and allow no failure.
+
+        Raises:
+            SharedError: on every rank, if more than max_failed saves have failed in a row.
+        """
+        self.finish()
+        world, self._allowed = self.world, 0 if last else self.max_failed
+        self.saved_at = time.monotonic()
+        self._final = checkpoint_path(self.run_folder, step)
+        self._partial = partial = self._final.with_name(f".{self._final.name}.partial")
+        self._manifest = {"step": step, "world_size": world.world_size, **facts}
+        files: list[tuple[str, Callable[[Path, Any], dict[str, Any]], Any]] = []
+        files.append((shard_name(world.rank, world.world_size), write_tensors, softmax))
+        if world.rank == 0:
+            files += [(BACKBONE, write_tensors, backbone), (TRAINER, write_object, trainer)]
+        background = self.background and _has_room(files, world)
+        if background != self.background:
+            self.warn("checkpoint: no memory for a copy of the state, so training waits until it is on the disk")
+        if background:
+            files = [(name, write, _on_host(state)) for name, write, state in files]
+            if world.device.type == "cuda":
+                torch.cuda.synchronize(world.device)
+
+        def write_parts() -> dict[str, Any]:
+            partial.mkdir(parents=True, exist_ok=True)
+            written: dict[str, Any] = {}
+            while files:  # each state is let go when it is on the disk
+                name, write, state = files.pop(0)
+                written[name] = write(partial / name, state)
+            written[shard_name(world.rank, world.world_size)]["slots"] = list(slots)
+            return written
+
+        self._job = self._pool.submit(write_parts) if background else _at_once(write_parts)
+        if last or not self.background:
+            self.finish()
+
+    def advance(self, any_writing: bool) -> None:
+        """Take the next step of the save under way, if there is one and no rank still writes.
+
+        Args:
+            any_writing: whether `is_writing` held on any rank, the same answer on all of them.
+
+        Raises:
+            SharedError: as for `save`.
+        """
+        if self._job is None or any_writing:
+            return
+        failure = self._job.exception()
+        result = {} if failure else self._job.result()
+        self._job = None
+        parts = all_gather_objects((result, _in_words(failure)), self.world)
+        errors = {text: [r for r, (_, other) in enumerate(parts) if other == text] for _, text in parts if text}
+        if errors:
+            self._give_up("; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in errors.items()))
+        elif self._manifest is None:
+            self.failed = 0
+            for line in parts[0][0]["warnings"]:
+                self.warn(line)
+        else:
+            manifest, self._manifest = self._manifest, None
+            manifest["files"] = {name: entry for written, _ in parts for name, entry in written.items()}
+            self._job = self._pool.submit(self._complete, manifest)
+
+    def finish(self) -> None:
+        """Wait until what was begun is complete.
+
+        Raises:
+            SharedError: as for `save`.
+        """
+        while self._job is not None:
+            self._job.exception()  # waits
+            self.advance(any_writing=False)
+
+    def _complete(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        if self.world.rank == 0:
+            seal(self._partial, self._final, manifest)
+            return {"warnings": prune(self.run_folder, self.keep.last, self.keep.every, self.keep.best)}
+        return {}
+
+    def _give_up(self, error: str) -> None:
+        self._manifest = None
+        self.failed += 1
+        if self.world.rank == 0:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        text = f"checkpoint: {self._final.name} could not be saved ({error}); the ones before are untouched"
+        if self.failed > self._allowed:
+            raise SharedError(f"{text}. Make room or mend the folder; the same command goes on from there")
+        self.warn(
+            f"{text}. Training goes on; it stops if that happens {self.max_failed - self.failed + 1} time(s) more in a row"
+        )
+
+
+def _in_words(error: BaseException | None) -> str:
+    return "" if error is None else str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+def save_now(
+    run_folder: Path,
+    step: int,
+    backbone: dict[str, Tensor],
+    softmax: dict[str, Tensor],
+    slots: tuple[int, int],
+    trainer: dict[str, Any],
+    facts: dict[str, Any],
+    world: World,
+    keep: Keep | None = None,
+) -> Path:
+    """Save one checkpoint and wait for it; collective. Return its folder. Arguments and errors as in CheckpointWriter.save."""
+    writer = CheckpointWriter(run_folder, world, keep or Keep(last=1 << 30), background=False)
+    writer.save(step, backbone, softmax, slots, trainer, facts, last=True)
+    return checkpoint_path(run_folder, step)
+
+
+def _at_once(act: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
+    """Return what a pool would, after doing it here."""
+    future: Future[dict[str, Any]] = Future()
+    try:
+        future.set_result(act())
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def _has_room(states: Any, world: World) -> bool:
+    """Return whether the host's free memory holds a copy of what this rank saves."""
+    return 1.1 * _host_bytes(states) < available_bytes(world._replace(device=torch.device("cpu")))
+
+
+def _on_host(value: Any) -> Any:
+    """Return a copy in host memory of tensors in dicts, lists and tuples; on CUDA through pinned memory."""
+    if isinstance(value, Tensor):
+        pinned = value.device.type == "cuda"
+        copy = torch.empty_like(value, device="cpu", pin_memory=pinned)  # keeps the layout
+        return (copy if pinned else with_huge_pages(copy)).copy_(value.detach(), non_blocking=pinned)
+    if isinstance(value, dict):
+        return {key: _on_host(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_host(item) for item in value)
+    return value
+
+
+def _host_bytes(value: Any) -> int:
+    """Return how many bytes `_on_host` takes."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(_host_bytes(item) for item in value.values())
+    return sum(_host_bytes(item) for item in value) if isinstance(value, (list, tuple)) else 0

@@ -1,0 +1,202 @@
+"""A run's folder, the checkpoint it goes on from, and going on.
+
+Rank 0 looks and decides; all ranks check that they see what it sees, and take the same checkpoint.
+"""
+
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from . import checkpoint as ckpt
+from .distributed import World, all_gather_objects, together
+from .optim import LossScaler, load_optimizer
+
+
+class Start(NamedTuple):
+    """Where a run begins."""
+
+    checkpoint: Path | None  # to resume from, None = anew
+    news: list[str]  # what a user should know: leftovers removed, damaged checkpoints put aside
+
+
+def prepare_run_folder(
+    folder: Path, resume: str, verify: bool, config_text: str, identity: dict[str, Any], world: World
+) -> Start:
+    """Lock and make the run folder with its config.yaml, and choose the checkpoint to resume from; the same on all ranks.
+
+    Args:
+        resume: auto, never, or the path of a checkpoint or run folder.
+        verify: also compare the hashes of the chosen checkpoint's files, which the ranks share.
+        identity: what the checkpoint must agree with.
+
+    Raises:
+        SharedError: on every rank.
+    """
+    start = Start(None, [])
+    with together(world):
+        if world.rank == 0:
+            _hold(folder)
+            start.news.extend(ckpt.remove_unfinished(folder))
+            start = start._replace(checkpoint=choose_checkpoint(folder, resume, identity, start.news))
+    start = all_gather_objects(start, world)[0]
+    while verify and start.checkpoint is not None:
+        found = ckpt.check_hashes(start.checkpoint, world.rank, world.world_size)
+        faults = [line for lines in all_gather_objects(found, world) for line in lines]
+        if not faults:
+            break
+        with together(world):
+            if resume != "auto":
+                raise ValueError("; ".join(faults))
+            if world.rank == 0:
+                start.news.extend(faults)
+                start = start._replace(checkpoint=_next_older(folder, start.checkpoint, start.news, identity))
+        start = all_gather_objects(start, world)[0]
+    with together(world):
+        if world.rank == 0:
+            _write_config(folder, config_text, start.checkpoint)
+    with together(world):
+        if not (folder / "config.yaml").is_file():
+            raise ValueError(f"run.output: {folder} is not visible here; several machines need a shared folder")
+        if start.checkpoint is not None:
+            ckpt.read_manifest(start.checkpoint)  # the sizes, as this machine sees them
+    return start
+
+
+def _hold(folder: Path) -> None:
+    """Lock the run folder until this process ends, however it ends, so that two jobs never write into it.
+
+    torchrun killed by SIGKILL leaves its workers running for a moment, so a resumed run may well meet them.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ValueError(f"run.output: the run folder {folder} cannot be written: {error.strerror}") from None
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise ValueError(
+            f"run.output: {folder} is in use by another job that still runs; wait for it, end it, or choose another run.name"
+        ) from None
+    except OSError:
+        return  # a file system without locks
+
+
+def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any], news: list[str]) -> Path | None:
+    """Return the checkpoint that checkpoint.resume means for this run, after checking that it fits; None = start anew.
+
+    With `auto`, checkpoints that are not whole are passed over and put aside under another name, which `news` then tells.
+
+    Raises:
+        ValueError: there is none that can be used, or it is of another run.
+    """
+    found = ckpt.list_checkpoints(folder)
+    if resume == "never" and found:
+        raise ValueError(
+            f"checkpoint.resume=never, but {folder} holds {len(found)} checkpoint(s), which would mix with new ones; "
+            "choose another run.name, delete the folder, or resume with checkpoint.resume=auto"
+        )
+    if resume in ("never", "auto"):
+        if not found:
+            return None
+        try:
+            ckpt.read_manifest(found[-1])
+        except ValueError as error:
+            news.append(str(error))
+            return _next_older(folder, found[-1], news, identity)
+        chosen = found[-1]
+    else:
+        chosen = ckpt.find_checkpoint(Path(resume))
+        newer = [path for path in found if path.name > chosen.name]
+        if newer:
+            raise ValueError(
+                f"checkpoint.resume={resume} is step {ckpt.step_of(chosen)}, but {folder} holds later checkpoints up to "
+                f"{newer[-1].name}, which would be overwritten; choose another run.name"
+            )
+    _check_identity(chosen, identity)
+    return chosen
+
+
+def _next_older(folder: Path, damaged: Path, news: list[str], identity: dict[str, Any]) -> Path:
+    """Return the newest checkpoint before a damaged one that is whole; the damaged ones are put aside, not deleted."""
+    aside = [damaged]
+    for path in reversed([path for path in ckpt.list_checkpoints(folder) if path.name < damaged.name]):
+        try:
+            ckpt.read_manifest(path)
+        except ValueError as error:
+            news.append(str(error))
+            aside.append(path)
+            continue
+        _check_identity(path, identity)
+        for bad in aside:
+            bad.rename(bad.with_name(f"damaged_{bad.name}_{time.strftime('%Y%m%d_%H%M%S')}"))
+            news.append(f"checkpoint {bad.name} is damaged and was put aside as {bad.parent}/damaged_{bad.name}_...")
+        news.append(f"resuming from {path.name}, an older one: the steps since are trained again")
+        return path
+    raise ValueError(
+        f"no checkpoint of {folder} is whole: {'; '.join(news)}. Restore one from a copy, or start anew under another run.name"
+    )
+
+
+def _check_identity(chosen: Path, identity: dict[str, Any]) -> None:
+    saved = ckpt.read_manifest(chosen).get("identity", {})
+    for key, value in identity.items():
+        if key in saved and saved[key] != value:  # a checkpoint that was imported does not know all
+            raise ValueError(
+                f"checkpoint {chosen}: {key} was {saved[key]}, this run has {value}; use the same, start anew under "
+                "another run.name, or take its weights alone with init.backbone and init.head"
+            )
+
+
+def _write_config(folder: Path, text: str, resumed: Path | None) -> None:
+    """Save the merged configuration; an earlier one that differs is kept beside it."""
+    path = folder / "config.yaml"
+    try:
+        if path.is_file() and path.read_text() != text:
+            until = f"{resumed.name}_" if resumed else ""
+            path.rename(folder / f"config_until_{until}{time.strftime('%Y%m%d_%H%M%S')}.yaml")
+        path.write_text(text)
+    except OSError as error:
+        raise ValueError(f"run.output: the run folder {folder} cannot be written: {error.strerror}") from None
+
+
+def restore(
+    path: Path,
+    backbone: nn.Module,
+    margin: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: LossScaler,
+    load_rows: Callable[[ckpt.ReadRows], None],
+) -> int:
+    """Load everything from a checkpoint; return the optimizer steps it had finished.
+
+    Args:
+        load_rows: fills this rank's class centres from read(start slot, stop slot).
+
+    Raises:
+        ValueError: it does not fit, or cannot be read.
+    """
+    trainer = ckpt.read_trainer(path)
+    try:
+        backbone.load_state_dict(ckpt.read_backbone(path))
+        margin.load_state_dict(trainer.get("margin", {}))
+    except RuntimeError as error:
+        raise ValueError(f"checkpoint {path}: does not fit this network: {str(error).splitlines()[-1].strip()}") from None
+    try:
+        load_optimizer(optimizer, trainer["optimizer"])
+        scaler.load_state_dict(trainer["scaler"])
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"checkpoint {path}: its optimizer does not fit this one: {error}") from None
+    load_rows(ckpt.softmax_reader(path))
+    return int(ckpt.read_manifest(path)["step"])
+
+
+def trainer_state(margin: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler) -> dict[str, Any]:
+    """Return what `restore` finds in a checkpoint's trainer.pt."""
+    return {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "margin": margin.state_dict()}

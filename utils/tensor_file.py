@@ -1,0 +1,183 @@
+"""Files written as a stream: .safetensors in blocks, hashed on the way, flushed to the disk, without a second copy in memory.
+
+The library's own writer wants whole tensors at once, keeps its file operations in compiled code, where a full disk cannot be
+rehearsed, and leaves files that only their owner may read. Reading stays the library's. The format: 8 bytes with the length of
+the header, little endian; the header, JSON {name: {dtype, shape, data_offsets}}, filled up with blanks to a multiple of 8
+bytes; then the numbers of all tensors without a gap (https://github.com/huggingface/safetensors#format).
+"""
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+BLOCK = 16 << 20  # bytes that are hashed and written at once
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class Planned(NamedTuple):
+    """A tensor that is about to be written."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    rows: Callable[[], Iterable[Tensor]]  # its parts along the first dimension, in order; a scalar is one part
+
+
+class NewFile:
+    """A file that did not exist before: write to it, then `close`, which returns when the disk has it.
+
+    Raises:
+        OSError: from any method; the unfinished file is left where it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.size = 0
+        self._digest = hashlib.sha256()
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="hash")  # the sum takes as long as the disk: side by side
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask, as any file
+
+    def __enter__(self) -> "NewFile":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._hasher.shutdown()
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append all of data; return its length in bytes. A disk that takes only a part of it is asked again."""
+        left = memoryview(data).cast("B")
+        length = len(left)
+        hashed = self._hasher.submit(self._digest.update, left)
+        while len(left):
+            written = os.write(self._handle, left)
+            if written == 0:
+                raise OSError(errno.EIO, "the disk takes no more bytes")
+            left = left[written:]
+        hashed.result()
+        self.size += length
+        return length
+
+    def flush(self) -> None:
+        """Nothing is held back; torch.save asks for this method."""
+
+    def close(self) -> dict[str, Any]:
+        """Flush to the disk; return the size in bytes and the sha256."""
+        os.fsync(self._handle)
+        self.__exit__(None, None, None)
+        return {"size": self.size, "sha256": self._digest.hexdigest()}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write tensors of any device to a new .safetensors file; return {"size", "sha256"}."""
+    return write_planned(path, {name: _planned(tensor.detach()) for name, tensor in tensors.items()})
+
+
+def write_planned(path: Path, tensors: Mapping[str, Planned]) -> dict[str, Any]:
+    """Write a new .safetensors file of tensors that are made part by part; return {"size", "sha256"}.
+
+    Equal tensors give equal bytes, in whatever parts and order they come.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: the parts of a tensor are not those that were planned.
+    """
+    # wide types first, so that each tensor lies at a multiple of its own width
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header: dict[str, dict[str, Any]] = {}
+    offset = 0
+    for name in names:
+        plan = tensors[name]
+        end = offset + plan.dtype.itemsize * _count(plan.shape)
+        header[name] = {"dtype": _DTYPES[plan.dtype], "shape": list(plan.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with NewFile(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            start = file.size
+            for part in tensors[name].rows():
+                if part.dtype != tensors[name].dtype:
+                    raise ValueError(f"{path}: {name} was planned as {tensors[name].dtype}, a part is {part.dtype}")
+                for block in _blocks(part):
+                    file.write(block)
+            planned = header[name]["data_offsets"]
+            if file.size - start != planned[1] - planned[0]:
+                raise ValueError(f"{path}: {name} was planned with {planned[1] - planned[0]} bytes, got {file.size - start}")
+        return file.close()
+
+
+def write_object(path: Path, value: Any) -> dict[str, Any]:
+    """Write what torch.load reads with weights_only=True to a new file; return {"size", "sha256"}."""
+    with NewFile(path) as file:
+        torch.save(value, cast(IO[bytes], file))
+        return file.close()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a new text file through to the disk."""
+    with NewFile(path) as file:
+        file.write(text.encode())
+        file.close()
+
+
+def flush_folder(path: Path) -> None:
+    """Make the names in a folder, new and renamed ones, survive a loss of power."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def file_hash(path: Path, progress: Callable[[int], object] = lambda count: None) -> str:
+    """Return the sha256 of a file, in hexadecimal.
+
+    Args:
+        progress: called with the number of bytes read since the last call.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+            progress(len(block))
+    return digest.hexdigest()
+
+
+def _planned(tensor: Tensor) -> Planned:
+    return Planned(tensor.dtype, tuple(tensor.shape), lambda: (tensor,))
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def _blocks(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor, a block at a time; one on a device is copied to the host block by block."""
+    flat = tensor.contiguous().reshape(-1)
+    step = max(1, BLOCK // flat.element_size())
+    for start in range(0, len(flat), step):
+        yield flat[start : start + step].cpu().view(torch.uint8).numpy().data
