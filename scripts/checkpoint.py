@@ -1,12 +1,14 @@
-"""Look into checkpoints: python -m scripts.checkpoint show|verify|merge|average PATH ...
+"""Look into checkpoints: python -m scripts.checkpoint show|verify|reshard|merge|average PATH ...
 
 show      what a checkpoint, or every checkpoint of a run, holds
 verify    sizes and hashes of all files, class slots without a gap; exit status 1 if anything is wrong
+reshard   the same checkpoint with its class centres in another number of files; training itself needs no such step
 merge     one matrix of class centres in the order of the labels, unit rows, for tools that know no shards
 average   the mean of several backbones as one file of weights ("weight averaging"), for evaluation or fine-tuning
 """
 
 import argparse
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,23 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from partial_fc.shard import slots_of_classes
-from utils.checkpoint import check_hashes, find_checkpoint, list_checkpoints, read_backbone, read_manifest, softmax_reader
+from partial_fc.shard import shard_range, slots_of_classes
+from utils.checkpoint import (
+    check_hashes,
+    checkpoint_path,
+    find_checkpoint,
+    list_checkpoints,
+    planned_rows,
+    read_backbone,
+    read_manifest,
+    seal,
+    shard_name,
+    softmax_reader,
+)
 from utils.program import guarded
+from utils.tensor_file import flush, write_planned
 
-from .face_files import progress
+from .face_files import progress, whole
 
 _ROWS_AT_ONCE = 1 << 16  # class centres
 
@@ -31,10 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    kinds = parser.add_subparsers(dest="what", required=True, metavar="show|verify|merge|average")
+    kinds = parser.add_subparsers(dest="what", required=True, metavar="show|verify|reshard|merge|average")
     for name, text in (("show", "what is in it"), ("verify", "is it whole")):
         kind = kinds.add_parser(name, help=text)
         kind.add_argument("paths", type=Path, nargs="+", help="checkpoint folders, or run folders for all of their checkpoints")
+    resharding = kinds.add_parser("reshard", help="another number of files of class centres")
+    resharding.add_argument("path", type=Path, help="checkpoint folder, or run folder for its newest")
+    resharding.add_argument("ranks", type=whole(1), help="files of class centres, one for each process that will read them")
+    resharding.add_argument("out", type=Path, help="run folder to write to: OUT/checkpoints/step_...")
     merge = kinds.add_parser("merge", help="one matrix of class centres")
     merge.add_argument("path", type=Path, help="checkpoint folder, or run folder for its newest")
     merge.add_argument("out", type=Path, help="file .safetensors (key weight) or .pt (a tensor), (classes, D) float32")
@@ -44,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind in (merge, average):
         kind.add_argument("--overwrite", action="store_true", help="replace the file")
     options = parser.parse_args(arguments)
-    actions = {"show": show, "verify": verify, "merge": merge_centres, "average": average_backbones}
+    actions = {"show": show, "verify": verify, "reshard": reshard, "merge": merge_centres, "average": average_backbones}
     return guarded(lambda: actions[options.what](options))
 
 
@@ -104,6 +122,36 @@ def check(checkpoint: Path) -> list[str]:
     if reached != classes:
         faults.append(f"class slots {reached} to {classes - 1} are in no file")
     return faults
+
+
+def reshard(options: argparse.Namespace) -> None:
+    """Write a checkpoint with its class centres in another number of files, some rows at a time."""
+    source = find_checkpoint(options.path)
+    manifest = read_manifest(source)
+    slots = max(entry["slots"][1] for entry in manifest["files"].values() if "slots" in entry)
+    if options.ranks > slots:
+        raise ValueError(f"{source}: {slots} class centres cannot be shared by {options.ranks} files; each needs one")
+    final = checkpoint_path(options.out, int(manifest["step"]))
+    partial = final.with_name(f".{final.name}.partial")
+    if final.exists():
+        raise ValueError(f"{final} exists and is never overwritten; choose another run folder")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    files: dict[str, Any] = {}
+    for name, entry in manifest["files"].items():
+        if "slots" not in entry:
+            shutil.copyfile(source / name, partial / name)
+            flush(partial / name)
+            files[name] = entry
+    read = softmax_reader(source)
+    with progress([], slots, "resharding", "class") as bar:
+        for rank in range(options.ranks):
+            start, stop = shard_range(slots, rank, options.ranks)
+            name = shard_name(rank, options.ranks)
+            files[name] = write_planned(partial / name, planned_rows(read, start, stop, bar.update)) | {"slots": [start, stop]}
+    facts = {key: value for key, value in manifest.items() if key not in ("format", "files")}
+    seal(partial, final, {**facts, "world_size": options.ranks, "files": files})
+    print(f"{final}: step {manifest['step']}, {slots} class centres in {options.ranks} file(s)")
 
 
 def merge_centres(options: argparse.Namespace) -> None:

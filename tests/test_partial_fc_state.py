@@ -16,6 +16,7 @@ from partial_fc.state import FORMATS
 from utils import checkpoint as ckpt
 from utils.checkpoint_writer import save_now
 from utils.distributed import World
+from utils.tensor_file import write_tensors
 
 NUM_CLASSES, D = 300, 32
 
@@ -143,6 +144,31 @@ def test_a_saved_and_loaded_head_goes_on_to_the_same_bits(
     assert expected.keys() == got.keys()
     for name, tensor in expected.items():
         assert torch.equal(tensor, got[name]), name
+
+
+@pytest.mark.parametrize("optimizer", [RowSGD(), RowAdamW()])
+@pytest.mark.parametrize("state", FORMATS)
+def test_shards_of_any_number_of_ranks_hold_the_same_rows_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, optimizer: RowSGD | RowAdamW
+):
+    more = {"sample_rate": 0.3, "inactive_rows": "decay", "chunk": 40, "sampling": "neighbours", "neighbours_every": 3}
+    trained = _head(state, optimizer=optimizer, **more)
+    _train(trained, range(5), lr=1e-2)
+    first = last = _save(trained, tmp_path, 1)
+    monkeypatch.setattr("partial_fc.head.Collectives", lambda world_size: None)  # loading and saving need no other rank
+    for step, world_size in enumerate((2, 3, 4, 1), start=2):
+        final = ckpt.checkpoint_path(tmp_path, step)
+        final.mkdir(parents=True)
+        files = {}
+        for rank in range(world_size):
+            head = _head(state, optimizer=optimizer, rank=rank, world_size=world_size, **more)
+            head.load_rows(ckpt.softmax_reader(last))
+            name = ckpt.shard_name(rank, world_size)
+            files[name] = write_tensors(final / name, head.shard_state()) | {"slots": [head.start, head.stop]}
+        ckpt.seal(final, final.with_name(f"step_{10 + step:08d}"), {"step": 10 + step, "files": files})
+        last = final.with_name(f"step_{10 + step:08d}")
+    name = ckpt.shard_name(0, 1)
+    assert (first / name).read_bytes() == (last / name).read_bytes()
 
 
 @pytest.mark.parametrize("target", FORMATS)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from backbones import build_backbone
 from partial_fc.shard import classes_of_slots, shard_range
 from scripts import checkpoint
-from utils.checkpoint import read_backbone
+from utils.checkpoint import read_backbone, softmax_reader
 from utils.checkpoint_writer import save_now
 from utils.distributed import World
 
@@ -55,6 +55,24 @@ def test_merged_centres_are_unit_rows_in_the_order_of_the_labels(run_folder: Pat
     torch.testing.assert_close(torch.load(tmp_path / "all.pt", weights_only=True), expected)
     assert checkpoint.main(["merge", str(run_folder), str(tmp_path / "all.pt")]) == 1  # never over what is there
     assert checkpoint.main(["merge", str(run_folder), str(tmp_path / "all.npy")]) == 1
+
+
+def test_resharding_there_and_back_gives_the_same_bytes(run_folder: Path, tmp_path: Path):
+    original = run_folder / "checkpoints" / "step_00000007"
+    last = original
+    for number, ranks in enumerate((1, 2, 3, 4, 2, 1, 3)):
+        out = tmp_path / f"{number}_{ranks}"
+        assert checkpoint.main(["reshard", str(last), str(ranks), str(out)]) == 0
+        assert checkpoint.main(["verify", str(out)]) == 0
+        last = out / "checkpoints" / "step_00000007"
+        assert len(list(last.glob("softmax_*"))) == ranks
+        rows = softmax_reader(last)(0, CLASSES)
+        assert torch.equal(rows["centres"], _centres()) and not rows["momentum"].any()
+    before, after = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (original, last))
+    manifests = [json.loads(files.pop("manifest.json")) for files in (before, after)]
+    assert before == after and manifests[0] == manifests[1]
+    assert checkpoint.main(["reshard", str(last), "12", str(tmp_path / "more")]) == 1  # 11 classes
+    assert checkpoint.main(["reshard", str(last), "2", str(tmp_path / "1_2")]) == 1  # never over what is there
 
 
 def test_the_mean_of_backbones_loads_and_lies_between_them(tmp_path: Path):

@@ -11,11 +11,12 @@ whatever was killed when (checkpoint_writer.py). Reading checks the sizes of all
 """
 
 import errno
+import functools
 import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .tensor_file import file_hash, flush_folder, write_text
+from .tensor_file import Planned, file_hash, flush, write_text
 
 FORMAT = 1
 ReadRows = Callable[[int, int], dict[str, Tensor]]  # (first slot, last slot) -> rows of each tensor by name
+_ROWS_AT_ONCE = 8192  # 16 MiB of 512 numbers
 _MANIFEST, BACKBONE, TRAINER = "manifest.json", "backbone.safetensors", "trainer.pt"
 
 
@@ -71,11 +73,11 @@ def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
         OSError: it cannot be written, or there is a checkpoint of that name, which is never overwritten.
     """
     write_text(partial / _MANIFEST, json.dumps({"format": FORMAT, **manifest}, indent=1))
-    flush_folder(partial)
+    flush(partial)
     if final.exists():
         raise FileExistsError(errno.EEXIST, "is there already and is never overwritten", str(final))
     os.rename(partial, final)
-    flush_folder(final.parent)
+    flush(final.parent)
 
 
 def remove_unfinished(run_folder: Path) -> list[str]:
@@ -178,8 +180,8 @@ def read_trainer(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def softmax_reader(checkpoint: Path) -> ReadRows:
-    """Return read(start, stop): the rows of those slots, whatever number of ranks wrote them; no other rows are read.
+def softmax_reader(checkpoint: Path) -> Callable[..., dict[str, Tensor]]:
+    """Return read(start, stop[, name]): the rows of those slots, whatever number of ranks wrote them; no other rows are read.
 
     Raises:
         ValueError: by read, if the saved shards do not cover the range, or are damaged.
@@ -187,7 +189,7 @@ def softmax_reader(checkpoint: Path) -> ReadRows:
     manifest = read_manifest(checkpoint)
     shards = {name: entry["slots"] for name, entry in manifest["files"].items() if "slots" in entry}
 
-    def read(start: int, stop: int) -> dict[str, Tensor]:
+    def read(start: int, stop: int, only: str = "") -> dict[str, Tensor]:
         parts: dict[str, list[Tensor]] = {}
         covered = start
         for name, (low, high) in sorted(shards.items(), key=lambda item: item[1]):
@@ -199,7 +201,7 @@ def softmax_reader(checkpoint: Path) -> ReadRows:
             covered = last
             try:
                 with safe_open(checkpoint / name, framework="pt") as file:
-                    for key in file.keys():  # noqa: SIM118  (no mapping)
+                    for key in [only] if only else file.keys():
                         parts.setdefault(key, []).append(file.get_slice(key)[first - low : last - low])
             except (OSError, SafetensorError) as error:
                 raise ValueError(f"checkpoint {checkpoint}: {name} cannot be read: {error}") from None
@@ -208,6 +210,29 @@ def softmax_reader(checkpoint: Path) -> ReadRows:
         return {key: torch.cat(blocks) for key, blocks in parts.items()}
 
     return read
+
+
+def planned_rows(
+    read: Callable[..., dict[str, Tensor]], start: int, stop: int, progress: Callable[[int], object] = lambda count: None
+) -> dict[str, Planned]:
+    """Return what utils.tensor_file.write_planned needs to write the slots [start, stop), reading some rows at a time.
+
+    Args:
+        read: of softmax_reader.
+        progress: called with the number of slots that were read since the last call, once for all tensors of a row.
+    """
+
+    def rows(name: str, counted: bool) -> Iterator[Tensor]:
+        for first in range(start, stop, _ROWS_AT_ONCE):
+            last = min(first + _ROWS_AT_ONCE, stop)
+            yield read(first, last, name)[name]
+            progress((last - first) * counted)
+
+    plans = {}
+    for number, (name, row) in enumerate(read(start, start + 1).items()):
+        shape = (stop - start, *row.shape[1:])
+        plans[name] = Planned(row.dtype, shape, functools.partial(rows, name, number == 0))
+    return plans
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -177,7 +177,10 @@ class CheckpointWriter:
     def _complete(self, manifest: dict[str, Any]) -> dict[str, Any]:
         if self.world.rank == 0:
             seal(self._partial, self._final, manifest)
-            return {"warnings": prune(self.run_folder, self.keep.last, self.keep.every, self.keep.best)}
+            try:
+                return {"warnings": prune(self.run_folder, self.keep.last, self.keep.every, self.keep.best)}
+            except OSError as error:  # the new one is complete all the same
+                return {"warnings": [f"checkpoint: an old one cannot be deleted: {error}"]}
         return {}
 
     def _give_up(self, error: str) -> None:

@@ -50,6 +50,7 @@ class NewFile:
 
     def __init__(self, path: Path) -> None:
         self.size = 0
+        self.failure: OSError | None = None
         self._digest = hashlib.sha256()
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="hash")  # the sum takes as long as the disk: side by side
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask, as any file
@@ -68,11 +69,15 @@ class NewFile:
         left = memoryview(data).cast("B")
         length = len(left)
         hashed = self._hasher.submit(self._digest.update, left)
-        while len(left):
-            written = os.write(self._handle, left)
-            if written == 0:
-                raise OSError(errno.EIO, "the disk takes no more bytes")
-            left = left[written:]
+        try:
+            while len(left):
+                written = os.write(self._handle, left)
+                if written == 0:
+                    raise OSError(errno.EIO, "the disk takes no more bytes")
+                left = left[written:]
+        except OSError as error:
+            self.failure = error
+            raise
         hashed.result()
         self.size += length
         return length
@@ -130,7 +135,10 @@ def write_planned(path: Path, tensors: Mapping[str, Planned]) -> dict[str, Any]:
 def write_object(path: Path, value: Any) -> dict[str, Any]:
     """Write what torch.load reads with weights_only=True to a new file; return {"size", "sha256"}."""
     with NewFile(path) as file:
-        torch.save(value, cast(IO[bytes], file))
+        try:
+            torch.save(value, cast(IO[bytes], file))
+        except RuntimeError as error:  # says "unexpected pos" whatever the disk said
+            raise file.failure or error from None
         return file.close()
 
 
@@ -141,8 +149,8 @@ def write_text(path: Path, text: str) -> None:
         file.close()
 
 
-def flush_folder(path: Path) -> None:
-    """Make the names in a folder, new and renamed ones, survive a loss of power."""
+def flush(path: Path) -> None:
+    """Make a file, or the names in a folder, new and renamed ones, survive a loss of power."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,0 +1,47 @@
+"""A shim under the file operations of os: the nth of them fails, kills the process, or writes less than it was given."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+OPERATIONS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
+
+
+class Disk:
+    """What was done so far, and what goes wrong when."""
+
+    def __init__(self, fail_at: int = -1, error: int = 0, short: bool = False, before: Callable[[str], Any] | None = None):
+        self.fail_at, self.error, self.short, self.before = fail_at, error, short, before
+        self.done: list[str] = []
+        self._lock = threading.Lock()
+
+    def wrap(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                number = len(self.done)
+                self.done.append(name)
+            if self.before is not None:
+                self.before(name)
+            if number == self.fail_at:
+                if self.error == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(self.error, os.strerror(self.error), str(args[0]))
+            if self.short and name == "write":
+                return original(args[0], args[1][: max(1, len(args[1]) // 3)])
+            return original(*args, **kwargs)
+
+        return operation
+
+
+@contextmanager
+def faulty(disk: Disk) -> Iterator[Disk]:
+    """Put the shim in place. disk.error = 0 means SIGKILL."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in OPERATIONS:
+            patch.setattr(os, name, disk.wrap(name, getattr(os, name)))
+        yield disk

@@ -1,0 +1,268 @@
+"""Going on: whatever ends a run when, the same command continues it to the same bits, and nothing that was saved is lost."""
+
+import multiprocessing as mp
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import command_of, descendants, final_weights, read_metrics, run_train, tiny_run, write_dataset
+
+import train
+from utils import checkpoint_writer
+from utils.checkpoint import check_hashes, list_checkpoints, step_of
+
+AUGMENTED = ["augment.crop=0.3", "augment.photometric=0.5", "augment.blur=0.3", "augment.cutout=0.5", "augment.jpeg=0.3"]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a RecordIO set and a verification set of other classes, `tiny`."""
+    folder = tmp_path_factory.mktemp("data")
+    write_dataset(folder)
+    return folder
+
+
+def _run_and_kill(num_processes: int, arguments: list[str], metrics: Path, after_steps: int) -> None:
+    """Start, and SIGKILL all processes at once when metrics.jsonl shows so many steps."""
+    with subprocess.Popen(
+        command_of(num_processes, arguments),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
+    ) as process:
+        deadline = time.monotonic() + 120
+        while not metrics.is_file() or len(metrics.read_text().splitlines()) < after_steps:
+            assert process.poll() is None and time.monotonic() < deadline, "the run ended, or did nothing, before the kill"
+            time.sleep(0.005)
+        # the launcher's workers have sessions of their own; the launcher goes first, so that it cannot restart or report
+        for pid in [process.pid, *descendants(process.pid)]:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_run_killed_and_resumed_ends_with_the_same_bits(dataset: Path, tmp_path: Path, num_processes: int):
+    overrides = ["head.sample_rate=0.5", "backbone.dropout=0.2", "train.epochs=2.5", "eval.every=6", *AUGMENTED]
+    assert run_train(num_processes, tiny_run(dataset, tmp_path, *overrides, "run.name=whole")).returncode == 0
+    broken = tiny_run(dataset, tmp_path, *overrides, "run.name=broken")
+    kill_after = random.Random(time.time_ns()).randint(5, 14)  # 18 steps in all
+    _run_and_kill(num_processes, broken, tmp_path / "broken" / "metrics.jsonl", kill_after)
+    resumed = run_train(num_processes, broken)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed from" in resumed.stdout
+    whole, again = final_weights(tmp_path / "whole"), final_weights(tmp_path / "broken")
+    assert whole.keys() == again.keys()
+    different = [name for name in whole if not torch.equal(whole[name], again[name])]
+    assert not different, f"killed after {kill_after} records: {different}"
+    assert read_metrics(tmp_path / "whole")[18]["loss"] == read_metrics(tmp_path / "broken")[18]["loss"]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_run_that_is_told_to_stop_saves_and_goes_on_to_the_same_bits(dataset: Path, tmp_path: Path, num_processes: int):
+    """SIGTERM, or SIGUSR1 to one of two processes: all save at the same step, long before the next checkpoint is due."""
+    overrides = ["head.sample_rate=0.5", "train.epochs=2.5", "eval.targets=[]", "checkpoint.every=0"]
+    assert run_train(num_processes, tiny_run(dataset, tmp_path, *overrides, "run.name=whole")).returncode == 0
+    stopped = tiny_run(dataset, tmp_path, *overrides, "run.name=stopped")
+    metrics = tmp_path / "stopped" / "metrics.jsonl"
+    with subprocess.Popen(command_of(num_processes, stopped), stderr=subprocess.PIPE, text=True, cwd="/") as process:
+        deadline = time.monotonic() + 120
+        while not metrics.is_file() or len(metrics.read_text().splitlines()) < 3:
+            assert process.poll() is None and time.monotonic() < deadline, "the run ended, or did nothing, before the signal"
+            time.sleep(0.002)
+        workers = descendants(process.pid)
+        os.kill(workers[-1] if num_processes > 1 else process.pid, signal.SIGUSR1 if num_processes > 1 else signal.SIGTERM)
+        said = process.communicate(timeout=120)[1]
+    saved = [int(path.name[5:]) for path in list_checkpoints(tmp_path / "stopped")]
+    assert len(saved) == 1 and 3 <= saved[0] < 18, said
+    assert f"saved after step {saved[0]} of 18" in said
+    assert process.returncode == (75 if num_processes == 1 else 1)  # torchrun has an exit status of its own
+    assert run_train(num_processes, stopped).returncode == 0
+    whole, again = final_weights(tmp_path / "whole"), final_weights(tmp_path / "stopped")
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_a_run_folder_in_use_is_refused(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = tiny_run(dataset, tmp_path, "train.epochs=100", "eval.targets=[]")
+    with subprocess.Popen(command_of(1, arguments), stdout=subprocess.DEVNULL, cwd="/") as process:
+        while not (tmp_path / "tiny" / "metrics.jsonl").is_file():
+            assert process.poll() is None
+            time.sleep(0.01)
+        assert train.main(arguments) == 1
+        assert "is in use by another job" in capsys.readouterr().err
+        process.kill()
+    assert train.main(tiny_run(dataset, tmp_path, "train.max_steps=1", "eval.targets=[]", "run.name=other")) == 0
+
+
+def test_a_checkpoint_of_other_data_or_architecture_is_refused_and_kept(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    short = ["train.max_steps=4", "eval.targets=[]"]
+    assert train.main(tiny_run(dataset, tmp_path, *short)) == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "tiny" / "checkpoints").rglob("*") if path.is_file()}
+    for overrides, message in [
+        (["backbone.width=0.25"], "backbone was"),
+        (["backbone.name=mbf"], "backbone was"),
+        (["run.seed=1"], "seed was"),
+        (["train.batch_size=16"], "batch_size was 8, this run has 16"),
+        (["data.source=synthetic", "data.num_classes=13", "data.num_images=60"], "num_classes was 12"),
+        (["checkpoint.resume=never"], "holds 1 checkpoint(s)"),
+    ]:
+        assert train.main(tiny_run(dataset, tmp_path, "train.max_steps=8", "eval.targets=[]", *overrides)) == 1
+        error = capsys.readouterr().err
+        assert message in error and len(error.strip().splitlines()) == 1, error
+    assert before == {path: path.read_bytes() for path in (tmp_path / "tiny" / "checkpoints").rglob("*") if path.is_file()}
+
+
+def test_a_resumed_run_keeps_each_configuration_it_had(dataset: Path, tmp_path: Path):
+    for steps in (2, 4):
+        assert train.main(tiny_run(dataset, tmp_path, f"train.max_steps={steps}", "eval.targets=[]")) == 0
+    (earlier,) = (tmp_path / "tiny").glob("config_until_step_00000002_*.yaml")
+    assert "max_steps: 2" in earlier.read_text()
+    assert "max_steps: 4" in (tmp_path / "tiny" / "config.yaml").read_text()
+
+
+def test_an_explicit_checkpoint_starts_another_run(dataset: Path, tmp_path: Path):
+    assert train.main(tiny_run(dataset, tmp_path, "train.max_steps=4", "eval.targets=[]")) == 0
+    source = f"checkpoint.resume={tmp_path / 'tiny'}"
+    assert train.main(tiny_run(dataset, tmp_path, "train.max_steps=6", "eval.targets=[]", "run.name=second", source)) == 0
+    assert sorted(read_metrics(tmp_path / "second")) == [5, 6]
+
+
+def _train_quietly(arguments: list[str]) -> None:
+    """Train in this process, which a forkserver made with everything imported."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    raise SystemExit(train.main(arguments))
+
+
+def _whole_steps(run: Path) -> list[int]:
+    """Return the steps of the checkpoints with a final name, after checking every byte of them."""
+    found = list_checkpoints(run)
+    assert [line for path in found for line in check_hashes(path)] == []
+    return [step_of(path) for path in found]
+
+
+def test_thirty_kills_at_random_moments_lose_no_checkpoint(dataset: Path, tmp_path: Path):
+    """Every other kill waits for a save to begin, and strikes within it."""
+    overrides = ["head.sample_rate=0.5", "checkpoint.every=1", "eval.targets=[]", "schedule.power=0", *AUGMENTED[:2]]
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["train", "torch.utils.tensorboard"])
+    arguments = tiny_run(dataset, tmp_path, *overrides, "train.epochs=1000", "run.name=killed")
+    run, luck = tmp_path / "killed", random.Random(time.time_ns())
+    newest, inside_a_save, resumed, startup = 0, 0, 0, 2.0
+    for number in range(30):
+        before = set((run / "checkpoints").glob(".step_*"))  # left by the kill before
+        process = context.Process(target=_train_quietly, args=(arguments,))
+        process.start()
+        started = time.monotonic()
+        if number % 2:  # from the first save on, at a moment that is as long as some saves
+            while not set((run / "checkpoints").glob(".step_*")) - before:
+                assert process.is_alive() and time.monotonic() < started + 60
+            startup = time.monotonic() - started
+            time.sleep(luck.uniform(0, 0.05))
+        else:
+            time.sleep(luck.uniform(0, 1.5 * startup))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        inside_a_save += bool(list((run / "checkpoints").glob(".step_*.partial")))
+        steps = _whole_steps(run) if run.is_dir() else []
+        assert max(steps, default=0) >= newest, f"kill {number}: {newest} was complete, {steps} are left"
+        resumed += max(steps, default=0) > newest
+        newest = max(steps, default=0)
+    assert inside_a_save >= 5 and resumed >= 5, (inside_a_save, resumed)
+    ends = []
+    for name in ("killed", "whole"):
+        assert train.main(tiny_run(dataset, tmp_path, *overrides, f"run.name={name}", f"train.max_steps={newest + 3}")) == 0
+        ends.append(final_weights(tmp_path / name))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
+    assert "was not finished when the run ended" in (run / "train.log").read_text()
+    assert list((run / "checkpoints").glob(".*")) == []
+
+
+def test_the_newest_checkpoint_is_damaged(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Put aside with a loud word, and an older one taken; to the same end as the unbroken run."""
+    overrides = ["eval.targets=[]", "checkpoint.every=2", "checkpoint.keep_last=9"]
+    assert train.main(tiny_run(dataset, tmp_path, *overrides, "run.name=whole")) == 0
+    run = tmp_path / "tiny"
+    assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 0
+    for path in list_checkpoints(run)[4:]:
+        shutil.rmtree(path)  # as if the run had ended after step 8
+    (list_checkpoints(run)[-1] / "trainer.pt").write_bytes(b"short")
+    flipped = list_checkpoints(run)[-2] / "backbone.safetensors"
+    flipped.write_bytes(flipped.read_bytes()[:-1] + bytes([flipped.read_bytes()[-1] ^ 1]))
+    capsys.readouterr()
+    assert train.main(tiny_run(dataset, tmp_path, *overrides, "checkpoint.verify=true")) == 0
+    said = capsys.readouterr().out
+    assert "trainer.pt is 5 bytes" in said and "backbone.safetensors is damaged" in said
+    assert "resumed from" in said and "after step 4" in said
+    assert len(list((run / "checkpoints").glob("damaged_step_0000000[68]_*"))) == 2
+    whole, again = final_weights(tmp_path / "whole"), final_weights(run)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    for path in list_checkpoints(run):
+        (path / "trainer.pt").unlink()
+    assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 1
+    assert "no checkpoint of" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_for_a_while_costs_a_warning(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    whole, saves = checkpoint_writer.write_tensors, 0
+
+    def sometimes_full(path: Path, tensors: object) -> object:
+        nonlocal saves
+        saves += path.name.startswith("softmax")
+        if saves in (2, 3) or saves > 4:
+            raise OSError(28, "No space left on device")
+        return whole(path, tensors)
+
+    monkeypatch.setattr(checkpoint_writer, "write_tensors", sometimes_full)
+    overrides = ["eval.targets=[]", "checkpoint.every=3", "checkpoint.keep_last=9", "checkpoint.background=false"]
+    assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 1  # the last save of all fails
+    done = capsys.readouterr()
+    assert done.out.count("WARNING: checkpoint: step_0000000") == 2 and "No space left on device" in done.out
+    assert "step_00000015 could not be saved" in done.err and "goes on from there" in done.err
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == [3, 12]
+    monkeypatch.setattr(checkpoint_writer, "write_tensors", whole)
+    assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 0
+    assert train.main(tiny_run(dataset, tmp_path, *overrides, "run.name=unbroken")) == 0
+    ends = [final_weights(tmp_path / name) for name in ("tiny", "unbroken")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
+
+
+def test_checkpoints_by_the_clock(dataset: Path, tmp_path: Path):
+    overrides = ["eval.targets=[]", "checkpoint.every=0", "checkpoint.keep_last=99", "checkpoint.every_minutes=1e-5"]
+    assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 0
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == list(range(1, 16))
+
+
+@pytest.mark.parametrize("state", ["exact", "tiny"])
+def test_another_number_of_processes_goes_on_along_the_same_curve(dataset: Path, tmp_path: Path, state: str):
+    """2 -> 3 -> 1 with all classes and frozen statistics: the global batches are the same, and so is their mean loss."""
+    overrides = [
+        "eval.targets=[]",
+        "backbone.freeze_norm=true",
+        "optimizer.lr=1e-4",
+        "train.batch_size=12",
+        f"head.state={state}",
+    ]
+    whole = tiny_run(dataset, tmp_path, *overrides, "train.max_steps=15", "schedule.power=0", "run.name=whole")
+    assert run_train(2, whole).returncode == 0
+    for num_processes, steps in ((2, 5), (3, 10), (1, 15)):
+        done = run_train(
+            num_processes,
+            tiny_run(dataset, tmp_path, *overrides, f"train.max_steps={steps}", "schedule.power=0", "run.name=moved"),
+        )
+        assert done.returncode == 0, done.stderr
+    expected, got = (read_metrics(tmp_path / name) for name in ("whole", "moved"))
+    assert sorted(got) == sorted(expected) == list(range(1, 16))
+    for step in expected:
+        assert got[step]["loss"] == pytest.approx(expected[step]["loss"], rel=2e-5 if state == "exact" else 1e-2), step

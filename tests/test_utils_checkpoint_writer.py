@@ -1,0 +1,201 @@
+"""Saving under every fault: whatever fails or dies when, the checkpoints there before stay whole, and the next save works."""
+
+import errno
+import multiprocessing as mp
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulty_disk import Disk, faulty
+
+from utils import checkpoint as ckpt
+from utils import checkpoint_writer
+from utils.checkpoint_writer import CheckpointWriter, Keep, save_now
+from utils.distributed import SharedError, World, any_ranks
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+
+
+def _state(value: float, world: World = ALONE) -> dict[str, Any]:
+    """Return the arguments of a save; every number in it is `value`."""
+    slots = (2 * world.rank, 2 * world.rank + 2)
+    return {
+        "backbone": {"w": torch.full((3, 2), value)},
+        "softmax": {"centres": torch.full((2, 4), value), "momentum": torch.full((2, 4), value)},
+        "slots": slots,
+        "trainer": {"optimizer": {"state": {0: {"momentum_buffer": torch.full((3, 2), value)}}, "param_groups": []}},
+        "facts": {"score": None},
+    }
+
+
+def _check_whole(run: Path, world_size: int = 1) -> list[int]:
+    """Return the steps of all checkpoints after checking that each is whole and holds its own step's numbers."""
+    steps = []
+    for path in ckpt.list_checkpoints(run):
+        step = ckpt.step_of(path)
+        assert ckpt.check_hashes(path) == []
+        assert ckpt.read_backbone(path)["w"].unique().tolist() == [step]
+        assert ckpt.softmax_reader(path)(0, 2 * world_size)["centres"].unique().tolist() == [step]
+        assert ckpt.read_trainer(path)["optimizer"]["state"][0]["momentum_buffer"].unique().tolist() == [step]
+        steps.append(step)
+    return steps
+
+
+def _writer(run: Path, world: World = ALONE, **more: Any) -> CheckpointWriter:
+    return CheckpointWriter(run, world, more.pop("keep", Keep(last=2, best=0)), **more)
+
+
+def _operations_of_a_save(run: Path) -> int:
+    save_now(run, step=1, **_state(1), world=ALONE)
+    save_now(run, step=2, **_state(2), world=ALONE)
+    with faulty(Disk()) as disk:  # the third save also prunes the first
+        _writer(run, background=False).save(3, **_state(3), last=True)
+    assert {"open", "write", "fsync", "rename", "mkdir", "rmdir", "unlink"} <= set(disk.done)
+    return len(disk.done)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES, errno.EIO])
+def test_every_file_operation_may_fail(tmp_path: Path, error: int):
+    total = _operations_of_a_save(tmp_path / "count")
+    failures = 0
+    for number in range(total):
+        run = tmp_path / str(number)
+        save_now(run, step=1, **_state(1), world=ALONE)
+        save_now(run, step=2, **_state(2), world=ALONE)
+        warnings: list[str] = []
+        writer = _writer(run, background=False, max_failed=1, warn=warnings.append)
+        with faulty(Disk(number, error)):
+            writer.save(3, **_state(3))
+        steps = _check_whole(run)
+        assert 2 in steps and warnings, number
+        if 3 not in steps:
+            failures += 1
+            assert steps == [1, 2] and "step_00000003 could not be saved" in warnings[0]
+            assert os.strerror(error) in warnings[0] and "Training goes on" in warnings[0]
+        writer.save(4, **_state(4))
+        assert writer.failed == 0 and _check_whole(run)[-1] == 4
+    assert failures > total // 2  # the rest struck the pruning, after the checkpoint was whole
+
+
+def _save_and_die(run: Path, number: int) -> None:
+    with faulty(Disk(number, error=0)):
+        _writer(run, background=False).save(3, **_state(3), last=True)
+
+
+def test_the_writer_may_be_killed_at_every_file_operation(tmp_path: Path):
+    total = _operations_of_a_save(tmp_path / "count")
+    said, context = 0, mp.get_context("fork")
+    for number in range(total):
+        run = tmp_path / str(number)
+        save_now(run, step=1, **_state(1), world=ALONE)
+        save_now(run, step=2, **_state(2), world=ALONE)
+        process = context.Process(target=_save_and_die, args=(run, number))
+        process.start()
+        process.join(30)
+        assert process.exitcode == -signal.SIGKILL
+        steps = _check_whole(run)
+        assert 2 in steps and steps[-1] in (2, 3), number
+        news = ckpt.remove_unfinished(run)
+        said += any("step_00000003 was not finished" in line for line in news)
+        assert not list((run / "checkpoints").glob(".*"))
+        save_now(run, step=4, **_state(4), world=ALONE)
+        assert _check_whole(run)[-1] == 4
+    assert said > total // 2
+
+
+def test_a_disk_that_takes_a_part_of_each_write_gets_all(tmp_path: Path):
+    with faulty(Disk(short=True)) as disk:
+        save_now(tmp_path, step=5, **_state(5), world=ALONE)
+    assert disk.done.count("write") > 20 and _check_whole(tmp_path) == [5]
+
+
+def test_training_may_change_everything_while_a_save_is_written(tmp_path: Path):
+    state, gate = _state(7), threading.Event()
+    with faulty(Disk(before=lambda name: gate.wait(30))), _writer(tmp_path) as writer:
+        writer.save(7, **state)
+        for tensors in (state["backbone"], state["softmax"], state["trainer"]["optimizer"]["state"][0]):
+            for tensor in tensors.values():
+                tensor.fill_(-1)
+        for _ in range(3):
+            assert writer.is_writing
+            writer.advance(any_writing=True)
+        assert ckpt.list_checkpoints(tmp_path) == []
+        gate.set()
+    assert _check_whole(tmp_path) == [7]
+
+
+def test_a_save_that_comes_too_early_waits_for_the_one_before(tmp_path: Path):
+    with _writer(tmp_path, keep=Keep(last=5)) as writer:
+        for step in (1, 2, 3):
+            writer.save(step, **_state(step))
+    assert _check_whole(tmp_path) == [1, 2, 3]
+
+
+def test_so_many_saves_in_a_row_may_fail_and_the_last_one_must_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole, warnings = checkpoint_writer.write_tensors, []
+    writer = _writer(tmp_path, max_failed=2, warn=warnings.append)
+
+    def full(*args: object) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for step in (1, 2):
+        monkeypatch.setattr(checkpoint_writer, "write_tensors", full)
+        for failing in (10 * step, 10 * step + 1):
+            writer.save(failing, **_state(failing))
+            writer.finish()
+        monkeypatch.setattr(checkpoint_writer, "write_tensors", whole)
+        writer.save(step, **_state(step))  # one that works, and the count begins anew
+        writer.finish()
+    assert _check_whole(tmp_path) == [1, 2] and len(warnings) == 4
+    monkeypatch.setattr(checkpoint_writer, "write_tensors", full)
+    with pytest.raises(SharedError, match=r"step_00000003 could not be saved \(rank 0: .*No space left"):
+        writer.save(3, **_state(3), last=True)
+    for step in (4, 5):
+        writer.failed = 0 if step == 4 else writer.failed
+        writer.save(step, **_state(step))
+        writer.finish()
+    writer.save(6, **_state(6))
+    with pytest.raises(SharedError, match="the ones before are untouched"):
+        writer.finish()
+    assert _check_whole(tmp_path) == [1, 2]
+
+
+def test_without_memory_for_a_copy_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    warnings: list[str] = []
+    monkeypatch.setattr(checkpoint_writer, "available_bytes", lambda world: 100)
+    with _writer(tmp_path, warn=warnings.append) as writer:
+        writer.save(3, **_state(3))
+        assert not writer.is_writing and "no memory for a copy" in warnings[0]
+    assert _check_whole(tmp_path) == [3]
+
+
+def _steps_of_ranks(rank: int, world_size: int, folder: str) -> None:
+    """Loop as training does: a save every third step, a full disk on one rank for some of them."""
+    world = World(rank, world_size, rank, world_size, torch.device("cpu"))
+    run, warnings = Path(folder), []
+    whole = checkpoint_writer.write_tensors
+
+    def full(*args: object) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with _writer(run, world, keep=Keep(last=9), max_failed=1, warn=warnings.append) as writer:
+        for step in range(1, 31):
+            (writing,) = any_ranks([writer.is_writing], world)
+            writer.advance(writing)
+            if step % 6 == 0:
+                writer.finish()  # each save is complete before the fault changes
+                bad = step in (12, 24) and rank == world_size - 1
+                checkpoint_writer.write_tensors = full if bad else whole
+                writer.save(step, **_state(step, world))
+    assert _check_whole(run, world_size) == [6, 18, 30]
+    assert len(warnings) == 2 and f"step_00000012 could not be saved (rank {world_size - 1}: " in warnings[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_save_beside_their_steps_and_agree_on_a_failure(run_ranks: Callable[..., None], tmp_path: Path, world_size: int):
+    run_ranks(_steps_of_ranks, world_size, str(tmp_path / "run"))
