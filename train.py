@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 from easydict import EasyDict
-from torch import nn
 
 from backbones import build_backbone
 from configs import as_plain, dump_config, load_config
 from data import build_dataset
 from data.augment import Augment, prepare
+from data.bad_batch import write_bad_batch
 from data.loader import Loader
 from data.sampler import SampleOrder, check_batch
 from eval.evaluate import check_metric, evaluate, load_pair_sets, selection_score
@@ -28,23 +28,25 @@ from eval.figures import overview
 from eval.html_report import write_summary
 from eval.report import as_json, format_table
 from losses import build_margin
-from losses.first_loss import expected_first_loss
-from partial_fc import PartialFC, build_head
+from losses.first_loss import judge_first_loss
+from partial_fc import build_head
 from utils import distributed
 from utils.checkpoint_writer import CheckpointWriter, Keep
 from utils.distributed import SharedError, together
 from utils.log import RunLog, Speed, peak_memory_gib
-from utils.optim import AUTOCAST, LossScaler, build_optimizer, finish_gradients, is_finite
+from utils.optim import AUTOCAST, LossScaler, build_optimizer, finish_gradients, is_finite, set_training
 from utils.program import StoppedError, StopSignal, guarded
 from utils.randomness import derive
 from utils.resume import prepare_run_folder, restore, trainer_state
 from utils.schedule import learning_rate
+from utils.watchdog import Watchdog
 
 
 def train(config: EasyDict) -> None:
     """Run one training from its configuration: set up, build, resume, loop, finish."""
     # ---- set up: processes, data, verification sets, run folder; whatever is wrong is said before anything is trained
-    world = distributed.start(config.run.device, config.run.threads)
+    # a minute more than the watchdog's, which knows where the others are and is to speak first
+    world = distributed.start(config.run.device, config.run.threads, config.run.timeout_minutes + 1)
     batch_size, accumulation = config.train.batch_size, config.train.accumulation
     data = config.data
     cache = {"auto": str(Path(config.run.output) / "index_cache"), "off": None}.get(data.index_cache, data.index_cache)
@@ -110,6 +112,7 @@ def train(config: EasyDict) -> None:
         StopSignal() as stop,
         RunLog(folder, world.rank, start_step, total_steps) as log,
         CheckpointWriter(folder, world, keep, saving.background, saving.max_failed_saves, log.warn) as writer,
+        Watchdog(world, config.run.timeout_minutes) as watch,
     ):
         log.info(dataset.describe())
         for line in (*dataset.warnings, *news):
@@ -129,6 +132,7 @@ def train(config: EasyDict) -> None:
             """Evaluate all sets after `step` optimizer steps; return what checkpoints are compared by."""
             if not pair_sets:
                 return None
+            watch.at(step, "evaluating", limited=False)
             started = time.perf_counter()
             distributed.broadcast_module(backbone, world)
             sets = evaluate(backbone, pair_sets, world, config.eval.batch_size, autocast, data.threads)
@@ -144,6 +148,7 @@ def train(config: EasyDict) -> None:
             return selection_score(results, config.eval.metric)
 
         def save(step: int, selection: float | None, last: bool = False) -> None:
+            watch.at(step, "saving", limited=False)
             distributed.broadcast_module(backbone, world)
             writer.save(
                 step,
@@ -170,15 +175,22 @@ def train(config: EasyDict) -> None:
             lambda step: order.read_ahead(step, start_step, **share),
             Augment(config.augment, config.run.seed),
         )
+
+        def not_finite(what: str) -> SharedError:
+            words = write_bad_batch(folder, step, what, dataset, order.samples(step, **share), outputs, world)
+            return SharedError(f"{what} in step {step}; stopped before it reached the weights. {words}. {last_words(folder)}")
+
         speed, loss_sum, loss_count = Speed(batch_size), 0.0, 0
+        watch.at(start_step, "waiting for data")
         for step, batch in enumerate(loader, start_step):
+            watch.at(step, "training")
             lr = learning_rate(step, config.optimizer.lr, total_steps, warmup_steps, config.schedule.power)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             torch.manual_seed(derive(config.run.seed, "step", step, world.rank))  # dropout; so a resumed run draws the same
             head.begin_step(batch.labels.view(accumulation, -1), step)
             optimizer.zero_grad(set_to_none=True)
-            loss = 0.0
+            loss, outputs = 0.0, []
             micro_batches = zip(batch.images.chunk(accumulation), batch.mirrored.chunk(accumulation), strict=True)
             for micro, (images, mirrored) in enumerate(micro_batches):
                 last = micro == accumulation - 1
@@ -191,12 +203,12 @@ def train(config: EasyDict) -> None:
                     # the head's gradient is that of the global mean; x world_size cancels the mean that DDP takes
                     (micro_loss * (world.world_size * scaler.scale / accumulation)).backward()
                 loss += float(micro_loss.detach()) / accumulation
+                outputs.append(embeddings.detach())
             if not math.isfinite(loss):
-                raise SharedError(
-                    f"the loss is {loss} in step {step}; stopped before it reached the weights. {last_words(folder)}"
-                )
+                raise not_finite(f"the loss is {loss}")
             if step == 0:
-                warn_of_first_loss(log, loss, head, config.backbone.embedding_size)
+                text, sound = judge_first_loss(loss, margin, head.num_active(), config.backbone.embedding_size)
+                (log.info if sound else log.warn)(text)
             norm = finish_gradients(backbone, scaler.scale, config.optimizer.clip_norm)
             timed = saving.every_minutes > 0 and writer.minutes_since_save() >= saving.every_minutes and world.rank == 0
             overflow, stopping, writing, timed = distributed.any_ranks(
@@ -204,9 +216,7 @@ def train(config: EasyDict) -> None:
             )
             writer.advance(writing)
             if overflow and not (scaler.enabled and scaler.scale > 2.0**-10):
-                raise SharedError(
-                    f"the gradient is not finite in step {step}; stopped before it reached the weights. {last_words(folder)}"
-                )
+                raise not_finite("the gradient is not finite")
             if not overflow:  # of fp16, in the backbone's backward: the centres' own gradient was sound
                 optimizer.step()
             scaler.update(overflow)
@@ -249,6 +259,7 @@ def train(config: EasyDict) -> None:
             if stopping:
                 raise StoppedError(f"{stop.name or 'a signal to another process'}: saved after step {done} of {total_steps}")
             speed.pause(time.perf_counter() - pause)
+            watch.at(done, "waiting for data")
 
         # ---- finish
         log.info(f"finished {total_steps} steps; checkpoints, log and figures are in {folder}")
@@ -256,24 +267,6 @@ def train(config: EasyDict) -> None:
 
 def is_due(done: int, every: int, total_steps: int) -> bool:
     return done == total_steps or (every > 0 and done % every == 0)
-
-
-def set_training(backbone: nn.Module, freeze_norm: bool) -> None:
-    """Put the backbone into training mode, BatchNorm statistics frozen if asked for."""
-    backbone.train()
-    for module in backbone.modules():
-        if freeze_norm and isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()
-
-
-def warn_of_first_loss(log: RunLog, loss: float, head: PartialFC, embedding_size: int) -> None:
-    """Compare the first loss with what an untrained network must show; a difference means wrong labels, classes or scale."""
-    expected, tolerance = expected_first_loss(head.margin, head.num_active(), embedding_size)
-    text = f"first loss {loss:.3f}, expected {expected:.2f} +- {tolerance:.2f} for {head.num_active()} active classes"
-    if abs(loss - expected) <= tolerance:
-        log.info(text)
-    else:
-        log.warn(f"{text}: check labels, number of classes and loss.scale")
 
 
 def last_words(folder: Path) -> str:

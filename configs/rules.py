@@ -82,7 +82,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
 }
 
 # must be above the bound
-POSITIVE = ("backbone.width", "loss.scale", "head.sample_rate", "optimizer.eps", "train.epochs")
+POSITIVE = ("run.timeout_minutes", "backbone.width", "loss.scale", "head.sample_rate", "optimizer.eps", "train.epochs")
 
 
 def check_rules(tree: dict[str, Any]) -> None:

@@ -29,6 +29,15 @@ def expected_first_loss(margin: Margin, num_active: int, embedding_size: int) ->
     return float(sums.mean()) - own, _TOLERANCE + float(sums.std())
 
 
+def judge_first_loss(loss: float, margin: Margin, num_active: int, embedding_size: int) -> tuple[str, bool]:
+    """Return a line that compares the first loss with what an untrained network must show, and whether it agrees."""
+    expected, tolerance = expected_first_loss(margin, num_active, embedding_size)
+    text = f"first loss {loss:.3f}, expected {expected:.2f} +- {tolerance:.2f} for {num_active} active classes"
+    if abs(loss - expected) <= tolerance:
+        return text, True
+    return f"{text}: check labels, number of classes and loss.scale", False
+
+
 def _draw_sums(margin: Margin, num_active: int, embedding_size: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     cosine = torch.randn(_DRAWS, num_active, generator=generator) / math.sqrt(embedding_size)

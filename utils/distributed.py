@@ -5,8 +5,11 @@ anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) an
 """
 
 import contextlib
+import ctypes
 import datetime
 import os
+import signal
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,9 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
 
 class SharedError(ValueError):
     """An error that every rank raises with the same message, so that one of them may speak for all."""
+
+
+class LostPeerError(RuntimeError):
+    """A collective failed because another process went away; the message says which rank this is and where all were."""
 
 
 class World(NamedTuple):
@@ -28,6 +37,7 @@ class World(NamedTuple):
     local_rank: int
     local_world_size: int
     device: torch.device
+    store: Any = None  # the key-value store by which the processes met, where there are several
 
 
 def start(device: str, threads: int = 0, timeout_minutes: float = 30.0) -> World:
@@ -36,10 +46,13 @@ def start(device: str, threads: int = 0, timeout_minutes: float = 30.0) -> World
     Args:
         device: auto, cpu or cuda.
         threads: CPU threads for arithmetic; 0 = the cores of this machine shared equally by its processes.
+        timeout_minutes: the longest that a process waits for another in a collective.
 
     Raises:
         ValueError: a device that is not there, an incomplete environment, or a rendezvous that cannot be made.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _stop_with_parent()
     rank, world_size = _from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1)
     local_rank, local_world_size = _from_environment("LOCAL_RANK", 0), _from_environment("LOCAL_WORLD_SIZE", world_size)
     chosen = choose_device(device, local_rank)
@@ -47,13 +60,16 @@ def start(device: str, threads: int = 0, timeout_minutes: float = 30.0) -> World
         torch.set_num_threads(threads or max(1, _num_cores() // local_world_size))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    store = None
     if world_size > 1 and not dist.is_initialized():
         backend = "nccl" if chosen.type == "cuda" else "gloo"
+        timeout = datetime.timedelta(minutes=timeout_minutes)
         try:
-            dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes))
+            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise ValueError(_explain_rendezvous(error)) from None
-    return World(rank, world_size, local_rank, local_world_size, chosen)
+    return World(rank, world_size, local_rank, local_world_size, chosen, store)
 
 
 def start_local(rank: int, world_size: int, device: str, rendezvous: str) -> World:
@@ -74,6 +90,12 @@ def start_local(rank: int, world_size: int, device: str, rendezvous: str) -> Wor
     return World(rank, world_size, rank, world_size, chosen)
 
 
+def _stop_with_parent() -> None:
+    """Ask Linux for SIGTERM when the parent dies: a torchrun that is killed cannot tell its workers, which would train on."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
 def stop() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
@@ -82,7 +104,7 @@ def stop() -> None:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether a collective failed because another process went away, so that the fault is not this rank's own."""
-    return isinstance(error, dist.DistError) or (
+    return isinstance(error, (dist.DistError, LostPeerError)) or (
         isinstance(error, RuntimeError)
         and any(word in str(error) for word in ("Connection closed by peer", "Connection reset", "gloo", "NCCL"))
     )

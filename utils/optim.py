@@ -68,6 +68,14 @@ def finish_gradients(module: nn.Module, scale: float, clip_norm: float) -> Tenso
     return norm
 
 
+def set_training(module: nn.Module, freeze_norm: bool) -> None:
+    """Put a network into training mode, its BatchNorm statistics frozen if asked for."""
+    module.train()
+    for part in module.modules():
+        if freeze_norm and isinstance(part, nn.modules.batchnorm._BatchNorm):
+            part.eval()
+
+
 class LossScaler:
     """Dynamic loss scale for fp16: halved at an overflow, doubled after `interval` good steps.
 

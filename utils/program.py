@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import distributed
-from .distributed import SharedError
+from .distributed import LostPeerError, SharedError
 
 REQUEUE = 75  # exit status of a run that saved and stopped because it was told to: EX_TEMPFAIL of sysexits.h, "try again later"
 
@@ -69,7 +69,8 @@ def guarded(run: Callable[[], None]) -> int:
     except RuntimeError as error:
         if not (several and distributed.is_lost_peer(error)):
             raise
-        print(f"error: rank {rank} stopped: another process ended or cannot be reached", file=sys.stderr, flush=True)
+        text = str(error) if isinstance(error, LostPeerError) else f"rank {rank}: another process ended or cannot be reached"
+        print(f"error: {text}", file=sys.stderr, flush=True)
     if several:
         os._exit(status)  # leaving a process group in order would wait for ranks that may be gone
     return status

@@ -1,0 +1,41 @@
+"""What was in the batch whose loss was not finite, for who looks for the cause."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from utils.distributed import World, all_gather_objects
+
+from .base import FaceDataset
+from .sampler import Samples
+
+
+def write_bad_batch(
+    run_folder: Path, step: int, why: str, dataset: FaceDataset, samples: Samples, embeddings: Sequence[Tensor], world: World
+) -> str:
+    """Write the record keys of a global batch to bad_batch_step_00000012.json in the run folder; collective.
+
+    Args:
+        samples: this rank's samples of the step.
+        embeddings: of each of its micro-batches, (b, D).
+
+    Returns:
+        What to do about it, in a sentence; the same on all ranks.
+    """
+    finite = torch.cat([rows.detach().float().isfinite().all(dim=1) for rows in embeddings]).tolist()
+    mine = [
+        {"rank": world.rank, "record": dataset.key(index), "label": dataset.label(index), "embedding_finite": good}
+        for index, good in zip(samples.indices.tolist(), finite, strict=True)
+    ]
+    everyone = [entry for entries in all_gather_objects(mine, world) for entry in entries]
+    bad = [entry["record"] for entry in everyone if not entry["embedding_finite"]]
+    path = run_folder / f"bad_batch_step_{step:08d}.json"
+    if world.rank == 0:
+        path.write_text(json.dumps({"step": step, "why": why, "samples": everyone}, indent=1))
+    some = "its embeddings are finite"
+    if bad:
+        some = f"{len(bad)} of its {len(everyone)} embeddings are not finite, the first of {bad[0]}"
+    return f"The records of its batch are in {path}: {some}"

@@ -1,0 +1,167 @@
+"""Failures that must not hang, nor cost more than what was trained since the last checkpoint."""
+
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import ROOT, command_of, descendants, read_metrics, run_train, tiny_run, write_dataset
+
+import train
+from utils.checkpoint import list_checkpoints, read_tensors, step_of
+from utils.optim import finish_gradients
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a RecordIO set and a verification set of other classes, `tiny`."""
+    folder = tmp_path_factory.mktemp("data")
+    write_dataset(folder)
+    return folder
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    overrides = ["optimizer.lr=1e30", "optimizer.clip_norm=0", "eval.targets=[]"]
+    assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 1
+    error = capsys.readouterr().err
+    assert "is not finite in step" in error or "the loss is" in error
+    for path in list_checkpoints(tmp_path / "tiny"):
+        assert all(tensor.isfinite().all() for tensor in read_tensors(path / "backbone.safetensors").values())
+
+
+def test_a_bad_batch_is_written_down_with_the_record_that_spoilt_it(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    whole, calls = train.prepare, 0
+
+    def spoil(images: torch.Tensor, mirrored: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        pixels = whole(images, mirrored)
+        if calls == 6:
+            pixels[3] = float("nan")
+        return pixels
+
+    monkeypatch.setattr(train, "prepare", spoil)
+    overrides = ["backbone.freeze_norm=true", "eval.targets=[]", "optimizer.lr=1e-3"]  # so that no row sees another
+    assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 1
+    said = capsys.readouterr().err
+    assert "the loss is nan in step 5" in said and "1 of its 8 embeddings are not finite" in said
+    noted = json.loads((tmp_path / "tiny" / "bad_batch_step_00000005.json").read_text())
+    assert noted["step"] == 5 and [entry["embedding_finite"] for entry in noted["samples"]] == [True] * 3 + [False] + [True] * 4
+    record = noted["samples"][3]["record"]
+    assert record in said and int(re.search(r"record (\d+)", record).group(1)) % 12 == noted["samples"][3]["label"]
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == [4]
+
+
+_HANGS = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+import train
+from data.record_dataset import RecordDataset
+whole, images = RecordDataset.decode_into, 0
+def decode(self, index, out):
+    global images
+    images += 1
+    if os.environ["RANK"] == "1" and images > 40:
+        {act}
+    return whole(self, index, out)
+RecordDataset.decode_into = decode
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def _with_a_bad_rank(tmp_path: Path, act: str, arguments: list[str]) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Train with two processes; rank 1 does `act` in the decoder when it has seen 40 images (its step 10)."""
+    program = tmp_path / "bad_rank.py"
+    program.write_text(_HANGS.format(root=str(ROOT), act=act))
+    command = [*command_of(2, arguments)]
+    command[command.index(str(ROOT / "train.py"))] = str(program)
+    started = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    return done, time.monotonic() - started
+
+
+def test_a_rank_that_hangs_ends_the_run_in_time_and_by_name(dataset: Path, tmp_path: Path):
+    arguments = tiny_run(dataset, tmp_path, "run.timeout_minutes=0.1", "eval.targets=[]", "data.threads=1", "data.prefetch=1")
+    done, seconds = _with_a_bad_rank(tmp_path, "time.sleep(100)", arguments)
+    assert done.returncode != 0 and seconds < 60
+    (late,) = {int(step) for step in re.findall(r"error: rank 1 in step (\d+), waiting for data, for 0.1 minutes", done.stderr)}
+    assert f"error: rank 0 in step {late}, training, for 0.1 minutes" in done.stderr
+    assert f"rank 1 was in step {late}, waiting for data" in done.stderr
+    assert late >= 8
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        ("raise ValueError('a bad day')", "error: rank 1: a bad day"),
+        ("raise MemoryError('no memory')", "MemoryError: no memory"),
+        ("os.kill(os.getpid(), 9)", "rank 1 was in step"),
+    ],
+)
+def test_a_rank_that_fails_or_dies_ends_the_others_in_seconds(dataset: Path, tmp_path: Path, act: str, said: str):
+    arguments = tiny_run(dataset, tmp_path, "eval.targets=[]", "data.threads=1", "data.prefetch=1")
+    done, seconds = _with_a_bad_rank(tmp_path, act, arguments)
+    assert done.returncode != 0 and seconds < 60
+    assert said in done.stderr, done.stderr
+    assert re.search(r"error: rank 0 in step \d+, \w+.*: another process ended", done.stderr), done.stderr
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")][-1] in (4, 8)
+
+
+def test_workers_of_a_killed_torchrun_save_and_end(dataset: Path, tmp_path: Path):
+    """Without the request for a signal they would train on as orphans, and hold the run folder against the next start."""
+    overrides = ["train.epochs=400", "eval.targets=[]", "checkpoint.every=0"]
+    arguments = tiny_run(dataset, tmp_path, *overrides)
+    with subprocess.Popen(command_of(2, arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/") as process:
+        deadline = time.monotonic() + 60
+        metrics = tmp_path / "tiny" / "metrics.jsonl"
+        while not metrics.is_file() or len(metrics.read_text().splitlines()) < 3:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        workers = descendants(process.pid)
+        process.kill()
+    while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (saved,) = list_checkpoints(tmp_path / "tiny")
+    assert step_of(saved) >= 3
+    again = run_train(1, tiny_run(dataset, tmp_path, *overrides, f"train.max_steps={step_of(saved) + 1}"))
+    assert again.returncode == 0 and f"after step {step_of(saved)}" in again.stdout
+
+
+def _overflow_on_rank_1(rank: int, world_size: int, dataset: str, output: str) -> None:
+    for name, value in (("RANK", rank), ("WORLD_SIZE", world_size), ("LOCAL_RANK", rank)):
+        os.environ[name] = str(value)
+    calls, backbones = 0, []
+
+    def overflowing(module: torch.nn.Module, scale: float, clip_norm: float) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        norm = finish_gradients(module, scale, clip_norm)
+        backbones.append(module)
+        return torch.full_like(norm, float("inf")) if rank == 1 and calls == 10 else norm
+
+    train.finish_gradients = overflowing
+    overrides = ["train.precision=fp16", "train.max_steps=12", "eval.targets=[]", "checkpoint.every=0"]
+    (Path(output) / str(rank)).mkdir()
+    config, *rest = tiny_run(Path(dataset), Path(output) / str(rank), *overrides, f"run.output={output}")
+    train.train(train.load_config(config, rest))
+    ends = torch.cat([parameter.detach().reshape(-1) for parameter in backbones[-1].parameters()])
+    both = [torch.empty_like(ends) for _ in range(world_size)]
+    torch.distributed.all_gather(both, ends)
+    assert torch.equal(both[0], both[1])
+    if rank == 0:
+        seen = read_metrics(Path(output) / "tiny")  # the first steps overflow by themselves, until the scale is small enough
+        assert seen[10]["grad_norm"] is not None and seen[10]["loss_scale"] == seen[9]["loss_scale"] / 2
+        assert seen[9]["loss_scale"] == seen[8]["loss_scale"] and seen[11]["loss_scale"] == seen[10]["loss_scale"]
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_all(run_ranks: Callable[..., None], dataset: Path, tmp_path: Path):
+    run_ranks(_overflow_on_rank_1, 2, str(dataset), str(tmp_path))
