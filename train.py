@@ -6,6 +6,7 @@ Shapes: b = images of this rank in one micro-batch, A = micro-batches per optimi
 """
 
 import argparse
+import functools
 import itertools
 import math
 import sys
@@ -15,26 +16,31 @@ from pathlib import Path
 
 import torch
 from easydict import EasyDict
+from torch import nn
 
 from backbones import build_backbone
 from configs import as_plain, dump_config, load_config
 from data import build_dataset
 from data.augment import Augment, prepare
 from data.bad_batch import write_bad_batch
+from data.base import FaceDataset
 from data.loader import Loader
 from data.sampler import SampleOrder, check_batch
+from eval.embed import class_means
 from eval.evaluate import check_metric, evaluate, load_pair_sets, selection_score
 from eval.figures import overview
 from eval.html_report import write_summary
 from eval.report import as_json, format_table
 from losses import build_margin
 from losses.first_loss import judge_first_loss
-from partial_fc import build_head
+from partial_fc import PartialFC, build_head
+from partial_fc.start import start_centres
 from utils import distributed
+from utils.checkpoint import fill, read_weights
 from utils.checkpoint_writer import CheckpointWriter, Keep
-from utils.distributed import SharedError, together
+from utils.distributed import SharedError, World, together
 from utils.log import RunLog, Speed, peak_memory_gib
-from utils.optim import AUTOCAST, LossScaler, build_optimizer, finish_gradients, is_finite, set_training
+from utils.optim import AUTOCAST, LossScaler, build_optimizer, finish_gradients, freeze, is_finite, set_training
 from utils.program import StoppedError, StopSignal, guarded
 from utils.randomness import derive
 from utils.resume import prepare_run_folder, restore, trainer_state
@@ -75,7 +81,7 @@ def train(config: EasyDict) -> None:
     }
     folder = Path(config.run.output) / config.run.name
     saving = config.checkpoint
-    resume_from, news = prepare_run_folder(folder, saving.resume, saving.verify, dump_config(config), facts["identity"], world)
+    resume_from, warnings = prepare_run_folder(folder, saving, dump_config(config), facts["identity"], world)
 
     # ---- build
     autocast = AUTOCAST[config.train.precision]
@@ -83,29 +89,23 @@ def train(config: EasyDict) -> None:
     torch.manual_seed(derive(config.run.seed, "backbone"))
     backbone = build_backbone(**{key: config.backbone[key] for key in ("name", "embedding_size", "width", "dropout")})
     backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    freeze(backbone, config.backbone.freeze)
     margin = build_margin(**config.loss)
-    head = build_head(
-        margin,
-        dataset.num_classes,
-        config.backbone.embedding_size,
-        world,
-        config.run.seed,
-        config.head,
-        config.optimizer,
-        autocast,
-    )
-    optimizer = build_optimizer(
-        backbone, **{key: config.optimizer[key] for key in ("name", "lr", "momentum", "weight_decay", "beta2", "eps")}
-    )
+    classes, dim, seed = dataset.num_classes, config.backbone.embedding_size, config.run.seed
+    head = build_head(margin, classes, dim, world, seed, config.head, config.optimizer, autocast)
+    settings = ("name", "lr", "momentum", "weight_decay", "beta2", "eps", "lr_factors")
+    optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in settings})
     scaler = LossScaler(enabled=autocast is torch.float16)
 
-    # ---- resume
-    start_step = 0
-    if resume_from is not None:
-        with together(world):
+    # ---- resume, or begin with the weights of another training
+    start_step, started = 0, ""
+    with together(world):
+        if resume_from is not None:
             start_step = restore(resume_from, backbone, margin, optimizer, scaler, head.load_rows)
+        elif config.init.backbone:
+            started = start_from(config, backbone, head, dataset, world, autocast)
     model = distributed.as_data_parallel(backbone, world)
-    set_training(backbone, config.backbone.freeze_norm)
+    set_training(backbone, config.backbone.freeze_norm, config.backbone.freeze)
 
     keep = Keep(saving.keep_last, saving.keep_every, saving.keep_best)
     with (
@@ -115,13 +115,15 @@ def train(config: EasyDict) -> None:
         Watchdog(world, config.run.timeout_minutes) as watch,
     ):
         log.info(dataset.describe())
-        for line in (*dataset.warnings, *news):
+        for line in (*dataset.warnings, *warnings):
             log.warn(line)
         log.info(
             f"{config.run.name}: {total_steps} steps of {batch_size} images, {world.world_size} x {world.device.type}, "
             f"{sum(p.numel() for p in backbone.parameters()) / 1e6:.2f} M backbone parameters, {dataset.num_classes} classes"
         )
         log.info(head.describe())
+        if started:
+            log.info(started)
         if resume_from is not None:
             log.info(f"resumed from {resume_from} after step {start_step}")
         if start_step >= total_steps:
@@ -178,7 +180,10 @@ def train(config: EasyDict) -> None:
 
         def not_finite(what: str) -> SharedError:
             words = write_bad_batch(folder, step, what, dataset, order.samples(step, **share), outputs, world)
-            return SharedError(f"{what} in step {step}; stopped before it reached the weights. {words}. {last_words(folder)}")
+            return SharedError(
+                f"{what} in step {step}; stopped before it reached the weights. {words}. The last checkpoint in {folder} is "
+                "sound; lower optimizer.lr or lengthen schedule.warmup_epochs"
+            )
 
         speed, loss_sum, loss_count = Speed(batch_size), 0.0, 0
         watch.at(start_step, "waiting for data")
@@ -186,7 +191,7 @@ def train(config: EasyDict) -> None:
             watch.at(step, "training")
             lr = learning_rate(step, config.optimizer.lr, total_steps, warmup_steps, config.schedule.power)
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["lr_factor"]
             torch.manual_seed(derive(config.run.seed, "step", step, world.rank))  # dropout; so a resumed run draws the same
             head.begin_step(batch.labels.view(accumulation, -1), step)
             optimizer.zero_grad(set_to_none=True)
@@ -206,7 +211,7 @@ def train(config: EasyDict) -> None:
                 outputs.append(embeddings.detach())
             if not math.isfinite(loss):
                 raise not_finite(f"the loss is {loss}")
-            if step == 0:
+            if step == 0 and not config.init.backbone:
                 text, sound = judge_first_loss(loss, margin, head.num_active(), config.backbone.embedding_size)
                 (log.info if sound else log.warn)(text)
             norm = finish_gradients(backbone, scaler.scale, config.optimizer.clip_norm)
@@ -269,9 +274,25 @@ def is_due(done: int, every: int, total_steps: int) -> bool:
     return done == total_steps or (every > 0 and done % every == 0)
 
 
-def last_words(folder: Path) -> str:
-    """Return what to do after a loss or gradient that is not finite."""
-    return f"The last checkpoint in {folder} is sound; lower optimizer.lr or lengthen schedule.warmup_epochs"
+def start_from(
+    config: EasyDict, backbone: nn.Module, head: PartialFC, dataset: FaceDataset, world: World, autocast: torch.dtype | None
+) -> str:
+    """Fill backbone and class centres from another training, as the section `init` says; return a line for the log."""
+    init = config.init
+    fill(backbone, read_weights(Path(init.backbone)), f"init.backbone {init.backbone}", "check the section backbone")
+    means = functools.partial(
+        class_means,
+        backbone,
+        dataset.pixels,
+        dataset.labels(),
+        per_class=init.images_per_class,
+        device=world.device,
+        batch_size=config.eval.batch_size,
+        autocast=autocast,
+        threads=config.data.threads,
+    )
+    centres = start_centres(head, init.head, init.classes, means if init.new_classes == "images" else None)
+    return f"starting from {init.backbone}; class centres on rank 0: {centres}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

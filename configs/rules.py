@@ -13,6 +13,7 @@ CHOICES = {
     "data.source": SOURCES,
     "data.shuffle": ("full", "block"),
     "data.on_bad_record": ("error", "skip"),
+    "init.new_classes": ("images", "random"),
     "loss.gradient": ("exact", "straight_through"),
     "head.sampling": ("uniform", "neighbours"),
     "head.state": ("exact", "lean", "tiny"),
@@ -52,6 +53,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "augment.cutout_side": (0.01, 1),
     "backbone.embedding_size": (1, 65536),
     "backbone.dropout": (0, 0.99),
+    "init.images_per_class": (1, 100_000),
     "head.sample_rate": (0, 1),
     "head.neighbours": (1, 1000),
     "head.neighbours_every": (1, None),
@@ -110,6 +112,13 @@ def check_rules(tree: dict[str, Any]) -> None:
 def _check_across(tree: dict[str, Any]) -> None:
     data, train, schedule = tree["data"], tree["train"], tree["schedule"]
     _check_sources(data)
+    init = tree["init"]
+    if init["head"] and not init["backbone"]:
+        raise ValueError(
+            f"init.head needs init.backbone: class centres mean nothing to another network, got {init['head']!r} alone"
+        )
+    if init["classes"] and not init["head"]:
+        raise ValueError(f"init.classes needs init.head, whose labels it maps, got {init['classes']!r} alone")
     if -1 < tree["head"]["weight_decay"] < 0:
         raise ValueError(
             f"head.weight_decay must be 0 or more, or -1 for optimizer.weight_decay, got {tree['head']['weight_decay']}"

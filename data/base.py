@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from utils.image import decode_rgb_into
+from utils.image import IMAGE_SIZE, decode_rgb_into
 
 
 class FaceDataset(ABC):
@@ -55,6 +55,12 @@ class FaceDataset(ABC):
     def news(self) -> list[str]:
         """Return what happened since the last call that a user should know."""
         return []
+
+    def pixels(self, index: int) -> np.ndarray:
+        """Return the pixels of a sample, (H, W, 3) uint8, RGB."""
+        out = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
+        self.decode_into(index, out)
+        return out
 
     def decode_into(self, index: int, out: np.ndarray) -> int:
         """Write the pixels of a sample into `out` (H, W, 3) uint8, RGB, and return its class."""

@@ -63,6 +63,50 @@ def embed_sums(
     )[:, 0]
 
 
+def class_means(
+    model: nn.Module,
+    decode: Callable[[int], np.ndarray],
+    labels: np.ndarray,
+    classes: np.ndarray,
+    per_class: int,
+    device: torch.device,
+    batch_size: int = 256,
+    autocast: torch.dtype | None = None,
+    threads: int = 2,
+) -> tuple[Tensor, np.ndarray]:
+    """Return the mean direction of the images of some classes, (n, D) unit rows, and which have any image, (n,) bool.
+
+    Not collective: this process embeds them alone.
+
+    Args:
+        decode: sample number -> (H, W, 3) uint8 RGB; ValueError if it cannot be decoded.
+        labels: (N,) the class of each sample.
+        classes: (n,) distinct.
+        per_class: images of a class that are used at most, the first ones.
+    """
+    sums = torch.zeros(len(classes), _embedding_size(model, device))
+    order = np.argsort(classes)
+    samples = np.flatnonzero(np.isin(labels, classes))
+    samples = samples[np.argsort(labels[samples], kind="stable")]
+    of_class = labels[samples]
+    first = np.concatenate([[True], of_class[1:] != of_class[:-1]]) if len(of_class) else np.zeros(0, dtype=bool)
+    place = np.arange(len(samples)) - np.maximum.accumulate(np.where(first, np.arange(len(samples)), 0))  # within its class
+    samples = samples[place < per_class]
+    rows = torch.from_numpy(order[np.searchsorted(classes[order], labels[samples])])
+    done = 0
+    with inference_mode(model):
+        for images in _batches(lambda number: decode(int(samples[number])), range(len(samples)), batch_size, threads):
+            pixels = normalise(torch.from_numpy(images).to(device))
+            with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+                parts = pixels.split(len(pixels) if device.type == "cuda" else _CPU_VIEWS)
+                embeddings = torch.cat([model(part).float() for part in parts])
+            sums.index_add_(0, rows[done : done + len(images)], nn.functional.normalize(embeddings).cpu())
+            done += len(images)
+    found = np.zeros(len(classes), dtype=bool)
+    found[rows.numpy()] = True
+    return nn.functional.normalize(sums), found
+
+
 def _embed(
     model: nn.Module,
     decode: Callable[[int], np.ndarray],

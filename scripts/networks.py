@@ -14,9 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from backbones import build_backbone
-from utils.checkpoint import best_checkpoint, find_checkpoint, list_checkpoints, read_backbone, read_manifest, read_tensors
+from utils.checkpoint import (
+    best_checkpoint,
+    fill,
+    find_checkpoint,
+    list_checkpoints,
+    read_backbone,
+    read_manifest,
+    read_tensors,
+)
 from utils.optim import AUTOCAST
 from utils.randomness import derive
+
+_HINT = "check --backbone, --embedding-size, --width"
 
 
 class Network(NamedTuple):
@@ -72,33 +82,22 @@ def _load(options: argparse.Namespace) -> Network:
         if not options.backbone:
             raise ValueError(f"{path} is a weights file; say what it holds with --backbone NAME")
         model = build_backbone(options.backbone, options.embedding_size, options.width)
-        return Network(fill(model, read_tensors(path), str(path)), str(path), {})
+        return Network(fill(model, read_tensors(path), str(path), _HINT), str(path), {})
     if not path.exists():
         raise ValueError(f"no run folder, checkpoint or weights file at {path}")
     checkpoint = find_checkpoint(path)
     if options.best:
         checkpoint = best_checkpoint(list_checkpoints(path)) or checkpoint
-    config: dict[str, Any] = read_manifest(checkpoint)["config"]
+    manifest = read_manifest(checkpoint)
+    name, embedding_size, width = manifest["identity"]["backbone"]
+    imported = {"backbone": {"name": name, "embedding_size": embedding_size, "width": width}}  # knows no more of its run
+    config: dict[str, Any] = manifest.get("config", imported)
     section = config["backbone"]
     torch.manual_seed(derive(config.get("run", {}).get("seed", 0), "backbone"))  # as train.py does before it builds
     model = build_backbone(section["name"], section["embedding_size"], section["width"])
     if options.untrained:
         return Network(model, f"{section['name']} before training", config)
-    return Network(fill(model, read_backbone(checkpoint), str(checkpoint)), str(checkpoint), config)
-
-
-def fill(model: nn.Module, weights: dict[str, Tensor], source: str) -> nn.Module:
-    """Load the weights into the model; a wrong architecture is one line that names the first difference."""
-    expected = model.state_dict()
-    for name in [*expected, *weights]:
-        if name not in weights or name not in expected or weights[name].shape != expected[name].shape:
-            here = tuple(weights[name].shape) if name in weights else "missing"
-            wanted = tuple(expected[name].shape) if name in expected else "absent"
-            raise ValueError(
-                f"{source}: {name} is {here}, this backbone has it {wanted}; check --backbone, --embedding-size, --width"
-            )
-    model.load_state_dict(weights)
-    return model
+    return Network(fill(model, read_backbone(checkpoint), str(checkpoint), _HINT), str(checkpoint), config)
 
 
 class OtherInput(nn.Module):

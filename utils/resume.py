@@ -25,14 +25,12 @@ class Start(NamedTuple):
     news: list[str]  # what a user should know: leftovers removed, damaged checkpoints put aside
 
 
-def prepare_run_folder(
-    folder: Path, resume: str, verify: bool, config_text: str, identity: dict[str, Any], world: World
-) -> Start:
+def prepare_run_folder(folder: Path, saving: Any, config_text: str, identity: dict[str, Any], world: World) -> Start:
     """Lock and make the run folder with its config.yaml, and choose the checkpoint to resume from; the same on all ranks.
 
     Args:
-        resume: auto, never, or the path of a checkpoint or run folder.
-        verify: also compare the hashes of the chosen checkpoint's files, which the ranks share.
+        saving: the section `checkpoint` of the configuration: resume says auto, never, or the path of a checkpoint or run
+            folder; verify, to also compare the hashes of the chosen checkpoint's files, which the ranks share.
         identity: what the checkpoint must agree with.
 
     Raises:
@@ -43,15 +41,15 @@ def prepare_run_folder(
         if world.rank == 0:
             _hold(folder)
             start.news.extend(ckpt.remove_unfinished(folder))
-            start = start._replace(checkpoint=choose_checkpoint(folder, resume, identity, start.news))
+            start = start._replace(checkpoint=choose_checkpoint(folder, saving.resume, identity, start.news))
     start = all_gather_objects(start, world)[0]
-    while verify and start.checkpoint is not None:
+    while saving.verify and start.checkpoint is not None:
         found = ckpt.check_hashes(start.checkpoint, world.rank, world.world_size)
         faults = [line for lines in all_gather_objects(found, world) for line in lines]
         if not faults:
             break
         with together(world):
-            if resume != "auto":
+            if saving.resume != "auto":
                 raise ValueError("; ".join(faults))
             if world.rank == 0:
                 start.news.extend(faults)

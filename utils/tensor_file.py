@@ -15,7 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 BLOCK = 16 << 20  # bytes that are hashed and written at once
@@ -156,6 +158,34 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def mapped_tensor(path: Path, name: str) -> Tensor:
+    """Return a tensor of a .safetensors file that is read from the disk where it is touched, so that few rows cost little.
+
+    Args:
+        name: of the tensor; one that is the only tensor of its file may have any name.
+
+    Raises:
+        ValueError: no such tensor, or not such a file.
+    """
+    try:
+        with safe_open(path, framework="pt") as checked:  # the library checks the whole header
+            names = list(checked.keys())
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as safetensors: {error}") from None
+    if name not in names and len(names) != 1:
+        raise ValueError(f"{path}: has no tensor {name!r}, it has {', '.join(names)}")
+    entry = header[name if name in names else names[0]]
+    dtype = next(key for key, value in _DTYPES.items() if value == entry["dtype"])
+    first, last = entry["data_offsets"]
+    if first == last:
+        return torch.empty(entry["shape"], dtype=dtype)
+    data = np.memmap(path, np.uint8, "c", offset=8 + length + first, shape=(last - first,))  # "c": torch wants it writable
+    return torch.from_numpy(data).view(dtype).view(entry["shape"])
 
 
 def file_hash(path: Path, progress: Callable[[int], object] = lambda count: None) -> str:

@@ -1,0 +1,112 @@
+"""Class centres of another training, by their labels: of a checkpoint of any number of ranks, or of one matrix.
+
+Shapes: C = classes there, D = embedding size, n = classes asked for.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from utils.checkpoint import find_checkpoint, read_manifest
+from utils.tensor_file import mapped_tensor
+
+from .shard import slots_of_classes
+
+
+class CentreSource(NamedTuple):
+    """Where class centres can be read."""
+
+    name: str
+    num_classes: int
+    embedding_size: int
+    read: Callable[[np.ndarray], Tensor]  # labels (n,) int64 -> their centres (n, D) float32, as stored; reads no other rows
+
+
+def open_centres(path: Path) -> CentreSource:
+    """Return the class centres at path.
+
+    Args:
+        path: run folder (its newest checkpoint), checkpoint folder, or a matrix (C, D) with row k for label k: .safetensors
+            (key `weight`, or the only tensor), .pt or .pth (a tensor, or {"weight": tensor}), as scripts.checkpoint merge
+            writes it.
+
+    Raises:
+        ValueError: nothing there, or not class centres.
+    """
+    if path.is_dir():
+        return _open_checkpoint(find_checkpoint(path))
+    if not path.is_file():
+        raise ValueError(f"init.head: no run folder, checkpoint or matrix of class centres at {path}")
+    rows = mapped_tensor(path, "weight") if path.suffix == ".safetensors" else _matrix(path)
+    if rows.ndim != 2 or not rows.is_floating_point():
+        raise ValueError(f"{path}: class centres must be a matrix (classes, D) of floats, got {rows.dtype} {tuple(rows.shape)}")
+    return CentreSource(str(path), len(rows), rows.shape[1], lambda labels: rows[torch.from_numpy(labels)].float())
+
+
+def _matrix(path: Path) -> Tensor:
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of many kinds: weights_only refuses code with pickle.UnpicklingError, damage is a RuntimeError
+        raise ValueError(f"{path}: cannot be read as class centres ({type(error).__name__})") from None
+    value = value.get("weight") if isinstance(value, dict) else value
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{path}: must hold a tensor, or a dict with the tensor 'weight'")
+    return value
+
+
+def _open_checkpoint(checkpoint: Path) -> CentreSource:
+    manifest = read_manifest(checkpoint)
+    identity = manifest["identity"]
+    num_classes, seed = int(identity["num_classes"]), int(identity["seed"])
+    files = sorted((tuple(entry["slots"]), name) for name, entry in manifest["files"].items() if "slots" in entry)
+    shards = [(slots, mapped_tensor(checkpoint / name, "centres")) for slots, name in files]
+    if [low for (low, _), _ in shards] != [0, *(high for (_, high), _ in shards)][:-1] or shards[-1][0][1] != num_classes:
+        raise ValueError(f"checkpoint {checkpoint}: its files do not hold each of the {num_classes} class centres once")
+    dim = shards[0][1].shape[1]
+
+    def read(labels: np.ndarray) -> Tensor:
+        slots = slots_of_classes(labels, num_classes, seed)
+        rows = torch.empty(len(labels), dim)
+        for (low, high), centres in shards:
+            here = np.flatnonzero((slots >= low) & (slots < high))
+            rows[torch.from_numpy(here)] = centres[torch.from_numpy(slots[here] - low)].float()
+        return rows
+
+    return CentreSource(str(checkpoint), num_classes, dim, read)
+
+
+def read_class_map(path: Path, num_old: int, num_new: int) -> np.ndarray:
+    """Return for each label here the label it has in another training, (num_new,) int64, -1 for none.
+
+    Args:
+        path: text, a line `old new` for each class that both have; empty lines and lines that begin with # count for nothing.
+
+    Raises:
+        ValueError: naming the line.
+    """
+    old_of_new = np.full(num_new, -1, dtype=np.int64)
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"init.classes: {path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2 or not all(word.isdigit() for word in words):
+            raise ValueError(f"init.classes: {path}, line {number}: expected 'old new', two labels, got {line!r}")
+        old, new = int(words[0]), int(words[1])
+        if old >= num_old or new >= num_new:
+            raise ValueError(
+                f"init.classes: {path}, line {number}: labels must be below {num_old} (old) and {num_new} (new), got {line!r}"
+            )
+        if old_of_new[new] >= 0:
+            raise ValueError(f"init.classes: {path}, line {number}: label {new} has an old label already, {old_of_new[new]}")
+        old_of_new[new] = old
+    if not (old_of_new >= 0).any():
+        raise ValueError(f"init.classes: {path} maps no class")
+    return old_of_new

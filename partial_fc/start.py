@@ -1,0 +1,91 @@
+"""The class centres of a first step that is not from scratch: those of another training, and new ones from their images.
+
+Shapes: n = classes asked for, D = embedding size.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .centre_source import open_centres, read_class_map
+from .head import PartialFC
+
+ClassMeans = Callable[[np.ndarray], tuple[Tensor, np.ndarray]]  # labels (n,) -> (n, D) directions, (n,) bool: has any image
+
+_BLOCK = 65536  # centres read at once
+_SAMPLE = 4096  # centres whose norm is taken for that of all
+
+
+class Started(NamedTuple):
+    """How many of this rank's class centres came from where."""
+
+    kept: int
+    from_images: int
+    random: int
+
+    def __str__(self) -> str:
+        return f"{self.kept} kept, {self.from_images} from images, {self.random} at random"
+
+
+@torch.no_grad()
+def start_centres(head: PartialFC, source_path: str, class_map: str, class_means: ClassMeans | None) -> Started:
+    """Fill this rank's centres before the first step; the same centres on any number of ranks.
+
+    Centres of the source keep their norm, which says how fast they turn. New ones get the mean norm of the source's, or, where
+    there is none, that of a random start.
+
+    Args:
+        source_path: init.head: what open_centres reads; "" = every class is new.
+        class_map: init.classes: what read_class_map reads; "" = the labels of the source are those here.
+        class_means: the mean direction of images of new classes; None = they stay random.
+
+    Raises:
+        ValueError: the source does not fit.
+    """
+    source = open_centres(Path(source_path)) if source_path else None
+    old_of_new = read_class_map(Path(class_map), source.num_classes, head.num_classes) if source and class_map else None
+    labels = head.shard_classes()
+    old = np.full(len(labels), -1, dtype=np.int64)
+    centres = head.centres
+    norm = float(torch.linalg.vector_norm(torch.full((head.embedding_size,), 0.01)))  # of a random start, see shard.py
+    if source is not None:
+        if source.embedding_size != head.embedding_size:
+            raise ValueError(
+                f"init.head: the class centres of {source.name} have {source.embedding_size} numbers, "
+                f"backbone.embedding_size is {head.embedding_size}"
+            )
+        if old_of_new is None and source.num_classes != head.num_classes:
+            raise ValueError(
+                f"init.head: {source.name} has {source.num_classes} classes, the data {head.num_classes}; "
+                "say with init.classes which label there is which label here"
+            )
+        old = labels if old_of_new is None else old_of_new[labels]
+        used = np.arange(source.num_classes) if old_of_new is None else old_of_new[old_of_new >= 0]
+        norm = float(source.read(used[:_SAMPLE]).norm(dim=1).mean())
+    kept = np.flatnonzero(old >= 0)
+    for start in range(0, len(kept), _BLOCK):
+        rows = kept[start : start + _BLOCK]
+        assert source is not None
+        centres[torch.from_numpy(rows)] = source.read(old[rows]).to(centres)
+    new, filled = np.flatnonzero(old < 0), 0
+    if source is not None:  # their own random directions, of a norm like the others'
+        _scale(head, new, norm)
+    if class_means is not None:
+        for start in range(0, len(new), _BLOCK):
+            rows = new[start : start + _BLOCK]
+            means, found = class_means(labels[rows])
+            centres[torch.from_numpy(rows[found])] = (means[torch.from_numpy(found)] * norm).to(centres)
+            filled += int(found.sum())
+    head.state.refresh_norms()
+    return Started(len(kept), filled, len(new) - filled)
+
+
+def _scale(head: PartialFC, rows: np.ndarray, norm: float) -> None:
+    for start in range(0, len(rows), _BLOCK):
+        part = torch.from_numpy(rows[start : start + _BLOCK])
+        values = head.centres[part].float()
+        head.centres[part] = (values * (norm / values.norm(dim=1, keepdim=True).clamp_min(1e-12))).to(head.centres)

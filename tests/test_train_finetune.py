@@ -1,0 +1,179 @@
+"""Beginning with the weights of another training: its network, its class centres, new people, frozen and slow parts."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import NUM_CLASSES, NUM_IMAGES, face, read_metrics, run_train, tiny_run, write_dataset
+
+import train
+from data.recordio import RecordWriter, pack
+from partial_fc.centre_source import open_centres, read_class_map
+from scripts import checkpoint as tool
+from utils.checkpoint import list_checkpoints, read_backbone
+
+SHORT = ["eval.targets=[]", "schedule.power=0", "checkpoint.every=1", "checkpoint.keep_last=99"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with `data`, a run `tiny` that was trained on it by two processes, and `more`: its people and three new."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("data", "more"):
+        (folder / name).mkdir()
+    write_dataset(folder / "data")
+    with RecordWriter(folder / "more" / "train.rec", folder / "more" / "train.idx") as writer:
+        for key in range(NUM_IMAGES + 15):  # label 14 - k is the old label k, labels 0, 1, 2 are new people
+            label = 14 - key % 15
+            writer.write(key, pack(float(label), key, 0, face(14 - label if label > 2 else 100 + label, key)))
+    done = run_train(2, tiny_run(folder / "data", folder, "eval.targets=[]"))
+    assert done.returncode == 0, done.stderr
+    (folder / "map.txt").write_text("# old new\n" + "".join(f"{old} {14 - old}\n" for old in range(NUM_CLASSES)))
+    return folder
+
+
+def _centres(run: Path) -> torch.Tensor:
+    found = open_centres(run)
+    return found.read(np.arange(found.num_classes))
+
+
+def test_centres_are_read_by_label_from_every_form(source: Path, tmp_path: Path):
+    run = source / "tiny"
+    assert tool.main(["merge", str(run), str(tmp_path / "all.safetensors")]) == 0
+    assert tool.main(["merge", str(run), str(tmp_path / "all.pt")]) == 0
+    merged = load_file(tmp_path / "all.safetensors")["weight"]
+    torch.testing.assert_close(torch.nn.functional.normalize(_centres(run)), merged)
+    for name in ("all.safetensors", "all.pt"):
+        found = open_centres(tmp_path / name)
+        assert (found.num_classes, found.embedding_size) == (NUM_CLASSES, 16)
+        assert torch.equal(found.read(np.array([7, 0, 7])), merged[[7, 0, 7]])
+    assert tool.main(["reshard", str(run), "5", str(tmp_path / "five")]) == 0
+    assert torch.equal(_centres(tmp_path / "five"), _centres(run))
+
+
+def test_a_run_begins_where_the_other_ended(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = source / "tiny"
+    init = [f"init.backbone={run}", f"init.head={run}", "optimizer.lr=0", "train.max_steps=1"]
+    assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init)) == 0
+    said = capsys.readouterr().out
+    assert f"starting from {run}; class centres on rank 0: 12 kept, 0 from images, 0 at random" in said
+    assert "first loss" not in said  # what an untrained network would show is no measure here
+    first = list_checkpoints(tmp_path / "tiny")[0]
+    before, after = read_backbone(list_checkpoints(run)[-1]), read_backbone(first)
+    assert all(torch.equal(before[name], after[name]) for name in before if "running" not in name and "num_batches" not in name)
+    assert torch.equal(_centres(tmp_path / "tiny"), _centres(run))
+    assert read_metrics(tmp_path / "tiny")[1]["loss"] < 0.5 * read_metrics(run)[1]["loss"]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_new_people_get_the_mean_of_their_images_and_known_ones_keep_their_centres(
+    source: Path, tmp_path: Path, num_processes: int
+):
+    run = source / "tiny"
+    init = [f"init.backbone={run}", f"init.head={run}", f"init.classes={source / 'map.txt'}", "init.images_per_class=3"]
+    done = run_train(num_processes, tiny_run(source / "more", tmp_path, *SHORT, *init, "optimizer.lr=0", "train.max_steps=1"))
+    assert done.returncode == 0, done.stderr
+    old, new = _centres(run), _centres(tmp_path / "tiny")
+    assert new.shape == (15, 16)
+    for label in range(NUM_CLASSES):
+        assert torch.equal(new[14 - label], old[label])
+    # by hand: the first three images of each new label, one at a time
+    backbone = train.build_backbone("r18", 16, 0.125)
+    backbone.load_state_dict(read_backbone(list_checkpoints(run)[-1]))
+    backbone.eval()
+    dataset = train.build_dataset(train.load_config(tiny_run(source / "more", tmp_path)[0]).data, 0, None)
+    for label in (0, 1, 2):
+        rows = np.flatnonzero(dataset.labels() == label)[:3]
+        pixels = torch.stack([torch.from_numpy(dataset.pixels(int(row)).copy()) for row in rows])
+        with torch.inference_mode():
+            embeddings = torch.nn.functional.normalize(backbone((pixels.permute(0, 3, 1, 2).float() - 127.5) / 127.5))
+        expected = torch.nn.functional.normalize(embeddings.mean(0), dim=0) * old.norm(dim=1).mean()
+        torch.testing.assert_close(new[label], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_without_known_people_all_centres_come_from_images_or_at_random(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    init = [f"init.backbone={source / 'tiny'}", "train.max_steps=2"]
+    for name in ("images", "random"):
+        arguments = tiny_run(source / "more", tmp_path, *SHORT, *init, f"init.new_classes={name}", f"run.name={name}")
+        assert train.main(arguments) == 0
+        count = {"images": "15 from images, 0 at random", "random": "0 from images, 15 at random"}[name]
+        assert f"0 kept, {count}" in capsys.readouterr().out
+    cosines = [read_metrics(tmp_path / name)[1]["positive_cosine"] for name in ("images", "random")]
+    assert cosines[0] > 0.5 > 0.3 > cosines[1]
+
+
+def test_frozen_parts_stay_and_slow_parts_move_less(source: Path, tmp_path: Path):
+    before = read_backbone(list_checkpoints(source / "tiny")[-1])
+    init = [f"init.backbone={source / 'tiny'}", "train.max_steps=1", "optimizer.weight_decay=0", "optimizer.clip_norm=0"]
+    frozen = ["backbone.freeze=[conv1, bn1, prelu, layer1, layer2.0]"]
+    ends = {}
+    for name, more in {"plain": [], "slow": ["optimizer.lr_factors=[layer3=0.1, layer3.1=0.5, fc=0]"]}.items():
+        assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init, *frozen, *more, f"run.name={name}")) == 0
+        ends[name] = read_backbone(list_checkpoints(tmp_path / name)[-1])
+    plain, slow = ends["plain"], ends["slow"]
+    for name, value in before.items():
+        if name.startswith(("conv1.", "bn1.", "prelu.", "layer1.", "layer2.0.")):
+            assert torch.equal(plain[name], value) and torch.equal(slow[name], value), name
+        elif name.startswith("fc."):
+            assert not torch.equal(plain[name], value) and torch.equal(slow[name], value), name
+        elif name.endswith("weight") and name != "features.weight":
+            factor = 0.5 if name.startswith("layer3.1.") else 0.1 if name.startswith("layer3.") else 1.0
+            assert not torch.equal(plain[name], value), name
+            torch.testing.assert_close(slow[name] - value, factor * (plain[name] - value), rtol=1e-2, atol=2e-7)
+
+
+def test_a_fine_tuning_resumes_to_the_same_bits_and_with_other_factors(source: Path, tmp_path: Path):
+    init = [f"init.backbone={source / 'tiny'}", f"init.head={source / 'tiny'}", "backbone.freeze=[layer1]"]
+    factors = "optimizer.lr_factors=[layer2=0.1]"
+    for steps in (3, 6):
+        assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init, factors, f"train.max_steps={steps}")) == 0
+    assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init, factors, "train.max_steps=6", "run.name=whole")) == 0
+    ends = [read_backbone(list_checkpoints(tmp_path / name)[-1]) for name in ("tiny", "whole")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
+    assert (
+        train.main(tiny_run(source / "data", tmp_path, *SHORT, *init, "train.max_steps=7")) == 0
+    )  # one group of parameters now
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["init.backbone=/nowhere"], "no run folder, checkpoint or weights file at /nowhere"),
+        (["init.head=RUN"], "init.head needs init.backbone"),
+        (["init.classes=RUN"], "init.classes needs init.head"),
+        (["init.backbone=RUN", "backbone.width=0.25"], "conv1.weight is (16, 3, 3, 3), this backbone has it"),
+        (["init.backbone=RUN", "init.head=/nowhere"], "init.head: no run folder, checkpoint or matrix"),
+        (["init.backbone=RUN", "init.head=RUN", "data.path=MORE"], "has 12 classes, the data 15; say with init.classes"),
+        (["init.backbone=RUN", "init.head=RUN", "init.classes=/nowhere"], "init.classes: /nowhere cannot be read"),
+        (["backbone.freeze=[layer9]"], "backbone.freeze: this backbone has no part 'layer9'"),
+        (["backbone.freeze=[conv1, bn1, prelu, layer1, layer2, layer3, layer4, bn2, fc, features]"], "no parameter is left"),
+        (["optimizer.lr_factors=[layer1]"], "must be 'part=factor'"),
+        (["optimizer.lr_factors=[layr1=2]"], "no part 'layr1'"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
+):
+    words = [text.replace("RUN", str(source / "tiny")).replace("MORE", str(source / "more")) for text in overrides]
+    assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *words)) == 1
+    error = capsys.readouterr().err
+    assert message in error and len(error.strip().splitlines()) == 1, error
+
+
+def test_a_map_of_classes_is_checked_line_by_line(tmp_path: Path):
+    for text, message in [
+        ("0 1\n0 1\n", "line 2: label 1 has an old label already"),
+        ("0 1\n5 2\n", "line 2: labels must be below 5"),
+        ("0 1 2\n", "line 1: expected 'old new'"),
+        ("a b\n", "line 1: expected 'old new'"),
+        ("# nothing\n", "maps no class"),
+    ]:
+        (tmp_path / "map.txt").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_class_map(tmp_path / "map.txt", 5, 4)
+    (tmp_path / "map.txt").write_text("4 0\n\n# two classes become one label each\n4 3\n")
+    assert read_class_map(tmp_path / "map.txt", 5, 4).tolist() == [4, -1, -1, 4]
