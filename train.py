@@ -89,12 +89,13 @@ def train(config: EasyDict) -> None:
     torch.manual_seed(derive(config.run.seed, "backbone"))
     backbone = build_backbone(**{key: config.backbone[key] for key in ("name", "embedding_size", "width", "dropout")})
     backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    freeze(backbone, config.backbone.freeze)
     margin = build_margin(**config.loss)
     classes, dim, seed = dataset.num_classes, config.backbone.embedding_size, config.run.seed
     head = build_head(margin, classes, dim, world, seed, config.head, config.optimizer, autocast)
     settings = ("name", "lr", "momentum", "weight_decay", "beta2", "eps", "lr_factors")
-    optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in settings})
+    with together(world):
+        freeze(backbone, config.backbone.freeze)
+        optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in settings})
     scaler = LossScaler(enabled=autocast is torch.float16)
 
     # ---- resume, or begin with the weights of another training

@@ -19,7 +19,7 @@ SHORT = ["eval.targets=[]", "schedule.power=0", "checkpoint.every=1", "checkpoin
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with `data`, a run `tiny` that was trained on it by two processes, and `more`: its people and three new."""
+    """Return a folder with `data`, a run `tiny` on it by two processes, and `more`: its people and three new ones."""
     folder = tmp_path_factory.mktemp("source")
     for name in ("data", "more"):
         (folder / name).mkdir()
@@ -145,12 +145,15 @@ def test_a_fine_tuning_resumes_to_the_same_bits_and_with_other_factors(source: P
         (["init.backbone=/nowhere"], "no run folder, checkpoint or weights file at /nowhere"),
         (["init.head=RUN"], "init.head needs init.backbone"),
         (["init.classes=RUN"], "init.classes needs init.head"),
-        (["init.backbone=RUN", "backbone.width=0.25"], "conv1.weight is (16, 3, 3, 3), this backbone has it"),
+        (["init.backbone=RUN", "backbone.width=0.25"], "conv1.weight is (16, 16, 3, 3), this backbone has it (32,"),
         (["init.backbone=RUN", "init.head=/nowhere"], "init.head: no run folder, checkpoint or matrix"),
         (["init.backbone=RUN", "init.head=RUN", "data.path=MORE"], "has 12 classes, the data 15; say with init.classes"),
         (["init.backbone=RUN", "init.head=RUN", "init.classes=/nowhere"], "init.classes: /nowhere cannot be read"),
         (["backbone.freeze=[layer9]"], "backbone.freeze: this backbone has no part 'layer9'"),
-        (["backbone.freeze=[conv1, bn1, prelu, layer1, layer2, layer3, layer4, bn2, fc, features]"], "no parameter is left"),
+        (
+            ["backbone.freeze=[conv1, bn1, prelu, layer1, layer2, layer3, layer4, bn2, fc, features]"],
+            "no parameter is trainable",
+        ),
         (["optimizer.lr_factors=[layer1]"], "must be 'part=factor'"),
         (["optimizer.lr_factors=[layr1=2]"], "no part 'layr1'"),
     ],

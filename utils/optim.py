@@ -41,7 +41,7 @@ def build_optimizer(
                 parameters.append({"params": [], "lr_factor": factor})
             parameters[-1]["params"].append(parameter)
     if not parameters:
-        raise ValueError("backbone.freeze: no parameter is left to train; name fewer parts")
+        raise ValueError("backbone.freeze: no parameter is trainable; name fewer parts")
     # fused: on CPU 3 times as fast as the loop and 6 times as fast as foreach
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, betas=(momentum, beta2), eps=eps, weight_decay=weight_decay, fused=True)
