@@ -212,9 +212,10 @@ def check_split(source: Source, embedding_size: int) -> int:
     wrong = [rank for rank, share in enumerate(shares) if lengths[rank] != share]
     if wrong:
         rank = max(wrong, key=lambda rank: abs(lengths[rank] - usual))
+        listed = ", ".join(map(str, lengths[:8]))
         raise ValueError(
-            f"{source.shards[rank].path}: has {lengths[rank]} class centres, but rank {rank} of {len(lengths)} has {shares[rank]} "
-            f"of {total} classes (the ranks have {', '.join(map(str, lengths[:8]))}); files of several runs, or some are missing"
+            f"{source.shards[rank].path}: has {lengths[rank]} class centres, but rank {rank} of {len(lengths)} has "
+            f"{shares[rank]} of {total} classes (the ranks here: {listed}); files of several runs, or some are missing"
         )
     for shard in source.shards:
         if shard.weight.shape[1] != embedding_size:

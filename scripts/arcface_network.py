@@ -125,7 +125,7 @@ def their_optimizer(
         if parameter.requires_grad:
             entry = saved["state"].get(next(numbers), {})
             if entry:
-                state[index] = {name: value.clone() if isinstance(value, Tensor) else value for name, value in entry.items()}
+                state[index] = {name: own(value) if isinstance(value, Tensor) else value for name, value in entry.items()}
     last = len(parameters)
     if set(MOMENTS[kind].values()) == set(centres):
         state[last] = {theirs: centres[ours] for theirs, ours in MOMENTS[kind].items()}
@@ -134,3 +134,8 @@ def their_optimizer(
     group = {**saved["param_groups"][0], "foreach": None, "fused": None}
     group["initial_lr"] = group["lr"] if initial_lr is None else initial_lr
     return {"state": state, "param_groups": [{**group, "params": list(range(last))}, {**group, "params": [last]}]}
+
+
+def own(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy: torch.save would write all that a view is a part of."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -15,7 +15,7 @@ from torch import Tensor
 import train
 from backbones import build_backbone
 from partial_fc.shard import initial_centres, slots_of_classes
-from scripts import checkpoint, import_arcface_torch
+from scripts import checkpoint, export_arcface_torch, import_arcface_torch
 from scripts.arcface_files import load
 from utils.checkpoint import list_checkpoints, read_backbone, read_manifest, read_trainer, softmax_reader
 
@@ -297,3 +297,82 @@ def test_training_goes_on_from_an_imported_checkpoint(tmp_path: Path, kind: str)
     before, after = (softmax_reader(path)(0, CLASSES)["centres"] for path in (imported, newest))
     assert not torch.equal(before, after)
     torch.testing.assert_close(before, after, rtol=0, atol=0.2)
+
+
+def _equal(first: Any, second: Any) -> bool:
+    """Return whether two trees of dicts and lists hold equal tensors and values; settings that only one has do not count."""
+    if isinstance(first, Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return all(_equal(first[key], second[key]) for key in first)
+    if isinstance(first, list):
+        return len(first) == len(second) and all(_equal(a, b) for a, b in zip(first, second, strict=True))
+    return bool(first == second)
+
+
+@pytest.mark.parametrize(
+    ("era", "kind"),
+    [("backbone.pth", "sgd"), ("softmax_fc_gpu", "sgd"), ("checkpoint_gpu", "sgd"), ("checkpoint_gpu", "adamw")],
+)
+def test_what_was_imported_is_exported_as_it_was(tmp_path: Path, era: str, kind: str):
+    source = _write(tmp_path / "theirs", era, 3, kind=kind)
+    _imported(source, tmp_path / "run", "--ranks", "2")
+    assert export_arcface_torch.main([str(tmp_path / "run"), str(tmp_path / "back"), "--ranks", "3", "--era", era]) == 0
+    assert sorted(path.name for path in source.iterdir()) == sorted(path.name for path in (tmp_path / "back").iterdir())
+    for path in source.iterdir():
+        was, now = (torch.load(folder / path.name, weights_only=True) for folder in (source, tmp_path / "back"))
+        if path.name == "backbone.pth":
+            was = {name.removeprefix("module."): value for name, value in was.items()}
+        if era == "checkpoint_gpu" and path.name != "model.pt":
+            assert set(was) == set(now)
+            was.pop("epoch")  # it is not known here how long one is
+            assert set(was["state_optimizer"]["state"]) == set(now["state_optimizer"]["state"])
+        assert _equal(was, now), path.name
+    assert export_arcface_torch.main([str(tmp_path / "run"), str(tmp_path / "back")]) == 1  # never over what is there
+
+
+def test_what_was_exported_is_imported_to_the_same_bytes(tmp_path: Path):
+    first = _imported(_write(tmp_path / "theirs", "checkpoint_gpu", 2), tmp_path / "run", "--ranks", "3")
+    assert export_arcface_torch.main([str(first), str(tmp_path / "out"), "--ranks", "5"]) == 0
+    again = _imported(tmp_path / "out", tmp_path / "again", "--ranks", "3")
+    assert read_manifest(first)["files"].keys() == read_manifest(again)["files"].keys()
+    for name in read_manifest(first)["files"]:
+        if name.endswith(".safetensors"):
+            assert (first / name).read_bytes() == (again / name).read_bytes()
+    assert _equal(read_trainer(first)["optimizer"]["state"], read_trainer(again)["optimizer"]["state"])
+
+
+@pytest.mark.parametrize("form", ["exact", "tiny"])
+def test_a_run_of_ours_is_exported_for_resume(tmp_path: Path, form: str):
+    (tmp_path / "tiny.yaml").write_text(
+        f"run: {{output: {tmp_path}, name: ours, threads: 1}}\n"
+        f"data: {{source: synthetic, num_classes: {CLASSES}, num_images: 32}}\n"
+        "backbone: {name: r18, width: 0.125, embedding_size: 16}\n"
+        f"head: {{state: {form}}}\n"
+        "train: {batch_size: 8, epochs: 2, max_steps: 4}\n"
+        "eval: {at_end: false}\n"
+    )
+    assert train.main([str(tmp_path / "tiny.yaml")]) == 0
+    assert export_arcface_torch.main([str(tmp_path / "ours"), str(tmp_path / "out"), "--ranks", "2"]) == 0
+    (ours,) = list_checkpoints(tmp_path / "ours")
+    files = [torch.load(tmp_path / "out" / f"checkpoint_gpu_{rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert [(f["epoch"], f["global_step"], f["state_lr_scheduler"]["last_epoch"]) for f in files] == [(1, 4, 4)] * 2
+    weight = torch.cat([f["state_dict_softmax_fc"]["weight"] for f in files])
+    last = len(list(_network().parameters()))
+    momentum = torch.cat([f["state_optimizer"]["state"][last]["momentum_buffer"] for f in files])
+    for label in range(CLASSES):
+        assert torch.equal(weight[label], _of_class(ours, label, "centres").float())
+        scale = float(_of_class(ours, label, "momentum_scale")) if form == "tiny" else 1.0
+        torch.testing.assert_close(momentum[label], _of_class(ours, label, "momentum").float() * scale)
+    # a plain torch optimizer over their list of parameters takes it, and moves on
+    model = build_backbone("r18", DIM, 0.125)
+    model.load_state_dict(files[0]["state_dict_backbone"])
+    centres = torch.nn.Parameter(files[0]["state_dict_softmax_fc"]["weight"])
+    plain = torch.optim.SGD([{"params": list(model.parameters())}, {"params": [centres]}], lr=0.1, momentum=0.9)
+    plain.load_state_dict(files[0]["state_optimizer"])
+    index = [name for name, _ in model.named_parameters()].index("features.bias")
+    trained = [name for name, value in model.named_parameters() if value.requires_grad]
+    expected = read_trainer(ours)["optimizer"]["state"][trained.index("features.bias")]["momentum_buffer"]
+    assert torch.equal(plain.state_dict()["state"][index]["momentum_buffer"], expected)
+    centres.grad = torch.zeros_like(centres)
+    plain.step()
