@@ -170,7 +170,7 @@ class Translation:
             if Path(path).is_dir() and not (Path(path) / "train.rec").is_file():
                 self._put("data.source", "folder")
             self._put("data.path", path, "with train.rec; for a folder per identity add source: folder")
-        same = "" if path == "synthetic" else "must be what the data says; 0 = do not check"
+        same = "" if path == "synthetic" else "checked against the data; 0 = what the data says"
         self._put("data.num_classes", self._count("num_classes"), same)
         self._put("data.num_images", self._count("num_image"), same)
         targets = self._get("val_targets", (list, tuple), "a list of names")

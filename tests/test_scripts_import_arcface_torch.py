@@ -208,6 +208,29 @@ def test_several_kinds_in_one_folder_need_a_choice(tmp_path: Path, capsys: pytes
     assert "no arcface_torch checkpoint" in _error(capsys, tmp_path / "nothing", tmp_path / "run")
 
 
+def test_files_of_several_runs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    source, run = _write(tmp_path / "theirs", "checkpoint_gpu", 2), tmp_path / "run"
+    state = torch.load(source / "checkpoint_gpu_1.pt", weights_only=True)
+    torch.save({**state, "global_step": 39}, source / "checkpoint_gpu_1.pt")
+    assert "checkpoint_gpu_1.pt: its global_step is 39, that of checkpoint_gpu_0.pt is 40" in _error(capsys, source, run)
+    torch.save({"state_dict_backbone": {}}, source / "checkpoint_gpu_1.pt")
+    assert "checkpoint_gpu_1.pt: must hold state_dict_backbone and state_dict_softmax_fc" in _error(capsys, source, run)
+    old = _write(tmp_path / "old", "backbone.pth", 2)
+    torch.save(_rows(1, 4), old / "rank_1_softmax_weight_mom.pt")
+    assert "rank_1_softmax_weight_mom.pt: is (4, 16), rank_1_softmax_weight.pt is (5, 16)" in _error(capsys, old, run)
+    torch.save(_rows(1, 5), old / "rank:1_softmax_weight.pt")
+    assert "rank 1 is there twice" in _error(capsys, old, run)
+
+
+def test_files_named_with_a_colon_are_read(tmp_path: Path):
+    source = _write(tmp_path / "theirs", "backbone.pth", 2)
+    for path in source.glob("rank_*"):
+        path.rename(path.with_name(path.name.replace("rank_", "rank:")))
+    found = _imported(source, tmp_path / "run")
+    assert torch.equal(_of_class(found, 9, "centres"), _rows(0)[9])
+    assert torch.equal(_of_class(found, 9, "momentum"), _rows(1)[9])
+
+
 class _Malicious:
     def __init__(self, target: Path) -> None:
         self.target = target
