@@ -39,6 +39,8 @@ _BACKBONES = {  # the first that is there
 }
 MOMENTS = {"sgd": {"momentum_buffer": "momentum"}, "adamw": {"exp_avg": "momentum", "exp_avg_sq": "variance"}}  # theirs: ours
 
+LAST_STEP = 99_999_999  # that the name of a checkpoint's folder can tell
+
 
 class Shard(NamedTuple):
     """The class centres of one rank, memory-mapped where the file allows it."""
@@ -144,8 +146,8 @@ def _read_full(first: Path, heads: list[Path], names: list[str], notes: list[str
         if not isinstance(value, dict) or not {"state_dict_backbone", "state_dict_softmax_fc"} <= set(value):
             raise ValueError(f"{path}: must hold state_dict_backbone and state_dict_softmax_fc, as save_all_states writes them")
         step = value.get("global_step", 0)
-        if not isinstance(step, int) or step < 0:
-            raise ValueError(f"{path}: its global_step must be a whole number, got {step!r}")
+        if not isinstance(step, int) or not 0 <= step <= LAST_STEP:
+            raise ValueError(f"{path}: its global_step must be a whole number up to {LAST_STEP}, got {step!a}")
         steps.append(step)
         weight = _weight(value["state_dict_softmax_fc"], path)
         saved = value.get("state_optimizer")
@@ -168,15 +170,16 @@ def _read_full(first: Path, heads: list[Path], names: list[str], notes: list[str
 def _head_moments(saved: Any, weight: Tensor, path: Path) -> tuple[dict[str, Tensor], int, str]:
     """Return the moments of the class centres in a saved optimizer, AdamW's steps, and why there are none, if so."""
     try:
-        entry = saved["state"].get(saved["param_groups"][-1]["params"][-1], {})
-    except (TypeError, KeyError, IndexError, AttributeError):
+        entry = dict(saved["state"].get(saved["param_groups"][-1]["params"][-1], {}))
+        updates = int(entry.get("step", 0))
+    except (TypeError, KeyError, IndexError, AttributeError, ValueError, RuntimeError):
         return {}, 0, f"{path.name} holds no optimizer; moments of its class centres start at zero"
     for kind in MOMENTS.values():
-        if all(isinstance(entry.get(name), Tensor) for name in kind):
+        if all(_is_plain(entry.get(name)) for name in kind):
             if any(entry[name].shape != weight.shape for name in kind):
                 shape = tuple(entry[next(iter(kind))].shape)
                 return {}, 0, f"{path.name}: moments {shape} are of the sampled class centres alone; all start at zero"
-            return {ours: entry[name] for name, ours in kind.items()}, int(entry.get("step", 0)), ""
+            return {ours: entry[name] for name, ours in kind.items()}, updates, ""
     return {}, 0, f"{path.name} has no moments of its class centres; they start at zero"
 
 

@@ -99,12 +99,14 @@ def our_optimizer(
                 continue
             if any(moment.shape != parameter.shape for moment in moments.values()):
                 raise ValueError(f"{path}: moments of parameter {index} have another shape than the parameter")
+            if not all(bool(moment.isfinite().all()) for moment in moments.values()):
+                raise ValueError(f"{path}: moments of parameter {index} are not finite; take an earlier checkpoint")
             if kind == "adamw":
                 moments["step"] = torch.tensor(float(entry["step"]))
             optimizer.state[parameter].update({name: moment.float() for name, moment in moments.items()})
             count += 1
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{path}: its state_optimizer is not one of SGD or AdamW ({type(error).__name__}: {error})") from None
+    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise ValueError(f"{path}: its state_optimizer is not one of SGD or AdamW ({type(error).__name__})") from None
     return optimizer, f"{kind}, moments of {count} parameters of the backbone"
 
 

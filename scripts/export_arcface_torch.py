@@ -59,8 +59,10 @@ def convert(options: argparse.Namespace) -> None:
     try:
         notes = write_files(checkpoint, unfinished, options.era, options.ranks)
         os.rename(unfinished, options.out)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None:
+            raise ValueError(f"{options.out}: cannot be written: {error.strerror}") from None
         raise
     print(f"{checkpoint} -> {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir())[:4])} ...")
     for note in notes:

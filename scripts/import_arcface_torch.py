@@ -8,6 +8,7 @@ The class centres are written block by block, so memory holds no second copy of 
 import argparse
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from utils.optim import LossScaler
 from utils.program import guarded
 from utils.tensor_file import Planned, write_object, write_planned, write_tensors
 
-from .arcface_files import HEAD_NAMES, HEADS, Rows, Source, check_split, missing_ranks, read_source
+from .arcface_files import HEAD_NAMES, HEADS, LAST_STEP, Rows, Source, check_split, missing_ranks, read_source
 from .arcface_network import Network, kind_of, our_optimizer, recognise
 from .face_files import progress, whole
 
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--fill", choices=("random",), help="let classes without a centre, the last ones, start as in a new run"
     )
     parser.add_argument("--seed", type=whole(0), default=2048, help="run.seed of the run that goes on (default 2048)")
-    parser.add_argument("--step", type=whole(0), help="optimizer steps done (default: global_step of the files, else 0)")
+    parser.add_argument("--step", type=whole(0, LAST_STEP), help="optimizer steps done (default: what the files tell, else 0)")
     parser.add_argument(
         "--ranks", type=whole(1, 99999), default=1, help="files for the class centres (default 1; any number reads)"
     )
@@ -150,13 +151,10 @@ class Centres:
 
             return rows
 
-        def reader(rows: Rows) -> Callable[[int, int], Tensor]:
-            return lambda low, high: rows.take(self._classes(low, high))
-
         plans = {"centres": Planned(torch.float32, (stop - start, self.dim), blocks(self._centres))}
         for name, rows in self._others.items():
             shape, dtype = ((stop - start,), torch.int32) if name == "updates" else ((stop - start, self.dim), torch.float32)
-            plans[name] = Planned(dtype, shape, blocks(reader(rows)))
+            plans[name] = Planned(dtype, shape, blocks(partial(_finite_rows, rows, name, self._classes)))
         return plans
 
     def _classes(self, low: int, high: int) -> np.ndarray:
@@ -164,13 +162,7 @@ class Centres:
 
     def _centres(self, low: int, high: int) -> Tensor:
         classes = self._classes(low, high)
-        rows = self._weight.take(classes)
-        finite = rows.isfinite().all(dim=1)
-        if not bool(finite.all()):
-            label = classes[int((~finite).nonzero()[0])]
-            raise ValueError(
-                f"the centre of class {label} is not finite; that training had diverged. Take an earlier checkpoint"
-            )
+        rows = _finite_rows(self._weight, "centre", self._classes, low, high)
         fresh = torch.from_numpy(classes >= self.found)
         if bool(fresh.any()):
             values = initial_centres(low, high, self.dim, self.seed)[fresh]
@@ -186,29 +178,42 @@ class Centres:
         return total / max(1, self.found)
 
 
+def _finite_rows(rows: Rows, name: str, classes_of: Callable[[int, int], np.ndarray], low: int, high: int) -> Tensor:
+    """Return the rows of the classes in the slots [low, high), after checking that they are numbers."""
+    classes = classes_of(low, high)
+    values = rows.take(classes)
+    bad = (~values.isfinite()).reshape(len(values), -1).any(dim=1)
+    if bool(bad.any()):
+        label = classes[int(bad.nonzero()[0])]
+        raise ValueError(f"the {name} of class {label} is not finite; that training had diverged. Take an earlier checkpoint")
+    return values
+
+
 def write(run: Path, network: Network, centres: Centres, trainer: dict[str, Any], facts: dict[str, Any]) -> Path:
     """Write the checkpoint; return its folder, which has that name only when it is complete."""
     final = checkpoint_path(run, facts["step"])
     if final.exists():
         raise ValueError(f"{final}: is there already and is never overwritten; choose another run folder, or --step")
-    partial = final.with_name(f".{final.name}.partial")
-    partial.parent.mkdir(parents=True, exist_ok=True)
+    folder = final.with_name(f".{final.name}.partial")
+    folder.parent.mkdir(parents=True, exist_ok=True)
     try:
-        partial.mkdir()
+        folder.mkdir()
     except FileExistsError:
-        raise ValueError(f"{partial}: another program writes there, or was killed; then delete that folder") from None
+        raise ValueError(f"{folder}: another program writes there, or was killed; then delete that folder") from None
     ranks, files = facts["world_size"], {}
     try:
         with progress([], centres.num_classes * centres.num_tensors, "class centres", "row") as bar:
             for rank in range(ranks):
                 slots = shard_range(centres.num_classes, rank, ranks)
                 name = shard_name(rank, ranks)
-                files[name] = {**write_planned(partial / name, centres.planned(*slots, bar.update)), "slots": list(slots)}
-        files[BACKBONE] = write_tensors(partial / BACKBONE, network.model.state_dict())
-        files[TRAINER] = write_object(partial / TRAINER, trainer)
-        seal(partial, final, {**facts, "files": files})
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+                files[name] = {**write_planned(folder / name, centres.planned(*slots, bar.update)), "slots": list(slots)}
+        files[BACKBONE] = write_tensors(folder / BACKBONE, network.model.state_dict())
+        files[TRAINER] = write_object(folder / TRAINER, trainer)
+        seal(folder, final, {**facts, "files": files})
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None:
+            raise ValueError(f"{final}: cannot be written: {error.strerror}") from None
         raise
     return final
 

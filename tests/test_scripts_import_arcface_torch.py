@@ -144,6 +144,37 @@ def test_moments_find_their_parameters_around_the_frozen_one(tmp_path: Path, kin
         assert int(_of_class(found, 7, "updates")) == 40
 
 
+def test_odd_optimizers_and_steps_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    source, run = _write(tmp_path / "theirs", "checkpoint_gpu", 1), tmp_path / "run"
+    full = torch.load(source / "checkpoint_gpu_0.pt", weights_only=True)
+    names = [name for name, _ in _network().named_parameters()]
+
+    def error(**changed: Any) -> str:
+        torch.save({**full, **changed}, source / "checkpoint_gpu_0.pt")
+        return _error(capsys, source, run)
+
+    groups, state = full["state_optimizer"]["param_groups"], full["state_optimizer"]["state"]
+    assert "global_step must be a whole number" in error(global_step=10**8)
+    assert "is not one of SGD or AdamW" in error(state_optimizer={"state": state, "param_groups": [{"lr": 1}]})
+    assert "has 3 parameters, the backbone 94" in error(
+        state_optimizer={"state": state, "param_groups": [{**groups[0], "params": [0, 1, 2]}, groups[1]]}
+    )
+    for index, wrong in ((0, "have another shape"), (1, "are not finite")):
+        buffer = torch.zeros(3) if index == 0 else torch.full_like(state[1]["momentum_buffer"], float("nan"))
+        odd = {"state": {**state, index: {"momentum_buffer": buffer}}, "param_groups": groups}
+        assert f"moments of parameter {index} {wrong}" in error(state_optimizer=odd)
+    bad = {
+        "state": {**state, len(names): {"momentum_buffer": torch.full((CLASSES, DIM), float("inf"))}},
+        "param_groups": groups,
+    }
+    assert "the momentum of class" in error(state_optimizer=bad)
+    # a fork may have trained the scale that is fixed here: its moment is of no use, and no harm
+    frozen = names.index("features.weight")
+    more = {"state": {**state, frozen: {"momentum_buffer": torch.ones(DIM)}}, "param_groups": groups}
+    torch.save({**full, "state_optimizer": more}, source / "checkpoint_gpu_0.pt")
+    assert len(read_trainer(_imported(source, run))["optimizer"]["state"]) == len(names) - 1
+
+
 def test_moments_of_sampled_centres_alone_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     found = _imported(_write(tmp_path / "theirs", "checkpoint_gpu", 2, sampled=3), tmp_path / "run")
     assert "moments (3, 16) are of the sampled class centres alone" in capsys.readouterr().out
