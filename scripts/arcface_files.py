@@ -91,20 +91,27 @@ def load(path: Path) -> Any:
         ValueError: it is cut short, is of another kind, or holds more.
     """
     with path.open("rb") as file:
-        begins_as_zip = file.read(4) == b"PK\x03\x04"
-    is_zip = zipfile.is_zipfile(path)
-    if begins_as_zip and not is_zip:
-        raise ValueError(f"{path}: is cut short, its end is missing; copy it again")
+        is_zip = file.read(4) == b"PK\x03\x04"
     try:
+        if is_zip:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()  # torch.load does not look at the checksums
+        else:
+            damaged = None  # torch's format before 1.6 has none
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about formats that are refused next
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except Exception as error:  # damage ends in many ways: struct.error, KeyError, RuntimeError, UnpicklingError ...
+            value = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except Exception as error:  # damage ends in many ways: BadZipFile, struct.error, KeyError, RuntimeError, UnpicklingError
         if "GLOBAL " in str(error) or "TorchScript" in str(error):
             reason = "holds more than tensors and plain values, which could run code; refused"
+        elif is_zip and isinstance(error, zipfile.BadZipFile):
+            reason = "is cut short or damaged; copy it again"
         else:
             reason = f"is damaged, or was not written by torch.save ({type(error).__name__})"
         raise ValueError(f"{path}: {reason}") from None
+    if damaged:
+        raise ValueError(f"{path}: is damaged: {damaged!a} has another checksum than when it was written; copy it again")
+    return value
 
 
 def read_source(folder: Path, era: str | None) -> Source:

@@ -287,6 +287,9 @@ def test_files_that_are_no_tensors_are_refused_and_never_run(tmp_path: Path, cap
     for length in (0, 3, 100, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
         assert "softmax_fc_gpu_1.pt: is " in _error(capsys, source, run)
+    place = whole.index(_rows(0)[7].numpy().tobytes())
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    assert "softmax_fc_gpu_1.pt: is damaged" in _error(capsys, source, run)
     for text in ("a text\n", "<html>Not Found</html>"):
         path.write_text(text)
         assert "was not written by torch.save" in _error(capsys, source, run)
