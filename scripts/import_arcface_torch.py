@@ -6,6 +6,7 @@ The class centres are written block by block, so memory holds no second copy of 
 """
 
 import argparse
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -231,7 +232,7 @@ def command(run: Path, network: Network, num_classes: int, seed: int, kind: str)
         "optimizer.name": (kind, "sgd"),
     }
     changed = [f"{key}={value}" for key, (value, default) in settings.items() if value != default]
-    return " ".join(["python train.py CONFIG", *changed])
+    return f"python train.py CONFIG {shlex.join(changed)}"
 
 
 if __name__ == "__main__":
