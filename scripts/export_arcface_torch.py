@@ -1,0 +1,158 @@
+"""Give a checkpoint to arcface_torch: its files in OUT, in the layout of any of its years.
+
+checkpoint_gpu   model.pt, checkpoint_gpu_{r}.pt with all moments, for resume=True; 2022-05 and later
+softmax_fc_gpu   model.pt, softmax_fc_gpu_{r}.pt; early 2022
+backbone.pth     backbone.pth, rank_{r}_softmax_weight.pt and ..._mom.pt; 2021
+
+Class centres are in the order of the labels and as long as they are; --ranks must be the number of processes there.
+The schedule is not stored: arcface_torch's own configuration decides, from the step on.
+"""
+
+import argparse
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from partial_fc.shard import shard_range, slots_of_classes
+from utils.checkpoint import BACKBONE, find_checkpoint, read_backbone, read_manifest, read_trainer
+from utils.program import guarded
+from utils.tensor_file import write_object
+
+from .arcface_files import HEAD_NAMES, HEADS, Rows
+from .arcface_network import kind_of, own, recognise, their_optimizer
+from .face_files import progress, whole
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and convert; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.export_arcface_torch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or run folder for its newest")
+    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("--ranks", type=whole(1, 99999), default=8, help="processes of arcface_torch (default 8)")
+    parser.add_argument("--era", choices=tuple(HEADS), default="checkpoint_gpu", help="layout (default checkpoint_gpu)")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: convert(options))
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Read, write into a hidden folder, rename it, and say what was done."""
+    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
+        raise ValueError(f"{options.out}: is there already; choose another folder, nothing is overwritten")
+    checkpoint = find_checkpoint(options.checkpoint)
+    unfinished = options.out.absolute().with_name(f".{options.out.absolute().name}.unfinished")
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        unfinished.mkdir()
+    except FileExistsError:
+        raise ValueError(f"{unfinished}: another program writes there, or was killed; then delete that folder") from None
+    try:
+        notes = write_files(checkpoint, unfinished, options.era, options.ranks)
+        os.rename(unfinished, options.out)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None:
+            raise ValueError(f"{options.out}: cannot be written: {error.strerror}") from None
+        raise
+    print(f"{checkpoint} -> {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir())[:4])} ...")
+    for note in notes:
+        print(f"note: {note}")
+
+
+def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
+    """Write all files of an era; return what a user should know."""
+    manifest = read_manifest(checkpoint)
+    identity, step = manifest["identity"], int(manifest["step"])
+    classes, seed = int(identity["num_classes"]), int(identity["seed"])
+    if ranks > classes:
+        raise ValueError(f"--ranks must be at most the number of classes, {classes}, got {ranks}")
+    model = recognise(read_backbone(checkpoint), checkpoint / BACKBONE).model
+    backbone = {name: own(value) for name, value in model.state_dict().items()}
+    rows = SavedRows(checkpoint, manifest, classes)
+    optimizer = read_trainer(checkpoint)["optimizer"]
+    lr, notes = float(optimizer["param_groups"][0]["lr"]), []
+    initial_lr = manifest.get("config", {}).get("optimizer", {}).get("lr")
+    if era == "checkpoint_gpu" and ("variance" in rows.tensors) != (kind_of(optimizer) == "adamw"):
+        notes.append("backbone and class centres have different optimizers here; moments of the centres are left out")
+    epoch = epochs_done(identity, step)
+    if era == "checkpoint_gpu" and epoch is None:
+        notes.append("the checkpoint does not tell how long an epoch is; epoch is 0, so arcface_torch runs all of them again")
+    write_object(out / ("backbone.pth" if era == "backbone.pth" else "model.pt"), backbone)
+    uneven = False
+    for rank in progress(range(ranks), ranks, "class centres", "rank"):
+        start, stop = shard_range(classes, rank, ranks)
+        slots = slots_of_classes(np.arange(start, stop), classes, seed)
+        weight, name = rows.take("centres", slots), HEAD_NAMES[era].format(rank)
+        if era == "softmax_fc_gpu":
+            write_object(out / name, {"weight": weight})
+        elif era == "backbone.pth":
+            write_object(out / name, weight)
+            if "variance" not in rows.tensors:
+                write_object(out / name.replace("_weight.pt", "_weight_mom.pt"), rows.take("momentum", slots))
+        else:
+            moments = {name: rows.take(name, slots) for name in ("momentum", "variance") if name in rows.tensors}
+            updates = rows.take("updates", slots) if "updates" in rows.tensors else torch.zeros(1)
+            uneven |= int(updates.min()) != int(updates.max())
+            full = {
+                "epoch": epoch or 0,  # the next one
+                "global_step": step,
+                "state_dict_backbone": backbone,
+                "state_dict_softmax_fc": {"weight": weight},
+                "state_optimizer": their_optimizer(model, optimizer, moments, int(updates.max()), initial_lr),
+                # only where it stands; how long and how steep it is, its own configuration says
+                "state_lr_scheduler": {"last_epoch": step, "_step_count": step + 1, "_last_lr": [lr, lr]},
+            }
+            write_object(out / name, full)
+    if uneven:
+        notes.append("the centres have seen different numbers of updates; arcface_torch has one for all, the largest is stored")
+    return notes
+
+
+def epochs_done(identity: dict[str, Any], step: int) -> int | None:
+    """Return the finished epochs after so many steps, None if the length of one is not known."""
+    try:
+        return step // max(1, int(identity["num_images"]) // int(identity["batch_size"]))
+    except KeyError:
+        return None
+
+
+class SavedRows:
+    """The class centres and moments of a checkpoint by slot, memory-mapped, whatever format they are in."""
+
+    def __init__(self, checkpoint: Path, manifest: dict[str, Any], num_classes: int) -> None:
+        files = sorted((entry["slots"], name) for name, entry in manifest["files"].items() if "slots" in entry)
+        reached, shards = 0, []
+        for (start, stop), name in files:
+            if start != reached:
+                break
+            reached = stop
+            with safe_open(checkpoint / name, framework="pt") as file:
+                shards.append({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118  (no mapping)
+        if reached != num_classes:
+            raise ValueError(f"{checkpoint}: class slots {reached} to {num_classes - 1} are in none of its files")
+        lengths = [stop - start for (start, stop), _ in files]
+        self.tensors = {
+            name: Rows([shard[name] for shard in shards], lengths, tuple(first.shape[1:]), torch.float32)
+            for name, first in shards[0].items()
+            if name != "neighbours"
+        }
+
+    def take(self, name: str, slots: np.ndarray) -> Tensor:
+        """Return rows in fp32."""
+        rows = self.tensors[name].take(slots)
+        scale = self.tensors.get(f"{name}_scale")
+        return rows if scale is None else rows.mul_(scale.take(slots)[:, None])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
