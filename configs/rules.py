@@ -69,7 +69,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "optimizer.clip_norm": (0, None),
     "schedule.power": (0, None),
     "schedule.warmup_epochs": (0, None),
-    "train.max_steps": (0, None),
+    "train.max_steps": (0, 99_999_999),  # as many as the name of a checkpoint tells
     "train.batch_size": (1, None),
     "train.accumulation": (1, None),
     "eval.every": (0, None),

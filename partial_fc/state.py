@@ -28,7 +28,7 @@ FORMATS = {  # name: dtype of the centres, of the momentum, of AdamW's second mo
 }
 Select = slice | Tensor  # a run of rows, or single rows (int64, distinct)
 Read = Callable[[int, int], dict[str, Tensor]]  # (first row, last row) of the shard -> tensors by name
-_BLOCK = 65536  # rows converted at once when a checkpoint is read
+_BLOCK = 8192  # rows converted at once when a checkpoint is read: 16 MiB of 512 numbers
 _SMALLEST_NORM = 1e-12
 
 

@@ -82,11 +82,11 @@ def our_optimizer(
         group, entries = saved["param_groups"][0], saved["state"]
         kind = kind_of(saved)
         momentum, *beta2 = group["betas"] if kind == "adamw" else (group["momentum"],)
-        settings = {"lr": group["lr"], "momentum": momentum, "weight_decay": group["weight_decay"]}
-        if beta2:
-            settings |= {"beta2": beta2[0], "eps": group["eps"]}
+        beta2, eps = (float(beta2[0]), float(group["eps"])) if beta2 else (0.999, 1e-8)
         indices = list(group["params"])
-        optimizer = build_optimizer(network.model, kind, **{key: float(value) for key, value in settings.items()})
+        optimizer = build_optimizer(
+            network.model, kind, float(group["lr"]), float(momentum), float(group["weight_decay"]), beta2, eps
+        )
         by_name = dict(network.model.named_parameters())
         parameters = [by_name[name] for name in names if name in by_name]
         if len(parameters) != len(indices):

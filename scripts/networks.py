@@ -88,10 +88,7 @@ def _load(options: argparse.Namespace) -> Network:
     checkpoint = find_checkpoint(path)
     if options.best:
         checkpoint = best_checkpoint(list_checkpoints(path)) or checkpoint
-    manifest = read_manifest(checkpoint)
-    name, embedding_size, width = manifest["identity"]["backbone"]
-    imported = {"backbone": {"name": name, "embedding_size": embedding_size, "width": width}}  # knows no more of its run
-    config: dict[str, Any] = manifest.get("config", imported)
+    config: dict[str, Any] = read_manifest(checkpoint)["config"]
     section = config["backbone"]
     torch.manual_seed(derive(config.get("run", {}).get("seed", 0), "backbone"))  # as train.py does before it builds
     model = build_backbone(section["name"], section["embedding_size"], section["width"])

@@ -207,7 +207,7 @@ def softmax_reader(checkpoint: Path) -> Callable[..., dict[str, Tensor]]:
                 raise ValueError(f"checkpoint {checkpoint}: {name} cannot be read: {error}") from None
         if covered != stop:
             raise ValueError(f"checkpoint {checkpoint}: class slots {covered} to {stop} are in none of its softmax files")
-        return {key: torch.cat(blocks) for key, blocks in parts.items()}
+        return {key: blocks[0] if len(blocks) == 1 else torch.cat(blocks) for key, blocks in parts.items()}
 
     return read
 

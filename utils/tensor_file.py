@@ -51,7 +51,7 @@ class NewFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.size = 0
+        self.path, self.size = path, 0
         self.failure: OSError | None = None
         self._digest = hashlib.sha256()
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="hash")  # the sum takes as long as the disk: side by side
@@ -78,8 +78,8 @@ class NewFile:
                     raise OSError(errno.EIO, "the disk takes no more bytes")
                 left = left[written:]
         except OSError as error:
-            self.failure = error
-            raise
+            self.failure = OSError(error.errno, error.strerror, str(self.path))
+            raise self.failure from None
         hashed.result()
         self.size += length
         return length
