@@ -30,6 +30,9 @@ begin() {
     torchrun=("$PYTHON" -m torch.distributed.run --nproc-per-node="$NPROC" --max-restarts="$MAX_RESTARTS")
     # how long processes may take to save after SIGTERM; older versions of torch do not look at it, and kill after 30 s
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-180}"
+    # torchrun would lend its store of addresses to the processes, and keep it when it starts them again (torch 2.13): they
+    # find the addresses of those that died, and wait for ever; and a machine that comes back waits to hear where to meet
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     # SIGUSR1 is passed on where this torchrun can. Older ones would die of it and leave their processes behind: ignored
     torch="$("$PYTHON" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')"
     if grep -q -e --signals-to-handle "$torch/distributed/run.py"; then

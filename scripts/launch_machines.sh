@@ -18,7 +18,7 @@ source "$(dirname "$0")/launch_common.sh"
 case "${1:-}" in
     "" | -h | --help) ;;
     *)
-        [[ "${NNODES:-}" =~ ^[1-9][0-9]*$ ]] || fail "NNODES must be the number of machines, got '${NNODES:-}'; --help explains"
+        [[ "${NNODES:-}" =~ ^[1-9][0-9]*$ ]] || fail "NNODES must be the number of machines; --help explains"
         [ -n "${HEAD:-}" ] || fail "HEAD must be the host[:port] of one of the machines, the same on all; --help explains"
         ;;
 esac
@@ -30,7 +30,7 @@ if [[ "$HEAD" == *:* ]]; then
 fi
 [[ "$port" =~ ^[1-9][0-9]*$ ]] || fail "HEAD: the port must be a number, got '$HEAD'"
 # torchrun compares names to see whether it runs on HEAD, and tells the others its own host name. Both go wrong where names and
-# addresses do not agree, so: HEAD is where HEAD's address can be bound, and this machine is known by the address that reaches HEAD.
+# addresses do not agree, so: HEAD is where its address can be bound, and this machine is known by the address that reaches HEAD
 facts="$("$PYTHON" - "${HEAD%:*}" "$port" <<'END'
 import socket
 import sys
