@@ -164,7 +164,7 @@ def test_the_processes_are_as_many_as_the_visible_gpus(tmp_path: Path):
 
 
 def test_a_run_on_one_machine_resumes_by_itself_when_a_process_is_killed(config: Path, tmp_path: Path):
-    total, log, run = 24, tmp_path / "output.txt", tmp_path / "tiny"
+    total, log, run = 16, tmp_path / "output.txt", tmp_path / "tiny"
     with _started(
         ["bash", MACHINE, config, f"train.max_steps={total}"], log, _environment(NPROC="2", MAX_RESTARTS="1")
     ) as process:
@@ -247,7 +247,7 @@ def test_a_slurm_job_that_is_told_to_stop_is_requeued_once_and_then_finishes(
     config: Path, tmp_path: Path, slurm: tuple[Path, dict[str, str]]
 ):
     calls, environment = slurm
-    log, run, total = tmp_path / "output.txt", tmp_path / "tiny", 30
+    log, run, total = tmp_path / "output.txt", tmp_path / "tiny", 20
     job = ["bash", SLURM, config, f"train.max_steps={total}", "checkpoint.every=0"]
     with _started(job, log, environment) as process:
         _wait_until(lambda: len(_steps(run)) >= 2, process, log)
@@ -310,7 +310,7 @@ def _processes_of(namespace: str) -> list[int]:
 
 
 def test_a_machine_that_is_lost_and_comes_back_is_taken_in(config: Path, tmp_path: Path, machines: list[tuple[str, str]]):
-    total, run = 30, tmp_path / "tiny"
+    total, run = 20, tmp_path / "tiny"
     logs = [tmp_path / f"output{k}.txt" for k in range(2)]
 
     def start(k: int) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
