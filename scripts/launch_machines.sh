@@ -56,7 +56,8 @@ print(here, "" if own.startswith("127.") or own == "::1" else own)
 END
 )" || exit 1
 read -r here address <<< "$facts"
-torchrun+=(--nnodes="$NNODES" --rdzv-backend=c10d --rdzv-endpoint="${HEAD%:*}:$port" --rdzv-conf="is_host=${IS_HEAD:-$here}")
+torchrun+=(--nnodes="$NNODES" --rdzv-backend=c10d --rdzv-endpoint="${HEAD%:*}:$port")
+torchrun+=(--rdzv-conf="is_host=${IS_HEAD:-$here},read_timeout=600") # HEAD may be the last to come, by ten minutes
 torchrun+=(--rdzv-id="${RUN_ID:-$(basename "$1" .yaml)}")
 if [ -n "$address" ]; then
     torchrun+=(--local-addr="$address")
