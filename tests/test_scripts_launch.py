@@ -1,0 +1,331 @@
+"""The launch files: what they start trains, saves when it is told to, and goes on after a process or a machine was lost.
+
+There is no Slurm and no second machine here: srun and scontrol are stand-ins, and the machines are network namespaces.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from utils.checkpoint import list_checkpoints
+
+ROOT = Path(__file__).parent.parent
+MACHINE, MACHINES, SLURM = (
+    ROOT / "scripts" / name for name in ("launch_machine.sh", "launch_machines.sh", "launch_slurm.sbatch")
+)
+EVERY = 5  # optimizer steps between checkpoints
+DEADLINE = 90.0  # seconds that any one wait may take
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """Return the config of a tiny run, `tiny`, on images made on the spot."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(
+        f"run: {{output: {tmp_path}, threads: 1, device: cpu}}\n"
+        "data: {source: synthetic, num_classes: 12, num_images: 60}\n"
+        "backbone: {name: r18, width: 0.125, embedding_size: 16}\n"
+        "loss: {name: cosface, margin: 0.2, scale: 16}\n"
+        "train: {batch_size: 8}\n"
+        f"checkpoint: {{every: {EVERY}, background: false}}\n"
+        "log: {every: 1}\n"
+        "eval: {targets: []}\n"
+    )
+    return path
+
+
+def _environment(**variables: str) -> dict[str, str]:
+    ours = ("NPROC", "NNODES", "HEAD", "RUN_ID", "IS_HEAD", "MAX_RESTARTS", "RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    kept = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("SLURM_")}
+    return {**kept, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables}
+
+
+@contextlib.contextmanager
+def _started(command: list[object], log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command with its output in a file; SIGKILL it with all it started when the block ends."""
+    with log.open("ab") as output:
+        process = subprocess.Popen([str(part) for part in command], stdout=output, stderr=output, env=environment, cwd="/")
+    try:
+        yield process
+    finally:
+        _kill(_family(process.pid))
+        process.wait(DEADLINE)
+
+
+def _family(pid: int) -> list[int]:
+    """Return a process and all that descend from it, the oldest first; those that are gone are left out."""
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return [pid, *(member for child in children for member in _family(child))]
+
+
+def _kill(pids: list[int], number: int = signal.SIGKILL) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _wait_until(holds: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not holds():
+        assert process.poll() is None, f"ended with {process.returncode}, too early:\n{log.read_text()[-3000:]}"
+        assert time.monotonic() < deadline, f"nothing happened:\n{log.read_text()[-3000:]}"
+        time.sleep(0.005)
+
+
+def _finish(process: subprocess.Popen[bytes], log: Path) -> int:
+    try:
+        return process.wait(DEADLINE)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"still running:\n{log.read_text()[-3000:]}")
+
+
+def _steps(run: Path) -> list[int]:
+    """Return the optimizer steps in the order in which they were logged; those lost and trained again are there twice."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [json.loads(line)["step"] for line in lines if line.endswith("}")]
+
+
+def _lost_steps(run: Path, total: int) -> int:
+    """Return how many steps a run trained twice, after checking that it resumed once and left out none."""
+    steps = _steps(run)
+    starts = [k for k in range(1, len(steps)) if steps[k] <= steps[k - 1]]
+    assert len(starts) == 1, f"not one resume: {steps}"
+    before, after = steps[: starts[0]], steps[starts[0] :]
+    assert before == list(range(1, len(before) + 1)) and after == list(range(after[0], total + 1)), steps
+    assert (run / "train.log").read_text().count("resumed from") == 1
+    assert int(list_checkpoints(run)[-1].name[5:]) == total
+    return before[-1] - (after[0] - 1)
+
+
+def _worker(pid: int, rank: int) -> int | None:
+    """Return the training process of this rank among the descendants, None while there is none."""
+    for member in _family(pid):
+        with contextlib.suppress(OSError):
+            arguments = Path(f"/proc/{member}/cmdline").read_bytes().split(b"\0")
+            variables = Path(f"/proc/{member}/environ").read_bytes().split(b"\0")
+            if str(ROOT / "train.py").encode() in arguments[:4] and f"RANK={rank}".encode() in variables:
+                return member
+    return None
+
+
+@pytest.mark.parametrize("script", [MACHINE, MACHINES, SLURM], ids=lambda path: path.name)
+def test_a_launch_file_explains_itself_and_names_what_is_missing(script: Path, config: Path):
+    done = subprocess.run(["bash", script, "--help"], capture_output=True, text=True, env=_environment())
+    assert done.returncode == 0 and f"scripts/{script.name} configs/" in done.stdout and len(done.stdout) > 500
+    assert "set -euo" not in done.stdout
+    for variables, arguments, message in [
+        ({}, [], "no config given"),
+        ({}, [config], {MACHINES: "NNODES must be", SLURM: "not inside a Slurm job"}.get(script, "")),
+        ({"NNODES": "2"}, [config], "HEAD must be" if script == MACHINES else ""),
+        ({"NNODES": "2", "HEAD": "localhost:"}, [config], "HEAD: the port" if script == MACHINES else ""),
+        ({"NNODES": "2", "HEAD": "localhost", "NPROC": "two"}, [config], "" if script == SLURM else "NPROC"),
+        (
+            {"NNODES": "2", "HEAD": "localhost"},
+            [config, "train.epoch=3"],
+            "" if script == SLURM else "Did you mean train.epochs?",
+        ),
+        ({"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": "/"}, [config], "no train.py in /" if script == SLURM else ""),
+    ]:
+        if message:
+            done = subprocess.run(["bash", script, *arguments], capture_output=True, text=True, env=_environment(**variables))
+            assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+            assert done.stderr.startswith("error: ") and message in done.stderr
+
+
+def test_the_processes_are_as_many_as_the_visible_gpus(tmp_path: Path):
+    driver = tmp_path / "nvidia-smi"
+    command = ["bash", "-c", f"source {ROOT}/scripts/launch_common.sh; count_gpus"]
+    for lines, variables, count in [
+        ("GPU 0: A\nGPU 1: B\n", {}, 2),
+        ("GPU 0: A\nGPU 1: B\n", {"CUDA_VISIBLE_DEVICES": "1"}, 1),
+        ("GPU 0: A\nGPU 1: B\n", {"CUDA_VISIBLE_DEVICES": ""}, 1),
+        ("NVIDIA-SMI has failed\n", {}, 1),
+    ]:
+        driver.write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+        driver.chmod(0o755)
+        environment = _environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+        done = subprocess.run(command, capture_output=True, text=True, env={**environment, **variables})
+        assert done.stdout == f"{count}\n", (lines, variables, done.stderr)
+
+
+def test_a_run_on_one_machine_resumes_by_itself_when_a_process_is_killed(config: Path, tmp_path: Path):
+    total, log, run = 16, tmp_path / "output.txt", tmp_path / "tiny"
+    with _started(
+        ["bash", MACHINE, config, f"train.max_steps={total}"], log, _environment(NPROC="2", MAX_RESTARTS="1")
+    ) as process:
+        _wait_until(lambda: len(_steps(run)) >= EVERY + 2, process, log)
+        victim = _worker(process.pid, 1)
+        assert victim is not None
+        _kill([victim])
+        assert _finish(process, log) == 0, log.read_text()[-3000:]
+    assert "2 x cpu" in log.read_text()
+    assert 0 <= _lost_steps(run, total) <= EVERY
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_run_on_one_machine_that_is_told_to_stop_saves_and_is_not_restarted(config: Path, tmp_path: Path, number: int):
+    log, run = tmp_path / "output.txt", tmp_path / "tiny"
+    overrides = ["train.max_steps=500", "checkpoint.every=0"]
+    with _started(["bash", MACHINE, config, *overrides], log, _environment(NPROC="2")) as process:
+        _wait_until(lambda: len(_steps(run)) >= 2, process, log)
+        if "--signals-to-handle" not in " ".join(_arguments(process.pid)) and number == signal.SIGUSR1:
+            pytest.skip("this torchrun does not pass SIGUSR1 on")
+        _kill([process.pid], number)
+        assert _finish(process, log) == 1
+    (saved,) = list_checkpoints(run)
+    assert f"stopped by {signal.Signals(number).name}: saved after step {int(saved.name[5:])} of 500" in log.read_text()
+    assert _steps(run) == list(range(1, int(saved.name[5:]) + 1))
+
+
+def _arguments(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+SRUN = """#!{python}
+import os, signal, subprocess, sys
+command = sys.argv[1:]
+while command[0].startswith("-"):
+    command.pop(0)
+tasks = []
+for task in range(int(os.environ["SLURM_NTASKS"])):
+    tasks.append(subprocess.Popen(command, env={{**os.environ, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}}))
+statuses = [task.wait() for task in tasks]
+print("statuses", statuses, flush=True)
+sys.exit(max(status if status >= 0 else 128 - status for status in statuses))
+"""
+SCONTROL = """#!{python}
+import sys
+if sys.argv[1:] == ["show", "hostnames", "head[1-2]"]:
+    print("127.0.0.1\\n127.0.0.2")
+else:
+    with open("{calls}", "a") as calls:
+        print(*sys.argv[1:], file=calls)
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    """Return a file of the calls of scontrol, and the environment of a job of two tasks in which Slurm is a stand-in."""
+    programs, calls = tmp_path / "programs", tmp_path / "calls.txt"
+    programs.mkdir()
+    calls.write_text("")
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (programs / name).write_text(text.format(python=sys.executable, calls=calls))
+        (programs / name).chmod(0o755)
+    job = next(number for number in range(os.getpid(), os.getpid() + 1000) if _is_free(15000 + number % 15000))
+    return calls, _environment(
+        PATH=f"{programs}:{os.environ['PATH']}", SLURM_JOB_ID=str(job), SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2",
+        SLURM_JOB_NODELIST="head[1-2]", SLURM_SUBMIT_DIR=str(ROOT), SLURM_CPUS_PER_TASK="1",
+    )  # fmt: skip
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
+def test_a_slurm_job_that_is_told_to_stop_is_requeued_once_and_then_finishes(
+    config: Path, tmp_path: Path, slurm: tuple[Path, dict[str, str]]
+):
+    calls, environment = slurm
+    log, run, total = tmp_path / "output.txt", tmp_path / "tiny", 20
+    job = ["bash", SLURM, config, f"train.max_steps={total}", "checkpoint.every=0"]
+    with _started(job, log, environment) as process:
+        _wait_until(lambda: len(_steps(run)) >= 2, process, log)
+        _kill([task for rank in (0, 1) if (task := _worker(process.pid, rank))], signal.SIGUSR1)  # as Slurm does, to all tasks
+        assert _finish(process, log) == 75, log.read_text()[-3000:]
+    assert "statuses [75, 75]" in log.read_text() and "stopped by SIGUSR1: saved after step" in log.read_text()
+    assert calls.read_text() == f"requeue {environment['SLURM_JOB_ID']}\n"
+    (saved,) = list_checkpoints(run)
+    assert _steps(run)[-1] == int(saved.name[5:]) < total
+    with _started(job, log, environment) as process:
+        assert _finish(process, log) == 0, log.read_text()[-3000:]
+    assert calls.read_text().count("requeue") == 1
+    assert _steps(run) == list(range(1, total + 1)) and "2 x cpu" in log.read_text()
+
+
+def test_a_slurm_job_that_fails_passes_its_status_on(config: Path, tmp_path: Path, slurm: tuple[Path, dict[str, str]]):
+    calls, environment = slurm
+    log = tmp_path / "output.txt"
+    with _started(["bash", SLURM, config, "train.batch_size=9"], log, environment) as process:
+        assert _finish(process, log) == 1
+    assert "train.batch_size" in log.read_text() and calls.read_text() == ""
+
+
+@pytest.fixture
+def machines() -> Iterator[list[tuple[str, str]]]:
+    """Return (namespace, network interface) of two network namespaces that reach each other as 10.99.0.1 and 10.99.0.2."""
+    if shutil.which("ip") is None:
+        pytest.skip("no program ip")
+    names = [f"face{os.getpid()}{letter}" for letter in "ab"]
+    made = subprocess.run(["ip", "netns", "add", names[0]], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"network namespaces are not allowed here: {made.stderr.strip()}")
+    try:
+        _ip("netns", "add", names[1])
+        linked = subprocess.run(
+            ["ip", "link", "add", "face0", "netns", names[0], "type", "veth", "peer", "name", "face1", "netns", names[1]],
+            capture_output=True,
+            text=True,
+        )
+        if linked.returncode:
+            pytest.skip(f"virtual network cards are not allowed here: {linked.stderr.strip()}")
+        for k, name in enumerate(names):
+            _ip("-n", name, "addr", "add", f"10.99.0.{k + 1}/24", "dev", f"face{k}")
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "set", f"face{k}", "up")
+        yield [(name, f"face{k}") for k, name in enumerate(names)]
+    finally:
+        for name in names:
+            _kill(_processes_of(name))
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def _processes_of(namespace: str) -> list[int]:
+    done = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True)
+    return [int(pid) for pid in done.stdout.split()]
+
+
+def test_a_machine_that_is_lost_and_comes_back_is_taken_in(config: Path, tmp_path: Path, machines: list[tuple[str, str]]):
+    total, run = 20, tmp_path / "tiny"
+    logs = [tmp_path / f"output{k}.txt" for k in range(2)]
+
+    def start(k: int) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+        name, interface = machines[k]
+        environment = _environment(NNODES="2", HEAD="10.99.0.1", NPROC="1", GLOO_SOCKET_IFNAME=interface)
+        command = ["ip", "netns", "exec", name, "bash", MACHINES, config, f"train.max_steps={total}"]
+        return _started(command, logs[k], environment)
+
+    with start(0) as head:
+        with start(1) as other:
+            _wait_until(lambda: len(_steps(run)) >= EVERY + 2, other, logs[1])
+            _kill(_processes_of(machines[1][0]))
+            assert _finish(other, logs[1]) == -signal.SIGKILL
+        with start(1) as other:
+            for process, log in ((other, logs[1]), (head, logs[0])):
+                assert _finish(process, log) == 0, log.read_text()[-3000:]
+    assert "2 x cpu" in (run / "train.log").read_text()
+    assert 0 <= _lost_steps(run, total) <= EVERY
