@@ -48,7 +48,7 @@ from utils.schedule import learning_rate
 from utils.watchdog import Watchdog
 
 
-def train(config: EasyDict) -> None:
+def train(config: EasyDict, stop: StopSignal) -> None:
     """Run one training from its configuration: set up, build, resume, loop, finish."""
     # ---- set up: processes, data, verification sets, run folder; whatever is wrong is said before anything is trained
     # a minute more than the watchdog's, which knows where the others are and is to speak first
@@ -110,7 +110,6 @@ def train(config: EasyDict) -> None:
 
     keep = Keep(saving.keep_last, saving.keep_every, saving.keep_best)
     with (
-        StopSignal() as stop,
         RunLog(folder, world.rank, start_step, total_steps) as log,
         CheckpointWriter(folder, world, keep, saving.background, saving.max_failed_saves, log.warn) as writer,
         Watchdog(world, config.run.timeout_minutes) as watch,
@@ -302,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="train.py",
         description="Train a face recognition network with a sharded Partial FC head.",
         epilog="Every key, with its default and meaning: configs/base.yaml. Several processes: torchrun --standalone "
-        "--nproc_per_node=8 train.py CONFIG. StoppedError runs continue when the same command is given again.",
+        "--nproc_per_node=8 train.py CONFIG. Stopped runs continue when the same command is given again.",
     )
     parser.add_argument("config", help="YAML file of the run, for example configs/demo_cpu.yaml")
     parser.add_argument(
@@ -316,7 +315,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.print_config:
             print(dump_config(config), end="")
         else:
-            train(config)
+            with StopSignal() as stop:
+                train(config, stop)
 
     return guarded(run)
 

@@ -163,11 +163,20 @@ def test_the_processes_are_as_many_as_the_visible_gpus(tmp_path: Path):
         assert done.stdout == f"{count}\n", (lines, variables, done.stderr)
 
 
-def test_a_run_on_one_machine_resumes_by_itself_when_a_process_is_killed(config: Path, tmp_path: Path):
+@pytest.mark.parametrize("launcher", ["launch_machine.sh", "torchrun"])
+def test_a_run_on_one_machine_resumes_by_itself_when_a_process_is_killed(config: Path, tmp_path: Path, launcher: str):
     total, log, run = 16, tmp_path / "output.txt", tmp_path / "tiny"
-    with _started(
-        ["bash", MACHINE, config, f"train.max_steps={total}"], log, _environment(NPROC="2", MAX_RESTARTS="1")
-    ) as process:
+    plain = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "--max-restarts=1",
+        ROOT / "train.py",
+    ]
+    command = plain if launcher == "torchrun" else ["bash", MACHINE]
+    with _started([*command, config, f"train.max_steps={total}"], log, _environment(NPROC="2", MAX_RESTARTS="1")) as process:
         _wait_until(lambda: len(_steps(run)) >= EVERY + 2, process, log)
         victim = _worker(process.pid, 1)
         assert victim is not None

@@ -152,7 +152,7 @@ def _overflow_on_rank_1(rank: int, world_size: int, dataset: str, output: str) -
     overrides = ["train.precision=fp16", "train.max_steps=12", "eval.targets=[]", "checkpoint.every=0"]
     (Path(output) / str(rank)).mkdir()
     config, *rest = tiny_run(Path(dataset), Path(output) / str(rank), *overrides, f"run.output={output}")
-    train.train(train.load_config(config, rest))
+    train.train(train.load_config(config, rest), train.StopSignal())
     ends = torch.cat([parameter.detach().reshape(-1) for parameter in backbones[-1].parameters()])
     both = [torch.empty_like(ends) for _ in range(world_size)]
     torch.distributed.all_gather(both, ends)

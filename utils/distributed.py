@@ -66,6 +66,10 @@ def start(device: str, threads: int = 0, timeout_minutes: float = 30.0) -> World
         timeout = datetime.timedelta(minutes=timeout_minutes)
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+            if os.environ.get("GROUP_WORLD_SIZE") == "1":
+                # torchrun of torch 2.13 lends the same store to processes that it starts again; without a name of their own
+                # they would find the addresses of those that died. On several machines: scripts/launch_machines.sh
+                store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise ValueError(_explain_rendezvous(error)) from None
@@ -230,5 +234,9 @@ def _explain_rendezvous(error: Exception) -> str:
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return f"the processes cannot meet: port {address} is in use by another job; set another MASTER_PORT"
+    if "connectFullMesh" in text:
+        return (
+            f"the processes cannot meet at {address}: no way between them; name the network interface, GLOO_SOCKET_IFNAME=eth0"
+        )
     first_line = text.strip().splitlines()[0][:300] if text.strip() else type(error).__name__
     return f"the processes cannot meet at {address}: {first_line}"
