@@ -151,10 +151,28 @@ class SampleOrder:
 
 def check_batch(batch_size: int, accumulation: int, world_size: int) -> None:
     """Raise ValueError unless every rank and micro-batch gets the same number of images, at least 2 for BatchNorm."""
-    share, rest = divmod(batch_size, accumulation * world_size)
-    if rest or share < 2:
-        fitting = max(share, 2) * accumulation * world_size
-        raise ValueError(
-            f"train.batch_size, images per optimizer step, must be a multiple of {accumulation} train.accumulation x "
-            f"{world_size} processes, with 2 images or more each, got {batch_size}; try {fitting}"
-        )
+
+    def fits(images: int, parts: int) -> bool:
+        return images % parts == 0 and images // parts >= 2
+
+    if fits(batch_size, accumulation * world_size):
+        return
+    processes = [n for n in range(1, 2 * world_size + 1) if fits(batch_size, accumulation * n)]
+    accumulations = [a for a in range(1, 2 * accumulation + 1) if fits(batch_size, a * world_size)]
+    share = max(batch_size // (accumulation * world_size), 2)
+    choices = [
+        f"processes: {_some(processes)}" if processes else "",
+        f"train.accumulation: {_some(accumulations)}" if accumulations else "",
+        f"in a new run, train.batch_size: {share * accumulation * world_size}",
+    ]
+    raise ValueError(
+        f"train.batch_size, images per optimizer step, must be a multiple of {accumulation} train.accumulation x "
+        f"{world_size} processes, with 2 images or more each, got {batch_size}. "
+        f"What would do: {'; '.join(filter(None, choices))}"
+    )
+
+
+def _some(numbers: list[int]) -> str:
+    """Return the largest of these numbers, at most five, in words."""
+    shown = [str(number) for number in numbers[-5:]]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"

@@ -1,7 +1,9 @@
+import re
+
 import numpy as np
 import pytest
 
-from data.sampler import SampleOrder
+from data.sampler import SampleOrder, check_batch
 
 
 def test_an_epoch_holds_every_image_once_and_epochs_differ():
@@ -105,3 +107,21 @@ def test_full_order_announces_nothing_in_bulk():
 def test_orders_that_do_not_exist_are_refused(keys: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         SampleOrder(10, 2, 0, False, **{"shuffle": "block", **keys})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [(8, 1, 3), (1024, 1, 6), (7, 7, 1), (1, 1, 1), (12, 4, 2), (1000, 8, 64), (512, 1, 512)])
+def test_a_batch_that_cannot_be_shared_is_an_error_whose_choices_all_work(wrong: tuple[int, int, int]):
+    batch_size, accumulation, world_size = wrong
+    with pytest.raises(ValueError, match=r"train\.batch_size") as caught:
+        check_batch(*wrong)
+    said = str(caught.value).split("What would do: ")[1]
+    offered = {name: [int(n) for n in re.findall(r"\d+", text)] for name, text in (c.rsplit(": ", 1) for c in said.split("; "))}
+    for count in offered.get("processes", []):
+        check_batch(batch_size, accumulation, count)
+    for count in offered.get("train.accumulation", []):
+        check_batch(batch_size, count, world_size)
+    for size in offered["in a new run, train.batch_size"]:
+        check_batch(size, accumulation, world_size)
+    working = [n for n in range(1, 2 * world_size + 1) if batch_size % (n * accumulation) == 0 and batch_size >= 2 * n]
+    assert set(offered.get("processes", [])) <= set(working)
+    assert not working or accumulation > 1 or "processes" in offered
