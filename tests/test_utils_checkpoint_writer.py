@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from utils import checkpoint as ckpt
 from utils import checkpoint_writer
 from utils.checkpoint_writer import CheckpointWriter, Keep, save_now
 from utils.distributed import SharedError, World, any_ranks
+from utils.resume import prepare_run_folder
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
@@ -199,3 +201,40 @@ def _steps_of_ranks(rank: int, world_size: int, folder: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_ranks_save_beside_their_steps_and_agree_on_a_failure(run_ranks: Callable[..., None], tmp_path: Path, world_size: int):
     run_ranks(_steps_of_ranks, world_size, str(tmp_path / "run"))
+
+
+def _prepare(run: Path) -> Any:
+    saving = SimpleNamespace(resume="auto", verify=False)
+    return prepare_run_folder(run, saving, "a: 1\n", {"seed": 1}, ALONE)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES, errno.EIO])
+def test_every_file_operation_of_a_start_may_fail_and_loses_nothing(tmp_path: Path, error: int):
+    """A start locks the folder, removes what is not finished, puts a damaged checkpoint aside, writes the configuration."""
+
+    def make(run: Path) -> None:
+        for step in (1, 2, 3):
+            save_now(run, step=step, **{**_state(step), "facts": {"identity": {"seed": 1}}}, world=ALONE)
+        (ckpt.checkpoint_path(run, 3) / "trainer.pt").unlink()
+        (run / "checkpoints" / ".step_00000004.partial").mkdir()
+        (run / "checkpoints" / ".step_00000004.partial" / "backbone.safetensors").write_text("half")
+        (run / "config.yaml").write_text("a: 2\n")
+
+    make(tmp_path / "count")
+    with faulty(Disk()) as disk:
+        start = _prepare(tmp_path / "count")
+    assert start.checkpoint is not None and ckpt.step_of(start.checkpoint) == 2
+    assert any("not finished" in line for line in start.news) and any("trainer.pt is missing" in line for line in start.news)
+    failures = 0
+    for number in range(len(disk.done)):
+        run = tmp_path / str(number)
+        make(run)
+        try:
+            with faulty(Disk(number, error)):
+                assert ckpt.step_of(_prepare(run).checkpoint) == 2
+        except SharedError as failure:
+            failures += 1
+            assert os.strerror(error) in str(failure) and len(str(failure).splitlines()) == 1
+        assert ckpt.step_of(_prepare(run).checkpoint) == 2  # the next start finds everything
+        (run / "checkpoints").glob("damaged_*").__next__()
+    assert failures >= 4

@@ -14,6 +14,13 @@ def _all_at_once(rank: int, world_size: int) -> None:
             raise ValueError("no file B")
     with pytest.raises(SharedError, match=r"^same everywhere$"), together(world):
         raise ValueError("same everywhere")
+    with pytest.raises(SharedError, match=r"^rank 1: /there: No space left on device$"), together(world):
+        if rank == 1:
+            raise OSError(28, "No space left on device", "/there")
+    expected = KeyError if rank == 1 else SharedError  # a bug is shown where it is, and ends the others all the same
+    with pytest.raises(expected, match="rank 1: KeyError: 'bug'" if rank != 1 else "bug"), together(world):
+        if rank == 1:
+            raise KeyError("bug")
     with together(world):
         pass
     counts = [2, 0, 3][:world_size]

@@ -116,16 +116,23 @@ def is_lost_peer(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def together(world: World) -> Iterator[None]:
-    """Run a block on every rank; if it raises ValueError on any, raise SharedError on all, naming the ranks.
+    """Run a block on every rank; if it raises ValueError or OSError on any, raise SharedError on all, naming the ranks.
 
-    The block itself must not communicate: a rank that failed early would leave the others waiting inside it.
+    Any other exception goes on by itself on its own rank, once the others know of it. The block itself must not communicate: a
+    rank that failed early would leave the others waiting inside it.
     """
-    message = ""
+    message, bug = "", None
     try:
         yield
     except ValueError as error:
         message = str(error)
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+    except Exception as error:
+        message, bug = f"{type(error).__name__}: {error}", error
     messages = all_gather_objects(message, world)
+    if bug is not None:
+        raise bug
     distinct = {text: [r for r, m in enumerate(messages) if m == text] for text in messages if text}
     if not distinct:
         return
