@@ -9,17 +9,17 @@ average   the mean of several backbones as one file of weights ("weight averagin
 
 import argparse
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from partial_fc.shard import shard_range, slots_of_classes
+from partial_fc.centre_source import open_centres
+from partial_fc.shard import shard_range
 from utils.checkpoint import (
     check_hashes,
     checkpoint_path,
@@ -33,11 +33,11 @@ from utils.checkpoint import (
     softmax_reader,
 )
 from utils.program import guarded
-from utils.tensor_file import flush, write_planned
+from utils.tensor_file import Planned, flush, write_planned, write_tensors
 
 from .face_files import progress, whole
 
-_ROWS_AT_ONCE = 1 << 16  # class centres
+_ROWS_AT_ONCE = 1 << 13  # class centres
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -155,25 +155,22 @@ def reshard(options: argparse.Namespace) -> None:
 
 
 def merge_centres(options: argparse.Namespace) -> None:
-    """Write the class centres of all shards as one matrix, row k for label k."""
+    """Write the class centres of all shards as one matrix, row k for label k; as .safetensors some rows at a time."""
     _check_target(options.out, options.overwrite)
-    checkpoint = find_checkpoint(options.path)
-    identity = read_manifest(checkpoint)["identity"]
-    classes, seed = int(identity["num_classes"]), int(identity["seed"])
-    read = softmax_reader(checkpoint)
-    rows: Tensor | None = None
-    slots = slots_of_classes(np.arange(classes), classes, seed)
-    label_of = torch.empty(classes, dtype=torch.int64)
-    label_of[torch.from_numpy(slots)] = torch.arange(classes)
-    for start in progress(range(0, classes, _ROWS_AT_ONCE), -(-classes // _ROWS_AT_ONCE), "merging", "block"):
-        stop = min(start + _ROWS_AT_ONCE, classes)
-        centres = read(start, stop)["centres"].float()
-        if rows is None:
-            rows = torch.empty(classes, centres.shape[1])
-        rows[label_of[start:stop]] = torch.nn.functional.normalize(centres, eps=1e-12)
-    assert rows is not None
-    _save({"weight": rows}, options.out, rows)
-    print(f"{options.out}: {classes} class centres of {rows.shape[1]} numbers, unit rows, row k for label k")
+    source = open_centres(find_checkpoint(options.path))
+    starts = range(0, source.num_classes, _ROWS_AT_ONCE)
+
+    def rows() -> Iterator[Tensor]:
+        for start in progress(starts, len(starts), "merging", "block"):
+            labels = np.arange(start, min(start + _ROWS_AT_ONCE, source.num_classes))
+            yield torch.nn.functional.normalize(source.read(labels), eps=1e-12)
+
+    shape = (source.num_classes, source.embedding_size)
+    if options.out.suffix == ".safetensors":
+        _save(options.out, lambda path: write_planned(path, {"weight": Planned(torch.float32, shape, rows)}))
+    else:
+        _save(options.out, lambda path: torch.save(torch.cat(list(rows())), path))
+    print(f"{options.out}: {shape[0]} class centres of {shape[1]} numbers, unit rows, row k for label k")
 
 
 def average_backbones(options: argparse.Namespace) -> None:
@@ -191,7 +188,8 @@ def average_backbones(options: argparse.Namespace) -> None:
     means = {
         name: (sums[name] / len(paths)).to(value.dtype) if value.is_floating_point() else value for name, value in last.items()
     }
-    _save(means, options.out, means)
+    as_file = write_tensors if options.out.suffix == ".safetensors" else lambda path, tensors: torch.save(tensors, path)
+    _save(options.out, lambda path: as_file(path, means))
     print(f"{options.out}: the mean of {len(paths)} backbones")
 
 
@@ -210,14 +208,12 @@ def _check_target(path: Path, overwrite: bool) -> None:
         raise ValueError(f"{path} exists; add --overwrite to replace it, or choose another name")
 
 
-def _save(tensors: dict[str, Tensor], path: Path, as_pt: Any) -> None:
-    """Write tensors as safetensors, or `as_pt` as torch saves it; the file appears when it is complete."""
+def _save(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file, which appears when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
-    if path.suffix == ".safetensors":
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished)
-    else:
-        torch.save(as_pt, unfinished)
+    unfinished.unlink(missing_ok=True)
+    write(unfinished)
     unfinished.replace(path)
 
 
