@@ -131,6 +131,19 @@ def test_training_may_change_everything_while_a_save_is_written(tmp_path: Path):
     assert _check_whole(tmp_path) == [7]
 
 
+@pytest.mark.gpu
+def test_a_state_on_the_gpu_may_change_as_soon_as_save_returns(tmp_path: Path):
+    world = World(0, 1, 0, 1, torch.device("cuda", 0))
+    with _writer(tmp_path, world) as writer:
+        for step in (1, 2):  # the second save goes through the pinned memory of the first
+            state = _state(step)
+            tensors = {kind: {name: tensor.cuda() for name, tensor in state[kind].items()} for kind in ("backbone", "softmax")}
+            writer.save(step, **{**state, **tensors})
+            for tensor in (*tensors["backbone"].values(), *tensors["softmax"].values()):
+                tensor.fill_(-1)
+    assert _check_whole(tmp_path) == [1, 2]
+
+
 def test_a_save_that_comes_too_early_waits_for_the_one_before(tmp_path: Path):
     with _writer(tmp_path, keep=Keep(last=5)) as writer:
         for step in (1, 2, 3):
