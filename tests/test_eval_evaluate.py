@@ -21,7 +21,7 @@ from eval.html_report import write_report
 from eval.pairs import PairSet, write_bin
 from eval.report import as_json, format_table
 from eval.verification import fuse_views, verify
-from utils.checkpoint import save_checkpoint
+from utils.checkpoint_writer import save_now
 from utils.distributed import World
 from utils.image import normalise
 
@@ -141,7 +141,7 @@ def test_the_program_takes_runs_checkpoints_and_bare_weights(tmp_path: Path, cap
     config = {"backbone": {"name": "r18", "embedding_size": 16, "width": 0.125}, "eval": {"targets": ["twins"], "path": ""},
               "data": {"path": str(tmp_path)}}  # fmt: skip
     rows = {"centres": torch.ones(2, 16)}
-    checkpoint = save_checkpoint(tmp_path, 3, model.state_dict(), rows, (0, 2), {}, {"config": config, "score": 1.0}, ALONE)
+    checkpoint = save_now(tmp_path, 3, model.state_dict(), rows, (0, 2), {}, {"config": config, "score": 1.0}, ALONE)
     bare = ["--backbone", "r18", "--embedding-size", "16", "--width", "0.125", "--targets", "twins", "--data", str(tmp_path)]
     tables = []
     for arguments in ([str(tmp_path)], [str(tmp_path), "--best"], [str(checkpoint)], [str(tmp_path / "backbone.pth"), *bare]):

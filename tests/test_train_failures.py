@@ -149,7 +149,7 @@ def _overflow_on_rank_1(rank: int, world_size: int, dataset: str, output: str) -
         return torch.full_like(norm, float("inf")) if rank == 1 and calls == 10 else norm
 
     train.finish_gradients = overflowing
-    overrides = ["train.precision=fp16", "train.max_steps=12", "eval.targets=[]", "checkpoint.every=0"]
+    overrides = ["train.precision=fp16", "train.max_steps=12", "train.batch_size=4", "eval.targets=[]"]
     (Path(output) / str(rank)).mkdir()
     config, *rest = tiny_run(Path(dataset), Path(output) / str(rank), *overrides, f"run.output={output}")
     train.train(train.load_config(config, rest), train.StopSignal())
