@@ -1,5 +1,6 @@
 """Failures that must not hang, nor cost more than what was trained since the last checkpoint."""
 
+import functools
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from tiny_runs import ROOT, command_of, descendants, read_metrics, run_train, ti
 
 import train
 from utils.checkpoint import list_checkpoints, read_tensors, step_of
-from utils.optim import finish_gradients
+from utils.optim import LossScaler, finish_gradients
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +147,11 @@ def _overflow_on_rank_1(rank: int, world_size: int, dataset: str, output: str) -
         calls += 1
         norm = finish_gradients(module, scale, clip_norm)
         backbones.append(module)
-        return torch.full_like(norm, float("inf")) if rank == 1 and calls == 10 else norm
+        return torch.full_like(norm, float("inf")) if rank == 1 and calls == 3 else norm
 
     train.finish_gradients = overflowing
-    overrides = ["train.precision=fp16", "train.max_steps=12", "train.batch_size=4", "eval.targets=[]"]
+    train.LossScaler = functools.partial(LossScaler, initial=256.0)  # small enough not to overflow by itself
+    overrides = ["train.precision=fp16", "train.max_steps=5", "train.batch_size=4", "eval.targets=[]"]
     (Path(output) / str(rank)).mkdir()
     config, *rest = tiny_run(Path(dataset), Path(output) / str(rank), *overrides, f"run.output={output}")
     train.train(train.load_config(config, rest), train.StopSignal())
@@ -158,9 +160,9 @@ def _overflow_on_rank_1(rank: int, world_size: int, dataset: str, output: str) -
     torch.distributed.all_gather(both, ends)
     assert torch.equal(both[0], both[1])
     if rank == 0:
-        seen = read_metrics(Path(output) / "tiny")  # the first steps overflow by themselves, until the scale is small enough
-        assert seen[10]["grad_norm"] is not None and seen[10]["loss_scale"] == seen[9]["loss_scale"] / 2
-        assert seen[9]["loss_scale"] == seen[8]["loss_scale"] and seen[11]["loss_scale"] == seen[10]["loss_scale"]
+        seen = read_metrics(Path(output) / "tiny").values()
+        assert [record["loss_scale"] for record in seen] == [256.0, 256.0, 128.0, 128.0, 128.0]
+        assert all(record["grad_norm"] is not None for record in seen)  # finite on this rank
 
 
 def test_an_overflow_on_one_rank_is_skipped_by_all(run_ranks: Callable[..., None], dataset: Path, tmp_path: Path):
