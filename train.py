@@ -283,7 +283,7 @@ def start_from(
     means = functools.partial(
         class_means,
         backbone,
-        dataset.pixels,
+        dataset.pixels_and_label,
         dataset.labels(),
         per_class=init.images_per_class,
         device=world.device,

@@ -106,6 +106,34 @@ def test_without_known_people_all_centres_come_from_images_or_at_random(
     assert cosines[0] > 0.5 > 0.3 > cosines[1]
 
 
+def test_a_replaced_bad_image_enters_no_mean(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Of the new people, label 0 has three bad images among its five, label 1 has none that is good."""
+    left = {0: 3, 1: 99}
+    (tmp_path / "bad").mkdir()
+    with RecordWriter(tmp_path / "bad" / "train.rec", tmp_path / "bad" / "train.idx") as writer:
+        for key in range(NUM_IMAGES + 15):
+            label = 14 - key % 15
+            left[label] = left.get(label, 0) - 1
+            image = b"no image" if left[label] >= 0 else face(14 - label if label > 2 else 100 + label, key)
+            writer.write(key, pack(float(label), key, 0, image))
+    run = source / "tiny"
+    init = [f"init.backbone={run}", f"init.head={run}", f"init.classes={source / 'map.txt'}", "init.images_per_class=5"]
+    skip = ["data.on_bad_record=skip", "data.max_bad_fraction=0.3", "optimizer.lr=0", "train.max_steps=1"]
+    assert train.main(tiny_run(tmp_path / "bad", tmp_path, *SHORT, *init, *skip)) == 0
+    assert "12 kept, 2 from images, 1 at random" in capsys.readouterr().out
+    backbone = train.build_backbone("r18", 16, 0.125)
+    backbone.load_state_dict(read_backbone(list_checkpoints(run)[-1]))
+    backbone.eval()
+    dataset = train.build_dataset(train.load_config(tiny_run(tmp_path / "bad", tmp_path)[0]).data, 0, None)
+    rows = np.flatnonzero(dataset.labels() == 0)[3:]  # the good ones
+    pixels = torch.stack([torch.from_numpy(dataset.pixels(int(row))) for row in rows])
+    with torch.inference_mode():
+        embeddings = torch.nn.functional.normalize(backbone((pixels.permute(0, 3, 1, 2).float() - 127.5) / 127.5))
+    expected = torch.nn.functional.normalize(embeddings.mean(0), dim=0)
+    found = torch.nn.functional.normalize(_centres(tmp_path / "tiny")[0], dim=0)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_frozen_parts_stay_and_slow_parts_move_less(source: Path, tmp_path: Path):
     before = read_backbone(list_checkpoints(source / "tiny")[-1])
     init = [f"init.backbone={source / 'tiny'}", "train.max_steps=1", "optimizer.weight_decay=0", "optimizer.clip_norm=0"]
