@@ -279,7 +279,11 @@ def start_from(
 ) -> str:
     """Fill backbone and class centres from another training, as the section `init` says; return a line for the log."""
     init = config.init
-    fill(backbone, read_weights(Path(init.backbone)), f"init.backbone {init.backbone}", "check the section backbone")
+    try:
+        weights = read_weights(Path(init.backbone))
+    except ValueError as error:
+        raise ValueError(f"init.backbone: {error}") from None
+    fill(backbone, weights, f"init.backbone {init.backbone}", "check the section backbone")
     means = functools.partial(
         class_means,
         backbone,

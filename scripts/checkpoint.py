@@ -23,6 +23,7 @@ from partial_fc.shard import shard_range, slots_of_classes
 from utils.checkpoint import (
     check_hashes,
     checkpoint_path,
+    class_order,
     find_checkpoint,
     list_checkpoints,
     planned_rows,
@@ -128,7 +129,7 @@ def reshard(options: argparse.Namespace) -> None:
     """Write a checkpoint with its class centres in another number of files, some rows at a time."""
     source = find_checkpoint(options.path)
     manifest = read_manifest(source)
-    slots = max(entry["slots"][1] for entry in manifest["files"].values() if "slots" in entry)
+    slots = max((entry["slots"][1] for entry in manifest["files"].values() if "slots" in entry), default=0)
     if options.ranks > slots:
         raise ValueError(f"{source}: {slots} class centres cannot be shared by {options.ranks} files; each needs one")
     final = checkpoint_path(options.out, int(manifest["step"]))
@@ -158,8 +159,7 @@ def merge_centres(options: argparse.Namespace) -> None:
     """Write the class centres of all shards as one matrix, row k for label k."""
     _check_target(options.out, options.overwrite)
     checkpoint = find_checkpoint(options.path)
-    identity = read_manifest(checkpoint)["identity"]
-    classes, seed = int(identity["num_classes"]), int(identity["seed"])
+    classes, seed = class_order(checkpoint)
     read = softmax_reader(checkpoint)
     rows: Tensor | None = None
     slots = slots_of_classes(np.arange(classes), classes, seed)

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from partial_fc.shard import shard_range, slots_of_classes
-from utils.checkpoint import BACKBONE, find_checkpoint, read_backbone, read_manifest, read_trainer
+from utils.checkpoint import BACKBONE, class_order, find_checkpoint, read_backbone, read_manifest, read_trainer
 from utils.program import guarded
 from utils.tensor_file import write_object
 
@@ -72,8 +72,8 @@ def convert(options: argparse.Namespace) -> None:
 def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
     """Write all files of an era; return what a user should know."""
     manifest = read_manifest(checkpoint)
-    identity, step = manifest["identity"], int(manifest["step"])
-    classes, seed = int(identity["num_classes"]), int(identity["seed"])
+    step = int(manifest["step"])
+    classes, seed = class_order(checkpoint)
     if ranks > classes:
         raise ValueError(f"--ranks must be at most the number of classes, {classes}, got {ranks}")
     model = recognise(read_backbone(checkpoint), checkpoint / BACKBONE).model
@@ -84,7 +84,7 @@ def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
     initial_lr = manifest.get("config", {}).get("optimizer", {}).get("lr")
     if era == "checkpoint_gpu" and ("variance" in rows.tensors) != (kind_of(optimizer) == "adamw"):
         notes.append("backbone and class centres have different optimizers here; moments of the centres are left out")
-    epoch = epochs_done(identity, step)
+    epoch = epochs_done(manifest["identity"], step)
     if era == "checkpoint_gpu" and epoch is None:
         notes.append("the checkpoint does not tell how long an epoch is; epoch is 0, so arcface_torch runs all of them again")
     write_object(out / ("backbone.pth" if era == "backbone.pth" else "model.pt"), backbone)

@@ -1,11 +1,13 @@
 """Beginning with the weights of another training: its network, its class centres, new people, frozen and slow parts."""
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_runs import NUM_CLASSES, NUM_IMAGES, face, read_metrics, run_train, tiny_run, write_dataset
 
 import train
@@ -195,16 +197,59 @@ def test_a_mistake_is_one_line(
     assert message in error and len(error.strip().splitlines()) == 1, error
 
 
+def test_files_of_another_kind_are_one_line_that_names_the_key(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = source / "tiny"
+    newest = list_checkpoints(run)[-1]
+    for name in ("no_identity", "no_shards"):
+        shutil.copytree(newest, tmp_path / name)
+        manifest = json.loads((newest / "manifest.json").read_text())
+        if name == "no_identity":
+            del manifest["identity"]
+        else:
+            manifest["files"] = {key: entry for key, entry in manifest["files"].items() if "slots" not in entry}
+        (tmp_path / name / "manifest.json").write_text(json.dumps(manifest))
+    torch.save({"state_dict": read_backbone(newest)}, tmp_path / "wrapped.pth")
+    torch.save({1: torch.zeros(2)}, tmp_path / "numbered.pth")
+    torch.save(torch.zeros(NUM_CLASSES, 16).to_sparse(), tmp_path / "sparse.pt")
+    save_file({"weight": torch.zeros(NUM_CLASSES, 16).to(torch.float8_e4m3fn)}, tmp_path / "float8.safetensors")
+    for key, value, message in [
+        ("backbone", "/nowhere", "no run folder, checkpoint or weights file at /nowhere"),
+        ("backbone", tmp_path / "wrapped.pth", "but 'state_dict' is of type dict; save the network's part alone"),
+        ("backbone", tmp_path / "numbered.pth", "but 1 is of type Tensor"),
+        ("head", tmp_path / "sparse.pt", "must be a matrix (classes, D) of floats, got torch.sparse_coo"),
+        ("head", tmp_path / "float8.safetensors", "its numbers are of type F8_E4M3, not one of F64, F32"),
+        ("head", newest / "backbone.safetensors", "has no tensor 'weight', it has bn1.bias, "),
+        ("head", tmp_path / "no_identity", "does not tell num_classes and seed"),
+        ("head", tmp_path / "no_shards", "do not hold each of the 12 class centres once"),
+        ("head", source / "data", "no complete checkpoint at"),
+    ]:
+        init = [f"init.{key}={value}"] + ([f"init.backbone={run}"] if key == "head" else [])
+        assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init)) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: init.{key}: ") and message in error and len(error.strip().splitlines()) == 1, error
+        assert len(error) < 600, error
+    assert tool.main(["merge", str(tmp_path / "no_identity"), str(tmp_path / "out.pt")]) == 1
+    assert "does not tell num_classes and seed" in capsys.readouterr().err
+    assert tool.main(["reshard", str(tmp_path / "no_shards"), "2", str(tmp_path / "out")]) == 1
+    assert "0 class centres cannot be shared by 2 files" in capsys.readouterr().err
+
+
 def test_a_map_of_classes_is_checked_line_by_line(tmp_path: Path):
     for text, message in [
         ("0 1\n0 1\n", "line 2: label 1 has an old label already"),
         ("0 1\n5 2\n", "line 2: labels must be below 5"),
         ("0 1 2\n", "line 1: expected 'old new'"),
         ("a b\n", "line 1: expected 'old new'"),
+        ("\u00b2 1\n", "line 1: expected 'old new'"),
+        (f"1 {'9' * 5000}\n", "line 1: expected 'old new'"),
         ("# nothing\n", "maps no class"),
     ]:
         (tmp_path / "map.txt").write_text(text)
         with pytest.raises(ValueError, match=message):
             read_class_map(tmp_path / "map.txt", 5, 4)
+    (tmp_path / "map.txt").write_bytes(b"\xef\xbb\xbf0 1\r\n2 3\r\n")  # as editors of Windows write it
+    assert read_class_map(tmp_path / "map.txt", 5, 4).tolist() == [-1, 0, -1, 2]
     (tmp_path / "map.txt").write_text("4 0\n\n# two classes become one label each\n4 3\n")
     assert read_class_map(tmp_path / "map.txt", 5, 4).tolist() == [4, -1, -1, 4]

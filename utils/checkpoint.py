@@ -149,6 +149,22 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
+def class_order(checkpoint: Path) -> tuple[int, int]:
+    """Return (number of classes, seed), which say what slot a class has.
+
+    Raises:
+        ValueError: the manifest does not tell them.
+    """
+    try:
+        identity = read_manifest(checkpoint)["identity"]
+        return int(identity["num_classes"]), int(identity["seed"])
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"checkpoint {checkpoint}: {_MANIFEST} does not tell num_classes and seed of its training (identity), so its class "
+            "centres have no labels"
+        ) from None
+
+
 def check_hashes(
     checkpoint: Path, share: int = 0, shares: int = 1, progress: Callable[[int], object] = lambda count: None
 ) -> list[str]:
@@ -246,8 +262,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"weights {path}: cannot be read: {str(error).splitlines()[0]}") from None
     except Exception as error:  # weights_only refuses pickled code with pickle.UnpicklingError
         raise ValueError(f"weights {path}: refused, it holds more than tensors ({type(error).__name__})") from None
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+    if not isinstance(state, dict):
         raise ValueError(f"weights {path}: must be a state dict, names to tensors, got {type(state).__name__}")
+    for name, value in state.items():
+        if not (isinstance(name, str) and isinstance(value, Tensor)):
+            raise ValueError(
+                f"weights {path}: must be a state dict, names to tensors, but {name!r} is of type {type(value).__name__}; save "
+                "the network's part alone, or convert a checkpoint of arcface_torch with scripts.import_arcface_torch"
+            )
     return state
 
 
