@@ -284,6 +284,8 @@ def start_from(
     except ValueError as error:
         raise ValueError(f"init.backbone: {error}") from None
     fill(backbone, weights, f"init.backbone {init.backbone}", "check the section backbone")
+    if not is_finite(backbone):
+        raise ValueError(f"init.backbone: {init.backbone} holds numbers that are not finite; take an earlier checkpoint")
     means = functools.partial(
         class_means,
         backbone,

@@ -70,7 +70,15 @@ def start_centres(head: PartialFC, source_path: str, class_map: str, class_means
     for start in range(0, len(kept), _BLOCK):
         rows = kept[start : start + _BLOCK]
         assert source is not None
-        centres[torch.from_numpy(rows)] = source.read(old[rows]).to(centres)
+        values = source.read(old[rows])
+        norms = values.norm(dim=1)
+        bad = np.flatnonzero(~((norms > 0) & norms.isfinite()).numpy())  # of no direction: it would turn without bounds
+        if len(bad):
+            raise ValueError(
+                f"init.head: in {source.name} the centre of label {old[rows[bad[0]]]} is zero or not finite; leave that label "
+                "out of init.classes, so that its class counts as new, or take an earlier checkpoint"
+            )
+        centres[torch.from_numpy(rows)] = values.to(centres)
     new, filled = np.flatnonzero(old < 0), 0
     if source is not None:  # their own random directions, of a norm like the others'
         _scale(head, new, norm)

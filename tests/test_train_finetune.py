@@ -197,6 +197,27 @@ def test_a_mistake_is_one_line(
     assert message in error and len(error.strip().splitlines()) == 1, error
 
 
+def test_weights_that_are_no_numbers_and_centres_without_direction_are_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = source / "tiny"
+    weights = read_backbone(list_checkpoints(run)[-1])
+    weights["layer2.0.bn1.running_var"][3] = torch.nan
+    torch.save(weights, tmp_path / "nan.pth")
+    for name, value in (("zero", 0.0), ("inf", torch.inf)):
+        centres = _centres(run)
+        centres[7] = value
+        torch.save(centres, tmp_path / f"{name}.pt")
+    for init, message in [
+        ([f"init.backbone={tmp_path / 'nan.pth'}"], "nan.pth holds numbers that are not finite"),
+        ([f"init.backbone={run}", f"init.head={tmp_path / 'zero.pt'}"], "zero.pt the centre of label 7 is zero or not finite"),
+        ([f"init.backbone={run}", f"init.head={tmp_path / 'inf.pt'}"], "inf.pt the centre of label 7 is zero or not finite"),
+    ]:
+        assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init)) == 1
+        error = capsys.readouterr().err
+        assert message in error and len(error.strip().splitlines()) == 1, error
+
+
 def test_files_of_another_kind_are_one_line_that_names_the_key(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
