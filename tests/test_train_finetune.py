@@ -14,7 +14,9 @@ import train
 from data.recordio import RecordWriter, pack
 from partial_fc.centre_source import open_centres, read_class_map
 from scripts import checkpoint as tool
-from utils.checkpoint import list_checkpoints, read_backbone
+from scripts import export_arcface_torch as export
+from utils.checkpoint import list_checkpoints, read_backbone, read_trainer
+from utils.optim import load_optimizer
 
 SHORT = ["eval.targets=[]", "schedule.power=0", "checkpoint.every=1", "checkpoint.keep_last=99"]
 
@@ -167,6 +169,27 @@ def test_a_fine_tuning_resumes_to_the_same_bits_and_with_other_factors(source: P
     assert (
         train.main(tiny_run(source / "data", tmp_path, *SHORT, *init, "train.max_steps=7")) == 0
     )  # one group of parameters now
+
+
+def test_a_fine_tuned_run_goes_to_arcface_torch_with_its_moments(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    parts = ["backbone.freeze=[layer1, layer3.0.bn1]", "optimizer.lr_factors=[conv1=0.1, layer2=0.5, fc=0]"]
+    init = [f"init.backbone={source / 'tiny'}", f"init.head={source / 'tiny'}", "train.max_steps=2"]
+    assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init, *parts)) == 0
+    assert export.main([str(tmp_path / "tiny"), str(tmp_path / "theirs"), "--ranks", "1"]) == 0
+    assert "backbone.freeze and optimizer.lr_factors have no counterpart" in capsys.readouterr().out
+    newest = list_checkpoints(tmp_path / "tiny")[-1]
+    backbone = train.build_backbone("r18", 16, 0.125)
+    train.freeze(backbone, ["layer1", "layer3.0.bn1"])
+    ours = train.build_optimizer(backbone, "sgd", 0.05, 0.9, 5e-4, lr_factors=["conv1=0.1", "layer2=0.5", "fc=0"])
+    load_optimizer(ours, read_trainer(newest)["optimizer"])
+    theirs = torch.load(tmp_path / "theirs" / "checkpoint_gpu_0.pt", weights_only=True)["state_optimizer"]
+    for number, (name, parameter) in enumerate(backbone.named_parameters()):
+        assert (number in theirs["state"]) == parameter.requires_grad, name
+        if parameter.requires_grad:
+            assert torch.equal(theirs["state"][number]["momentum_buffer"], ours.state[parameter]["momentum_buffer"]), name
+    assert [group["lr"] for group in theirs["param_groups"]] == [0.05, 0.05]
 
 
 @pytest.mark.parametrize(
