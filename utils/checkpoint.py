@@ -32,9 +32,14 @@ _ROWS_AT_ONCE = 8192  # 16 MiB of 512 numbers
 _MANIFEST, BACKBONE, TRAINER = "manifest.json", "backbone.safetensors", "trainer.pt"
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a folder is a complete checkpoint itself."""
+    return (path / _MANIFEST).is_file()
+
+
 def list_checkpoints(run_folder: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first."""
-    return sorted(path for path in (run_folder / "checkpoints").glob("step_????????") if (path / _MANIFEST).is_file())
+    return sorted(path for path in (run_folder / "checkpoints").glob("step_????????") if is_checkpoint(path))
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -43,7 +48,7 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         ValueError: there is none.
     """
-    if (path / _MANIFEST).is_file():
+    if is_checkpoint(path):
         return path
     found = list_checkpoints(path)
     if not found:
