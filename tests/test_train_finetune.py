@@ -209,6 +209,8 @@ def test_a_fine_tuned_run_goes_to_arcface_torch_with_its_moments(
         ),
         (["optimizer.lr_factors=[layer1]"], "must be 'part=factor'"),
         (["optimizer.lr_factors=[layr1=2]"], "no part 'layr1'"),
+        (["optimizer.lr_factors=[layer1=0.5, layer1=0.1]"], "layer1 has two factors, 0.5 and 0.1"),
+        (["optimizer.lr_factors=[layer1.0=0.5]", "backbone.freeze=[layer1]"], "layer1.0 does not train; take it out"),
     ],
 )
 def test_a_mistake_is_one_line(
