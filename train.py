@@ -157,7 +157,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
                 backbone.state_dict(),
                 head.shard_state(),
                 (head.start, head.stop),
-                trainer_state(margin, optimizer, scaler),
+                trainer_state(backbone, margin, optimizer, scaler),
                 {**facts, "score": selection},
                 last,
             )

@@ -171,6 +171,16 @@ def test_a_fine_tuning_resumes_to_the_same_bits_and_with_other_factors(source: P
     )  # one group of parameters now
 
 
+def test_other_frozen_parts_are_no_way_to_resume(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Blocks 1 and 2 of layer3 of an r50 are alike: one's moments would fit the other."""
+    run = tiny_run(source / "data", tmp_path, *SHORT, "backbone.name=r50", "backbone.width=0.0625")
+    assert train.main([*run, "train.max_steps=1", "backbone.freeze=[layer3.1]"]) == 0
+    assert train.main([*run, "train.max_steps=2", "backbone.freeze=[layer3.2]"]) == 1
+    error = capsys.readouterr().err
+    assert "layer3.1.bn1.bias did not train then and does here; set backbone.freeze to what it was" in error
+    assert train.main([*run, "train.max_steps=2", "backbone.freeze=[layer3.1.conv1, layer3.1]"]) == 0
+
+
 def test_a_fine_tuned_run_goes_to_arcface_torch_with_its_moments(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
