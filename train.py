@@ -157,7 +157,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
                 backbone.state_dict(),
                 head.shard_state(),
                 (head.start, head.stop),
-                trainer_state(margin, optimizer, scaler),
+                trainer_state(backbone, margin, optimizer, scaler),
                 {**facts, "score": selection},
                 last,
             )
@@ -279,11 +279,17 @@ def start_from(
 ) -> str:
     """Fill backbone and class centres from another training, as the section `init` says; return a line for the log."""
     init = config.init
-    fill(backbone, read_weights(Path(init.backbone)), f"init.backbone {init.backbone}", "check the section backbone")
+    try:
+        weights = read_weights(Path(init.backbone))
+    except ValueError as error:
+        raise ValueError(f"init.backbone: {error}") from None
+    fill(backbone, weights, f"init.backbone {init.backbone}", "check the section backbone")
+    if not is_finite(backbone):
+        raise ValueError(f"init.backbone: {init.backbone} holds numbers that are not finite; take an earlier checkpoint")
     means = functools.partial(
         class_means,
         backbone,
-        dataset.pixels,
+        dataset.pixels_and_label,
         dataset.labels(),
         per_class=init.images_per_class,
         device=world.device,

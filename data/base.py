@@ -58,9 +58,13 @@ class FaceDataset(ABC):
 
     def pixels(self, index: int) -> np.ndarray:
         """Return the pixels of a sample, (H, W, 3) uint8, RGB."""
+        return self.pixels_and_label(index)[0]
+
+    def pixels_and_label(self, index: int) -> tuple[np.ndarray, int]:
+        """Return the pixels of a sample, (H, W, 3) uint8, RGB, and the class that `decode_into` tells."""
         out = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
-        self.decode_into(index, out)
-        return out
+        label = self.decode_into(index, out)
+        return out, label
 
     def decode_into(self, index: int, out: np.ndarray) -> int:
         """Write the pixels of a sample into `out` (H, W, 3) uint8, RGB, and return its class."""

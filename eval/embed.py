@@ -65,7 +65,7 @@ def embed_sums(
 
 def class_means(
     model: nn.Module,
-    decode: Callable[[int], np.ndarray],
+    read: Callable[[int], tuple[np.ndarray, int]],
     labels: np.ndarray,
     classes: np.ndarray,
     per_class: int,
@@ -79,7 +79,8 @@ def class_means(
     Not collective: this process embeds them alone.
 
     Args:
-        decode: sample number -> (H, W, 3) uint8 RGB; ValueError if it cannot be decoded.
+        read: sample number -> (H, W, 3) uint8 RGB and its class; ValueError if it cannot be decoded. A class that is not the
+            sample's means that another one took its place (data.on_bad_record=skip): that image counts for no class.
         labels: (N,) the class of each sample.
         classes: (n,) distinct.
         per_class: images of a class that are used at most, the first ones.
@@ -93,17 +94,26 @@ def class_means(
     place = np.arange(len(samples)) - np.maximum.accumulate(np.where(first, np.arange(len(samples)), 0))  # within its class
     samples = samples[place < per_class]
     rows = torch.from_numpy(order[np.searchsorted(classes[order], labels[samples])])
+    own = np.ones(len(samples), dtype=bool)
+
+    def decode(number: int) -> np.ndarray:
+        pixels, label = read(int(samples[number]))
+        own[number] = label == labels[samples[number]]
+        return pixels
+
     done = 0
     with inference_mode(model):
-        for images in _batches(lambda number: decode(int(samples[number])), range(len(samples)), batch_size, threads):
+        for images in _batches(decode, range(len(samples)), batch_size, threads):
             pixels = normalise(torch.from_numpy(images).to(device))
             with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
                 parts = pixels.split(len(pixels) if device.type == "cuda" else _CPU_VIEWS)
                 embeddings = torch.cat([model(part).float() for part in parts])
-            sums.index_add_(0, rows[done : done + len(images)], nn.functional.normalize(embeddings).cpu())
+            part = slice(done, done + len(images))
+            counted = torch.from_numpy(own[part])
+            sums.index_add_(0, rows[part][counted], nn.functional.normalize(embeddings).cpu()[counted])
             done += len(images)
     found = np.zeros(len(classes), dtype=bool)
-    found[rows.numpy()] = True
+    found[rows.numpy()[own]] = True
     return nn.functional.normalize(sums), found
 
 

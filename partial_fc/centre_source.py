@@ -3,6 +3,7 @@
 Shapes: C = classes there, D = embedding size, n = classes asked for.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.checkpoint import find_checkpoint, read_manifest
+from utils.checkpoint import class_order, find_checkpoint, read_manifest
 from utils.tensor_file import mapped_tensor
 
 from .shard import slots_of_classes
@@ -40,10 +41,11 @@ def open_centres(path: Path) -> CentreSource:
     if path.is_dir():
         return _open_checkpoint(find_checkpoint(path))
     if not path.is_file():
-        raise ValueError(f"init.head: no run folder, checkpoint or matrix of class centres at {path}")
+        raise ValueError(f"no run folder, checkpoint or matrix of class centres at {path}")
     rows = mapped_tensor(path, "weight") if path.suffix == ".safetensors" else _matrix(path)
-    if rows.ndim != 2 or not rows.is_floating_point():
-        raise ValueError(f"{path}: class centres must be a matrix (classes, D) of floats, got {rows.dtype} {tuple(rows.shape)}")
+    if rows.ndim != 2 or not rows.is_floating_point() or rows.layout != torch.strided:
+        kind = rows.dtype if rows.layout == torch.strided else rows.layout
+        raise ValueError(f"{path}: class centres must be a matrix (classes, D) of floats, got {kind} {tuple(rows.shape)}")
     return CentreSource(str(path), len(rows), rows.shape[1], lambda labels: rows[torch.from_numpy(labels)].float())
 
 
@@ -60,11 +62,14 @@ def _matrix(path: Path) -> Tensor:
 
 def _open_checkpoint(checkpoint: Path) -> CentreSource:
     manifest = read_manifest(checkpoint)
-    identity = manifest["identity"]
-    num_classes, seed = int(identity["num_classes"]), int(identity["seed"])
+    num_classes, seed = class_order(checkpoint)
     files = sorted((tuple(entry["slots"]), name) for name, entry in manifest["files"].items() if "slots" in entry)
     shards = [(slots, mapped_tensor(checkpoint / name, "centres")) for slots, name in files]
-    if [low for (low, _), _ in shards] != [0, *(high for (_, high), _ in shards)][:-1] or shards[-1][0][1] != num_classes:
+    if (
+        not shards
+        or [low for (low, _), _ in shards] != [0, *(high for (_, high), _ in shards)][:-1]
+        or shards[-1][0][1] != num_classes
+    ):
         raise ValueError(f"checkpoint {checkpoint}: its files do not hold each of the {num_classes} class centres once")
     dim = shards[0][1].shape[1]
 
@@ -83,22 +88,23 @@ def read_class_map(path: Path, num_old: int, num_new: int) -> np.ndarray:
     """Return for each label here the label it has in another training, (num_new,) int64, -1 for none.
 
     Args:
-        path: text, a line `old new` for each class that both have; empty lines and lines that begin with # count for nothing.
+        path: UTF-8 text, a line `old new` for each class that both have; empty lines and lines that begin with # count for
+            nothing.
 
     Raises:
         ValueError: naming the line.
     """
     old_of_new = np.full(num_new, -1, dtype=np.int64)
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # editors of Windows begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"init.classes: {path} cannot be read: {error}") from None
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if len(words) != 2 or not all(word.isdigit() for word in words):
-            raise ValueError(f"init.classes: {path}, line {number}: expected 'old new', two labels, got {line!r}")
+        if len(words) != 2 or not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
+            raise ValueError(f"init.classes: {path}, line {number}: expected 'old new', two labels, got {line[:80]!r}")
         old, new = int(words[0]), int(words[1])
         if old >= num_old or new >= num_new:
             raise ValueError(

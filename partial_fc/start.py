@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .centre_source import open_centres, read_class_map
+from .centre_source import CentreSource, open_centres, read_class_map
 from .head import PartialFC
 
 ClassMeans = Callable[[np.ndarray], tuple[Tensor, np.ndarray]]  # labels (n,) -> (n, D) directions, (n,) bool: has any image
@@ -46,7 +46,7 @@ def start_centres(head: PartialFC, source_path: str, class_map: str, class_means
     Raises:
         ValueError: the source does not fit.
     """
-    source = open_centres(Path(source_path)) if source_path else None
+    source = _open(source_path) if source_path else None
     old_of_new = read_class_map(Path(class_map), source.num_classes, head.num_classes) if source and class_map else None
     labels = head.shard_classes()
     old = np.full(len(labels), -1, dtype=np.int64)
@@ -70,7 +70,15 @@ def start_centres(head: PartialFC, source_path: str, class_map: str, class_means
     for start in range(0, len(kept), _BLOCK):
         rows = kept[start : start + _BLOCK]
         assert source is not None
-        centres[torch.from_numpy(rows)] = source.read(old[rows]).to(centres)
+        values = source.read(old[rows])
+        norms = values.norm(dim=1)
+        bad = np.flatnonzero(~((norms > 0) & norms.isfinite()).numpy())  # of no direction: it would turn without bounds
+        if len(bad):
+            raise ValueError(
+                f"init.head: in {source.name} the centre of label {old[rows[bad[0]]]} is zero or not finite; leave that label "
+                "out of init.classes, so that its class counts as new, or take an earlier checkpoint"
+            )
+        centres[torch.from_numpy(rows)] = values.to(centres)
     new, filled = np.flatnonzero(old < 0), 0
     if source is not None:  # their own random directions, of a norm like the others'
         _scale(head, new, norm)
@@ -82,6 +90,13 @@ def start_centres(head: PartialFC, source_path: str, class_map: str, class_means
             filled += int(found.sum())
     head.state.refresh_norms()
     return Started(len(kept), filled, len(new) - filled)
+
+
+def _open(path: str) -> CentreSource:
+    try:
+        return open_centres(Path(path))
+    except ValueError as error:
+        raise ValueError(f"init.head: {error}") from None
 
 
 def _scale(head: PartialFC, rows: np.ndarray, norm: float) -> None:

@@ -116,11 +116,12 @@ def their_optimizer(
     """Return the state dict of arcface_torch's optimizer.
 
     Args:
+        model: what trained in it requires a gradient, as in the run that saved.
         saved: the state dict of ours.
         centres: moments of the class centres of one rank by our names, (n, D) each.
         updates: of the class centres, for AdamW.
     """
-    kind, numbers = kind_of(saved), iter(saved["param_groups"][0]["params"])
+    kind, numbers = kind_of(saved), iter([number for group in saved["param_groups"] for number in group["params"]])
     state: dict[int, dict[str, Any]] = {}
     parameters = list(model.parameters())
     for index, parameter in enumerate(parameters):
@@ -133,9 +134,16 @@ def their_optimizer(
         state[last] = {theirs: centres[ours] for theirs, ours in MOMENTS[kind].items()}
         if kind == "adamw":
             state[last]["step"] = torch.tensor(float(updates))
-    group = {**saved["param_groups"][0], "foreach": None, "fused": None}
+    group = {**saved["param_groups"][0], "lr": whole_lr(saved), "foreach": None, "fused": None}
     group["initial_lr"] = group["lr"] if initial_lr is None else initial_lr
     return {"state": state, "param_groups": [{**group, "params": list(range(last))}, {**group, "params": [last]}]}
+
+
+def whole_lr(saved: dict[str, Any]) -> float:
+    """Return the learning rate of a saved optimizer of ours, without optimizer.lr_factors."""
+    pairs = [(float(group["lr"]), float(group.get("lr_factor", 1.0))) for group in saved["param_groups"]]
+    lr, factor = min(pairs, key=lambda pair: abs(pair[1] - 1.0))  # one without a factor, where there is one
+    return lr / factor if factor else 0.0
 
 
 def own(tensor: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ def training_state(name: str, classes: int) -> dict[str, Any]:
         "backbone": backbone.state_dict(),
         "softmax": head.shard_state(),
         "slots": (head.start, head.stop),
-        "trainer": trainer_state(margin, optimizer, LossScaler(enabled=False)),
+        "trainer": trainer_state(backbone, margin, optimizer, LossScaler(enabled=False)),
         "facts": {"score": None, "identity": {"num_classes": classes, "seed": 0}},
     }
 

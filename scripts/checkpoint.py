@@ -24,6 +24,7 @@ from utils.checkpoint import (
     check_hashes,
     checkpoint_path,
     find_checkpoint,
+    is_checkpoint,
     list_checkpoints,
     planned_rows,
     read_backbone,
@@ -57,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     merge.add_argument("path", type=Path, help="checkpoint folder, or run folder for its newest")
     merge.add_argument("out", type=Path, help="file .safetensors (key weight) or .pt (a tensor), (classes, D) float32")
     average = kinds.add_parser("average", help="the mean of several backbones")
-    average.add_argument("paths", type=Path, nargs="+", help="checkpoint folders of one architecture")
+    average.add_argument(
+        "paths", type=Path, nargs="+", help="checkpoint folders of one architecture, or run folders for the newest of each"
+    )
     average.add_argument("--out", type=Path, required=True, help="file .safetensors or .pt")
     for kind in (merge, average):
         kind.add_argument("--overwrite", action="store_true", help="replace the file")
@@ -128,7 +131,9 @@ def reshard(options: argparse.Namespace) -> None:
     """Write a checkpoint with its class centres in another number of files, some rows at a time."""
     source = find_checkpoint(options.path)
     manifest = read_manifest(source)
-    slots = max(entry["slots"][1] for entry in manifest["files"].values() if "slots" in entry)
+    slots = max((entry["slots"][1] for entry in manifest["files"].values() if "slots" in entry), default=0)
+    if is_checkpoint(options.out):
+        raise ValueError(f"{options.out} is a checkpoint itself; choose a run folder")
     if options.ranks > slots:
         raise ValueError(f"{source}: {slots} class centres cannot be shared by {options.ranks} files; each needs one")
     final = checkpoint_path(options.out, int(manifest["step"]))
@@ -177,6 +182,8 @@ def average_backbones(options: argparse.Namespace) -> None:
     """Write the mean of the backbones; counters are taken from the last."""
     _check_target(options.out, options.overwrite)
     paths = [find_checkpoint(path) for path in options.paths]
+    if len(set(paths)) < 2:  # a run folder, maybe, of which somebody wanted all
+        raise ValueError(f"{paths[0]} alone has no mean; name each checkpoint, as in RUN/checkpoints/step_*")
     sums: dict[str, Tensor] = {}
     last: dict[str, Tensor] = {}
     for path in paths:
@@ -197,13 +204,15 @@ def _all(paths: Sequence[Path]) -> list[Path]:
     """Return the checkpoints that paths name; a run folder names all of its own."""
     found: list[Path] = []
     for path in paths:
-        found += list_checkpoints(path) or [find_checkpoint(path)]
+        found += [path] if is_checkpoint(path) else list_checkpoints(path) or [find_checkpoint(path)]
     return found
 
 
 def _check_target(path: Path, overwrite: bool) -> None:
     if path.suffix not in (".safetensors", ".pt", ".pth"):
         raise ValueError(f"{path}: the name must end in .safetensors, .pt or .pth")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; choose another name")
     if path.exists() and not overwrite:
         raise ValueError(f"{path} exists; add --overwrite to replace it, or choose another name")
 

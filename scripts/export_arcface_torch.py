@@ -21,12 +21,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from partial_fc.shard import shard_range, slots_of_classes
-from utils.checkpoint import BACKBONE, find_checkpoint, read_backbone, read_manifest, read_trainer
+from utils.checkpoint import BACKBONE, class_order, find_checkpoint, read_backbone, read_manifest, read_trainer
+from utils.optim import freeze
 from utils.program import guarded
 from utils.tensor_file import write_object
 
 from .arcface_files import HEAD_NAMES, HEADS, Rows
-from .arcface_network import kind_of, own, recognise, their_optimizer
+from .arcface_network import kind_of, own, recognise, their_optimizer, whole_lr
 from .face_files import progress, whole
 
 
@@ -72,19 +73,24 @@ def convert(options: argparse.Namespace) -> None:
 def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
     """Write all files of an era; return what a user should know."""
     manifest = read_manifest(checkpoint)
-    identity, step = manifest["identity"], int(manifest["step"])
-    classes, seed = int(identity["num_classes"]), int(identity["seed"])
+    step = int(manifest["step"])
+    classes, seed = class_order(checkpoint)
     if ranks > classes:
         raise ValueError(f"--ranks must be at most the number of classes, {classes}, got {ranks}")
     model = recognise(read_backbone(checkpoint), checkpoint / BACKBONE).model
     backbone = {name: own(value) for name, value in model.state_dict().items()}
     rows = SavedRows(checkpoint, manifest, classes)
     optimizer = read_trainer(checkpoint)["optimizer"]
-    lr, notes = float(optimizer["param_groups"][0]["lr"]), []
-    initial_lr = manifest.get("config", {}).get("optimizer", {}).get("lr")
+    lr, notes = whole_lr(optimizer), []
+    config = manifest.get("config", {})
+    frozen, factors = config.get("backbone", {}).get("freeze", []), config.get("optimizer", {}).get("lr_factors", [])
+    freeze(model, frozen)
+    if era == "checkpoint_gpu" and (frozen or factors):
+        notes.append("backbone.freeze and optimizer.lr_factors have no counterpart there: all parts train, with the same rate")
+    initial_lr = config.get("optimizer", {}).get("lr")
     if era == "checkpoint_gpu" and ("variance" in rows.tensors) != (kind_of(optimizer) == "adamw"):
         notes.append("backbone and class centres have different optimizers here; moments of the centres are left out")
-    epoch = epochs_done(identity, step)
+    epoch = epochs_done(manifest["identity"], step)
     if era == "checkpoint_gpu" and epoch is None:
         notes.append("the checkpoint does not tell how long an epoch is; epoch is 0, so arcface_torch runs all of them again")
     write_object(out / ("backbone.pth" if era == "backbone.pth" else "model.pt"), backbone)

@@ -125,3 +125,22 @@ def test_whole_checkpoints_verify_and_every_damage_is_named(
     )
     assert "class slots 4 to 7 are in no file" in broken(drop_a_shard)
     assert "cannot be read" in broken(lambda folder: (folder / "manifest.json").write_text("{"))
+
+
+def test_a_path_that_is_easily_mistaken_is_one_line(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    step = run_folder / "checkpoints" / "step_00000007"
+    (tmp_path / "folder.pt").mkdir()
+    for arguments, message in [
+        (["average", run_folder, "--out", tmp_path / "mean.pt"], "alone has no mean; name each checkpoint"),
+        (["average", step, run_folder, "--out", tmp_path / "mean.pt"], "alone has no mean; name each checkpoint"),
+        (["merge", run_folder, tmp_path / "folder.pt", "--overwrite"], "folder.pt is a folder; choose another name"),
+        (["reshard", run_folder, 2, step], "step_00000007 is a checkpoint itself; choose a run folder"),
+    ]:
+        assert checkpoint.main([str(word) for word in arguments]) == 1
+        error = capsys.readouterr().err
+        assert message in error and len(error.strip().splitlines()) == 1, error
+    assert not (step / "checkpoints").exists()
+    shutil.copytree(run_folder / "checkpoints", tmp_path / "copy")
+    (tmp_path / "copy").rename(step / "checkpoints")  # what lies in a checkpoint does not hide it
+    (step / "backbone.safetensors").write_bytes(b"")
+    assert checkpoint.main(["verify", str(step)]) == 1

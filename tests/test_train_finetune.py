@@ -1,18 +1,22 @@
 """Beginning with the weights of another training: its network, its class centres, new people, frozen and slow parts."""
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_runs import NUM_CLASSES, NUM_IMAGES, face, read_metrics, run_train, tiny_run, write_dataset
 
 import train
 from data.recordio import RecordWriter, pack
 from partial_fc.centre_source import open_centres, read_class_map
 from scripts import checkpoint as tool
-from utils.checkpoint import list_checkpoints, read_backbone
+from scripts import export_arcface_torch as export
+from utils.checkpoint import list_checkpoints, read_backbone, read_trainer
+from utils.optim import load_optimizer
 
 SHORT = ["eval.targets=[]", "schedule.power=0", "checkpoint.every=1", "checkpoint.keep_last=99"]
 
@@ -106,6 +110,34 @@ def test_without_known_people_all_centres_come_from_images_or_at_random(
     assert cosines[0] > 0.5 > 0.3 > cosines[1]
 
 
+def test_a_replaced_bad_image_enters_no_mean(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Of the new people, label 0 has three bad images among its five, label 1 has none that is good."""
+    left = {0: 3, 1: 99}
+    (tmp_path / "bad").mkdir()
+    with RecordWriter(tmp_path / "bad" / "train.rec", tmp_path / "bad" / "train.idx") as writer:
+        for key in range(NUM_IMAGES + 15):
+            label = 14 - key % 15
+            left[label] = left.get(label, 0) - 1
+            image = b"no image" if left[label] >= 0 else face(14 - label if label > 2 else 100 + label, key)
+            writer.write(key, pack(float(label), key, 0, image))
+    run = source / "tiny"
+    init = [f"init.backbone={run}", f"init.head={run}", f"init.classes={source / 'map.txt'}", "init.images_per_class=5"]
+    skip = ["data.on_bad_record=skip", "data.max_bad_fraction=0.3", "optimizer.lr=0", "train.max_steps=1"]
+    assert train.main(tiny_run(tmp_path / "bad", tmp_path, *SHORT, *init, *skip)) == 0
+    assert "12 kept, 2 from images, 1 at random" in capsys.readouterr().out
+    backbone = train.build_backbone("r18", 16, 0.125)
+    backbone.load_state_dict(read_backbone(list_checkpoints(run)[-1]))
+    backbone.eval()
+    dataset = train.build_dataset(train.load_config(tiny_run(tmp_path / "bad", tmp_path)[0]).data, 0, None)
+    rows = np.flatnonzero(dataset.labels() == 0)[3:]  # the good ones
+    pixels = torch.stack([torch.from_numpy(dataset.pixels(int(row))) for row in rows])
+    with torch.inference_mode():
+        embeddings = torch.nn.functional.normalize(backbone((pixels.permute(0, 3, 1, 2).float() - 127.5) / 127.5))
+    expected = torch.nn.functional.normalize(embeddings.mean(0), dim=0)
+    found = torch.nn.functional.normalize(_centres(tmp_path / "tiny")[0], dim=0)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_frozen_parts_stay_and_slow_parts_move_less(source: Path, tmp_path: Path):
     before = read_backbone(list_checkpoints(source / "tiny")[-1])
     init = [f"init.backbone={source / 'tiny'}", "train.max_steps=1", "optimizer.weight_decay=0", "optimizer.clip_norm=0"]
@@ -139,6 +171,37 @@ def test_a_fine_tuning_resumes_to_the_same_bits_and_with_other_factors(source: P
     )  # one group of parameters now
 
 
+def test_other_frozen_parts_are_no_way_to_resume(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Blocks 1 and 2 of layer3 of an r50 are alike: one's moments would fit the other."""
+    run = tiny_run(source / "data", tmp_path, *SHORT, "backbone.name=r50", "backbone.width=0.0625")
+    assert train.main([*run, "train.max_steps=1", "backbone.freeze=[layer3.1]"]) == 0
+    assert train.main([*run, "train.max_steps=2", "backbone.freeze=[layer3.2]"]) == 1
+    error = capsys.readouterr().err
+    assert "layer3.1.bn1.bias did not train then and does here; set backbone.freeze to what it was" in error
+    assert train.main([*run, "train.max_steps=2", "backbone.freeze=[layer3.1.conv1, layer3.1]"]) == 0
+
+
+def test_a_fine_tuned_run_goes_to_arcface_torch_with_its_moments(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    parts = ["backbone.freeze=[layer1, layer3.0.bn1]", "optimizer.lr_factors=[conv1=0.1, layer2=0.5, fc=0]"]
+    init = [f"init.backbone={source / 'tiny'}", f"init.head={source / 'tiny'}", "train.max_steps=2"]
+    assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init, *parts)) == 0
+    assert export.main([str(tmp_path / "tiny"), str(tmp_path / "theirs"), "--ranks", "1"]) == 0
+    assert "backbone.freeze and optimizer.lr_factors have no counterpart" in capsys.readouterr().out
+    newest = list_checkpoints(tmp_path / "tiny")[-1]
+    backbone = train.build_backbone("r18", 16, 0.125)
+    train.freeze(backbone, ["layer1", "layer3.0.bn1"])
+    ours = train.build_optimizer(backbone, "sgd", 0.05, 0.9, 5e-4, lr_factors=["conv1=0.1", "layer2=0.5", "fc=0"])
+    load_optimizer(ours, read_trainer(newest)["optimizer"])
+    theirs = torch.load(tmp_path / "theirs" / "checkpoint_gpu_0.pt", weights_only=True)["state_optimizer"]
+    for number, (name, parameter) in enumerate(backbone.named_parameters()):
+        assert (number in theirs["state"]) == parameter.requires_grad, name
+        if parameter.requires_grad:
+            assert torch.equal(theirs["state"][number]["momentum_buffer"], ours.state[parameter]["momentum_buffer"]), name
+    assert [group["lr"] for group in theirs["param_groups"]] == [0.05, 0.05]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -156,6 +219,8 @@ def test_a_fine_tuning_resumes_to_the_same_bits_and_with_other_factors(source: P
         ),
         (["optimizer.lr_factors=[layer1]"], "must be 'part=factor'"),
         (["optimizer.lr_factors=[layr1=2]"], "no part 'layr1'"),
+        (["optimizer.lr_factors=[layer1=0.5, layer1=0.1]"], "layer1 has two factors, 0.5 and 0.1"),
+        (["optimizer.lr_factors=[layer1.0=0.5]", "backbone.freeze=[layer1]"], "layer1.0 does not train; take it out"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -167,16 +232,80 @@ def test_a_mistake_is_one_line(
     assert message in error and len(error.strip().splitlines()) == 1, error
 
 
+def test_weights_that_are_no_numbers_and_centres_without_direction_are_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = source / "tiny"
+    weights = read_backbone(list_checkpoints(run)[-1])
+    weights["layer2.0.bn1.running_var"][3] = torch.nan
+    torch.save(weights, tmp_path / "nan.pth")
+    for name, value in (("zero", 0.0), ("inf", torch.inf)):
+        centres = _centres(run)
+        centres[7] = value
+        torch.save(centres, tmp_path / f"{name}.pt")
+    for init, message in [
+        ([f"init.backbone={tmp_path / 'nan.pth'}"], "nan.pth holds numbers that are not finite"),
+        ([f"init.backbone={run}", f"init.head={tmp_path / 'zero.pt'}"], "zero.pt the centre of label 7 is zero or not finite"),
+        ([f"init.backbone={run}", f"init.head={tmp_path / 'inf.pt'}"], "inf.pt the centre of label 7 is zero or not finite"),
+    ]:
+        assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init)) == 1
+        error = capsys.readouterr().err
+        assert message in error and len(error.strip().splitlines()) == 1, error
+
+
+def test_files_of_another_kind_are_one_line_that_names_the_key(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = source / "tiny"
+    newest = list_checkpoints(run)[-1]
+    for name in ("no_identity", "no_shards"):
+        shutil.copytree(newest, tmp_path / name)
+        manifest = json.loads((newest / "manifest.json").read_text())
+        if name == "no_identity":
+            del manifest["identity"]
+        else:
+            manifest["files"] = {key: entry for key, entry in manifest["files"].items() if "slots" not in entry}
+        (tmp_path / name / "manifest.json").write_text(json.dumps(manifest))
+    torch.save({"state_dict": read_backbone(newest)}, tmp_path / "wrapped.pth")
+    torch.save({1: torch.zeros(2)}, tmp_path / "numbered.pth")
+    torch.save(torch.zeros(NUM_CLASSES, 16).to_sparse(), tmp_path / "sparse.pt")
+    save_file({"weight": torch.zeros(NUM_CLASSES, 16).to(torch.float8_e4m3fn)}, tmp_path / "float8.safetensors")
+    for key, value, message in [
+        ("backbone", "/nowhere", "no run folder, checkpoint or weights file at /nowhere"),
+        ("backbone", tmp_path / "wrapped.pth", "but 'state_dict' is of type dict; save the network's part alone"),
+        ("backbone", tmp_path / "numbered.pth", "but 1 is of type Tensor"),
+        ("head", tmp_path / "sparse.pt", "must be a matrix (classes, D) of floats, got torch.sparse_coo"),
+        ("head", tmp_path / "float8.safetensors", "its numbers are of type F8_E4M3, not one of F64, F32"),
+        ("head", newest / "backbone.safetensors", "has no tensor 'weight', it has bn1.bias, "),
+        ("head", tmp_path / "no_identity", "does not tell num_classes and seed"),
+        ("head", tmp_path / "no_shards", "do not hold each of the 12 class centres once"),
+        ("head", source / "data", "no complete checkpoint at"),
+    ]:
+        init = [f"init.{key}={value}"] + ([f"init.backbone={run}"] if key == "head" else [])
+        assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init)) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: init.{key}: ") and message in error and len(error.strip().splitlines()) == 1, error
+        assert len(error) < 600, error
+    assert tool.main(["merge", str(tmp_path / "no_identity"), str(tmp_path / "out.pt")]) == 1
+    assert "does not tell num_classes and seed" in capsys.readouterr().err
+    assert tool.main(["reshard", str(tmp_path / "no_shards"), "2", str(tmp_path / "out")]) == 1
+    assert "0 class centres cannot be shared by 2 files" in capsys.readouterr().err
+
+
 def test_a_map_of_classes_is_checked_line_by_line(tmp_path: Path):
     for text, message in [
         ("0 1\n0 1\n", "line 2: label 1 has an old label already"),
         ("0 1\n5 2\n", "line 2: labels must be below 5"),
         ("0 1 2\n", "line 1: expected 'old new'"),
         ("a b\n", "line 1: expected 'old new'"),
+        ("\u00b2 1\n", "line 1: expected 'old new'"),
+        (f"1 {'9' * 5000}\n", "line 1: expected 'old new'"),
         ("# nothing\n", "maps no class"),
     ]:
         (tmp_path / "map.txt").write_text(text)
         with pytest.raises(ValueError, match=message):
             read_class_map(tmp_path / "map.txt", 5, 4)
+    (tmp_path / "map.txt").write_bytes(b"\xef\xbb\xbf0 1\r\n2 3\r\n")  # as editors of Windows write it
+    assert read_class_map(tmp_path / "map.txt", 5, 4).tolist() == [-1, 0, -1, 2]
     (tmp_path / "map.txt").write_text("4 0\n\n# two classes become one label each\n4 3\n")
     assert read_class_map(tmp_path / "map.txt", 5, 4).tolist() == [4, -1, -1, 4]

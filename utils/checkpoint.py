@@ -32,9 +32,14 @@ _ROWS_AT_ONCE = 8192  # 16 MiB of 512 numbers
 _MANIFEST, BACKBONE, TRAINER = "manifest.json", "backbone.safetensors", "trainer.pt"
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a folder is a complete checkpoint itself."""
+    return (path / _MANIFEST).is_file()
+
+
 def list_checkpoints(run_folder: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first."""
-    return sorted(path for path in (run_folder / "checkpoints").glob("step_????????") if (path / _MANIFEST).is_file())
+    return sorted(path for path in (run_folder / "checkpoints").glob("step_????????") if is_checkpoint(path))
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -43,7 +48,7 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         ValueError: there is none.
     """
-    if (path / _MANIFEST).is_file():
+    if is_checkpoint(path):
         return path
     found = list_checkpoints(path)
     if not found:
@@ -149,6 +154,22 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
+def class_order(checkpoint: Path) -> tuple[int, int]:
+    """Return (number of classes, seed), which say what slot a class has.
+
+    Raises:
+        ValueError: the manifest does not tell them.
+    """
+    try:
+        identity = read_manifest(checkpoint)["identity"]
+        return int(identity["num_classes"]), int(identity["seed"])
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"checkpoint {checkpoint}: {_MANIFEST} does not tell num_classes and seed of its training (identity), so its class "
+            "centres have no labels"
+        ) from None
+
+
 def check_hashes(
     checkpoint: Path, share: int = 0, shares: int = 1, progress: Callable[[int], object] = lambda count: None
 ) -> list[str]:
@@ -246,8 +267,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"weights {path}: cannot be read: {str(error).splitlines()[0]}") from None
     except Exception as error:  # weights_only refuses pickled code with pickle.UnpicklingError
         raise ValueError(f"weights {path}: refused, it holds more than tensors ({type(error).__name__})") from None
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+    if not isinstance(state, dict):
         raise ValueError(f"weights {path}: must be a state dict, names to tensors, got {type(state).__name__}")
+    for name, value in state.items():
+        if not (isinstance(name, str) and isinstance(value, Tensor)):
+            raise ValueError(
+                f"weights {path}: must be a state dict, names to tensors, but {name!r} is of type {type(value).__name__}; save "
+                "the network's part alone, or convert a checkpoint of arcface_torch with scripts.import_arcface_torch"
+            )
     return state
 
 

@@ -119,6 +119,10 @@ def _parse_factors(module: nn.Module, texts: Sequence[str]) -> dict[str, float]:
         if not (equals and part and 0 <= factor < float("inf")):
             raise ValueError(f"optimizer.lr_factors: must be 'part=factor' with a factor of 0 or more, got {text!r}")
         _check_part(module, part, "optimizer.lr_factors")
+        if factors.get(part, factor) != factor:
+            raise ValueError(f"optimizer.lr_factors: {part} has two factors, {factors[part]:g} and {factor:g}; keep one")
+        if not any(parameter.requires_grad for path, parameter in module.named_parameters() if _lies_in(path, part)):
+            raise ValueError(f"optimizer.lr_factors: {part} does not train; take it out, or out of backbone.freeze")
         factors[part] = factor
     return factors
 

@@ -187,6 +187,7 @@ def restore(
     except RuntimeError as error:
         raise ValueError(f"checkpoint {path}: does not fit this network: {str(error).splitlines()[-1].strip()}") from None
     try:
+        _check_trained(backbone, trainer.get("trained"))
         load_optimizer(optimizer, trainer["optimizer"])
         scaler.load_state_dict(trainer["scaler"])
     except (KeyError, ValueError) as error:
@@ -195,6 +196,21 @@ def restore(
     return int(ckpt.read_manifest(path)["step"])
 
 
-def trainer_state(margin: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler) -> dict[str, Any]:
+def _check_trained(backbone: nn.Module, saved: list[str] | None) -> None:
+    """Raise ValueError if other parameters train now than did: equal blocks would take one another's moments."""
+    changed = sorted(set(saved) ^ set(_trained(backbone))) if saved is not None else []  # None: an older or imported one
+    if changed:
+        was, now = ("trained", "does not") if changed[0] in (saved or ()) else ("did not train", "does")
+        raise ValueError(f"{changed[0]} {was} then and {now} here; set backbone.freeze to what it was")
+
+
+def _trained(backbone: nn.Module) -> list[str]:
+    return [name for name, parameter in backbone.named_parameters() if parameter.requires_grad]
+
+
+def trainer_state(
+    backbone: nn.Module, margin: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler
+) -> dict[str, Any]:
     """Return what `restore` finds in a checkpoint's trainer.pt."""
-    return {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "margin": margin.state_dict()}
+    state = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "margin": margin.state_dict()}
+    return {**state, "trained": _trained(backbone)}

@@ -178,9 +178,12 @@ def mapped_tensor(path: Path, name: str) -> Tensor:
     except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read as safetensors: {error}") from None
     if name not in names and len(names) != 1:
-        raise ValueError(f"{path}: has no tensor {name!r}, it has {', '.join(names)}")
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise ValueError(f"{path}: has no tensor {name!r}, it has {', '.join(names[:5])}{more}")
     entry = header[name if name in names else names[0]]
-    dtype = next(key for key, value in _DTYPES.items() if value == entry["dtype"])
+    dtype = next((key for key, value in _DTYPES.items() if value == entry["dtype"]), None)
+    if dtype is None:
+        raise ValueError(f"{path}: its numbers are of type {entry['dtype']}, not one of {', '.join(_DTYPES.values())}")
     first, last = entry["data_offsets"]
     if first == last:
         return torch.empty(entry["shape"], dtype=dtype)
