@@ -1,6 +1,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,59 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, name: str, dam
         return
     with pytest.raises(ValueError, match=f"{name} is (missing|{len(data) - 1} bytes, {len(data)} were written)"):
         ckpt.read_backbone(path), ckpt.read_trainer(path), ckpt.softmax_reader(path)(0, NUM_SLOTS)
+
+
+@pytest.mark.parametrize(
+    "tampering",
+    [
+        lambda manifest: [manifest],
+        lambda manifest: {**manifest, "files": list(manifest["files"])},
+        lambda manifest: {**manifest, "files": {"../" + name: entry for name, entry in manifest["files"].items()}},
+        lambda manifest: {**manifest, "files": {"/etc/passwd": {"size": Path("/etc/passwd").stat().st_size}}},
+        lambda manifest: {**manifest, "files": {ckpt.TRAINER: {"size": float("inf")}}},
+        lambda manifest: {**manifest, "files": {"x": {"size": 1, "slots": [-3, 8]}}},
+        lambda manifest: {**manifest, "files": {"x": {"size": 1, "slots": 8}}},
+        lambda manifest: {key: value for key, value in manifest.items() if key != "step"},
+        lambda manifest: {**manifest, "score": "high"},
+        lambda manifest: {**manifest, "identity": 3},
+    ],
+)
+def test_a_manifest_that_lies_is_one_line(tmp_path: Path, tampering: Callable[[Any], Any]):
+    path = _save(tmp_path, ALONE)
+    text = (path / "manifest.json").read_text()
+    for name in ckpt.read_manifest(path)["files"]:
+        (path.parent / name).write_bytes((path / name).read_bytes())
+    (path / "manifest.json").write_text(json.dumps(tampering(json.loads(text))))
+    with pytest.raises(ValueError, match=r"manifest.json cannot be read") as caught:
+        ckpt.read_manifest(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_the_disk_cannot_read_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = _save(tmp_path, ALONE)
+
+    def bad_sector(path: Path, progress: object) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(ckpt, "file_hash", bad_sector)
+    assert [line for line in ckpt.check_hashes(path) if "it cannot be read (Input/output error)" in line] == ckpt.check_hashes(
+        path
+    )
+    assert len(ckpt.check_hashes(path)) == 3
+
+
+def test_a_trainer_file_with_flipped_bytes_is_one_line(tmp_path: Path):
+    """The unpickler raises nearly anything; none of it may be a traceback."""
+    path = _save(tmp_path, ALONE)
+    whole, refused = (path / "trainer.pt").read_bytes(), 0
+    for place in range(0, len(whole), 2):
+        (path / "trainer.pt").write_bytes(whole[:place] + bytes([whole[place] ^ 0x15]) + whole[place + 1 :])
+        try:
+            ckpt.read_trainer(path)
+        except ValueError as error:
+            refused += 1
+            assert "trainer.pt cannot be read" in str(error) and "\n" not in str(error)
+    assert refused > 100
 
 
 def test_a_folder_without_its_manifest_is_no_checkpoint(tmp_path: Path):

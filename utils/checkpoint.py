@@ -14,7 +14,6 @@ import errno
 import functools
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -127,14 +126,22 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Return the manifest after checking that each file it names is there with the size it had.
 
     Raises:
-        ValueError: naming the file and what is wrong.
+        ValueError: naming the file and what is wrong, whatever is written in the manifest.
     """
     path = checkpoint / _MANIFEST
     try:
         manifest = json.loads(path.read_text())
         entries = {name: int(entry["size"]) for name, entry in manifest["files"].items()}
-        found = manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found, _, _ = manifest["format"], int(manifest["step"]), float(manifest.get("score") or 0)
+        dict(manifest.get("identity", {}))
+        for name, entry in manifest["files"].items():
+            if Path(name).name != name:  # nothing outside the checkpoint is ever read, or written by a copy
+                raise ValueError(f"{name!r} is not the name of a file in it")
+            if "slots" in entry:
+                low, high = entry["slots"]
+                if not 0 <= low < high:
+                    raise ValueError(f"the slots of {name} are {low} to {high}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"checkpoint {checkpoint}: {_MANIFEST} cannot be read ({error!s}); remove that folder to resume from the one before"
         ) from None
@@ -158,12 +165,14 @@ def check_hashes(
         share, shares: look only at this one of so many equal shares of the files, as several ranks do.
         progress: called with the number of bytes read since the last call.
     """
-    files = sorted(read_manifest(checkpoint)["files"].items())[share::shares]
-    return [
-        f"checkpoint {checkpoint}: {name} is damaged: its sha256 differs from the manifest's"
-        for name, entry in files
-        if file_hash(checkpoint / name, progress) != entry["sha256"]
-    ]
+    lines = []
+    for name, entry in sorted(read_manifest(checkpoint)["files"].items())[share::shares]:
+        try:
+            if file_hash(checkpoint / name, progress) != entry.get("sha256"):
+                lines.append(f"checkpoint {checkpoint}: {name} is damaged: its sha256 differs from the manifest's")
+        except OSError as error:  # as of a bad sector: damaged too
+            lines.append(f"checkpoint {checkpoint}: {name} is damaged: it cannot be read ({error.strerror})")
+    return lines
 
 
 def read_backbone(checkpoint: Path) -> dict[str, Tensor]:
@@ -175,8 +184,9 @@ def read_trainer(checkpoint: Path) -> dict[str, Any]:
     """Return the optimizer's and scaler's state, on the CPU; only tensors and plain values are ever loaded."""
     try:
         state: dict[str, Any] = torch.load(_file(checkpoint, TRAINER), map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError) as error:
-        raise ValueError(f"checkpoint {checkpoint}: {TRAINER} cannot be read: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # of a damaged file the unpickler raises nearly anything
+        first_line = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"checkpoint {checkpoint}: {TRAINER} cannot be read: {type(error).__name__}: {first_line}") from None
     return state
 
 

@@ -184,12 +184,12 @@ def restore(
     try:
         backbone.load_state_dict(ckpt.read_backbone(path))
         margin.load_state_dict(trainer.get("margin", {}))
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, AttributeError) as error:
         raise ValueError(f"checkpoint {path}: does not fit this network: {str(error).splitlines()[-1].strip()}") from None
     try:
         load_optimizer(optimizer, trainer["optimizer"])
         scaler.load_state_dict(trainer["scaler"])
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"checkpoint {path}: its optimizer does not fit this one: {error}") from None
     load_rows(ckpt.softmax_reader(path))
     return int(ckpt.read_manifest(path)["step"])
