@@ -212,6 +212,19 @@ def test_the_newest_checkpoint_is_damaged(dataset: Path, tmp_path: Path, capsys:
     assert "no checkpoint of" in capsys.readouterr().err
 
 
+def test_a_checkpoint_that_lost_its_manifest_is_put_aside(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It would take the name of the one that is to be saved at its step, for ever."""
+    overrides = ["eval.targets=[]", "train.max_steps=6"]
+    assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 0
+    newest = list_checkpoints(tmp_path / "tiny")[-1]
+    (newest / "manifest.json").unlink()
+    (newest.parent / "step_mine____").mkdir()  # not of this program
+    assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 0
+    assert "has no manifest.json" in capsys.readouterr().out
+    assert _whole_steps(tmp_path / "tiny") == [4, 6]
+    assert len(list(newest.parent.glob("damaged_step_00000006_*"))) == 1 and (newest.parent / "step_mine____").is_dir()
+
+
 def test_a_disk_that_is_full_for_a_while_costs_a_warning(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

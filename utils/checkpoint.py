@@ -33,7 +33,16 @@ _MANIFEST, BACKBONE, TRAINER = "manifest.json", "backbone.safetensors", "trainer
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first."""
-    return sorted(path for path in (run_folder / "checkpoints").glob("step_????????") if (path / _MANIFEST).is_file())
+    return [path for path in _step_folders(run_folder) if (path / _MANIFEST).is_file()]
+
+
+def list_without_manifest(run_folder: Path) -> list[Path]:
+    """Return the folders with the name of a checkpoint that lost their manifest; no save leaves such a folder."""
+    return [path for path in _step_folders(run_folder) if not (path / _MANIFEST).exists()]
+
+
+def _step_folders(run_folder: Path) -> list[Path]:
+    return sorted((run_folder / "checkpoints").glob(f"step_{'[0-9]' * 8}"))
 
 
 def find_checkpoint(path: Path) -> Path:

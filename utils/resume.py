@@ -94,6 +94,10 @@ def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any], news:
     Raises:
         ValueError: there is none that can be used, or it is of another run.
     """
+    if resume == "auto":
+        for path in ckpt.list_without_manifest(folder):  # or the save at this step would find the name taken, in every attempt
+            news.append(f"checkpoint {path.name} has no manifest.json any more")
+            _put_aside(path, news)
     found = ckpt.list_checkpoints(folder)
     if resume == "never" and found:
         raise ValueError(
@@ -133,13 +137,17 @@ def _next_older(folder: Path, damaged: Path, news: list[str], identity: dict[str
             continue
         _check_identity(path, identity)
         for bad in aside:
-            bad.rename(bad.with_name(f"damaged_{bad.name}_{time.strftime('%Y%m%d_%H%M%S')}"))
-            news.append(f"checkpoint {bad.name} is damaged and was put aside as {bad.parent}/damaged_{bad.name}_...")
+            _put_aside(bad, news)
         news.append(f"resuming from {path.name}, an older one: the steps since are trained again")
         return path
     raise ValueError(
         f"no checkpoint of {folder} is whole: {'; '.join(news)}. Restore one from a copy, or start anew under another run.name"
     )
+
+
+def _put_aside(checkpoint: Path, news: list[str]) -> None:
+    aside = checkpoint.rename(checkpoint.with_name(f"damaged_{checkpoint.name}_{time.strftime('%Y%m%d_%H%M%S')}"))
+    news.append(f"checkpoint {checkpoint.name} is damaged and was put aside as {aside}")
 
 
 def _check_identity(chosen: Path, identity: dict[str, Any]) -> None:
