@@ -78,8 +78,15 @@ def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     """Make a complete checkpoint of a folder that holds all files the manifest names: write that, flush, rename.
 
     Raises:
-        OSError: it cannot be written, or there is a checkpoint of that name, which is never overwritten.
+        OSError: it cannot be written, a file is not there as it was written (by a machine that sees another folder under this
+            path), or there is a checkpoint of that name, which is never overwritten.
     """
+    for name, entry in manifest["files"].items():
+        file = partial / name
+        if not file.is_file() or file.stat().st_size != entry["size"]:
+            raise FileNotFoundError(
+                errno.ENOENT, "is not here as it was written; several machines need a shared folder", str(file)
+            )
     write_text(partial / _MANIFEST, json.dumps({"format": FORMAT, **manifest}, indent=1))
     flush(partial)
     if final.exists():
