@@ -134,6 +134,21 @@ def test_an_explicit_checkpoint_starts_another_run(dataset: Path, tmp_path: Path
     assert sorted(read_metrics(tmp_path / "second")) == [5, 6]
 
 
+def test_the_same_command_goes_on_with_a_run_that_an_explicit_checkpoint_began(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert train.main(tiny_run(dataset, tmp_path, "train.max_steps=4", "eval.targets=[]")) == 0
+    (tmp_path / "tiny" / "checkpoints" / "step_00000004").rename(tmp_path / "best")  # a name that tells no step
+    overrides = ["eval.targets=[]", "run.name=second"]
+    source = f"checkpoint.resume={tmp_path / 'best'}"
+    assert train.main(tiny_run(dataset, tmp_path, *overrides, "train.max_steps=6", source)) == 0
+    assert train.main(tiny_run(dataset, tmp_path, *overrides, "train.max_steps=8", source)) == 0
+    assert "after step 6" in capsys.readouterr().out and sorted(read_metrics(tmp_path / "second")) == [5, 6, 7, 8]
+    shutil.copytree(tmp_path / "best", tmp_path / "copy")
+    assert train.main(tiny_run(dataset, tmp_path, *overrides, f"checkpoint.resume={tmp_path / 'copy'}")) == 1
+    assert "is step 4, but" in capsys.readouterr().err and _whole_steps(tmp_path / "second") == [6, 8]
+
+
 def _train_quietly(arguments: list[str]) -> None:
     """Train in this process, which a forkserver made with everything imported."""
     null = os.open(os.devnull, os.O_WRONLY)
