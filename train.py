@@ -146,7 +146,8 @@ def train(config: EasyDict, stop: StopSignal) -> None:
                 title = f"{config.run.name} after step {step}"
                 log.picture(step, "verification", overview(results, title))
                 if step == total_steps:
-                    write_summary(folder, title, results)
+                    with log.tolerant("the summary"):
+                        write_summary(folder, title, results)
             return selection_score(results, config.eval.metric)
 
         def save(step: int, selection: float | None, last: bool = False) -> None:

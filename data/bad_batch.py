@@ -23,7 +23,7 @@ def write_bad_batch(
         embeddings: of each of its micro-batches, (b, D).
 
     Returns:
-        What to do about it, in a sentence; the same on all ranks.
+        Where they are and which are bad, in a sentence; only rank 0, which speaks for all, knows whether they were written.
     """
     finite = torch.cat([rows.detach().float().isfinite().all(dim=1) for rows in embeddings]).tolist()
     mine = [
@@ -33,9 +33,13 @@ def write_bad_batch(
     everyone = [entry for entries in all_gather_objects(mine, world) for entry in entries]
     bad = [entry["record"] for entry in everyone if not entry["embedding_finite"]]
     path = run_folder / f"bad_batch_step_{step:08d}.json"
+    where = f"are in {path}"
     if world.rank == 0:
-        path.write_text(json.dumps({"step": step, "why": why, "samples": everyone}, indent=1))
+        try:
+            path.write_text(json.dumps({"step": step, "why": why, "samples": everyone}, indent=1))
+        except OSError as error:  # a full disk must not hide what is wrong with the training
+            where = f"could not be written to {path} ({error.strerror})"
     some = "its embeddings are finite"
     if bad:
         some = f"{len(bad)} of its {len(everyone)} embeddings are not finite, the first of {bad[0]}"
-    return f"The records of its batch are in {path}: {some}"
+    return f"The records of its batch {where}: {some}"

@@ -21,10 +21,10 @@ from utils.checkpoint import (
     list_checkpoints,
     read_backbone,
     read_manifest,
-    read_tensors,
 )
 from utils.optim import AUTOCAST
 from utils.randomness import derive
+from utils.tensor_file import read_tensors
 
 _HINT = "check --backbone, --embedding-size, --width"
 

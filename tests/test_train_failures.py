@@ -14,8 +14,9 @@ import torch
 from tiny_runs import ROOT, command_of, descendants, read_metrics, run_train, tiny_run, write_dataset
 
 import train
-from utils.checkpoint import list_checkpoints, read_tensors, step_of
+from utils.checkpoint import list_checkpoints, step_of
 from utils.optim import LossScaler, finish_gradients
+from utils.tensor_file import read_tensors
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,25 @@ def test_a_bad_batch_is_written_down_with_the_record_that_spoilt_it(
     record = noted["samples"][3]["record"]
     assert record in said and int(re.search(r"record (\d+)", record).group(1)) % 12 == noted["samples"][3]["label"]
     assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == [4]
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_run(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)
+    monkeypatch.setattr(train, "write_summary", full)
+    (tmp_path / "tiny").mkdir()
+    for name in ("train.log", "metrics.jsonl"):
+        (tmp_path / "tiny" / name).symlink_to("/dev/full")
+    assert train.main(tiny_run(dataset, tmp_path, "train.max_steps=5")) == 0
+    said = capsys.readouterr()
+    for what in ("train.log", "metrics.jsonl", "TensorBoard", "the summary"):
+        assert len([line for line in said.err.splitlines() if what in line and "cannot be written" in line]) == 1, said.err
+    assert "step 5/5" in said.out
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == [4, 5]
 
 
 _HANGS = """

@@ -134,6 +134,21 @@ def test_an_explicit_checkpoint_starts_another_run(dataset: Path, tmp_path: Path
     assert sorted(read_metrics(tmp_path / "second")) == [5, 6]
 
 
+def test_the_same_command_goes_on_with_a_run_that_an_explicit_checkpoint_began(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert train.main(tiny_run(dataset, tmp_path, "train.max_steps=4", "eval.targets=[]")) == 0
+    (tmp_path / "tiny" / "checkpoints" / "step_00000004").rename(tmp_path / "best")  # a name that tells no step
+    overrides = ["eval.targets=[]", "run.name=second"]
+    source = f"checkpoint.resume={tmp_path / 'best'}"
+    assert train.main(tiny_run(dataset, tmp_path, *overrides, "train.max_steps=6", source)) == 0
+    assert train.main(tiny_run(dataset, tmp_path, *overrides, "train.max_steps=8", source)) == 0
+    assert "after step 6" in capsys.readouterr().out and sorted(read_metrics(tmp_path / "second")) == [5, 6, 7, 8]
+    shutil.copytree(tmp_path / "best", tmp_path / "copy")
+    assert train.main(tiny_run(dataset, tmp_path, *overrides, f"checkpoint.resume={tmp_path / 'copy'}")) == 1
+    assert "is step 4, but" in capsys.readouterr().err and _whole_steps(tmp_path / "second") == [6, 8]
+
+
 def _train_quietly(arguments: list[str]) -> None:
     """Train in this process, which a forkserver made with everything imported."""
     null = os.open(os.devnull, os.O_WRONLY)
@@ -212,6 +227,19 @@ def test_the_newest_checkpoint_is_damaged(dataset: Path, tmp_path: Path, capsys:
         (path / "trainer.pt").unlink()
     assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 1
     assert "no checkpoint of" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_lost_its_manifest_is_put_aside(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It would take the name of the one that is to be saved at its step, for ever."""
+    overrides = ["eval.targets=[]", "train.max_steps=6"]
+    assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 0
+    newest = list_checkpoints(tmp_path / "tiny")[-1]
+    (newest / "manifest.json").unlink()
+    (newest.parent / "step_mine____").mkdir()  # not of this program
+    assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 0
+    assert "has no manifest.json" in capsys.readouterr().out
+    assert _whole_steps(tmp_path / "tiny") == [4, 6]
+    assert len(list(newest.parent.glob("damaged_step_00000006_*"))) == 1 and (newest.parent / "step_mine____").is_dir()
 
 
 def test_a_disk_that_is_full_for_a_while_costs_a_warning(

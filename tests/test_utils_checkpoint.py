@@ -1,6 +1,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from utils import checkpoint as ckpt
 from utils import checkpoint_writer
 from utils.checkpoint_writer import save_now
 from utils.distributed import World, together
+from utils.tensor_file import read_tensors
 
 NUM_SLOTS, D = 11, 3
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -135,6 +137,59 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, name: str, dam
         ckpt.read_backbone(path), ckpt.read_trainer(path), ckpt.softmax_reader(path)(0, NUM_SLOTS)
 
 
+@pytest.mark.parametrize(
+    "tampering",
+    [
+        lambda manifest: [manifest],
+        lambda manifest: {**manifest, "files": list(manifest["files"])},
+        lambda manifest: {**manifest, "files": {"../" + name: entry for name, entry in manifest["files"].items()}},
+        lambda manifest: {**manifest, "files": {"/etc/passwd": {"size": Path("/etc/passwd").stat().st_size}}},
+        lambda manifest: {**manifest, "files": {ckpt.TRAINER: {"size": float("inf")}}},
+        lambda manifest: {**manifest, "files": {"x": {"size": 1, "slots": [-3, 8]}}},
+        lambda manifest: {**manifest, "files": {"x": {"size": 1, "slots": 8}}},
+        lambda manifest: {key: value for key, value in manifest.items() if key != "step"},
+        lambda manifest: {**manifest, "score": "high"},
+        lambda manifest: {**manifest, "identity": 3},
+    ],
+)
+def test_a_manifest_that_lies_is_one_line(tmp_path: Path, tampering: Callable[[Any], Any]):
+    path = _save(tmp_path, ALONE)
+    text = (path / "manifest.json").read_text()
+    for name in ckpt.read_manifest(path)["files"]:
+        (path.parent / name).write_bytes((path / name).read_bytes())
+    (path / "manifest.json").write_text(json.dumps(tampering(json.loads(text))))
+    with pytest.raises(ValueError, match=r"manifest.json cannot be read") as caught:
+        ckpt.read_manifest(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_the_disk_cannot_read_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = _save(tmp_path, ALONE)
+
+    def bad_sector(path: Path, progress: object) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(ckpt, "file_hash", bad_sector)
+    assert [line for line in ckpt.check_hashes(path) if "it cannot be read (Input/output error)" in line] == ckpt.check_hashes(
+        path
+    )
+    assert len(ckpt.check_hashes(path)) == 3
+
+
+def test_a_trainer_file_with_flipped_bytes_is_one_line(tmp_path: Path):
+    """The unpickler raises nearly anything; none of it may be a traceback."""
+    path = _save(tmp_path, ALONE)
+    whole, refused = (path / "trainer.pt").read_bytes(), 0
+    for place in range(0, len(whole), 2):
+        (path / "trainer.pt").write_bytes(whole[:place] + bytes([whole[place] ^ 0x15]) + whole[place + 1 :])
+        try:
+            ckpt.read_trainer(path)
+        except ValueError as error:
+            refused += 1
+            assert "trainer.pt cannot be read" in str(error) and "\n" not in str(error)
+    assert refused > 100
+
+
 def test_a_folder_without_its_manifest_is_no_checkpoint(tmp_path: Path):
     first, second = _save(tmp_path, ALONE, 1), _save(tmp_path, ALONE, 2)
     (second / "manifest.json").unlink()
@@ -154,10 +209,10 @@ class _Gadget:
 def test_weights_that_would_execute_code_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     torch.save({"w": _Gadget()}, tmp_path / "evil.pt")
     with pytest.raises(ValueError, match="refused, it holds more than tensors"):
-        ckpt.read_tensors(tmp_path / "evil.pt")
+        read_tensors(tmp_path / "evil.pt")
     assert capsys.readouterr().out == ""
     torch.save({"w": torch.ones(2)}, tmp_path / "good.pt")
-    assert ckpt.read_tensors(tmp_path / "good.pt")["w"].tolist() == [1, 1]
+    assert read_tensors(tmp_path / "good.pt")["w"].tolist() == [1, 1]
     (tmp_path / "text.safetensors").write_text("hello")
     with pytest.raises(ValueError, match="cannot be read"):
-        ckpt.read_tensors(tmp_path / "text.safetensors")
+        read_tensors(tmp_path / "text.safetensors")

@@ -251,3 +251,16 @@ def test_every_file_operation_of_a_start_may_fail_and_loses_nothing(tmp_path: Pa
         assert ckpt.step_of(_prepare(run).checkpoint) == 2  # the next start finds everything
         (run / "checkpoints").glob("damaged_*").__next__()
     assert failures >= 4
+
+
+def _folder_that_is_not_shared(rank: int, world_size: int, folder: str) -> None:
+    """As of a machine that did not mount it: it has a folder of that name, and all it writes succeeds."""
+    world = World(rank, world_size, rank, world_size, torch.device("cpu"))
+    run = Path(folder) / str(rank)
+    with pytest.raises(SharedError, match=r"rank 0: .*several machines need a shared folder: .*softmax_00001_of_00002"):
+        save_now(run, step=1, **_state(1, world), world=world)
+    assert ckpt.list_checkpoints(run) == []
+
+
+def test_a_checkpoint_whose_parts_lie_on_two_machines_gets_no_final_name(run_ranks: Callable[..., None], tmp_path: Path):
+    run_ranks(_folder_that_is_not_shared, 2, str(tmp_path))

@@ -52,6 +52,12 @@ def test_disabled_scaler_stays_at_one():
     assert scaler.scale == 1.0
 
 
+def test_a_scaler_that_begins_after_fp32_training_begins_with_its_initial_scale():
+    scaler = LossScaler(enabled=True, initial=64.0)
+    scaler.load_state_dict(LossScaler(enabled=False).state_dict())
+    assert scaler.scale == 64.0
+
+
 def test_frozen_parameters_stay_out_of_the_optimizer():
     net = _net()
     net[0].weight.requires_grad_(False)

@@ -14,7 +14,6 @@ import errno
 import functools
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from .tensor_file import Planned, file_hash, flush, write_text
+from .tensor_file import Planned, file_hash, flush, read_tensors, write_text
 
 FORMAT = 1
 ReadRows = Callable[[int, int], dict[str, Tensor]]  # (first slot, last slot) -> rows of each tensor by name
@@ -39,7 +38,16 @@ def is_checkpoint(path: Path) -> bool:
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first."""
-    return sorted(path for path in (run_folder / "checkpoints").glob("step_????????") if is_checkpoint(path))
+    return [path for path in _step_folders(run_folder) if is_checkpoint(path)]
+
+
+def list_without_manifest(run_folder: Path) -> list[Path]:
+    """Return the folders with the name of a checkpoint that lost their manifest; no save leaves such a folder."""
+    return [path for path in _step_folders(run_folder) if not (path / _MANIFEST).exists()]
+
+
+def _step_folders(run_folder: Path) -> list[Path]:
+    return sorted((run_folder / "checkpoints").glob(f"step_{'[0-9]' * 8}"))
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -75,8 +83,15 @@ def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     """Make a complete checkpoint of a folder that holds all files the manifest names: write that, flush, rename.
 
     Raises:
-        OSError: it cannot be written, or there is a checkpoint of that name, which is never overwritten.
+        OSError: it cannot be written, a file is not there as it was written (by a machine that sees another folder under this
+            path), or there is a checkpoint of that name, which is never overwritten.
     """
+    for name, entry in manifest["files"].items():
+        file = partial / name
+        if not file.is_file() or file.stat().st_size != entry["size"]:
+            raise FileNotFoundError(
+                errno.ENOENT, "is not here as it was written; several machines need a shared folder", str(file)
+            )
     write_text(partial / _MANIFEST, json.dumps({"format": FORMAT, **manifest}, indent=1))
     flush(partial)
     if final.exists():
@@ -132,14 +147,22 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Return the manifest after checking that each file it names is there with the size it had.
 
     Raises:
-        ValueError: naming the file and what is wrong.
+        ValueError: naming the file and what is wrong, whatever is written in the manifest.
     """
     path = checkpoint / _MANIFEST
     try:
         manifest = json.loads(path.read_text())
         entries = {name: int(entry["size"]) for name, entry in manifest["files"].items()}
-        found = manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found, _, _ = manifest["format"], int(manifest["step"]), float(manifest.get("score") or 0)
+        dict(manifest.get("identity", {}))
+        for name, entry in manifest["files"].items():
+            if Path(name).name != name:  # nothing outside the checkpoint is ever read, or written by a copy
+                raise ValueError(f"{name!r} is not the name of a file in it")
+            if "slots" in entry:
+                low, high = entry["slots"]
+                if not 0 <= low < high:
+                    raise ValueError(f"the slots of {name} are {low} to {high}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"checkpoint {checkpoint}: {_MANIFEST} cannot be read ({error!s}); remove that folder to resume from the one before"
         ) from None
@@ -179,12 +202,14 @@ def check_hashes(
         share, shares: look only at this one of so many equal shares of the files, as several ranks do.
         progress: called with the number of bytes read since the last call.
     """
-    files = sorted(read_manifest(checkpoint)["files"].items())[share::shares]
-    return [
-        f"checkpoint {checkpoint}: {name} is damaged: its sha256 differs from the manifest's"
-        for name, entry in files
-        if file_hash(checkpoint / name, progress) != entry["sha256"]
-    ]
+    lines = []
+    for name, entry in sorted(read_manifest(checkpoint)["files"].items())[share::shares]:
+        try:
+            if file_hash(checkpoint / name, progress) != entry.get("sha256"):
+                lines.append(f"checkpoint {checkpoint}: {name} is damaged: its sha256 differs from the manifest's")
+        except OSError as error:  # as of a bad sector: damaged too
+            lines.append(f"checkpoint {checkpoint}: {name} is damaged: it cannot be read ({error.strerror})")
+    return lines
 
 
 def read_backbone(checkpoint: Path) -> dict[str, Tensor]:
@@ -196,8 +221,9 @@ def read_trainer(checkpoint: Path) -> dict[str, Any]:
     """Return the optimizer's and scaler's state, on the CPU; only tensors and plain values are ever loaded."""
     try:
         state: dict[str, Any] = torch.load(_file(checkpoint, TRAINER), map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError) as error:
-        raise ValueError(f"checkpoint {checkpoint}: {TRAINER} cannot be read: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # of a damaged file the unpickler raises nearly anything
+        first_line = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"checkpoint {checkpoint}: {TRAINER} cannot be read: {type(error).__name__}: {first_line}") from None
     return state
 
 
@@ -254,28 +280,6 @@ def planned_rows(
         shape = (stop - start, *row.shape[1:])
         plans[name] = Planned(row.dtype, shape, functools.partial(rows, name, number == 0))
     return plans
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a .safetensors file, or of a .pt/.pth file that holds nothing but tensors in a flat dict."""
-    try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
-                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, SafetensorError, EOFError, ValueError, KeyError) as error:
-        raise ValueError(f"weights {path}: cannot be read: {str(error).splitlines()[0]}") from None
-    except Exception as error:  # weights_only refuses pickled code with pickle.UnpicklingError
-        raise ValueError(f"weights {path}: refused, it holds more than tensors ({type(error).__name__})") from None
-    if not isinstance(state, dict):
-        raise ValueError(f"weights {path}: must be a state dict, names to tensors, got {type(state).__name__}")
-    for name, value in state.items():
-        if not (isinstance(name, str) and isinstance(value, Tensor)):
-            raise ValueError(
-                f"weights {path}: must be a state dict, names to tensors, but {name!r} is of type {type(value).__name__}; save "
-                "the network's part alone, or convert a checkpoint of arcface_torch with scripts.import_arcface_torch"
-            )
-    return state
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

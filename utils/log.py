@@ -1,10 +1,12 @@
 """What a run says: a progress bar on a terminal, plain lines in a file, metrics.jsonl and TensorBoard. Silent off rank 0."""
 
+import contextlib
 import json
 import math
 import resource
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +21,8 @@ class RunLog:
     """One run's log; on every rank but 0 all methods do nothing.
 
     On a terminal the progress bar shows the running numbers and events appear above it; otherwise each line is printed. The
-    file train.log holds every line either way.
+    file train.log holds every line either way. What cannot be written, on a full disk or to a pipe that ended, is said once on
+    stderr and never ends the run: its checkpoints are worth more than its log.
 
     Args:
         folder: of the run; train.log, metrics.jsonl and tensorboard/ are continued there.
@@ -31,13 +34,15 @@ class RunLog:
         self.total_steps = total_steps
         self.bar: tqdm | None = None
         self.board: Any = None
+        self._failed: set[str] = set()  # what could not be written
         if not self.active:
             return
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only rank 0 needs it
 
         self.file = (folder / "train.log").open("a", encoding="utf-8", buffering=1)
         self.metrics_file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step)
+        with self.tolerant("TensorBoard"):
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step)
         if sys.stderr.isatty():
             self.bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
 
@@ -48,20 +53,46 @@ class RunLog:
         if not self.active:
             return
         if error is not None:
-            self.file.write(f"{_now()} stopped by {type(error).__name__}: {error}\n")
+            self._line(f"stopped by {type(error).__name__}: {error}")
         if self.bar is not None:
             self.bar.close()
-        if self.board is not None:
-            self.board.close()
-        self.file.close()
-        self.metrics_file.close()
+        self._on_board(lambda board: board.close())
+        for file in (self.file, self.metrics_file):
+            with self.tolerant(file.name):
+                file.close()
+
+    @contextlib.contextmanager
+    def tolerant(self, what: str) -> Iterator[None]:
+        """Pass over an OSError of the block, after a word on stderr if it is the first of `what`."""
+        try:
+            yield
+        except OSError as error:
+            if what not in self._failed:
+                self._failed.add(what)
+                with contextlib.suppress(OSError):
+                    print(f"WARNING: {what} cannot be written ({error}); training goes on", file=sys.stderr, flush=True)
+
+    def _line(self, text: str) -> None:
+        with self.tolerant(self.file.name):
+            self.file.write(f"{_now()} {text}\n")
+
+    def _show(self, text: str) -> None:
+        with self.tolerant("the output"):
+            tqdm.write(text) if self.bar is not None else print(text, flush=True)
+
+    def _on_board(self, write: Callable[[Any], object]) -> None:
+        board, self.board = self.board, None  # once it has failed its thread is gone, and every later call would fail
+        if board is not None:
+            with self.tolerant("TensorBoard, until the next start,"):
+                write(board)
+                self.board = board
 
     def info(self, text: str) -> None:
         """Show an event on the terminal and in the file."""
         if not self.active:
             return
-        self.file.write(f"{_now()} {text}\n")
-        tqdm.write(text) if self.bar is not None else print(text, flush=True)
+        self._line(text)
+        self._show(text)
 
     def warn(self, text: str) -> None:
         self.info(f"WARNING: {text}")
@@ -78,9 +109,9 @@ class RunLog:
             return
         shown = "  ".join(f"{name} {value:.5g}" for name, value in numbers.items())
         line = f"step {step}/{self.total_steps}  {shown}  eta {format_seconds(eta_seconds)}"
-        self.file.write(f"{_now()} {line}\n")
+        self._line(line)
         if self.bar is None:
-            print(line, flush=True)
+            self._show(line)
         self.record(step, "train", numbers)
 
     def record(self, step: int, kind: str, numbers: dict[str, Any]) -> None:
@@ -89,17 +120,21 @@ class RunLog:
             return
         # JSON has no nan or inf
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}
-        self.metrics_file.write(json.dumps({"step": step, "kind": kind, **clean}) + "\n")
-        if self.board is not None:
+        with self.tolerant(self.metrics_file.name):
+            self.metrics_file.write(json.dumps({"step": step, "kind": kind, **clean}) + "\n")
+
+        def write(board: Any) -> None:
             for name, value in numbers.items():
                 if isinstance(value, (int, float)):
-                    self.board.add_scalar(f"{kind}/{name}", value, step)
+                    board.add_scalar(f"{kind}/{name}", value, step)
+
+        self._on_board(write)
 
     def picture(self, step: int, name: str, png: bytes) -> None:
         """Show a PNG in TensorBoard."""
         if self.board is not None:
             pixels = cv2.imdecode(np.frombuffer(png, np.uint8), cv2.IMREAD_COLOR_RGB)
-            self.board.add_image(name, pixels, step, dataformats="HWC")
+            self._on_board(lambda board: board.add_image(name, pixels, step, dataformats="HWC"))
 
 
 class Speed:

@@ -175,10 +175,11 @@ class LossScaler:
             self.scale, self.good_steps = self.scale * 2, 0
 
     def state_dict(self) -> dict[str, float]:
-        return {"scale": self.scale, "good_steps": self.good_steps}
+        return {"scale": self.scale, "good_steps": self.good_steps} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        if self.enabled:
+        """Take up a saved state; that of a run without a scaler (fp32, bf16) says nothing, and the initial scale stays."""
+        if self.enabled and state:
             self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
 

@@ -89,12 +89,19 @@ def _hold(folder: Path) -> None:
 def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any], news: list[str]) -> Path | None:
     """Return the checkpoint that checkpoint.resume means for this run, after checking that it fits; None = start anew.
 
+    A path begins a run; once that has checkpoints of its own, the same path means the same as `auto`.
     With `auto`, checkpoints that are not whole are passed over and put aside under another name, which `news` then tells.
 
     Raises:
         ValueError: there is none that can be used, or it is of another run.
     """
     found = ckpt.list_checkpoints(folder)
+    if any(_began_with(path, resume) for path in found):  # the same command again, after the run that it began was stopped
+        resume = "auto"
+    if resume == "auto":
+        for path in ckpt.list_without_manifest(folder):  # or the save at this step would find the name taken, in every attempt
+            news.append(f"checkpoint {path.name} has no manifest.json any more")
+            _put_aside(path, news)
     if resume == "never" and found:
         raise ValueError(
             f"checkpoint.resume=never, but {folder} holds {len(found)} checkpoint(s), which would mix with new ones; "
@@ -111,10 +118,11 @@ def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any], news:
         chosen = found[-1]
     else:
         chosen = ckpt.find_checkpoint(Path(resume))
-        newer = [path for path in found if path.name > chosen.name]
+        step = int(ckpt.read_manifest(chosen)["step"])
+        newer = [path for path in found if ckpt.step_of(path) > step]
         if newer:
             raise ValueError(
-                f"checkpoint.resume={resume} is step {ckpt.step_of(chosen)}, but {folder} holds later checkpoints up to "
+                f"checkpoint.resume={resume} is step {step}, but {folder} holds later checkpoints up to "
                 f"{newer[-1].name}, which would be overwritten; choose another run.name"
             )
     _check_identity(chosen, identity)
@@ -133,13 +141,28 @@ def _next_older(folder: Path, damaged: Path, news: list[str], identity: dict[str
             continue
         _check_identity(path, identity)
         for bad in aside:
-            bad.rename(bad.with_name(f"damaged_{bad.name}_{time.strftime('%Y%m%d_%H%M%S')}"))
-            news.append(f"checkpoint {bad.name} is damaged and was put aside as {bad.parent}/damaged_{bad.name}_...")
+            _put_aside(bad, news)
         news.append(f"resuming from {path.name}, an older one: the steps since are trained again")
         return path
     raise ValueError(
         f"no checkpoint of {folder} is whole: {'; '.join(news)}. Restore one from a copy, or start anew under another run.name"
     )
+
+
+def _began_with(checkpoint: Path, resume: str) -> bool:
+    """Return whether a checkpoint is of a run with this path in checkpoint.resume."""
+    if resume in ("never", "auto"):
+        return False
+    try:
+        config = ckpt.read_manifest(checkpoint)["config"]
+        return bool(config["checkpoint"]["resume"] == resume)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _put_aside(checkpoint: Path, news: list[str]) -> None:
+    aside = checkpoint.rename(checkpoint.with_name(f"damaged_{checkpoint.name}_{time.strftime('%Y%m%d_%H%M%S')}"))
+    news.append(f"checkpoint {checkpoint.name} is damaged and was put aside as {aside}")
 
 
 def _check_identity(chosen: Path, identity: dict[str, Any]) -> None:
@@ -184,13 +207,13 @@ def restore(
     try:
         backbone.load_state_dict(ckpt.read_backbone(path))
         margin.load_state_dict(trainer.get("margin", {}))
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, AttributeError) as error:
         raise ValueError(f"checkpoint {path}: does not fit this network: {str(error).splitlines()[-1].strip()}") from None
     try:
         _check_trained(backbone, trainer.get("trained"))
         load_optimizer(optimizer, trainer["optimizer"])
         scaler.load_state_dict(trainer["scaler"])
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"checkpoint {path}: its optimizer does not fit this one: {error}") from None
     load_rows(ckpt.softmax_reader(path))
     return int(ckpt.read_manifest(path)["step"])

@@ -160,6 +160,28 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a .safetensors file, or of a .pt/.pth file that holds nothing but tensors in a flat dict."""
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, SafetensorError, EOFError, ValueError, KeyError) as error:
+        raise ValueError(f"weights {path}: cannot be read: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # weights_only refuses pickled code with pickle.UnpicklingError
+        raise ValueError(f"weights {path}: refused, it holds more than tensors ({type(error).__name__})") from None
+    if not isinstance(state, dict):
+        raise ValueError(f"weights {path}: must be a state dict, names to tensors, got {type(state).__name__}")
+    for name, value in state.items():
+        if not (isinstance(name, str) and isinstance(value, Tensor)):
+            raise ValueError(
+                f"weights {path}: must be a state dict, names to tensors, but {name!r} is of type {type(value).__name__}; save "
+                "the network's part alone, or convert a checkpoint of arcface_torch with scripts.import_arcface_torch"
+            )
+    return state
+
+
 def mapped_tensor(path: Path, name: str) -> Tensor:
     """Return a tensor of a .safetensors file that is read from the disk where it is touched, so that few rows cost little.
 
