@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from easydict import EasyDict
 from torch import nn
@@ -25,7 +26,7 @@ from data.augment import Augment, prepare
 from data.bad_batch import write_bad_batch
 from data.base import FaceDataset
 from data.loader import Loader
-from data.sampler import SampleOrder, check_batch
+from data.sampler import SampleOrder, Samples, check_batch
 from eval.embed import class_means
 from eval.evaluate import check_metric, evaluate, load_pair_sets, selection_score
 from eval.figures import overview
@@ -34,7 +35,7 @@ from eval.report import as_json, format_table
 from losses import build_margin
 from losses.first_loss import judge_first_loss
 from partial_fc import PartialFC, build_head
-from partial_fc.start import start_centres
+from partial_fc.start import Started, start_centres
 from utils import distributed
 from utils.checkpoint import fill, read_weights
 from utils.checkpoint_writer import CheckpointWriter, Keep
@@ -99,12 +100,13 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     scaler = LossScaler(enabled=autocast is torch.float16)
 
     # ---- resume, or begin with the weights of another training
-    start_step, started = 0, ""
+    start_step, started = 0, Started(0, 0, 0)
     with together(world):
         if resume_from is not None:
             start_step = restore(resume_from, backbone, margin, optimizer, scaler, head.load_rows)
         elif config.init.backbone:
             started = start_from(config, backbone, head, dataset, world, autocast)
+    total = Started(*map(sum, zip(*distributed.all_gather_objects(started, world), strict=True)))
     model = distributed.as_data_parallel(backbone, world)
     set_training(backbone, config.backbone.freeze_norm, config.backbone.freeze)
 
@@ -122,8 +124,8 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             f"{sum(p.numel() for p in backbone.parameters()) / 1e6:.2f} M backbone parameters, {dataset.num_classes} classes"
         )
         log.info(head.describe())
-        if started:
-            log.info(started)
+        if resume_from is None and config.init.backbone:
+            log.info(f"starting from {config.init.backbone}; class centres: {total}")
         if resume_from is not None:
             log.info(f"resumed from {resume_from} after step {start_step}")
         if start_step >= total_steps:
@@ -153,34 +155,25 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         def save(step: int, selection: float | None, last: bool = False) -> None:
             watch.at(step, "saving", limited=False)
             distributed.broadcast_module(backbone, world)
-            writer.save(
-                step,
-                backbone.state_dict(),
-                head.shard_state(),
-                (head.start, head.stop),
-                trainer_state(backbone, margin, optimizer, scaler),
-                {**facts, "score": selection},
-                last,
-            )
+            trainer, slots = trainer_state(backbone, margin, optimizer, scaler), (head.start, head.stop)
+            known = {**facts, "score": selection}
+            writer.save(step, backbone.state_dict(), head.shard_state(), slots, trainer, known, last)
 
         if config.eval.at_start and start_step == 0:
             score(0)
 
         # ---- loop
-        loader = Loader(
-            dataset,
-            lambda step: order.samples(step, **share),
-            start_step,
-            total_steps,
-            data.threads,
-            data.prefetch,
-            world.device,
-            lambda step: order.read_ahead(step, start_step, **share),
-            Augment(config.augment, config.run.seed),
-        )
+        def samples(step: int) -> Samples:
+            return order.samples(step, **share)
+
+        def ahead(step: int) -> np.ndarray:
+            return order.read_ahead(step, start_step, **share)
+
+        steps, augment = (start_step, total_steps), Augment(config.augment, config.run.seed)
+        loader = Loader(dataset, samples, *steps, data.threads, data.prefetch, world.device, ahead, augment)
 
         def not_finite(what: str) -> SharedError:
-            words = write_bad_batch(folder, step, what, dataset, order.samples(step, **share), outputs, world)
+            words = write_bad_batch(folder, step, what, dataset, samples(step), outputs, world)
             return SharedError(
                 f"{what} in step {step}; stopped before it reached the weights. {words}. The last checkpoint in {folder} is "
                 "sound; lower optimizer.lr or lengthen schedule.warmup_epochs"
@@ -263,7 +256,9 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             if stopping or timed or is_due(done, saving.every, total_steps):
                 save(done, selection, last=stopping or done == total_steps)
             if stopping:
-                raise StoppedError(f"{stop.name or 'a signal to another process'}: saved after step {done} of {total_steps}")
+                again = "checkpoint.resume=auto" if saving.resume == "never" else "the same command"
+                cause = stop.name or "a signal to another process"
+                raise StoppedError(f"{cause}: saved after step {done} of {total_steps}; {again} goes on from there")
             speed.pause(time.perf_counter() - pause)
             watch.at(done, "waiting for data")
 
@@ -277,8 +272,8 @@ def is_due(done: int, every: int, total_steps: int) -> bool:
 
 def start_from(
     config: EasyDict, backbone: nn.Module, head: PartialFC, dataset: FaceDataset, world: World, autocast: torch.dtype | None
-) -> str:
-    """Fill backbone and class centres from another training, as the section `init` says; return a line for the log."""
+) -> Started:
+    """Fill backbone and class centres from another training, as the section `init` says; return how many of this rank's are."""
     init = config.init
     try:
         weights = read_weights(Path(init.backbone))
@@ -298,8 +293,7 @@ def start_from(
         autocast=autocast,
         threads=config.data.threads,
     )
-    centres = start_centres(head, init.head, init.classes, means if init.new_classes == "images" else None)
-    return f"starting from {init.backbone}; class centres on rank 0: {centres}"
+    return start_centres(head, init.head, init.classes, means if init.new_classes == "images" else None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -118,7 +118,7 @@ def _read_class_maps(path: Path, counts: Sequence[int]) -> list[np.ndarray]:
     if not path.is_file():
         raise ValueError(f"data.labels must be offset, same, or a file of lines 'source label class'; there is no file {path}")
     maps = [np.full(count, -1, dtype=np.int64) for count in counts]
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             words = line.split("#")[0].split()
             if not words:

@@ -62,7 +62,7 @@ def test_a_run_begins_where_the_other_ended(source: Path, tmp_path: Path, capsys
     init = [f"init.backbone={run}", f"init.head={run}", "optimizer.lr=0", "train.max_steps=1"]
     assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init)) == 0
     said = capsys.readouterr().out
-    assert f"starting from {run}; class centres on rank 0: 12 kept, 0 from images, 0 at random" in said
+    assert f"starting from {run}; class centres: 12 kept, 0 from images, 0 at random" in said
     assert "first loss" not in said  # what an untrained network would show is no measure here
     first = list_checkpoints(tmp_path / "tiny")[0]
     before, after = read_backbone(list_checkpoints(run)[-1]), read_backbone(first)

@@ -38,7 +38,8 @@ def _run_and_kill(num_processes: int, arguments: list[str], metrics: Path, after
         cwd="/",
     ) as process:
         deadline = time.monotonic() + 120
-        while not metrics.is_file() or len(metrics.read_text().splitlines()) < after_steps:
+        # a save goes on beside the steps, so the first checkpoint may be complete some steps later
+        while not list_checkpoints(metrics.parent) or len(metrics.read_text().splitlines()) < after_steps:
             assert process.poll() is None and time.monotonic() < deadline, "the run ended, or did nothing, before the kill"
             time.sleep(0.005)
         # the launcher's workers have sessions of their own; the launcher goes first, so that it cannot restart or report

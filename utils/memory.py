@@ -1,5 +1,6 @@
 """How much memory there is, and how much a backbone takes."""
 
+import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,4 +68,35 @@ def available_bytes(world: World) -> int:
     if not meminfo.is_file():
         return 1 << 62  # not known here, so nothing is refused
     free = next(int(line.split()[1]) for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
-    return free * 1024 // world.local_world_size
+    return min(free * 1024, _left_to_container()) // world.local_world_size
+
+
+def _left_to_container(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Return the bytes that the limits of containers and jobs (Linux control groups) leave; 1 << 62 without a limit."""
+    left = 1 << 62
+    with contextlib.suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():
+            number, controllers, name = line.split(":", 2)
+            if number == "0":  # version 2
+                folder, files, base = root / name.lstrip("/"), ("memory.max", "memory.current", "inactive_file"), root
+            elif "memory" in controllers.split(","):
+                base = root / "memory"
+                folder = base / name.lstrip("/")
+                files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            else:
+                continue
+            while True:  # a group above may have the limit; inside a container the path may be the host's, and not be there
+                left = min(left, _left_to_group(folder, *files))
+                if folder == base or base not in folder.parents:
+                    break
+                folder = folder.parent
+    return left
+
+
+def _left_to_group(folder: Path, limit: str, usage: str, reclaimable: str) -> int:
+    try:
+        most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return 1 << 62 if most == "max" else max(0, int(most) - used + int(stat.get(reclaimable, 0)))
+    except (OSError, ValueError):
+        return 1 << 62

@@ -61,7 +61,7 @@ def guarded(run: Callable[[], None]) -> int:
         print(f"error: {f'rank {rank}: ' if several else ''}{error.filename}: {error.strerror}", file=sys.stderr, flush=True)
     except StoppedError as stopped:
         if rank == "0":
-            print(f"stopped by {stopped}; the same command goes on from there", file=sys.stderr, flush=True)
+            print(f"stopped by {stopped}", file=sys.stderr, flush=True)
         status = REQUEUE
     except KeyboardInterrupt:
         print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)

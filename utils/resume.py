@@ -5,6 +5,7 @@ Rank 0 looks and decides; all ranks check that they see what it sees, and take t
 
 import fcntl
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,9 @@ from torch import nn
 from . import checkpoint as ckpt
 from .distributed import World, all_gather_objects, together
 from .optim import LossScaler, load_optimizer
+from .tensor_file import flush
+
+_HOLDER = ".holder"  # names the job that has the lock
 
 
 class Start(NamedTuple):
@@ -36,13 +40,13 @@ def prepare_run_folder(folder: Path, saving: Any, config_text: str, identity: di
     Raises:
         SharedError: on every rank.
     """
-    start = Start(None, [])
+    start, holder = Start(None, []), ""
     with together(world):
         if world.rank == 0:
-            _hold(folder)
+            holder = _hold(folder)
             start.news.extend(ckpt.remove_unfinished(folder))
             start = start._replace(checkpoint=choose_checkpoint(folder, saving.resume, identity, start.news))
-    start = all_gather_objects(start, world)[0]
+    start, holder = all_gather_objects((start, holder), world)[0]
     while saving.verify and start.checkpoint is not None:
         found = ckpt.check_hashes(start.checkpoint, world.rank, world.world_size)
         faults = [line for lines in all_gather_objects(found, world) for line in lines]
@@ -59,31 +63,42 @@ def prepare_run_folder(folder: Path, saving: Any, config_text: str, identity: di
         if world.rank == 0:
             _write_config(folder, config_text, start.checkpoint)
     with together(world):
-        if not (folder / "config.yaml").is_file():
-            raise ValueError(f"run.output: {folder} is not visible here; several machines need a shared folder")
+        if not (folder / _HOLDER).is_file() or (folder / _HOLDER).read_text() != holder:
+            raise ValueError(f"run.output: {folder} is another one here than on rank 0; several machines need a shared folder")
         if start.checkpoint is not None:
             ckpt.read_manifest(start.checkpoint)  # the sizes, as this machine sees them
     return start
 
 
-def _hold(folder: Path) -> None:
-    """Lock the run folder until this process ends, however it ends, so that two jobs never write into it.
+def _hold(folder: Path) -> str:
+    """Lock the run folder until this process ends, however it ends, so that two jobs never write into it; return who it is.
 
     torchrun killed by SIGKILL leaves its workers running for a moment, so a resumed run may well meet them.
     """
+    holder = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # never opened again: closing that would unlock it
     except OSError as error:
         raise ValueError(f"run.output: the run folder {folder} cannot be written: {error.strerror}") from None
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
+        other = (folder / _HOLDER).read_text(errors="replace") if (folder / _HOLDER).is_file() else "unknown"
         raise ValueError(
-            f"run.output: {folder} is in use by another job that still runs; wait for it, end it, or choose another run.name"
+            f"run.output: {folder} is in use by another job that still runs ({other}); wait for it, end it, or choose another "
+            "run.name"
         ) from None
     except OSError:
-        return  # a file system without locks
+        pass  # a file system without locks
+    try:
+        written = folder / f"{_HOLDER}.unfinished"
+        written.write_text(holder)
+        flush(written)
+        written.replace(folder / _HOLDER)
+    except OSError as error:
+        raise ValueError(f"run.output: the run folder {folder} cannot be written: {error.strerror}") from None
+    return holder
 
 
 def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any], news: list[str]) -> Path | None:
@@ -177,12 +192,15 @@ def _check_identity(chosen: Path, identity: dict[str, Any]) -> None:
 
 def _write_config(folder: Path, text: str, resumed: Path | None) -> None:
     """Save the merged configuration; an earlier one that differs is kept beside it."""
-    path = folder / "config.yaml"
+    path, written = folder / "config.yaml", folder / ".config.yaml.unfinished"
     try:
-        if path.is_file() and path.read_text() != text:
+        if path.is_file():
+            if path.read_text() == text:
+                return
             until = f"{resumed.name}_" if resumed else ""
             path.rename(folder / f"config_until_{until}{time.strftime('%Y%m%d_%H%M%S')}.yaml")
-        path.write_text(text)
+        written.write_text(text)
+        written.replace(path)
     except OSError as error:
         raise ValueError(f"run.output: the run folder {folder} cannot be written: {error.strerror}") from None
 
@@ -203,9 +221,12 @@ def restore(
     Raises:
         ValueError: it does not fit, or cannot be read.
     """
-    trainer = ckpt.read_trainer(path)
     try:
-        backbone.load_state_dict(ckpt.read_backbone(path))
+        trainer, weights = ckpt.read_trainer(path), ckpt.read_backbone(path)
+    except ValueError as error:
+        raise ValueError(f"{error}. With checkpoint.verify=true a damaged checkpoint is put aside for the one before") from None
+    try:
+        backbone.load_state_dict(weights)
         margin.load_state_dict(trainer.get("margin", {}))
     except (RuntimeError, TypeError, AttributeError) as error:
         raise ValueError(f"checkpoint {path}: does not fit this network: {str(error).splitlines()[-1].strip()}") from None

@@ -49,7 +49,8 @@ class Watchdog:
         """Note what this rank does now.
 
         Args:
-            limited: whether it may take no longer than the time limit. Evaluation and saving take what they take.
+            limited: whether it may take no longer than the time limit. Evaluation and saving may; but the others, who wait for
+                this rank at the end of it, give up a minute after the limit.
         """
         self._place = (step, doing, time.monotonic(), limited)
 
