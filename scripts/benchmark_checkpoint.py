@@ -86,6 +86,7 @@ def measure_save(options: argparse.Namespace, folder: Path) -> dict[str, float]:
 
     for number in range(options.rounds + 1):
         alone.append(_products_per_second(until=_after(1.0)))
+        os.sync()
         with CheckpointWriter(folder / "ours", world, Keep(last=1, best=0)) as writer:
             begun = time.perf_counter()
             writer.save(next(steps), **state)
@@ -100,9 +101,9 @@ def measure_save(options: argparse.Namespace, folder: Path) -> dict[str, float]:
         seconds["complete"].append(complete)
         beside.append(rate)
         seconds["inline"].append(_timed(save_in_place))
+        seconds["bare"].append(_timed(lambda: _bare_write(size, folder / "bare")))
         seconds["plain"].append(_timed(lambda: _plain_save(state, folder / "plain.pt", flush=False)))
         seconds["flushed"].append(_timed(lambda: _plain_save(state, folder / "plain.pt", flush=True)))
-        seconds["bare"].append(_timed(lambda: _bare_write(size, folder / "bare")))
     shutil.rmtree(folder / "ours")
     found = {name: statistics.median(values) for name, values in seconds.items()}
     found |= {"bytes": size, "first_wait": first, "arithmetic_beside": statistics.median(beside) / statistics.median(alone)}
@@ -154,6 +155,7 @@ def _bare_write(size: int, path: Path) -> None:
 
 
 def _timed(act: Callable[[], object]) -> float:
+    os.sync()  # what was written before must not count
     begun = time.perf_counter()
     act()
     return time.perf_counter() - begun
