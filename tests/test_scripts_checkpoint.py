@@ -119,7 +119,7 @@ def test_whole_checkpoints_verify_and_every_damage_is_named(
         manifest["files"].pop("softmax_00001_of_00003.safetensors")
         (folder / "manifest.json").write_text(json.dumps(manifest))
 
-    assert "backbone.safetensors is damaged: its sha256 differs" in broken(flip)
+    assert "backbone.safetensors is damaged: its hash differs" in broken(flip)
     assert "softmax_00002_of_00003.safetensors is missing" in broken(
         lambda f: (f / "softmax_00002_of_00003.safetensors").unlink()
     )

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from .tensor_file import Planned, file_hash, flush, read_tensors, write_text
+from .tensor_file import HASH, Planned, file_hash, flush, read_tensors, write_text
 
 FORMAT = 1
 ReadRows = Callable[[int, int], dict[str, Tensor]]  # (first slot, last slot) -> rows of each tensor by name
@@ -205,8 +205,9 @@ def check_hashes(
     lines = []
     for name, entry in sorted(read_manifest(checkpoint)["files"].items())[share::shares]:
         try:
-            if file_hash(checkpoint / name, progress) != entry.get("sha256"):
-                lines.append(f"checkpoint {checkpoint}: {name} is damaged: its sha256 differs from the manifest's")
+            kind = HASH if HASH in entry else "sha256"
+            if file_hash(checkpoint / name, kind, progress) != entry.get(kind):
+                lines.append(f"checkpoint {checkpoint}: {name} is damaged: its hash differs from the manifest's")
         except OSError as error:  # as of a bad sector: damaged too
             lines.append(f"checkpoint {checkpoint}: {name} is damaged: it cannot be read ({error.strerror})")
     return lines
