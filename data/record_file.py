@@ -45,13 +45,13 @@ class RecordFile:
             raise ValueError(f"{self.path}: the record file cannot be read: {error.strerror}") from None
         self._map: mmap.mmap | None = None
         self._view: memoryview | None = None
-        self._file: FileIO | None = None
+        self._handles: dict[str, FileIO] = {}
         start = bytes(self.view[:4]) if self.size >= _PART.size else b""
         if start != MAGIC:
             raise ValueError(f"{self.path}: a RecordIO file starts with 0a23d7ce, this one of {self.size} bytes does not")
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_map": None, "_view": None, "_file": None}
+        return {**self.__dict__, "_map": None, "_view": None, "_handles": {}}
 
     @property
     def view(self) -> memoryview:
@@ -112,12 +112,13 @@ class RecordFile:
         return self._record(memoryview(data), offset, offset)[0]
 
     def _open(self) -> FileIO:
-        file = self._file
+        file = self._handles.get("file")
         if file is None:
             file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed when this object goes
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-            self._file = file
+            # threads may come here at once: one handle stays, the others close when they go, unused
+            file = self._handles.setdefault("file", file)
         return file
 
     def _record(self, view: memoryview, base: int, offset: int) -> tuple[bytes | memoryview, int]:

@@ -6,6 +6,8 @@ import multiprocessing
 import pickle
 import shutil
 import struct
+import sys
+import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -297,3 +299,23 @@ def test_a_file_that_changed_its_size_is_an_error_in_the_next_process(tmp_path: 
     (tmp_path / "train.rec").write_bytes(bytes(100))
     with pytest.raises(ValueError, match="had 16 bytes when opened, now 100"):
         pickle.loads(copy).read(0)
+
+
+def test_threads_that_read_a_file_first_at_the_same_time_share_one_handle(tmp_path: Path):
+    """A handle that loses the race must not be closed under the thread that has its number."""
+    with RecordWriter(tmp_path / "train.rec", tmp_path / "train.idx") as writer:
+        writer.write(0, b"record")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for _ in range(300):
+                file, start = RecordFile(tmp_path / "train.rec"), threading.Barrier(8)
+
+                def read(file: RecordFile = file, start: threading.Barrier = start) -> bytes:
+                    start.wait()
+                    return bytes(file.read_span(0, 16))
+
+                assert {job.result() for job in [pool.submit(read) for _ in range(8)]} == {b"record"}
+    finally:
+        sys.setswitchinterval(interval)
