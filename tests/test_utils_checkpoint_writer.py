@@ -189,6 +189,20 @@ def test_without_memory_for_a_copy_training_waits(tmp_path: Path, monkeypatch: p
     assert _check_whole(tmp_path) == [3]
 
 
+def test_memory_that_is_not_to_be_had_after_all_costs_waiting_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refused(*arguments: object, **more: object) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+    warnings: list[str] = []
+    with _writer(tmp_path, warn=warnings.append) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty_like", refused)
+            writer.save(3, **_state(3))
+        assert not writer.is_writing and "no memory for a copy" in warnings[0]
+        writer.save(4, **_state(4))
+    assert _check_whole(tmp_path) == [3, 4] and len(warnings) == 1
+
+
 def _steps_of_ranks(rank: int, world_size: int, folder: str) -> None:
     """Loop as training does: a save every third step, a full disk on one rank for some of them."""
     world = World(rank, world_size, rank, world_size, torch.device("cpu"))

@@ -121,14 +121,17 @@ class CheckpointWriter:
         if world.rank == 0:
             files += [(BACKBONE, write_tensors, backbone), (TRAINER, write_object, trainer)]
         background = self.background and (bool(self._copies) or _has_room(files, world))
+        if background:
+            try:
+                # the memory is kept for the next save: to take it anew costs several times the copy
+                self._copies = {name: _on_host(state, self._copies.get(name)) for name, _, state in files}
+                files = [(name, write, self._copies[name]) for name, write, _ in files]
+                if world.device.type == "cuda":
+                    torch.cuda.synchronize(world.device)
+            except (MemoryError, RuntimeError):  # torch has its own error for memory that is not to be had, pinned or not
+                background, self._copies = False, {}
         if background != self.background:
             self.warn("checkpoint: no memory for a copy of the state, so training waits until it is on the disk")
-        if background:
-            # the memory is kept for the next save: to take it anew costs several times the copy
-            self._copies = {name: _on_host(state, self._copies.get(name)) for name, _, state in files}
-            files = [(name, write, self._copies[name]) for name, write, _ in files]
-            if world.device.type == "cuda":
-                torch.cuda.synchronize(world.device)
 
         def write_parts() -> dict[str, Any]:
             partial.mkdir(parents=True, exist_ok=True)
