@@ -84,16 +84,16 @@ def measure_save(options: argparse.Namespace, folder: Path) -> dict[str, float]:
         with CheckpointWriter(folder / "ours", world, Keep(last=1, best=0), background=False) as writer:
             writer.save(next(steps), **state)
 
+    writer = CheckpointWriter(folder / "ours", world, Keep(last=1, best=0))
     for number in range(options.rounds + 1):
-        alone.append(_products_per_second(until=_after(1.0)))
+        alone.append(_products_per_second(until=_after(0.5)))
         os.sync()
-        with CheckpointWriter(folder / "ours", world, Keep(last=1, best=0)) as writer:
-            begun = time.perf_counter()
-            writer.save(next(steps), **state)
-            waited = time.perf_counter() - begun
-            rate = _products_per_second(until=lambda: not writer.is_writing)
-            writer.finish()
-            complete = time.perf_counter() - begun
+        begun = time.perf_counter()
+        writer.save(next(steps), **state)
+        waited = time.perf_counter() - begun
+        rate = _products_per_second(until=lambda: not writer.is_writing)
+        writer.finish()
+        complete = time.perf_counter() - begun
         if number == 0:
             first = waited
             continue

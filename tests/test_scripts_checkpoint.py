@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from backbones import build_backbone
 from partial_fc.shard import classes_of_slots, shard_range
-from scripts import checkpoint
+from scripts import benchmark_checkpoint, checkpoint
 from utils.checkpoint import read_backbone, softmax_reader
 from utils.checkpoint_writer import save_now
 from utils.distributed import World
@@ -144,3 +144,26 @@ def test_a_path_that_is_easily_mistaken_is_one_line(run_folder: Path, tmp_path: 
     (tmp_path / "copy").rename(step / "checkpoints")  # what lies in a checkpoint does not hide it
     (step / "backbone.safetensors").write_bytes(b"")
     assert checkpoint.main(["verify", str(step)]) == 1
+
+
+def test_the_benchmark_of_checkpoints_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    small = [
+        "--classes",
+        "3000",
+        "--backbone",
+        "mbf",
+        "--rounds",
+        "1",
+        "--folder",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "out"),
+    ]
+    assert benchmark_checkpoint.main(small) == 0
+    found = json.loads((tmp_path / "out").read_text())
+    state = benchmark_checkpoint.training_state("mbf", 3000)
+    trained = sum(moments["momentum_buffer"].nbytes for moments in state["trainer"]["optimizer"]["state"].values())
+    assert found["save"]["bytes"] == sum(t.nbytes for p in ("backbone", "softmax") for t in state[p].values()) + trained
+    assert 0 < found["save"]["wait"] < found["save"]["complete"]
+    assert found["resharding"]["share_bytes"] == 1000 * (2 * 512 + 1) * 4
+    assert "times as long" in capsys.readouterr().out and [path.name for path in tmp_path.iterdir()] == ["out"]
