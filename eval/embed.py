@@ -104,10 +104,7 @@ def class_means(
     done = 0
     with inference_mode(model):
         for images in _batches(decode, range(len(samples)), batch_size, threads):
-            pixels = normalise(torch.from_numpy(images).to(device))
-            with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-                parts = pixels.split(len(pixels) if device.type == "cuda" else _CPU_VIEWS)
-                embeddings = torch.cat([model(part).float() for part in parts])
+            embeddings = _forward(model, normalise(torch.from_numpy(images).to(device)), autocast)
             part = slice(done, done + len(images))
             counted = torch.from_numpy(own[part])
             sums.index_add_(0, rows[part][counted], nn.functional.normalize(embeddings).cpu()[counted])
@@ -135,15 +132,19 @@ def _embed(
     with together(world), inference_mode(model):
         for images in _batches(decode, range(first, first + counts[world.rank]), batch_size, threads):
             pixels = torch.from_numpy(images).to(world.device)
-            views = normalise(torch.cat([pixels, pixels.flip(2)]))
-            with torch.autocast(world.device.type, dtype=autocast, enabled=autocast is not None):
-                parts = views.split(len(views) if world.device.type == "cuda" else _CPU_VIEWS)
-                embeddings = torch.cat([model(part).float() for part in parts])
+            embeddings = _forward(model, normalise(torch.cat([pixels, pixels.flip(2)])), autocast)
             blocks.append(reduce(torch.stack(embeddings.chunk(2), dim=1)))
             progress(len(images))
     if not blocks:  # more ranks than images
         blocks = [reduce(torch.zeros(0, 2, _embedding_size(model, world.device), device=world.device))]
     return all_gather_rows(torch.cat(blocks), counts, world).cpu().numpy()
+
+
+def _forward(model: nn.Module, views: Tensor, autocast: torch.dtype | None) -> Tensor:
+    """Return the raw embeddings (b, D) float32 of normalised views (b, 3, H, W), in pieces that suit the device."""
+    with torch.autocast(views.device.type, dtype=autocast, enabled=autocast is not None):
+        parts = views.split(len(views) if views.device.type == "cuda" else _CPU_VIEWS)
+        return torch.cat([model(part).float() for part in parts])
 
 
 @contextlib.contextmanager
