@@ -37,7 +37,6 @@ from losses.first_loss import judge_first_loss
 from partial_fc import PartialFC, build_head
 from partial_fc.start import Started, start_centres
 from utils import distributed
-from utils.checkpoint import fill, read_weights
 from utils.checkpoint_writer import CheckpointWriter, Keep
 from utils.distributed import SharedError, World, together
 from utils.log import RunLog, Speed, peak_memory_gib
@@ -47,6 +46,7 @@ from utils.randomness import derive
 from utils.resume import prepare_run_folder, restore, trainer_state
 from utils.schedule import learning_rate
 from utils.watchdog import Watchdog
+from utils.weights import fill, read_weights
 
 
 def train(config: EasyDict, stop: StopSignal) -> None:
@@ -106,7 +106,6 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             start_step = restore(resume_from, backbone, margin, optimizer, scaler, head.load_rows)
         elif config.init.backbone:
             started = start_from(config, backbone, head, dataset, world, autocast)
-    total = Started(*map(sum, zip(*distributed.all_gather_objects(started, world), strict=True)))
     model = distributed.as_data_parallel(backbone, world)
     set_training(backbone, config.backbone.freeze_norm, config.backbone.freeze)
 
@@ -125,6 +124,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         )
         log.info(head.describe())
         if resume_from is None and config.init.backbone:
+            total = Started(*map(sum, zip(*distributed.all_gather_objects(started, world), strict=True)))
             log.info(f"starting from {config.init.backbone}; class centres: {total}")
         if resume_from is not None:
             log.info(f"resumed from {resume_from} after step {start_step}")

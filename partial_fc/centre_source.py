@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.checkpoint import class_order, find_checkpoint, read_manifest
+from utils.checkpoint import class_order, find_checkpoint, shards_of
 from utils.tensor_file import mapped_tensor
 
 from .shard import slots_of_classes
@@ -61,16 +61,8 @@ def _matrix(path: Path) -> Tensor:
 
 
 def _open_checkpoint(checkpoint: Path) -> CentreSource:
-    manifest = read_manifest(checkpoint)
     num_classes, seed = class_order(checkpoint)
-    files = sorted((tuple(entry["slots"]), name) for name, entry in manifest["files"].items() if "slots" in entry)
-    shards = [(slots, mapped_tensor(checkpoint / name, "centres")) for slots, name in files]
-    if (
-        not shards
-        or [low for (low, _), _ in shards] != [0, *(high for (_, high), _ in shards)][:-1]
-        or shards[-1][0][1] != num_classes
-    ):
-        raise ValueError(f"checkpoint {checkpoint}: its files do not hold each of the {num_classes} class centres once")
+    shards = [(slots, mapped_tensor(checkpoint / name, "centres")) for slots, name in shards_of(checkpoint, num_classes)]
     dim = shards[0][1].shape[1]
 
     def read(labels: np.ndarray) -> Tensor:

@@ -26,6 +26,7 @@ from utils.checkpoint import (
     find_checkpoint,
     is_checkpoint,
     list_checkpoints,
+    partial_path,
     planned_rows,
     read_backbone,
     read_manifest,
@@ -137,7 +138,7 @@ def reshard(options: argparse.Namespace) -> None:
     if options.ranks > slots:
         raise ValueError(f"{source}: {slots} class centres cannot be shared by {options.ranks} files; each needs one")
     final = checkpoint_path(options.out, int(manifest["step"]))
-    partial = final.with_name(f".{final.name}.partial")
+    partial = partial_path(final)
     if final.exists():
         raise ValueError(f"{final} exists and is never overwritten; choose another run folder")
     shutil.rmtree(partial, ignore_errors=True)

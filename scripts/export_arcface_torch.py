@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from partial_fc.shard import shard_range, slots_of_classes
-from utils.checkpoint import BACKBONE, class_order, find_checkpoint, read_backbone, read_manifest, read_trainer
+from utils.checkpoint import BACKBONE, class_order, find_checkpoint, read_backbone, read_manifest, read_trainer, shards_of
 from utils.optim import freeze
 from utils.program import guarded
 from utils.tensor_file import write_object
@@ -79,7 +79,7 @@ def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
         raise ValueError(f"--ranks must be at most the number of classes, {classes}, got {ranks}")
     model = recognise(read_backbone(checkpoint), checkpoint / BACKBONE).model
     backbone = {name: own(value) for name, value in model.state_dict().items()}
-    rows = SavedRows(checkpoint, manifest, classes)
+    rows = SavedRows(checkpoint, classes)
     optimizer = read_trainer(checkpoint)["optimizer"]
     lr, notes = whole_lr(optimizer), []
     config = manifest.get("config", {})
@@ -135,17 +135,11 @@ def epochs_done(identity: dict[str, Any], step: int) -> int | None:
 class SavedRows:
     """The class centres and moments of a checkpoint by slot, memory-mapped, whatever format they are in."""
 
-    def __init__(self, checkpoint: Path, manifest: dict[str, Any], num_classes: int) -> None:
-        files = sorted((entry["slots"], name) for name, entry in manifest["files"].items() if "slots" in entry)
-        reached, shards = 0, []
-        for (start, stop), name in files:
-            if start != reached:
-                break
-            reached = stop
+    def __init__(self, checkpoint: Path, num_classes: int) -> None:
+        files, shards = shards_of(checkpoint, num_classes), []
+        for _, name in files:
             with safe_open(checkpoint / name, framework="pt") as file:
                 shards.append({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118  (no mapping)
-        if reached != num_classes:
-            raise ValueError(f"{checkpoint}: class slots {reached} to {num_classes - 1} are in none of its files")
         lengths = [stop - start for (start, stop), _ in files]
         self.tensors = {
             name: Rows([shard[name] for shard in shards], lengths, tuple(first.shape[1:]), torch.float32)

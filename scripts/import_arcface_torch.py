@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from partial_fc.shard import classes_of_slots, initial_centres, shard_range
-from utils.checkpoint import BACKBONE, TRAINER, checkpoint_path, list_checkpoints, seal, shard_name, step_of
+from utils.checkpoint import BACKBONE, TRAINER, checkpoint_path, list_checkpoints, partial_path, seal, shard_name, step_of
 from utils.optim import LossScaler
 from utils.program import guarded
 from utils.tensor_file import Planned, write_object, write_planned, write_tensors
@@ -195,7 +195,7 @@ def write(run: Path, network: Network, centres: Centres, trainer: dict[str, Any]
     final = checkpoint_path(run, facts["step"])
     if final.exists():
         raise ValueError(f"{final}: is there already and is never overwritten; choose another run folder, or --step")
-    folder = final.with_name(f".{final.name}.partial")
+    folder = partial_path(final)
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir()

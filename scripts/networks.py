@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from backbones import build_backbone
 from utils.checkpoint import (
     best_checkpoint,
-    fill,
     find_checkpoint,
     list_checkpoints,
     read_backbone,
@@ -25,6 +24,7 @@ from utils.checkpoint import (
 from utils.optim import AUTOCAST
 from utils.randomness import derive
 from utils.tensor_file import read_tensors
+from utils.weights import fill
 
 _HINT = "check --backbone, --embedding-size, --width"
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from .tensor_file import HASH, Planned, file_hash, flush, read_tensors, write_text
 
@@ -67,6 +67,11 @@ def find_checkpoint(path: Path) -> Path:
 def checkpoint_path(run_folder: Path, step: int) -> Path:
     """Return the folder of the checkpoint after so many optimizer steps."""
     return run_folder / "checkpoints" / f"step_{step:08d}"
+
+
+def partial_path(final: Path) -> Path:
+    """Return the hidden folder in which the checkpoint `final` is written until it is complete."""
+    return final.with_name(f".{final.name}.partial")
 
 
 def step_of(checkpoint: Path) -> int:
@@ -177,6 +182,22 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
+def shards_of(checkpoint: Path, num_classes: int) -> list[tuple[tuple[int, int], str]]:
+    """Return ((first slot, last slot), file name) of all files with class centres, in the order of the slots.
+
+    Raises:
+        ValueError: they do not hold each of num_classes slots once.
+    """
+    files = read_manifest(checkpoint)["files"].items()
+    shards = sorted(((entry["slots"][0], entry["slots"][1]), name) for name, entry in files if "slots" in entry)
+    reached = 0
+    for (start, stop), _ in shards:
+        reached = stop if start == reached else -1
+    if reached != num_classes:
+        raise ValueError(f"checkpoint {checkpoint}: its files do not hold each of the {num_classes} class centres once")
+    return shards
+
+
 def class_order(checkpoint: Path) -> tuple[int, int]:
     """Return (number of classes, seed), which say what slot a class has.
 
@@ -281,32 +302,6 @@ def planned_rows(
         shape = (stop - start, *row.shape[1:])
         plans[name] = Planned(row.dtype, shape, functools.partial(rows, name, number == 0))
     return plans
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the backbone's weights at path: a run folder's newest checkpoint, a checkpoint, or a file of tensors.
-
-    Raises:
-        ValueError: there are none.
-    """
-    if path.is_file():
-        return read_tensors(path)
-    if not path.is_dir():
-        raise ValueError(f"no run folder, checkpoint or weights file at {path}")
-    return read_backbone(find_checkpoint(path))
-
-
-def fill(model: nn.Module, weights: dict[str, Tensor], source: str, hint: str) -> nn.Module:
-    """Load the weights into the model; a wrong architecture is one line that names the first difference, and gives the hint."""
-    expected = model.state_dict()
-    weights = {name.removeprefix("module."): value for name, value in weights.items()}  # of a wrapped network
-    for name in [*expected, *weights]:
-        if name not in weights or name not in expected or weights[name].shape != expected[name].shape:
-            here = tuple(weights[name].shape) if name in weights else "missing"
-            wanted = tuple(expected[name].shape) if name in expected else "absent"
-            raise ValueError(f"{source}: {name} is {here}, this backbone has it {wanted}; {hint}")
-    model.load_state_dict(weights)
-    return model
 
 
 def _file(checkpoint: Path, name: str) -> Path:

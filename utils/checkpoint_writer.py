@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checkpoint import BACKBONE, TRAINER, checkpoint_path, prune, seal, shard_name
+from .checkpoint import BACKBONE, TRAINER, checkpoint_path, partial_path, prune, seal, shard_name
 from .distributed import SharedError, World, all_gather_objects
 from .huge_pages import with_huge_pages
 from .memory import available_bytes
@@ -114,7 +114,7 @@ class CheckpointWriter:
         world, self._allowed = self.world, 0 if last else self.max_failed
         self.saved_at = time.monotonic()
         self._final = checkpoint_path(self.run_folder, step)
-        self._partial = partial = self._final.with_name(f".{self._final.name}.partial")
+        self._partial = partial = partial_path(self._final)
         self._manifest = {"step": step, "world_size": world.world_size, **facts}
         files: list[tuple[str, Callable[[Path, Any], dict[str, Any]], Any]] = []
         files.append((shard_name(world.rank, world.world_size), write_tensors, softmax))
@@ -212,23 +212,6 @@ def _be_nice() -> None:
 
 def _in_words(error: BaseException | None) -> str:
     return "" if error is None else str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-
-
-def save_now(
-    run_folder: Path,
-    step: int,
-    backbone: dict[str, Tensor],
-    softmax: dict[str, Tensor],
-    slots: tuple[int, int],
-    trainer: dict[str, Any],
-    facts: dict[str, Any],
-    world: World,
-    keep: Keep | None = None,
-) -> Path:
-    """Save one checkpoint and wait for it; collective. Return its folder. Arguments and errors as in CheckpointWriter.save."""
-    writer = CheckpointWriter(run_folder, world, keep or Keep(last=1 << 30), background=False)
-    writer.save(step, backbone, softmax, slots, trainer, facts, last=True)
-    return checkpoint_path(run_folder, step)
 
 
 def _at_once(act: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
