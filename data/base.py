@@ -56,10 +56,6 @@ class FaceDataset(ABC):
         """Return what happened since the last call that a user should know."""
         return []
 
-    def pixels(self, index: int) -> np.ndarray:
-        """Return the pixels of a sample, (H, W, 3) uint8, RGB."""
-        return self.pixels_and_label(index)[0]
-
     def pixels_and_label(self, index: int) -> tuple[np.ndarray, int]:
         """Return the pixels of a sample, (H, W, 3) uint8, RGB, and the class that `decode_into` tells."""
         out = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)

@@ -10,6 +10,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from saving import save_now
 from torch import nn
 
 from backbones import build_backbone
@@ -21,7 +22,6 @@ from eval.html_report import write_report
 from eval.pairs import PairSet, write_bin
 from eval.report import as_json, format_table
 from eval.verification import fuse_views, verify
-from utils.checkpoint_writer import save_now
 from utils.distributed import World
 from utils.image import normalise
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from dense_reference import all_centres, near_their_centres, relative
+from saving import save_now
 from torch import Tensor
 
 from losses import build_margin
@@ -15,7 +16,6 @@ from partial_fc.kernels import KERNELS
 from partial_fc.rounding import Noise, quantise_rows, round_to_bfloat16_
 from partial_fc.state import FORMATS
 from utils import checkpoint as ckpt
-from utils.checkpoint_writer import save_now
 from utils.distributed import World
 from utils.tensor_file import write_tensors
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from saving import save_now
 
 from backbones import build_backbone
 from partial_fc.shard import classes_of_slots, shard_range
 from scripts import benchmark_checkpoint, checkpoint
 from utils.checkpoint import read_backbone, softmax_reader
-from utils.checkpoint_writer import save_now
 from utils.distributed import World
 
 CLASSES, DIM, SEED = 11, 4, 5

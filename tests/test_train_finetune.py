@@ -90,7 +90,7 @@ def test_new_people_get_the_mean_of_their_images_and_known_ones_keep_their_centr
     dataset = train.build_dataset(train.load_config(tiny_run(source / "more", tmp_path)[0]).data, 0, None)
     for label in (0, 1, 2):
         rows = np.flatnonzero(dataset.labels() == label)[:3]
-        pixels = torch.stack([torch.from_numpy(dataset.pixels(int(row)).copy()) for row in rows])
+        pixels = torch.stack([torch.from_numpy(dataset.pixels_and_label(int(row))[0]) for row in rows])
         with torch.inference_mode():
             embeddings = torch.nn.functional.normalize(backbone((pixels.permute(0, 3, 1, 2).float() - 127.5) / 127.5))
         expected = torch.nn.functional.normalize(embeddings.mean(0), dim=0) * old.norm(dim=1).mean()
@@ -130,7 +130,7 @@ def test_a_replaced_bad_image_enters_no_mean(source: Path, tmp_path: Path, capsy
     backbone.eval()
     dataset = train.build_dataset(train.load_config(tiny_run(tmp_path / "bad", tmp_path)[0]).data, 0, None)
     rows = np.flatnonzero(dataset.labels() == 0)[3:]  # the good ones
-    pixels = torch.stack([torch.from_numpy(dataset.pixels(int(row))) for row in rows])
+    pixels = torch.stack([torch.from_numpy(dataset.pixels_and_label(int(row))[0]) for row in rows])
     with torch.inference_mode():
         embeddings = torch.nn.functional.normalize(backbone((pixels.permute(0, 3, 1, 2).float() - 127.5) / 127.5))
     expected = torch.nn.functional.normalize(embeddings.mean(0), dim=0)

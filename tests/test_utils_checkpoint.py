@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from saving import save_now
 
 from utils import checkpoint as ckpt
 from utils import checkpoint_writer
-from utils.checkpoint_writer import save_now
 from utils.distributed import World, together
 from utils.tensor_file import read_tensors
 

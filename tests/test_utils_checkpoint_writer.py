@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from faulty_disk import Disk, faulty
+from saving import save_now
 
 from utils import checkpoint as ckpt
 from utils import checkpoint_writer
-from utils.checkpoint_writer import CheckpointWriter, Keep, save_now
+from utils.checkpoint_writer import CheckpointWriter, Keep
 from utils.distributed import SharedError, World, any_ranks
 from utils.resume import prepare_run_folder
 

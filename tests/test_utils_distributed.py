@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from utils.distributed import SharedError, World, all_gather_rows, any_rank, any_ranks, broadcast_module, start, together
+from utils.distributed import SharedError, World, all_gather_rows, any_ranks, broadcast_module, start, together
 
 
 def _all_at_once(rank: int, world_size: int) -> None:
@@ -27,7 +27,7 @@ def _all_at_once(rank: int, world_size: int) -> None:
     rows = torch.full((counts[rank], 2), float(rank))
     gathered = all_gather_rows(rows, counts, world)
     assert gathered[:, 0].tolist() == [float(r) for r in range(world_size) for _ in range(counts[r])]
-    assert any_rank(rank == 1, world) and not any_rank(False, world)
+    assert any_ranks([rank == 1], world) == [True] and any_ranks([False], world) == [False]
     assert any_ranks([False, rank == 1, True], world) == [False, True, True]
     module = nn.BatchNorm1d(2)
     module.running_mean.fill_(rank + 1.0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from utils.distributed import World, any_rank
+from utils.distributed import World, any_ranks
 from utils.optim import LossScaler, build_optimizer, finish_gradients, load_optimizer
 
 
@@ -79,7 +79,7 @@ def _overflow_on_one_rank(rank: int, world_size: int) -> None:
     before = [p.detach().clone() for p in net.parameters()]
     if rank == 1:
         next(net.parameters()).grad.fill_(float("inf"))
-    overflow = any_rank(not bool(finish_gradients(net, scaler.scale, 5.0).isfinite()), world)
+    (overflow,) = any_ranks([not bool(finish_gradients(net, scaler.scale, 5.0).isfinite())], world)
     assert overflow
     if not overflow:
         optimizer.step()

@@ -174,11 +174,6 @@ def scatter_sum(output: Tensor, rows: Tensor, group: dist.ProcessGroup | None = 
     scatter(output, rows, group=group)
 
 
-def any_rank(flag: bool, world: World) -> bool:
-    """Return whether flag holds on at least one rank."""
-    return any_ranks([flag], world)[0]
-
-
 def any_ranks(flags: Sequence[bool], world: World) -> list[bool]:
     """Return for each flag whether it holds on at least one rank; one collective for all of them."""
     if world.world_size == 1:

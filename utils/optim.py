@@ -79,8 +79,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
         group.update(mine)
 
 
-def freeze(module: nn.Module, parts: Sequence[str]) -> int:
-    """Keep parts of a network as they are; return how many parameters (numbers) no longer train.
+def freeze(module: nn.Module, parts: Sequence[str]) -> None:
+    """Keep parts of a network as they are: their parameters no longer require a gradient.
 
     Args:
         parts: names of modules or parameters as in its state dict, each with all that lies in it.
@@ -90,12 +90,9 @@ def freeze(module: nn.Module, parts: Sequence[str]) -> int:
     """
     for part in parts:
         _check_part(module, part, "backbone.freeze")
-    count = 0
     for path, parameter in module.named_parameters():
-        if parameter.requires_grad and any(_lies_in(path, part) for part in parts):
+        if any(_lies_in(path, part) for part in parts):
             parameter.requires_grad_(False)
-            count += parameter.numel()
-    return count
 
 
 def _lies_in(path: str, part: str) -> bool:

@@ -9,6 +9,7 @@ bytes; then the numbers of all tensors without a gap (https://github.com/hugging
 import errno
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -112,7 +113,7 @@ def write_planned(path: Path, tensors: Mapping[str, Planned]) -> dict[str, Any]:
     offset = 0
     for name in names:
         plan = tensors[name]
-        end = offset + plan.dtype.itemsize * _count(plan.shape)
+        end = offset + plan.dtype.itemsize * math.prod(plan.shape)
         header[name] = {"dtype": _DTYPES[plan.dtype], "shape": list(plan.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -228,13 +229,6 @@ def file_hash(path: Path, kind: str = HASH, progress: Callable[[int], object] = 
 
 def _planned(tensor: Tensor) -> Planned:
     return Planned(tensor.dtype, tuple(tensor.shape), lambda: (tensor,))
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 def _blocks(tensor: Tensor) -> Iterator[memoryview]:

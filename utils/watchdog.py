@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 from .distributed import LostPeerError, World, is_lost_peer
 
@@ -23,11 +22,10 @@ class Watchdog:
 
     Args:
         timeout_minutes: the longest that a rank may stay in one place that has a limit.
-        end: ends the process; os._exit, since the main thread hangs.
     """
 
-    def __init__(self, world: World, timeout_minutes: float, end: Callable[[int], object] = os._exit) -> None:
-        self.world, self.limit, self._end = world, 60 * timeout_minutes, end
+    def __init__(self, world: World, timeout_minutes: float) -> None:
+        self.world, self.limit = world, 60 * timeout_minutes
         # calls of one object wait for one another, so this thread wants its own where torch can copy it
         self._store = getattr(world.store, "clone", lambda: world.store)()
         self._place = (0, "setting up", time.monotonic(), False)
@@ -96,5 +94,5 @@ class Watchdog:
                     flush=True,
                 )
                 time.sleep(beat)  # the others come to the same end; let them read the store, which may be this process's
-                self._end(1)
+                os._exit(1)  # the main thread hangs
             self._stopped.wait(beat)

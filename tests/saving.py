@@ -1,0 +1,27 @@
+"""One checkpoint at once, for tests that need one on the disk."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from utils.checkpoint import checkpoint_path
+from utils.checkpoint_writer import CheckpointWriter, Keep
+from utils.distributed import World
+
+
+def save_now(
+    run_folder: Path,
+    step: int,
+    backbone: dict[str, Tensor],
+    softmax: dict[str, Tensor],
+    slots: tuple[int, int],
+    trainer: dict[str, Any],
+    facts: dict[str, Any],
+    world: World,
+    keep: Keep | None = None,
+) -> Path:
+    """Save one checkpoint and wait for it; collective. Return its folder. Arguments and errors as in CheckpointWriter.save."""
+    writer = CheckpointWriter(run_folder, world, keep or Keep(last=1 << 30), background=False)
+    writer.save(step, backbone, softmax, slots, trainer, facts, last=True)
+    return checkpoint_path(run_folder, step)
