@@ -1,44 +1,63 @@
-"""What the loss of an untrained network must be: a check that catches wrong labels, class counts and scales at once.
+"""What the loss of an untrained network must be: a check that catches wrong class counts, scales and margins at once.
 
 The embeddings and centres of the first step are independent directions in D dimensions, so a cosine is about normal with
-deviation 1 / sqrt(D), and the loss is -target(0) + E[log sum exp(s cosine)] over the active classes. For many classes the
-expectation is ln(classes) + s^2 / (2 D); that needs s^2 / D <= 2 ln(classes) (Derrida, "Random-energy model", 1981), beyond
-which a few largest cosines make the sum, and drawing them is the simplest exact way.
+deviation 1 / sqrt(D), and the loss of one image is log sum exp(logits) - target logit. For many classes the first term is
+about ln(classes) + s^2 / (2 D), which needs s^2 / D <= 2 ln(classes) (Derrida, "Random-energy model", 1981); for up to
+200,000 classes it is drawn, which is right in any case.
+
+The tolerance is three standard deviations of the mean over the batch. The target cosines of images of different people are
+independent, so their part falls with the batch. The first term does not: an untrained network gives all images nearly the
+same embedding, so all of them see nearly the same sum.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from .margin import Margin
 
-_TOLERANCE = 0.3
+_LEAST_TOLERANCE = 0.3  # for what the model leaves out: embeddings that are not quite normal, augmentation, dropout
 _DRAWS = 64
+_DRAWN_CLASSES = 200_000  # at most; 64 x 200,000 numbers are 51 MB
 
 
-def expected_first_loss(margin: Margin, num_active: int, embedding_size: int) -> tuple[float, float]:
-    """Return (expected loss, tolerance) of the first step with num_active classes in the softmax."""
-    zero = torch.zeros(1)
-    own = float(margin.target(zero, torch.full((1,), math.sqrt(embedding_size)))[0])
-    variance = margin.scale**2 / embedding_size
-    if variance <= math.log(max(num_active, 2)):
-        return -own + math.log(num_active) + variance / 2, _TOLERANCE
-    sums = _draw_sums(margin, min(num_active, 200_000), embedding_size)
-    # rows of an untrained network resemble one another, so their mean scatters nearly as one row does
-    return float(sums.mean()) - own, _TOLERANCE + float(sums.std())
+class FirstLoss(NamedTuple):
+    """The loss to expect of the first step, and by how much it may differ."""
+
+    expected: float
+    tolerance: float
 
 
-def judge_first_loss(loss: float, margin: Margin, num_active: int, embedding_size: int) -> tuple[str, bool]:
+def expected_first_loss(margin: Margin, num_active: int, embedding_size: int, num_people: int) -> FirstLoss:
+    """Return what the mean loss of the first step must be.
+
+    Args:
+        num_active: classes in the softmax, over all ranks.
+        num_people: different classes among the images of the batch.
+    """
+    generator = torch.Generator().manual_seed(0)
+    deviation = 1.0 / math.sqrt(embedding_size)
+    norm = torch.full((4096,), math.sqrt(embedding_size))
+    targets = margin.target(torch.randn(4096, generator=generator) * deviation, norm)
+    at_zero = float(margin.target(torch.zeros(1), norm[:1])[0])
+    variance = (margin.scale * deviation) ** 2
+    if num_active > _DRAWN_CLASSES and variance <= math.log(num_active):
+        mean = math.log(num_active) + variance / 2
+        spread = math.sqrt(math.expm1(variance) / num_active)
+    else:
+        drawn = max(1, min(num_active, _DRAWN_CLASSES) - 1)
+        logits = torch.randn(_DRAWS, drawn, generator=generator) * (margin.scale * deviation)
+        sums = torch.logaddexp(torch.logsumexp(logits, dim=1), torch.tensor(at_zero))
+        mean, spread = float(sums.mean()), float(sums.std())
+    spread = math.hypot(spread, float(targets.std()) / math.sqrt(max(1, num_people)))
+    return FirstLoss(mean - float(targets.mean()), max(_LEAST_TOLERANCE, 3 * spread))
+
+
+def judge_first_loss(loss: float, margin: Margin, num_active: int, embedding_size: int, num_people: int) -> tuple[str, bool]:
     """Return a line that compares the first loss with what an untrained network must show, and whether it agrees."""
-    expected, tolerance = expected_first_loss(margin, num_active, embedding_size)
+    expected, tolerance = expected_first_loss(margin, num_active, embedding_size, num_people)
     text = f"first loss {loss:.3f}, expected {expected:.2f} +- {tolerance:.2f} for {num_active} active classes"
     if abs(loss - expected) <= tolerance:
         return text, True
     return f"{text}: check labels, number of classes and loss.scale", False
-
-
-def _draw_sums(margin: Margin, num_active: int, embedding_size: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    cosine = torch.randn(_DRAWS, num_active, generator=generator) / math.sqrt(embedding_size)
-    return torch.logsumexp(margin.scale * cosine, dim=1)

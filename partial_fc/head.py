@@ -180,6 +180,10 @@ class PartialFC(nn.Module):
         chunks = plan_chunks(active, own, self.chunk, self.workspace.device)
         self._current = _Step(step, slots, owners, chunks, [], [], [], [])
 
+    def num_people(self) -> int:
+        """Return how many different classes the images of the step begun last have, over all ranks."""
+        return 0 if self._classes is None else len(self._classes)
+
     def num_active(self) -> int:
         """Return how many classes, over all ranks, are in the softmax of the step begun last."""
         if self._classes is None:
