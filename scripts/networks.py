@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from backbones import build_backbone
 from utils.checkpoint import (
-    best_checkpoint,
     find_checkpoint,
     list_checkpoints,
     read_backbone,
@@ -23,6 +22,7 @@ from utils.checkpoint import (
 )
 from utils.optim import AUTOCAST
 from utils.randomness import derive
+from utils.retention import best_checkpoint
 from utils.tensor_file import read_tensors
 from utils.weights import fill
 

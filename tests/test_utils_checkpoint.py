@@ -9,7 +9,7 @@ import torch
 from saving import save_now
 
 from utils import checkpoint as ckpt
-from utils import checkpoint_writer
+from utils import checkpoint_writer, retention
 from utils.distributed import World, together
 from utils.tensor_file import read_tensors
 
@@ -85,15 +85,15 @@ def test_an_existing_checkpoint_is_never_overwritten(tmp_path: Path):
 def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path):
     for step, score in [(1, 0.3), (2, 0.9), (3, None), (4, 0.2), (5, 0.0)]:
         _save(tmp_path, ALONE, step, score)
-    assert ckpt.prune(tmp_path, 2) == []
+    assert retention.prune(tmp_path, 2) == []
     assert [int(p.name[5:]) for p in ckpt.list_checkpoints(tmp_path)] == [2, 4, 5]
-    assert ckpt.best_checkpoint(ckpt.list_checkpoints(tmp_path)).name == "step_00000002"
+    assert retention.best_checkpoint(ckpt.list_checkpoints(tmp_path)).name == "step_00000002"
 
 
 def test_checkpoints_of_every_so_many_steps_are_kept_for_ever(tmp_path: Path):
     for step in range(1, 11):
         _save(tmp_path, ALONE, step=step)
-        ckpt.prune(tmp_path, 2, keep_every=4)
+        retention.prune(tmp_path, 2, keep_every=4)
     assert [int(path.name[5:]) for path in ckpt.list_checkpoints(tmp_path)] == [4, 8, 9, 10]
 
 
@@ -101,7 +101,7 @@ def test_checkpoints_of_every_so_many_steps_are_kept_for_ever(tmp_path: Path):
 def test_so_many_of_the_best_are_kept(tmp_path: Path, keep_best: int, left: list[int]):
     for step, score in [(1, 0.1), (2, None), (3, 0.9), (4, 0.2), (5, 0.7), (6, 0.8), (7, 0.3), (8, 0.4)]:
         _save(tmp_path, ALONE, step, score)
-    ckpt.prune(tmp_path, 1, keep_best=keep_best)
+    retention.prune(tmp_path, 1, keep_best=keep_best)
     assert [ckpt.step_of(path) for path in ckpt.list_checkpoints(tmp_path)] == left
 
 
@@ -111,7 +111,7 @@ def test_pruning_never_deletes_the_only_whole_checkpoint(tmp_path: Path):
         _save(tmp_path, ALONE, step, None)
     for step in (2, 3):
         (ckpt.checkpoint_path(tmp_path, step) / "trainer.pt").unlink()
-    warnings = ckpt.prune(tmp_path, 1)
+    warnings = retention.prune(tmp_path, 1)
     assert [ckpt.step_of(path) for path in ckpt.list_checkpoints(tmp_path)] == [1, 2, 3]
     assert len(warnings) == 2 and "trainer.pt is missing" in warnings[0]
 

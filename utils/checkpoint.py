@@ -115,39 +115,6 @@ def remove_unfinished(run_folder: Path) -> list[str]:
     return lines
 
 
-def prune(run_folder: Path, keep_last: int, keep_every: int = 0, keep_best: int = 1) -> list[str]:
-    """Delete old checkpoints; return a line about each that is not whole and was therefore left alone, and not counted.
-
-    Args:
-        keep_last: newest ones to keep, at least 1.
-        keep_every: also keep those of every so many optimizer steps; 0 = none for its step.
-        keep_best: also keep so many of the highest scores.
-    """
-    whole, lines = {}, []
-    for path in list_checkpoints(run_folder):
-        try:
-            whole[path] = read_manifest(path)
-        except ValueError as error:
-            lines.append(str(error))
-    kept = set(list(whole)[-keep_last:])
-    ranked = sorted((manifest["score"], path) for path, manifest in whole.items() if manifest.get("score") is not None)
-    kept |= {path for _, path in ranked[-keep_best:]} if keep_best else set()
-    kept |= {path for path in whole if keep_every and step_of(path) % keep_every == 0}
-    for path in whole:
-        if path not in kept:
-            # out of sight first: a kill in the middle must not leave half a checkpoint under a final name
-            hidden = path.with_name(f".{path.name}.deleted")
-            os.rename(path, hidden)
-            shutil.rmtree(hidden)
-    return lines
-
-
-def best_checkpoint(checkpoints: list[Path]) -> Path | None:
-    """Return the checkpoint with the highest score (the newest of equals), None if none was scored."""
-    scored = [(score, path) for path in checkpoints if (score := read_manifest(path).get("score")) is not None]
-    return max(scored)[1] if scored else None
-
-
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Return the manifest after checking that each file it names is there with the size it had.
 

@@ -1,0 +1,79 @@
+"""Which checkpoints of a run stay, and which is the best of them."""
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import list_checkpoints, read_manifest, step_of
+
+
+def prune(run_folder: Path, keep_last: int, keep_every: int = 0, keep_best: int = 1) -> list[str]:
+    """Delete old checkpoints; return a line about each that is not whole and was therefore left alone, and not counted.
+
+    Args:
+        keep_last: newest ones to keep, at least 1.
+        keep_every: also keep those of every so many optimizer steps; 0 = none for its step.
+        keep_best: also keep so many of the highest scores, for each metric and choice of sets that the run was scored by.
+    """
+    whole, lines = {}, []
+    for path in list_checkpoints(run_folder):
+        try:
+            whole[path] = read_manifest(path)
+        except ValueError as error:
+            lines.append(str(error))
+    kept = set(list(whole)[-keep_last:])
+    ranked: dict[str, list[tuple[float, Path]]] = {}  # scores in different metrics, or on other sets, do not compare
+    for path, manifest in whole.items():
+        if manifest.get("score") is not None:
+            ranked.setdefault(_scored_by(manifest), []).append((manifest["score"], path))
+    kept |= {path for scores in ranked.values() for _, path in sorted(scores)[-keep_best:] if keep_best}
+    kept |= {path for path in whole if keep_every and step_of(path) % keep_every == 0}
+    for path in whole:
+        if path not in kept:
+            # out of sight first: a kill in the middle must not leave half a checkpoint under a final name
+            hidden = path.with_name(f".{path.name}.deleted")
+            os.rename(path, hidden)
+            shutil.rmtree(hidden)
+    return lines
+
+
+def best_checkpoint(checkpoints: list[Path]) -> Path | None:
+    """Return the checkpoint with the highest score (the newest of equals), None if none was scored.
+
+    Where the run changed its metric or its sets, only the scores that compare with the newest one count.
+
+    Args:
+        checkpoints: of one run, oldest first.
+    """
+    scored = [(path, manifest) for path in checkpoints if (manifest := read_manifest(path)).get("score") is not None]
+    if not scored:
+        return None
+    newest = _scored_by(scored[-1][1])
+    return max((manifest["score"], path) for path, manifest in scored if _scored_by(manifest) == newest)[1]
+
+
+def best_score(run_folder: Path, like: dict[str, Any]) -> float | None:
+    """Return the highest score of a run's checkpoints, None without any; those that are not whole do not count.
+
+    Args:
+        like: a manifest, or facts of one, whose metric and sets the scores must be of.
+    """
+    scores = []
+    for path in list_checkpoints(run_folder):
+        with contextlib.suppress(ValueError):
+            manifest = read_manifest(path)
+            if manifest.get("score") is not None and _scored_by(manifest) == _scored_by(like):
+                scores.append(float(manifest["score"]))
+    return max(scores, default=None)
+
+
+def _scored_by(manifest: dict[str, Any]) -> str:
+    """Return what the score of a checkpoint is: the metric and the sets it is the mean over."""
+    try:
+        settings = manifest["config"]["eval"]
+        return json.dumps([settings["metric"], sorted(settings["targets"])])
+    except (KeyError, TypeError):  # an imported checkpoint
+        return ""
