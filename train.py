@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from easydict import EasyDict
 from torch import nn
@@ -28,25 +27,26 @@ from data.base import FaceDataset
 from data.loader import Loader
 from data.sampler import SampleOrder, Samples, check_batch
 from eval.embed import class_means
-from eval.evaluate import check_metric, evaluate, load_pair_sets, selection_score
-from eval.figures import overview
-from eval.html_report import write_summary
-from eval.report import as_json, format_table
+from eval.evaluate import check_metric, load_pair_sets
+from eval.monitor import score_and_log
+from eval.pairs import PairSet
 from losses import build_margin
 from losses.first_loss import judge_first_loss
-from partial_fc import PartialFC, build_head
+from partial_fc import PartialFC, build_head, check_head_fits
 from partial_fc.start import Started, start_centres
 from utils import distributed
 from utils.checkpoint_writer import CheckpointWriter, Keep
 from utils.distributed import SharedError, World, together
 from utils.log import RunLog, Speed, peak_memory_gib
+from utils.memory import available_bytes, backbone_memory
 from utils.optim import AUTOCAST, LossScaler, build_optimizer, finish_gradients, freeze, is_finite, set_training
 from utils.program import StoppedError, StopSignal, guarded
 from utils.randomness import derive
-from utils.resume import prepare_run_folder, restore, trainer_state
+from utils.resume import changed_keys, prepare_run_folder, restore, trainer_state
+from utils.retention import best_score
 from utils.schedule import learning_rate
 from utils.watchdog import Watchdog
-from utils.weights import fill, read_weights
+from utils.weights import load_initial
 
 
 def train(config: EasyDict, stop: StopSignal) -> None:
@@ -56,14 +56,10 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     world = distributed.start(config.run.device, config.run.threads, config.run.timeout_minutes + 1)
     batch_size, accumulation = config.train.batch_size, config.train.accumulation
     data = config.data
-    cache = {"auto": str(Path(config.run.output) / "index_cache"), "off": None}.get(data.index_cache, data.index_cache)
     for first in (True, False):  # one process of each machine parses the data, the others map what it found
         with together(world):
             if (world.local_rank == 0) is first:
-                check_batch(batch_size, accumulation, world.world_size)
-                dataset = build_dataset(data, config.run.seed, cache)
-                pair_sets = load_pair_sets(config.eval.path or data.path, config.eval.targets)
-                check_metric(pair_sets, config.eval.metric)
+                dataset, pair_sets = open_data(config, world.world_size)
     order = SampleOrder(
         dataset.num_images, batch_size, config.run.seed, data.flip, data.shuffle, data.block, data.window, dataset.draw
     )
@@ -86,17 +82,20 @@ def train(config: EasyDict, stop: StopSignal) -> None:
 
     # ---- build
     autocast = AUTOCAST[config.train.precision]
-    torch.backends.cudnn.benchmark = True  # every batch has the same shape
     torch.manual_seed(derive(config.run.seed, "backbone"))
     backbone = build_backbone(**{key: config.backbone[key] for key in ("name", "embedding_size", "width", "dropout")})
     backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     margin = build_margin(**config.loss)
     classes, dim, seed = dataset.num_classes, config.backbone.embedding_size, config.run.seed
-    head = build_head(margin, classes, dim, world, seed, config.head, config.optimizer, autocast)
     settings = ("name", "lr", "momentum", "weight_decay", "beta2", "eps", "lr_factors")
+    free = min(distributed.all_gather_objects(available_bytes(world), world))  # so that all ranks say the same
     with together(world):
         freeze(backbone, config.backbone.freeze)
         optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in settings})
+        moments, rows = 2 if config.optimizer.name == "adamw" else 1, batch_size // accumulation
+        beside = backbone_memory(backbone, autocast, moments).total(rows // world.world_size)
+        check_head_fits(classes, dim, world, config.head, config.optimizer, autocast, rows, accumulation, beside, free)
+    head = build_head(margin, classes, dim, world, seed, config.head, config.optimizer, autocast)
     scaler = LossScaler(enabled=autocast is torch.float16)
 
     # ---- resume, or begin with the weights of another training
@@ -106,12 +105,14 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             start_step = restore(resume_from, backbone, margin, optimizer, scaler, head.load_rows)
         elif config.init.backbone:
             started = start_from(config, backbone, head, dataset, world, autocast)
+    torch.backends.cudnn.benchmark = True  # from here on every batch has the same shape
     model = distributed.as_data_parallel(backbone, world)
+    best = distributed.all_gather_objects(best_score(folder, facts) if world.rank == 0 else None, world)[0]
     set_training(backbone, config.backbone.freeze_norm, config.backbone.freeze)
 
     keep = Keep(saving.keep_last, saving.keep_every, saving.keep_best)
     with (
-        RunLog(folder, world.rank, start_step, total_steps) as log,
+        RunLog(folder, world.rank, start_step, total_steps, batch_size / dataset.num_images) as log,
         CheckpointWriter(folder, world, keep, saving.background, saving.max_failed_saves, log.warn) as writer,
         Watchdog(world, config.run.timeout_minutes) as watch,
     ):
@@ -128,29 +129,18 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             log.info(f"starting from {config.init.backbone}; class centres: {total}")
         if resume_from is not None:
             log.info(f"resumed from {resume_from} after step {start_step}")
+            for line in changed_keys(resume_from, facts["config"]):
+                log.info(line)
         if start_step >= total_steps:
             log.info("training is complete already; nothing to do. Raise train.epochs, or choose another run.name")
             return
 
         def score(step: int) -> float | None:
             """Evaluate all sets after `step` optimizer steps; return what checkpoints are compared by."""
-            if not pair_sets:
-                return None
             watch.at(step, "evaluating", limited=False)
-            started = time.perf_counter()
-            distributed.broadcast_module(backbone, world)
-            sets = evaluate(backbone, pair_sets, world, config.eval.batch_size, autocast, data.threads)
-            results = dict(sets)
-            for name, numbers in as_json(results).items():
-                log.record(step, name, {k: v for k, v in numbers.items() if k in ("accuracy", "eer", "auc", "xnorm")})
-            log.info(f"evaluation after step {step}, {time.perf_counter() - started:.1f} s\n{format_table(results)}")
-            if world.rank == 0:
-                title = f"{config.run.name} after step {step}"
-                log.picture(step, "verification", overview(results, title))
-                if step == total_steps:
-                    with log.tolerant("the summary"):
-                        write_summary(folder, title, results)
-            return selection_score(results, config.eval.metric)
+            settings, title = (config.eval.batch_size, autocast, data.threads), f"{config.run.name} after step {step}"
+            at_end = folder if step == total_steps else None
+            return score_and_log(backbone, pair_sets, world, settings, config.eval.metric, log, step, title, at_end)
 
         def save(step: int, selection: float | None, last: bool = False) -> None:
             watch.at(step, "saving", limited=False)
@@ -166,9 +156,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         def samples(step: int) -> Samples:
             return order.samples(step, **share)
 
-        def ahead(step: int) -> np.ndarray:
-            return order.read_ahead(step, start_step, **share)
-
+        ahead = functools.partial(order.read_ahead, first_step=start_step, **share)
         steps, augment = (start_step, total_steps), Augment(config.augment, config.run.seed)
         loader = Loader(dataset, samples, *steps, data.threads, data.prefetch, world.device, ahead, augment)
 
@@ -179,7 +167,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
                 "sound; lower optimizer.lr or lengthen schedule.warmup_epochs"
             )
 
-        speed, loss_sum, loss_count = Speed(batch_size), 0.0, 0
+        speed, loss_sum, loss_count, stop.can_save = Speed(batch_size), 0.0, 0, True
         watch.at(start_step, "waiting for data")
         for step, batch in enumerate(loader, start_step):
             watch.at(step, "training")
@@ -197,8 +185,6 @@ def train(config: EasyDict, stop: StopSignal) -> None:
                     with torch.autocast(world.device.type, dtype=autocast, enabled=autocast is not None):
                         embeddings = model(prepare(images, mirrored))  # (b, D)
                     micro_loss = head(embeddings.float(), micro)
-                    if last:  # needs nothing of the backward; on CUDA it runs beside it
-                        head.step(lr * config.head.lr_factor)
                     # the head's gradient is that of the global mean; x world_size cancels the mean that DDP takes
                     (micro_loss * (world.world_size * scaler.scale / accumulation)).backward()
                 loss += float(micro_loss.detach()) / accumulation
@@ -206,7 +192,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             if not math.isfinite(loss):
                 raise not_finite(f"the loss is {loss}")
             if step == 0 and not config.init.backbone:
-                text, sound = judge_first_loss(loss, margin, head.num_active(), config.backbone.embedding_size)
+                text, sound = judge_first_loss(loss, margin, head.num_active(), dim, head.num_people())
                 (log.info if sound else log.warn)(text)
             norm = finish_gradients(backbone, scaler.scale, config.optimizer.clip_norm)
             timed = saving.every_minutes > 0 and writer.minutes_since_save() >= saving.every_minutes and world.rank == 0
@@ -216,7 +202,8 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             writer.advance(writing)
             if overflow and not (scaler.enabled and scaler.scale > 2.0**-10):
                 raise not_finite("the gradient is not finite")
-            if not overflow:  # of fp16, in the backbone's backward: the centres' own gradient was sound
+            if not overflow:  # of fp16; an optimizer step is that of backbone and centres, or none
+                head.step(lr * config.head.lr_factor)
                 optimizer.step()
             scaler.update(overflow)
 
@@ -253,17 +240,32 @@ def train(config: EasyDict, stop: StopSignal) -> None:
                     if is_finite(backbone):
                         save(done, None, last=True)
                     raise
-            if stopping or timed or is_due(done, saving.every, total_steps):
+            new_best = saving.keep_best > 0 and selection is not None and (best is None or selection > best)
+            best = selection if new_best else best
+            if stopping or timed or new_best or is_due(done, saving.every, total_steps):
                 save(done, selection, last=stopping or done == total_steps)
             if stopping:
                 again = "checkpoint.resume=auto" if saving.resume == "never" else "the same command"
                 cause = stop.name or "a signal to another process"
-                raise StoppedError(f"{cause}: saved after step {done} of {total_steps}; {again} goes on from there")
+                raise StoppedError(
+                    f"{cause}: saved after step {done} of {total_steps}; {again} goes on from there", stop.status
+                )
             speed.pause(time.perf_counter() - pause)
             watch.at(done, "waiting for data")
 
         # ---- finish
         log.info(f"finished {total_steps} steps; checkpoints, log and figures are in {folder}")
+
+
+def open_data(config: EasyDict, num_processes: int) -> tuple[FaceDataset, list[PairSet]]:
+    """Return the training data and the verification sets, after checking what can be checked of them before training."""
+    data = config.data
+    check_batch(config.train.batch_size, config.train.accumulation, num_processes)
+    cache = {"auto": str(Path(config.run.output) / "index_cache"), "off": None}.get(data.index_cache, data.index_cache)
+    dataset = build_dataset(data, config.run.seed, cache)
+    pair_sets = load_pair_sets(config.eval.path or data.path, config.eval.targets)
+    check_metric(pair_sets, config.eval.metric)
+    return dataset, pair_sets
 
 
 def is_due(done: int, every: int, total_steps: int) -> bool:
@@ -275,13 +277,7 @@ def start_from(
 ) -> Started:
     """Fill backbone and class centres from another training, as the section `init` says; return how many of this rank's are."""
     init = config.init
-    try:
-        weights = read_weights(Path(init.backbone))
-    except ValueError as error:
-        raise ValueError(f"init.backbone: {error}") from None
-    fill(backbone, weights, f"init.backbone {init.backbone}", "check the section backbone")
-    if not is_finite(backbone):
-        raise ValueError(f"init.backbone: {init.backbone} holds numbers that are not finite; take an earlier checkpoint")
+    load_initial(backbone, Path(init.backbone))
     means = functools.partial(
         class_means,
         backbone,
@@ -309,12 +305,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "overrides", nargs="*", metavar="section.key=value", help="for example optimizer.lr=0.05 train.epochs=2"
     )
     parser.add_argument("--print-config", action="store_true", help="print the merged configuration and stop")
+    parser.add_argument(
+        "--check", action="store_true", help="check the configuration, the data and the verification sets, and stop"
+    )
     options = parser.parse_intermixed_args(arguments)
 
     def run() -> None:
         config = load_config(options.config, options.overrides)
         if options.print_config:
             print(dump_config(config), end="")
+        elif options.check:
+            dataset, pair_sets = open_data(config, num_processes=1)
+            sets = [f"{pair_set.name}: {len(pair_set.same)} pairs" for pair_set in pair_sets]
+            print("\n".join([dataset.describe(), *dataset.warnings, *sets, "nothing wrong was found"]))
         else:
             with StopSignal() as stop:
                 train(config, stop)

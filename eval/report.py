@@ -46,6 +46,11 @@ def as_json(results: dict[str, VerificationResult]) -> dict[str, Any]:
     }
 
 
+def scalars(result: VerificationResult) -> dict[str, float | None]:
+    """Return the numbers of a set that are one number each, for logs."""
+    return {"accuracy": result.accuracy, "eer": result.eer, "auc": result.auc, "xnorm": result.xnorm}
+
+
 def _thinned_roc(result: VerificationResult, points: int = 200) -> dict[str, list[float]]:
     """Return {"far": [...], "tar": [...]}: the ROC curve at so many values of FAR, spread on a logarithmic axis."""
     far, tar = roc_curve(result)

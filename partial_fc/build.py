@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from utils.distributed import World
-from utils.memory import available_bytes
 
 from .head import PartialFC
 from .kernels import choose_kernels
@@ -65,12 +64,14 @@ def check_head_fits(
     rows: int,
     accumulation: int,
     others: int,
+    free: int,
 ) -> None:
-    """Raise ValueError, with what would fit, if the memory of this process does not hold its share of the head.
+    """Raise ValueError, with what would fit, if the memory of one process does not hold its share of the head.
 
     Args:
         rows: of the global micro-batch.
         others: bytes that the backbone needs beside.
+        free: bytes that the process with the least free memory may still take (utils.memory.available_bytes).
     """
     shape = HeadShape(
         embedding_size,
@@ -86,7 +87,7 @@ def check_head_fits(
         head.inactive_rows,
         choose_kernels(head.kernels, world.device, embedding_size),
     )
-    check_fits(shape, num_classes, world.world_size, available_bytes(world), others)
+    check_fits(shape, num_classes, world.world_size, free, others)
 
 
 def build_row_optimizer(head: Any, optimizer: Any) -> RowOptimizer:

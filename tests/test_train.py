@@ -1,5 +1,13 @@
 """The trainer end to end on tiny data: it learns, it survives SIGKILL to the last bit, and says what is wrong in one line."""
 
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import termios
 import time
 from pathlib import Path
 
@@ -10,6 +18,7 @@ from tiny_runs import (
     NUM_CLASSES,
     NUM_IMAGES,
     ROOT,
+    command_of,
     face,
     final_weights,
     read_metrics,
@@ -20,7 +29,10 @@ from tiny_runs import (
 
 import train
 from data.recordio import RecordWriter, pack
-from utils.checkpoint import list_checkpoints, read_manifest
+from eval import monitor
+from utils.checkpoint import list_checkpoints, read_manifest, step_of
+from utils.distributed import World
+from utils.memory import available_bytes
 
 
 @pytest.fixture(scope="module")
@@ -125,17 +137,17 @@ def test_a_broken_record_ends_all_processes_with_its_key(dataset: Path, tmp_path
 def test_a_failed_evaluation_names_its_set_and_loses_nothing(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    whole = train.evaluate
+    whole = monitor.evaluate
 
     def broken(*arguments: object) -> object:
         raise ValueError("evaluation of tiny: image 3: cannot be decoded")
 
-    monkeypatch.setattr(train, "evaluate", broken)
+    monkeypatch.setattr(monitor, "evaluate", broken)
     overrides = ["eval.every=6", "checkpoint.every=0"]
     assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 1
     assert "evaluation of tiny: image 3" in capsys.readouterr().err
     assert [path.name for path in list_checkpoints(tmp_path / "tiny")] == ["step_00000006"]
-    monkeypatch.setattr(train, "evaluate", whole)
+    monkeypatch.setattr(monitor, "evaluate", whole)
     assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 0
     (tmp_path / "other").mkdir()
     assert train.main(tiny_run(dataset, tmp_path / "other", *overrides)) == 0
@@ -150,6 +162,39 @@ def test_the_best_checkpoint_is_best_in_what_was_asked(dataset: Path, tmp_path: 
     scores = {int(path.name[5:]): read_manifest(path)["score"] for path in list_checkpoints(tmp_path / "tiny")}
     assert min(errors.values()) == -max(score for score in scores.values() if score is not None)
     assert all(scores[step] == -errors[step] for step in scores if scores[step] is not None)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_new_best_evaluation_is_saved_whatever_checkpoint_every_says(dataset: Path, tmp_path: Path, num_processes: int):
+    overrides = ["eval.metric=auc", "eval.every=2", "checkpoint.every=0", "checkpoint.keep_last=99"]
+    done = run_train(num_processes, tiny_run(dataset, tmp_path, *overrides, "optimizer.lr=0.2"))
+    assert done.returncode == 0, done.stderr
+    areas = {step: record["auc"] for step, record in read_metrics(tmp_path / "tiny", "tiny").items()}
+    steps = sorted(areas)
+    new_best = [step for place, step in enumerate(steps) if all(areas[step] > areas[other] for other in steps[:place])]
+    assert new_best[0] < 15  # so that the end of the run is not what saves it
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == sorted({*new_best, 15})
+
+
+def test_a_resumed_run_knows_the_best_evaluation_so_far(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    scores = iter([0.5, 0.9, 0.7, 0.8, 0.85, 0.95, 0.6])
+    monkeypatch.setattr(monitor, "selection_score", lambda results, metric: next(scores))
+    overrides = ["eval.every=1", "checkpoint.every=3", "checkpoint.keep_last=99"]
+    assert train.main(tiny_run(dataset, tmp_path, *overrides, "train.max_steps=3")) == 0
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == [1, 2, 3]
+    overrides[1] = "checkpoint.every=7"
+    assert train.main(tiny_run(dataset, tmp_path, *overrides, "train.max_steps=7")) == 0
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == [1, 2, 3, 6, 7]
+
+
+def test_scores_in_another_metric_are_not_compared(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    scores = iter([0.9, -0.3, -0.2])
+    monkeypatch.setattr(monitor, "selection_score", lambda results, metric: next(scores))
+    overrides = ["eval.every=2", "checkpoint.every=0", "checkpoint.keep_last=1"]
+    assert train.main(tiny_run(dataset, tmp_path, *overrides, "train.max_steps=2")) == 0
+    assert train.main(tiny_run(dataset, tmp_path, *overrides, "train.max_steps=6", "eval.metric=eer")) == 0
+    kept = {step_of(path): read_manifest(path)["score"] for path in list_checkpoints(tmp_path / "tiny")}
+    assert kept == {2: 0.9, 6: -0.2}  # the best in accuracy, and the best in EER
 
 
 def test_a_metric_that_the_sets_cannot_carry_is_refused_before_training(
@@ -180,3 +225,81 @@ def test_print_config_prints_and_trains_nothing(tmp_path: Path, capsys: pytest.C
     assert train.main(arguments) == 0
     assert "name: r100" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+BYTES_PER_CLASS = 16 * 4 * 2 + 4  # of the tiny run: fp32 centre and momentum, one norm
+
+
+def _classes(number: int) -> list[str]:
+    counts = [f"data.num_classes={number}", f"data.num_images={number}", "train.max_steps=1"]
+    return ["data.source=synthetic", "data.path=", "eval.targets=[]", *counts]
+
+
+def test_a_head_that_does_not_fit_ends_before_training_with_what_would(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    free = available_bytes(World(0, 1, 0, 1, torch.device("cpu")))
+    assert train.main(tiny_run(dataset, tmp_path, *_classes(int(1.3 * free / BYTES_PER_CLASS)))) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: head: ") and len(said.splitlines()) == 1
+    assert re.search(
+        r"in head.state=exact need [\d.]+ GiB each beside [\d.]+ GiB of the backbone, but [\d.]+ GiB are free", said
+    )
+    assert "What would fit: head.state=lean" in said and "or 2 processes instead of 1" in said
+    assert train.main(tiny_run(dataset, tmp_path, *_classes(10**12))) == 1  # lean would not do either
+    said = capsys.readouterr().err
+    assert re.search(r"What would fit: \d+ processes instead of 1$", said.strip())
+
+
+def test_all_ranks_end_together_where_the_head_does_not_fit(dataset: Path, tmp_path: Path):
+    started = time.monotonic()
+    done = run_train(2, tiny_run(dataset, tmp_path, *_classes(10**12)))
+    assert done.returncode != 0 and time.monotonic() - started < 60
+    assert done.stderr.count("error: head: 1000000000000 classes over 2 process(es)") == 1, (
+        done.stderr
+    )  # one rank speaks for all
+    assert "RuntimeError" not in done.stderr and "MemoryError" not in done.stderr
+
+
+def test_check_finds_what_is_wrong_and_trains_nothing(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert train.main([*tiny_run(dataset, tmp_path), "--check"]) == 0
+    said = capsys.readouterr().out
+    assert "60 images" in said and "tiny: 20 pairs" in said and "nothing wrong was found" in said
+    for override in ("data.path=/nowhere", "eval.targets=[tinny]", "train.batch_size=7 train.accumulation=7"):
+        assert train.main([*tiny_run(dataset, tmp_path, *override.split()), "--check"]) == 1
+        said = capsys.readouterr()
+        assert said.err.startswith("error: ") and len(said.err.splitlines()) == 1 and "nothing wrong" not in said.out
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_the_log_shows_units_and_the_epoch(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert train.main(tiny_run(dataset, tmp_path, "train.precision=fp16", "train.max_steps=6")) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 6/6")]
+    numbers = read_metrics(tmp_path / "tiny")[6]
+    speed, memory = f"{numbers['images_per_second']:.3g} img/s", f"{numbers['memory_gib']:.2f} GiB"
+    loss, rate, gradient = f"loss {numbers['loss']:.3f}", f"lr {numbers['lr']:.3g}", f"grad {numbers['grad_norm']:.3g}"
+    cosine, wait = f"cos+ {numbers['positive_cosine']:.3f}", f"data {100 * numbers['data_wait']:.1f} %"
+    expected = ["step 6/6", "epoch 0.80/0.8", loss, rate, gradient, cosine, speed, wait, memory]
+    expected += [f"scale {numbers['loss_scale']:.0f}", "eta 0:00"]
+    assert line.split("  ") == expected
+    assert numbers["epoch"] == pytest.approx(6 * 8 / 60)
+    assert line in (tmp_path / "tiny" / "train.log").read_text()
+
+
+def test_a_terminal_shows_rate_speed_and_data_wait_as_well(dataset: Path, tmp_path: Path):
+    shown, hidden = pty.openpty()
+    fcntl.ioctl(hidden, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+    arguments = tiny_run(dataset, tmp_path, "train.max_steps=6", "eval.targets=[]", "log.every=2")
+    with subprocess.Popen(command_of(1, arguments), stdin=hidden, stdout=hidden, stderr=hidden, cwd="/") as process:
+        os.close(hidden)
+        text = b""
+        with contextlib.suppress(OSError):  # Linux ends a terminal without writers by an error
+            while part := os.read(shown, 65536):
+                text += part
+    os.close(shown)
+    assert process.returncode == 0, text
+    bars = [line for line in text.decode().replace("\r", "\n").splitlines() if "step 6/6" in line]
+    assert bars, text
+    assert re.search(
+        r"100% \|.+\| step 6/6, epoch 0.80/0.8  loss [\d.]+  lr [\d.e-]+  [\d.]+ img/s  data [\d.]+ %  eta 0:00", bars[-1]
+    )

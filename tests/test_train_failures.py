@@ -14,6 +14,7 @@ import torch
 from tiny_runs import ROOT, command_of, descendants, read_metrics, run_train, tiny_run, write_dataset
 
 import train
+from eval import monitor
 from utils.checkpoint import list_checkpoints, step_of
 from utils.optim import LossScaler, finish_gradients
 from utils.tensor_file import read_tensors
@@ -70,7 +71,7 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)
-    monkeypatch.setattr(train, "write_summary", full)
+    monkeypatch.setattr(monitor, "write_summary", full)
     (tmp_path / "tiny").mkdir()
     for name in ("train.log", "metrics.jsonl"):
         (tmp_path / "tiny" / name).symlink_to("/dev/full")
@@ -86,6 +87,7 @@ _HANGS = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 import train
+from eval import monitor
 from data.record_dataset import RecordDataset
 whole, images = RecordDataset.decode_into, 0
 def decode(self, index, out):
@@ -160,21 +162,31 @@ def test_workers_of_a_killed_torchrun_save_and_end(dataset: Path, tmp_path: Path
 def _overflow_on_rank_1(rank: int, world_size: int, dataset: str, output: str) -> None:
     for name, value in (("RANK", rank), ("WORLD_SIZE", world_size), ("LOCAL_RANK", rank)):
         os.environ[name] = str(value)
-    calls, backbones = 0, []
+    calls, backbones, heads, weights, centres = 0, [], [], [], []
 
     def overflowing(module: torch.nn.Module, scale: float, clip_norm: float) -> torch.Tensor:
         nonlocal calls
         calls += 1
         norm = finish_gradients(module, scale, clip_norm)
         backbones.append(module)
+        weights.append(torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()]))
+        centres.append(torch.cat([rows.reshape(-1).clone() for rows in heads[0].shard_state().values()]))  # momentum too
         return torch.full_like(norm, float("inf")) if rank == 1 and calls == 3 else norm
 
-    train.finish_gradients = overflowing
+    whole = train.build_head
+
+    def build_head(*arguments: object) -> torch.nn.Module:
+        heads.append(whole(*arguments))
+        return heads[0]
+
+    train.build_head, train.finish_gradients = build_head, overflowing
     train.LossScaler = functools.partial(LossScaler, initial=256.0)  # small enough not to overflow by itself
     overrides = ["train.precision=fp16", "train.max_steps=5", "train.batch_size=4", "eval.targets=[]"]
     (Path(output) / str(rank)).mkdir()
     config, *rest = tiny_run(Path(dataset), Path(output) / str(rank), *overrides, f"run.output={output}")
     train.train(train.load_config(config, rest), train.StopSignal())
+    for states in (weights, centres):  # before the update of each step: that of the third did not take place, on any rank
+        assert [torch.equal(states[step], states[step + 1]) for step in range(4)] == [False, False, True, False]
     ends = torch.cat([parameter.detach().reshape(-1) for parameter in backbones[-1].parameters()])
     both = [torch.empty_like(ends) for _ in range(world_size)]
     torch.distributed.all_gather(both, ends)
@@ -185,5 +197,5 @@ def _overflow_on_rank_1(rank: int, world_size: int, dataset: str, output: str) -
         assert all(record["grad_norm"] is not None for record in seen)  # finite on this rank
 
 
-def test_an_overflow_on_one_rank_is_skipped_by_all(run_ranks: Callable[..., None], dataset: Path, tmp_path: Path):
+def test_an_overflow_on_one_rank_moves_no_weight_and_no_centre(run_ranks: Callable[..., None], dataset: Path, tmp_path: Path):
     run_ranks(_overflow_on_rank_1, 2, str(dataset), str(tmp_path))

@@ -1,17 +1,20 @@
 """Going on: whatever ends a run when, the same command continues it to the same bits, and nothing that was saved is lost."""
 
+import json
 import multiprocessing as mp
 import os
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import command_of, descendants, final_weights, read_metrics, run_train, tiny_run, write_dataset
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_runs import ROOT, command_of, descendants, final_weights, read_metrics, run_train, tiny_run, write_dataset
 
 import train
 from utils import checkpoint_writer
@@ -86,6 +89,136 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_to_the_same_bits(dataset: 
     assert run_train(num_processes, stopped).returncode == 0
     whole, again = final_weights(tmp_path / "whole"), final_weights(tmp_path / "stopped")
     assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def _wait_for_steps(metrics: Path, steps: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not metrics.is_file() or len(metrics.read_text().splitlines()) < steps:
+        assert process.poll() is None and time.monotonic() < deadline, "the run ended, or did nothing, before the signal"
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(dataset: Path, tmp_path: Path, num_processes: int):
+    """A terminal sends SIGINT to what it started; torchrun passes it on to its workers."""
+    overrides = ["head.sample_rate=0.5", "train.epochs=2.5", "eval.targets=[]", "checkpoint.every=0"]
+    assert run_train(num_processes, tiny_run(dataset, tmp_path, *overrides, "run.name=whole")).returncode == 0
+    stopped = tiny_run(dataset, tmp_path, *overrides, "run.name=stopped")
+    with subprocess.Popen(command_of(num_processes, stopped), stderr=subprocess.PIPE, text=True, cwd="/") as process:
+        _wait_for_steps(tmp_path / "stopped" / "metrics.jsonl", 3, process)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=120)[1]
+    (saved,) = list_checkpoints(tmp_path / "stopped")
+    assert said.count("Ctrl-C: saving and stopping when this step is done") == 1
+    assert f"stopped by SIGINT: saved after step {step_of(saved)} of 18; the same command goes on from there" in said
+    if num_processes == 1:
+        assert process.returncode == 130 and "Traceback" not in said, said
+    assert "train.py" not in said.replace("error", ""), said  # of a worker's traceback
+    assert run_train(num_processes, stopped).returncode == 0
+    whole, again = final_weights(tmp_path / "whole"), final_weights(tmp_path / "stopped")
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+_SLOW = """
+import sys, time
+sys.path.insert(0, {root!r})
+import train
+{patch}
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def _interrupted(tmp_path: Path, patch: str, arguments: list[str], times: int) -> tuple[int, str]:
+    """Start train.py with a patch that prints "here" and sleeps; send SIGINT `times` there; return status and stderr."""
+    program = tmp_path / "slow.py"
+    program.write_text(_SLOW.format(root=str(ROOT), patch=patch))
+    command = [sys.executable, str(program), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/") as process:
+        assert process.stdout is not None
+        while "here" not in process.stdout.readline():
+            assert process.poll() is None
+        for _ in range(times):
+            time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    return process.returncode, said
+
+
+def test_a_second_ctrl_c_stops_at_once_without_saving(dataset: Path, tmp_path: Path):
+    slow_step = """
+whole = train.prepare
+def prepare(images, mirrored):
+    print("here", flush=True)
+    time.sleep(30)
+    return whole(images, mirrored)
+train.prepare = prepare
+"""
+    started = time.monotonic()
+    status, said = _interrupted(tmp_path, slow_step, tiny_run(dataset, tmp_path, "eval.targets=[]"), 2)
+    assert status == -signal.SIGINT and time.monotonic() - started < 29
+    assert "Ctrl-C again stops at once, without saving" in said and "Traceback" not in said
+    assert list_checkpoints(tmp_path / "tiny") == []
+
+
+def test_ctrl_c_before_the_first_step_stops_at_once_and_promises_nothing(dataset: Path, tmp_path: Path):
+    slow_start = """
+whole = train.build_dataset
+def build_dataset(*arguments):
+    print("here", flush=True)
+    time.sleep(30)
+    return whole(*arguments)
+train.build_dataset = build_dataset
+"""
+    status, said = _interrupted(tmp_path, slow_start, tiny_run(dataset, tmp_path, "eval.targets=[]"), 1)
+    assert status == 130
+    assert said.strip() == "interrupted: no step was trained, so nothing was saved; earlier checkpoints are untouched"
+
+
+def test_ctrl_c_in_another_program_speaks_of_no_checkpoint(tmp_path: Path):
+    program = "import sys, time; from utils.program import guarded; print('here', flush=True); sys.exit(guarded(lambda: "
+    program += "time.sleep(30)))"
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    assert (process.returncode, said.strip()) == (130, "interrupted")
+
+
+def test_a_resumed_run_says_which_keys_changed(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert train.main(tiny_run(dataset, tmp_path, "train.max_steps=2")) == 0
+    assert "changed since" not in capsys.readouterr().out
+    changes = ["loss.margin=0.3", "optimizer.lr=0.01", "augment.blur=0.5", "eval.targets=[]"]
+    assert train.main(tiny_run(dataset, tmp_path, "train.max_steps=4", *changes)) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since")]
+    assert lines == [
+        "changed since that checkpoint: augment.blur was 0.0, is 0.5",
+        "changed since that checkpoint: loss.margin was 0.2, is 0.3",
+        "changed since that checkpoint: optimizer.lr was 0.05, is 0.01",
+        "changed since that checkpoint: train.max_steps was 2, is 4",
+        "changed since that checkpoint: eval.targets was ['tiny'], is []",
+    ]
+
+
+def test_a_resumed_run_has_each_step_once_in_metrics_and_tensorboard(dataset: Path, tmp_path: Path):
+    """Killed after steps that no checkpoint has: they are trained again, and the first time is forgotten."""
+    overrides = ["checkpoint.every=4", "eval.every=4", "eval.at_start=true", "train.epochs=2.5"]
+    arguments = tiny_run(dataset, tmp_path, *overrides)
+    _run_and_kill(1, arguments, tmp_path / "tiny" / "metrics.jsonl", 9)
+    with (tmp_path / "tiny" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 17, "kind": "tr')  # a line that the kill cut short
+    assert train.main(arguments) == 0
+    records = [json.loads(line) for line in (tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    trained = [record["step"] for record in records if record["kind"] == "train"]
+    evaluated = [record["step"] for record in records if record["kind"] == "tiny"]
+    assert trained == list(range(1, 19)) and evaluated == [0, 4, 8, 12, 16, 18]
+    board = EventAccumulator(str(tmp_path / "tiny" / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == trained
+    assert [event.step for event in board.Scalars("tiny/accuracy")] == evaluated
+    losses = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+    assert [event.value for event in board.Scalars("train/loss")] == pytest.approx([losses[step] for step in trained])
 
 
 def test_a_run_folder_in_use_is_refused(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -17,6 +17,25 @@ import torch
 from tqdm import tqdm
 
 
+def _rate(value: float) -> str:
+    return f"{value:.0f} img/s" if value >= 100 else f"{value:.3g} img/s"
+
+
+# how each number of training is shown, with its unit
+FORMS: dict[str, Callable[[float], str]] = {
+    "loss": "loss {:.3f}".format,
+    "lr": "lr {:.3g}".format,
+    "grad_norm": "grad {:.3g}".format,
+    "positive_cosine": "cos+ {:.3f}".format,
+    "images_per_second": _rate,
+    "data_wait": lambda share: f"data {100 * share:.1f} %",
+    "memory_gib": "{:.2f} GiB".format,
+    "loss_scale": "scale {:.0f}".format,
+}
+_ON_BAR = ("lr", "images_per_second", "data_wait")
+_BAR = "{percentage:3.0f}% |{bar}| step {n_fmt}/{total_fmt}{postfix}"
+
+
 class RunLog:
     """One run's log; on every rank but 0 all methods do nothing.
 
@@ -26,13 +45,16 @@ class RunLog:
 
     Args:
         folder: of the run; train.log, metrics.jsonl and tensorboard/ are continued there.
-        start_step, total_steps: optimizer steps, for the bar and the time left.
+        start_step, total_steps: optimizer steps, for the bar and the time left. Numbers that an interrupted run wrote of steps
+            after start_step are removed from metrics.jsonl and TensorBoard: those steps are trained again.
+        epochs_per_step: share of an epoch that is one optimizer step.
     """
 
-    def __init__(self, folder: Path, rank: int, start_step: int, total_steps: int) -> None:
+    def __init__(self, folder: Path, rank: int, start_step: int, total_steps: int, epochs_per_step: float = 0.0) -> None:
         self.active = rank == 0
-        self.total_steps = total_steps
+        self.total_steps, self.epochs_per_step = total_steps, epochs_per_step
         self.bar: tqdm | None = None
+        self._numbers_on_bar = ""  # of the last line of the log
         self.board: Any = None
         self._failed: set[str] = set()  # what could not be written
         if not self.active:
@@ -40,11 +62,14 @@ class RunLog:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only rank 0 needs it
 
         self.file = (folder / "train.log").open("a", encoding="utf-8", buffering=1)
+        with self.tolerant("metrics.jsonl, to remove what is trained again,"):
+            _keep_steps(folder / "metrics.jsonl", start_step)
         self.metrics_file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         with self.tolerant("TensorBoard"):
-            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step)
+            # hides all numbers from this step on
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else 0)
         if sys.stderr.isatty():
-            self.bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
+            self.bar = tqdm(total=total_steps, initial=start_step, dynamic_ncols=True, bar_format=_BAR)
 
     def __enter__(self) -> "RunLog":
         return self
@@ -100,19 +125,31 @@ class RunLog:
     def advance(self, step: int, loss: float) -> None:
         """Move the bar to `step` finished optimizer steps."""
         if self.bar is not None:
-            self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            self.bar.set_postfix_str(f"{self._epoch(step)}  loss {loss:.3f}{self._numbers_on_bar}", refresh=False)
             self.bar.update(step - self.bar.n)
 
     def train(self, step: int, numbers: dict[str, float], eta_seconds: float) -> None:
-        """Write the numbers of training after `step` optimizer steps."""
+        """Write the numbers of training after `step` optimizer steps: a line in the log and on the terminal, or in its bar.
+
+        Args:
+            numbers: by the names in FORMS.
+        """
         if not self.active:
             return
-        shown = "  ".join(f"{name} {value:.5g}" for name, value in numbers.items())
-        line = f"step {step}/{self.total_steps}  {shown}  eta {format_seconds(eta_seconds)}"
+        shown = {name: FORMS[name](value) for name, value in numbers.items()}
+        eta = f"eta {format_seconds(eta_seconds)}"
+        line = "  ".join([f"step {step}/{self.total_steps}", self._epoch(step), *shown.values(), eta])
         self._line(line)
         if self.bar is None:
             self._show(line)
-        self.record(step, "train", numbers)
+        else:
+            self._numbers_on_bar = "".join(f"  {shown[name]}" for name in _ON_BAR if name in shown) + f"  {eta}"
+            self.advance(step, numbers["loss"])
+        self.record(step, "train", {"epoch": step * self.epochs_per_step, **numbers})
+
+    def _epoch(self, step: int) -> str:
+        total = self.total_steps * self.epochs_per_step
+        return f"epoch {step * self.epochs_per_step:.2f}/{total:.4g}"
 
     def record(self, step: int, kind: str, numbers: dict[str, Any]) -> None:
         """Append numbers to metrics.jsonl and TensorBoard, as kind/name."""
@@ -170,6 +207,25 @@ class Speed:
     def eta(self, steps_left: int) -> float:
         """Return the seconds that steps_left steps will take at the mean rate so far."""
         return steps_left * (time.perf_counter() - self.total_started) / max(self.total_steps, 1)
+
+
+def _keep_steps(path: Path, last: int) -> None:
+    """Drop the records of metrics.jsonl of later optimizer steps than `last`, and a line that a kill cut short; 0 drops all."""
+    if not path.is_file():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    kept = [line for line in lines if last and (step := _step_of(line)) is not None and step <= last]
+    if len(kept) < len(lines):
+        written = path.with_name(f".{path.name}.unfinished")
+        written.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        written.replace(path)
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -11,25 +11,37 @@ from . import distributed
 from .distributed import LostPeerError, SharedError
 
 REQUEUE = 75  # exit status of a run that saved and stopped because it was told to: EX_TEMPFAIL of sysexits.h, "try again later"
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells give it: 128 + SIGINT
 
 
 class StoppedError(Exception):
-    """Training stopped at a step boundary because it was told to, after it had saved."""
+    """Training stopped at a step boundary because it was told to, after it had saved.
+
+    Args:
+        status: the exit status of the program.
+    """
+
+    def __init__(self, message: str, status: int = REQUEUE) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGUSR1 instead of dying of them: the training loop saves at the next step boundary, and stops.
+    """Notes the signals that ask a run to stop: the training loop saves at the next step boundary, and stops.
 
-    Schedulers send these before they take a machine away. Outside the main thread nothing is installed.
+    Schedulers send SIGTERM or SIGUSR1 before they take a machine away. Ctrl-C (SIGINT) is noted only while `can_save` holds;
+    before that it raises KeyboardInterrupt, as there is nothing to save. A second Ctrl-C ends the process at once, wherever it
+    is. Outside the main thread nothing is installed.
     """
 
     def __init__(self) -> None:
-        self.name = ""  # of the signal that came
+        self.name = ""  # of the signal that came last
+        self.can_save = False  # whether a step boundary will come at which the run can save
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGUSR1):
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -37,7 +49,20 @@ class StopSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @property
+    def status(self) -> int:
+        """The exit status of a run that saved and stopped because of the signal."""
+        return INTERRUPTED if self.name == "SIGINT" else REQUEUE
+
     def _note(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT:
+            if not self.can_save:
+                raise KeyboardInterrupt("no step was trained, so nothing was saved; earlier checkpoints are untouched")
+            # the system's own handling: it ends the process even while it waits in a collective, where Python handles no signal
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if os.environ.get("RANK", "0") == "0":
+                text = "\nCtrl-C: saving and stopping when this step is done. Ctrl-C again stops at once, without saving\n"
+                os.write(2, text.encode())  # print may be interrupted by this very handler, and cannot be entered twice
         self.name = signal.Signals(number).name
 
 
@@ -62,10 +87,11 @@ def guarded(run: Callable[[], None]) -> int:
     except StoppedError as stopped:
         if rank == "0":
             print(f"stopped by {stopped}", file=sys.stderr, flush=True)
-        status = REQUEUE
-    except KeyboardInterrupt:
-        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
-        status = 130
+        status = stopped.status
+    except KeyboardInterrupt as interrupt:
+        if rank == "0":
+            print(f"interrupted{f': {interrupt}' if interrupt.args else ''}", file=sys.stderr, flush=True)
+        status = INTERRUPTED
     except RuntimeError as error:
         if not (several and distributed.is_lost_peer(error)):
             raise

@@ -190,6 +190,23 @@ def _check_identity(chosen: Path, identity: dict[str, Any]) -> None:
             )
 
 
+def changed_keys(checkpoint: Path, config: dict[str, Any]) -> list[str]:
+    """Return a line for each key whose value differs from the checkpoint's configuration.
+
+    Keys that only one of the two has, as between versions of this program, are left out.
+    """
+    saved = ckpt.read_manifest(checkpoint).get("config")
+    lines = []
+    for section, values in (saved if isinstance(saved, dict) else {}).items():
+        here = config.get(section)
+        if section == "run" or not (isinstance(values, dict) and isinstance(here, dict)):
+            continue
+        for key, was in values.items():
+            if key in here and here[key] != was and (section, key) != ("checkpoint", "resume"):
+                lines.append(f"changed since that checkpoint: {section}.{key} was {was!r}, is {here[key]!r}")
+    return lines
+
+
 def _write_config(folder: Path, text: str, resumed: Path | None) -> None:
     """Save the merged configuration; an earlier one that differs is kept beside it."""
     path, written = folder / "config.yaml", folder / ".config.yaml.unfinished"

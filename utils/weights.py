@@ -5,6 +5,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from .checkpoint import find_checkpoint, read_backbone
+from .optim import is_finite
 from .tensor_file import read_tensors
 
 
@@ -32,3 +33,18 @@ def fill(model: nn.Module, weights: dict[str, Tensor], source: str, hint: str) -
             raise ValueError(f"{source}: {name} is {here}, this backbone has it {wanted}; {hint}")
     model.load_state_dict(weights)
     return model
+
+
+def load_initial(backbone: nn.Module, path: Path) -> None:
+    """Load the weights of another training, which the key init.backbone names.
+
+    Raises:
+        ValueError: naming the key, if there are none, they do not fit, or they are not finite.
+    """
+    try:
+        weights = read_weights(path)
+    except ValueError as error:
+        raise ValueError(f"init.backbone: {error}") from None
+    fill(backbone, weights, f"init.backbone {path}", "check the section backbone")
+    if not is_finite(backbone):
+        raise ValueError(f"init.backbone: {path} holds numbers that are not finite; take an earlier checkpoint")
