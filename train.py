@@ -31,6 +31,7 @@ from eval.embed import class_means
 from eval.evaluate import check_metric, evaluate, load_pair_sets, selection_score
 from eval.figures import overview
 from eval.html_report import write_summary
+from eval.pairs import PairSet
 from eval.report import as_json, format_table
 from losses import build_margin
 from losses.first_loss import judge_first_loss
@@ -56,14 +57,10 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     world = distributed.start(config.run.device, config.run.threads, config.run.timeout_minutes + 1)
     batch_size, accumulation = config.train.batch_size, config.train.accumulation
     data = config.data
-    cache = {"auto": str(Path(config.run.output) / "index_cache"), "off": None}.get(data.index_cache, data.index_cache)
     for first in (True, False):  # one process of each machine parses the data, the others map what it found
         with together(world):
             if (world.local_rank == 0) is first:
-                check_batch(batch_size, accumulation, world.world_size)
-                dataset = build_dataset(data, config.run.seed, cache)
-                pair_sets = load_pair_sets(config.eval.path or data.path, config.eval.targets)
-                check_metric(pair_sets, config.eval.metric)
+                dataset, pair_sets = open_data(config, world.world_size)
     order = SampleOrder(
         dataset.num_images, batch_size, config.run.seed, data.flip, data.shuffle, data.block, data.window, dataset.draw
     )
@@ -266,6 +263,17 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         log.info(f"finished {total_steps} steps; checkpoints, log and figures are in {folder}")
 
 
+def open_data(config: EasyDict, num_processes: int) -> tuple[FaceDataset, list[PairSet]]:
+    """Return the training data and the verification sets, after checking what can be checked of them before training."""
+    data = config.data
+    check_batch(config.train.batch_size, config.train.accumulation, num_processes)
+    cache = {"auto": str(Path(config.run.output) / "index_cache"), "off": None}.get(data.index_cache, data.index_cache)
+    dataset = build_dataset(data, config.run.seed, cache)
+    pair_sets = load_pair_sets(config.eval.path or data.path, config.eval.targets)
+    check_metric(pair_sets, config.eval.metric)
+    return dataset, pair_sets
+
+
 def is_due(done: int, every: int, total_steps: int) -> bool:
     return done == total_steps or (every > 0 and done % every == 0)
 
@@ -306,15 +314,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("config", help="YAML file of the run, for example configs/demo_cpu.yaml")
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="for example optimizer.lr=0.05 train.epochs=2"
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="for example optimizer.lr=0.05 train.epochs=2"
     )
     parser.add_argument("--print-config", action="store_true", help="print the merged configuration and stop")
+    parser.add_argument(
+        "--check", action="store_true", help="check the configuration, the data and the verification sets, and stop"
+    )
     options = parser.parse_intermixed_args(arguments)
 
     def run() -> None:
         config = load_config(options.config, options.overrides)
         if options.print_config:
             print(dump_config(config), end="")
+        elif options.check:
+            dataset, pair_sets = open_data(config, num_processes=1)
+            sets = [f"{pair_set.name}: {len(pair_set.same)} pairs" for pair_set in pair_sets]
+            print("\n".join([dataset.describe(), *dataset.warnings, *sets, "nothing wrong was found"]))
         else:
             with StopSignal() as stop:
                 train(config, stop)
