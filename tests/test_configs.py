@@ -1,8 +1,10 @@
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+import train
 from configs import as_plain, dump_config, load_config
 from configs.loader import SCHEMA
 from utils.suggest import nearest
@@ -171,6 +173,55 @@ def test_anchors_and_merges_of_yaml_work(tmp_path: Path):
 )
 def test_a_slip_has_a_suggestion_and_a_far_word_has_none(name: str, known: list[str], expected: str | None):
     assert nearest(name, known) == expected
+
+
+def test_every_key_is_explained_where_it_stands():
+    section = ""
+    for number, line in enumerate(SCHEMA.read_text().splitlines(), 1):
+        section = line.split(":")[0] if line and line[0] not in " #" else section
+        key = line.split("#")[0].strip()
+        if line.startswith("  ") and key:
+            name = f"{section}.{key.split(':')[0]}"
+            assert len(line.partition("#")[2].split()) >= 3, f"line {number}: {name} has no explanation"
+
+
+def test_the_page_about_configuration_is_true(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    page = (SCHEMA.parent.parent / "docs" / "configuration.md").read_text()
+    example = page.split("```yaml\n")[1].split("```")[0]
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "ms1mv3_r50.yaml").write_text(SCHEMA.with_name("ms1mv3_r50.yaml").read_text())
+    (folder / "mine.yaml").write_text(example)
+    arguments = re.search(r"^python train.py configs/mine.yaml (.*) --print-config$", page, re.M).group(1).split()
+    assert train.main([str(folder / "mine.yaml"), *arguments, "--print-config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    expected = yaml.safe_load(SCHEMA.read_text())
+    for name, value in {
+        "data.num_classes": 93431, "data.num_images": 5179510, "train.precision": "fp16",  # the file below
+        "backbone.name": "r100", "optimizer.lr": 0.05, "eval.targets": ["lfw"],  # the file
+        "train.epochs": 2.0, "run.name": "short",  # the command line
+    }.items():  # fmt: skip
+        section, key = name.split(".")
+        expected[section][key] = value
+    assert printed == expected
+    examples = re.findall(r"`'?([a-z]+\.[a-z_]+=[^`]*?)'?`", page.split("## Values")[1].split("## What is checked")[0])
+    for override in examples:
+        load_config(SCHEMA, [override.replace("='\"", '="').replace("\"'", '"')])
+    assert len(examples) >= 9
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(printed))  # config.yaml of a run folder is a config
+    assert as_plain(load_config(tmp_path / "again.yaml")) == printed
+
+
+def test_check_opens_data_and_sets_and_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    made = ["data.source=synthetic", "data.num_classes=3", "data.num_images=6", f"run.output={tmp_path}"]
+    (tmp_path / "run.yaml").write_text("train: {batch_size: 2}\n")
+    assert train.main([str(tmp_path / "run.yaml"), *made, "--check"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+    for override, said in [("eval.targets=[lfw]", "lfw.bin"), ("data.source=recordio", "data.path"), ("train.lr=1", "no key")]:
+        capsys.readouterr()
+        assert train.main([str(tmp_path / "run.yaml"), *made, override, "--check"]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and said in err and err.count("\n") == 1
 
 
 def test_a_missing_config_names_the_nearest_file():
