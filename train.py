@@ -1,15 +1,15 @@
 """Train a face recognition network: python train.py CONFIG, or torchrun --nproc_per_node=N train.py CONFIG.
 
-One process or many, CPU or CUDA, run the same lines. The optimizer step is the one clock: learning rate, log, evaluation,
-checkpoints and resume count in it.
+CONFIG is a YAML file that names what differs from configs/base.yaml, where every key is explained; see docs/configuration.md.
+Example: python train.py configs/ms1mv3_r50.yaml data.path=/data/ms1m-retinaface-t1 optimizer.lr=0.05 train.epochs=2
+
+One process or many, CPU or CUDA, run the same lines. The optimizer step is the one clock: whatever is periodic counts in it.
 Shapes: b = images of this rank in one micro-batch, A = micro-batches per optimizer step, D = embedding size.
 """
 
-import argparse
 import functools
 import itertools
 import math
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +36,7 @@ from partial_fc import PartialFC, build_head, check_head_fits
 from partial_fc.start import Started, start_centres
 from utils import distributed
 from utils.checkpoint_writer import CheckpointWriter, Keep
+from utils.cli import make_parser
 from utils.distributed import SharedError, World, together
 from utils.log import RunLog, Speed, peak_memory_gib
 from utils.memory import available_bytes, backbone_memory
@@ -76,8 +77,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         },
         "config": as_plain(config),
     }
-    folder = Path(config.run.output) / config.run.name
-    saving = config.checkpoint
+    folder, saving = Path(config.run.output) / config.run.name, config.checkpoint
     resume_from, warnings = prepare_run_folder(folder, saving, dump_config(config), facts["identity"], world)
 
     # ---- build
@@ -294,20 +294,11 @@ def start_from(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and train; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="train.py",
-        description="Train a face recognition network with a sharded Partial FC head.",
-        epilog="Every key, with its default and meaning: configs/base.yaml. Several processes: torchrun --standalone "
-        "--nproc_per_node=8 train.py CONFIG. Stopped runs continue when the same command is given again.",
-    )
+    parser = make_parser("python train.py", __doc__)
     parser.add_argument("config", help="YAML file of the run, for example configs/demo_cpu.yaml")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="for example optimizer.lr=0.05 train.epochs=2"
-    )
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="such as optimizer.lr=0.05")
     parser.add_argument("--print-config", action="store_true", help="print the merged configuration and stop")
-    parser.add_argument(
-        "--check", action="store_true", help="check the configuration, the data and the verification sets, and stop"
-    )
+    parser.add_argument("--check", action="store_true", help="check configuration, data and verification sets, and stop")
     options = parser.parse_intermixed_args(arguments)
 
     def run() -> None:
@@ -326,4 +317,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

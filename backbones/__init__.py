@@ -4,11 +4,12 @@ Every network takes (b, 3, 112, 112), RGB, (x - 127.5) / 127.5, and returns (b, 
 normalised: the head and the evaluation do that.
 """
 
-import difflib
 from collections.abc import Callable
 from functools import partial
 
 from torch import nn
+
+from utils.suggest import did_you_mean
 
 from .iresnet import IResNet
 from .mobilefacenet import MobileFaceNet
@@ -36,6 +37,6 @@ def build_backbone(name: str, embedding_size: int = 512, width: float = 1.0, dro
         dropout: probability before the last linear layer, while training.
     """
     if name not in BACKBONES:
-        nearest = difflib.get_close_matches(name, BACKBONES, n=1, cutoff=0.0)[0]
-        raise ValueError(f"backbone.name must be one of {', '.join(BACKBONES)}, got '{name}'. Did you mean '{nearest}'?")
+        hint = did_you_mean(name, BACKBONES)
+        raise ValueError(f"backbone.name must be one of {', '.join(BACKBONES)}, got '{name}'.{hint}")
     return BACKBONES[name](embedding_size=embedding_size, width=width, dropout=dropout)

@@ -1,42 +1,23 @@
 """Read a run's YAML, its `_base_` files and the command line's overrides into one read-only EasyDict.
 
 base.yaml lies under every config and is the schema: its keys are all the keys there are, and the type of each default is the
-type of the key. Errors are ValueErrors that name the file or override, the key, the rule, the value and, for a typo, the
-nearest key.
+type of the key, by which values.py reads what was written. Errors are ValueErrors that name the file or override, the key, the
+rule, the value and, for a typo, the nearest key.
 """
 
 import copy
-import difflib
-import math
-import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 from easydict import EasyDict
 
+from utils.suggest import nearest
+
 from .rules import ENTRIES, check_rules
+from .values import Loader, Plain, is_nothing, shown, typed
 
 SCHEMA = Path(__file__).with_name("base.yaml")
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 5e-4 as a number (YAML 1.1 wants 5.0e-4) and refuses a key given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if key_node.value in seen:
-                raise ValueError(f"key {key_node.value!r} stands twice (line {key_node.start_mark.line + 1}); keep one")
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
-    list("-+0123456789."),
-)
 
 
 class Config(EasyDict):
@@ -75,7 +56,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         ValueError: a missing file, a key that does not exist, a wrong type, or a rule between keys that is broken.
     """
     path = Path(path)
-    tree = _read(SCHEMA)
+    tree = _read(SCHEMA, yaml.SafeLoader)
     for layer in _layers(path, ()):
         _merge(tree, _read(layer), str(layer))
     for override in overrides:
@@ -114,26 +95,27 @@ def _to_config(tree: dict[str, Any]) -> Config:
     return config
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, loader: type[yaml.SafeLoader] = Loader) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a UTF-8 text file"
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
-        hint = f" Did you mean {path.parent / near[0]}?" if near else ""
+        near = nearest(path.name, [p.name for p in path.parent.glob("*.yaml")])
+        hint = f" Did you mean {path.parent / near}?" if near else ""
         raise ValueError(f"config {path}: cannot be read ({reason}).{hint}") from None
     try:
-        tree = yaml.load(text, _Loader)
+        tree = yaml.load(text, loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         raise ValueError(f"config {path}{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
     except ValueError as error:
         raise ValueError(f"config {path}: {error}") from None
-    if tree is None:
+    if is_nothing(tree):
         return {}
     if not isinstance(tree, dict):
-        raise ValueError(f"config {path}: must hold sections like 'train:', got {type(tree).__name__}")
+        kind = "a list" if isinstance(tree, list) else shown(tree)
+        raise ValueError(f"config {path}: must hold sections like 'train:', got {kind}")
     return tree
 
 
@@ -145,7 +127,7 @@ def _layers(path: Path, above: tuple[Path, ...]) -> list[Path]:
     if resolved in above:
         raise ValueError(f"config {path}: _base_ goes round in a circle; remove one of the _base_ lines")
     base = _read(path).get("_base_")
-    if base is None:
+    if is_nothing(base):
         return [path]
     if not isinstance(base, str):
         raise ValueError(f"config {path}: _base_ must be one file name, got {base!r}")
@@ -157,10 +139,12 @@ def _parse_override(override: str) -> dict[str, Any]:
     if not equals or not dotted.strip():
         raise ValueError(f"override {override!r}: must read section.key=value, for example optimizer.lr=0.05")
     try:
-        value = yaml.load(text, _Loader)
+        value = yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError):
         raise ValueError(f"override {override!r}: the value is not valid YAML; quote it") from None
-    tree: Any = "" if value is None else value
+    if text.strip() != (value or "") and (value is None or isinstance(value, Plain)):
+        raise ValueError(f"override {override!r}: # begins a comment and & a label in YAML; quote the value twice: '\"...\"'")
+    tree: Any = value
     for key in reversed(dotted.strip().split(".")):
         tree = {key: tree}
     return tree
@@ -176,12 +160,12 @@ def _merge(tree: dict[str, Any], layer: dict[str, Any], source: str, prefix: str
             raise ValueError(f"{source}: no key {name!r}.{_nearest(tree, prefix, str(key))}")
         if isinstance(tree[key], dict):
             if not isinstance(value, dict):
-                raise ValueError(f"{source}: {name} is a section, got {value!r}; set a key in it: {name}.KEY=VALUE")
+                raise ValueError(f"{source}: {name} is a section, got {shown(value)}; set a key in it: {name}.KEY=VALUE")
             _merge(tree[key], value, source, f"{name}.")
         elif name in ENTRIES:
             tree[key] = _entries(ENTRIES[name], value, source, name)
         else:
-            tree[key] = _typed(tree[key], value, f"{source}: {name}")
+            tree[key] = typed(tree[key], value, name, f"{source}: {name}")
 
 
 def _entries(schema: dict[str, Any], value: Any, source: str, name: str) -> list[dict[str, Any]]:
@@ -195,29 +179,11 @@ def _entries(schema: dict[str, Any], value: Any, source: str, name: str) -> list
 
 
 def _nearest(tree: dict[str, Any], prefix: str, key: str) -> str:
-    near = difflib.get_close_matches(key, list(tree), n=1, cutoff=0.5)
+    near = nearest(key, [str(other) for other in tree])
     if near:
-        return f" Did you mean {prefix}{near[0]!s}?"
+        return f" Did you mean {prefix}{near}?"
     if not prefix:  # a key written without its section, for example lr=0.1
         inside = [f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) and key in keys]
         if inside:
             return f" Did you mean {inside[0]}?"
     return f" Allowed: {', '.join(sorted(str(k) for k in tree))}"
-
-
-def _typed(default: Any, value: Any, where: str) -> Any:
-    """Return value if it has the type of default (an int counts as a float), else raise."""
-    if isinstance(default, bool) or isinstance(value, bool):
-        fits = isinstance(default, bool) and isinstance(value, bool)
-    elif isinstance(default, float):
-        fits = isinstance(value, (int, float)) and math.isfinite(value)
-        value = float(value) if fits else value
-    elif isinstance(default, list):
-        fits = isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
-        value = list(value) if fits else value
-    else:
-        fits = isinstance(value, type(default))
-    if not fits:
-        names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list of names"}
-        raise ValueError(f"{where} must be {names[type(default)]}, got {value!r}")
-    return value

@@ -1,7 +1,8 @@
 """The rules a configuration must keep, beside the types that base.yaml fixes: allowed names, ranges, and rules across keys."""
 
-import difflib
 from typing import Any
+
+from utils.suggest import did_you_mean
 
 SOURCES = ("recordio", "folder", "list", "tar", "synthetic")
 
@@ -96,8 +97,7 @@ def check_rules(tree: dict[str, Any]) -> None:
 
     for name, allowed in CHOICES.items():
         if get(name) not in allowed:
-            near = difflib.get_close_matches(get(name), allowed, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(get(name), allowed)
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {get(name)!r}.{hint}")
     for name, (low, high) in RANGES.items():
         if get(name) < low or (high is not None and get(name) > high):
@@ -106,7 +106,17 @@ def check_rules(tree: dict[str, Any]) -> None:
     for name in POSITIVE:
         if get(name) <= 0:
             raise ValueError(f"{name} must be above 0, got {get(name)}")
+    _check_run_name(tree["run"]["name"])
     _check_across(tree)
+
+
+def _check_run_name(name: str) -> None:
+    """Refuse a name that would put the run folder elsewhere than in run.output."""
+    if "/" in name or "\\" in name or name in (".", "..") or name != name.strip() or len(name.encode()) > 200:
+        raise ValueError(
+            "run.name must be the name of one folder, without / or \\ and of at most 200 bytes: the run folder is "
+            f"run.output/run.name; got {name!r}. Another place: run.output=FOLDER"
+        )
 
 
 def _check_across(tree: dict[str, Any]) -> None:

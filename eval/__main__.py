@@ -2,7 +2,17 @@
 
 RUN is a run folder (its newest checkpoint, or the best), one checkpoint folder, or a weights file together with --backbone,
 such as arcface_torch's backbone.pth. Works under torchrun too; all processes share the images.
+
+NAME.bin: a verification set as insightface ships it (a pickle, read without executing anything), or NAME.safetensors, or
+NAME.csv with lines 'path1,path2,same'.
+
+Examples:
+  python -m eval work_dirs/ms1mv3_r50
+  python -m eval backbone.pth --backbone r50 --targets lfw cfp_fp --data /data/val --report report
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m eval")
 
 import argparse
 from collections.abc import Sequence
@@ -12,6 +22,7 @@ import torch
 
 from scripts.networks import add_network_arguments, load_network
 from utils import distributed
+from utils.cli import make_parser
 from utils.distributed import together
 from utils.optim import AUTOCAST
 from utils.program import guarded
@@ -23,9 +34,7 @@ from .report import format_table
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and evaluate; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval", description="Verification accuracy, TAR at FAR, EER and AUC of a network."
-    )
+    parser = make_parser("python -m eval", __doc__)
     add_network_arguments(parser)
     parser.add_argument("--targets", nargs="+", metavar="NAME", help="sets to score; default: those of the run's config")
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with NAME.bin; default: that of the run's config")

@@ -1,7 +1,8 @@
 """Margins by name: what separates one face recognition loss from another. See margin.py for what a head may rely on."""
 
-import difflib
 from collections.abc import Callable
+
+from utils.suggest import did_you_mean
 
 from .arcface import ArcFace
 from .combined import Combined
@@ -24,8 +25,8 @@ def list_margins() -> list[str]:
 def build_margin(name: str, scale: float, margin: float, m1: float, m2: float, m3: float, gradient: str = "exact") -> Margin:
     """Return the margin of that name. arcface and cosface read `margin`, combined reads m1, m2 and m3."""
     if name not in MARGINS:
-        nearest = difflib.get_close_matches(name, MARGINS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"loss.name must be one of {', '.join(MARGINS)}, got '{name}'. Did you mean '{nearest}'?")
+        hint = did_you_mean(name, MARGINS)
+        raise ValueError(f"loss.name must be one of {', '.join(MARGINS)}, got '{name}'.{hint}")
     values = {"margin": margin, "m1": m1, "m2": m2, "m3": m3}
     margin_class, arguments = MARGINS[name]
     return margin_class(scale=scale, gradient=gradient, **{key: values[key] for key in arguments})

@@ -3,7 +3,16 @@
 Every picture below FOLDER that LANDMARKS names is brought to the standard template (utils/alignment.py) and written below OUT
 under the same relative name, as JPEG, or losslessly with --png. Pictures that OUT holds already are passed over, so that an
 interrupted run goes on.
+
+LANDMARKS: a line for each face, name,x1,y1,x2,y2,x3,y3,x4,y4,x5,y5 in pixels: left eye, right eye, nose, left
+and right corner of the mouth, as they stand in the picture. name is the picture's path below FOLDER. A header may name the
+columns in another order.
+
+Example: python -m scripts.align_faces people landmarks.csv aligned
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.align_faces")
 
 import argparse
 import os
@@ -13,6 +22,7 @@ from pathlib import Path
 import cv2
 
 from utils.alignment import align
+from utils.cli import make_parser
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb
 from utils.parallel import ordered
 from utils.program import guarded
@@ -22,7 +32,7 @@ from .face_files import SUFFIXES, add_threads, points_of, progress, read_landmar
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and align; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.align_faces", description=__doc__.split("\n\n")[0])
+    parser = make_parser("python -m scripts.align_faces", __doc__)
     parser.add_argument("folder", type=Path, help="with pictures, in sub-folders or not")
     parser.add_argument("landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5 in pixels of the picture; header or none")
     parser.add_argument("out", type=Path, help="folder for the aligned faces")

@@ -4,6 +4,9 @@ What they may hold: config = edict(), its import, and config.KEY = VALUE, where 
 keys that were given before (config.num_epoch // 10). Whatever else stands there is an error that names the line.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/arcface_config.py is no program, but a part of programs; python -m scripts lists them")
+
 import ast
 import operator
 from collections.abc import Callable

@@ -9,6 +9,9 @@ Rank r of W holds the classes [start, stop) that partial_fc.shard.shard_range te
 Shapes: n = rows of a shard, D = embedding size.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/arcface_files.py is no program, but a part of programs; python -m scripts lists them")
+
 import re
 import warnings
 import zipfile

@@ -4,6 +4,9 @@ Its optimizer numbers all parameters of the backbone, the frozen features.weight
 project's has the trainable parameters of the backbone alone. Both go in the order of the network.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/arcface_network.py is no program, but a part of programs; python -m scripts lists them")
+
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

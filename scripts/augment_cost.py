@@ -1,5 +1,8 @@
 """The part "augment" of benchmark_data: what each augmentation costs in a decoder thread; kornia's, where it is installed."""
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/augment_cost.py is no program, but a part of programs; python -m scripts lists them")
+
 import importlib
 import statistics
 import time

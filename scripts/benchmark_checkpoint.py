@@ -5,7 +5,12 @@ save        seconds that training waits for a save, against torch.save of the sa
 bandwidth   bytes per second of a save from its begin to the complete checkpoint, against writing the same bytes bare
 resharding  memory and time of one of three processes that resumes what two have saved, against reading all shards and cutting;
             and of scripts.checkpoint reshard
+
+Example: python -m scripts.benchmark_checkpoint --quick
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark_checkpoint")
 
 import argparse
 import contextlib
@@ -32,6 +37,7 @@ from partial_fc import PartialFC
 from partial_fc.shard import shard_range
 from utils.checkpoint import checkpoint_path, seal, shard_name, softmax_reader
 from utils.checkpoint_writer import CheckpointWriter, Keep
+from utils.cli import make_parser
 from utils.distributed import World
 from utils.optim import LossScaler, build_optimizer
 from utils.program import guarded
@@ -45,11 +51,7 @@ _DIM = 512
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmark_checkpoint",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("python -m scripts.benchmark_checkpoint", __doc__)
     parser.add_argument("--classes", type=int, default=200_000, help="of this process, 512 numbers each (default 200000)")
     parser.add_argument("--backbone", default="r50", help="(default r50)")
     parser.add_argument("--rounds", type=int, default=3, help="the median counts (default 3)")

@@ -7,7 +7,12 @@ training  steps of a small network, on one batch again and again, and with the l
 memory    resident memory over an epoch of a million records
 
 Rounds of the rivals alternate and medians count, because the machine may be shared. ratio = plain / ours unless it says else.
+
+Example: python -m scripts.benchmark_data --quick --parts decode
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark_data")
 
 import argparse
 import json
@@ -39,6 +44,7 @@ from scripts.augment_cost import measure_augment
 from scripts.benchmark_head import machine
 from scripts.make_demo_data import Picture, draw_all
 from scripts.plain_data import decoders, plain_loader
+from utils.cli import make_parser
 from utils.program import guarded
 
 _CPU = torch.device("cpu")
@@ -47,7 +53,7 @@ _BATCH = 256
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmark_data", description=__doc__.split("\n")[0])
+    parser = make_parser("python -m scripts.benchmark_data", __doc__)
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="default: all")
     parser.add_argument("--records", type=int, default=42_000_000, help="of the index (default 42 million)")
     parser.add_argument("--images", type=int, default=4096, help="drawn faces to decode (default 4096)")

@@ -3,7 +3,12 @@
 numbers     milliseconds from embeddings to all numbers of a set of 6,000 pairs, against loops over folds and thresholds
 embedding   seconds to score one set with two processes, against rank 0 alone with batches of ten while the other waits; both
             also as a share of the training interval between two evaluations
+
+Example: python -m scripts.benchmark_eval --quick
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark_eval")
 
 import argparse
 import json
@@ -24,6 +29,7 @@ from eval.evaluate import evaluate
 from eval.pairs import PairSet, read_bin, write_bin
 from eval.verification import fold_accuracy, verify
 from utils import distributed
+from utils.cli import make_parser
 from utils.distributed import start_local
 from utils.program import guarded
 
@@ -33,7 +39,7 @@ from .plain_eval import plain_embed, plain_numbers
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmark_eval", description=__doc__.split("\n")[0])
+    parser = make_parser("python -m scripts.benchmark_eval", __doc__)
     parser.add_argument("--pairs", type=int, default=1500, help="of the set that is embedded (default 1500)")
     parser.add_argument("--processes", type=int, default=2, help="that share the images (default 2)")
     parser.add_argument("--interval", type=int, default=2000, help="optimizer steps between evaluations (default 2000)")

@@ -4,7 +4,14 @@ Every line of the table is a process of its own (one per rank): some steps to wa
 its peak memory. ratio = plain / ours: how many times as fast, how many times as lean. At sample rate 1 the plain head is the
 tutorials' dense one, below 1 it is Partial FC as arcface_torch does it; see plain_heads.py. "target-only" is a dense head that
 computes the margin for the targets alone, the best that plain code does.
+
+Examples:
+  python -m scripts.benchmark_head --quick
+  python -m scripts.benchmark_head --classes 1000000 --sample-rate 0.1 --plot figures
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark_head")
 
 import argparse
 import json
@@ -27,6 +34,7 @@ from partial_fc import PartialFC
 from partial_fc.sampling import draw_active
 from scripts.plain_heads import PlainHead
 from utils import distributed
+from utils.cli import make_parser
 from utils.log import peak_memory_gib
 from utils.program import guarded
 
@@ -38,7 +46,7 @@ _PLAIN_BYTES = {"tutorial": 29_000, "target-only": 16_000, "sampled": 9_500}  # 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmark_head", description=__doc__.split("\n")[0])
+    parser = make_parser("python -m scripts.benchmark_head", __doc__)
     parser.add_argument(
         "--classes", type=int, nargs="+", help="numbers of identities, over all ranks; default 100000 and 1000000"
     )
@@ -54,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=0, help="classes at once, 0 = what suits the device")
     parser.add_argument("--cache-mb", type=int, default=128, help="MiB for cached exponentials")
     parser.add_argument("--world-size", type=int, default=1, help="gloo or NCCL processes on this machine")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA where there is one")
     parser.add_argument("--steps", type=int, default=5, help="timed steps; the median counts")
     parser.add_argument("--no-plain", action="store_true", help="leave the plain heads out")
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")

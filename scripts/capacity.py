@@ -1,12 +1,19 @@
-"""Tell how many identities fit, and how long a step takes.
-
-python -m scripts.capacity --gpus 8 --memory 32 --backbone r50 --batch 128 --state lean
+"""Tell how many identities fit, and estimate how long a step takes at the least.
 
 Prints, for each head.state, the most identities from the memory model (partial_fc/memory.py and a forward pass that notes what
-the backbone keeps), and a step time from arithmetic and memory traffic alone: a lower bound, at the rates of this device or at
-those that are given. --find measures instead of computing: it trains one full step of ever other numbers of identities in
-processes of their own on this device, until it knows the largest that stays within --memory to about 2 %.
+the backbone keeps). Step times are estimates from arithmetic and memory traffic at peak rates, a lower bound: the rates of
+--card, from its data sheet; those of --tflops and --bandwidth; or those measured on this device, where it is a GPU or --device
+says so. Without any of these there are no step times. --find measures how many identities fit: it trains one full step per
+candidate number of identities on this device, each in a process of its own, until it knows the largest to about 2 %.
+
+Examples:
+  python -m scripts.capacity --gpus 8 --card v100 --precision fp16 --backbone r50 --batch 128
+  python -m scripts.capacity --gpus 8 --memory 32 --tflops 300 --bandwidth 2000 --state lean
+  python -m scripts.capacity --memory 2 --backbone mbf --batch 32 --device cpu --find --quick
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.capacity")
 
 import argparse
 import json
@@ -14,7 +21,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +35,9 @@ from partial_fc.kernels import choose_kernels
 from partial_fc.memory import HeadShape
 from partial_fc.state import FORMATS
 from scripts.benchmark_head import peak_bytes
+from scripts.device_rates import CARDS, Rates, head_dtype, rates_of
 from utils import distributed
+from utils.cli import make_parser
 from utils.image import IMAGE_SIZE
 from utils.memory import BackboneMemory, backbone_memory
 from utils.optim import AUTOCAST, build_optimizer
@@ -38,25 +46,30 @@ from utils.program import guarded
 _GIB = 2**30
 # what libraries take for themselves: oneDNN and MKL; CUDA context, cuDNN, NCCL, fragmentation
 _RESERVE = {"cpu": 64 * 2**20, "cuda": _GIB}
+# said in place of step times
+_NO_RATES = "no step times: the GPU in mind is not known, and there is none here; --card, or --tflops and --bandwidth, tell it"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compute or find; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.capacity", description=__doc__.split("\n")[0])
+    parser = make_parser("python -m scripts.capacity", __doc__)
     parser.add_argument("--gpus", type=int, default=1, help="processes that share the classes (default 1)")
-    parser.add_argument("--memory", type=float, required=True, help="GiB of each")
+    parser.add_argument("--card", choices=tuple(CARDS), help="GPU in mind, for its memory and peak rates")
+    parser.add_argument("--memory", type=float, help="GiB of each process (default: that of --card)")
     parser.add_argument("--backbone", default="r50", choices=[*list_backbones(), "none"], help="none: the head alone")
     parser.add_argument("--width", type=float, default=1.0, help="factor on the backbone's channels")
-    parser.add_argument("--embedding-size", type=int, default=512)
+    parser.add_argument("--embedding-size", type=int, default=512, help="D, numbers per face")
     parser.add_argument("--batch", type=int, default=128, help="images per process and step (default 128)")
-    parser.add_argument("--state", nargs="+", choices=tuple(FORMATS), default=list(FORMATS))
-    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
-    parser.add_argument("--sample-rate", type=float, default=1.0)
+    parser.add_argument("--state", nargs="+", choices=tuple(FORMATS), default=list(FORMATS), help="head.state, each a line")
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="of backbone and class centres")
+    parser.add_argument("--sample-rate", type=float, default=1.0, help="head.sample_rate")
     parser.add_argument("--precision", choices=tuple(AUTOCAST), default="bf16", help="of backbone and head (default bf16)")
-    parser.add_argument("--cache-mb", type=int, default=128)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="that is measured here")
-    parser.add_argument("--tflops", type=float, help="matrix products of the device in mind, TFLOP/s; default: measured here")
-    parser.add_argument("--bandwidth", type=float, help="its memory, GB/s; default: measured here")
+    parser.add_argument("--cache-mb", type=int, default=128, help="head.cache_mb")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="of this machine, to measure and --find"
+    )
+    parser.add_argument("--tflops", type=float, help="rate of matrix products of the device in mind, TFLOP/s; with --bandwidth")
+    parser.add_argument("--bandwidth", type=float, help="rate of its memory, GB/s; with --tflops")
     parser.add_argument("--find", action="store_true", help="verify on this device by bisection")
     parser.add_argument("--quick", action="store_true", help="with --find: to about 10 %% instead of 2 %%")
     parser.add_argument("--json", type=Path, help="write all figures there")
@@ -69,14 +82,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def capacity(options: argparse.Namespace) -> None:
     """Print the table of what fits."""
+    card = CARDS[options.card] if options.card else None
+    if options.memory is None:
+        if card is None:
+            raise ValueError("--memory is needed: GiB of each process; or --card, whose memory is known")
+        options.memory = card.memory
+    if card is not None and not card.bf16 and options.precision == "bf16":
+        raise ValueError(f"--card {options.card} has no bf16, which --precision is by default; give --precision fp16")
     for name in ("gpus", "memory", "batch", "embedding_size"):
         if getattr(options, name) <= 0:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {getattr(options, name)}")
     if not 0 < options.sample_rate <= 1:
         raise ValueError(f"--sample-rate must be above 0 and at most 1, got {options.sample_rate}")
     device = distributed.choose_device(options.device, 0)
+    rates = rates_of(options, device)
     memory, flops = _backbone(options)
-    others = memory.total(options.batch) + _RESERVE[device.type]
+    others = memory.total(options.batch) + _RESERVE["cuda" if _for_gpu(options, device) else "cpu"]
     budget = int(options.memory * _GIB)
     print(
         f"{options.gpus} process(es) of {options.memory:g} GiB, {options.batch} images each, D = {options.embedding_size}, "
@@ -84,20 +105,19 @@ def capacity(options: argparse.Namespace) -> None:
         f"backbone {options.backbone}: {memory.total(options.batch) / _GIB:.2f} GiB, "
         f"{memory.per_image / 2**20:.1f} MiB per image; {max(0, budget - others) / _GIB:.2f} GiB are left for class centres"
     )
-    tflops, bandwidth = _rates(options, device)
-    print(f"step time at {tflops:.3g} TFLOP/s and {bandwidth:.3g} GB/s, a lower bound\n")
-    print(
-        f"{'state':<6} {'B/identity':>10} {'identities':>12} {'head ms':>8} {'backbone ms':>12}"
-        + ("  found here" if options.find else "")
-    )
+    print(f"{rates.words if rates else _NO_RATES}\n")
+    times = f" {'head ms':>8} {'backbone ms':>12}" if rates else ""
+    print(f"{'state':<6} {'B/identity':>10} {'identities':>12}{times}" + ("  found here" if options.find else ""))
     rows = []
     for state in options.state:
         shape = _shape(options, state, device)
         local = shape.classes_in(budget - others)
-        head, body = _step_ms(options, shape, local, memory, flops, tflops, bandwidth)
         row: dict[str, Any] = {"state": state, "bytes_per_identity": shape.bytes_per_class, "identities": local * options.gpus}
-        row |= {"head_ms": head, "backbone_ms": body}
-        line = f"{state:<6} {shape.bytes_per_class:>10} {local * options.gpus:>12,} {head:>8.1f} {body:>12.1f}"
+        line = f"{state:<6} {shape.bytes_per_class:>10} {local * options.gpus:>12,}"
+        if rates:
+            head, body = _step_ms(options, shape, local, memory, flops, rates)
+            row |= {"head_ms": head, "backbone_ms": body}
+            line += f" {head:>8.1f} {body:>12.1f}"
         if options.find:
             row["found_per_process"] = _find(options, state, local, device)
             line += (
@@ -110,8 +130,13 @@ def capacity(options: argparse.Namespace) -> None:
             f"nothing fits: what is not class centres takes {others / _GIB:.2f} GiB; lower --batch, or take a smaller backbone"
         )
     if options.json:
-        facts = {"backbone_bytes": memory.total(options.batch), "tflops": tflops, "bandwidth_gbs": bandwidth}
+        facts = {"backbone_bytes": memory.total(options.batch), "rates": rates._asdict() if rates else None}
         options.json.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+
+
+def _for_gpu(options: argparse.Namespace, device: torch.device) -> bool:
+    """Whether a GPU is in mind: always, unless this CPU is to be measured."""
+    return device.type == "cuda" or bool(options.card) or not (options.device == "cpu" or options.find)
 
 
 def _shape(options: argparse.Namespace, state: str, device: torch.device) -> HeadShape:
@@ -121,14 +146,10 @@ def _shape(options: argparse.Namespace, state: str, device: torch.device) -> Hea
         state=state,
         optimizer=RowAdamW() if options.optimizer == "adamw" else RowSGD(),
         sample_rate=options.sample_rate,
-        matmul_dtype=_matmul(options),
+        matmul_dtype=head_dtype(options),
         cache_mb=options.cache_mb,
-        kernels=choose_kernels("auto", device, options.embedding_size),
+        kernels="triton" if _for_gpu(options, device) else choose_kernels("auto", device, options.embedding_size),
     )
-
-
-def _matmul(options: argparse.Namespace) -> torch.dtype:
-    return torch.bfloat16 if options.precision == "bf16" else torch.float32
 
 
 def _backbone(options: argparse.Namespace) -> tuple[BackboneMemory, int]:
@@ -149,8 +170,7 @@ def _step_ms(
     local: int,
     memory: BackboneMemory,
     flops: int,
-    tflops: float,
-    bandwidth: float,
+    rates: Rates,
 ) -> tuple[float, float]:
     """Return lower bounds of head and backbone: their arithmetic, and their memory traffic, one after the other."""
     active = max(1, round(options.sample_rate * local))
@@ -158,32 +178,9 @@ def _step_ms(
     cached = min(1.0, shape.cache_mb * 2**20 / (active * shape.rows * size))
     products = (6 * cached + 8 * (1 - cached)) * shape.rows * active * shape.dim
     traffic = active * (2.5 * shape.bytes_per_class + 2 * cached * shape.rows * size)  # states: read twice, the centres thrice
-    head = products / (tflops * 1e12) + traffic / (bandwidth * 1e9)
-    body = options.batch * (flops / (tflops * 1e12) + 4 * memory.per_image / (bandwidth * 1e9))
+    head = products / (rates.head_tflops * 1e12) + traffic / (rates.bandwidth * 1e9)
+    body = options.batch * (flops / (rates.backbone_tflops * 1e12) + 4 * memory.per_image / (rates.bandwidth * 1e9))
     return 1e3 * head, 1e3 * body
-
-
-def _rates(options: argparse.Namespace, device: torch.device) -> tuple[float, float]:
-    """Return TFLOP/s of matrix products and GB/s of a copy, given or measured."""
-    size = 4096 if device.type == "cuda" else 1024
-    first = torch.randn(size, size, device=device).to(_matmul(options))
-    data = torch.empty(2**26, device=device)
-
-    def seconds(work: Any) -> float:
-        times = []
-        for _ in range(5):
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            started = time.perf_counter()
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - started)
-        return sorted(times)[2]
-
-    tflops = options.tflops or 2e-12 * size**3 / seconds(lambda: torch.mm(first, first))
-    half = len(data) // 2
-    return tflops, options.bandwidth or 8e-9 * half / seconds(lambda: data[:half].copy_(data[half:]))
 
 
 def _find(options: argparse.Namespace, state: str, guess: int, device: torch.device) -> int:
@@ -216,19 +213,8 @@ def _fits(options: argparse.Namespace, state: str, local: int, device: torch.dev
 
 
 def _arguments(options: argparse.Namespace) -> list[str]:
-    names = (
-        "gpus",
-        "memory",
-        "backbone",
-        "width",
-        "embedding_size",
-        "batch",
-        "optimizer",
-        "sample_rate",
-        "precision",
-        "cache_mb",
-    )
-    return [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
+    names = ["gpus", "memory", "backbone", "width", "embedding_size", "batch", "optimizer", "sample_rate", "precision"]
+    return [text for name in [*names, "cache_mb"] for text in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
 
 
 def _worker(options: argparse.Namespace, case: dict[str, Any]) -> None:
@@ -248,7 +234,7 @@ def _worker(options: argparse.Namespace, case: dict[str, Any]) -> None:
         sample_rate=options.sample_rate,
         optimizer=row_optimizer,
         state=case["state"],
-        matmul_dtype=_matmul(options),
+        matmul_dtype=head_dtype(options),
         cache_mb=options.cache_mb,
         device=device,
     )

@@ -2,7 +2,14 @@
 
 Record by record: the bytes, flag, label, ids, payload, and the decoded pixels. mxnet no longer installs beside a current NumPy,
 so it runs in an environment of its own, made once from requirements-mxnet.txt (Python 3.8 to 3.11).
+
+SET: a folder with train.rec, and train.idx if it has one.
+
+Example: python -m scripts.check_with_mxnet datasets/demo --every 10
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.check_with_mxnet")
 
 import argparse
 import hashlib
@@ -17,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from data.recordio import IndexedRecordFile, unpack
+from utils.cli import make_parser
 from utils.image import decode_rgb
 from utils.program import guarded
 
@@ -28,7 +36,7 @@ _SHOWN = 20  # differences that are printed
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compare; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.check_with_mxnet", description=__doc__.split("\n\n")[0])
+    parser = make_parser("python -m scripts.check_with_mxnet", __doc__)
     parser.add_argument("sets", type=Path, nargs="+", help="folders with train.rec")
     parser.add_argument("--every", type=whole(1), default=1, help="compare every so many records (default 1: all)")
     parser.add_argument("--venv", type=Path, default=_ROOT / ".venv-mxnet", help="environment of mxnet (default .venv-mxnet)")

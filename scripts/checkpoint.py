@@ -5,7 +5,17 @@ verify    sizes and hashes of all files, class slots without a gap; exit status 
 reshard   the same checkpoint with its class centres in another number of files; training itself needs no such step
 merge     one matrix of class centres in the order of the labels, unit rows, for tools that know no shards
 average   the mean of several backbones as one file of weights ("weight averaging"), for evaluation or fine-tuning
+
+PATH: a checkpoint, work_dirs/NAME/checkpoints/step_00012000, or a run folder, work_dirs/NAME.
+
+Examples:
+  python -m scripts.checkpoint show work_dirs/demo_cpu
+  python -m scripts.checkpoint merge work_dirs/demo_cpu centres.safetensors
+  python -m scripts.checkpoint average work_dirs/a work_dirs/b --out mean.safetensors
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.checkpoint")
 
 import argparse
 import shutil
@@ -34,6 +44,7 @@ from utils.checkpoint import (
     shard_name,
     softmax_reader,
 )
+from utils.cli import make_parser
 from utils.program import guarded
 from utils.tensor_file import Planned, flush, write_planned, write_tensors
 
@@ -44,9 +55,7 @@ _ROWS_AT_ONCE = 1 << 13  # class centres
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and do it; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("python -m scripts.checkpoint", __doc__)
     kinds = parser.add_subparsers(dest="what", required=True, metavar="show|verify|reshard|merge|average")
     for name, text in (("show", "what is in it"), ("verify", "is it whole")):
         kind = kinds.add_parser(name, help=text)

@@ -6,7 +6,12 @@ Embeddings are noisy draws around fixed unit vectors, one per class, in families
 class centres train, with ArcFace and SGD. What counts is the margin softmax loss over all classes on embeddings that were not
 trained on, and the mean cosine to the nearest wrong centre. There is no backbone: this ranks numerical formats and sampling
 schemes by how well they optimise, it says nothing about the accuracy of face recognition.
+
+Example: python -m scripts.compare_head_numerics --quick
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.compare_head_numerics")
 
 import argparse
 import json
@@ -22,6 +27,7 @@ from tqdm import tqdm
 
 from losses import build_margin
 from partial_fc import PartialFC, RowSGD
+from utils.cli import make_parser
 from utils.program import guarded
 
 _BATCH, _DIM, _LR = 512, 256, 0.02
@@ -59,9 +65,9 @@ class Task(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compare; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.compare_head_numerics", description=__doc__.split("\n")[0])
-    parser.add_argument("--classes", type=int, default=12288)
-    parser.add_argument("--steps", type=int, default=300)
+    parser = make_parser("python -m scripts.compare_head_numerics", __doc__)
+    parser.add_argument("--classes", type=int, default=12288, help="identities")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each case; the table gives means")
     parser.add_argument("--quick", action="store_true", help="4096 classes, 40 steps, one seed: under a minute on two cores")
     parser.add_argument("--json", type=Path, help="write all figures there")

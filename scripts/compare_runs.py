@@ -3,7 +3,12 @@
 Overlays the loss and the mean verification accuracy over the optimizer steps, and the ROC curves of the results at the end, and
 sets the numbers beside each other. DIR then holds comparison.html, comparison.png and comparison.md. A folder that
 `python -m eval --report` wrote can stand in place of a run: it has results, and no curves of training.
+
+Example: python -m scripts.compare_runs work_dirs/one work_dirs/two --out comparison
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.compare_runs")
 
 import argparse
 import io
@@ -14,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from utils.cli import make_parser
 from utils.page import Page
 from utils.program import guarded
 
@@ -32,7 +38,7 @@ class Run(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compare; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.compare_runs", description=__doc__.split("\n\n")[0])
+    parser = make_parser("python -m scripts.compare_runs", __doc__)
     parser.add_argument("runs", type=Path, nargs="+", help="run folders, or folders of python -m eval --report")
     parser.add_argument("--out", type=Path, default=Path("comparison"), help="folder of the comparison (default ./comparison)")
     options = parser.parse_args(arguments)

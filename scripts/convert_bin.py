@@ -2,7 +2,15 @@
 
 NAME.safetensors holds the same images, byte for byte, each distinct one once, and the same pairs in the same order;
 eval.targets takes it by the same NAME. --to bin goes the other way, for tools that know nothing else.
+
+A .bin file is a pickle of (encoded images, same or not for each pair), as insightface ships; it is read without
+executing anything. A .csv file has lines 'path1,path2,same', with paths relative to it and same 0 or 1.
+
+Example: python -m scripts.convert_bin lfw.bin cfp_fp.bin --out sets
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.convert_bin")
 
 import argparse
 from collections.abc import Sequence
@@ -12,12 +20,13 @@ import numpy as np
 
 from eval.pair_files import read_pairs, write_safetensors
 from eval.pairs import write_bin
+from utils.cli import make_parser
 from utils.program import guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and convert; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.convert_bin", description=__doc__.split("\n\n")[0])
+    parser = make_parser("python -m scripts.convert_bin", __doc__)
     parser.add_argument("sets", type=Path, nargs="+", help=".bin, .safetensors or .csv files")
     parser.add_argument("--out", type=Path, help="folder for the new files (default: beside the old ones)")
     parser.add_argument("--to", choices=("safetensors", "bin"), default="safetensors", help="default safetensors")

@@ -1,5 +1,8 @@
 """The canvas of the demo faces: flat polygons in colour, and a layer of soft shadows that multiplies them."""
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/demo_canvas.py is no program, but a part of programs; python -m scripts lists them")
+
 import cv2
 import numpy as np
 

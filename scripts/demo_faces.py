@@ -5,6 +5,9 @@ make it look round: soft shadows, a lamp on the solid head, and the faults of a 
 Shapes: n = points; canvas = SIZE x SIZE pixels, soft = half of it.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/demo_faces.py is no program, but a part of programs; python -m scripts lists them")
+
 import cv2
 import numpy as np
 

@@ -1,5 +1,8 @@
 """Hair, beards and hats of the demo faces: what grows from the solid head and hangs beside it."""
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/demo_hair.py is no program, but a part of programs; python -m scripts lists them")
+
 import math
 
 import numpy as np

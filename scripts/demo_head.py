@@ -7,6 +7,9 @@ feature collapses there, as it does in a photograph.
 Shapes: n = points; canvas = SIZE x SIZE pixels.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/demo_head.py is no program, but a part of programs; python -m scripts lists them")
+
 import math
 
 import numpy as np

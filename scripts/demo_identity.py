@@ -6,6 +6,9 @@ Units: a head reaches from y = -1 (crown) to about y = 1 (chin), x to the viewer
 radians, colours RGB in [0, 255], age from 0 (young adult) to 1 (old).
 """
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/demo_identity.py is no program, but a part of programs; python -m scripts lists them")
+
 from dataclasses import dataclass
 
 import numpy as np

@@ -3,7 +3,15 @@
 ROOT holds meta/ and loose_crop/, as the archives that insightface links to have them. 1:1: TAR at FAR over template pairs, as
 the papers read it and at a FAR not above the target. 1:N, where the gallery and probe lists are in meta/: rank-1, 5, 10 and
 TPIR at FPIR. Works under torchrun too; the processes share the images.
+
+In meta/: SET_face_tid_mid.txt (lines 'picture template medium'), SET_template_pair_label.txt ('template template same')
+and SET_name_5pts_score.txt ('picture x1 y1 ... x5 y5 score'); SET is ijbb or ijbc.
+
+Example: python -m scripts.evaluate_ijb work_dirs/ms1mv3_r50 --root /data/IJBC --json ijbc.json
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.evaluate_ijb")
 
 import argparse
 import json
@@ -21,6 +29,7 @@ from eval.operating_points import FAR_TARGETS, operating_points
 from eval.templates import TemplateSet, pool_templates, published_tar, read_template_set, score_pairs
 from utils import distributed
 from utils.alignment import align
+from utils.cli import make_parser
 from utils.distributed import together
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb
 from utils.optim import AUTOCAST
@@ -36,7 +45,7 @@ _FPIR = (0.01, 0.1)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and evaluate; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.evaluate_ijb", description=__doc__.split("\n\n")[0])
+    parser = make_parser("python -m scripts.evaluate_ijb", __doc__)
     add_network_arguments(parser)
     parser.add_argument("--root", type=Path, required=True, help="folder with meta/ and loose_crop/")
     parser.add_argument("--set", choices=("ijbb", "ijbc"), help="default: the one whose lists are in meta/")

@@ -6,7 +6,12 @@ backbone.pth     backbone.pth, rank_{r}_softmax_weight.pt and ..._mom.pt; 2021
 
 Class centres are in the order of the labels and as long as they are; --ranks must be the number of processes there.
 The schedule is not stored: arcface_torch's own configuration decides, from the step on.
+
+Example: python -m scripts.export_arcface_torch work_dirs/demo_cpu exported --ranks 8
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.export_arcface_torch")
 
 import argparse
 import os
@@ -22,6 +27,7 @@ from torch import Tensor
 
 from partial_fc.shard import shard_range, slots_of_classes
 from utils.checkpoint import BACKBONE, class_order, find_checkpoint, read_backbone, read_manifest, read_trainer, shards_of
+from utils.cli import make_parser
 from utils.optim import freeze
 from utils.program import guarded
 from utils.tensor_file import write_object
@@ -33,11 +39,7 @@ from .face_files import progress, whole
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and convert; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.export_arcface_torch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("python -m scripts.export_arcface_torch", __doc__)
     parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or run folder for its newest")
     parser.add_argument("out", type=Path, help="folder to make")
     parser.add_argument("--ranks", type=whole(1, 99999), default=8, help="processes of arcface_torch (default 8)")

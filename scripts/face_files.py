@@ -3,6 +3,9 @@
 Landmarks: five points (5, 2) in pixels: left eye, right eye, nose, left and right corner of the mouth.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/face_files.py is no program, but a part of programs; python -m scripts lists them")
+
 import argparse
 import os
 from collections.abc import Callable, Iterable, Iterator

@@ -2,7 +2,16 @@
 
 The identities that remain are numbered anew, 0 to C - 1, in their old order; OUT/classes.csv has the old numbers. Image
 bytes stay as they are. SET may be anything that can be trained on; OUT is a RecordIO set.
+
+SET: a folder with train.rec and train.idx, with *.tar shards, or with a sub-folder of pictures for each person; or a text file
+of lines 'path label'.
+--drop: a text file whose lines begin with the index of an image to drop, as drop.csv of scripts.inspect_data.
+
+Example: python -m scripts.filter_data set cleaned --min-images 3 --drop report/drop.csv
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.filter_data")
 
 import argparse
 import csv
@@ -14,6 +23,7 @@ import numpy as np
 from data.base import FaceDataset
 from data.datasets import open_set
 from data.record_set import RecordSetWriter
+from utils.cli import make_parser
 from utils.program import guarded
 
 from .face_files import progress, whole
@@ -24,7 +34,7 @@ _AHEAD = 4096  # images that the storage is told of at once
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and copy; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.filter_data", description=__doc__.split("\n\n")[0])
+    parser = make_parser("python -m scripts.filter_data", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
     parser.add_argument("out", type=Path, help="folder of the new set")
     parser.add_argument(

@@ -2,7 +2,20 @@
 
 FOLDER holds a sub-folder per identity. Aligned 112 x 112 JPEG and PNG files go in byte for byte; others are aligned by the five
 landmarks of --landmarks, or resized with --resize. OUT then holds train.rec, train.idx, property and train.lst.
+
+--landmarks: a line for each face, name,x1,y1,x2,y2,x3,y3,x4,y4,x5,y5 in pixels: left eye, right eye, nose, left
+and right corner of the mouth, as they stand in the picture. name is the picture's path below FOLDER. A header may name the
+columns in another order.
+FOLDER may also be a .lst file, a line for each picture: aligned, path, label (insightface) or index, label, path (im2rec), with
+tabs between; paths are relative to it.
+
+Examples:
+  python -m scripts.folder_to_rec aligned set
+  python -m scripts.folder_to_rec photographs set --landmarks landmarks.csv --min-images 2
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.folder_to_rec")
 
 import argparse
 from collections.abc import Sequence
@@ -11,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from data.record_set import RecordSetWriter
+from utils.cli import make_parser
 from utils.image import IMAGE_SIZE
 from utils.parallel import ordered
 from utils.program import guarded
@@ -32,7 +46,7 @@ from .face_files import read_list as read_lst
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and write the set; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.folder_to_rec", description=__doc__.split("\n\n")[0])
+    parser = make_parser("python -m scripts.folder_to_rec", __doc__)
     parser.add_argument("folder", type=Path, help="with a sub-folder per identity; or a .lst file of insightface or im2rec")
     parser.add_argument("out", type=Path, help="folder of the set")
     parser.add_argument("--landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5; aligns every picture")

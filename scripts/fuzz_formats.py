@@ -3,7 +3,12 @@
 Takes the good and bad files of tests/fixtures (or of --seeds), damages .rec, .idx and .bin bytes at random, and reads them as
 training and evaluation do. Each must end in a value or a ValueError, within seconds and
 without large memory. Anything else is a find: its files are kept in --out, and the exit status is 1.
+
+Example: python -m scripts.fuzz_formats --minutes 10 --seed 1
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.fuzz_formats")
 
 import argparse
 import faulthandler
@@ -23,6 +28,7 @@ import numpy as np
 from data.record_dataset import RecordDataset
 from data.recordio import IndexedRecordFile, unpack
 from eval.pairs import read_bin
+from utils.cli import make_parser
 from utils.image import decode_rgb
 from utils.program import guarded
 
@@ -50,7 +56,7 @@ class Find(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and fuzz; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.fuzz_formats", description=__doc__.split("\n\n")[0])
+    parser = make_parser("python -m scripts.fuzz_formats", __doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long (default 1)")
     parser.add_argument("--cases", type=whole(0), default=0, help="stop after so many cases; 0 = when the time is up")
     parser.add_argument("--seed", type=whole(0), default=0, help="of the damage (default 0)")

@@ -3,7 +3,15 @@
 Each list names aligned 112 x 112 pictures, a line "path label" with the person's number (a RecordIO set, tar shards or a folder
 for each person will do as well). Several galleries are joined, as for TinyFace with its distractors; probes whose person is in
 none of them are strangers. Prints rank-1, 5, 10, 20 and, with strangers among the probes, TPIR at FPIR.
+
+gallery.txt and probes.txt: a line 'path label' for each picture; the path is relative to the list and may hold blanks,
+label is a whole number, the same for the same person in all lists.
+
+Example: python -m scripts.identify work_dirs/ms1mv3_r50 --gallery gallery.txt --probes probes.txt
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.identify")
 
 import argparse
 import json
@@ -20,6 +28,7 @@ from data.datasets import FolderDataset, open_set
 from eval.embed import embed_sums
 from eval.identification import identify
 from utils import distributed
+from utils.cli import make_parser
 from utils.distributed import World, together
 from utils.image import IMAGE_SIZE
 from utils.optim import AUTOCAST
@@ -34,7 +43,7 @@ _FPIR = (0.001, 0.01, 0.1)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and search; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.identify", description=__doc__.split("\n\n")[0])
+    parser = make_parser("python -m scripts.identify", __doc__)
     add_network_arguments(parser)
     parser.add_argument("--gallery", type=Path, nargs="+", required=True, help="the people that are known")
     parser.add_argument("--probes", type=Path, required=True, help="the pictures that are searched")

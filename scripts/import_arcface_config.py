@@ -1,7 +1,14 @@
 """Turn a configuration of arcface_torch, configs/NAME.py, into one of this project, with comments where the meaning differs.
 
 The file is read, never run. What has no counterpart here stands in the result as a comment, and on stderr.
+
+The file has lines config.KEY = VALUE, with literals, arithmetic and earlier keys.
+
+Example: python -m scripts.import_arcface_config arcface_torch/configs/ms1mv3_r50.py --gpus 8 --out mine.yaml
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.import_arcface_config")
 
 import argparse
 import json
@@ -15,6 +22,7 @@ from typing import Any
 from backbones import list_backbones
 from configs import load_config
 from losses import build_margin
+from utils.cli import make_parser
 from utils.program import guarded
 
 from .arcface_config import Given, default_values, read_config
@@ -36,11 +44,7 @@ _OLD_MARGINS = {"arcface": [1.0, 0.5, 0.0], "cosface": [1.0, 0.0, 0.4]}  # the k
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and convert; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.import_arcface_config",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("python -m scripts.import_arcface_config", __doc__)
     parser.add_argument("file", type=Path, help="configuration of arcface_torch, a .py file")
     parser.add_argument("--base", type=Path, help="its configs/base.py (default: the keys of the last published one)")
     parser.add_argument("--gpus", type=whole(1), required=True, metavar="N", help="processes it was run with, on all machines")

@@ -3,7 +3,12 @@
 SOURCE is the output folder of an arcface_torch run, of any year: backbone.pth with rank_{r}_softmax_weight.pt, model.pt with
 softmax_fc_gpu_{r}.pt, or checkpoint_gpu_{r}.pt; see docs/migration.md. Nothing in these files is ever run.
 The class centres are written block by block, so memory holds no second copy of them.
+
+Example: python -m scripts.import_arcface_torch arcface_torch/work_dirs/ms1mv3_r50 work_dirs/mine --num-classes 93431
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.import_arcface_torch")
 
 import argparse
 import shlex
@@ -19,6 +24,7 @@ from torch import Tensor
 
 from partial_fc.shard import classes_of_slots, initial_centres, shard_range
 from utils.checkpoint import BACKBONE, TRAINER, checkpoint_path, list_checkpoints, partial_path, seal, shard_name, step_of
+from utils.cli import make_parser
 from utils.optim import LossScaler
 from utils.program import guarded
 from utils.tensor_file import Planned, write_object, write_planned, write_tensors
@@ -32,11 +38,7 @@ _ROWS_AT_ONCE = 1 << 14  # class centres
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and convert; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.import_arcface_torch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("python -m scripts.import_arcface_torch", __doc__)
     parser.add_argument("source", type=Path, help="folder with the files of arcface_torch")
     parser.add_argument("run", type=Path, help="run folder to write into, work_dirs/NAME for run.name=NAME")
     parser.add_argument("--era", choices=tuple(HEADS), help="which files, where the folder holds several kinds")

@@ -6,7 +6,16 @@ copies (the same file, or the same picture compressed or resized again), and pic
 report.html          one page with pictures             report.json    the same numbers
 bad.csv              images that do not decode          duplicates.csv, overlap.csv
 drop.csv             what scripts.filter_data --drop takes: bad images, copies, pictures of the test sets
+
+SET: a folder with train.rec and train.idx, with *.tar shards, or with a sub-folder of pictures for each person; or a text file
+of lines 'path label'.
+--bins: .bin, .safetensors or .csv files of pairs.
+
+Example: python -m scripts.inspect_data set --out report --bins lfw.bin cfp_fp.bin
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.inspect_data")
 
 import argparse
 import csv
@@ -20,6 +29,7 @@ import numpy as np
 from data.base import FaceDataset
 from data.datasets import open_set
 from eval.pairs import PairSet, read_bin
+from utils.cli import make_parser
 from utils.image import IMAGE_SIZE, decode_rgb
 from utils.page import Page
 from utils.parallel import ordered
@@ -44,9 +54,7 @@ class Copy(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and inspect; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.inspect_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("python -m scripts.inspect_data", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
     parser.add_argument("--out", type=Path, help="folder of the report (default: report_NAME here)")
     parser.add_argument("--bins", type=Path, nargs="*", default=[], help="test sets that must not share pictures with the set")

@@ -10,8 +10,8 @@ show_help() {
     sed '1d; /^[^#]/,$d; s/^#\( \|$\)//' "$1"
 }
 
-# begin SCRIPT ARGUMENT...    answer --help, find Python, and read the config once: a mistake in it is then one line, not one
-# for each process and restart. Sets PYTHON, ROOT, NPROC, MAX_RESTARTS and the array torchrun.
+# begin SCRIPT ARGUMENT...    answer --help, find Python, and open configuration and data once: a mistake in them is then one
+# line, not one for each process and restart. Sets PYTHON, ROOT, NPROC, MAX_RESTARTS and the array torchrun.
 begin() {
     local script="$1" torch
     shift
@@ -26,8 +26,11 @@ begin() {
     [[ "$NPROC" =~ ^[1-9][0-9]*$ ]] || fail "NPROC: the number of processes must be a whole number from 1, got '$NPROC'"
     MAX_RESTARTS="${MAX_RESTARTS:-3}"
     [[ "$MAX_RESTARTS" =~ ^[0-9]+$ ]] || fail "MAX_RESTARTS must be a whole number from 0, got '$MAX_RESTARTS'"
-    "$PYTHON" "$ROOT/train.py" "$@" --print-config > /dev/null || exit 1
-    torchrun=("$PYTHON" -m torch.distributed.run --nproc-per-node="$NPROC" --max-restarts="$MAX_RESTARTS")
+    "$PYTHON" "$ROOT/train.py" "$@" --check > /dev/null || exit 1
+    torchrun=("$PYTHON" "$ROOT/scripts/torchrun.py" --nproc-per-node="$NPROC" --max-restarts="$MAX_RESTARTS")
+    if [ "$NPROC" -gt 1 ]; then
+        export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # torchrun does so too, and talks about it; run.threads sets the threads
+    fi
     # how long processes may take to save after SIGTERM; older versions of torch do not look at it, and kill after 30 s
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-180}"
     # torchrun would lend its store of addresses to the processes, and keep it when it starts them again (torch 2.13): they

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train on several machines: the same command on each of them, in any order, within ten minutes:
-#   NNODES=2 HEAD=gpu01 bash scripts/launch_machines.sh configs/wf42m_pfc02_r100.yaml data.path=/data/webface42m
+#   NNODES=2 HEAD=gpu01 bash scripts/launch_machines.sh configs/wf42m_pfc02_16gpus_r100.yaml data.path=/data/webface42m
 # All arguments go to train.py. The environment may set
 #   NNODES         machines; needed
 #   HEAD           host[:port] of one of them, as all of them call it; needed. The port, 29500 unless given, must be free there

@@ -7,7 +7,12 @@ background (demo_identity.py, demo_faces.py). The folder then holds train.rec, t
 form, and three verification sets of identities that are not in the training set, 10 folds with disjoint identities each:
 demo_wild (everything varies, as in LFW), demo_profile (frontal against profile, as in CFP-FP) and demo_aged (young against
 old, as in AgeDB-30). Every picture is a function of (seed, identity, number), so the same arguments give the same bytes.
+
+Example: python -m scripts.make_demo_data --out datasets/demo
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.make_demo_data")
 
 import argparse
 import json
@@ -24,6 +29,7 @@ from tqdm import tqdm
 
 from data.record_set import RecordSetWriter
 from eval.pairs import write_bin
+from utils.cli import make_parser
 from utils.program import guarded
 
 from .demo_faces import draw_face
@@ -49,7 +55,7 @@ class Picture(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and draw; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.make_demo_data", description=__doc__.split("\n\n")[0])
+    parser = make_parser("python -m scripts.make_demo_data", __doc__)
     parser.add_argument("--out", type=Path, default=Path("datasets/demo"), help="folder to make (default datasets/demo)")
     parser.add_argument("--identities", type=int, default=500, help="people in the training set (default 500)")
     parser.add_argument("--images-per-identity", type=int, default=24, help="pictures of each of them (default 24)")

@@ -2,7 +2,17 @@
 
 --labels says who is who, as data.labels does in training: offset (people of different sets are different, the default), same
 (equal numbers are one person), or a file of lines 'source label class'. To train on several sets without a copy: data.sources.
+
+The file of --labels names every label of every SET: source is 0 for the first SET, 1 for the next; class is the person's
+label in OUT, from 0 without a gap.
+
+Examples:
+  python -m scripts.merge_data first second --out both
+  python -m scripts.merge_data first second --out both --labels classes.txt
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.merge_data")
 
 import argparse
 from collections.abc import Sequence
@@ -12,6 +22,7 @@ import numpy as np
 
 from data.datasets import open_set
 from data.mixture import MixedDataset, Source, class_maps
+from utils.cli import make_parser
 from utils.program import guarded
 
 from .filter_data import copy_set
@@ -19,7 +30,7 @@ from .filter_data import copy_set
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and merge; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.merge_data", description=__doc__.split("\n\n")[0])
+    parser = make_parser("python -m scripts.merge_data", __doc__)
     parser.add_argument(
         "sets", type=Path, nargs="+", help="folders with train.rec, *.tar or a sub-folder per identity; list files"
     )

@@ -4,6 +4,9 @@ All see the input contract of this project: (b, 3, 112, 112) RGB, (x - 127.5) / 
 --colour bgr and --input-mean, --input-std say how.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/networks.py is no program, but a part of programs; python -m scripts lists them")
+
 import argparse
 import importlib
 import zipfile
@@ -53,7 +56,7 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=AUTOCAST, default="fp32", help="of the forward pass (default fp32)")
     parser.add_argument("--batch-size", type=int, default=256, help="images per forward pass and process (default 256)")
     parser.add_argument("--threads", type=int, default=2, help="decoder threads per process (default 2)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA where there is one")
 
 
 def load_network(options: argparse.Namespace) -> Network:

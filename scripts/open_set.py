@@ -1,9 +1,15 @@
 """Open a set in one of several ways and print seconds and MiB: one line of scripts.benchmark_data, in a process of its own.
 
 python -m scripts.open_set dict|index|first|cached SET CACHE
+
+SET: a folder with train.rec and train.idx.
+
+Example: python -m scripts.open_set index datasets/demo cache
 """
 
-import argparse
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.open_set")
+
 import gc
 import json
 import time
@@ -13,12 +19,13 @@ from pathlib import Path
 from data.record_dataset import RecordDataset
 from data.record_index import read_index
 from scripts.plain_data import index_as_dict
+from utils.cli import make_parser
 from utils.program import guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, open, and print; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.open_set", description=__doc__.split("\n")[0])
+    parser = make_parser("python -m scripts.open_set", __doc__)
     parser.add_argument("way", choices=("dict", "index", "first", "cached"), help="what opens it")
     parser.add_argument("set", type=Path, help="folder with train.rec and train.idx")
     parser.add_argument("cache", type=Path, help="folder for the parsed index")

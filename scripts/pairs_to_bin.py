@@ -6,7 +6,17 @@ csv      lines "path1,path2,same" (commas, tabs or blanks; same is 0 or 1; a hea
 sample   balanced pairs drawn from a folder per identity, a RecordIO set or another set, ten folds without a common identity
 
 Pictures must be aligned; files go in byte for byte. The order of the pairs is the order of the folds.
+
+pairs.txt of LFW: 'folds pairs' in its first line, then lines 'name n m' and 'name n name m', with tabs between.
+
+Examples:
+  python -m scripts.pairs_to_bin lfw lfw_aligned pairs.txt lfw.bin
+  python -m scripts.pairs_to_bin csv pictures pairs.csv own.bin
+  python -m scripts.pairs_to_bin sample set own.bin --pairs 3000
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.pairs_to_bin")
 
 import argparse
 import re
@@ -19,6 +29,7 @@ from data.datasets import open_set
 from eval.pair_files import read_csv, read_lines
 from eval.pairs import write_bin
 from eval.sample_pairs import FOLDS, sample_pairs
+from utils.cli import make_parser
 from utils.image import IMAGE_SIZE, decode_rgb
 from utils.program import guarded
 
@@ -29,9 +40,7 @@ Pair = tuple[Path, Path, bool]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and write the set; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.pairs_to_bin", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("python -m scripts.pairs_to_bin", __doc__)
     kinds = parser.add_subparsers(dest="kind_of_list", required=True, metavar="lfw|cfp|csv|sample")
     lfw = kinds.add_parser("lfw", help="pairs.txt of LFW")
     lfw.add_argument("folder", type=Path, help="with NAME/NAME_0001.jpg")

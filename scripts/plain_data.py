@@ -4,6 +4,9 @@ The index as a dict of parsed lines; one image at a time, decoded to a float ten
 Pillow; and other decoders where they are installed.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/plain_data.py is no program, but a part of programs; python -m scripts lists them")
+
 import importlib
 import io
 from collections.abc import Callable

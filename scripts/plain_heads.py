@@ -10,6 +10,9 @@ With several ranks the classes are sharded, embeddings gathered and the softmax 
 Shapes: b = rows of this rank, B = b * world_size, C = classes of this shard, D = embedding size.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/plain_heads.py is no program, but a part of programs; python -m scripts lists them")
+
 import math
 from typing import Any
 

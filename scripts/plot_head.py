@@ -3,9 +3,13 @@
 head_time.png    step time over the number of identities, plain and ours
 head_memory.png  memory per process over the number of identities
 head_roofline.png  arithmetic rate against memory traffic, with the rates of bare products and of a copy as roofs
+
+Example: python -m scripts.plot_head head.json figures
 """
 
-import argparse
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.plot_head")
+
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from scripts.plain_heads import PlainHead
+from utils.cli import make_parser
 from utils.program import guarded
 
 _COLOURS = {
@@ -34,7 +39,7 @@ _COUNTED = 4096  # classes of the plain head whose traffic is counted
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and draw; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.plot_head", description="Draw what benchmark_head measured.")
+    parser = make_parser("python -m scripts.plot_head", __doc__)
     parser.add_argument("file", type=Path, help="written by python -m scripts.benchmark_head --json FILE")
     parser.add_argument("folder", type=Path, help="where the pictures go")
     options = parser.parse_args(arguments)

@@ -1,20 +1,25 @@
 """Draw a run's curves: loss, learning rate and verification accuracy over the optimizer steps.
 
 python -m scripts.plot_run work_dirs/demo_cpu        writes work_dirs/demo_cpu/training.png
+
+Example: python -m scripts.plot_run work_dirs/demo_cpu
 """
 
-import argparse
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.plot_run")
+
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from utils.cli import make_parser
 from utils.program import guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and draw; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.plot_run", description="Draw the curves of a run as training.png.")
+    parser = make_parser("python -m scripts.plot_run", __doc__)
     parser.add_argument("run", type=Path, help="run folder, with metrics.jsonl")
     options = parser.parse_args(arguments)
     return guarded(lambda: plot(options.run))

@@ -2,7 +2,12 @@
 
 A folder per identity, OUT/000123/KEY.jpg, the bytes as they are in the set. Files that are there already, with the right size,
 are passed over, so that an interrupted run goes on.
+
+Example: python -m scripts.rec_to_folder set pictures --classes 0:10 --limit 5
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.rec_to_folder")
 
 import argparse
 from collections.abc import Sequence
@@ -11,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from data.record_dataset import RecordDataset
+from utils.cli import make_parser
 from utils.program import guarded
 
 from .face_files import progress, whole
@@ -20,7 +26,7 @@ _SUFFIXES = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"BM": ".bmp", b"RIFF"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and write; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.rec_to_folder", description=__doc__.split("\n\n")[0])
+    parser = make_parser("python -m scripts.rec_to_folder", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec")
     parser.add_argument("out", type=Path, help="folder for the pictures")
     parser.add_argument("--classes", default="", help="A:B for labels A to B - 1, or a list A,B,C (default: all)")

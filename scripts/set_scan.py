@@ -5,6 +5,9 @@ that was compressed again or resized keeps most bits; two photographs of a perso
 Shapes: n = images read.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/set_scan.py is no program, but a part of programs; python -m scripts lists them")
+
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,17 @@
 """See what augmentation does: python -m scripts.show_augmentation SET sheet.png
 
 Draws a PNG: some pictures as they are; each operation at its strengths, on all of them; and what training would see.
+
+SET: a folder with train.rec and train.idx, with *.tar shards, or with a sub-folder of pictures for each person; or a text file
+of lines 'path label'.
+
+Examples:
+  python -m scripts.show_augmentation datasets/demo sheet.png
+  python -m scripts.show_augmentation datasets/demo sheet.png augment.blur=0.5 augment.jpeg=0.5 --columns 6
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.show_augmentation")
 
 import argparse
 from collections.abc import Sequence
@@ -12,6 +22,7 @@ import numpy as np
 from configs import load_config
 from data.augment import OPERATIONS, Augment
 from data.datasets import open_set
+from utils.cli import make_parser
 from utils.image import IMAGE_SIZE
 from utils.pictures import sheet
 from utils.program import guarded
@@ -23,7 +34,7 @@ _SHARE = "augment.crop=0.2 augment.low_resolution=0.2 augment.photometric=0.2"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and draw; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.show_augmentation", description=__doc__.split("\n\n")[0])
+    parser = make_parser("python -m scripts.show_augmentation", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
     parser.add_argument("out", type=Path, help="PNG file")
     parser.add_argument("overrides", nargs="*", default=_SHARE.split(), help=f"augment.KEY=VALUE ... (default {_SHARE})")

@@ -2,7 +2,12 @@
 
 For readers that go through the file from front to back (a network file system, DALI), and for data.shuffle=block. The copy has
 no header record; images and labels stay the same.
+
+Example: python -m scripts.shuffle_rec set shuffled --seed 1
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.shuffle_rec")
 
 import argparse
 from collections.abc import Sequence
@@ -12,6 +17,7 @@ import numpy as np
 
 from data.record_dataset import RecordDataset
 from data.record_set import RecordSetWriter
+from utils.cli import make_parser
 from utils.program import guarded
 from utils.randomness import permute
 
@@ -22,7 +28,7 @@ _AHEAD = 4096  # images that the storage is told of at once
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and copy; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.shuffle_rec", description=__doc__.split("\n\n")[0])
+    parser = make_parser("python -m scripts.shuffle_rec", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec")
     parser.add_argument("out", type=Path, help="folder of the copy")
     parser.add_argument("--seed", type=whole(0), default=0, help="another seed is another order (default 0)")

@@ -2,7 +2,15 @@
 
 OUT/train is the set without the held-out identities, OUT/held_out has them, OUT/held_out.bin has pairs of them, half genuine,
 in ten folds without a common identity: eval.targets=[held_out] eval.path=OUT scores it during training.
+
+SET: a folder with train.rec and train.idx, with *.tar shards, or with a sub-folder of pictures for each person; or a text file
+of lines 'path label'.
+
+Example: python -m scripts.split_data set cut --held-out 200
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.split_data")
 
 import argparse
 from collections.abc import Sequence
@@ -13,6 +21,7 @@ import numpy as np
 from data.datasets import open_set
 from eval.pairs import write_bin
 from eval.sample_pairs import FOLDS, sample_pairs
+from utils.cli import make_parser
 from utils.program import guarded
 
 from .face_files import whole
@@ -21,7 +30,7 @@ from .filter_data import copy_set
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and split; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.split_data", description=__doc__.split("\n\n")[0])
+    parser = make_parser("python -m scripts.split_data", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
     parser.add_argument("out", type=Path, help="folder for train, held_out and held_out.bin")
     parser.add_argument("--held-out", type=float, default=0.02, help="identities; below 1: this share of them (default 0.02)")

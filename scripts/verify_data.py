@@ -2,7 +2,15 @@
 
 Opens each set as training does (index, header record, every label and length), then reads and decodes every image. The exit
 status is 0 if all is well and 1 if anything is not; --bad FILE lists every bad image for scripts.filter_data --drop.
+
+SET_OR_BIN: what can be trained on (a folder with train.rec, *.tar or a sub-folder for each person; a list of 'path label'), or
+pairs: .bin, .safetensors, or .csv with lines 'path1,path2,same'.
+
+Example: python -m scripts.verify_data datasets/demo lfw.bin
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.verify_data")
 
 import argparse
 import csv
@@ -13,6 +21,7 @@ import numpy as np
 
 from data.datasets import open_set
 from eval.pair_files import read_pairs
+from utils.cli import make_parser
 from utils.image import IMAGE_SIZE
 from utils.parallel import ordered
 from utils.program import guarded
@@ -26,7 +35,7 @@ _SHOWN = 20  # bad images that are printed
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and verify; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.verify_data", description=__doc__.split("\n\n")[0])
+    parser = make_parser("python -m scripts.verify_data", __doc__)
     parser.add_argument(
         "sets",
         type=Path,

@@ -1,10 +1,13 @@
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+import train
 from configs import as_plain, dump_config, load_config
 from configs.loader import SCHEMA
+from utils.suggest import nearest
 
 CONFIGS = sorted(path for path in SCHEMA.parent.glob("*.yaml") if path != SCHEMA)
 
@@ -27,18 +30,6 @@ def test_every_config_says_its_command_and_only_what_differs(path: Path):
     for section, keys in own.items():
         for key in keys:
             assert config[section][key] != below[section][key], f"{section}.{key} repeats the value below it"
-
-
-def test_published_recipes_have_their_constants():
-    ms1mv2, glint, wf42m = (
-        load_config(SCHEMA.with_name(f"{n}.yaml")) for n in ("ms1mv2_r50", "glint360k_r100", "wf42m_pfc02_r100")
-    )
-    assert (ms1mv2.loss.name, ms1mv2.loss.margin, ms1mv2.loss.scale) == ("arcface", 0.5, 64.0)
-    assert (ms1mv2.data.num_classes, ms1mv2.data.num_images) == (85742, 5822653)
-    assert (ms1mv2.optimizer.lr, ms1mv2.optimizer.weight_decay, ms1mv2.train.batch_size) == (0.1, 5e-4, 1024)
-    assert (glint.loss.name, glint.loss.margin, glint.optimizer.weight_decay) == ("cosface", 0.4, 1e-4)
-    assert (wf42m.head.sample_rate, wf42m.train.batch_size, wf42m.optimizer.weight_decay) == (0.2, 4096, 5e-4)
-    assert load_config(SCHEMA.with_name("ms1mv2_mbf.yaml")).train.epochs == 40
 
 
 def _load(tmp_path: Path, text: str, *overrides: str):
@@ -67,7 +58,7 @@ def test_overrides_win_over_the_file_and_the_file_over_its_base(tmp_path: Path):
         ("lr: 0.1\n", [], r"Did you mean optimizer.lr\?"),
         ("train: {batch_size: many}\n", [], "train.batch_size must be a whole number, got 'many'"),
         ("train: {batch_size: 1.5}\n", [], "train.batch_size must be a whole number, got 1.5"),
-        ("train: {batch_size: true}\n", [], "train.batch_size must be a whole number, got True"),
+        ("train: {batch_size: true}\n", [], "train.batch_size must be a whole number, got true"),
         ("data: {flip: 1}\n", [], "data.flip must be true or false, got 1"),
         ("optimizer: {lr: .nan}\n", [], "optimizer.lr must be a number"),
         ("eval: {targets: lfw}\n", [], "eval.targets must be a list of names, got 'lfw'"),
@@ -86,12 +77,151 @@ def test_overrides_win_over_the_file_and_the_file_over_its_base(tmp_path: Path):
         ("", ["schedule.warmup_epochs=30"], "schedule.warmup_epochs must be below train.epochs"),
         ("", ["data.source=synthetic"], "data.num_classes must be at least 1"),
         ("", ["eval.targets=[lfw, lfw]"], "names a set twice"),
+        ("", ["run.name=../foo"], r"run.name must be the name of one folder.*got '../foo'. Another place: run.output"),
+        ("run: {name: /abs}\n", [], "run.name must be the name of one folder"),
+        ("", ["run.name=a/b"], "run.name must be the name of one folder"),
+        ("", ["run.name=."], "run.name must be the name of one folder"),
+        ("", ["run.name=.."], "run.name must be the name of one folder"),
+        ("", [f"run.name={'n' * 201}"], "at most 200 bytes"),
+        ('run: {name: "a\\0b"}\n', [], "run.name must be one line of text without control characters"),
+        ('data: {path: "a\\nb"}\n', [], "data.path must be one line of text without control characters"),
+        ("", ["train.batch_size=010"], "a whole number, got 010; write it without the leading zero"),
+        ("", ["train.batch_size=1:30"], "a whole number, got 1:30"),
+        ("", ["train.batch_size=0x10"], "a whole number, got 0x10"),
+        ("", ["train.batch_size='8'"], "a whole number, got '8'"),
+        ("", ["train.batch_size="], "a whole number, got nothing"),
+        ("", ["optimizer.lr=00.1"], "a number, got 00.1; write it without the leading zero"),
+        ("", ["optimizer.lr=off"], "a number, got off"),
+        ("", ["data.flip=maybe"], "data.flip must be true or false, got 'maybe'"),
+        ("", ["data.flip='no'"], "data.flip must be true or false, got 'no'"),
+        ("", ["run.name=null"], """run.name must be text, got null; write '' for nothing, or '"null"' for the word itself"""),
+        ("data: {path: ~}\n", [], "data.path must be text, got ~; write '' for nothing"),
+        ("", ["run.name=a: b"], "run.name must be text, got .*in quotes"),
+        ("", ["run.name=run #5"], "# begins a comment"),
+        ("", ["run.name=#5"], "# begins a comment"),
+        ("", ["eval.targets="], r"eval.targets must be a list of names, got nothing; write \[\] for none"),
+        ("", ["eval.targets=[lfw, null]"], "a name is empty or null"),
+        ("", ["data.index_cache=on"], "data.index_cache must be auto, off or a folder, got on.*write ./on"),
+        ("train:\n", [], "train is a section, got nothing"),
     ],
 )
 def test_a_mistake_is_one_error_that_names_it(tmp_path: Path, text: str, overrides: list[str], message: str):
     with pytest.raises(ValueError, match=message) as caught:
         _load(tmp_path, text, *overrides)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ["off", "no", "false", "Off", "'off'"])
+def test_the_index_cache_is_switched_off_as_documented_in_files_and_overrides(tmp_path: Path, word: str):
+    assert _load(tmp_path, f"data: {{index_cache: {word}}}\n").data.index_cache == "off"
+    assert _load(tmp_path, "", f"data.index_cache={word}").data.index_cache == "off"
+
+
+@pytest.mark.parametrize(
+    "word", ["001", "010", "12:30", "2024-05-01", "1e3", "0x10", "off", "yes", "1_000", "=", "1.0", ".5", "'null'", "-3"]
+)
+def test_a_text_key_takes_a_word_as_it_was_written(tmp_path: Path, word: str):
+    expected = word.strip("'")
+    config = _load(tmp_path, f"run: {{name: {word}}}\n")
+    assert config.run.name == expected == _load(tmp_path, "", f"run.name={word}").run.name
+    assert type(config.run.name) is str
+    assert _load(tmp_path, "", f"eval.targets=[{word}, b]").eval.targets == (expected, "b")
+    (tmp_path / "dump.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "dump.yaml").run.name == expected
+
+
+@pytest.mark.parametrize(("word", "value"), [("yes", True), ("on", True), ("TRUE", True), ("no", False), ("off", False)])
+def test_a_switch_takes_the_words_of_yaml(tmp_path: Path, word: str, value: bool):
+    assert _load(tmp_path, f"data: {{flip: {word}}}\n", f"eval.at_end={word}").data.flip is value
+    assert _load(tmp_path, "", f"data.flip={word}").data.flip is value
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("3", 3.0), ("+.5", 0.5), ("1.", 1.0), ("2E-3", 2e-3), ("1_0.5", 10.5), ("!!float 3", 3.0), ("0", 0.0)]
+)
+def test_a_number_is_read_as_decimal(tmp_path: Path, word: str, value: float):
+    assert _load(tmp_path, f"optimizer: {{lr: {word}}}\n").optimizer.lr == value
+
+
+def test_an_empty_value_of_a_text_key_is_no_text(tmp_path: Path):
+    (tmp_path / "below.yaml").write_text("data: {path: /a}\n")
+    assert _load(tmp_path, "_base_: below.yaml\ndata:\n  path:\n").data.path == ""
+    assert _load(tmp_path, "_base_: below.yaml\n", "data.path=").data.path == ""
+
+
+def test_anchors_and_merges_of_yaml_work(tmp_path: Path):
+    assert _load(tmp_path, "train: &t {epochs: 3}\nschedule: {power: 1}\n").train.epochs == 3
+    (tmp_path / "merge.yaml").write_text("data: {sources: [&a {path: x, repeat: 2}, {<<: *a, path: y}]}\n")
+    assert load_config(tmp_path / "merge.yaml").data.sources[1].repeat == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "expected"),
+    [
+        ("arcfac", ["arcface", "cosface"], "arcface"),
+        ("ArcFace", ["arcface", "cosface"], "arcface"),
+        ("r101", ["r50", "r100"], "r100"),
+        ("fp61", ["fp32", "fp16"], "fp16"),
+        ("trian", ["train", "eval"], "train"),
+        ("sampling_rate", ["sample_rate", "sampling"], "sample_rate"),
+        ("vit_b", ["r50", "mbf"], None),
+        ("adaface", ["arcface", "cosface", "combined"], None),
+        ("lamb", ["sgd", "adamw"], None),
+        ("int8", ["fp32", "bf16", "fp16"], None),
+        ("", ["r50"], None),
+    ],
+)
+def test_a_slip_has_a_suggestion_and_a_far_word_has_none(name: str, known: list[str], expected: str | None):
+    assert nearest(name, known) == expected
+
+
+def test_every_key_is_explained_where_it_stands():
+    section = ""
+    for number, line in enumerate(SCHEMA.read_text().splitlines(), 1):
+        section = line.split(":")[0] if line and line[0] not in " #" else section
+        key = line.split("#")[0].strip()
+        if line.startswith("  ") and key:
+            name = f"{section}.{key.split(':')[0]}"
+            assert len(line.partition("#")[2].split()) >= 3, f"line {number}: {name} has no explanation"
+
+
+def test_the_page_about_configuration_is_true(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    page = (SCHEMA.parent.parent / "docs" / "configuration.md").read_text()
+    example = page.split("```yaml\n")[1].split("```")[0]
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "ms1mv3_r50.yaml").write_text(SCHEMA.with_name("ms1mv3_r50.yaml").read_text())
+    (folder / "mine.yaml").write_text(example)
+    arguments = re.search(r"^python train.py configs/mine.yaml (.*) --print-config$", page, re.M).group(1).split()
+    assert train.main([str(folder / "mine.yaml"), *arguments, "--print-config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    expected = yaml.safe_load(SCHEMA.read_text())
+    for name, value in {
+        "data.num_classes": 93431, "data.num_images": 5179510, "train.precision": "fp16",  # the file below
+        "backbone.name": "r100", "optimizer.lr": 0.05, "eval.targets": ["lfw"],  # the file
+        "train.epochs": 2.0, "run.name": "short",  # the command line
+    }.items():  # fmt: skip
+        section, key = name.split(".")
+        expected[section][key] = value
+    assert printed == expected
+    examples = re.findall(r"`'?([a-z]+\.[a-z_]+=[^`]*?)'?`", page.split("## Values")[1].split("## What is checked")[0])
+    for override in examples:
+        load_config(SCHEMA, [override.replace("='\"", '="').replace("\"'", '"')])
+    assert len(examples) >= 9
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(printed))  # config.yaml of a run folder is a config
+    assert as_plain(load_config(tmp_path / "again.yaml")) == printed
+
+
+def test_check_opens_data_and_sets_and_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    made = ["data.source=synthetic", "data.num_classes=3", "data.num_images=6", f"run.output={tmp_path}"]
+    (tmp_path / "run.yaml").write_text("train: {batch_size: 2}\n")
+    assert train.main([str(tmp_path / "run.yaml"), *made, "--check"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+    for override, said in [("eval.targets=[lfw]", "lfw.bin"), ("data.source=recordio", "data.path"), ("train.lr=1", "no key")]:
+        capsys.readouterr()
+        assert train.main([str(tmp_path / "run.yaml"), *made, override, "--check"]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and said in err and err.count("\n") == 1
 
 
 def test_a_missing_config_names_the_nearest_file():

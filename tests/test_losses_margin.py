@@ -134,9 +134,12 @@ def test_build_margin_hands_every_argument_over(name: str) -> None:
 
 
 def test_unknown_name_is_refused_with_the_nearest_and_the_list() -> None:
-    rule = r"loss\.name must be one of arcface, cosface, combined, got 'arc_face'. Did you mean 'arcface'\?"
+    rule = r"loss\.name must be one of arcface, cosface, combined, got 'arc_face'. Did you mean arcface\?"
     with pytest.raises(ValueError, match=rule):
         _build("arc_face")
+    for far in ("adaface", "sphereface", "softmax"):
+        with pytest.raises(ValueError, match=rf"got '{far}'\.$"):
+            _build(far)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import ast
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,6 @@ ROOT = Path(__file__).parent.parent
 LEAVES = {"backbones", "configs", "data", "eval", "losses", "partial_fc"}
 PROGRAMS = [ROOT / "train.py", ROOT / "eval" / "__main__.py", *sorted((ROOT / "scripts").glob("*.py"))]
 SOURCES = [ROOT / "train.py", *(path for name in sorted(LEAVES | {"utils", "scripts"}) for path in (ROOT / name).glob("*.py"))]
-MODULES = [
-    "train",
-    "eval",
-    *(f"scripts.{p.stem}" for p in PROGRAMS if p.parent.name == "scripts" and "__main__" in p.read_text()),
-]
 
 
 def _imports(path: Path) -> set[str]:
@@ -43,9 +37,10 @@ def test_imports_go_one_way(path: Path):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_torch_distributed_has_two_homes(path: Path):
+def test_torch_distributed_has_three_homes(path: Path):
     uses = {name for name in _imports(path) if name.startswith("torch.distributed")}
-    assert not uses or path.relative_to(ROOT).as_posix() in ("utils/distributed.py", "partial_fc/collectives.py")
+    homes = ("utils/distributed.py", "partial_fc/collectives.py", "scripts/torchrun.py")  # the last one starts torchrun itself
+    assert not uses or path.relative_to(ROOT).as_posix() in homes
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -54,9 +49,7 @@ def test_nothing_happens_on_import(path: Path):
     for node in ast.parse(path.read_text()).body:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
-        # yaml's resolver is added to a loader class of our own, which nobody else sees
-        resolver = isinstance(node, ast.Expr) and ast.unparse(node).startswith("_Loader.add_implicit_resolver(")
-        assert isinstance(node, allowed) or docstring or main or resolver, f"{path}:{node.lineno}"
+        assert isinstance(node, allowed) or docstring or main, f"{path}:{node.lineno}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -71,13 +64,6 @@ def test_every_package_is_listed_for_installation():
     listed = set(re.findall(r'"(\w+)"', re.search(r"^packages = \[(.*)\]", text, re.M).group(1)))
     assert listed == LEAVES | {"utils", "scripts"}
     assert all((ROOT / name / "__init__.py").is_file() for name in listed)
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_every_program_explains_itself(module: str):
-    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "usage:" in done.stdout and len(done.stdout) > 100
 
 
 def test_readme_names_only_files_that_exist():

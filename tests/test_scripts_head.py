@@ -80,6 +80,48 @@ def test_capacity_says_when_nothing_fits(capsys: pytest.CaptureFixture[str]):
     assert "--memory must be above 0" in capsys.readouterr().err
 
 
+def _capacity(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = capacity.main(["--backbone", "none", "--embedding-size", "64", "--state", "exact", *arguments])
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU here is measured")
+def test_without_a_known_gpu_there_are_no_step_times_but_the_reason(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "capacity.json"
+    status, out, _ = _capacity(capsys, "--gpus", "8", "--memory", "2", "--json", str(file))
+    assert status == 0 and "no step times: the GPU in mind is not known" in out and " ms" not in out
+    found = json.loads(file.read_text())
+    assert found["rates"] is None and set(found["rows"][0]) == {"state", "bytes_per_identity", "identities"}
+
+
+def test_step_times_of_a_card_are_arithmetic_at_its_peak_and_say_so(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "capacity.json"
+    common = ("--memory", "2", "--batch", "16", "--cache-mb", "0", "--json", str(file))
+    status, out, _ = _capacity(capsys, "--card", "a100", *common)
+    assert status == 0 and "estimates, not measured: a lower bound, at 312 TFLOP/s" in out and "A100" in out
+    (row,) = json.loads(file.read_text())["rows"]
+    seconds = 8 * 16 * row["identities"] * 64 / 312e12 + 2.5 * row["bytes_per_identity"] * row["identities"] / 2039e9
+    assert row["head_ms"] == pytest.approx(1e3 * seconds, rel=1e-6)
+    status, out, _ = _capacity(capsys, "--tflops", "31.2", "--bandwidth", "203.9", *common)  # a tenth of it: ten times as long
+    (slow,) = json.loads(file.read_text())["rows"]
+    assert status == 0 and "estimates, not measured" in out and "as given" in out
+    assert slow["head_ms"] == pytest.approx(10 * row["head_ms"], rel=1e-6)
+
+
+def test_a_card_gives_its_memory_and_its_limits(capsys: pytest.CaptureFixture[str]):
+    status, out, _ = _capacity(capsys, "--card", "rtx4090")
+    assert status == 0 and "1 process(es) of 23.5 GiB" in out
+    for arguments, said in [
+        (("--card", "v100"), "--card v100 has no bf16"),
+        ((), "--memory is needed"),
+        (("--memory", "2", "--tflops", "3"), "--tflops must be above 0 and needs --bandwidth beside it, got 3"),
+        (("--memory", "2", "--tflops", "-1", "--bandwidth", "3"), "--tflops must be above 0"),
+    ]:
+        status, out, err = _capacity(capsys, *arguments)
+        assert status == 1 and said in err and len(err.splitlines()) == 1 and out == ""
+    assert _capacity(capsys, "--card", "v100", "--precision", "fp16")[0] == 0
+
+
 def test_the_comparison_of_formats_runs(tmp_path: Path):
     file = tmp_path / "numerics.json"
     assert compare_head_numerics.main(["--classes", "1024", "--steps", "3", "--seeds", "1", "--json", str(file)]) == 0

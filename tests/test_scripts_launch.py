@@ -186,6 +186,38 @@ def test_a_run_on_one_machine_resumes_by_itself_when_a_process_is_killed(config:
     assert 0 <= _lost_steps(run, total) <= EVERY
 
 
+def _run_machine(config: Path, *overrides: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(MACHINE), str(config), *overrides]
+    environment = _environment(NPROC="2", **variables)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", timeout=DEADLINE)
+
+
+def test_a_wrong_path_is_said_once_and_starts_no_processes(config: Path):
+    done = _run_machine(config, "data.source=recordio", "data.path=/nowhere")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "error: data.path: no file /nowhere/train.rec. Give the folder that holds train.rec, train.idx and property"
+    ]
+
+
+def test_an_error_found_when_the_processes_met_is_said_once_and_not_tried_again(config: Path):
+    done = _run_machine(config, "train.batch_size=9", MAX_RESTARTS="3")  # no multiple of the two processes
+    assert done.returncode == 1
+    assert done.stderr.count("error: ") == 1 and "train.batch_size" in done.stderr
+    assert len(done.stderr.splitlines()) <= 3 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_process_that_is_killed_for_good_is_named_without_a_traceback(config: Path, tmp_path: Path):
+    log, run = tmp_path / "output.txt", tmp_path / "tiny"
+    environment = _environment(NPROC="2", MAX_RESTARTS="0")
+    with _started(["bash", MACHINE, config, "train.max_steps=500"], log, environment) as process:
+        _wait_until(lambda: len(_steps(run)) >= 2, process, log)
+        _kill([pid for pid in [_worker(process.pid, 1)] if pid])
+        assert _finish(process, log) == 1
+    assert "error: the process of rank 1 was ended by SIGKILL" in log.read_text()
+    assert "torch/distributed/run.py" not in log.read_text()  # a line of torchrun's own traceback
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_run_on_one_machine_that_is_told_to_stop_saves_and_is_not_restarted(config: Path, tmp_path: Path, number: int):
     log, run = tmp_path / "output.txt", tmp_path / "tiny"
@@ -196,6 +228,7 @@ def test_a_run_on_one_machine_that_is_told_to_stop_saves_and_is_not_restarted(co
             pytest.skip("this torchrun does not pass SIGUSR1 on")
         _kill([process.pid], number)
         assert _finish(process, log) == 1
+    assert "Traceback" not in log.read_text()
     (saved,) = list_checkpoints(run)
     assert f"stopped by {signal.Signals(number).name}: saved after step {int(saved.name[5:])} of 500" in log.read_text()
     assert _steps(run) == list(range(1, int(saved.name[5:]) + 1))
@@ -278,6 +311,9 @@ def test_a_slurm_job_that_fails_passes_its_status_on(config: Path, tmp_path: Pat
     with _started(["bash", SLURM, config, "train.batch_size=9"], log, environment) as process:
         assert _finish(process, log) == 1
     assert "train.batch_size" in log.read_text() and calls.read_text() == ""
+    with _started(["bash", SLURM, config, "data.source=recordio", "data.path=/nowhere"], log, environment) as process:
+        assert _finish(process, log) == 1
+    assert log.read_text().count("data.path: no file") == 1 and log.read_text().count("statuses") == 1  # srun ran once, before
 
 
 @pytest.fixture

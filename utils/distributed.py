@@ -25,6 +25,10 @@ class SharedError(ValueError):
     """An error that every rank raises with the same message, so that one of them may speak for all."""
 
 
+class RendezvousError(ValueError):
+    """The processes cannot meet; they may if they try again."""
+
+
 class LostPeerError(RuntimeError):
     """A collective failed because another process went away; the message says which rank this is and where all were."""
 
@@ -72,7 +76,7 @@ def start(device: str, threads: int = 0, timeout_minutes: float = 30.0) -> World
                 store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         except (dist.DistError, RuntimeError, ValueError) as error:
-            raise ValueError(_explain_rendezvous(error)) from None
+            raise RendezvousError(_explain_rendezvous(error)) from None
     return World(rank, world_size, local_rank, local_world_size, chosen, store)
 
 

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from . import distributed
-from .distributed import LostPeerError, SharedError
+from .distributed import LostPeerError, RendezvousError, SharedError
 
 REQUEUE = 75  # exit status of a run that saved and stopped because it was told to: EX_TEMPFAIL of sysexits.h, "try again later"
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells give it: 128 + SIGINT
+# exit status under torchrun of an error that would come again: EX_CONFIG. scripts/torchrun.py starts nothing again after it
+USER_ERROR = 78
 
 
 class StoppedError(Exception):
@@ -78,8 +80,11 @@ def guarded(run: Callable[[], None]) -> int:
     except SharedError as error:
         if rank == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
+        status = USER_ERROR if "TORCHELASTIC_RUN_ID" in os.environ else 1
     except ValueError as error:
         print(f"error: {f'rank {rank}: ' if several else ''}{error}", file=sys.stderr, flush=True)
+        if "TORCHELASTIC_RUN_ID" in os.environ and not isinstance(error, RendezvousError):
+            status = USER_ERROR
     except OSError as error:
         if error.filename is None or error.strerror is None:
             raise

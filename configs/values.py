@@ -1,0 +1,135 @@
+"""Values as they stand in a file or override: kept as they were written, and read by the type of their key.
+
+YAML alone would decide what `off`, `010`, `001`, `12:30` or `2024-05-01` are before it is known what the key holds. Here the
+schema decides: text keys take a plain word as it was written, number keys take decimal numbers only.
+"""
+
+import math
+import re
+from typing import Any, ClassVar
+
+import yaml
+
+_YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
+_NOTHING = ("null", "~")
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
+_NUMBER = re.compile(r"[-+]?((0|[1-9][0-9_]*)\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?")
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+([.eE].*)?")
+# text keys with a documented word that YAML 1.1 reads as false: how else a user may write it
+_OFF = ("data.index_cache",)
+_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list of names"}
+
+
+class Plain(str):
+    """A scalar without quotes; one with quotes is a str."""
+
+
+class Loader(yaml.SafeLoader):
+    """SafeLoader that leaves plain scalars as they were written, and refuses a key given twice."""
+
+    yaml_implicit_resolvers: ClassVar = {"<": [("tag:yaml.org,2002:merge", re.compile("^<<$"))]}  # type: ignore[misc]
+    yaml_constructors: ClassVar = {
+        **yaml.SafeLoader.yaml_constructors,
+        "tag:yaml.org,2002:str": lambda loader, node: Plain(node.value) if node.style is None else str(node.value),
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise ValueError(f"key {key_node.value!r} stands twice (line {key_node.start_mark.line + 1}); keep one")
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether a value is missing: `key:`, or null or ~ without quotes."""
+    return value is None or (isinstance(value, Plain) and (not value or value.lower() in _NOTHING))
+
+
+def typed(default: Any, value: Any, name: str, where: str) -> Any:
+    """Return value as the type that default has.
+
+    Args:
+        value: what Loader made of it.
+        name: of the key, section.key.
+        where: how an error begins: the file or override, and the key.
+
+    Raises:
+        ValueError: it cannot be read as that type.
+    """
+    if isinstance(default, str):
+        return _text(value, where, name in _OFF)
+    if isinstance(default, list):
+        return _names(value, where)
+    if isinstance(default, bool):
+        return _boolean(value, where)
+    return _integer(value, where) if isinstance(default, int) else _float(value, where)
+
+
+def _refuse(kind: type, value: Any, where: str, fix: str = "") -> ValueError:
+    return ValueError(f"{where} must be {_TYPES[kind]}, got {shown(value)}{fix}")
+
+
+def shown(value: Any) -> str:
+    """Return a value for an error, a number or yes and no without quotes."""
+    if value is None or (isinstance(value, Plain) and not value):
+        return "nothing"
+    bare = isinstance(value, Plain) and (value.lower() in (*_YES, *_NO, *_NOTHING) or re.fullmatch(r"[-+]?\.?[0-9]\S*", value))
+    return str(value) if bare else repr(value)
+
+
+def _boolean(value: Any, where: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Plain) and value.lower() in (*_YES, *_NO):
+        return value.lower() in _YES
+    raise _refuse(bool, value, where)
+
+
+def _integer(value: Any, where: str) -> int:
+    if isinstance(value, Plain) and _INTEGER.fullmatch(value):
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool):  # `!!int 5`
+        return value
+    raise _refuse(int, value, where, _without_zeros(value))
+
+
+def _float(value: Any, where: str) -> float:
+    if isinstance(value, Plain) and _NUMBER.fullmatch(value):
+        value = float(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    raise _refuse(float, value, where, _without_zeros(value))
+
+
+def _without_zeros(value: Any) -> str:
+    leading = isinstance(value, Plain) and _LEADING_ZERO.fullmatch(value)
+    return "; write it without the leading zero" if leading else ""
+
+
+def _text(value: Any, where: str, has_off: bool = False) -> str:
+    if value is None or (isinstance(value, Plain) and not value):
+        return ""
+    if is_nothing(value):
+        raise _refuse(str, value, where, f"; write '' for nothing, or '\"{value}\"' for the word itself")
+    if not isinstance(value, str):
+        raise _refuse(str, value, where, "; put text with : # [ ] { } , in quotes, for example '\"a: b\"'")
+    if any(ord(letter) < 32 or ord(letter) == 127 for letter in value):
+        raise ValueError(f"{where} must be one line of text without control characters, got {str(value)!r}")
+    if has_off and isinstance(value, Plain) and value.lower() in (*_YES, *_NO):
+        if value.lower() in _YES:
+            raise ValueError(f"{where} must be auto, off or a folder, got {value}; for a folder of that name write ./{value}")
+        return "off"
+    return str(value)
+
+
+def _names(value: Any, where: str) -> list[str]:
+    if not isinstance(value, (list, tuple)):
+        raise _refuse(list, value, where, "; write [] for none" if is_nothing(value) or value == "" else "; write [a, b]")
+    for item in value:
+        if is_nothing(item) or item == "":
+            raise _refuse(list, list(map(str, value)), where, "; a name is empty or null: leave it out, or put it in quotes")
+        if not isinstance(item, str):
+            raise _refuse(list, value, where)
+    return [_text(item, where) for item in value]

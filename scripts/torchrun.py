@@ -1,0 +1,60 @@
+"""Start the processes of a run as torchrun does, without its traceback after an error that a process has said.
+
+python scripts/torchrun.py --standalone --nproc-per-node=2 train.py configs/demo_cpu.yaml train.epochs=1
+
+All options are torchrun's; `python scripts/torchrun.py --help` lists them below this text. A process that dies is started again
+with all others, --max-restarts times; one that ends by an error of configuration or data (status 78) is not, for the error
+would come again. The exit status is 0 or 1. The launch files start this program. It works from any folder.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run torchrun with these arguments; return the exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    here = Path(__file__).resolve().parent
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != here]  # python FILE puts this folder before torch's
+    from torch.distributed import DistError, run
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    if {"-h", "--help"} & set(arguments[:1]):
+        print(__doc__)
+    give_up_on_user_errors(LocalElasticAgent)
+    try:
+        run.main(arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:  # it could not say anything itself
+            print(f"error: the process of rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
+        return 1
+    except SignalException:
+        return 1
+    except (RendezvousError, DistError) as error:
+        print(f"error: {type(error).__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def give_up_on_user_errors(agent_class: Any) -> None:
+    """Let torchrun's agent start nothing again once a process has ended with status 78 (EX_CONFIG of sysexits.h)."""
+    look = agent_class._monitor_workers
+
+    def monitor(agent: Any, group: Any) -> Any:
+        result = look(agent, group)
+        if any(failure.exitcode == os.EX_CONFIG for failure in result.failures.values()):
+            agent._remaining_restarts = 0
+        return result
+
+    agent_class._monitor_workers = monitor
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,134 @@
+"""Every program explains itself: purpose, examples that its own parser takes, help and default of every option."""
+
+import argparse
+import contextlib
+import importlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted(path for path in (ROOT / "scripts").glob("*.py") if path.name not in ("__init__.py", "__main__.py"))
+# started as files: torchrun by the launch files, mxnet_judge by check_with_mxnet with another Python
+FILES = ("torchrun", "mxnet_judge")
+PROGRAMS = [f"scripts.{p.stem}" for p in SCRIPTS if "make_parser(" in p.read_text()]
+HELPERS = [p for p in SCRIPTS if f"scripts.{p.stem}" not in PROGRAMS and p.stem not in FILES]
+MODULES = {"train": "python train.py", "eval.__main__": "python -m eval"} | {name: f"python -m {name}" for name in PROGRAMS}
+
+
+class _ParsedError(Exception):
+    """Raised in place of parsing, with the parser."""
+
+
+def _parser(module: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+    """Return the parser that a program builds."""
+    program = importlib.import_module(module)
+
+    def caught(parser: argparse.ArgumentParser, *args: Any) -> None:
+        raise _ParsedError(parser)
+
+    with monkeypatch.context() as patch:
+        for name in ("parse_args", "parse_intermixed_args"):
+            patch.setattr(argparse.ArgumentParser, name, caught)
+        with pytest.raises(_ParsedError) as found:
+            program.main([])
+    return found.value.args[0]
+
+
+def _with_subcommands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    inner = [action.choices.values() for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return [parser, *(sub for subs in inner for sub in subs)]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_option_has_a_help_text_and_shows_its_default(module: str, monkeypatch: pytest.MonkeyPatch):
+    for parser in _with_subcommands(_parser(module, monkeypatch)):
+        text = parser.format_help()
+        assert "None" not in text and "SUPPRESS" not in text
+        formatter = parser._get_formatter()
+        for action in parser._actions:
+            if action.help == argparse.SUPPRESS or isinstance(action, argparse._SubParsersAction):
+                continue
+            assert action.help, f"{parser.prog}: {action.option_strings or action.dest}"
+            shown = formatter._expand_help(action)
+            assert shown[:30].split()[0] in text
+            if action.default not in (None, False, "", argparse.SUPPRESS) and action.default != []:
+                assert "default" in shown, f"{parser.prog}: {action.option_strings}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_examples_of_a_program_are_taken_by_its_own_parser(module: str, monkeypatch: pytest.MonkeyPatch):
+    command = MODULES[module]
+    text = _parser(module, monkeypatch).format_help()
+    examples = re.findall(
+        rf"^ *(?:Example: )?{re.escape(command)} (.+)$", text.split("Example")[-1].join(("Example", "")), re.M
+    )
+    assert examples, f"no example of {command}"
+    assert len(text.split("\n\n")[1]) > 20, "no purpose"
+    program = importlib.import_module(module)
+    monkeypatch.setattr(program, "guarded", lambda run: 0)  # parse, and do nothing
+    for example in examples:
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                status = program.main(shlex.split(example, comments=True))
+            except SystemExit as end:
+                status = end.code
+        assert status == 0, f"{command} {example}: {said.getvalue()}"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "train"])
+def test_a_program_that_is_started_as_a_file_says_how_to_start_it(module: str):
+    path = ROOT / f"{module.replace('.', '/')}.py"
+    lines = path.read_text().splitlines()
+    guard = lines.index('if __name__ == "__main__" and not __package__:')
+    assert not any(line.startswith(("import ", "from ")) for line in lines[:guard])  # those would fail before it speaks
+    assert lines[guard + 1].endswith(f'with {MODULES[module]}")')
+
+
+@pytest.mark.parametrize("path", [ROOT / "scripts" / "identify.py", ROOT / "eval", ROOT / "eval" / "__main__.py"], ids=str)
+def test_the_line_is_all_that_is_said(path: Path, tmp_path: Path):
+    done = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True, cwd=tmp_path)
+    name = "scripts.identify" if path.name == "identify.py" else "eval"
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"error: start it from the root of the clone with python -m {name}\n"
+
+
+@pytest.mark.parametrize("path", HELPERS, ids=lambda path: path.stem)
+def test_a_part_of_programs_says_that_it_is_none(path: Path):
+    lines = path.read_text().splitlines()
+    guard = lines.index('if __name__ == "__main__":')
+    assert not any(line.startswith(("import ", "from ")) for line in lines[:guard])
+    assert f"error: scripts/{path.name} is no program" in lines[guard + 1]
+
+
+def test_a_part_of_programs_is_refused_both_ways():
+    for command in (["-m", "scripts.networks"], ["scripts/networks.py"]):
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+        assert done.stderr.startswith("error: scripts/networks.py is no program")
+
+
+def test_the_list_of_programs_is_complete():
+    done = subprocess.run([sys.executable, "-m", "scripts"], capture_output=True, text=True, cwd=ROOT)
+    named = set(re.findall(r"^python -m (scripts\.\w+)  ", done.stdout, re.M))
+    assert done.returncode == 0 and named == {*PROGRAMS, "scripts.torchrun"} and len(PROGRAMS) > 30
+
+
+def test_torchrun_shows_its_purpose_and_the_options_of_torchrun(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/torchrun.py", "--help"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0 and "without its traceback" in done.stdout and "--max-restarts" in done.stdout
+
+
+def test_usage_of_train_says_that_overrides_are_optional(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        importlib.import_module("train").main([])
+    said = capsys.readouterr().err
+    assert "[section.key=value ...]" in said and said.endswith("the following arguments are required: config\n")
