@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -231,6 +232,17 @@ def test_a_run_folder_in_use_is_refused(dataset: Path, tmp_path: Path, capsys: p
         assert "is in use by another job" in capsys.readouterr().err
         process.kill()
     assert train.main(tiny_run(dataset, tmp_path, "train.max_steps=1", "eval.targets=[]", "run.name=other")) == 0
+
+
+def test_a_restarted_attempt_waits_for_the_one_before(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An error would end the run for good: the launcher takes it for one that would come again."""
+    arguments = tiny_run(dataset, tmp_path, "train.epochs=1000", "eval.targets=[]", "checkpoint.every=0")
+    with subprocess.Popen(command_of(1, arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/") as process:
+        _wait_for_steps(tmp_path / "tiny" / "metrics.jsonl", 1, process)
+        threading.Timer(2.0, process.kill).start()
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        assert train.main(tiny_run(dataset, tmp_path, "train.max_steps=1", "eval.targets=[]")) == 0
+        assert process.wait() == -signal.SIGKILL
 
 
 def test_a_checkpoint_of_other_data_or_architecture_is_refused_and_kept(

@@ -82,7 +82,7 @@ def _hold(folder: Path) -> str:
     except OSError as error:
         raise ValueError(f"run.output: the run folder {folder} cannot be written: {error.strerror}") from None
     try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(handle)
     except (BlockingIOError, PermissionError):
         other = (folder / _HOLDER).read_text(errors="replace") if (folder / _HOLDER).is_file() else "unknown"
         raise ValueError(
@@ -99,6 +99,19 @@ def _hold(folder: Path) -> str:
     except OSError as error:
         raise ValueError(f"run.output: the run folder {folder} cannot be written: {error.strerror}") from None
     return holder
+
+
+def _lock(handle: int) -> None:
+    """Lock an open file. Processes that torchrun starts again wait, for the ones before them may not have ended quite yet."""
+    patience = time.monotonic() + (30 if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else 0)
+    while True:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() >= patience:
+                raise
+            time.sleep(0.2)
 
 
 def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any], news: list[str]) -> Path | None:
