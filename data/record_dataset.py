@@ -51,7 +51,7 @@ class RecordDataset(FaceDataset):
     def __init__(self, folder: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None) -> None:
         rec_path = Path(folder) / "train.rec"
         if not rec_path.is_file():
-            raise ValueError(f"data.path: no file {rec_path}. Give the folder that holds train.rec, train.idx and property")
+            raise ValueError(f"no file {rec_path}. Give the folder that holds train.rec, train.idx and property")
         self._file = RecordFile(rec_path)
         index, self.warnings = _open_index(rec_path, Path(cache) if cache else None)
         self._offsets, self._labels, self._facts = index.offsets, index.labels, index.facts
