@@ -11,13 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data.datasets import open_set
 from eval.pair_files import read_pairs
 from utils.image import IMAGE_SIZE
 from utils.parallel import ordered
 from utils.program import guarded
 
-from .face_files import add_threads, progress
+from .face_files import add_threads, open_set_of, progress
 from .set_scan import scan
 
 _PAIRS = (".bin", ".safetensors", ".csv")  # files of verification sets
@@ -60,7 +59,7 @@ def verify(options: argparse.Namespace) -> None:
 
 
 def _verify_set(path: Path, options: argparse.Namespace) -> int:
-    dataset = open_set(path)
+    dataset = open_set_of(path)
     print(dataset.describe())
     scanned = scan(dataset, np.arange(dataset.num_stored), options.threads, hashes=False)
     bad = dict(scanned.bad)
