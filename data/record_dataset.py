@@ -49,7 +49,8 @@ class RecordDataset(FaceDataset):
     """
 
     def __init__(self, folder: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None) -> None:
-        rec_path = Path(folder) / "train.rec"
+        self.folder = Path(folder)
+        rec_path = self.folder / "train.rec"
         if not rec_path.is_file():
             raise ValueError(f"no file {rec_path}. Give the folder that holds train.rec, train.idx and property")
         self._file = RecordFile(rec_path)

@@ -71,17 +71,17 @@ def find_sound(path: str | os.PathLike[str], advance: Callable[[int], object] = 
 
 def _join_parts(starts: np.ndarray, ends: np.ndarray, flags: np.ndarray, size: int) -> Sound:
     """Return the records that parts (p,) make up: one of cflag 0, or 1 2* 3; a part that is not sound has flag 9."""
-    firsts, lasts = [np.flatnonzero(flags == 0)], [np.flatnonzero(flags == 0)]
+    alone = np.flatnonzero(flags == 0)
     cut_first, cut_last = [], []
-    for first in np.flatnonzero(flags == 1).tolist():  # seldom: an aligned magic in the middle of an image
-        last = first + 1
-        while last < len(flags) and flags[last] == 2:
-            last += 1
-        if last < len(flags) and flags[last] == 3 and (ends[first:last] == starts[first + 1 : last + 1]).all():
-            cut_first.append(first)
-            cut_last.append(last)
-    first = np.concatenate([*firsts, np.array(cut_first, dtype=np.int64)])
-    last = np.concatenate([*lasts, np.array(cut_last, dtype=np.int64)])
+    for begin in np.flatnonzero(flags == 1).tolist():  # seldom: an aligned magic in the middle of an image
+        stop = begin + 1
+        while stop < len(flags) and flags[stop] == 2:
+            stop += 1
+        if stop < len(flags) and flags[stop] == 3 and (ends[begin:stop] == starts[begin + 1 : stop + 1]).all():
+            cut_first.append(begin)
+            cut_last.append(stop)
+    first = np.concatenate([alone, np.array(cut_first, dtype=np.int64)])
+    last = np.concatenate([alone, np.array(cut_last, dtype=np.int64)])
     order = np.argsort(first)
     first, last = first[order], last[order]
     begins, stops = starts[first], ends[last]
@@ -117,8 +117,8 @@ def read_headers(path: str | os.PathLike[str], sound: Sound) -> Headers:
         if len(record) >= _HEADER:
             flags[i], label, ids[i] = _HEADER_FIELDS.unpack_from(record)
             sizes[i] = len(record) - _HEADER - 4 * flags[i]
-            vector = np.frombuffer(record, "<f4", min(2, (len(record) - _HEADER) // 4), _HEADER) if flags[i] else [label]
-            labels[i] = np.resize(np.append(vector, np.nan), 2)
+            two = np.frombuffer(record[_HEADER : _HEADER + 8].ljust(8, b"\0"), "<f4")
+            labels[i] = two if flags[i] else (label, np.nan)
     return Headers(flags, labels, ids, sizes)
 
 

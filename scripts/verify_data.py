@@ -1,7 +1,8 @@
 """Read a set from end to end: python -m scripts.verify_data SET_OR_BIN ...
 
 Opens each set as training does (index, header record, every label and length), then reads and decodes every image. The exit
-status is 0 if all is well and 1 if anything is not; --bad FILE lists every bad image for scripts.filter_data --drop.
+status is 0 if all is well and 1 if anything is not; an image of one colour is not. --bad FILE lists every bad image for
+scripts.filter_data --drop; scripts.repair_data mends a set that does not open.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from utils.parallel import ordered
 from utils.program import guarded
 
 from .face_files import add_threads, open_set_of, progress
-from .set_scan import scan
+from .set_scan import is_plain, scan
 
 _PAIRS = (".bin", ".safetensors", ".csv")  # files of verification sets
 _SHOWN = 20  # bad images that are printed
@@ -67,6 +68,8 @@ def _verify_set(path: Path, options: argparse.Namespace) -> int:
     for place in np.flatnonzero(odd).tolist():
         size = f"{scanned.width[place]} x {scanned.height[place]}"
         bad[place] = f"{dataset.key(place)}: is {size} pixels, training takes {IMAGE_SIZE} x {IMAGE_SIZE}"
+    for place in np.flatnonzero(scanned.plain).tolist():
+        bad.setdefault(place, f"{dataset.key(place)}: is of one colour, or nearly")
     for index, reason in sorted(bad.items())[:_SHOWN]:
         print(f"BAD  {index}: {reason if dataset.key(index) in reason else f'{dataset.key(index)}: {reason}'}")
     if len(bad) > _SHOWN:
@@ -85,10 +88,10 @@ def _verify_pairs(path: Path, threads: int) -> int:
 
     def read(index: int) -> str:
         try:
-            pairs.decode(index)
+            plain = is_plain(pairs.decode(index))
         except ValueError as error:
             return str(error)
-        return ""
+        return f"{path}: image {index} is of one colour, or nearly" if plain else ""
 
     size = range(len(pairs.images))
     bad = [reason for reason in progress(ordered(read, size, threads), len(size), "reading", "image") if reason]
