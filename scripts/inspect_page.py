@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cv2
 import numpy as np
 
 from data.base import FaceDataset
@@ -48,11 +49,12 @@ class Findings(NamedTuple):
         """Return the images of one colour."""
         return self.scanned.indices[self.scanned.plain].tolist()
 
-    def faults(self) -> list[tuple[str, str]]:
-        """Return (what is wrong, why it matters), the worst first."""
+    def faults(self) -> list[tuple[str, str, str]]:
+        """Return (what is wrong, how many, why it matters), the worst first."""
         found = [
             (
-                f"{values['pictures']:,} pictures of {values['identities']:,} identities are in the test set {name}",
+                f"pictures that the test set {name} has, too",
+                f"{values['pictures']:,}, of {values['identities']:,} identities",
                 "A test on pictures that were trained on measures memory.",
             )
             for name, values in self.report["overlap"].items()
@@ -61,13 +63,13 @@ class Findings(NamedTuple):
         within = len(self.copies) - len(self.across())
         odd = next(value for key, value in self.report.items() if key.startswith("images_not_"))
         counted = (
-            (len(self.across()), "copies across identities", "One person has two labels, or one of the labels is wrong."),
-            (len(self.plain()), "images of one colour", "No face: landmarks of another picture, or a failed download."),
-            (len(self.scanned.bad), "images that do not decode", "Training stops at the first of them."),
-            (odd, "images of another size than 112 x 112", "Training stops at the first of them; align the faces first."),
-            (within, "copies within an identity", "The same picture counts twice."),
+            ("copies across identities", len(self.across()), "One person has two labels, or one of the labels is wrong."),
+            ("images of one colour", len(self.plain()), "No face: landmarks of another picture, or a failed download."),
+            ("images that do not decode", len(self.scanned.bad), "Training stops at the first of them."),
+            ("images of another size than 112 x 112", odd, "Training stops at the first of them; align the faces first."),
+            ("copies within an identity", within, "The same picture counts twice."),
         )
-        return found + [(f"{count:,} {what}", why) for count, what, why in counted if count]
+        return found + [(what, f"{count:,}", why) for what, count, why in counted if count]
 
 
 def write_page(path: Path, title: str, found: Findings, rng: np.random.Generator) -> None:
@@ -76,7 +78,7 @@ def write_page(path: Path, title: str, found: Findings, rng: np.random.Generator
     page.text(found.dataset.describe(), note=True)
     page.section("What is wrong")
     if found.faults():
-        page.table(("found", "why it matters"), found.faults())
+        page.table(("found", "how many", "why it matters"), found.faults())
         page.text("drop.csv lists what should go; scripts.filter_data --drop drop.csv makes a set without it.", note=True)
     else:
         tested = " and with the test sets" if found.tests else "; no test set was given with --bins"
@@ -109,7 +111,7 @@ def _overlaps(page: Page, found: Findings) -> None:
             for copy in copies[:_MAX_SHOWN]
         ]
         shown = f"{len(rows)} of {len(copies)}; all are in overlap.csv"
-        page.picture(sheet(rows, 6), f"left: this set, right: the test set. {shown}")
+        page.picture(_two_columns(rows), f"left: this set, right: the test set. {shown}")
 
 
 def _copies(page: Page, found: Findings, copies: Sequence[Copy], heading: str, text: str) -> None:
@@ -124,7 +126,7 @@ def _copies(page: Page, found: Findings, copies: Sequence[Copy], heading: str, t
         )
         for copy in sorted(copies)[:_MAX_SHOWN]
     ]
-    page.picture(sheet(rows, 6), f"{len(rows)} of {len(copies)} pairs; all are in duplicates.csv")
+    page.picture(_two_columns(rows), f"{len(rows)} of {len(copies)} pairs; all are in duplicates.csv")
 
 
 def _unusable(page: Page, found: Findings) -> None:
@@ -154,6 +156,13 @@ def _called(found: Findings, index: int) -> str:
 
 def _pixels(found: Findings, index: int) -> np.ndarray:
     return decode_rgb(found.dataset.sample(index)[0])  # type: ignore[arg-type]
+
+
+def _two_columns(rows: Sequence[tuple[str, Sequence[np.ndarray]]]) -> bytes:
+    """Return a PNG of rows of two pictures, read from left to right, two rows beside each other if there are several."""
+    halves = [rows[0::2], [*rows[1::2], *[("", [])] * (len(rows) % 2)]] if len(rows) > 1 else [rows]
+    sheets = [cv2.imdecode(np.frombuffer(sheet(half, 4), np.uint8), cv2.IMREAD_COLOR) for half in halves]
+    return cv2.imencode(".png", np.hstack(sheets))[1].tobytes()  # type: ignore[arg-type]
 
 
 def _contact_sheet(found: Findings, rng: np.random.Generator) -> bytes:

@@ -87,11 +87,11 @@ def test_the_page_tells_the_worst_first_by_the_names_of_files_and_folders(
         assert inspect_data.main([str(source), "--out", str(out), "--bins", str(tmp_path / "held.bin")]) == 0
         faults = [line.split("BAD  ")[1] for line in capsys.readouterr().out.splitlines() if "BAD" in line]
         assert faults == [
-            "1 pictures of 1 identities are in the test set held",
-            "1 copies across identities",
-            "3 images of one colour",
-            *["1 images that do not decode"] * broken,
-            "1 copies within an identity",
+            "pictures that the test set held has, too: 1, of 1 identities",
+            "copies across identities: 1",
+            "images of one colour: 3",
+            *["images that do not decode: 1"] * broken,
+            "copies within an identity: 1",
         ]
         page = (out / "report.html").read_text()
         headings = re.findall("<h2>(.*?)</h2>", page)
