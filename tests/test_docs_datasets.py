@@ -1,4 +1,4 @@
-"""docs/datasets.md, walked word for word: its commands, read out of the page, on drawn people in photographs of another size."""
+"""docs/datasets.md, walked word for word: the commands of the page, on drawn people in photographs of another size."""
 
 import re
 import shlex
