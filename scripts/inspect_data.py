@@ -68,8 +68,8 @@ def inspect(options: argparse.Namespace) -> None:
     found = Findings(dataset, names, scanned, labels, report, copies, overlaps, {test.name: test for test in tests})
     write_page(out / "report.html", f"Set {options.set}", found, rng)
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    for what, count, _ in found.faults():
-        print(f"  BAD  {what}: {count}")
+    for what, how_many, _ in found.faults():
+        print(f"  BAD  {what}: {how_many}")
     for name, value in report.items():
         if not isinstance(value, dict):
             print(f"  {name.replace('_', ' '):<44}{f'{value:,}' if isinstance(value, int) else value}")

@@ -155,7 +155,7 @@ def _called(found: Findings, index: int) -> str:
 
 
 def _pixels(found: Findings, index: int) -> np.ndarray:
-    return decode_rgb(found.dataset.sample(index)[0])  # type: ignore[arg-type]
+    return decode_rgb(found.dataset.sample(index)[0])
 
 
 def _two_columns(rows: Sequence[tuple[str, Sequence[np.ndarray]]]) -> bytes:
