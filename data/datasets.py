@@ -4,7 +4,9 @@ Shapes: N = images, H = W = 112.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from .record_dataset import RecordDataset
 from .tar_dataset import TarDataset
 from .tolerant import TolerantDataset
 
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")  # of image files, in any case
+_NAMED = 5  # folders or endings that a message names
 
 
 class FolderDataset(FaceDataset):
@@ -29,18 +32,29 @@ class FolderDataset(FaceDataset):
     def __init__(self, folder: str) -> None:
         self.root = Path(folder)
         if not self.root.is_dir():
-            raise ValueError(f"data.path: no folder {folder}. Give a folder with one sub-folder of images per identity")
-        self.classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
-        if not self.classes:
-            raise ValueError(f"data.path: no sub-folder in {folder}. Put the images of each identity into a folder of its own")
+            raise ValueError(f"no folder {folder}. Give a folder with one sub-folder of images per identity")
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
+        if not names:
+            raise ValueError(f"no sub-folder in {folder}. Put the images of each identity into a folder of its own")
+        self.classes: list[str] = []
+        empty = []
         self._files: list[str] = []  # relative to the folder
         counts = []
-        for name in self.classes:
+        for name in names:
             files = _image_files(self.root / name)
             if not files:
-                raise ValueError(f"{self.root / name}: no image ({' '.join(_SUFFIXES)}) for this class. Remove the folder")
+                empty.append(name)
+                continue
+            self.classes.append(name)
             self._files += [os.path.join(name, file) for file in files]
             counts.append(len(files))
+        if not counts:
+            raise ValueError(no_image_below(self.root))
+        if empty:
+            shown = ", ".join(empty[:_NAMED]) + (", ..." if len(empty) > _NAMED else "")
+            self.warnings = (
+                f"{self.root}: {len(empty)} of {len(names)} sub-folders hold no image and are no identity: {shown}",
+            )
         self._labels = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         self.num_images = len(self._files)
         self.num_classes = len(self.classes)
@@ -69,8 +83,20 @@ def _image_files(folder: Path) -> list[str]:
     found = []
     for place, _, names in os.walk(folder, followlinks=True):
         inside = os.path.relpath(place, folder)
-        found += [os.path.normpath(os.path.join(inside, name)) for name in names if name.lower().endswith(_SUFFIXES)]
+        found += [os.path.normpath(os.path.join(inside, name)) for name in names if name.lower().endswith(SUFFIXES)]
     return sorted(found)
+
+
+def no_image_below(folder: Path) -> str:
+    """Return what to tell a user whose folder holds no image: which endings its files have, and which are known."""
+    endings = Counter(
+        os.path.splitext(name)[1].lower() or "none" for _, _, names in os.walk(folder) for name in names if name[0] != "."
+    )
+    known = f"known are {' '.join(SUFFIXES)}"
+    if not endings:
+        return f"{folder}: no image in it or below it, no file at all ({known})"
+    seen = ", ".join(f"{ending} ({count})" for ending, count in endings.most_common(_NAMED))
+    return f"{folder}: no image in it or below it: its files have the endings {seen}; {known}. Convert them first"
 
 
 class SyntheticDataset(FaceDataset):
@@ -82,8 +108,7 @@ class SyntheticDataset(FaceDataset):
     def __init__(self, num_classes: int, num_images: int, seed: int) -> None:
         if not 1 <= num_classes <= num_images:
             raise ValueError(
-                "data.num_classes must be at least 1, and data.num_images at least as large, for synthetic data, "
-                f"got {num_classes} and {num_images}"
+                f"synthetic data need one class or more, and an image of each, got {num_classes} classes, {num_images} images"
             )
         self.num_classes, self.num_images, self.seed = num_classes, num_images, seed
         rng = np.random.default_rng(seed)
@@ -126,12 +151,16 @@ def build_dataset(data: Mapping[str, Any], seed: int, cache: str | None) -> Face
     """
     dataset: FaceDataset
     if data["sources"]:
-        parts = [_open_source(part["source"], part["path"], data, seed, cache) for part in data["sources"]]
-        maps = class_maps([part.num_classes for part in parts], data["labels"])
+        parts = []
+        for number, part in enumerate(data["sources"]):
+            parts.append(_open_source(part["source"], part["path"], f"data.sources: source {number}", data, seed, cache))
+        with _of_key("data.labels"):
+            maps = class_maps([part.num_classes for part in parts], data["labels"])
         repeats = [part["repeat"] for part in data["sources"]]
-        dataset = MixedDataset([Source(*triple) for triple in zip(parts, repeats, maps, strict=True)], seed)
+        with _of_key("data.sources"):
+            dataset = MixedDataset([Source(*triple) for triple in zip(parts, repeats, maps, strict=True)], seed)
     else:
-        dataset = _open_source(data["source"], data["path"], data, seed, cache)
+        dataset = _open_source(data["source"], data["path"], "data.path", data, seed, cache)
     for name, found in [("num_classes", dataset.num_classes), ("num_images", dataset.num_images)]:
         given = data[name]
         if given and given != found:
@@ -139,6 +168,15 @@ def build_dataset(data: Mapping[str, Any], seed: int, cache: str | None) -> Face
     if data["on_bad_record"] == "skip":
         return TolerantDataset(dataset, seed, data["max_bad_fraction"])
     return dataset
+
+
+@contextmanager
+def _of_key(key: str) -> Iterator[None]:
+    """Name the configuration key in front of an error of a part, which knows nothing of configurations."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
 
 
 def open_set(path: str | os.PathLike[str], cache: str | None = None) -> FaceDataset:
@@ -155,7 +193,7 @@ def open_set(path: str | os.PathLike[str], cache: str | None = None) -> FaceData
     return TarDataset(place, cache) if place.suffix == ".tar" else ListDataset(place)
 
 
-def _open_source(source: str, path: str, data: Mapping[str, Any], seed: int, cache: str | None) -> FaceDataset:
+def _open_source(source: str, path: str, key: str, data: Mapping[str, Any], seed: int, cache: str | None) -> FaceDataset:
     sources: dict[str, Callable[[], FaceDataset]] = {
         "recordio": lambda: RecordDataset(path, cache),
         "folder": lambda: FolderDataset(path),
@@ -165,4 +203,5 @@ def _open_source(source: str, path: str, data: Mapping[str, Any], seed: int, cac
     }
     if source not in sources:
         raise ValueError(f"data.source must be one of {', '.join(sources)}, got '{source}'")
-    return sources[source]()
+    with _of_key("data.num_classes, data.num_images" if source == "synthetic" else key):
+        return sources[source]()

@@ -9,7 +9,7 @@ memory maps: processes that open the same cache share its pages, and only pages 
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,11 @@ def write_cache(path: Path, wanted: Facts, facts: Facts, arrays: Mapping[str, np
         table[name] = (values.dtype.str, len(values), begin)
         begin = _aligned(begin + values.nbytes)
     header = json.dumps({"stamp": wanted, "facts": facts, "arrays": table, "size": begin}).encode()
-    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    unfinished = path.with_name(
+        f".{path.name}.{secrets.token_hex(8)}"
+    )  # processes may write at once; mkstemp would make it 0600
     try:
-        with open(handle, "wb") as file:
+        with open(unfinished, "xb") as file:
             file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
             for name, values in arrays.items():
                 file.seek(table[name][2])
@@ -79,7 +81,7 @@ def write_cache(path: Path, wanted: Facts, facts: Facts, arrays: Mapping[str, np
             file.truncate(begin)
         os.replace(unfinished, path)
     except BaseException:
-        os.unlink(unfinished)
+        unfinished.unlink(missing_ok=True)
         raise
 
 

@@ -22,7 +22,7 @@ class ListDataset(FaceDataset):
         try:
             self._text = self.path.read_bytes()
         except OSError as error:
-            raise ValueError(f"data.path: the list {list_path} cannot be read: {error.strerror}") from None
+            raise ValueError(f"the list {list_path} cannot be read: {error.strerror}") from None
         begins, lengths, labels = [], [], []  # of the paths in the text: a list of strings would take ten times the memory
         begin = 0
         for number, line in enumerate(self._text.splitlines(keepends=True), 1):

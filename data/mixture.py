@@ -34,7 +34,7 @@ class MixedDataset(FaceDataset):
         for number, (source, share) in enumerate(zip(sources, shares, strict=True)):
             if share < 1:
                 raise ValueError(
-                    f"data.sources: each source must give an epoch an image, but {source.repeat} of the "
+                    f"each source must give an epoch an image, but {source.repeat} of the "
                     f"{source.dataset.num_images} images of source {number} are none; raise its repeat"
                 )
         self._draws = np.cumsum([0, *shares])
@@ -116,7 +116,7 @@ def class_maps(counts: Sequence[int], rule: str) -> list[np.ndarray]:
 
 def _read_class_maps(path: Path, counts: Sequence[int]) -> list[np.ndarray]:
     if not path.is_file():
-        raise ValueError(f"data.labels must be offset, same, or a file of lines 'source label class'; there is no file {path}")
+        raise ValueError(f"labels must be offset, same, or a file of lines 'source label class'; there is no file {path}")
     maps = [np.full(count, -1, dtype=np.int64) for count in counts]
     with open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):

@@ -38,7 +38,7 @@ class SetIndex(NamedTuple):
     offsets: np.ndarray  # (N,) int64
     labels: np.ndarray  # (N,) int32
     keys: np.ndarray  # (N,) int64; (0,) if they count up from the first
-    facts: dict[str, Any]  # first_key, num_records, num_classes, description
+    facts: dict[str, Any]  # first_key, num_records, num_classes, description, warnings
 
 
 class RecordDataset(FaceDataset):
@@ -49,11 +49,13 @@ class RecordDataset(FaceDataset):
     """
 
     def __init__(self, folder: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None) -> None:
-        rec_path = Path(folder) / "train.rec"
+        self.folder = Path(folder)
+        rec_path = self.folder / "train.rec"
         if not rec_path.is_file():
-            raise ValueError(f"data.path: no file {rec_path}. Give the folder that holds train.rec, train.idx and property")
+            raise ValueError(f"no file {rec_path}. Give the folder that holds train.rec, train.idx and property")
         self._file = RecordFile(rec_path)
-        index, self.warnings = _open_index(rec_path, Path(cache) if cache else None)
+        index, warnings = _open_index(rec_path, Path(cache) if cache else None)
+        self.warnings = (*index.facts.get("warnings", ()), *warnings)
         self._offsets, self._labels, self._facts = index.offsets, index.labels, index.facts
         self._keys = (
             index.keys if len(index.keys) else range(index.facts["first_key"], index.facts["first_key"] + len(index.labels))
@@ -154,11 +156,16 @@ def _index_set(rec_path: Path) -> SetIndex:
     unread = records.bytes_after_last()
     if unread:
         description += f"; the last {unread} bytes of the file are not in the index"
+    warnings = []
+    if records.rebuilt or unread:
+        what = "there is no train.idx" if records.rebuilt else f"the last {unread} bytes of train.rec are not in train.idx"
+        warnings.append(f"{rec_path.parent}: {what}; python -m scripts.repair_data {rec_path.parent} writes it anew")
     facts = {
         "first_key": int(image_keys[0]),
         "num_records": len(records),
         "num_classes": num_classes,
         "description": description,
+        "warnings": warnings,
     }
     counted = all((np.diff(image_keys[i : i + _CHUNK + 1]) == 1).all() for i in range(0, len(image_keys) - 1, _CHUNK))
     keys = image_keys[:0] if counted else image_keys  # a large set has hundreds of megabytes of them
@@ -180,19 +187,25 @@ def _count_classes(rec_path: Path, labels: np.ndarray, keys: np.ndarray) -> tupl
     """Return the number of classes and where it comes from."""
     largest = int(labels.max())
     path = rec_path.with_name("property")
-    if not path.exists():
+    num_classes = classes_of_property(path)
+    if num_classes is None:
         return largest + 1, "largest label + 1"
-    first_line = path.read_bytes().split(b"\n")[0]
-    number = first_line.split(b",")[0].strip()
-    if not number.isdigit() or len(number) > 8 or int(number) > _FLOAT_LIMIT:
-        raise ValueError(f"{path}: the first line must be 'classes,height,width', at most 2^24 classes. Correct or delete it")
-    num_classes = int(number)
     if largest >= num_classes:
         raise ValueError(
             f"record {keys[labels.argmax()]} of {rec_path}: its label is {largest}, but {path} counts {num_classes} classes, "
             "so labels must be below. Correct or delete that file, or renumber the labels"
         )
     return num_classes, "property"
+
+
+def classes_of_property(path: Path) -> int | None:
+    """Return the number of classes that a property file says, None where there is no such file."""
+    if not path.exists():
+        return None
+    number = path.read_bytes().split(b"\n")[0].split(b",")[0].strip()
+    if not number.isdigit() or len(number) > 8 or int(number) > _FLOAT_LIMIT:
+        raise ValueError(f"{path}: the first line must be 'classes,height,width', at most 2^24 classes. Correct or delete it")
+    return int(number)
 
 
 def _read_labels(records: IndexedRecordFile) -> np.ndarray:

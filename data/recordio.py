@@ -133,7 +133,7 @@ class IndexedRecordFile:
                 raise ValueError(
                     f"{idx_path}: the offset of record {self.keys[begin + i]} must be a multiple of 4 inside {self.path} "
                     f"({self.file.size} bytes), got {offsets[i]}: the index of another file, or a file cut off "
-                    "(deleted, the index is rebuilt)"
+                    "(scripts.repair_data mends either)"
                 )
 
     def __len__(self) -> int:

@@ -30,7 +30,7 @@ class TarDataset(FaceDataset):
         self.path = Path(path)
         self.files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.tar"))
         if not self.files:
-            raise ValueError(f"data.path: no *.tar in {path}. Give the folder that holds the shards, or one shard")
+            raise ValueError(f"no *.tar in {path}. Give the folder that holds the shards, or one shard")
         arrays = self._open(Path(cache) if cache else None)
         self._shards, self._offsets, self._sizes = arrays["shards"], arrays["offsets"], arrays["sizes"]
         self._labels, self._name_ends, self._names = arrays["labels"], arrays["name_ends"], arrays["names"]

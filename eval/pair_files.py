@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from .pairs import PairSet, read_bin
 from .sample_pairs import FOLDS, most_pairs, sample_pairs
@@ -48,7 +48,7 @@ def write_safetensors(path: str | os.PathLike[str], pairs: PairSet) -> None:
         "same": np.ascontiguousarray(pairs.same, dtype=np.bool_),
     }
     unfinished = f"{os.fspath(path)}.unfinished"
-    save_file(tensors, unfinished)
+    Path(unfinished).write_bytes(save(tensors))  # save_file would give it mode 0600, whatever the umask
     os.replace(unfinished, path)
 
 

@@ -2,7 +2,7 @@
 
 Every picture below FOLDER that LANDMARKS names is brought to the standard template (utils/alignment.py) and written below OUT
 under the same relative name, as JPEG, or losslessly with --png. Pictures that OUT holds already are passed over, so that an
-interrupted run goes on.
+interrupted run goes on. Landmarks outside their picture are an error; faces that are largely padding are in OUT/padding.csv.
 
 LANDMARKS: a line for each face, name,x1,y1,x2,y2,x3,y3,x4,y4,x5,y5 in pixels: left eye, right eye, nose, left
 and right corner of the mouth, as they stand in the picture. name is the picture's path below FOLDER. A header may name the
@@ -20,14 +20,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import cv2
+import numpy as np
 
-from utils.alignment import align
+from data.datasets import SUFFIXES, no_image_below
+from utils.alignment import align, check_points
 from utils.cli import make_parser
-from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb
+from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb, image_size
 from utils.parallel import ordered
 from utils.program import guarded
 
-from .face_files import SUFFIXES, add_threads, points_of, progress, read_landmarks, to_jpeg, whole
+from .face_files import add_threads, points_of, progress, read_landmarks, report_padding, to_jpeg, whole
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,19 +61,25 @@ def align_all(options: argparse.Namespace) -> None:
         if file.lower().endswith(SUFFIXES)
     )
     if not names:
-        raise ValueError(f"{options.folder}: no picture in it ({' '.join(SUFFIXES)})")
-    jobs = [(name, points_of(known, name)) for name in names]  # a missing line is said before any work is done
+        raise ValueError(no_image_below(options.folder))
+    # a missing line, or two pictures for one face, is said before any work is done
+    targets = _targets(options, names)
+    jobs = list(zip(names, points_of(known, names), targets, strict=True))
 
-    def work(job: tuple) -> bool:
-        name, points = job
-        target = (options.out / name).with_suffix(".png" if options.png else ".jpg")
-        if target.exists():
-            return False
+    def work(job: tuple[str, np.ndarray, Path]) -> tuple[bool, float]:
+        """Align a picture unless its face is there; return whether it was not, and the share of the face that is padding."""
+        name, points, target = job
         try:
-            face = align(
-                decode_rgb((options.folder / name).read_bytes(), MAX_PHOTO_PIXELS), points, options.size, not options.plain_warp
-            )
-        except (OSError, ValueError) as error:
+            data = (options.folder / name).read_bytes()
+            if target.exists():
+                size = image_size(data)
+                return False, check_points(points, *size) if size else 0.0
+            pixels = decode_rgb(data, MAX_PHOTO_PIXELS)
+            padding = check_points(points, *pixels.shape[:2])
+            face = align(pixels, points, options.size, not options.plain_warp)
+        except OSError as error:
+            raise ValueError(f"{options.folder / name}: cannot be read: {error.strerror}") from None
+        except ValueError as error:
             raise ValueError(f"{options.folder / name}: {error}") from None
         target.parent.mkdir(parents=True, exist_ok=True)
         if options.png:
@@ -81,12 +89,26 @@ def align_all(options: argparse.Namespace) -> None:
         unfinished = target.with_name(f".{target.name}.unfinished")
         unfinished.write_bytes(data)
         unfinished.replace(target)
-        return True
+        return True, padding
 
-    written = sum(progress(ordered(work, jobs, options.threads), len(jobs), "aligning", "picture"))
+    done = list(progress(ordered(work, jobs, options.threads), len(jobs), "aligning", "picture"))
+    written = sum(new for new, _ in done)
+    report_padding(options.out, {name: padding for name, (_, padding) in zip(names, done, strict=True)})
     print(
         f"{options.out}: {written} faces aligned to {options.size} x {options.size}, {len(jobs) - written} were there already"
     )
+
+
+def _targets(options: argparse.Namespace, names: Sequence[str]) -> list[Path]:
+    """Return the file of each picture's face; two pictures that differ in their ending alone would have the same one."""
+    targets = [(options.out / name).with_suffix(".png" if options.png else ".jpg") for name in names]
+    first: dict[Path, str] = {}
+    for name, target in zip(names, targets, strict=True):
+        if first.setdefault(target, name) != name:
+            raise ValueError(
+                f"{options.folder / name}: its face and that of {first[target]} would both be {target}; rename one of them"
+            )
+    return targets
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ if __name__ == "__main__":
     raise SystemExit("error: scripts/face_files.py is no program, but a part of programs; python -m scripts lists them")
 
 import argparse
+import csv
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +18,12 @@ import cv2
 import numpy as np
 from tqdm import tqdm
 
-from utils.alignment import align
+from data.base import FaceDataset
+from data.datasets import SUFFIXES, no_image_below, open_set
+from utils.alignment import align, check_points
 from utils.image import MAX_PHOTO_PIXELS, decode_rgb
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+MUCH_PADDING = 0.4  # share of an aligned face that lies outside its picture, from which on it is reported
 _KEPT = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # JPEG and PNG are stored as they are
 
 
@@ -39,6 +43,13 @@ class Rules(NamedTuple):
     quality: int  # of a JPEG that has to be made
     resize: bool  # bring unaligned pictures of another size to `size`; False is an error
     smooth: bool  # of utils.alignment.align
+
+
+class Encoded(NamedTuple):
+    """What is stored of a picture."""
+
+    data: bytes
+    padding: float = 0.0  # share of the aligned face that lies outside the picture
 
 
 class BadPicture(NamedTuple):
@@ -84,6 +95,7 @@ def list_identities(folder: Path, min_images: int = 1) -> tuple[list[Picture], l
         raise ValueError(f"{folder}: holds no sub-folder; put the pictures of each identity into a folder of its own")
     pictures: list[Picture] = []
     kept: list[str] = []
+    most = 0  # pictures of an identity
     for name in names:
         files = sorted(
             os.path.relpath(os.path.join(place, file), folder)
@@ -91,11 +103,14 @@ def list_identities(folder: Path, min_images: int = 1) -> tuple[list[Picture], l
             for file in inside
             if file.lower().endswith(SUFFIXES)
         )
+        most = max(most, len(files))
         if len(files) >= max(1, min_images):
             pictures += [Picture(folder / file, file, len(kept)) for file in files]
             kept.append(name)
     if not pictures:
-        raise ValueError(f"{folder}: no identity has {max(1, min_images)} picture(s) ({' '.join(SUFFIXES)})")
+        if not most:
+            raise ValueError(no_image_below(folder))
+        raise ValueError(f"{folder}: no identity has {min_images} pictures, the largest has {most}; lower --min-images")
     return pictures, kept, len(names) - len(kept)
 
 
@@ -164,13 +179,51 @@ def _numbers_at_end(columns: list[str]) -> list[int]:
     return []
 
 
-def points_of(landmarks: dict[str, np.ndarray], name: str) -> np.ndarray:
-    """Return the points of a picture: by its relative path, with or without ending, or by the bare file name."""
-    path = Path(name)
-    for key in (name, path.as_posix(), path.with_suffix("").as_posix(), path.name, path.stem):
-        if key in landmarks:
-            return landmarks[key]
-    raise ValueError(f"{name}: has no landmarks; add a line for it, or leave the picture out")
+def points_of(landmarks: dict[str, np.ndarray], names: Iterable[str]) -> list[np.ndarray]:
+    """Return the points of each picture: by its relative path, with or without ending, or by the bare file name.
+
+    Raises:
+        ValueError: a picture has no line, or two pictures would take the same one.
+    """
+    taken: dict[str, str] = {}  # line -> picture
+    for name in names:
+        path = Path(name)
+        keys = (name, path.as_posix(), path.with_suffix("").as_posix(), path.name, path.stem)
+        key = next((key for key in keys if key in landmarks), None)
+        if key is None:
+            raise ValueError(f"{name}: has no landmarks; add a line for it, or leave the picture out")
+        other = taken.setdefault(key, name)
+        if other != name:
+            raise ValueError(
+                f"{name}: the landmarks named '{key}' are those of {other} already; give each picture a line of its own, named "
+                "by its path below the folder, with its ending"
+            )
+    return [landmarks[key] for key in taken]
+
+
+def report_padding(folder: Path, shares: dict[str, float]) -> None:
+    """Say how many aligned faces are largely padding, and list them in FOLDER/padding.csv; `shares` has all pictures."""
+    path = folder / "padding.csv"
+    path.unlink(missing_ok=True)  # of another run
+    found = sorted(((share, name) for name, share in shares.items() if share > MUCH_PADDING), reverse=True)
+    if not found:
+        return
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("name", "share_outside"))
+        writer.writerows((name, f"{share:.3f}") for share, name in found)
+    print(
+        f"{len(found)} of {len(shares)} faces are largely padding: more than {MUCH_PADDING:.0%} of the crop lies outside the "
+        f"picture. The worst is {found[0][1]}, {found[0][0]:.0%}; all are in {path}. Look at them before you train on them"
+    )
+
+
+def open_set_of(path: str | os.PathLike[str]) -> FaceDataset:
+    """Return the set at a path, as data.datasets.open_set does; what its opening noticed goes to stderr."""
+    dataset = open_set(path)
+    for line in dataset.warnings:
+        print(f"warning: {line}", file=sys.stderr)
+    return dataset
 
 
 def read_list(path: Path) -> Iterator[Picture]:
@@ -208,7 +261,7 @@ def _insightface_line(path: Path, number: int, columns: list[str]) -> Picture:
     return Picture(path.parent / name, name, label, points)
 
 
-def encode(picture: Picture, rules: Rules) -> bytes | BadPicture:
+def encode(picture: Picture, rules: Rules) -> Encoded | BadPicture:
     """Return the bytes to store: the file's own where it is a JPEG or PNG of the right size, else a new JPEG."""
     try:
         data = picture.path.read_bytes()
@@ -218,14 +271,15 @@ def encode(picture: Picture, rules: Rules) -> bytes | BadPicture:
         pixels = decode_rgb(data, MAX_PHOTO_PIXELS)
         if picture.points is None:
             if pixels.shape[:2] == (rules.size, rules.size):
-                return data if data.startswith(_KEPT) else to_jpeg(pixels, rules.quality)
+                return Encoded(data if data.startswith(_KEPT) else to_jpeg(pixels, rules.quality))
             if not rules.resize:
                 height, width = pixels.shape[:2]
                 return BadPicture(picture.name, f"is {width} x {height} pixels, not {rules.size} x {rules.size}")
             shrinks = min(pixels.shape[:2]) > rules.size
             how = cv2.INTER_AREA if shrinks else cv2.INTER_CUBIC
-            return to_jpeg(cv2.resize(pixels, (rules.size, rules.size), interpolation=how), rules.quality)
-        return to_jpeg(align(pixels, picture.points, rules.size, rules.smooth), rules.quality)
+            return Encoded(to_jpeg(cv2.resize(pixels, (rules.size, rules.size), interpolation=how), rules.quality))
+        padding = check_points(picture.points, *pixels.shape[:2])
+        return Encoded(to_jpeg(align(pixels, picture.points, rules.size, rules.smooth), rules.quality), padding)
     except ValueError as error:
         return BadPicture(picture.name, str(error))
 

@@ -21,12 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from data.base import FaceDataset
-from data.datasets import open_set
 from data.record_set import RecordSetWriter
 from utils.cli import make_parser
 from utils.program import guarded
 
-from .face_files import progress, whole
+from .face_files import open_set_of, progress, whole
 from .rec_to_folder import parse_classes
 
 _AHEAD = 4096  # images that the storage is told of at once
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def select(options: argparse.Namespace) -> None:
     """Choose the images and copy them."""
-    dataset = open_set(options.set)
+    dataset = open_set_of(options.set)
     labels = np.asarray(dataset.labels())
     keep = np.ones(dataset.num_stored, dtype=bool)
     if options.drop:

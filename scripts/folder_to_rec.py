@@ -39,6 +39,7 @@ from .face_files import (
     points_of,
     progress,
     read_landmarks,
+    report_padding,
     whole,
 )
 from .face_files import read_list as read_lst
@@ -78,11 +79,13 @@ def convert(options: argparse.Namespace) -> None:
         pictures, _, left_out = list_identities(options.folder, options.min_images)
     if options.landmarks:
         known = read_landmarks(options.landmarks)
-        pictures = [picture._replace(points=points_of(known, picture.name)) for picture in pictures]
+        found = points_of(known, [picture.name for picture in pictures])
+        pictures = [picture._replace(points=points) for picture, points in zip(pictures, found, strict=True)]
     if options.shuffled:
         pictures = [pictures[i] for i in np.random.default_rng(options.seed).permutation(len(pictures))]
     rules = Rules(options.size, options.quality, options.resize, not options.plain_warp)
     skipped: list[BadPicture] = []
+    padding: dict[str, float] = {}
     with RecordSetWriter(options.out, not options.shuffled, options.size, options.overwrite) as writer:
         results = ordered(lambda picture: (picture, encode(picture, rules)), pictures, options.threads)
         labels = _Labels(options.shuffled)
@@ -92,11 +95,14 @@ def convert(options: argparse.Namespace) -> None:
                     raise ValueError(f"{picture.path}: {image.reason}. {_advice(picture, image)}")
                 skipped.append(image)
             else:
-                writer.add(labels.of(picture), image, picture.name)
+                writer.add(labels.of(picture), image.data, picture.name)
+                if picture.points is not None:
+                    padding[picture.name] = image.padding
     if skipped:
         text = "".join(f"{bad.name}\t{bad.reason}\n" for bad in skipped)
         (options.out / "skipped.txt").write_text(text, encoding="utf-8")
         print(f"{len(skipped)} pictures were left out: {options.out / 'skipped.txt'}")
+    report_padding(options.out, padding)
     if left_out:
         print(f"{left_out} identities have fewer than {options.min_images} pictures and were left out")
     print(f"{options.out}: {writer.num_images} images of {writer.num_classes} identities")
@@ -115,6 +121,8 @@ class _Labels:
 
 
 def _advice(picture: Picture, bad: BadPicture) -> str:
+    if picture.points is not None and "landmarks" in bad.reason:
+        return "Correct the landmarks, or leave all such pictures out with --skip-bad"
     if "pixels, not" in bad.reason:
         return (
             "Give --landmarks to align the faces, or --resize if they are aligned already; --skip-bad leaves such pictures out"

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from data.base import FaceDataset
-from data.datasets import FolderDataset, open_set
+from data.datasets import FolderDataset
 from eval.embed import embed_sums
 from eval.identification import identify
 from utils import distributed
@@ -34,7 +34,7 @@ from utils.image import IMAGE_SIZE
 from utils.optim import AUTOCAST
 from utils.program import guarded
 
-from .face_files import progress
+from .face_files import open_set_of, progress
 from .networks import add_network_arguments, load_network
 
 _RANKS = (1, 5, 10, 20)
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
     world = distributed.start(options.device)
     with together(world):
         model, title, _ = load_network(options)
-        sets = [open_set(path) for path in (*options.gallery, options.probes)]
+        sets = [open_set_of(path) for path in (*options.gallery, options.probes)]
         names = [people_of(dataset) for dataset in sets]
     model = model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     vectors = [embed_set(model, dataset, world, options) for dataset in sets]

@@ -1,10 +1,11 @@
 """Look into a set: python -m scripts.inspect_data SET --out DIR --bins lfw.bin cfp_fp.bin
 
-Reads every image once and says what there is and what is wrong: counts, images per identity, sizes, images that do not decode,
-copies (the same file, or the same picture compressed or resized again), and pictures that a test set has, too. DIR then holds
+Reads every image once and says what is wrong and what there is: pictures that a test set has, copies (the same file, or the
+same picture compressed or resized again), images of one colour, images that do not decode, counts, sizes. DIR then holds
 
 report.html          one page with pictures             report.json    the same numbers
-bad.csv              images that do not decode          duplicates.csv, overlap.csv
+bad.csv              images that do not decode, or are of one colour
+duplicates.csv       copies                 overlap.csv     pictures of the test sets
 drop.csv             what scripts.filter_data --drop takes: bad images, copies, pictures of the test sets
 
 SET: a folder with train.rec and train.idx, with *.tar shards, or with a sub-folder of pictures for each person; or a text file
@@ -22,34 +23,21 @@ import csv
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from data.base import FaceDataset
-from data.datasets import open_set
 from eval.pairs import PairSet, read_bin
 from utils.cli import make_parser
 from utils.image import IMAGE_SIZE, decode_rgb
-from utils.page import Page
 from utils.parallel import ordered
-from utils.pictures import histograms, sheet
 from utils.program import guarded
 
-from .face_files import add_threads, progress, whole
+from .face_files import add_threads, open_set_of, progress, whole
+from .inspect_page import Copy, Findings, write_page
+from .set_names import SetNames
 from .set_scan import MIN_CORRELATION, Scan, candidates, correlation, dhash, equal_groups, scan
-
-_ROWS, _COLUMNS = 12, 8  # of the contact sheet
-_MAX_SHOWN = 12  # pairs of pictures in a sheet
-
-
-class Copy(NamedTuple):
-    """Two pictures that are the same."""
-
-    first: int  # index into the set
-    second: int  # index into the set, or into the images of the test set
-    kind: str  # "equal" bytes, or "near": the same picture encoded again
-    likeness: float  # correlation of the pixels
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def inspect(options: argparse.Namespace) -> None:
     """Read the set, find what is wrong, and write the report."""
     out = options.out or Path(f"report_{options.set.resolve().name}")
-    dataset = open_set(options.set)
+    dataset = open_set_of(options.set)
     out.mkdir(parents=True, exist_ok=True)  # before hours of reading
     tests = [read_bin(path) for path in options.bins]
     print(dataset.describe())
@@ -82,25 +70,24 @@ def inspect(options: argparse.Namespace) -> None:
     scanned = scan(dataset, indices, options.threads)
     copies, unconfirmed = find_copies(dataset, scanned, options)
     overlaps = {test.name: find_overlap(dataset, scanned, test, options) for test in tests}
-    labels = dataset.labels()
+    labels, names = dataset.labels(), SetNames(dataset)
     report = summarise(dataset, scanned, labels, copies, overlaps, unconfirmed)
-    _write_tables(out, dataset, scanned, labels, copies, overlaps)
-    page = Page(f"Set {options.set}")
-    _fill_page(page, dataset, scanned, labels, report, copies, overlaps, {test.name: test for test in tests}, rng)
-    page.write(out / "report.html")
+    _write_tables(out, names, scanned, labels, copies, overlaps)
+    found = Findings(dataset, names, scanned, labels, report, copies, overlaps, {test.name: test for test in tests})
+    write_page(out / "report.html", f"Set {options.set}", found, rng)
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    for what, how_many, _ in found.faults():
+        print(f"  BAD  {what}: {how_many}")
     for name, value in report.items():
         if not isinstance(value, dict):
             print(f"  {name.replace('_', ' '):<44}{f'{value:,}' if isinstance(value, int) else value}")
-    for name, values in report["overlap"].items():
-        print(f"  {f'pictures shared with {name}':<44}{values['pictures']:,}, of {values['identities']:,} identities")
     print(f"report: {out / 'report.html'}")
 
 
 def find_copies(dataset: FaceDataset, scanned: Scan, options: argparse.Namespace) -> tuple[list[Copy], int]:
     """Return the copies within the set, and how many candidates for near copies were too many to compare."""
     copies = [Copy(int(group[0]), int(other), "equal", 1.0) for group in equal_groups(scanned) for other in group[1:]]
-    distinct = np.setdiff1d(np.flatnonzero(scanned.good), np.searchsorted(scanned.indices, [copy.second for copy in copies]))
+    distinct = np.setdiff1d(np.flatnonzero(scanned.faces), np.searchsorted(scanned.indices, [copy.second for copy in copies]))
     pairs = distinct[candidates(scanned.dhash[distinct])]
 
     def compare(pair: np.ndarray) -> Copy:
@@ -120,7 +107,7 @@ def find_overlap(dataset: FaceDataset, scanned: Scan, test: PairSet, options: ar
         return dhash(decode_rgb(test.images[index]))
 
     hashes = progress(ordered(read, size, options.threads), len(size), f"reading {test.name}", "image")
-    good = np.flatnonzero(scanned.good)
+    good = np.flatnonzero(scanned.faces)
     pairs = candidates(scanned.dhash[good], np.array(list(hashes), dtype=np.uint64))
 
     def compare(pair: np.ndarray) -> Copy:
@@ -159,6 +146,7 @@ def summarise(
         "images_per_identity_max": int(filled.max()),
         "images_read": len(scanned.indices),
         "images_bad": len(scanned.bad),
+        "images_of_one_colour": int(np.count_nonzero(scanned.plain)),
         f"images_not_{IMAGE_SIZE}_x_{IMAGE_SIZE}": int(np.count_nonzero(odd)),
         "mean_kilobytes": round(float(sizes.mean()) / 1000, 2) if len(sizes) else 0.0,
         "copies_of_a_file": sum(copy.kind == "equal" for copy in copies),
@@ -177,18 +165,19 @@ def summarise(
 
 def _write_tables(
     out: Path,
-    dataset: FaceDataset,
+    names: SetNames,
     scanned: Scan,
     labels: np.ndarray,
     copies: list[Copy],
     overlaps: dict[str, list[Copy]],
 ) -> None:
-    _write_csv(out / "bad.csv", ("index", "key", "reason"), ((i, dataset.key(i), why) for i, why in scanned.bad))
+    bad = [*scanned.bad, *((i, "is of one colour, or nearly") for i in scanned.indices[scanned.plain].tolist())]
+    _write_csv(out / "bad.csv", ("index", "key", "reason"), ((i, names.file(i), why) for i, why in sorted(bad)))
     _write_csv(
         out / "duplicates.csv",
         ("index", "other_index", "kind", "likeness", "identity", "other_identity", "key", "other_key"),
         (
-            (a, b, kind, f"{r:.4f}", labels[a], labels[b], dataset.key(a), dataset.key(b))
+            (a, b, kind, f"{r:.4f}", labels[a], labels[b], names.file(a), names.file(b))
             for a, b, kind, r in sorted(copies, key=lambda copy: (labels[copy.first] == labels[copy.second], copy))
         ),
     )
@@ -196,7 +185,7 @@ def _write_tables(
         out / "overlap.csv",
         ("index", "identity", "test_set", "test_image", "kind", "likeness", "key"),
         (
-            (a, labels[a], name, b, kind, f"{r:.4f}", dataset.key(a))
+            (a, labels[a], name, b, kind, f"{r:.4f}", names.file(a))
             for name, found in overlaps.items()
             for a, b, kind, r in found
         ),
@@ -209,6 +198,8 @@ def what_to_drop(scanned: Scan, labels: np.ndarray, copies: list[Copy], overlaps
     drop: dict[int, str] = {}
     for index, _ in scanned.bad:
         drop[index] = "bad"
+    for index in scanned.indices[scanned.plain].tolist():
+        drop[index] = "one colour"
     for copy in copies:
         if labels[copy.first] == labels[copy.second]:
             drop.setdefault(copy.second, f"copy of {copy.first}")
@@ -226,71 +217,6 @@ def _write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(head)
         writer.writerows(rows)
-
-
-def _fill_page(
-    page: Page,
-    dataset: FaceDataset,
-    scanned: Scan,
-    labels: np.ndarray,
-    report: dict[str, Any],
-    copies: list[Copy],
-    overlaps: dict[str, list[Copy]],
-    tests: dict[str, PairSet],
-    rng: np.random.Generator,
-) -> None:
-    page.text(dataset.describe(), note=True)
-    page.table(("", "value"), [(k.replace("_", " "), v) for k, v in report.items() if not isinstance(v, dict)])
-    page.section("Images per identity, and their size")
-    counts = np.bincount(labels, minlength=dataset.num_classes)
-    page.picture(histograms(counts[counts > 0], scanned.num_bytes[scanned.good]), "histograms")
-    page.section("Some identities, drawn at random")
-    page.picture(
-        _contact_sheet(dataset, scanned, labels, rng), "a row for each identity, with its number and how many images it has"
-    )
-    if scanned.bad:
-        page.section("Images that cannot be used")
-        page.table(("index", "what is wrong"), scanned.bad[:50])
-        page.text(f"All {len(scanned.bad)} are in bad.csv.", note=True)
-    if copies:
-        page.section("Copies")
-        page.text("Where identities differ, one person has two labels, or a picture stands under a wrong one. First these.")
-        shown = sorted(copies, key=lambda copy: (labels[copy.first] == labels[copy.second], copy))[:_MAX_SHOWN]
-        rows = [
-            (
-                f"{copy.kind}: image {copy.first} (identity {labels[copy.first]}), {copy.second} ({labels[copy.second]})",
-                [decode_rgb(dataset.sample(index)[0]) for index in copy[:2]],
-            )
-            for copy in shown
-        ]
-        page.picture(sheet(rows, 4), f"{len(rows)} of {len(copies)} pairs of copies; all are in duplicates.csv")
-    for name, found in overlaps.items():
-        page.section(f"Shared with the test set {name}")
-        numbers = report["overlap"][name]
-        page.text(f"{numbers['pictures']} pictures of {numbers['identities']} identities are in {name}.")
-        rows = [
-            (
-                f"{copy.kind}: image {copy.first} (identity {labels[copy.first]}), image {copy.second} of {name}",
-                [decode_rgb(dataset.sample(copy.first)[0]), decode_rgb(tests[name].images[copy.second])],
-            )
-            for copy in found[:_MAX_SHOWN]
-        ]
-        if rows:
-            page.picture(sheet(rows, 4), "left: this set; right: the test set")
-
-
-def _contact_sheet(dataset: FaceDataset, scanned: Scan, labels: np.ndarray, rng: np.random.Generator) -> bytes:
-    usable = scanned.indices[scanned.good]
-    order = usable[np.argsort(labels[usable], kind="stable")]
-    identities, begins = np.unique(labels[order], return_index=True)
-    ends = np.append(begins[1:], len(order))
-    rows = []
-    for place in np.sort(rng.permutation(len(identities))[:_ROWS]).tolist():
-        members = order[begins[place] : ends[place]]
-        chosen = np.sort(rng.permutation(members)[:_COLUMNS])
-        caption = f"identity {identities[place]}: {len(members)} image{'s' if len(members) > 1 else ''}"
-        rows.append((caption, [decode_rgb(dataset.sample(index)[0]) for index in chosen.tolist()]))
-    return sheet(rows, _COLUMNS)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from data.datasets import open_set
 from data.mixture import MixedDataset, Source, class_maps
 from utils.cli import make_parser
 from utils.program import guarded
 
+from .face_files import open_set_of
 from .filter_data import copy_set
 
 
@@ -45,8 +45,11 @@ def merge(options: argparse.Namespace) -> None:
     """Write all images under their merged identities."""
     if any(options.out.resolve() == path.resolve() for path in options.sets):
         raise ValueError(f"{options.out}: the new set must not be written over one of the old; choose another folder")
-    parts = [open_set(path) for path in options.sets]
-    maps = class_maps([part.num_classes for part in parts], options.labels)
+    parts = [open_set_of(path) for path in options.sets]
+    try:
+        maps = class_maps([part.num_classes for part in parts], options.labels)
+    except ValueError as error:
+        raise ValueError(f"--labels: {error}") from None
     mixed = MixedDataset([Source(part, 1, classes) for part, classes in zip(parts, maps, strict=True)], 0)
     copy_set(mixed, np.arange(mixed.num_stored), options.out, options.overwrite)
 

@@ -25,7 +25,6 @@ from pathlib import Path
 
 import numpy as np
 
-from data.datasets import open_set
 from eval.pair_files import read_csv, read_lines
 from eval.pairs import write_bin
 from eval.sample_pairs import FOLDS, sample_pairs
@@ -33,7 +32,7 @@ from utils.cli import make_parser
 from utils.image import IMAGE_SIZE, decode_rgb
 from utils.program import guarded
 
-from .face_files import progress, whole
+from .face_files import open_set_of, progress, whole
 
 Pair = tuple[Path, Path, bool]
 
@@ -105,7 +104,7 @@ def _check(image: bytes, name: str, any_size: bool) -> None:
 
 
 def _sample(options: argparse.Namespace) -> tuple[list[bytes], list[str], list[bool]]:
-    dataset = open_set(options.folder)
+    dataset = open_set_of(options.folder)
     first, second, same = sample_pairs(np.asarray(dataset.labels()), options.pairs, FOLDS, options.seed)
     indices = np.stack([first, second], axis=1).reshape(-1).tolist()
     some = progress(dict.fromkeys(indices), None, "reading", "picture")

@@ -9,7 +9,6 @@ if __name__ == "__main__":
     raise SystemExit("error: scripts/set_scan.py is no program, but a part of programs; python -m scripts lists them")
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import cv2
@@ -24,6 +23,7 @@ from .face_files import progress
 _CHUNK = 64  # images of one task
 _BANDS = 4  # overlapping quarters of the hash, 32 bits each, by which candidates are found
 _RANGE = 64  # candidates that one image may have in one band; a set of one flat colour would have all pairs otherwise
+PLAIN_RANGE = 8  # levels of 256
 MAX_DISTANCE = 6  # bits in which the hashes of near duplicates may differ
 # Of their pixels. Two photographs of a person under one light reach 0.977; JPEG of quality 30, half the size or a change of
 # light leave at least 0.990 (measured on the London and Canadian photographs of face research, 244 aligned faces).
@@ -40,12 +40,18 @@ class Scan:
     width: np.ndarray  # (n,) int32
     digest: np.ndarray  # (n,) uint64, of the bytes
     dhash: np.ndarray  # (n,) uint64, of the pixels
+    plain: np.ndarray  # (n,) bool, of one colour, or nearly
     bad: list[tuple[int, str]] = field(default_factory=list)  # (index, what is wrong), in order
 
     @property
     def good(self) -> np.ndarray:
         """(n,) bool: the image decodes."""
         return self.height > 0
+
+    @property
+    def faces(self) -> np.ndarray:
+        """(n,) bool: the image decodes and is not of one colour."""
+        return self.good & ~self.plain
 
 
 def scan(dataset: FaceDataset, indices: np.ndarray, threads: int, hashes: bool = True, what: str = "reading") -> Scan:
@@ -58,7 +64,9 @@ def scan(dataset: FaceDataset, indices: np.ndarray, threads: int, hashes: bool =
     count = len(indices)
     sizes = [np.zeros(count, dtype) for dtype in (np.int64, np.int32, np.int32)]
     hashed = [np.zeros(count, dtype=np.uint64) for _ in range(2)]
-    result = Scan(np.asarray(indices, dtype=np.int64), sizes[0], sizes[1], sizes[2], hashed[0], hashed[1])
+    result = Scan(
+        np.asarray(indices, dtype=np.int64), sizes[0], sizes[1], sizes[2], hashed[0], hashed[1], np.zeros(count, dtype=bool)
+    )
 
     def read(begin: int) -> list[tuple[int, str]]:
         bad = []
@@ -72,6 +80,7 @@ def scan(dataset: FaceDataset, indices: np.ndarray, threads: int, hashes: bool =
                 bad.append((index, str(error)))
                 continue
             result.height[place], result.width[place] = pixels.shape[:2]
+            result.plain[place] = is_plain(pixels)
             if hashes:
                 result.digest[place], result.dhash[place] = digest(data), dhash(pixels)
         return bad
@@ -81,6 +90,20 @@ def scan(dataset: FaceDataset, indices: np.ndarray, threads: int, hashes: bool =
             result.bad += bad
             bar.update(min(_CHUNK, count - begin))
     return result
+
+
+def is_plain(pixels: np.ndarray) -> bool:
+    """Return whether (H, W, 3) uint8 pixels are of one colour, or nearly: 98 of 100 within PLAIN_RANGE levels in each channel.
+
+    Landmarks of another picture, or a failed download, make such images; no face is one.
+    """
+    few = np.sort(pixels[8::24, 8::24, 1], axis=None).astype(np.int32)
+    if len(few) > 9 and few[-3] - few[2] > PLAIN_RANGE:  # what nearly every image is known by, in a few microseconds
+        return False
+    some = pixels[::4, ::4].reshape(-1, 3)
+    low, high = len(some) // 100, len(some) - 1 - len(some) // 100
+    levels = np.sort(some, axis=0).astype(np.int32)
+    return bool((levels[high] - levels[low] <= PLAIN_RANGE).all())
 
 
 def digest(data: bytes | memoryview | np.ndarray) -> int:
@@ -108,8 +131,8 @@ def _structure(pixels: np.ndarray) -> np.ndarray:
 
 
 def equal_groups(scanned: Scan) -> list[np.ndarray]:
-    """Return the indices of images with the same bytes, in groups of two or more."""
-    places = np.flatnonzero(scanned.good)
+    """Return the indices of images with the same bytes, in groups of two or more; those of one colour are left out."""
+    places = np.flatnonzero(scanned.faces)
     places = places[np.lexsort((places, scanned.num_bytes[places], scanned.digest[places]))]
     same = (scanned.digest[places[1:]] == scanned.digest[places[:-1]]) & (
         scanned.num_bytes[places[1:]] == scanned.num_bytes[places[:-1]]
@@ -156,8 +179,3 @@ def _band(hashes: np.ndarray, band: int) -> np.ndarray:
 
 def _num_bits(words: np.ndarray) -> np.ndarray:
     return np.unpackbits(words.view(np.uint8).reshape(-1, 8), axis=1).sum(axis=1)
-
-
-def confirmed(pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> list[bool]:
-    """Return for pairs of pictures whether their pixels agree, too."""
-    return [correlation(one, other) >= MIN_CORRELATION for one, other in pairs]

@@ -21,13 +21,12 @@ import numpy as np
 
 from configs import load_config
 from data.augment import OPERATIONS, Augment
-from data.datasets import open_set
 from utils.cli import make_parser
 from utils.image import IMAGE_SIZE
 from utils.pictures import sheet
 from utils.program import guarded
 
-from .face_files import whole
+from .face_files import open_set_of, whole
 
 _SHARE = "augment.crop=0.2 augment.low_resolution=0.2 augment.photometric=0.2"
 
@@ -49,7 +48,7 @@ def show(options: argparse.Namespace) -> None:
     """Draw the sheet."""
     base = Path(__file__).parent.parent / "configs" / "base.yaml"
     section = dict(load_config(options.config or base, options.overrides).augment)
-    dataset = open_set(options.set)
+    dataset = open_set_of(options.set)
     count = min(options.columns, dataset.num_stored)
     indices = np.sort(np.random.default_rng(options.seed).choice(dataset.num_stored, count, replace=False))
     pictures = np.empty((count, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)

@@ -1,7 +1,8 @@
 """Read a set from end to end: python -m scripts.verify_data SET_OR_BIN ...
 
 Opens each set as training does (index, header record, every label and length), then reads and decodes every image. The exit
-status is 0 if all is well and 1 if anything is not; --bad FILE lists every bad image for scripts.filter_data --drop.
+status is 0 if all is well and 1 if anything is not; an image of one colour is not. --bad FILE lists every bad image for
+scripts.filter_data --drop; scripts.repair_data mends a set that does not open.
 
 SET_OR_BIN: what can be trained on (a folder with train.rec, *.tar or a sub-folder for each person; a list of 'path label'), or
 pairs: .bin, .safetensors, or .csv with lines 'path1,path2,same'.
@@ -19,15 +20,14 @@ from pathlib import Path
 
 import numpy as np
 
-from data.datasets import open_set
 from eval.pair_files import read_pairs
 from utils.cli import make_parser
 from utils.image import IMAGE_SIZE
 from utils.parallel import ordered
 from utils.program import guarded
 
-from .face_files import add_threads, progress
-from .set_scan import scan
+from .face_files import add_threads, open_set_of, progress
+from .set_scan import is_plain, scan
 
 _PAIRS = (".bin", ".safetensors", ".csv")  # files of verification sets
 _SHOWN = 20  # bad images that are printed
@@ -69,7 +69,7 @@ def verify(options: argparse.Namespace) -> None:
 
 
 def _verify_set(path: Path, options: argparse.Namespace) -> int:
-    dataset = open_set(path)
+    dataset = open_set_of(path)
     print(dataset.describe())
     scanned = scan(dataset, np.arange(dataset.num_stored), options.threads, hashes=False)
     bad = dict(scanned.bad)
@@ -77,6 +77,8 @@ def _verify_set(path: Path, options: argparse.Namespace) -> int:
     for place in np.flatnonzero(odd).tolist():
         size = f"{scanned.width[place]} x {scanned.height[place]}"
         bad[place] = f"{dataset.key(place)}: is {size} pixels, training takes {IMAGE_SIZE} x {IMAGE_SIZE}"
+    for place in np.flatnonzero(scanned.plain).tolist():
+        bad.setdefault(place, f"{dataset.key(place)}: is of one colour, or nearly")
     for index, reason in sorted(bad.items())[:_SHOWN]:
         print(f"BAD  {index}: {reason if dataset.key(index) in reason else f'{dataset.key(index)}: {reason}'}")
     if len(bad) > _SHOWN:
@@ -95,10 +97,10 @@ def _verify_pairs(path: Path, threads: int) -> int:
 
     def read(index: int) -> str:
         try:
-            pairs.decode(index)
+            plain = is_plain(pairs.decode(index))
         except ValueError as error:
             return str(error)
-        return ""
+        return f"{path}: image {index} is of one colour, or nearly" if plain else ""
 
     size = range(len(pairs.images))
     bad = [reason for reason in progress(ordered(read, size, threads), len(size), "reading", "image") if reason]

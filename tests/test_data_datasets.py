@@ -235,9 +235,9 @@ def test_a_folder_has_one_class_per_sub_folder_in_order_of_names(tmp_path: Path)
 
 
 def test_folder_errors_name_the_place(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.path: no folder .*/none"):
+    with pytest.raises(ValueError, match=r"^no folder .*/none"):
         FolderDataset(str(tmp_path / "none"))
-    with pytest.raises(ValueError, match=r"data\.path: no sub-folder in"):
+    with pytest.raises(ValueError, match=r"^no sub-folder in"):
         FolderDataset(str(tmp_path))
     _write_image(tmp_path / "a" / "small.png", 0, height=96)
     dataset = FolderDataset(str(tmp_path))
@@ -246,7 +246,7 @@ def test_folder_errors_name_the_place(tmp_path: Path) -> None:
     (tmp_path / "a" / "small.png").unlink()
     with pytest.raises(ValueError, match=r"a/small\.png: the file cannot be read"):
         _pixels(dataset, 0)
-    with pytest.raises(ValueError, match=r"/a: no image"):
+    with pytest.raises(ValueError, match=r"no image in it or below it"):
         FolderDataset(str(tmp_path))
 
 
@@ -287,8 +287,8 @@ def test_build_dataset_takes_sizes_from_the_data() -> None:
         ("recordio", "02_insightface_vec", 4, 11, r"data\.num_images is 11, but the data has 10"),
         ("recordio", "none", 0, 0, r"data\.path: no file .*train\.rec"),
         ("records", "", 0, 0, r"data\.source must be one of recordio, folder, list, tar, synthetic, got 'records'"),
-        ("synthetic", "", 0, 10, r"data\.num_classes must be at least 1"),
-        ("synthetic", "", 11, 10, r"data\.num_images at least as large"),
+        ("synthetic", "", 0, 10, r"data\.num_classes, data\.num_images: synthetic data need one class .* got 0 classes"),
+        ("synthetic", "", 11, 10, r"data\.num_images: .* an image of each, got 11 classes, 10 images"),
     ],
 )
 def test_build_dataset_refuses_what_the_data_contradicts(

@@ -1,15 +1,19 @@
 """The cache of a set's index: equal to parsing, never out of date, never trusted when damaged, never in the dataset."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from pictures import jpeg, picture
 
 from data import record_dataset
 from data.index_cache import cache_path, read_cache, write_cache
 from data.record_dataset import RecordDataset
 from data.record_set import RecordSetWriter
+from eval.pairs import write_bin
 
 
 def _make(folder: Path, labels: list[int]) -> Path:
@@ -89,6 +93,24 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     dataset = RecordDataset(folder, tmp_path / "file")
     assert dataset.num_images == 2
     assert len(dataset.warnings) == 1 and str(tmp_path / "file") in dataset.warnings[0]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_new_files_have_the_mode_of_the_users_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    """In a process of its own: the umask belongs to the whole process."""
+    folder = _make(tmp_path / "set", [0, 1])
+    write_bin(tmp_path / "held.bin", [jpeg(picture(1)), jpeg(picture(2))], [False])
+    program = (
+        f"import os; os.umask({umask})\n"
+        "from data.record_dataset import RecordDataset; from scripts import convert_bin, repair_data\n"
+        f"RecordDataset({str(folder)!r}, {str(tmp_path / 'cache')!r})\n"
+        f"assert convert_bin.main([{str(tmp_path / 'held.bin')!r}]) == 0\n"
+        f"os.unlink({str(folder / 'train.idx')!r})\n"
+        f"assert repair_data.main([{str(folder)!r}]) == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent)
+    made = [*(tmp_path / "cache").iterdir(), tmp_path / "held.safetensors", folder / "train.idx"]
+    assert [oct(path.stat().st_mode & 0o777) for path in made] == [oct(mode)] * 3
 
 
 def test_arrays_come_back_as_they_went(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_wrong_map_is_refused_with_its_line(tmp_path: Path, text: str, message
     (tmp_path / "map.txt").write_text(text)
     with pytest.raises(ValueError, match=message):
         class_maps([2, 3], str(tmp_path / "map.txt"))
-    with pytest.raises(ValueError, match=r"data\.labels must be offset, same, or a file"):
+    with pytest.raises(ValueError, match=r"^labels must be offset, same, or a file"):
         class_maps([2], "ofset")
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import cv2
@@ -11,7 +12,19 @@ from pictures import folder_of_people, jpeg, picture
 
 from data.record_dataset import RecordDataset
 from eval.pairs import read_bin, write_bin
-from scripts import filter_data, folder_to_rec, inspect_data, merge_data, show_augmentation, split_data, verify_data
+from scripts import (
+    filter_data,
+    folder_to_rec,
+    inspect_data,
+    merge_data,
+    pairs_to_bin,
+    rec_to_folder,
+    repair_data,
+    show_augmentation,
+    shuffle_rec,
+    split_data,
+    verify_data,
+)
 from scripts.set_scan import MAX_DISTANCE, candidates, correlation, dhash
 
 
@@ -45,7 +58,7 @@ def test_what_is_wrong_with_a_set_is_found(tmp_path: Path, people: Path, capsys:
     assert [(row["index"], row["test_image"], row["kind"]) for row in _table(out / "overlap.csv")] == [("13", "2", "near")]
     assert [row["index"] for row in _table(out / "drop.csv")] == ["3", "5", "9", "10", "13"]
     page = (out / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 4 and "<script" not in page
+    assert page.count("data:image/png;base64,") == 5 and "<script" not in page
     # and without what it says, the set is clean
     (people / "person_3" / "1.jpg").write_bytes(jpeg(picture(301)))
     assert filter_data.main([str(people), str(tmp_path / "clean"), "--drop", str(out / "drop.csv")]) == 0
@@ -53,6 +66,134 @@ def test_what_is_wrong_with_a_set_is_found(tmp_path: Path, people: Path, capsys:
     arguments = [str(tmp_path / "clean"), "--out", str(tmp_path / "again"), "--bins", str(tmp_path / "held.bin")]
     assert inspect_data.main(arguments) == 0
     assert not _table(tmp_path / "again" / "drop.csv")
+
+
+def test_the_page_tells_the_worst_first_by_the_names_of_files_and_folders(
+    tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]
+):
+    (people / "person_0" / "9.jpg").write_bytes((people / "person_0" / "1.jpg").read_bytes())
+    (people / "person_2" / "7.jpg").write_bytes(jpeg(picture(101), 50))
+    black = np.zeros((112, 112, 3), np.uint8)
+    for name, gray in (("person_1/8.jpg", 0), ("person_2/8.jpg", 0), ("person_3/8.jpg", 200)):
+        flat = black + np.uint8(gray)
+        flat[:8, :8] = 255 - gray  # a corner of the picture still shows
+        (people / name).write_bytes(jpeg(flat))
+    assert folder_to_rec.main([str(people), str(tmp_path / "set")]) == 0
+    (people / "person_3" / "0.jpg").write_bytes(b"\xff\xd8\xff no more")
+    write_bin(tmp_path / "held.bin", [jpeg(picture(900)), jpeg(picture(303))], [False])
+    for source, broken in ((people, 1), (tmp_path / "set", 0)):
+        out = tmp_path / f"report_{source.name}"
+        capsys.readouterr()
+        assert inspect_data.main([str(source), "--out", str(out), "--bins", str(tmp_path / "held.bin")]) == 0
+        faults = [line.split("BAD  ")[1] for line in capsys.readouterr().out.splitlines() if "BAD" in line]
+        assert faults == [
+            "pictures that the test set held has, too: 1, of 1 identities",
+            "copies across identities: 1",
+            "images of one colour: 3",
+            *["images that do not decode: 1"] * broken,
+            "copies within an identity: 1",
+        ]
+        page = (out / "report.html").read_text()
+        headings = re.findall("<h2>(.*?)</h2>", page)
+        assert headings == [
+            "What is wrong",
+            "Shared with the test set held",
+            "Copies across identities",
+            "Images of one colour",
+            *["Images that do not decode"] * broken,
+            "Copies within an identity",
+            "Some identities, drawn at random",
+            "Images per identity, and their size",
+            "All numbers",
+        ]
+        assert all(f"<td>person_{number}/8.jpg</td>" in page for number in (1, 2, 3))
+        assert {row["key"] for row in _table(out / "bad.csv")} >= {f"person_{number}/8.jpg" for number in (1, 2, 3)}
+        assert [(row["key"], row["other_key"]) for row in _table(out / "duplicates.csv")] == [
+            ("person_1/1.jpg", "person_2/7.jpg"),
+            ("person_0/1.jpg", "person_0/9.jpg"),
+        ]
+        assert sorted(row["why"] for row in _table(out / "drop.csv")).count("one colour") == 3
+
+
+def test_verify_names_images_of_one_colour(tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]):
+    for number, gray in enumerate((0, 130)):
+        noise = np.random.default_rng(number).integers(0, 4, (112, 112, 3))
+        (people / f"person_{number}" / "2.jpg").write_bytes(jpeg((noise + gray).astype(np.uint8)))
+    assert verify_data.main([str(people), "--bad", str(tmp_path / "bad.csv")]) == 1
+    assert [row["index"] for row in _table(tmp_path / "bad.csv")] == ["2", "5"]
+    assert "person_1/2.jpg: is of one colour" in capsys.readouterr().out
+    write_bin(tmp_path / "held.bin", [jpeg(np.zeros((112, 112, 3), np.uint8)), jpeg(picture(303))], [False])
+    assert verify_data.main([str(tmp_path / "held.bin")]) == 1
+    assert "held.bin: image 0 is of one colour" in capsys.readouterr().out
+
+
+def test_an_empty_folder_of_a_person_is_a_warning_in_every_tool(
+    tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]
+):
+    (people / "person_1x").mkdir()
+    for program, arguments in (
+        (inspect_data, [people, "--out", tmp_path / "report"]),
+        (verify_data, [people]),
+        (filter_data, [people, tmp_path / "filtered"]),
+        (merge_data, [people, people, "--out", tmp_path / "merged"]),
+        (show_augmentation, [people, tmp_path / "sheet.png"]),
+    ):
+        assert program.main([str(argument) for argument in arguments]) == 0
+        assert "1 of 5 sub-folders hold no image and are no identity: person_1x" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["nothing", "empty", "pgm", "text"])
+def test_no_tool_names_a_key_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str):
+    wrong = tmp_path / "wrong"
+    if what in ("empty", "pgm"):
+        (wrong / "a").mkdir(parents=True)
+    if what == "pgm":
+        (wrong / "a" / "1.pgm").write_bytes(b"P5 1 1 255 x")
+    if what == "text":
+        wrong.write_text("no list at all\n")
+    for program, arguments in (
+        (inspect_data, [wrong]),
+        (verify_data, [wrong]),
+        (filter_data, [wrong, tmp_path / "out"]),
+        (merge_data, [wrong, "--out", tmp_path / "out"]),
+        (split_data, [wrong, tmp_path / "out"]),
+        (show_augmentation, [wrong, tmp_path / "out.png"]),
+        (shuffle_rec, [wrong, tmp_path / "out"]),
+        (rec_to_folder, [wrong, tmp_path / "out"]),
+        (repair_data, [wrong]),
+        (pairs_to_bin, ["sample", wrong, tmp_path / "out.bin"]),
+        (folder_to_rec, [wrong, tmp_path / "out"]),
+    ):
+        assert program.main([str(argument) for argument in arguments]) == 1
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+        assert str(wrong) in line and not re.search(r"\b(data|eval|run)\.[a-z]", line.replace(str(tmp_path), ""))
+
+
+def test_merge_names_its_own_flag(tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]):
+    assert merge_data.main([str(people), "--out", str(tmp_path / "out"), "--labels", "ofset"]) == 1
+    assert "error: --labels: labels must be offset, same, or a file" in capsys.readouterr().err
+
+
+def test_split_without_flags_suits_small_sets_and_says_when_it_cannot(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    people = folder_of_people(tmp_path / "people", [2] * 102)
+    assert split_data.main([str(people), str(tmp_path / "cut")]) == 0
+    train, held = RecordDataset(tmp_path / "cut" / "train"), RecordDataset(tmp_path / "cut" / "held_out")
+    assert (train.num_classes, held.num_classes) == (72, 30)
+    assert len(read_bin(tmp_path / "cut" / "held_out.bin").same) == 60  # 3 people in each fold, one genuine pair each
+    capsys.readouterr()
+    assert split_data.main([str(people), str(tmp_path / "more"), "--pairs", "80"]) == 1
+    assert "give at most 60 pairs" in (said := capsys.readouterr().err) and "--pairs 60 or fewer" in said
+    assert split_data.main([str(people), str(tmp_path / "more"), "--held-out", "5"]) == 1
+    assert "--held-out must be from 20 (two for each of 10 folds) to 101, got 5" in capsys.readouterr().err
+    few = folder_of_people(tmp_path / "few", [2] * 9)
+    assert split_data.main([str(few), str(tmp_path / "more")]) == 1
+    assert "9 identities are too few: 10 folds of pairs need 20" in capsys.readouterr().err
+    alone = folder_of_people(tmp_path / "alone", [1] * 40)
+    assert split_data.main([str(alone), str(tmp_path / "more")]) == 1
+    assert (
+        "(0 of them with several images) give at most 0 pairs" in (said := capsys.readouterr().err) and "--held-out N" in said
+    )
+    assert not (tmp_path / "more").exists()
 
 
 def test_verify_says_what_is_bad_and_ends_with_1(tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]):

@@ -157,6 +157,101 @@ def test_landmark_files_that_say_too_little(tmp_path: Path, text: str, said: str
         read_landmarks(tmp_path / "points.csv")
 
 
+def _one_face(tmp_path: Path, points: np.ndarray, width: int = 200, height: int = 160) -> tuple[Path, Path]:
+    """Write a picture of width x height and its landmarks; return the folder and the CSV file."""
+    (tmp_path / "in" / "ann").mkdir(parents=True)
+    pixels = picture(1, 200)[:height, :width]
+    (tmp_path / "in" / "ann" / "one.png").write_bytes(cv2.imencode(".png", pixels)[1].tobytes())
+    (tmp_path / "points.csv").write_text("ann/one.png," + ",".join(f"{value:.3f}" for value in points.ravel()) + "\n")
+    return tmp_path / "in", tmp_path / "points.csv"
+
+
+_INSIDE = TEMPLATE * 1.2 + (30, 10)  # a face of 134 pixels
+
+
+@pytest.mark.parametrize(
+    ("points", "said"),
+    [
+        (_INSIDE * 2.6, "the left corner of the mouth is at (207.634, 314.18). Are they of another resolution"),
+        (
+            _INSIDE + np.array([0, 300]),
+            "(up to 20 outside, for a face that is cut off), but the left corner of the mouth",
+        ),
+        (_INSIDE * 1e4, "Are they of another resolution"),
+        (_INSIDE + 1e4, "Are they of another resolution"),
+        (_INSIDE / (200, 160), "as shares of the picture do: multiply them by its width and height"),
+        (_INSIDE / 100, "must be in pixels, but these make a face of 1.3 pixels in a picture of 200 x 160"),
+        ((_INSIDE + np.array([80, 0]))[:, ::-1], "Are x and y swapped?"),
+        (_INSIDE[:, ::-1], "x before y"),
+        (_INSIDE - np.array([1000, 0]), "Are they of another resolution"),
+    ],
+)
+@pytest.mark.parametrize("program", [align_faces, folder_to_rec])
+def test_landmarks_that_are_not_in_the_picture_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], program: object, points: np.ndarray, said: str
+):
+    folder, table = _one_face(tmp_path, points)
+    flags = (table, tmp_path / "out") if program is align_faces else (tmp_path / "out", "--landmarks", table)
+    line = _fails(capsys, program, folder, *flags)
+    assert said in line and "ann/one.png" in line
+    assert not list((tmp_path / "out").rglob("*.*"))
+
+
+@pytest.mark.parametrize("program", [align_faces, folder_to_rec])
+@pytest.mark.parametrize(("shift", "listed"), [(0, True), (-30, False), (-94, True)])
+def test_faces_at_the_border_are_aligned_and_those_of_much_padding_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], program: object, shift: int, listed: bool
+):
+    points = TEMPLATE * 1.2 + (30 + shift, 10)
+    folder, table = _one_face(tmp_path, points, width=100)  # of a face that is 134 wide
+    white = align(np.full((160, 100, 3), 255, np.uint8), points)
+    share = float((white < 128).mean())  # what the warp itself leaves black
+    flags = (table, tmp_path / "out") if program is align_faces else (tmp_path / "out", "--landmarks", table)
+    for _ in range(2 if program is align_faces else 1):  # again, when the face is there already
+        _runs(program, folder, *flags)
+        said = capsys.readouterr().out
+        assert ("1 of 1 faces are largely padding" in said) == (share > 0.4) == listed
+    path = tmp_path / "out" / "padding.csv"
+    assert path.exists() == listed
+    if listed:
+        with open(path, newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [row["name"] for row in rows] == ["ann/one.png"]
+        assert abs(float(rows[0]["share_outside"]) - share) < 0.01
+
+
+def test_two_pictures_of_one_name_or_one_line_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder, table = _one_face(tmp_path, _INSIDE)
+    table.write_text(table.read_text() + table.read_text().replace("one.png", "one.jpg"))
+    (folder / "ann" / "one.jpg").write_bytes(jpeg(picture(2, 200)))
+    said = _fails(capsys, align_faces, folder, table, tmp_path / "out")
+    assert "ann/one.png" in said and "ann/one.jpg" in said and "rename one of them" in said
+    (folder / "ben").mkdir()
+    (folder / "ann" / "one.jpg").rename(folder / "ben" / "one.jpg")
+    table.write_text(table.read_text().splitlines()[0].replace("ann/one.png", "one"))
+    for program, flags in (
+        (align_faces, (table, tmp_path / "out")),
+        (folder_to_rec, (tmp_path / "set", "--landmarks", table)),
+    ):
+        said = _fails(capsys, program, folder, *flags)
+        assert "ben/one.jpg: the landmarks named 'one' are those of ann/one.png already" in said
+
+
+@pytest.mark.parametrize("program", [align_faces, folder_to_rec, pairs_to_bin])
+def test_a_folder_without_known_endings_says_which_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str], program: object):
+    for name in ("ann/1.pgm", "ann/2.PGM", "ben/1.pgm", "ben/notes.txt"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(b"P5 1 1 255 x")
+    (tmp_path / "points.csv").write_text("a,1,2,3,4,5,6,7,8,9,10\n")
+    arguments = {
+        align_faces: (tmp_path / "in", tmp_path / "points.csv", tmp_path / "out"),
+        folder_to_rec: (tmp_path / "in", tmp_path / "out"),
+        pairs_to_bin: ("sample", tmp_path / "in", tmp_path / "out.bin"),
+    }[program]  # type: ignore[index]
+    said = _fails(capsys, program, *arguments)
+    assert ".pgm (3), .txt (1)" in said and ".jpg" in said and ".webp" in said and str(tmp_path / "in") in said
+
+
 # ---- rec_to_folder
 
 

@@ -11,6 +11,10 @@ import numpy as np
 
 from .image import IMAGE_SIZE
 
+POINTS = ("left eye", "right eye", "nose", "left corner of the mouth", "right corner of the mouth")
+OUTSIDE = 0.15  # of the aligned crop's side: 17 of its 112 pixels, half the distance of the eyes
+_EMPTY = 0.99  # share of the crop outside the picture from which on there is no face in it
+MIN_SIDE = 8  # pixels of the picture that an aligned crop must at least have
 TEMPLATE = np.array(  # for 112 x 112 pixels
     [[38.2946, 51.6963], [73.5318, 51.5014], [56.0252, 71.7366], [41.5493, 92.3655], [70.7299, 92.2041]]
 )
@@ -34,6 +38,48 @@ def similarity_transform(points: np.ndarray, target: np.ndarray) -> np.ndarray:
     return np.array([[a.real, -a.imag, b.real], [a.imag, a.real, b.imag]])
 
 
+def check_points(points: np.ndarray, height: int, width: int) -> float:
+    """Check that five points (5, 2) can be those of a face in a picture of height x width pixels; return its padding_share.
+
+    A detector places the corner of a mouth or an eye outside of a picture that cuts the face off, so a point may lie outside by
+    a fraction of the face: OUTSIDE times the side of the aligned crop in the picture's pixels, or of the picture's longer side
+    where the crop is larger than that.
+
+    Raises:
+        ValueError: a point lies farther outside, or the face has fewer than MIN_SIDE pixels; the message names the point.
+    """
+    scale = float(np.hypot(*similarity_transform(points, TEMPLATE)[:, 0]))
+    side = IMAGE_SIZE / max(scale, 1e-9)
+    if side < MIN_SIDE:
+        shares = ", as shares of the picture do: multiply them by its width and height" if points.max() <= 2 else ""
+        raise ValueError(
+            f"landmarks must be in pixels, but these make a face of {side:.2g} pixels in a picture of {width} x "
+            f"{height}{shares}"
+        )
+    outside = np.maximum(-0.5 - points, points - (np.array([width, height]) - 0.5)).max(axis=1)  # (5,) pixels
+    worst = int(outside.argmax())
+    allowed = OUTSIDE * min(side, max(height, width))
+    if outside[worst] > allowed:
+        x, y = points[worst]
+        swapped = bool(((points >= 0) & (points[:, ::-1] <= np.array([width, height]))).all())
+        cause = "Are x and y swapped?" if swapped else "Are they of another resolution, or of another picture?"
+        raise ValueError(
+            f"landmarks must lie in the picture of {width} x {height} pixels (up to {allowed:.0f} outside, for a face that is "
+            f"cut off), but the {POINTS[worst]} is at ({x:g}, {y:g}). {cause}"
+        )
+    return padding_share(points, height, width)
+
+
+def padding_share(points: np.ndarray, height: int, width: int) -> float:
+    """Return the share, in [0, 1], of the aligned crop that lies outside a picture of height x width pixels, so is black."""
+    matrix = similarity_transform(points, TEMPLATE)
+    corners = np.array([[-0.5, -0.5], [width - 0.5, -0.5], [width - 0.5, height - 0.5], [-0.5, height - 0.5]])
+    picture = (corners @ matrix[:, :2].T + matrix[:, 2]).astype(np.float32)
+    low, high = -0.5, IMAGE_SIZE - 0.5
+    crop = np.array([[low, low], [high, low], [high, high], [low, high]], dtype=np.float32)
+    return 1.0 - min(1.0, float(cv2.intersectConvexConvex(crop, picture)[0]) / IMAGE_SIZE**2)
+
+
 def align(image: np.ndarray, points: np.ndarray, size: int = IMAGE_SIZE, smooth: bool = False) -> np.ndarray:
     """Return the (size, size, 3) uint8 face of an image (H, W, 3) uint8, by its five points (5, 2); outside of it is black.
 
@@ -42,7 +88,8 @@ def align(image: np.ndarray, points: np.ndarray, size: int = IMAGE_SIZE, smooth:
             insightface does, so published models have seen faces like that; from twice the size on, it flickers.
 
     Raises:
-        ValueError: the points are no face: see similarity_transform; or after the best fit one is far from where it belongs.
+        ValueError: the points are no face: see similarity_transform; or after the best fit one is far from where it belongs;
+            or next to nothing of the picture would be in the crop.
     """
     target = TEMPLATE * (size / IMAGE_SIZE)
     matrix = similarity_transform(points, target)
@@ -50,13 +97,15 @@ def align(image: np.ndarray, points: np.ndarray, size: int = IMAGE_SIZE, smooth:
     if error > 0.18:
         raise ValueError(
             f"landmarks are no face: after alignment one is {100 * error:.0f} % of the picture away from its place. The order "
-            "is left eye, right eye, nose, left and right corner of the mouth, left and right as seen in the picture"
+            "is left eye, right eye, nose, left and right corner of the mouth, as seen in the picture, x before y"
         )
+    height, width = image.shape[:2]
+    if padding_share(points, height, width) > _EMPTY:
+        raise ValueError(f"landmarks place the face outside the picture of {width} x {height} pixels: nothing of it would show")
     shrink = 1 / float(np.hypot(matrix[0, 0], matrix[1, 0]))
     if not smooth or shrink <= 1:
         return cv2.warpAffine(image, matrix, (size, size), borderValue=(0, 0, 0))
     if shrink > 3:  # pixel centres lie at half numbers, so a resize by f moves x to (x + 1/2) f - 1/2
-        height, width = image.shape[:2]
         small = cv2.resize(
             image, (max(1, round(2.5 * width / shrink)), max(1, round(2.5 * height / shrink))), interpolation=cv2.INTER_AREA
         )

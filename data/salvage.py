@@ -1,0 +1,185 @@
+"""What is sound in a RecordIO file that may be damaged, found without its index and without trust in any length.
+
+The writer cuts a record at every aligned magic (record_file.py), so an aligned magic is the start of a part and nothing else. A
+part is sound if it ends where the next magic stands, or before it: then damage lies between, or the part's own length is wrong,
+which its image tells. Reading can thus go on behind any damage.
+Shapes: n = sound records, p = parts.
+"""
+
+import os
+import struct
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from .record_file import MAGIC, MAX_LENGTH
+
+_BLOCK = 1 << 24  # words looked at together
+_MAGIC_WORD = int.from_bytes(MAGIC, "little")
+_HEADER = 24  # bytes of an image record before its labels
+_HEADER_FIELDS = struct.Struct("<IfQ")  # flag, label, id
+_FLOAT_LIMIT = 1 << 24
+
+
+class Sound(NamedTuple):
+    """The sound records of a file, in its order, and the stretches between them."""
+
+    offsets: np.ndarray  # (n,) int64, bytes
+    whole: np.ndarray  # (n,) bool, False: the record is cut into several parts
+    damage: list[tuple[int, int]]  # (first byte, byte after the last) of what belongs to no sound record
+
+
+class Headers(NamedTuple):
+    """What the headers of n records say, as far as it can be told from one part; -1 or nan where the record is too short."""
+
+    flags: np.ndarray  # (n,) int64
+    labels: np.ndarray  # (n, 2) float32: the number, or the first two of the vector
+    ids: np.ndarray  # (n,) uint64
+    payload_sizes: np.ndarray  # (n,) int64, bytes; below 0: the record is shorter than it says
+
+
+def find_sound(path: str | os.PathLike[str], advance: Callable[[int], object] = lambda count: None) -> Sound:
+    """Return the sound records of a file by one pass over all of it.
+
+    Args:
+        advance: called with the number of bytes looked at since the last call.
+
+    Raises:
+        ValueError: no such file.
+    """
+    try:
+        size = os.path.getsize(path)
+        words = np.memmap(path, dtype="<u4", mode="r", shape=(size // 4,)) if size >= 4 else np.zeros(0, dtype="<u4")
+    except OSError as error:
+        raise ValueError(f"{path}: the record file cannot be read: {error.strerror}") from None
+    found = [np.empty(0, dtype=np.int64)]
+    for begin in range(0, len(words), _BLOCK):
+        block = words[begin : begin + _BLOCK]
+        found.append(np.flatnonzero(block == _MAGIC_WORD) + begin)
+        advance(4 * len(block))
+    starts = 4 * np.concatenate(found)  # (p,)
+    starts = starts[starts + 8 <= size]
+    second = words[starts // 4 + 1] if len(starts) else np.zeros(0, dtype="<u4")
+    flags, lengths = second >> 29, (second & MAX_LENGTH).astype(np.int64)
+    ends = starts + 8 + (lengths + 3 & ~3)
+    following = np.append(starts[1:], size)[: len(starts)]
+    sound = (ends <= following) & (flags < 4) & ~(((flags == 1) | (flags == 2)) & (lengths % 4 != 0))
+    return _join_parts(starts, ends, np.where(sound, flags, 9), size)
+
+
+def _join_parts(starts: np.ndarray, ends: np.ndarray, flags: np.ndarray, size: int) -> Sound:
+    """Return the records that parts (p,) make up: one of cflag 0, or 1 2* 3; a part that is not sound has flag 9."""
+    alone = np.flatnonzero(flags == 0)
+    cut_first, cut_last = [], []
+    for begin in np.flatnonzero(flags == 1).tolist():  # seldom: an aligned magic in the middle of an image
+        stop = begin + 1
+        while stop < len(flags) and flags[stop] == 2:
+            stop += 1
+        if stop < len(flags) and flags[stop] == 3 and (ends[begin:stop] == starts[begin + 1 : stop + 1]).all():
+            cut_first.append(begin)
+            cut_last.append(stop)
+    first = np.concatenate([alone, np.array(cut_first, dtype=np.int64)])
+    last = np.concatenate([alone, np.array(cut_last, dtype=np.int64)])
+    order = np.argsort(first)
+    first, last = first[order], last[order]
+    begins, stops = starts[first], ends[last]
+    gap = np.append(begins, size) != np.append(0, stops)  # before each record, and at the end
+    edges = (np.append(0, stops)[gap], np.append(begins, size)[gap])
+    return Sound(begins, first == last, list(zip(*(edge.tolist() for edge in edges), strict=True)))
+
+
+def read_headers(path: str | os.PathLike[str], sound: Sound) -> Headers:
+    """Return what the headers of the sound records (n,) say."""
+    data = np.memmap(path, dtype=np.uint8, mode="r")
+    words = data[: len(data) // 4 * 4].view("<u4")
+    count = len(sound.offsets)
+    flags, sizes = np.full(count, -1, dtype=np.int64), np.full(count, -1, dtype=np.int64)
+    labels, ids = np.full((count, 2), np.nan, dtype=np.float32), np.zeros(count, dtype=np.uint64)
+    for begin, stop in pairwise([*range(0, count, 1 << 18), count]):
+        first = sound.offsets[begin:stop] // 4
+
+        def word(i: int, first: np.ndarray = first) -> np.ndarray:
+            return words[np.minimum(first + i, len(words) - 1)]
+
+        lengths = (word(1) & MAX_LENGTH).astype(np.int64)
+        enough = lengths >= _HEADER
+        flag = word(2).astype(np.int64)
+        vector = np.stack([np.where(flag > 0, word(8), word(3)), word(9)], axis=1).astype("<u4").view("<f4")
+        flags[begin:stop] = np.where(enough, flag, -1)
+        labels[begin:stop] = np.where(enough[:, None], vector, np.nan)
+        ids[begin:stop] = word(4).astype(np.uint64) | word(5).astype(np.uint64) << np.uint64(32)
+        sizes[begin:stop] = np.where(enough, lengths - _HEADER - 4 * flag, -1)
+    for i in np.flatnonzero(~sound.whole).tolist():
+        record = read_sound(data, int(sound.offsets[i]))
+        flags[i], sizes[i] = -1, -1
+        if len(record) >= _HEADER:
+            flags[i], label, ids[i] = _HEADER_FIELDS.unpack_from(record)
+            sizes[i] = len(record) - _HEADER - 4 * flags[i]
+            two = np.frombuffer(record[_HEADER : _HEADER + 8].ljust(8, b"\0"), "<f4")
+            labels[i] = two if flags[i] else (label, np.nan)
+    return Headers(flags, labels, ids, sizes)
+
+
+def read_sound(data: np.ndarray, offset: int) -> bytes:
+    """Return the sound record that starts at byte `offset` of a file, of which `data` (bytes,) uint8 is the memory map."""
+    parts = []
+    while True:
+        word = int.from_bytes(data[offset + 4 : offset + 8].tobytes(), "little")
+        length = word & MAX_LENGTH
+        parts.append(data[offset + 8 : offset + 8 + length].tobytes())
+        if word >> 29 in (0, 3):
+            return MAGIC.join(parts)
+        offset += 8 + (length + 3 & ~3)
+
+
+def find_header_record(headers: Headers) -> int | None:
+    """Return which of the records is the header record of insightface's form, or None.
+
+    It holds [a, b] and no image: a is one more than the number of images, b is a plus the number of identity records. Both
+    are float32, so in a large set they are compared as such.
+    """
+    empty = np.flatnonzero((headers.payload_sizes == 0) & (headers.flags == 2))
+    a = int(np.count_nonzero(headers.payload_sizes > 0)) + 1
+    wanted = np.array([a, a + len(empty) - 1], dtype=np.float32)
+    matches = empty[(headers.labels[empty] == wanted).all(axis=1)]
+    return int(matches[-1]) if len(matches) else None
+
+
+def choose_keys(headers: Headers) -> np.ndarray:
+    """Return the keys (n,) int64 of all records of a sound file, in its order, as its writer most likely gave them.
+
+    The id in each record is its key in sets that insightface's and mxnet's tools wrote, and is taken where all ids differ. Else
+    the images of a set with a header record are 1, 2, ..., its identity records follow, and the header is 0; any other set
+    counts from 0.
+    """
+    count = len(headers.flags)
+    header = find_header_record(headers)
+    images = headers.payload_sizes > 0
+    ids = headers.ids.astype(np.int64)
+    distinct = len(np.unique(ids)) == count and bool((ids >= 0).all())
+    if header is None:
+        return ids if distinct else np.arange(count)
+    others = ~images
+    others[header] = False
+    keys = np.zeros(count, dtype=np.int64)
+    keys[images] = np.arange(1, np.count_nonzero(images) + 1)
+    keys[others] = np.arange(np.count_nonzero(images) + 1, count)
+    alike = distinct and all(np.array_equal(np.sort(ids[kind]), keys[kind]) for kind in (images, others)) and not ids[header]
+    return ids if alike else keys
+
+
+def unusable(headers: Headers, num_classes: int | None) -> dict[int, str]:
+    """Return record -> reason for the sound records that no set may have: too short, without image, or of a wrong label."""
+    values, images = headers.labels[:, 0], headers.payload_sizes > 0
+    with np.errstate(invalid="ignore"):
+        right = (values >= 0) & (values < _FLOAT_LIMIT) & (values == np.floor(values))
+        within = right & (values < (num_classes or _FLOAT_LIMIT))
+    reasons = (
+        (headers.payload_sizes < 0, lambda i: "the record is shorter than its own header says"),
+        ((headers.payload_sizes == 0) & (headers.flags != 2), lambda i: "has a label, but no image"),
+        (images & ~right, lambda i: f"its label is {values[i]}, no integer in [0, 2^24)"),
+        (images & right & ~within, lambda i: f"its label is {values[i]:.0f}, but property counts {num_classes} classes"),
+    )
+    return {i: text(i) for wrong, text in reasons for i in np.flatnonzero(wrong).tolist()}

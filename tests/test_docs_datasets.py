@@ -1,0 +1,95 @@
+"""docs/datasets.md, walked word for word: the commands of the page, on drawn people in photographs of another size."""
+
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+import train
+from eval import __main__ as evaluation
+from scripts import align_faces, folder_to_rec, inspect_data, split_data
+from scripts.demo_faces import draw_face
+from scripts.demo_identity import sample_identity, sample_shot
+from utils.alignment import TEMPLATE
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS: dict[str, ModuleType] = {
+    "scripts.align_faces": align_faces,
+    "scripts.folder_to_rec": folder_to_rec,
+    "scripts.inspect_data": inspect_data,
+    "scripts.split_data": split_data,
+    "train.py": train,
+    "eval": evaluation,
+}
+PEOPLE, PICTURES = 70, 3  # of them 21 are held out, two or three in each of ten folds
+
+
+def _commands() -> list[tuple[str, list[str]]]:
+    """Return (program, arguments) of every command in the page's blocks, in its order."""
+    blocks = re.findall(r"^```\n(.*?)^```", (ROOT / "docs" / "datasets.md").read_text(), re.M | re.S)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.startswith("python ")]
+    words = [shlex.split(line)[1:] for line in lines]
+    return [(some[1], some[2:]) if some[0] == "-m" else (some[0], some[1:]) for some in words]
+
+
+def _draw_photographs(folder: Path) -> None:
+    """Write folder/people, faces of nobody at random places and sizes in larger pictures, and folder/landmarks.csv."""
+    lines = ["name," + ",".join(f"x{i},y{i}" for i in range(1, 6))]
+    for person in range(PEOPLE):
+        place = folder / "people" / f"person_{person:02d}"
+        place.mkdir(parents=True)
+        for number in range(PICTURES):
+            rng = np.random.default_rng([person, number])
+            face = draw_face(sample_identity(5, person), sample_shot(rng, 0.3 * float(rng.uniform(-1, 1)), 0.3), rng)
+            scale, shift = float(rng.uniform(1.2, 1.5)), rng.uniform(0, 20, 2)
+            matrix = np.array([[scale, 0, shift[0]], [0, scale, shift[1]]])
+            photograph = cv2.warpAffine(face, matrix, (190, 190), borderMode=cv2.BORDER_REPLICATE)
+            cv2.imwrite(str(place / f"{number}.jpg"), photograph[:, :, ::-1])
+            points = ",".join(f"{value:.2f}" for value in (TEMPLATE * scale + shift).ravel())
+            lines.append(f"{place.name}/{number}.jpg,{points}")
+    (folder / "landmarks.csv").write_text("\n".join(lines) + "\n")
+
+
+def _scores(text: str) -> list[tuple[float, float]]:
+    """Return (accuracy in %, AUC) of every line of a table that scores held_out."""
+    rows = [line.split() for line in text.splitlines() if line.startswith("held_out ")]
+    return [(float(row[2]), float(row[-2])) for row in rows]
+
+
+def test_the_tutorial_ends_in_a_network_that_knows_people_it_never_saw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    commands = _commands()
+    assert [name for name, _ in commands] == [*list(PROGRAMS)[:5], "eval", "eval"]
+    _draw_photographs(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    scores: list[tuple[float, float]] = []
+    try:
+        for name, arguments in commands:
+            capsys.readouterr()
+            assert PROGRAMS[name].main(arguments) == 0, (name, arguments)
+            said = capsys.readouterr()
+            assert "error" not in said.err and "warning" not in said.err.lower(), (name, said.err)
+            scores += _scores(said.out)
+    finally:
+        torch.set_num_threads(threads)
+    trained, again, untrained = scores
+    assert trained == again
+    accuracy, auc = trained
+    assert accuracy > 75 and auc > 0.8  # chance is 50 and 0.5
+    assert abs(accuracy / 100 - auc) < 0.2  # the two tell the same story
+    assert auc > untrained[1]
+    assert (tmp_path / "report" / "report.html").is_file() and (tmp_path / "work_dirs" / "mine" / "verification.png").is_file()
+
+
+def test_every_program_that_the_page_names_exists():
+    text = (ROOT / "docs" / "datasets.md").read_text()
+    names = set(re.findall(r"scripts\.(\w+)", text))
+    assert len(names) > 10 and all((ROOT / "scripts" / f"{name}.py").is_file() for name in names)
