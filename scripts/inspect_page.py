@@ -1,5 +1,8 @@
 """The page of scripts.inspect_data: what is wrong first, the worst before the rest; then what there is."""
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/inspect_page.py is no program, but a part of programs; python -m scripts lists them")
+
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,5 +1,8 @@
 """What a user calls the pictures and the people of a set: names of files and folders where the set has them, else numbers."""
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/set_names.py is no program, but a part of programs; python -m scripts lists them")
+
 import os
 from pathlib import Path
 
