@@ -28,7 +28,7 @@ def roc_curve(result: VerificationResult) -> tuple[np.ndarray, np.ndarray]:
 
 def overview(results: Results, title: str) -> bytes:
     """Draw ROC curves and, per set, the histograms of similarities, side by side."""
-    figure, axes = _figure(len(results) + 1, 4.0)
+    figure, axes = _figure(len(results) + 1, 4.0, in_a_row=4)
     _draw_roc(axes[0], results)
     _draw_all_similarities(axes[1:], results)
     figure.suptitle(title)
@@ -153,13 +153,19 @@ def _far_floor(results: Results) -> float:
     return min(0.1, *(1.0 / result.num_impostor for result in results.values()))
 
 
-def _figure(columns: int, width: float, height: float = 3.6) -> tuple[Any, np.ndarray]:
+def _figure(count: int, width: float, height: float = 3.6, in_a_row: int = 3) -> tuple[Any, np.ndarray]:
+    """Return a figure and its (count,) axes, `width` x `height` inches each."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import; no window, no global state
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width * columns, height), dpi=110, layout="constrained")
+    columns = min(count, in_a_row)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(width * columns, height * rows), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns, squeeze=False)[0]
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axis in axes[count:]:
+        axis.set_visible(False)
+    return figure, axes[:count]
 
 
 def _png(figure: Any) -> bytes:

@@ -50,6 +50,8 @@ def _explain(result: VerificationResult) -> str:
     error = 2 * np.sqrt((accuracy * (1 - accuracy) + exact * (1 - exact)) / num_pairs)
     # of an AUC without any skill: the variance of the Mann-Whitney statistic
     auc_error = 2 * np.sqrt((num_pairs + 1) / (12 * genuine * impostor))
+    constant = max(genuine, impostor) / num_pairs  # the accuracy of one answer for all pairs
+    constant_error = 2 * np.sqrt(constant * (1 - constant) / num_pairs)
     numbers = f"accuracy is {100 * accuracy:.2f} % although AUC is {auc:.4f}"
     low, high = float(result.distances.min()), float(result.distances.max())
     where = (
@@ -59,13 +61,13 @@ def _explain(result: VerificationResult) -> str:
     if exact - accuracy > error and abs(auc - 0.5) > auc_error:
         close = "The embeddings have nearly collapsed into one direction" if high < _COLLAPSED else "They differ by too little"
         return f"{numbers}: {where}. {close}: train longer. With exact thresholds accuracy is {100 * exact:.2f} %"
-    if accuracy > max(genuine, impostor) / num_pairs or abs(auc - 0.5) <= auc_error:
+    if accuracy > constant + constant_error or abs(auc - 0.5) <= auc_error:
         return ""
     if auc < 0.5:
         return f"{numbers}: impostor pairs are more alike than genuine ones; does the set have the two the wrong way round?"
     return (
-        f"{numbers}: genuine and impostor pairs overlap so much, or one kind is so rare, that no threshold beats giving all "
-        f"pairs the same answer. With exact thresholds accuracy is {100 * exact:.2f} %"
+        f"{numbers}: genuine and impostor pairs overlap so much, or one kind is so rare, that no threshold is clearly better "
+        f"than one answer for all pairs, {100 * constant:.2f} %. With exact thresholds accuracy is {100 * exact:.2f} %"
     )
 
 

@@ -190,9 +190,15 @@ def draw(runs: Sequence[Run]) -> bytes:
     drawn = (name for run in runs for name, found in run.results.items() if found.get("roc", {}).get("far"))
     sets = list(dict.fromkeys(drawn))
     colours = set_colours(sets)
-    figure = Figure(figsize=(4.4 * (2 + len(sets)), 3.8), dpi=110, layout="constrained")
+    count = 2 + len(sets)
+    columns_of_panels = min(count, 3)
+    rows = -(-count // columns_of_panels)
+    figure = Figure(figsize=(4.4 * columns_of_panels, 3.8 * rows), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2 + len(sets), squeeze=False)[0]
+    panels = figure.subplots(rows, columns_of_panels, squeeze=False).ravel()
+    for axis in panels[count:]:
+        axis.set_visible(False)
+    axes = panels[:count]
     axes[0].set(title="loss", xlabel="optimizer step")
     axes[1].set(title="mean accuracy of the sets, %", xlabel="optimizer step")
     for number, run in enumerate(runs):

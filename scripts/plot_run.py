@@ -17,7 +17,7 @@ _PANELS = (
     ("loss", "loss"),
     ("lr", "learning rate"),
     ("positive_cosine", "cosine of an image to its class centre"),
-    ("grad_norm", "gradient norm of the backbone, before clipping"),
+    ("grad_norm", "gradient norm, before clipping"),
     ("images_per_second", "images/s"),
 )
 _CHANCE_ACCURACY, _SKILLED_AUC = 0.52, 0.6  # two normal hills that give this AUC give an accuracy of 0.57
@@ -68,9 +68,9 @@ def _draw_accuracy(axis: Any, series: Series) -> None:
             steps, values = columns(auc)
             scaled = [100 * value for value in values]
             axis.plot(steps, scaled, color=colours[name], linestyle="--", marker="x", markersize=4, label=f"{name}: 100 AUC")
-    axis.set(title=f"verification accuracy, %{'; AUC where that is at chance' if hidden else ''}")
+    axis.set(title=f"verification accuracy, %{' (dashed: 100 AUC)' if hidden else ''}")
     if sets:
-        axis.legend(loc="lower right", fontsize=8)
+        axis.legend(loc="center right" if hidden else "lower right", fontsize=8)
 
 
 def read_series(path: Path) -> Series:
