@@ -15,20 +15,22 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("error: start it from the root of the clone with python -m eval")
 
 import argparse
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from scripts.networks import add_network_arguments, load_network
+from scripts.networks import Network, add_network_arguments, load_network
 from utils import distributed
 from utils.cli import make_parser
-from utils.distributed import together
+from utils.distributed import World, together
 from utils.optim import AUTOCAST
 from utils.program import guarded
 
 from .evaluate import evaluate, load_pair_sets
 from .html_report import write_report
+from .pairs import PairSet
 from .report import format_table
 
 
@@ -36,7 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and evaluate; return the exit status."""
     parser = make_parser("python -m eval", __doc__)
     add_network_arguments(parser)
-    parser.add_argument("--targets", nargs="+", metavar="NAME", help="sets to score; default: those of the run's config")
+    parser.add_argument(
+        "--targets",
+        nargs="+",
+        metavar="SET",
+        help="sets to score: names in --data, or paths; default: those of the run's config",
+    )
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with NAME.bin; default: that of the run's config")
     parser.add_argument(
         "--report", type=Path, metavar="DIR", help="also write report.html there, its pictures, results.json and results.md"
@@ -47,15 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Evaluate as the command line says and print the table on rank 0."""
-    world = distributed.start(options.device)
+    world = distributed.start(options.device, setting="--device ")
     with together(world):
-        model, name, config = load_network(options)
-        targets = options.targets or config.get("eval", {}).get("targets")
-        folder = options.data or config.get("eval", {}).get("path") or config.get("data", {}).get("path")
-        if not targets or not folder:
-            raise ValueError("say which sets to score: --targets NAME ... --data FOLDER")
-        pair_sets = load_pair_sets(folder, targets)
-    model = model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        network = load_network(options)
+        pair_sets = _load_sets(options, network)
+    model = network.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     results = {}
     for target, result in evaluate(model, pair_sets, world, options.batch_size, AUTOCAST[options.precision], options.threads):
         results[target] = result
@@ -63,10 +66,48 @@ def run(options: argparse.Namespace) -> None:
             print(f"{target}: {100 * result.accuracy:.2f} %", flush=True)
     if world.rank != 0:
         return
-    print(f"\n{name}\n{format_table(results)}")
+    print(f"\n{network.title}\n{format_table(results)}")
     if options.report:
-        write_report(options.report, name, results, pair_sets)
+        write_report(options.report, network.name, results, pair_sets, _facts(options, network, world, pair_sets))
         print(f"\nreport: {options.report / 'report.html'}")
+
+
+def _load_sets(options: argparse.Namespace, network: Network) -> list[PairSet]:
+    """Return the sets that the command line names, else those of the run's configuration."""
+    config = network.config
+    folder = options.data or config.get("eval", {}).get("path") or config.get("data", {}).get("path") or ""
+    if options.targets:
+        return load_pair_sets(folder, options.targets, "--targets", "--data")
+    targets = config.get("eval", {}).get("targets")
+    if not targets:
+        whose = (
+            f"the configuration of {network.name} names none" if config else f"{network.name} has no configuration that does"
+        )
+        raise ValueError(f"no sets to score: {whose}; name them with --targets SET ...")
+    try:
+        return load_pair_sets(folder, targets, "the run's configuration", "--data")
+    except ValueError as error:
+        raise ValueError(f"{error}; or name other sets with --targets, another folder with --data") from None
+
+
+def _facts(options: argparse.Namespace, network: Network, world: World, pair_sets: Sequence[PairSet]) -> list[tuple[str, str]]:
+    """Return what a report says on top, (name, value) each."""
+    section = network.config.get("backbone", {})
+    kind = options.backbone or section.get("name", "")
+    width, size = section.get("width", options.width), section.get("embedding_size", options.embedding_size)
+    precision = f"{options.precision} on {world.device.type}, batches of {options.batch_size}, {world.world_size} process(es)"
+    counts = [(len(pairs.same), int(pairs.same.sum()), len(pairs.images)) for pairs in pair_sets]
+    return [
+        ("network", f"{network.name}{f': {kind}, width {width:g}, {size} numbers per face' if kind else ''}"),
+        *([("checkpoint", network.state)] if network.state else []),
+        *(
+            (f"set {pairs.name}", f"{pairs.path}: {total:,} pairs, {genuine:,} genuine, of {images:,} images")
+            for pairs, (total, genuine, images) in zip(pair_sets, counts, strict=True)
+        ),
+        ("pairs", f"{sum(total for total, _, _ in counts):,}"),
+        ("precision", precision),
+        ("date", time.strftime("%Y-%m-%d %H:%M")),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Score a network on verification sets: find the sets, embed them on all ranks, compute the numbers."""
 
+import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,29 +19,74 @@ from .verification import VerificationResult, fuse_views, mean_norm, pair_distan
 NUM_FOLDS = 10
 
 
-def load_pair_sets(folder: str | Path, targets: Iterable[str]) -> list[PairSet]:
-    """Return the verification sets folder/TARGET.bin (or .safetensors, .csv), checked, so that none is found missing later.
+def load_pair_sets(
+    folder: str | Path, targets: Iterable[str], setting: str = "eval.targets", folder_setting: str = "eval.path"
+) -> list[PairSet]:
+    """Return the verification sets, checked, so that none is found missing later.
+
+    A target is a name, of folder/NAME.bin (or .safetensors, .csv, or a folder of people), or a path, with or without the
+    ending: one with a slash or an ending is looked for from the current folder first, then in `folder`. A set is called by its
+    file's name without the ending; where two files have the same name, the folders that tell them apart stand before it.
+
+    Args:
+        folder: "" where all targets are paths.
+        setting, folder_setting: where the user names the targets and their folder, for errors: keys of the configuration, or
+            "--targets" and "--data".
 
     Raises:
-        ValueError: a set is missing, is no verification set, or has fewer pairs than folds.
+        ValueError: a set is missing, named twice, no verification set, or has fewer pairs than folds.
     """
+    target_of: dict[Path, str] = {}
+    paths = []
+    for target in targets:
+        path = _find_set(str(folder), target, setting, folder_setting)
+        if path.resolve() in target_of:
+            raise ValueError(f"{setting} names a set twice: {target_of[path.resolve()]} and {target} are both {path}")
+        target_of[path.resolve()] = target
+        paths.append(path)
     sets = []
-    for name in targets:
-        path = next((p for suffix in SUFFIXES if _is_set(p := Path(folder) / f"{name}{suffix}")), None)
-        if path is None:
-            present = sorted({p.stem for suffix in SUFFIXES if suffix for p in Path(folder).glob(f"*{suffix}")})
-            near = difflib.get_close_matches(name, present, n=1)
-            hint = f"Did you mean {near[0]!r}? " if near else f"The folder has {', '.join(present)}. " if present else ""
-            raise ValueError(
-                f"eval.targets: no file {Path(folder) / name}.bin. {hint}Put it there, or drop {name!r} from eval.targets"
-            )
-        pair_set = read_pairs(path, name)
+    for name, path in zip(_distinct_names(paths), paths, strict=True):
+        pair_set = dataclasses.replace(read_pairs(path, name), path=str(path))
         if len(pair_set.same) < NUM_FOLDS:
-            raise ValueError(
-                f"eval.targets: {path} has {len(pair_set.same)} pairs; {NUM_FOLDS}-fold accuracy needs {NUM_FOLDS}"
-            )
+            raise ValueError(f"{setting}: {path} has {len(pair_set.same)} pairs; {NUM_FOLDS}-fold accuracy needs {NUM_FOLDS}")
         sets.append(pair_set)
     return sets
+
+
+def _find_set(folder: str, target: str, setting: str, folder_setting: str) -> Path:
+    """Return the file or folder that a target means; raise ValueError if there is none."""
+    is_path = "/" in target or Path(target).suffix in SUFFIXES[:-1]
+    if not folder and not is_path:
+        raise ValueError(
+            f"{setting}: {target!r} is the name of a set; say with {folder_setting} which folder has it, or give a path"
+        )
+    bases = ([Path(target)] if is_path else []) + ([Path(folder) / target] if folder else [])
+    for base in bases:
+        endings = ("",) if base.suffix in SUFFIXES[:-1] else SUFFIXES
+        path = next((p for ending in endings if _is_set(p := Path(f"{base}{ending}"))), None)
+        if path is not None:
+            return path
+    where = bases[0]
+    present = sorted({p.stem for ending in SUFFIXES if ending for p in where.parent.glob(f"*{ending}")})
+    near = difflib.get_close_matches(where.stem, present, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else f"The folder has {', '.join(present)}. " if present else ""
+    shown = " or ".join(dict.fromkeys(str(base) if base.suffix in SUFFIXES[:-1] else f"{base}.bin" for base in bases))
+    raise ValueError(f"{setting}: no file {shown}. {hint}Put it there, or drop {target!r} from {setting}")
+
+
+def _distinct_names(paths: list[Path]) -> list[str]:
+    """Return a name for each of several different files: its stem, and where that is not enough its folders, joined by _."""
+    parts = [(*p.resolve().parts[1:-1], p.stem if p.suffix in SUFFIXES[:-1] else p.name) for p in paths]
+    names = ["_".join(part[-1:]) for part in parts]
+    depth = 1
+    while len(set(names)) < len(names) and depth < max(map(len, parts)):
+        depth += 1
+        names = ["_".join(p[-depth:]) if names.count(name) > 1 else name for p, name in zip(parts, names, strict=True)]
+    if len(set(names)) < len(names):  # a.bin and a.csv of one folder
+        names = [
+            f"{name}_{path.suffix[1:]}" if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)
+        ]
+    return names
 
 
 def _is_set(path: Path) -> bool:

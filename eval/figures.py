@@ -1,10 +1,15 @@
-"""Figures of verification results, as PNG bytes: ROC, DET, similarities of genuine and impostor pairs, folds, norms."""
+"""Figures of verification results, as PNG bytes: ROC, DET, similarities of genuine and impostor pairs, folds, norms.
+
+Each set has one colour in all of them (utils.pictures.set_colours); impostor pairs are gray.
+"""
 
 import io
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+from utils.pictures import set_colours
 
 from .verification import VerificationResult
 
@@ -23,10 +28,9 @@ def roc_curve(result: VerificationResult) -> tuple[np.ndarray, np.ndarray]:
 
 def overview(results: Results, title: str) -> bytes:
     """Draw ROC curves and, per set, the histograms of similarities, side by side."""
-    figure, axes = _figure(len(results) + 1, 4.0)
+    figure, axes = _figure(len(results) + 1, 4.0, in_a_row=4)
     _draw_roc(axes[0], results)
-    for axis, (name, result) in zip(axes[1:], results.items(), strict=True):
-        _draw_similarities(axis, name, result)
+    _draw_all_similarities(axes[1:], results)
     figure.suptitle(title)
     return _png(figure)
 
@@ -42,28 +46,33 @@ def curves(results: Results) -> bytes:
 def similarities(results: Results) -> bytes:
     """Draw the histograms of genuine and impostor pairs of each set, with its thresholds."""
     figure, axes = _figure(len(results), 4.6)
-    for axis, (name, result) in zip(axes, results.items(), strict=True):
-        _draw_similarities(axis, name, result)
+    _draw_all_similarities(axes, results)
     return _png(figure)
 
 
 def folds(results: Results) -> bytes:
-    """Draw the accuracy of each fold, and the mean of the set."""
+    """Draw the accuracy of each fold, and the mean of the set; one scale for all sets, as wide as the folds differ."""
     figure, axes = _figure(len(results), 4.6, 2.8)
+    colours = set_colours(results)
+    values = 100 * np.concatenate([result.accuracy_per_fold for result in results.values()])
+    margin = max(1.0, 0.15 * float(values.max() - values.min()))  # percentage points
     for axis, (name, result) in zip(axes, results.items(), strict=True):
         accuracy = 100 * result.accuracy_per_fold
-        axis.bar(np.arange(1, len(accuracy) + 1), accuracy, color="tab:blue")
         axis.axhline(100 * result.accuracy, color="black", linewidth=1)
-        axis.set(xlabel="fold", ylabel="accuracy %", title=f"{name}: {100 * result.accuracy:.2f} %")
-        axis.set_ylim(max(0.0, accuracy.min() - 5), min(100.0, accuracy.max() + 2))
+        axis.plot(np.arange(1, len(accuracy) + 1), accuracy, "o", color=colours[name])
+        axis.set(xlabel="fold", ylabel="accuracy, %", title=f"{name}: mean {100 * result.accuracy:.2f} %")
+        axis.set_ylim(max(-0.5, values.min() - margin), min(100.5, values.max() + margin))
+        axis.set_xticks(np.arange(1, len(accuracy) + 1))
+        axis.grid(alpha=0.3)
     return _png(figure)
 
 
 def norms(results: Results) -> bytes:
     """Draw the norms of the raw embeddings: small ones are often bad pictures."""
     figure, axes = _figure(1, 6.0, 3.0)
+    colours = set_colours(results)
     for name, result in results.items():
-        axes[0].hist(result.norms, 60, histtype="step", label=f"{name}: mean {result.xnorm:.1f}")
+        axes[0].hist(result.norms, 60, histtype="step", color=colours[name], label=f"{name}: mean {result.xnorm:.1f}")
     axes[0].set(xlabel="norm of the raw embedding", ylabel="images")
     axes[0].legend(fontsize=8)
     return _png(figure)
@@ -74,10 +83,16 @@ def _draw_roc(axis: Any, results: Results) -> None:
     measurable = _measurable(axis, results)
     if not measurable:
         return
+    floor, lowest, colours = _far_floor(measurable), 1.0, set_colours(results)
     for name, result in measurable.items():
         far, tar = roc_curve(result)
-        axis.step(far, tar, where="post", label=f"{name}: {100 * result.accuracy:.1f} %")
-    axis.set(xscale="log", xlim=(_floor(measurable), 1), ylim=(0, 1.01), xlabel="FAR", ylabel="TAR")
+        lowest = min(lowest, float(tar[np.searchsorted(far, floor, side="right") - 1]))
+        axis.step(far, tar, where="post", color=colours[name], label=f"{name}: {100 * result.accuracy:.2f} %")
+    chance = np.geomspace(floor, 1.0, 100)
+    axis.plot(chance, chance, color="gray", linewidth=0.8, linestyle=":", label="chance")
+    # from the lowest point of the curves: between 0.9 and 1 for good networks, down to 0 for bad ones
+    bottom = max(0.0, min(0.9, np.floor(10 * (lowest - 0.02)) / 10))
+    axis.set(xscale="log", xlim=(floor, 1), ylim=(bottom, 1 + 0.02 * (1 - bottom)), xlabel="FAR", ylabel="TAR")
     axis.grid(alpha=0.3, which="both")
     axis.legend(loc="lower right", fontsize=8)
 
@@ -87,33 +102,39 @@ def _draw_det(axis: Any, results: Results) -> None:
     measurable = _measurable(axis, results)
     if not measurable:
         return
-    floor = _floor(measurable)
+    floor, colours = _far_floor(measurable), set_colours(results)
+    frr_floor = min(0.1, *(1.0 / result.num_genuine for result in measurable.values()))
     for name, result in measurable.items():
         far, tar = roc_curve(result)
-        axis.step(np.maximum(far, floor / 2), np.maximum(1 - tar, floor / 2), where="post", label=name)
-    axis.plot([floor, 1], [floor, 1], color="gray", linewidth=0.8, linestyle=":", label="FAR = FRR")
-    axis.set(xscale="log", yscale="log", xlim=(floor, 1), ylim=(floor, 1), xlabel="FAR", ylabel="FRR = 1 - TAR")
+        frr = np.maximum(1 - tar, frr_floor / 2)  # none at all is drawn below the smallest that there can be
+        axis.step(np.maximum(far, floor / 2), frr, where="post", color=colours[name], label=name)
+    line = max(floor, frr_floor)
+    axis.plot([line, 1], [line, 1], color="gray", linewidth=0.8, linestyle=":", label="FAR = FRR")
+    axis.axhspan(frr_floor / 2.5, frr_floor * 0.99, color="gray", alpha=0.15, label="no genuine pair refused")
+    axis.set(xscale="log", yscale="log", xlim=(floor, 1), ylim=(frr_floor / 2.5, 1), xlabel="FAR", ylabel="FRR = 1 - TAR")
     axis.grid(alpha=0.3, which="both")
     axis.legend(loc="upper right", fontsize=8)
 
 
-def _draw_similarities(axis: Any, name: str, result: VerificationResult) -> None:
+def _draw_all_similarities(axes: np.ndarray, results: Results) -> None:
+    colours = set_colours(results)
+    for axis, (name, result) in zip(axes, results.items(), strict=True):
+        _draw_similarities(axis, name, result, colours[name])
+
+
+def _draw_similarities(axis: Any, name: str, result: VerificationResult, colour: str) -> None:
     cosine = 1.0 - result.distances / 2.0
-    bins = np.linspace(min(-0.2, float(cosine.min())), 1.0, 50)
-    axis.hist(cosine[~result.same], bins, alpha=0.6, color="tab:red", label="impostor pairs")
-    axis.hist(cosine[result.same], bins, alpha=0.6, color="tab:green", label="genuine pairs")
-    threshold = 1.0 - float(np.mean(result.threshold_per_fold)) / 2.0
-    axis.axvline(threshold, color="black", linewidth=1, label=f"best accuracy: {threshold:.2f}")
+    low, high = float(cosine.min()), float(cosine.max())
+    bins = np.linspace(low, high, 50) if high - low > 1e-9 else np.linspace(low - 0.01, low + 0.01, 3)
+    axis.hist(cosine[~result.same], bins, alpha=0.6, color="tab:gray", label="impostor pairs")
+    axis.hist(cosine[result.same], bins, alpha=0.6, color=colour, label="genuine pairs")
+    threshold = result.cosine_threshold
+    axis.axvline(threshold, color="black", linewidth=1, label=f"best accuracy: cosine {threshold:.3f}")
     measured = [point for point in result.points if point.cosine is not None]
     if measured:
         strictest = measured[-1]
-        axis.axvline(
-            strictest.cosine,
-            color="black",
-            linestyle="--",
-            linewidth=1,
-            label=f"FAR {strictest.target}: {strictest.cosine:.2f}",
-        )
+        label = f"FAR {strictest.target}: cosine {strictest.cosine:.3f}"
+        axis.axvline(strictest.cosine, color="black", linestyle="--", linewidth=1, label=label)
     axis.set(xlabel="cosine similarity", ylabel="pairs", title=name)
     axis.set_ylim(top=1.45 * axis.get_ylim()[1])  # room for the legend above the bars
     axis.legend(loc="upper left", fontsize=8)
@@ -127,18 +148,24 @@ def _measurable(axis: Any, results: Results) -> Results:
     return found
 
 
-def _floor(results: Results) -> float:
+def _far_floor(results: Results) -> float:
     """Return the smallest FAR that any of the sets can show."""
     return min(0.1, *(1.0 / result.num_impostor for result in results.values()))
 
 
-def _figure(columns: int, width: float, height: float = 3.6) -> tuple[Any, np.ndarray]:
+def _figure(count: int, width: float, height: float = 3.6, in_a_row: int = 3) -> tuple[Any, np.ndarray]:
+    """Return a figure and its (count,) axes, `width` x `height` inches each."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import; no window, no global state
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width * columns, height), dpi=110, layout="constrained")
+    columns = min(count, in_a_row)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(width * columns, height * rows), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns, squeeze=False)[0]
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axis in axes[count:]:
+        axis.set_visible(False)
+    return figure, axes[:count]
 
 
 def _png(figure: Any) -> bytes:

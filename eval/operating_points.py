@@ -35,6 +35,17 @@ class OperatingPoint:
         """The threshold as a cosine similarity: a pair is accepted above it."""
         return None if self.threshold is None else 1.0 - self.threshold / 2.0
 
+    def as_json(self) -> dict[str, str | float | int | None]:
+        """Return the point as plain values; the keys say what the thresholds are."""
+        return {
+            "target": self.target,
+            "tar": self.tar,
+            "far": self.far,
+            "cosine_threshold": self.cosine,
+            "squared_distance_threshold": self.threshold,
+            "num_accepted": self.num_accepted,
+        }
+
 
 def operating_points(
     genuine: np.ndarray, impostor: np.ndarray, far_targets: Sequence[str] = FAR_TARGETS

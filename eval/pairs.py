@@ -39,6 +39,7 @@ class PairSet:
     first: np.ndarray
     second: np.ndarray
     same: np.ndarray
+    path: str = ""  # of the file or folder, where it came from one
 
     def decode(self, index: int, size: int = IMAGE_SIZE) -> np.ndarray:
         """Return image `index` as (size, size, 3) uint8 RGB.

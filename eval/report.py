@@ -1,6 +1,9 @@
-"""Results as text: a table for the terminal and for markdown, and JSON."""
+"""Results as text: a table for the terminal and for markdown, why an accuracy is too low to be true, and JSON.
 
-from dataclasses import asdict
+A threshold is shown as a cosine similarity, above which a pair is accepted. JSON has the squared distances of the protocol too,
+under keys that say so.
+"""
+
 from typing import Any
 
 import numpy as np
@@ -8,47 +11,100 @@ import numpy as np
 from .figures import roc_curve
 from .verification import VerificationResult
 
-_HEADER = ("set", "pairs", "accuracy %", "threshold", "TAR@FAR=1e-2", "TAR@FAR=1e-3", "EER %", "AUC", "XNorm")
+_HEADER = ("set", "pairs", "accuracy %", "cosine threshold", "TAR@FAR=1e-2", "TAR@FAR=1e-3", "EER %", "AUC", "XNorm")
+_COLLAPSED = 0.1  # squared distance, a cosine of 0.95: of a trained network, impostor pairs lie between 1 and 3
 
 
 def format_table(results: dict[str, VerificationResult], markdown: bool = False) -> str:
-    """Return one line per set; rates that too few impostor pairs cannot carry are shown as n/a."""
+    """Return one line per set; rates that too few impostor pairs cannot carry are shown as n/a.
+
+    Below the table stands a line about each accuracy that says less than the other numbers of its set.
+    """
     rows = [_HEADER, *(_row(name, result) for name, result in results.items())]
+    notes = explain(results)
     if markdown:
         rows.insert(1, tuple("---" for _ in _HEADER))
-        return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+        lines = ["| " + " | ".join(row) + " |" for row in rows]
+        return "\n".join([*lines, *(f"\n{note}" for note in notes)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *notes])
+
+
+def explain(results: dict[str, VerificationResult]) -> list[str]:
+    """Return a line for each set whose accuracy is at chance, or far too low, while its AUC is not.
+
+    The usual cause: the distances lie so close together that the protocol's thresholds, 0.01 apart, cannot part them. The
+    evidence is that accuracy with exact thresholds is higher by more than the two numbers vary by chance (two standard errors
+    of their difference, each being a share of the pairs).
+    """
+    return [f"{name}: {text}" for name, result in results.items() if (text := _explain(result))]
+
+
+def _explain(result: VerificationResult) -> str:
+    genuine, impostor = result.num_genuine, result.num_impostor
+    if not genuine or not impostor or result.auc is None:
+        return ""
+    accuracy, exact, auc = result.accuracy, result.exact_accuracy, result.auc
+    num_pairs = genuine + impostor
+    error = 2 * np.sqrt((accuracy * (1 - accuracy) + exact * (1 - exact)) / num_pairs)
+    # of an AUC without any skill: the variance of the Mann-Whitney statistic
+    auc_error = 2 * np.sqrt((num_pairs + 1) / (12 * genuine * impostor))
+    constant = max(genuine, impostor) / num_pairs  # the accuracy of one answer for all pairs
+    constant_error = 2 * np.sqrt(constant * (1 - constant) / num_pairs)
+    numbers = f"accuracy is {100 * accuracy:.2f} % although AUC is {auc:.4f}"
+    low, high = float(result.distances.min()), float(result.distances.max())
+    where = (
+        f"all squared distances lie between {low:.2g} and {high:.2g} (cosines from {1 - high / 2:.5f} to {1 - low / 2:.5f}), "
+        "and the protocol's thresholds, 0, 0.01, ..., 3.99, cannot part them"
+    )
+    if exact - accuracy > error and abs(auc - 0.5) > auc_error:
+        close = "The embeddings have nearly collapsed into one direction" if high < _COLLAPSED else "They differ by too little"
+        return f"{numbers}: {where}. {close}: train longer. With exact thresholds accuracy is {100 * exact:.2f} %"
+    if accuracy > constant + constant_error or abs(auc - 0.5) <= auc_error:
+        return ""
+    if auc < 0.5:
+        return f"{numbers}: impostor pairs are more alike than genuine ones; does the set have the two the wrong way round?"
+    return (
+        f"{numbers}: genuine and impostor pairs overlap so much, or one kind is so rare, that no threshold is clearly better "
+        f"than one answer for all pairs, {100 * constant:.2f} %. With exact thresholds accuracy is {100 * exact:.2f} %"
+    )
+
+
+def scalars(result: VerificationResult) -> dict[str, float | None]:
+    """Return every number of a set that is a single one, by its name: for metrics.jsonl, TensorBoard and results.json.
+
+    TAR at FAR 1e-3 is called tar@1e-3, as in eval.metric. None: too few pairs of a kind to measure it.
+    """
+    return {
+        "accuracy": result.accuracy,
+        "accuracy_std": result.accuracy_std,
+        "cosine_threshold": result.cosine_threshold,
+        "exact_accuracy": result.exact_accuracy,
+        "plain_accuracy": result.plain_accuracy,
+        **{f"tar@{far}": tar for far, tar in result.tar_at_far.items()},
+        "min_dcf": result.min_dcf,
+        "eer": result.eer,
+        "auc": result.auc,
+        "xnorm": result.xnorm,
+    }
 
 
 def as_json(results: dict[str, VerificationResult]) -> dict[str, Any]:
     """Return the numbers as plain values, per set."""
     return {
         name: {
-            "accuracy": result.accuracy,
-            "accuracy_std": result.accuracy_std,
+            **{key: value for key, value in scalars(result).items() if "@" not in key},
             "accuracy_per_fold": result.accuracy_per_fold.tolist(),
-            "threshold_per_fold": result.threshold_per_fold.tolist(),
-            "exact_accuracy": result.exact_accuracy,
-            "plain_accuracy": result.plain_accuracy,
+            "squared_distance_threshold_per_fold": result.threshold_per_fold.tolist(),
             "tar_at_far": result.tar_at_far,
-            "operating_points": [{**asdict(point), "cosine": point.cosine} for point in result.points],
-            "min_dcf": result.min_dcf,
-            "eer": result.eer,
-            "auc": result.auc,
-            "xnorm": result.xnorm,
+            "operating_points": [point.as_json() for point in result.points],
             "num_genuine": int(result.num_genuine),
             "num_impostor": int(result.num_impostor),
             "roc": _thinned_roc(result),
         }
         for name, result in results.items()
     }
-
-
-def scalars(result: VerificationResult) -> dict[str, float | None]:
-    """Return the numbers of a set that are one number each, for logs."""
-    return {"accuracy": result.accuracy, "eer": result.eer, "auc": result.auc, "xnorm": result.xnorm}
 
 
 def _thinned_roc(result: VerificationResult, points: int = 200) -> dict[str, list[float]]:
@@ -69,7 +125,7 @@ def _row(name: str, result: VerificationResult) -> tuple[str, ...]:
         name,
         str(result.num_genuine + result.num_impostor),
         f"{100 * result.accuracy:.2f} +- {100 * result.accuracy_std:.2f}",
-        f"{np.mean(result.threshold_per_fold):.2f}",
+        f"{result.cosine_threshold:.4f}",
         percent(result.tar_at_far["1e-2"]),
         percent(result.tar_at_far["1e-3"]),
         percent(result.eer),

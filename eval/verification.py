@@ -62,6 +62,11 @@ class VerificationResult:
         """FAR, as written in FAR_TARGETS, to TAR; None where there are fewer than 1 / FAR impostor pairs."""
         return {point.target: point.tar for point in self.points}
 
+    @property
+    def cosine_threshold(self) -> float:
+        """The threshold of accuracy, mean over the folds, as a cosine similarity: a pair is accepted above it."""
+        return 1.0 - float(np.mean(self.threshold_per_fold)) / 2.0
+
 
 def fuse_views(plain: np.ndarray, mirrored: np.ndarray) -> np.ndarray:
     """Return the (N, D) float64 unit rows l2norm(plain + mirrored), from the raw embeddings (N, D) of both views.
@@ -219,7 +224,7 @@ def _check_unit_rows(embeddings_a: np.ndarray, embeddings_b: np.ndarray) -> None
     if num_bad:
         raise ValueError(
             f"{num_bad} of {norms.size} embeddings hold NaN or infinity: the network has diverged, "
-            "evaluate an earlier checkpoint or lower optimizer.lr"
+            "evaluate an earlier checkpoint, or train again with a lower learning rate"
         )
     is_off = (np.abs(norms - 1.0) > 1e-3) & (norms != 0.0)
     if is_off.any():

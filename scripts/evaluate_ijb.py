@@ -16,7 +16,6 @@ if __name__ == "__main__" and not __package__:
 import argparse
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Embed all images on all ranks; pool, score and print on rank 0."""
-    world = distributed.start(options.device)
+    world = distributed.start(options.device, setting="--device ")
     with together(world):
-        model, title, _ = load_network(options)
+        network = load_network(options)
         name = options.set or _find_set(options.root)
         lists = read_template_set(options.root, name)
-    model = model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = network.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def decode(index: int) -> np.ndarray:
         return read_face(options.root / "loose_crop" / lists.images[index], lists.points[index])
@@ -84,10 +83,10 @@ def run(options: argparse.Namespace) -> None:
         numbers, vectors = pool_templates(features, weights, lists.templates, lists.media)
         del features  # a gigabyte
         report = evaluate_templates(lists, numbers, vectors, options, name)
-        print(f"\n{title} on {name}: {len(lists.images)} images, {len(np.unique(lists.templates))} templates")
+        print(f"\n{network.title} on {name}: {len(lists.images)} images, {len(np.unique(lists.templates))} templates")
         _print(report)
         if options.json:
-            options.json.write_text(json.dumps({"network": title, "set": name, **report}, indent=1) + "\n")
+            options.json.write_text(json.dumps({"network": network.title, "set": name, **report}, indent=1) + "\n")
 
 
 def _find_set(root: Path) -> str:
@@ -125,7 +124,7 @@ def evaluate_templates(
         "pairs": len(scores),
         "genuine": int(lists.same.sum()),
         "tar_as_published": published,
-        "operating_points": [{**asdict(point), "cosine": point.cosine} for point in points],
+        "operating_points": [point.as_json() for point in points],
     }
     galleries = [options.root / "meta" / f"{name}_1N_gallery_{part}.csv" for part in _GALLERIES[name]]
     probe = options.root / "meta" / f"{name}_1N_probe_mixed.csv"
@@ -165,13 +164,14 @@ def read_people(path: Path, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 def _print(report: dict[str, Any]) -> None:
     print(f"1:1, {report['pairs']:,} pairs, {report['genuine']:,} of them genuine")
-    print(f"  {'FAR':<8}{'as published':>14}{'FAR not above':>15}{'impostors accepted':>20}{'cosine':>9}")
+    print(f"  {'FAR':<8}{'as published':>14}{'FAR not above':>15}{'impostors accepted':>20}{'cosine threshold':>18}")
     for point in report["operating_points"]:
         target, tar = point["target"], point["tar"]
         exact = "n/a" if tar is None else f"{100 * tar:.2f}"
-        cosine = "n/a" if point["cosine"] is None else f"{point['cosine']:.3f}"
+        threshold = point["cosine_threshold"]
+        cosine = "n/a" if threshold is None else f"{threshold:.4f}"
         print(
-            f"  {target:<8}{100 * report['tar_as_published'][target]:>14.2f}{exact:>15}{point['num_accepted']:>20}{cosine:>9}"
+            f"  {target:<8}{100 * report['tar_as_published'][target]:>14.2f}{exact:>15}{point['num_accepted']:>20}{cosine:>18}"
         )
     for key, value in report.get("identification", {}).items():
         print(f"  1:N {key:<22}{'not measurable' if value is None else f'{100 * value:.2f} %'}")

@@ -54,12 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Embed both sides on all ranks; search and print on rank 0."""
-    world = distributed.start(options.device)
+    world = distributed.start(options.device, setting="--device ")
     with together(world):
-        model, title, _ = load_network(options)
+        network = load_network(options)
         sets = [open_set_of(path) for path in (*options.gallery, options.probes)]
         names = [people_of(dataset) for dataset in sets]
-    model = model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = network.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     vectors = [embed_set(model, dataset, world, options) for dataset in sets]
     if world.rank != 0:
         return
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
 
     found = identify(np.concatenate(vectors[:-1]), np.concatenate(people[:-1]), vectors[-1], people[-1], bar)
     report: dict[str, Any] = {
-        "network": title,
+        "network": network.title,
         "gallery_images": sum(map(len, vectors[:-1])),
         "gallery_people": len(np.unique(np.concatenate(people[:-1]))),
         "probes_with_mate": found.num_mated,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from backbones import build_backbone
 from utils.checkpoint import (
     find_checkpoint,
+    is_checkpoint,
     list_checkpoints,
     read_backbone,
     read_manifest,
@@ -33,11 +34,17 @@ _HINT = "check --backbone, --embedding-size, --width"
 
 
 class Network(NamedTuple):
-    """A network, what to call it, and the configuration of its run, or {}."""
+    """A network and where it comes from."""
 
     model: nn.Module
-    name: str
-    config: dict[str, Any]
+    name: str  # path of the checkpoint or file
+    config: dict[str, Any]  # of its run, or {}
+    state: str = ""  # of a run's network: step and score of its checkpoint
+
+    @property
+    def title(self) -> str:
+        """Name and state in one line."""
+        return f"{self.name} ({self.state})" if self.state else self.name
 
 
 def add_network_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,11 +52,12 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run", type=Path, help="run folder, checkpoint folder, weights (.safetensors, .pt, .pth), .onnx, .pt2, or TorchScript"
     )
-    parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
+    choice.add_argument("--untrained", action="store_true", help="the run's network before any training, for comparison")
     parser.add_argument("--backbone", metavar="NAME", help="for a weights file: r18, r34, r50, r100, r200 or mbf")
     parser.add_argument("--embedding-size", type=int, default=512, metavar="D", help="for a weights file (default 512)")
     parser.add_argument("--width", type=float, default=1.0, help="for a weights file: factor on the channels (default 1)")
-    parser.add_argument("--untrained", action="store_true", help="the run's network before any training, for comparison")
     parser.add_argument("--colour", choices=("rgb", "bgr"), default="rgb", help="order that the network was trained with")
     parser.add_argument("--input-mean", type=float, default=127.5, help="it was trained on (x - mean) / std (default 127.5)")
     parser.add_argument("--input-std", type=float, default=127.5, help="likewise (default 127.5)")
@@ -76,6 +84,9 @@ def load_network(options: argparse.Namespace) -> Network:
 def _load(options: argparse.Namespace) -> Network:
     path: Path = options.run
     if path.is_file():
+        for flag in ("best", "untrained"):
+            if getattr(options, flag):
+                raise ValueError(f"--{flag} is for the folder of a run; {path} is a file, which holds one network")
         if path.suffix == ".onnx":
             return Network(OnnxNetwork(path, options.threads), str(path), {})
         if path.suffix == ".pt2":
@@ -88,16 +99,56 @@ def _load(options: argparse.Namespace) -> Network:
         return Network(fill(model, read_tensors(path), str(path), _HINT), str(path), {})
     if not path.exists():
         raise ValueError(f"no run folder, checkpoint or weights file at {path}")
-    checkpoint = find_checkpoint(path)
-    if options.best:
-        checkpoint = best_checkpoint(list_checkpoints(path)) or checkpoint
-    config: dict[str, Any] = read_manifest(checkpoint)["config"]
+    if options.backbone:
+        raise ValueError(f"--backbone is for a weights file; {path} is a folder, whose configuration says what it holds")
+    checkpoint = _find_best(path) if options.best else find_checkpoint(path)
+    try:
+        manifest = read_manifest(checkpoint)
+    except ValueError as error:
+        raise ValueError(f"{error}; name another checkpoint folder") from None
+    config: dict[str, Any] = manifest["config"]
     section = config["backbone"]
     torch.manual_seed(derive(config.get("run", {}).get("seed", 0), "backbone"))  # as train.py does before it builds
     model = build_backbone(section["name"], section["embedding_size"], section["width"])
     if options.untrained:
         return Network(model, f"{section['name']} before training", config)
-    return Network(fill(model, read_backbone(checkpoint), str(checkpoint), _HINT), str(checkpoint), config)
+    model = fill(model, read_backbone(checkpoint), str(checkpoint), _HINT)
+    return Network(model, str(checkpoint), config, f"step {manifest['step']}, {_score_text(manifest)}")
+
+
+def _find_best(run: Path) -> Path:
+    """Return the checkpoint of a run with the highest score.
+
+    Raises:
+        ValueError: it is no run folder, none of its checkpoints has a score, or the scores are of different kinds.
+    """
+    if is_checkpoint(run):
+        raise ValueError(f"--best is for the folder of a run; {run} is one checkpoint")
+    find_checkpoint(run)  # there is one at all
+    checkpoints = list_checkpoints(run)
+    best = best_checkpoint(checkpoints)
+    if best is None:
+        raise ValueError(
+            f"--best: none of the {len(checkpoints)} checkpoint(s) of {run} has a score, no evaluation was saved with them. "
+            "Leave --best out for the newest"
+        )
+    metrics = {_metric(manifest) for manifest in map(read_manifest, checkpoints) if manifest.get("score") is not None}
+    if len(metrics) > 1:
+        raise ValueError(f"--best: the checkpoints of {run} were scored by different numbers, {', '.join(sorted(metrics))}")
+    return best
+
+
+def _metric(manifest: dict[str, Any]) -> str:
+    """Return what the score of a checkpoint is."""
+    return str(manifest.get("config", {}).get("eval", {}).get("metric", "accuracy"))
+
+
+def _score_text(manifest: dict[str, Any]) -> str:
+    """Return the score that a checkpoint was saved with, in words."""
+    score, metric = manifest.get("score"), _metric(manifest)
+    if score is None:
+        return "saved without a score"
+    return f"saved with a mean {metric} of {abs(score) if metric == 'eer' else score:.4f}"  # an EER counts negative
 
 
 class OtherInput(nn.Module):

@@ -1,4 +1,4 @@
-"""Draw a run's curves: loss, learning rate and verification accuracy over the optimizer steps.
+"""Draw a run's curves over the optimizer steps: loss, learning rate, cosine, gradient norm, speed, verification accuracy.
 
 python -m scripts.plot_run work_dirs/demo_cpu        writes work_dirs/demo_cpu/training.png
 
@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from utils.cli import make_parser
+from utils.pictures import set_colours
 from utils.program import guarded
+
+Series = dict[str, dict[str, dict[int, float]]]  # kind -> name -> step -> value
+_PANELS = (
+    ("loss", "loss"),
+    ("lr", "learning rate"),
+    ("positive_cosine", "cosine of an image to its class centre"),
+    ("grad_norm", "gradient norm, before clipping"),
+    ("images_per_second", "images/s"),
+)
+_CHANCE_ACCURACY, _SKILLED_AUC = 0.52, 0.6  # two normal hills that give this AUC give an accuracy of 0.57
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,39 +43,61 @@ def plot(run: Path) -> None:
 
     series = read_series(run / "metrics.jsonl")
     train = series.pop("train", {})
-    sets = {name: numbers["accuracy"] for name, numbers in sorted(series.items()) if "accuracy" in numbers}
-    figure = Figure(figsize=(11, 3.4), dpi=110, layout="constrained")
+    figure = Figure(figsize=(12, 6.4), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 3)
-    axes[0].plot(*columns(train.get("loss", {})), color="tab:blue")
-    axes[0].set(title="loss", xlabel="optimizer step")
-    axes[1].plot(*columns(train.get("lr", {})), color="tab:orange")
-    axes[1].set(title="learning rate", xlabel="optimizer step")
-    for name, points in sets.items():
-        steps, values = columns(points)
-        axes[2].plot(steps, [100 * value for value in values], marker="o", markersize=3, label=name)
-    axes[2].set(title="verification accuracy, %", xlabel="optimizer step")
-    if sets:
-        axes[2].legend(loc="lower right", fontsize=8)
+    axes = figure.subplots(2, 3).ravel()
+    for axis, (key, title) in zip(axes, _PANELS, strict=False):
+        axis.plot(*columns(train.get(key, {})), color="black", linewidth=1)
+        axis.set(title=title)
+    _draw_accuracy(axes[-1], series)
     for axis in axes:
+        axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)
         axis.set_xlim(left=0)
-    figure.suptitle(run.name)
+    figure.suptitle(run.resolve().name)
     figure.savefig(run / "training.png")
     print(f"written: {run / 'training.png'}")
 
 
-def read_series(path: Path) -> dict[str, dict[str, dict[int, float]]]:
-    """Return kind -> name -> step -> value; where a resumed run wrote a step again, the later line counts."""
+def _draw_accuracy(axis: Any, series: Series) -> None:
+    """Draw the accuracy of each set, and its AUC where accuracy is at chance while AUC is not."""
+    sets = {name: numbers for name, numbers in series.items() if "accuracy" in numbers}
+    colours = set_colours(sets)
+    hidden = False
+    for name, numbers in sets.items():
+        steps, values = columns(numbers["accuracy"])
+        axis.plot(steps, [100 * value for value in values], color=colours[name], marker="o", markersize=3, label=name)
+        auc = numbers.get("auc", {})
+        if any(value < _CHANCE_ACCURACY and auc.get(step, 0) > _SKILLED_AUC for step, value in numbers["accuracy"].items()):
+            hidden = True
+            steps, values = columns(auc)
+            scaled = [100 * value for value in values]
+            axis.plot(steps, scaled, color=colours[name], linestyle="--", marker="x", markersize=4, label=f"{name}: 100 AUC")
+    axis.set(title=f"verification accuracy, %{' (dashed: 100 AUC)' if hidden else ''}")
+    if sets:
+        axis.legend(loc="center right" if hidden else "lower right", fontsize=8)
+
+
+def read_series(path: Path) -> Series:
+    """Return kind -> name -> step -> value, kinds in the order of the file.
+
+    A resumed run goes back to the step of its checkpoint: where it does, what had been written of later steps no longer counts.
+    """
     if not path.is_file():
         raise ValueError(f"no {path}: give the folder of a run that has begun")
-    series: dict[str, dict[str, dict[int, float]]] = {}
+    series: Series = {}
+    reached = 0
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             record: dict[str, Any] = json.loads(line)
             step, kind = record.pop("step"), record.pop("kind")
         except (ValueError, KeyError):
             raise ValueError(f"{path}, line {number}: not a line of metrics") from None
+        if step < reached:
+            for points in (points for numbers in series.values() for points in numbers.values()):
+                for stale in [known for known in points if known >= step]:
+                    del points[stale]
+        reached = step
         for name, value in record.items():
             if isinstance(value, (int, float)):
                 series.setdefault(kind, {}).setdefault(name, {})[step] = float(value)

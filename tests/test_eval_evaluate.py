@@ -97,7 +97,9 @@ def test_identical_images_score_perfectly_and_every_report_holds_the_numbers(tmp
     results = dict(evaluate(_model(), load_pair_sets(tmp_path, ["twins"]), ALONE, 16, None, 1))
     assert results["twins"].accuracy == 1.0
     table = format_table(results)
-    assert "twins" in table and "100.00 +- 0.00" in table and "n/a" in table  # 10 impostor pairs cannot carry FAR 1e-3
+    assert (
+        "twins" in table and "cosine threshold" in table and "100.00 +- 0.00" in table and "n/a" in table
+    )  # 10 impostor pairs cannot carry FAR 1e-3
     assert format_table(results, markdown=True).splitlines()[1].count("---") == 9
     assert json.loads(json.dumps(as_json(results)))["twins"]["num_genuine"] == 10
     (tmp_path / "figure.png").write_bytes(overview(results, "twins"))
@@ -187,7 +189,11 @@ def test_a_browser_shows_the_report_without_errors(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     dom = done.stdout
     assert "a title with &lt;brackets&gt; &amp; signs" in dom
-    assert dom.count("<table") == 2 and dom.count("<img") == len(list(tmp_path.glob("*.png"))) - 1 >= 5
+    assert (
+        dom.count("<table") == 2
+        and dom.count("<li><a href=") == dom.count("<h2 id=")
+        and dom.count("<img") == len(list(tmp_path.glob("*.png"))) - 1 >= 5
+    )
     assert "CONSOLE" not in done.stderr and "Uncaught" not in done.stderr
     subprocess.run(
         [*command, f"--screenshot={tmp_path / 'shot.png'}", "--window-size=1100,1600", page], check=True, timeout=120

@@ -4,7 +4,9 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+import yaml
 
+from eval.intervals import intervals_95
 from eval.report import as_json
 from eval.verification import fuse_views, verify
 from scripts import compare_runs
@@ -16,8 +18,12 @@ def _run(folder: Path, noise: float, steps: int) -> Path:
     same = np.arange(200) % 2 == 0
     first = fuse_views(rng.normal(size=(200, 8)), np.zeros((200, 8)))
     second = fuse_views(np.where(same[:, None], first, rng.normal(size=(200, 8))), noise * rng.normal(size=(200, 8)))
-    results = as_json({"lfw": verify(first, second, same, xnorm=7.0)})
+    result = verify(first, second, same, xnorm=7.0)
+    results = as_json({"lfw": result})
+    results["lfw"]["intervals_95"] = intervals_95(result)
     (folder / "results.json").write_text(json.dumps(results))
+    tree = {"run": {"name": folder.name, "output": "o"}, "optimizer": {"lr": noise, "momentum": 0.9}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     lines = [{"step": step, "kind": "train", "loss": 10.0 / step, "lr": 0.1} for step in range(1, steps + 1)]
     lines += [{"step": steps, "kind": "lfw", "accuracy": results["lfw"]["accuracy"]}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -30,14 +36,44 @@ def test_runs_stand_beside_each_other_and_the_better_is_marked(tmp_path: Path, c
     (tmp_path / "report" / "results.json").write_text((good / "results.json").read_text())
     out = tmp_path / "out"
     assert compare_runs.main([str(good), str(bad), str(tmp_path / "report"), "--out", str(out)]) == 0
-    lines = [line.split("|") for line in (out / "comparison.md").read_text().splitlines()]
+    lines = [line.split("|") for line in (out / "comparison.md").read_text().splitlines() if line.startswith("|")]
     rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in lines}
     values = [json.loads((folder / "results.json").read_text())["lfw"] for folder in (good, bad)]
     best, other = (f"{100 * value['accuracy']:.2f}" for value in values)
     assert rows["lfw: accuracy %"] == [f"{best} *", other, f"{best} *"]
+    assert rows["optimizer.lr"] == ["0.1", "0.6", "-"] and not {"optimizer.momentum", "run.name"} & set(rows)
     assert rows["lfw: EER %"][0].endswith("*") and not rows["lfw: EER %"][1].endswith("*")
     assert rows["last loss"] == ["1.2500", "2.0000", ""] and rows["optimizer steps"] == ["8", "5", ""]
     assert cv2.imread(str(out / "comparison.png")) is not None and "data:image/png" in (out / "comparison.html").read_text()
+
+
+def test_a_star_needs_intervals_that_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    good, near = _run(tmp_path / "good", 0.30, 3), _run(tmp_path / "near", 0.4, 3)
+    found = [json.loads((folder / "results.json").read_text())["lfw"] for folder in (good, near)]
+    assert found[0]["accuracy"] > found[1]["accuracy"]  # better, but not by enough
+    assert compare_runs.main([str(good), str(near), "--out", str(tmp_path / "out")]) == 0
+    table = (tmp_path / "out" / "comparison.md").read_text()
+    assert "* |" not in table and "* better than each run without a star" in table
+    # apart, one of three is marked where it parts from both others; results without intervals mark nothing
+    values = [dict(numbers) for numbers in (found[0], found[0], found[0])]
+    for value, accuracy, interval in zip(values, (0.9, 0.8, 0.81), ((0.85, 0.95), (0.75, 0.84), (0.76, 0.86)), strict=True):
+        value.update(accuracy=accuracy, intervals_95={"accuracy": interval})
+    for low, expected in ((0.87, ["90.00 *", "80.00", "81.00"]), (0.85, ["90.00", "80.00", "81.00"])):
+        values[0]["intervals_95"] = {"accuracy": (low, 0.95)}
+        assert _accuracies(tmp_path, values) == expected
+    del values[1]["intervals_95"]
+    assert _accuracies(tmp_path, values) == ["90.00", "80.00", "81.00"]
+
+
+def _accuracies(folder: Path, values: list[dict]) -> list[str]:
+    """Compare folders with these results of lfw; return the row of accuracies."""
+    paths = [folder / f"r{number}" for number in range(len(values))]
+    for path, value in zip(paths, values, strict=True):
+        path.mkdir(exist_ok=True)
+        (path / "results.json").write_text(json.dumps({"lfw": value}))
+    assert compare_runs.main([*map(str, paths), "--out", str(folder / "out")]) == 0
+    row = next(line for line in (folder / "out" / "comparison.md").read_text().splitlines() if "accuracy %" in line)
+    return [cell.strip() for cell in row.split("|")[2:-1]]
 
 
 def test_the_thinned_curve_lies_on_the_whole_one(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import pty
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import (
     NUM_CLASSES,
     NUM_IMAGES,
@@ -195,6 +197,27 @@ def test_scores_in_another_metric_are_not_compared(dataset: Path, tmp_path: Path
     assert train.main(tiny_run(dataset, tmp_path, *overrides, "train.max_steps=6", "eval.metric=eer")) == 0
     kept = {step_of(path): read_manifest(path)["score"] for path in list_checkpoints(tmp_path / "tiny")}
     assert kept == {2: 0.9, 6: -0.2}  # the best in accuracy, and the best in EER
+
+
+def test_metrics_and_tensorboard_hold_every_number_of_the_table_at_the_end(dataset: Path, tmp_path: Path):
+    assert train.main(tiny_run(dataset, tmp_path, "train.max_steps=4", "eval.metric=tar@1e-1")) == 0
+    run = tmp_path / "tiny"
+    shown = read_metrics(run, "tiny")[4]
+    cells = [line.strip("|").split("|") for line in (run / "results.md").read_text().splitlines() if line.startswith("|")]
+    header, _, row = [[cell.strip() for cell in line] for line in cells]
+    table = dict(zip(header, row, strict=True))
+    accuracy, deviation = table["accuracy %"].split(" +- ")
+    assert f"{100 * shown['accuracy']:.2f}" == accuracy and f"{100 * shown['accuracy_std']:.2f}" == deviation
+    assert f"{shown['cosine_threshold']:.4f}" == table["cosine threshold"]
+    assert (shown["tar@1e-2"], table["TAR@FAR=1e-2"]) == (None, "n/a") and shown["tar@1e-1"] is not None  # 10 impostor pairs
+    assert (f"{100 * shown['eer']:.2f}", f"{shown['auc']:.4f}") == (table["EER %"], table["AUC"])
+    assert f"{shown['xnorm']:.2f}" == table["XNorm"]
+    final = json.loads((run / "results.json").read_text())["tiny"]
+    assert {name: shown[name] for name in final if name in shown} == {name: final[name] for name in shown if name in final}
+    assert read_manifest(list_checkpoints(run)[-1])["score"] == shown["tar@1e-1"]
+    board = EventAccumulator(str(run / "tensorboard")).Reload()
+    numbers = {name for name, value in shown.items() if isinstance(value, float)}
+    assert numbers == {tag.split("/")[1] for tag in board.Tags()["scalars"] if tag.startswith("tiny/")}
 
 
 def test_a_metric_that_the_sets_cannot_carry_is_refused_before_training(

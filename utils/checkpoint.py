@@ -135,9 +135,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
                 if not 0 <= low < high:
                     raise ValueError(f"the slots of {name} are {low} to {high}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(
-            f"checkpoint {checkpoint}: {_MANIFEST} cannot be read ({error!s}); remove that folder to resume from the one before"
-        ) from None
+        raise ValueError(f"checkpoint {checkpoint}: {_MANIFEST} cannot be read ({error!s})") from None
     if found != FORMAT:
         raise ValueError(f"checkpoint {checkpoint}: format {found}, this program reads {FORMAT}")
     for name, size in entries.items():
@@ -145,7 +143,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         actual = file.stat().st_size if file.is_file() else None
         if actual != size:
             state = "missing" if actual is None else f"{actual} bytes, {size} were written"
-            raise ValueError(f"checkpoint {checkpoint}: {name} is {state}; name another one with checkpoint.resume=PATH")
+            raise ValueError(f"checkpoint {checkpoint}: {name} is {state}")
     return dict(manifest)
 
 

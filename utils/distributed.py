@@ -44,13 +44,14 @@ class World(NamedTuple):
     store: Any = None  # the key-value store by which the processes met, where there are several
 
 
-def start(device: str, threads: int = 0, timeout_minutes: float = 30.0) -> World:
+def start(device: str, threads: int = 0, timeout_minutes: float = 30.0, setting: str = "run.device=") -> World:
     """Join the other processes if there are any, choose the device, set the CPU threads; return this process's place.
 
     Args:
         device: auto, cpu or cuda.
         threads: CPU threads for arithmetic; 0 = the cores of this machine shared equally by its processes.
         timeout_minutes: the longest that a process waits for another in a collective.
+        setting: how the user chose the device, for an error: the key of a configuration, or "--device ".
 
     Raises:
         ValueError: a device that is not there, an incomplete environment, or a rendezvous that cannot be made.
@@ -59,7 +60,7 @@ def start(device: str, threads: int = 0, timeout_minutes: float = 30.0) -> World
         _stop_with_parent()
     rank, world_size = _from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1)
     local_rank, local_world_size = _from_environment("LOCAL_RANK", 0), _from_environment("LOCAL_WORLD_SIZE", world_size)
-    chosen = choose_device(device, local_rank)
+    chosen = choose_device(device, local_rank, setting)
     if threads or world_size > 1:  # torchrun sets OMP_NUM_THREADS=1, which would leave most cores idle
         torch.set_num_threads(threads or max(1, _num_cores() // local_world_size))
     if chosen.type == "cuda":
@@ -221,13 +222,17 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def choose_device(device: str, local_rank: int) -> torch.device:
-    """Return the device of this process: auto takes CUDA where there is a GPU, one for each local rank."""
+def choose_device(device: str, local_rank: int, setting: str = "--device ") -> torch.device:
+    """Return the device of this process: auto takes CUDA where there is a GPU, one for each local rank.
+
+    Args:
+        setting: what stands before the device where the user chose it, for an error.
+    """
     available = torch.cuda.is_available()
     if device == "cpu" or (device == "auto" and not available):
         return torch.device("cpu")
     if not available:
-        raise ValueError("run.device=cuda, but torch sees no CUDA device; set run.device=cpu or install a CUDA build of torch")
+        raise ValueError(f"{setting}cuda, but torch sees no CUDA device; choose {setting}cpu or install a CUDA build of torch")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"local rank {local_rank} has no GPU of the {torch.cuda.device_count()} here; lower torchrun's --nproc_per_node"

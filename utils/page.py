@@ -8,10 +8,16 @@ from pathlib import Path
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid var(--line); }
+h1 { font-size: 1.5rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid var(--line); }
 table { border-collapse: collapse; margin: .8rem 0; } th, td { padding: .25rem .8rem; border-bottom: 1px solid var(--line); }
-th { text-align: left; background: var(--soft); } td.number { text-align: right; font-variant-numeric: tabular-nums; }
-.wide { overflow-x: auto; } img { max-width: 100%; background: white; } .note { opacity: .75; } figure { margin: 1rem 0; }
+th, td { text-align: left; vertical-align: top; } tr:first-child th { background: var(--soft); vertical-align: bottom; }
+th.number, td.number { text-align: right; font-variant-numeric: tabular-nums; } td.number { white-space: nowrap; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; } dt { opacity: .75; } dd { margin: 0; }
+dd { overflow-wrap: anywhere; } nav ul { columns: 18rem; padding-left: 1.2rem; }
+.wide { overflow-x: auto; } img { max-width: 100%; background: white; } .note { opacity: .75; }
+figure { margin: 1rem 0; overflow-x: auto; }
+@media (max-width: 50rem) { figure img { max-width: 56rem; } }
 """
 
 
@@ -21,17 +27,34 @@ class Page:
     def __init__(self, title: str) -> None:
         self.title = title
         self._parts = [f"<h1>{html.escape(title)}</h1>"]
+        self._headings: list[str] = []
+        self._contents = -1  # place among the parts
 
     def section(self, heading: str) -> None:
-        self._parts.append(f"<h2>{html.escape(heading)}</h2>")
+        self._headings.append(heading)
+        self._parts.append(f'<h2 id="section-{len(self._headings)}">{html.escape(heading)}</h2>')
+
+    def facts(self, facts: Iterable[tuple[str, str]]) -> None:
+        """Add a list of (name, value), as stands below a title."""
+        self._parts.append("<dl>" + "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in facts) + "</dl>")
+
+    def contents(self) -> None:
+        """Put a list of all sections here, those that are still to come too, with links to them."""
+        self._contents = len(self._parts)
+        self._parts.append("")
 
     def text(self, text: str, note: bool = False) -> None:
         self._parts.append(f'<p class="note">{html.escape(text)}</p>' if note else f"<p>{html.escape(text)}</p>")
 
     def table(self, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Add a table; numbers, and text that starts with one, are set flush right."""
-        cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-        body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
+        """Add a table; columns of numbers, or of text that starts with one, are set flush right, heads included."""
+        texts = [[f"{value:,}" if isinstance(value, int) else str(value) for value in row] for row in rows]
+        kinds = [' class="number"' if _is_number([row[place] for row in texts]) else "" for place in range(len(head))]
+        cells = "".join(f"<th{kind}>{html.escape(name)}</th>" for kind, name in zip(kinds, head, strict=True))
+        body = "".join(
+            "<tr>" + "".join(f"<td{kind}>{html.escape(text)}</td>" for kind, text in zip(kinds, row, strict=True)) + "</tr>"
+            for row in texts
+        )
         self._parts.append(f'<div class="wide"><table><tr>{cells}</tr>{body}</table></div>')
 
     def picture(self, png: bytes, alt: str) -> None:
@@ -48,11 +71,15 @@ class Page:
             f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(self.title)}</title>'
         )
         text = f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>\n'
+        if self._contents >= 0:
+            links = (f'<li><a href="#section-{n}">{html.escape(h)}</a></li>' for n, h in enumerate(self._headings, 1))
+            self._parts[self._contents] = f"<nav><ul>{''.join(links)}</ul></nav>"
         unfinished = path.with_name(f"{path.name}.unfinished")
         unfinished.write_text(text + "\n".join(self._parts) + "\n</body></html>\n", encoding="utf-8")
         unfinished.replace(path)
 
 
-def _cell(value: object) -> str:
-    text = html.escape(f"{value:,}" if isinstance(value, int) else str(value))
-    return f'<td class="number">{text}</td>' if text[:1].isdigit() else f"<td>{text}</td>"
+def _is_number(column: Sequence[str]) -> bool:
+    """Return whether all cells of a column are numbers, or text that starts with one, but for empty ones and dashes."""
+    cells = [text for text in column if text not in ("", "-")]
+    return bool(cells) and all(text.lstrip("-+")[:1].isdigit() for text in cells)

@@ -4,13 +4,31 @@ Shapes: H, W = height and width of a face in pixels.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import cv2
 import numpy as np
 
 _GAP, _CAPTION = 4, 18  # pixels
+_BETWEEN_PAIRS = 28  # pixels
 _WHITE, _INK = 255, (40, 40, 40)
+# those of matplotlib that are told apart on white; gray is for impostor pairs
+_SET_COLOURS = (
+    "tab:blue",
+    "tab:orange",
+    "tab:green",
+    "tab:purple",
+    "tab:brown",
+    "tab:pink",
+    "tab:olive",
+    "tab:cyan",
+    "tab:red",
+)
+
+
+def set_colours(names: Iterable[str]) -> dict[str, str]:
+    """Return the colour of each verification set, by its place among the sets: the same one in every picture of a run."""
+    return {name: _SET_COLOURS[number % len(_SET_COLOURS)] for number, name in enumerate(names)}
 
 
 def sheet(rows: Sequence[tuple[str, Sequence[np.ndarray]]], columns: int, side: int = 112) -> bytes:
@@ -20,16 +38,41 @@ def sheet(rows: Sequence[tuple[str, Sequence[np.ndarray]]], columns: int, side: 
     canvas = np.full((height, width, 3), _WHITE, dtype=np.uint8)
     for number, (caption, pictures) in enumerate(rows):
         top = number * (side + _CAPTION + _GAP) + _CAPTION
-        room = max(8, int(width / 7.2))  # characters
-        text = caption.encode("ascii", "replace").decode()
-        text = text if len(text) <= room else f"{text[: room - 2]}.."
-        cv2.putText(canvas, text, (_GAP, top - 5), cv2.FONT_HERSHEY_SIMPLEX, 0.4, _INK, 1, cv2.LINE_AA)
+        _write(canvas, caption, _GAP, top - 5, width)
         for column, picture in enumerate(pictures[:columns]):
             left = _GAP + column * (side + _GAP)
-            shrinks = min(picture.shape[:2]) > side
-            how = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
-            canvas[top : top + side, left : left + side] = cv2.resize(picture, (side, side), interpolation=how)
+            canvas[top : top + side, left : left + side] = _resized(picture, side)
     return cv2.imencode(".png", cv2.cvtColor(canvas, cv2.COLOR_RGB2BGR))[1].tobytes()
+
+
+def pair_sheet(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], columns: int = 2, side: int = 112) -> bytes:
+    """Return a PNG of pairs of pictures (H, W, 3) uint8 RGB, `columns` pairs in a row, each under its own caption.
+
+    The two pictures of a pair touch; a wide gap parts a pair from the next.
+    """
+    width, height = 2 * side + _BETWEEN_PAIRS, side + _CAPTION + _BETWEEN_PAIRS // 2
+    rows = -(-len(pairs) // columns)
+    canvas = np.full((rows * height, columns * width - _BETWEEN_PAIRS, 3), _WHITE, dtype=np.uint8)
+    for number, (caption, *pictures) in enumerate(pairs):
+        row, column = divmod(number, columns)
+        top, left = row * height + _CAPTION, column * width
+        _write(canvas, caption, left, top - 5, 2 * side)
+        for place, picture in enumerate(pictures):
+            canvas[top : top + side, left + place * side : left + (place + 1) * side] = _resized(picture, side)
+    return cv2.imencode(".png", cv2.cvtColor(canvas, cv2.COLOR_RGB2BGR))[1].tobytes()
+
+
+def _write(canvas: np.ndarray, text: str, left: int, base: int, width: int) -> None:
+    """Write a caption, shortened to what `width` pixels hold."""
+    text = text.encode("ascii", "replace").decode()
+    room = max(8, int(width / 7.2))  # characters
+    text = text if len(text) <= room else f"{text[: room - 2]}.."
+    cv2.putText(canvas, text, (left, base), cv2.FONT_HERSHEY_SIMPLEX, 0.4, _INK, 1, cv2.LINE_AA)
+
+
+def _resized(picture: np.ndarray, side: int) -> np.ndarray:
+    how = cv2.INTER_AREA if min(picture.shape[:2]) > side else cv2.INTER_LINEAR
+    return cv2.resize(picture, (side, side), interpolation=how)
 
 
 def histograms(images_per_identity: np.ndarray, num_bytes: np.ndarray) -> bytes:

@@ -145,8 +145,11 @@ def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any], news:
             return _next_older(folder, found[-1], news, identity)
         chosen = found[-1]
     else:
-        chosen = ckpt.find_checkpoint(Path(resume))
-        step = int(ckpt.read_manifest(chosen)["step"])
+        try:
+            chosen = ckpt.find_checkpoint(Path(resume))
+            step = int(ckpt.read_manifest(chosen)["step"])
+        except ValueError as error:
+            raise ValueError(f"checkpoint.resume={resume}: {error}; name another checkpoint, or resume with auto") from None
         newer = [path for path in found if ckpt.step_of(path) > step]
         if newer:
             raise ValueError(
