@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rounding import network_bound
 from tiny_runs import command_of, descendants, final_weights, read_metrics, run_train, tiny_run, write_dataset
 
 import train
@@ -294,4 +295,5 @@ def test_another_number_of_processes_goes_on_along_the_same_curve(dataset: Path,
     expected, got = (read_metrics(tmp_path / name) for name in ("whole", "moved"))
     assert sorted(got) == sorted(expected) == list(range(1, 16))
     for step in expected:
-        assert got[step]["loss"] == pytest.approx(expected[step]["loss"], rel=2e-5), step
+        # loss.scale times the error of the embeddings; those of the steps are independent
+        assert got[step]["loss"] == pytest.approx(expected[step]["loss"], abs=16.0 * network_bound() * step**0.5), step
