@@ -159,6 +159,7 @@ def _set_by_formula(model: nn.Module) -> None:
         value.copy_(wave)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("name", list(EMBEDDINGS))
 def test_embeddings_equal_those_of_arcface_torch_for_the_same_weights(name: str) -> None:
     model = build_backbone(name).eval()
@@ -169,6 +170,7 @@ def test_embeddings_equal_those_of_arcface_torch_for_the_same_weights(name: str)
     torch.testing.assert_close(embeddings[:, :8], expected, rtol=0, atol=0.501e-6)
 
 
+@pytest.mark.numeric
 def test_iresnet_forward_equals_its_equations_written_with_functions() -> None:
     torch.manual_seed(0)
     model = build_backbone("r18", embedding_size=16, width=0.125).double().eval()
@@ -218,6 +220,7 @@ def test_embedding_layer_stays_in_fp32_under_autocast(name: str) -> None:
     assert embeddings.dtype == torch.float32
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("name", ["r18", "mbf"])
 def test_memory_format_does_not_change_the_embeddings(name: str) -> None:
     torch.manual_seed(0)
@@ -284,6 +287,7 @@ def test_forward_on_the_meta_device_gives_the_shape_without_computing() -> None:
     assert model(torch.empty(2, 3, 112, 112, device="meta")).shape == (2, 512)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_prelu_equals_torch_in_values_and_gradients(memory_format: torch.memory_format) -> None:
     torch.manual_seed(0)

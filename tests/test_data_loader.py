@@ -100,6 +100,7 @@ def test_waiting_is_counted_where_the_decoder_is_the_slower_one():
     assert slow.waited > 0.003 * 7 * 5 > 0.02 > fast.waited
 
 
+@pytest.mark.numeric
 def test_prepare_mirrors_and_normalises_to_the_published_contract():
     images = torch.randint(0, 256, (3, 112, 112, 3), dtype=torch.uint8)
     prepared = prepare(images, torch.tensor([False, True, False]))

@@ -90,6 +90,7 @@ def _broken(number: int) -> np.ndarray:
     return _decode(number)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize(("world_size", "num_images"), [(1, 8), (2, 7), (3, 7), (3, 2)])
 def test_ranks_share_the_images_and_give_what_one_image_at_a_time_gives(
     run_ranks: Callable[..., None], world_size: int, num_images: int

@@ -9,6 +9,8 @@ from losses.arcface import ArcFace
 from losses.combined import Combined
 from losses.cosface import CosFace
 
+pytestmark = pytest.mark.numeric
+
 COSINE = torch.linspace(-1.0, 1.0, 401, dtype=torch.float64)
 NORM = torch.ones_like(COSINE)
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from losses import MARGINS, Margin, build_margin, list_margins
 
+pytestmark = pytest.mark.numeric
+
 DEFAULTS = {"scale": 64.0, "margin": 0.4, "m1": 1.35, "m2": 0.2, "m3": 0.1, "gradient": "exact"}
 BEYOND = 1.0 + 2.4e-7  # how far fp32 rounding puts the cosine of two equal unit vectors
 NAMES = list_margins()

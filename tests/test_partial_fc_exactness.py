@@ -17,6 +17,8 @@ from partial_fc import PartialFC, RowAdamW, RowSGD
 from partial_fc.kernels import KERNELS
 from partial_fc.softmax import auto_chunk
 
+pytestmark = pytest.mark.numeric
+
 OPTIMIZERS = {"sgd": RowSGD(0.9, 5e-4), "adamw": RowAdamW(0.9, 0.999, 1e-8, 0.05)}
 RATES = {"sgd": 1e-2, "adamw": 1e-4}
 

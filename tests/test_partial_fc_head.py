@@ -15,6 +15,8 @@ from losses.margin import Margin
 from partial_fc import PartialFC, RowSGD
 from partial_fc.shard import initial_centres, shard_range, slots_of_classes
 
+pytestmark = pytest.mark.numeric
+
 D = 16
 THREE_STEPS = 3**0.5 * head_bounds(64.0, D, 12)[1]  # of the centres, relative; the errors of the steps are independent
 

@@ -16,6 +16,8 @@ from partial_fc import cpu_kernels
 from partial_fc.kernels import choose_kernels, exponentials
 from partial_fc.workspace import Workspace
 
+pytestmark = pytest.mark.numeric
+
 ROOT = Path(__file__).parents[1]
 needs_library = pytest.mark.skipif(cpu_kernels.load() is None, reason="no C compiler here, so the head uses plain torch")
 CPU = torch.device("cpu")

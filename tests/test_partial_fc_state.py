@@ -20,6 +20,8 @@ from utils import checkpoint as ckpt
 from utils.distributed import World
 from utils.tensor_file import write_tensors
 
+pytestmark = pytest.mark.numeric
+
 NUM_CLASSES, D = 300, 32
 
 

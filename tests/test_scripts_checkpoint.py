@@ -75,6 +75,7 @@ def test_resharding_there_and_back_gives_the_same_bytes(run_folder: Path, tmp_pa
     assert checkpoint.main(["reshard", str(last), "2", str(tmp_path / "1_2")]) == 1  # never over what is there
 
 
+@pytest.mark.numeric
 def test_the_mean_of_backbones_loads_and_lies_between_them(tmp_path: Path):
     for step, shift in ((3, 0.0), (4, 0.5), (8, 1.0)):
         _save(0, 1, str(tmp_path / "run"), step, shift)

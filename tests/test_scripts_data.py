@@ -44,6 +44,7 @@ def test_the_rivals_open_the_same_index(tmp_path: Path, capsys: pytest.CaptureFi
         assert json.loads(capsys.readouterr().out)["seconds"] > 0
 
 
+@pytest.mark.numeric
 def test_the_rivals_decode_the_same_pixels(tmp_path: Path):
     import torch
 

@@ -79,6 +79,7 @@ def _onnx_file(path: Path, batch: int | str) -> np.ndarray:
     return matrix
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("batch", ["n", 1, 4])
 def test_an_onnx_file_is_a_network_whatever_its_batch(tmp_path: Path, batch: int | str):
     matrix = _onnx_file(tmp_path / "net.onnx", batch)
@@ -95,6 +96,7 @@ def test_a_damaged_onnx_file_is_one_line(tmp_path: Path):
         _network(tmp_path / "net.onnx")
 
 
+@pytest.mark.numeric
 def test_a_torchscript_program_gives_what_the_network_gives(tmp_path: Path, weights: Path):
     model = _network(weights, backbone="r18").eval()
     torch.jit.trace(model, torch.zeros(2, 3, 112, 112)).save(str(tmp_path / "net.pt"))
@@ -104,6 +106,7 @@ def test_a_torchscript_program_gives_what_the_network_gives(tmp_path: Path, weig
     torch.testing.assert_close(_network(tmp_path / "net.pt")(images), expected, rtol=0, atol=atol)
 
 
+@pytest.mark.numeric
 def test_an_exported_program_gives_what_the_network_gives(tmp_path: Path):
     model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 4))
     batch = torch.export.Dim("batch", min=1, max=64)
@@ -118,6 +121,7 @@ def test_an_exported_program_gives_what_the_network_gives(tmp_path: Path):
     np.testing.assert_allclose(mirrored, expected, rtol=0, atol=bound)
 
 
+@pytest.mark.numeric
 def test_other_channels_and_scales_are_translated():
     pixels = torch.randint(0, 256, (2, 112, 112, 3), dtype=torch.uint8)
     seen: list[torch.Tensor] = []
@@ -161,6 +165,7 @@ def _ijb(root: Path, images: int = 24, templates: int = 8) -> Path:
     return root
 
 
+@pytest.mark.numeric
 def test_ijb_from_pictures_to_scores_equals_a_slow_walk(tmp_path: Path, weights: Path):
     root = _ijb(tmp_path / "IJBC")
     arguments = [
@@ -256,6 +261,7 @@ def test_folders_of_people_are_known_by_their_names(tmp_path: Path, weights: Pat
 # ---- the benchmark's rival
 
 
+@pytest.mark.numeric
 def test_the_plain_way_finds_the_same_accuracies_and_embeddings(weights: Path):
     rng = np.random.default_rng(0)
     images = [jpeg(picture(number)) for number in range(14)]

@@ -35,6 +35,7 @@ def _plain_equals_dense(rank: int, world_size: int) -> None:
         assert relative(head.weight.grad, w.grad[mine]) < bound, kind
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_plain_heads_compute_the_same_gradients(run_ranks: Callable[..., None], world_size: int):
     run_ranks(_plain_equals_dense, world_size)

@@ -56,6 +56,7 @@ def test_other_precisions_take_the_same_path(dataset: Path, tmp_path: Path, prec
     assert ("loss_scale" in records[4]) == (precision == "fp16")
 
 
+@pytest.mark.numeric
 def test_accumulated_micro_batches_follow_one_large_batch_with_frozen_statistics(dataset: Path, tmp_path: Path):
     runs = []
     for accumulation in (1, 2):
@@ -67,6 +68,7 @@ def test_accumulated_micro_batches_follow_one_large_batch_with_frozen_statistics
     assert runs[0] == pytest.approx(runs[1], abs=4**0.5 * LOSS_BOUND)
 
 
+@pytest.mark.numeric
 def test_two_processes_see_the_same_samples_and_losses_as_one(dataset: Path, tmp_path: Path):
     # a small rate: frozen statistics of an untrained network normalise nothing, and large steps would amplify rounding errors
     losses = []

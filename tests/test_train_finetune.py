@@ -44,6 +44,7 @@ def _centres(run: Path) -> torch.Tensor:
     return found.read(np.arange(found.num_classes))
 
 
+@pytest.mark.numeric
 def test_centres_are_read_by_label_from_every_form(source: Path, tmp_path: Path):
     run = source / "tiny"
     assert tool.main(["merge", str(run), str(tmp_path / "all.safetensors")]) == 0
@@ -72,6 +73,7 @@ def test_a_run_begins_where_the_other_ended(source: Path, tmp_path: Path, capsys
     assert read_metrics(tmp_path / "tiny")[1]["loss"] < 0.5 * read_metrics(run)[1]["loss"]
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_new_people_get_the_mean_of_their_images_and_known_ones_keep_their_centres(
     source: Path, tmp_path: Path, num_processes: int
@@ -111,6 +113,7 @@ def test_without_known_people_all_centres_come_from_images_or_at_random(
     assert cosines[0] > 0.5 > 0.3 > cosines[1]
 
 
+@pytest.mark.numeric
 def test_a_replaced_bad_image_enters_no_mean(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Of the new people, label 0 has three bad images among its five, label 1 has none that is good."""
     left = {0: 3, 1: 99}
@@ -139,6 +142,7 @@ def test_a_replaced_bad_image_enters_no_mean(source: Path, tmp_path: Path, capsy
     torch.testing.assert_close(found, expected, rtol=0, atol=network_bound())
 
 
+@pytest.mark.numeric
 def test_frozen_parts_stay_and_slow_parts_move_less(source: Path, tmp_path: Path):
     before = read_backbone(list_checkpoints(source / "tiny")[-1])
     init = [f"init.backbone={source / 'tiny'}", "train.max_steps=1", "optimizer.weight_decay=0", "optimizer.clip_norm=0"]
