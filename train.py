@@ -124,6 +124,8 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             f"{sum(p.numel() for p in backbone.parameters()) / 1e6:.2f} M backbone parameters, {dataset.num_classes} classes"
         )
         log.info(head.describe())
+        for line in head.warnings:
+            log.warn(line)
         if resume_from is None and config.init.backbone:
             total = Started(*map(sum, zip(*distributed.all_gather_objects(started, world), strict=True)))
             log.info(f"starting from {config.init.backbone}; class centres: {total}")

@@ -1,9 +1,9 @@
 """Builds cpu_kernels.c with the system's C compiler at the first use, and calls it on tensors.
 
 The library is kept in the user's cache folder, by the hash of source, compiler and processor, so later runs start at once.
-Where there is no compiler (or not Linux, or a processor that it fails on), `load` returns None and the plain torch code of
-kernels.py does the same work in more sweeps over memory. The library links to no OpenMP runtime of its own: it takes the
-functions of the one that torch has loaded, so both share their threads.
+Where there is no compiler (or not Linux, or a processor that it fails on), `load` returns None, `why_missing` says why, and the
+plain torch code of kernels.py does the same work in more sweeps over memory. The library links to no OpenMP runtime of its own:
+it takes the functions of the one that torch has loaded, so both share their threads.
 """
 
 import atexit
@@ -39,22 +39,47 @@ _UPDATE_ROWS: list[Any] = [
 ]
 
 
-@functools.cache
 def load() -> ctypes.CDLL | None:
     """Return the library, built if need be; None if it cannot be."""
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    if not compiler or shutil.which(compiler[0]) is None or sys.platform != "linux":
-        return None
+    return _load()[0]
+
+
+def why_missing() -> str:
+    """Return why `load` returns None, "" if it does not."""
+    return _load()[1]
+
+
+@functools.cache
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    if sys.platform != "linux":
+        return None, f"they are built on Linux only, this is {sys.platform}"
+    try:
+        compiler = shlex.split(os.environ.get("CC", "cc"))
+    except ValueError as error:  # an open quotation mark
+        return None, f"CC is no command: {error}"
+    if not compiler:
+        return None, "the environment variable CC is empty; unset it, or let it name a C compiler"
+    if shutil.which(compiler[0]) is None:
+        return None, f"no C compiler {compiler[0]}; install gcc, or let the environment variable CC name one"
+    reason = ""
     for wide in (["-mprefer-vector-width=512"], []):  # some compilers do not know it; x86 only
         for attempt in ("found or built", "built anew"):
             try:
                 path = _path(compiler, [*_FLAGS, *wide])
                 if attempt == "built anew" or not path.is_file():
                     _build(compiler, [*_FLAGS, *wide], path)
-                return _typed(ctypes.CDLL(str(path)))
-            except (OSError, AttributeError, subprocess.SubprocessError):  # a damaged file, too, is worth a second attempt
-                continue
-    return None
+                return _typed(ctypes.CDLL(str(path))), ""
+            except (OSError, AttributeError, subprocess.SubprocessError) as error:
+                reason = f"{shlex.join(compiler)} cannot build them: {_last_line(error)}"
+                continue  # a damaged file, too, is worth a second attempt
+    return None, reason
+
+
+def _last_line(error: Exception) -> str:
+    """Return what a compiler said last, or the error itself."""
+    said = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
+    lines = (said.decode(errors="replace") if isinstance(said, bytes) else said or "").strip().splitlines()
+    return lines[-1].strip() if lines else " ".join(str(error).split())
 
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -66,7 +91,12 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
 
 def suits(dim: int) -> bool:
     """Return whether the library is there and takes rows of this length."""
-    return dim <= _LARGEST_DIM and load() is not None
+    return not why_unsuited(dim)
+
+
+def why_unsuited(dim: int) -> str:
+    """Return why there is no library for rows of this length, "" if there is one."""
+    return f"rows of {dim} numbers are longer than {_LARGEST_DIM}" if dim > _LARGEST_DIM else why_missing()
 
 
 def unit_rows(centres: Tensor, inverse: Tensor, index: Tensor | None, unit: Tensor) -> None:
@@ -139,8 +169,11 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 def _path(compiler: list[str], flags: list[str]) -> Path:
     """Return where the library for this source, compiler and processor is, or should be put."""
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    parts = (_SOURCE.read_text(), " ".join(compiler), version, " ".join(flags), _processor())
+    ask = functools.partial(subprocess.run, capture_output=True, text=True, check=True, timeout=60)
+    version = ask([*compiler, "--version"]).stdout
+    # the macros name every instruction set that -march=native stands for here, also where /proc does not tell
+    macros = ask([*compiler, *flags, "-dM", "-E", "-x", "c", os.devnull]).stdout
+    parts = (_SOURCE.read_text(), " ".join(compiler), version, " ".join(flags), macros, _processor())
     name = f"cpu_kernels_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "face_head"
     try:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from utils.randomness import derive
 
 from .collectives import Collectives
-from .kernels import choose_kernels, update_rows
+from .kernels import choose_kernels, update_rows, why_plain
 from .loss import ReadyGradient, row_factors, sums_over_shards
 from .neighbours import NeighbourGraph
 from .row_optimizer import LazyDecay, RowAdamW, RowOptimizer, RowSGD
@@ -111,6 +111,13 @@ class PartialFC(nn.Module):
         self.chunk = min(chunk or auto_chunk(device.type, matmul_dtype), self.stop - self.start)
         self.collectives = Collectives(world_size)
         self.workspace = Workspace(device, cache_mb * MEBI, choose_kernels(kernels, device, embedding_size))
+        self.warnings: tuple[str, ...] = ()  # what a user should know
+        if reason := why_plain(kernels, device, embedding_size):
+            missing = "C" if device.type == "cpu" else "Triton"
+            self.warnings = (
+                f"head: plain torch does the work of the {missing} kernels, so its steps take longer, up to 2.4 times on "
+                f"a CPU: {reason}. head.kernels=plain asks for that and says no more",
+            )
         # at rate 1 every row is updated in every step, so there is nothing to catch up with
         self._decay = LazyDecay(self.optimizer) if inactive_rows == "decay" and sample_rate < 1 else None
         count_updates = isinstance(self.optimizer, RowAdamW) or self._decay is not None

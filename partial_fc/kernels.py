@@ -28,6 +28,15 @@ def choose_kernels(wanted: str, device: torch.device, dim: int) -> str:
     return "plain"
 
 
+def why_plain(wanted: str, device: torch.device, dim: int) -> str:
+    """Return why plain torch has to do what faster kernels were wanted for, "" where it has not."""
+    if wanted != "auto" or choose_kernels(wanted, device, dim) != "plain":
+        return ""
+    if device.type == "cuda":
+        return "Triton is not installed"
+    return cpu_kernels.why_unsuited(dim) if device.type == "cpu" else ""
+
+
 @functools.cache
 def _has_triton() -> bool:
     """Return whether Triton is installed; it comes with every CUDA build of torch."""

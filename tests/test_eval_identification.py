@@ -4,6 +4,8 @@ import pytest
 from eval import identification
 from eval.identification import IdentificationResult, identify
 
+pytestmark = pytest.mark.numeric
+
 
 def _unit(rng: np.random.Generator, count: int) -> np.ndarray:
     rows = rng.normal(size=(count, 8))

@@ -10,6 +10,8 @@ from sklearn.metrics import roc_curve
 from eval import templates as templates_module
 from eval.templates import pool_templates, published_tar, read_template_set, score_pairs
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.mark.parametrize("at_once", [1, 3, 1024])
 def test_pooling_is_a_mean_over_media_and_a_sum_over_templates(at_once: int, monkeypatch: pytest.MonkeyPatch):

@@ -60,6 +60,7 @@ def _check_published(expected: dict[str, Any], a: np.ndarray, b: np.ndarray, sam
     assert val == pytest.approx((expected["val"], expected["val_std"], expected["far"]), abs=1e-9)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("name", list(EXPECTED))
 def test_accuracy_of_every_fold_equals_the_published_evaluator(name: str) -> None:
     expected = EXPECTED[name]

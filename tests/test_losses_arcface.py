@@ -7,6 +7,8 @@ import torch
 
 from losses.arcface import ArcFace
 
+pytestmark = pytest.mark.numeric
+
 
 def _reference(cosine: float, scale: float, margin: float) -> float:
     """Return Eq. 3, and the authors' continuation where theta + m > pi."""

@@ -9,6 +9,8 @@ from losses.arcface import ArcFace
 from losses.combined import Combined
 from losses.cosface import CosFace
 
+pytestmark = pytest.mark.numeric
+
 COSINE = torch.linspace(-1.0, 1.0, 401, dtype=torch.float64)
 NORM = torch.ones_like(COSINE)
 
@@ -59,4 +61,4 @@ def test_slope_equals_finite_differences_away_from_the_joints(m: tuple[float, fl
     margin, step, norm = Combined(1.0, *m), 1e-6, torch.ones(1)
     (slope,) = torch.autograd.grad(margin.target(cosine, norm).sum(), cosine)
     expected = (margin.target(cosine + step, norm) - margin.target(cosine - step, norm)) / (2 * step)
-    torch.testing.assert_close(slope, expected.detach(), rtol=1e-5, atol=1e-6)  # truncation of the differences
+    torch.testing.assert_close(slope, expected.detach(), rtol=1e-5, atol=1e-6)  # truncation; rounding: 2^-53 / step = 1e-10

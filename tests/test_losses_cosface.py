@@ -5,6 +5,8 @@ import torch
 
 from losses.cosface import CosFace
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.mark.parametrize(("scale", "margin"), [(64.0, 0.4), (30.0, 0.35), (64.0, 0.0)])
 def test_target_matches_eq_4_row_by_row(scale: float, margin: float) -> None:

@@ -44,6 +44,7 @@ def test_the_rivals_open_the_same_index(tmp_path: Path, capsys: pytest.CaptureFi
         assert json.loads(capsys.readouterr().out)["seconds"] > 0
 
 
+@pytest.mark.numeric
 def test_the_rivals_decode_the_same_pixels(tmp_path: Path):
     import torch
 
@@ -55,7 +56,7 @@ def test_the_rivals_decode_the_same_pixels(tmp_path: Path):
         image, label = records[index]
         assert int(label) == dataset.decode_into(index, out)
         ours = normalise(torch.from_numpy(out)[None])[0]
-        assert min((image - other).abs().max() for other in (ours, ours.flip(2))) < 1e-6
+        assert min((image - other).abs().max() for other in (ours, ours.flip(2))) <= 2**-22  # four roundings of up to 1
         data = bytes(dataset.sample(index)[0])
         for name, decode in decoders().items():
             np.testing.assert_array_equal(decode(data), out, err_msg=name)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from dense_reference import all_centres, dense_loss, near_their_centres, relative
+from rounding import head_bounds
 
 from losses import build_margin
 from scripts import benchmark_head, capacity, compare_head_numerics, plot_head
@@ -23,16 +24,18 @@ def _plain_equals_dense(rank: int, world_size: int) -> None:
     dense_loss(margin, x, w, labels).backward()
     assert x.grad is not None and w.grad is not None
     mine = slice(rank * share, (rank + 1) * share)
+    bound = head_bounds(64.0, D, ROWS)[1]
     for kind in KINDS:
         head = PlainHead(kind, share, D, rank * share, world_size, 1.0, torch.device("cpu"))
         with torch.no_grad():
             head.weight.copy_(centres[mine])
         gradient = head.step(embeddings[rows], labels[rows])
-        assert relative(gradient, x.grad[rows]) < 1e-4, kind
+        assert relative(gradient, x.grad[rows]) < bound, kind
         assert head.weight.grad is not None
-        assert relative(head.weight.grad, w.grad[mine]) < 1e-4, kind
+        assert relative(head.weight.grad, w.grad[mine]) < bound, kind
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_plain_heads_compute_the_same_gradients(run_ranks: Callable[..., None], world_size: int):
     run_ranks(_plain_equals_dense, world_size)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rounding import network_bound
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import ROOT, command_of, descendants, final_weights, read_metrics, run_train, tiny_run, write_dataset
 
@@ -420,6 +421,7 @@ def test_checkpoints_by_the_clock(dataset: Path, tmp_path: Path):
     assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == list(range(1, 16))
 
 
+@pytest.mark.numeric
 def test_another_number_of_processes_goes_on_along_the_same_curve(dataset: Path, tmp_path: Path):
     """2 -> 3 -> 1 with all classes and frozen statistics: the global batches are the same, and so is their mean loss."""
     overrides = [
@@ -439,4 +441,5 @@ def test_another_number_of_processes_goes_on_along_the_same_curve(dataset: Path,
     expected, got = (read_metrics(tmp_path / name) for name in ("whole", "moved"))
     assert sorted(got) == sorted(expected) == list(range(1, 16))
     for step in expected:
-        assert got[step]["loss"] == pytest.approx(expected[step]["loss"], rel=2e-5), step
+        # loss.scale times the error of the embeddings; those of the steps are independent
+        assert got[step]["loss"] == pytest.approx(expected[step]["loss"], abs=16.0 * network_bound() * step**0.5), step

@@ -10,6 +10,8 @@ import pytest
 
 from utils.alignment import TEMPLATE, align, similarity_transform
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_known_similarity_is_found_exactly(seed: int):

@@ -16,6 +16,7 @@ def _net(gradient_scale: float = 1.0) -> nn.Module:
     return net
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5, 100.0])
 def test_scaled_gradients_come_out_as_torch_clips_the_plain_ones(clip_norm: float):
     plain, scaled = _net(), _net(1024.0)
@@ -92,6 +93,7 @@ def test_an_overflow_on_one_rank_is_an_overflow_on_all(run_ranks: Callable[..., 
     run_ranks(_overflow_on_one_rank, 2)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_moments_that_were_saved_in_another_layout_go_on_alike(name: str):
     """The fused step reads memory as it lies: contiguous moments of a channels-last weight would be taken for other ones."""
