@@ -117,10 +117,10 @@ def _load(options: argparse.Namespace) -> Network:
 
 
 def _find_best(run: Path) -> Path:
-    """Return the checkpoint of a run with the highest score.
+    """Return the checkpoint of a run with the highest score, in the metric that the run was scored by last.
 
     Raises:
-        ValueError: it is no run folder, none of its checkpoints has a score, or the scores are of different kinds.
+        ValueError: it is no run folder, or none of its checkpoints has a score.
     """
     if is_checkpoint(run):
         raise ValueError(f"--best is for the folder of a run; {run} is one checkpoint")
@@ -132,9 +132,6 @@ def _find_best(run: Path) -> Path:
             f"--best: none of the {len(checkpoints)} checkpoint(s) of {run} has a score, no evaluation was saved with them. "
             "Leave --best out for the newest"
         )
-    metrics = {_metric(manifest) for manifest in map(read_manifest, checkpoints) if manifest.get("score") is not None}
-    if len(metrics) > 1:
-        raise ValueError(f"--best: the checkpoints of {run} were scored by different numbers, {', '.join(sorted(metrics))}")
     return best
 
 

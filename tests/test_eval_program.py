@@ -148,10 +148,14 @@ def test_the_best_of_a_run_without_scores_is_an_error(tmp_path: Path, capsys: py
         assert main([str(path), "--best", *CPU]) == 1
         error = capsys.readouterr().err
         assert message in error and len(error.splitlines()) == 1
-    _run_folder(tmp_path, {3: 0.9}, ["twins"])
-    _run_folder(tmp_path, {4: -0.1}, ["twins"], metric="eer")
-    assert main([str(run), "--best", *CPU]) == 1
-    assert "scored by different numbers, accuracy, eer" in capsys.readouterr().err
+
+
+def test_the_best_of_a_run_that_changed_its_metric_is_best_in_the_last_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    _write_set(tmp_path / "twins.bin", 10)
+    run = _run_folder(tmp_path, {3: 0.9}, ["twins"])
+    _run_folder(tmp_path, {4: -0.1, 5: -0.2}, ["twins"], metric="eer")
+    assert main([str(run), "--best", *CPU]) == 0
+    assert "step_00000004 (step 4, saved with a mean eer of 0.1000)" in capsys.readouterr().out
 
 
 # ---- no key that was not typed
