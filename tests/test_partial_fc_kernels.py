@@ -16,8 +16,6 @@ from partial_fc import cpu_kernels
 from partial_fc.kernels import choose_kernels, exponentials
 from partial_fc.workspace import Workspace
 
-pytestmark = pytest.mark.numeric
-
 ROOT = Path(__file__).parents[1]
 needs_library = pytest.mark.skipif(cpu_kernels.load() is None, reason="no C compiler here, so the head uses plain torch")
 CPU = torch.device("cpu")
@@ -34,6 +32,7 @@ def _both(logits: Tensor, shift: float, limit: float | None) -> list[tuple[Tenso
     return results
 
 
+@pytest.mark.numeric
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shift", "limit"), [(0.0, None), (7.5, None), (0.0, 20.0), (3.0, 20.0)])
@@ -56,6 +55,7 @@ def test_exponentials_equal_float64_and_plain_torch(
         torch.testing.assert_close(sums.double(), 1 + expected.sum(dim=0), rtol=sum_step, atol=0)
 
 
+@pytest.mark.numeric
 @needs_library
 def test_exponentials_at_the_ends_of_fp32():
     logits = torch.tensor([[-200.0, -87.0, 88.0, 0.0, float("-inf"), 0.0]] * 3)
@@ -63,6 +63,7 @@ def test_exponentials_at_the_ends_of_fp32():
     torch.testing.assert_close(exp[1].double(), torch.exp(logits[1].double()), rtol=2**-17, atol=FP32_TINY)
 
 
+@pytest.mark.numeric
 @needs_library
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
@@ -76,6 +77,7 @@ def test_unit_rows_are_rounded_to_the_nearest(source: torch.dtype, target: torch
         assert torch.equal(unit, expected if index is None else expected[index])
 
 
+@pytest.mark.numeric
 def test_plain_torch_serves_where_it_is_wanted_or_nothing_else_can():
     assert choose_kernels("plain", CPU, 512) == "plain"
     assert choose_kernels("auto", CPU, 1 << 20) == "plain"  # rows too long for the stack
