@@ -1,6 +1,7 @@
 """A shim under the file operations of os: the nth of them fails, kills the process, or writes less than it was given."""
 
 import os
+import pathlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -41,7 +42,11 @@ class Disk:
 @contextmanager
 def faulty(disk: Disk) -> Iterator[Disk]:
     """Put the shim in place. disk.error = 0 means SIGKILL."""
+    accessor = getattr(pathlib, "_normal_accessor", None)  # Python 3.10's pathlib keeps its own references to os
     with pytest.MonkeyPatch.context() as patch:
         for name in OPERATIONS:
-            patch.setattr(os, name, disk.wrap(name, getattr(os, name)))
+            shim = disk.wrap(name, getattr(os, name))
+            patch.setattr(os, name, shim)
+            if accessor is not None and name not in ("open", "write", "fsync"):
+                patch.setattr(accessor, name, shim)
         yield disk

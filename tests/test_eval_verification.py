@@ -210,7 +210,7 @@ def test_six_thousand_pairs_take_a_fraction_of_a_second() -> None:
     fused, same = fuse_views(plain, mirrored), np.arange(6000) % 2 == 0
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.thread_time()  # not the clock on the wall: other processes may have the cores
         verify(fused[0::2], fused[1::2], same, xnorm=1.0)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.thread_time() - start)
     assert min(seconds) < 0.3  # measured 0.02 on one core; a loop over thresholds takes several
