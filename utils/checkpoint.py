@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .tensor_file import HASH, Planned, file_hash, flush, read_tensors, write_text
+from .tensor_file import HASH, Planned, file_hash, flush, load_plain, read_tensors, write_text
 
 FORMAT = 1
 ReadRows = Callable[[int, int], dict[str, Tensor]]  # (first slot, last slot) -> rows of each tensor by name
@@ -207,7 +207,7 @@ def read_backbone(checkpoint: Path) -> dict[str, Tensor]:
 def read_trainer(checkpoint: Path) -> dict[str, Any]:
     """Return the optimizer's and scaler's state, on the CPU; only tensors and plain values are ever loaded."""
     try:
-        state: dict[str, Any] = torch.load(_file(checkpoint, TRAINER), map_location="cpu", weights_only=True)
+        state: dict[str, Any] = load_plain(_file(checkpoint, TRAINER))
     except Exception as error:  # of a damaged file the unpickler raises nearly anything
         first_line = (str(error).splitlines() or [""])[0]
         raise ValueError(f"checkpoint {checkpoint}: {TRAINER} cannot be read: {type(error).__name__}: {first_line}") from None

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -159,13 +160,27 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
+def load_plain(path: Path, mmap: bool = False) -> Any:
+    """Return what torch.save wrote, on the CPU: tensors and plain values alone, so nothing in the file is ever run.
+
+    Args:
+        mmap: read the tensors from the disk where they are touched.
+
+    Raises:
+        Exception: of nearly any kind, if the file is damaged or holds more.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about files that are refused next
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a .safetensors file, or of a .pt/.pth file that holds nothing but tensors in a flat dict."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
                 return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = load_plain(path)
     except (OSError, RuntimeError, SafetensorError, EOFError, ValueError, KeyError) as error:
         raise ValueError(f"weights {path}: cannot be read: {str(error).splitlines()[0]}") from None
     except Exception as error:  # weights_only refuses pickled code with pickle.UnpicklingError
