@@ -3,7 +3,7 @@
 All see the input contract of this project: (b, 3, 112, 112) RGB, (x - 127.5) / 127.5. For a network that was trained otherwise,
 --colour bgr and --input-mean, --input-std say how.
 
-Weights and ONNX graphs are data: reading them runs nothing that is written in them. TorchScript and .pt2 files are programs, which
+Weights and ONNX graphs are data: reading them runs nothing that stands in them. TorchScript and .pt2 files are programs, which
 can do whatever the user can, some of them already while they are loaded; they are opened with --trust-code alone.
 """
 
@@ -64,8 +64,8 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-code",
         action="store_true",
-        help="load a TorchScript or .pt2 file. Such a file is a program that runs with your rights: it can read, change and send "
-        "your files. Only for files whose author you trust",
+        help="load a TorchScript or .pt2 file. Such a file is a program that runs with your rights: it can read, change and "
+        "send your files. Only for files whose author you trust",
     )
     parser.add_argument("--embedding-size", type=int, default=512, metavar="D", help="for a weights file (default 512)")
     parser.add_argument("--width", type=float, default=1.0, help="for a weights file: factor on the channels (default 1)")
@@ -132,8 +132,8 @@ def _from_file(path: Path, threads: int, trust_code: bool) -> nn.Module:
     kind = _program_kind(path)
     if kind and not trust_code:
         raise ValueError(
-            f"{path} is {kind}: not weights but a program, which runs with your rights (it can read, change and send your files). "
-            "If you trust its author, add --trust-code; to read weights from it and run nothing, name their network: "
+            f"{path} is {kind}: no weights but a program, which runs with your rights: it can read, change and send "
+            "your files. If you trust its author, add --trust-code; to read weights from it and run nothing, name their network: "
             "--backbone NAME"
         )
     if trust_code and not kind:

@@ -174,6 +174,13 @@ def load_plain(path: Path, mmap: bool = False) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
+def overlaps(tensor: Tensor) -> bool:
+    """Return whether numbers of a dense tensor share memory, as of a row that is shown 10^9 times: such a file is tiny."""
+    return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes() or any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a .safetensors file, or of a .pt/.pth file that holds nothing but tensors in a flat dict."""
     try:
@@ -193,6 +200,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
                 f"weights {path}: must be a state dict, names to tensors, but {name!r} is of type {type(value).__name__}; save "
                 "the network's part alone, or convert a checkpoint of arcface_torch with scripts.import_arcface_torch"
             )
+        if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu" or overlaps(value):
+            raise ValueError(f"weights {path}: {name} is no plain tensor with memory for all its numbers; save a copy of it")
     return state
 
 
