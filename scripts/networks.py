@@ -133,8 +133,8 @@ def _from_file(path: Path, threads: int, trust_code: bool) -> nn.Module:
     if kind and not trust_code:
         raise ValueError(
             f"{path} is {kind}: no weights but a program, which runs with your rights: it can read, change and send "
-            "your files. If you trust its author, add --trust-code; to read weights from it and run nothing, name their network: "
-            "--backbone NAME"
+            "your files. If you trust its author, add --trust-code; to read weights from it and run nothing, name their "
+            "network: --backbone NAME"
         )
     if trust_code and not kind:
         raise ValueError(f"--trust-code is for a TorchScript or .pt2 file; {path} is neither. Leave it out")

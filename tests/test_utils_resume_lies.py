@@ -1,6 +1,6 @@
 """Checkpoints that lie: resuming ends in one line, never in a crash, a traceback or memory that belongs to something else.
 
-The lies stand in a sound checkpoint's trainer.pt or class centres; training runs in a process of its own, so that a crash is seen.
+The lies stand in a sound checkpoint's trainer.pt or class centres; training runs in another process, so that a crash is seen.
 """
 
 import json

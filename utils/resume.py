@@ -273,6 +273,8 @@ def restore(
         raise ValueError(f"checkpoint {path}: its optimizer does not fit this one: {error}") from None
     try:
         load_rows(ckpt.softmax_reader(path))
+    except ValueError as error:
+        raise (error if str(error).startswith("checkpoint ") else ValueError(f"checkpoint {path}: {error}")) from None
     except (KeyError, RuntimeError, TypeError) as error:
         raise ValueError(f"checkpoint {path}: its class centres do not fit this run: {error}") from None
     return int(ckpt.read_manifest(path)["step"])
