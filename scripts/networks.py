@@ -117,10 +117,15 @@ def _load(options: argparse.Namespace) -> Network:
         manifest = read_manifest(checkpoint)
     except ValueError as error:
         raise ValueError(f"{error}; name another checkpoint folder") from None
-    config: dict[str, Any] = manifest["config"]
-    section = config["backbone"]
-    torch.manual_seed(derive(config.get("run", {}).get("seed", 0), "backbone"))  # as train.py does before it builds
-    model = build_backbone(section["name"], section["embedding_size"], section["width"])
+    config: dict[str, Any] = manifest.get("config", {})
+    section, seed = config.get("backbone", {}), config.get("run", {}).get("seed", 0)
+    size, width = section.get("embedding_size"), section.get("width")
+    if type(size) is not int or not 1 <= size <= 65536 or type(width) not in (int, float) or not 0 < width <= 64:
+        raise ValueError(f"checkpoint {checkpoint}: its configuration does not tell embedding_size and width of its backbone")
+    if type(seed) is not int or not 0 <= seed <= 2**62:
+        raise ValueError(f"checkpoint {checkpoint}: run.seed of its configuration must be a whole number, got {seed!r:.80}")
+    torch.manual_seed(derive(seed, "backbone"))  # as train.py does before it builds
+    model = build_backbone(str(section.get("name")), size, width)
     if options.untrained:
         return Network(model, f"{section['name']} before training", config)
     model = fill(model, read_backbone(checkpoint), str(checkpoint), _HINT)

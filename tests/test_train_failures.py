@@ -47,7 +47,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(
 @pytest.mark.parametrize(
     ("overrides", "where"),
     [
-        (["optimizer.clip_norm=0", "optimizer.lr=1e30", "optimizer.weight_decay=1e10"], "backbone.safetensors: "),
+        (
+            ["optimizer.clip_norm=0", "optimizer.lr=1e30", "optimizer.weight_decay=1e10", "head.lr_factor=0"],
+            "backbone.safetensors: ",
+        ),
         (["optimizer.lr=1e20", "head.lr_factor=1e25"], "softmax_00000_of_00001.safetensors: centres"),
         (["optimizer.lr=1e20", "head.lr_factor=1e25", "head.state=tiny"], "softmax_00000_of_00001.safetensors: "),
     ],

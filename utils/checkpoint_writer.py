@@ -190,7 +190,7 @@ class CheckpointWriter:
             seal(self._partial, self._final, manifest)
             try:
                 return {"warnings": prune(self.run_folder, self.keep.last, self.keep.every, self.keep.best)}
-            except OSError as error:  # the new one is complete all the same
+            except (OSError, ValueError) as error:  # the new one is complete all the same
                 return {"warnings": [f"checkpoint: an old one cannot be deleted: {error}"]}
         return {}
 

@@ -201,7 +201,7 @@ def _check_identity(chosen: Path, identity: dict[str, Any]) -> None:
     for key, value in identity.items():
         if key in saved and saved[key] != value:  # a checkpoint that was imported does not know all
             raise ValueError(
-                f"checkpoint {chosen}: {key} was {saved[key]}, this run has {value}; use the same, start anew under "
+                f"checkpoint {chosen}: {key} was {saved[key]!s:.200}, this run has {value}; use the same, start anew under "
                 "another run.name, or take its weights alone with init.backbone and init.head"
             )
 
@@ -219,7 +219,7 @@ def changed_keys(checkpoint: Path, config: dict[str, Any]) -> list[str]:
             continue
         for key, was in values.items():
             if key in here and here[key] != was and (section, key) != ("checkpoint", "resume"):
-                lines.append(f"changed since that checkpoint: {section}.{key} was {was!r}, is {here[key]!r}")
+                lines.append(f"changed since that checkpoint: {section}.{key} was {was!r:.200}, is {here[key]!r}")
     return lines
 
 
