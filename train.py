@@ -165,8 +165,8 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         def not_finite(what: str) -> SharedError:
             words = write_bad_batch(folder, step, what, dataset, samples(step), outputs, world)
             return SharedError(
-                f"{what} in step {step}; stopped before it reached the weights. {words}. The last checkpoint in {folder} is "
-                "sound; lower optimizer.lr or lengthen schedule.warmup_epochs"
+                f"{what} in step {step}; stopped before it reached the weights. {words}. Checkpoints in {folder} hold finite "
+                "numbers only; lower optimizer.lr or lengthen schedule.warmup_epochs"
             )
 
         speed, loss_sum, loss_count, stop.can_save = Speed(batch_size), 0.0, 0, True

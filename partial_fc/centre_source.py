@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from utils.checkpoint import class_order, find_checkpoint, shards_of
-from utils.tensor_file import mapped_tensor
+from utils.tensor_file import load_plain, mapped_tensor
 
 from .shard import slots_of_classes
 
@@ -51,7 +51,7 @@ def open_centres(path: Path) -> CentreSource:
 
 def _matrix(path: Path) -> Tensor:
     try:
-        value = torch.load(path, map_location="cpu", weights_only=True)
+        value = load_plain(path)
     except Exception as error:  # of many kinds: weights_only refuses code with pickle.UnpicklingError, damage is a RuntimeError
         raise ValueError(f"{path}: cannot be read as class centres ({type(error).__name__})") from None
     value = value.get("weight") if isinstance(value, dict) else value

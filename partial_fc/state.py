@@ -30,6 +30,7 @@ Select = slice | Tensor  # a run of rows, or single rows (int64, distinct)
 Read = Callable[[int, int], dict[str, Tensor]]  # (first row, last row) of the shard -> tensors by name
 _BLOCK = 8192  # rows converted at once when a checkpoint is read: 16 MiB of 512 numbers
 _SMALLEST_NORM = 1e-12
+_LAST_STEP = 99_999_999  # that the name of a checkpoint's folder can tell
 
 
 class CentreState:
@@ -157,6 +158,7 @@ class CentreState:
         for low in range(0, self.num_rows, _BLOCK):
             high = min(low + _BLOCK, self.num_rows)
             saved = read(low, high)
+            _check_saved(saved, high - low)
             if ("variance" in saved) != ("variance" in self.tensors):
                 was, now = ("adamw", "sgd") if "variance" in saved else ("sgd", "adamw")
                 raise ValueError(
@@ -198,3 +200,20 @@ class CentreState:
             self.tensors[f"{name}_scale"][select].copy_(scale)
             values = (values / scale.clamp_min(1e-38)[:, None]).round_()
         target.copy_(values)
+
+
+def _check_saved(saved: dict[str, Tensor], num_rows: int) -> None:
+    """Raise ValueError unless saved rows are what `load` and the kernels take for granted, whatever format they are in."""
+    for name, rows in saved.items():
+        is_whole = not (rows.is_floating_point() or rows.is_complex())
+        is_row_number = name in ("momentum_scale", "variance_scale", "inverse_norms", "updates")
+        if rows.is_complex() or (is_whole and name in ("centres", "variance", "momentum_scale", "inverse_norms")):
+            raise ValueError(f"head: saved {name} must be floats, they are {rows.dtype}")
+        if is_row_number and rows.shape != (num_rows,):
+            raise ValueError(f"head: saved {name} must be ({num_rows},) here, they are {tuple(rows.shape)}")
+        if not is_whole and not bool(rows.isfinite().all()):
+            raise ValueError(f"head: saved {name} hold numbers that are not finite")
+        if name == "momentum" and is_whole and (rows.dtype != torch.int8 or "momentum_scale" not in saved):
+            raise ValueError(f"head: saved momentum of {rows.dtype} needs int8 and a momentum_scale")
+        if name == "updates" and not (rows.dtype == torch.int32 and 0 <= int(rows.min()) <= int(rows.max()) <= _LAST_STEP):
+            raise ValueError(f"head: saved updates must be int32 from 0 to {_LAST_STEP}, they are {rows.dtype} or beyond")

@@ -13,7 +13,6 @@ if __name__ == "__main__":
     raise SystemExit("error: scripts/arcface_files.py is no program, but a part of programs; python -m scripts lists them")
 
 import re
-import warnings
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from partial_fc.shard import shard_range
+from utils.tensor_file import load_plain
 
 HEADS = {
     "backbone.pth": r"rank[_:](\d+)_softmax_weight\.pt",  # the colon until 2021-05
@@ -101,9 +101,7 @@ def load(path: Path) -> Any:
                 damaged = archive.testzip()  # torch.load does not look at the checksums
         else:
             damaged = None  # torch's format before 1.6 has none
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about formats that are refused next
-            value = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        value = load_plain(path, mmap=is_zip)
     except Exception as error:  # damage ends in many ways: BadZipFile, struct.error, KeyError, RuntimeError, UnpicklingError
         if "GLOBAL " in str(error) or "TorchScript" in str(error):
             reason = "holds more than tensors and plain values, which could run code; refused"

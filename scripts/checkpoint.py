@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from partial_fc.centre_source import open_centres
@@ -89,7 +89,7 @@ def show(options: argparse.Namespace) -> None:
         print(f"{path}")
         print(f"  step {manifest['step']}, score {'none' if score is None else f'{score:.4f}'}, {size / 2**20:.1f} MiB")
         for key, value in manifest.get("identity", {}).items():
-            print(f"  {key:<14}{value}")
+            print(f"  {key:<14}{value!s:.300}")
         for name, entry in sorted(files.items()):
             slots = f"slots {entry['slots'][0]} to {entry['slots'][1] - 1}" if "slots" in entry else ""
             print(f"  {name:<42}{int(entry['size']) / 2**20:10.1f} MiB  {slots}{_tensors(path / name)}")
@@ -99,9 +99,12 @@ def _tensors(path: Path) -> str:
     """Return the names, types and shapes of the rows in a file of class centres, "" for other files."""
     if not path.name.startswith("softmax_"):
         return ""
-    with safe_open(path, framework="pt") as file:
-        parts = [(name, file.get_slice(name)) for name in sorted(file.keys())]
-        return "".join(f"; {name} {part.get_dtype()} {tuple(part.get_shape())}" for name, part in parts)
+    try:
+        with safe_open(path, framework="pt") as file:
+            parts = [(name, file.get_slice(name)) for name in sorted(file.keys())]
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    return "".join(f"; {name} {part.get_dtype()} {tuple(part.get_shape())}" for name, part in parts)
 
 
 def verify(options: argparse.Namespace) -> None:

@@ -2,6 +2,9 @@
 
 All see the input contract of this project: (b, 3, 112, 112) RGB, (x - 127.5) / 127.5. For a network that was trained otherwise,
 --colour bgr and --input-mean, --input-std say how.
+
+Weights and ONNX graphs are data: reading them runs nothing that stands in them. TorchScript and .pt2 files are programs, which
+can do whatever the user can, some of them already while they are loaded; they are opened with --trust-code alone.
 """
 
 if __name__ == "__main__":
@@ -9,6 +12,7 @@ if __name__ == "__main__":
 
 import argparse
 import importlib
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +35,7 @@ from utils.tensor_file import read_tensors
 from utils.weights import fill
 
 _HINT = "check --backbone, --embedding-size, --width"
+_EXPORTED, _TORCHSCRIPT = "a .pt2 file of torch.export", "a TorchScript archive"  # the programs, in words
 
 
 class Network(NamedTuple):
@@ -56,6 +61,12 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
     choice.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
     choice.add_argument("--untrained", action="store_true", help="the run's network before any training, for comparison")
     parser.add_argument("--backbone", metavar="NAME", help="for a weights file: r18, r34, r50, r100, r200 or mbf")
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="load a TorchScript or .pt2 file. Such a file is a program that runs with your rights: it can read, change and "
+        "send your files. Only for files whose author you trust",
+    )
     parser.add_argument("--embedding-size", type=int, default=512, metavar="D", help="for a weights file (default 512)")
     parser.add_argument("--width", type=float, default=1.0, help="for a weights file: factor on the channels (default 1)")
     parser.add_argument("--colour", choices=("rgb", "bgr"), default="rgb", help="order that the network was trained with")
@@ -87,33 +98,58 @@ def _load(options: argparse.Namespace) -> Network:
         for flag in ("best", "untrained"):
             if getattr(options, flag):
                 raise ValueError(f"--{flag} is for the folder of a run; {path} is a file, which holds one network")
-        if path.suffix == ".onnx":
-            return Network(OnnxNetwork(path, options.threads), str(path), {})
-        if path.suffix == ".pt2":
-            return Network(ExportedNetwork(path), str(path), {})
-        if _is_torchscript(path):
-            return Network(_torchscript(path), str(path), {})
-        if not options.backbone:
-            raise ValueError(f"{path} is a weights file; say what it holds with --backbone NAME")
-        model = build_backbone(options.backbone, options.embedding_size, options.width)
-        return Network(fill(model, read_tensors(path), str(path), _HINT), str(path), {})
+        if options.backbone:  # weights, whatever the file says of itself: nothing in it is run
+            if options.trust_code:
+                raise ValueError(
+                    f"--trust-code is for a program; with --backbone {path} is read as weights. Leave one of them out"
+                )
+            model = build_backbone(options.backbone, options.embedding_size, options.width)
+            return Network(fill(model, read_tensors(path), str(path), _HINT), str(path), {})
+        return Network(_from_file(path, options.threads, options.trust_code), str(path), {})
     if not path.exists():
         raise ValueError(f"no run folder, checkpoint or weights file at {path}")
     if options.backbone:
         raise ValueError(f"--backbone is for a weights file; {path} is a folder, whose configuration says what it holds")
+    if options.trust_code:
+        raise ValueError(f"--trust-code is for a TorchScript or .pt2 file; {path} is a folder, which holds no program")
     checkpoint = _find_best(path) if options.best else find_checkpoint(path)
     try:
         manifest = read_manifest(checkpoint)
     except ValueError as error:
         raise ValueError(f"{error}; name another checkpoint folder") from None
-    config: dict[str, Any] = manifest["config"]
-    section = config["backbone"]
-    torch.manual_seed(derive(config.get("run", {}).get("seed", 0), "backbone"))  # as train.py does before it builds
-    model = build_backbone(section["name"], section["embedding_size"], section["width"])
+    config: dict[str, Any] = manifest.get("config", {})
+    section, seed = config.get("backbone", {}), config.get("run", {}).get("seed", 0)
+    size, width = section.get("embedding_size"), section.get("width")
+    if type(size) is not int or not 1 <= size <= 65536 or type(width) not in (int, float) or not 0 < width <= 64:
+        raise ValueError(f"checkpoint {checkpoint}: its configuration does not tell embedding_size and width of its backbone")
+    if type(seed) is not int or not 0 <= seed <= 2**62:
+        raise ValueError(f"checkpoint {checkpoint}: run.seed of its configuration must be a whole number, got {seed!r:.80}")
+    torch.manual_seed(derive(seed, "backbone"))  # as train.py does before it builds
+    model = build_backbone(str(section.get("name")), size, width)
     if options.untrained:
         return Network(model, f"{section['name']} before training", config)
     model = fill(model, read_backbone(checkpoint), str(checkpoint), _HINT)
     return Network(model, str(checkpoint), config, f"step {manifest['step']}, {_score_text(manifest)}")
+
+
+def _from_file(path: Path, threads: int, trust_code: bool) -> nn.Module:
+    """Return the network of a file that says itself what it is; programs only where they are trusted."""
+    kind = _program_kind(path)
+    if kind and not trust_code:
+        raise ValueError(
+            f"{path} is {kind}: no weights but a program, which runs with your rights: it can read, change and send "
+            "your files. If you trust its author, add --trust-code; to read weights from it and run nothing, name their "
+            "network: --backbone NAME"
+        )
+    if trust_code and not kind:
+        raise ValueError(f"--trust-code is for a TorchScript or .pt2 file; {path} is neither. Leave it out")
+    if kind == _EXPORTED:
+        return ExportedNetwork(path)
+    if kind == _TORCHSCRIPT:
+        return _torchscript(path)
+    if path.suffix == ".onnx":
+        return OnnxNetwork(path, threads)
+    raise ValueError(f"{path} is a weights file; say what it holds with --backbone NAME")
 
 
 def _find_best(run: Path) -> Path:
@@ -174,7 +210,7 @@ class OnnxNetwork(nn.Module):
         try:
             self.session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime has its own exceptions for damage, all of them derived from this
-            raise ValueError(f"{path}: onnxruntime cannot read it: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"{path}: onnxruntime cannot read it: {_first_line(error)}") from None
         entry = self.session.get_inputs()[0]
         if len(entry.shape) != 4 or list(entry.shape[1:]) not in ([3, 112, 112], [3, None, None]):
             raise ValueError(f"{path}: its input must be (batch, 3, 112, 112), it is {tuple(entry.shape)}")
@@ -201,23 +237,30 @@ class ExportedNetwork(nn.Module):
             raise ValueError(f"{path}: not an exported program: no zip archive")
         try:
             self._program = [torch.export.load(str(path)).module()]
-        except (RuntimeError, ValueError, OSError, KeyError) as error:
-            raise ValueError(f"{path}: not an exported program: {str(error).strip().splitlines()[0]}") from None
+        except Exception as error:  # damage ends in exceptions of many kinds
+            raise ValueError(f"{path}: not an exported program: {_first_line(error)}") from None
 
     def forward(self, images: Tensor) -> Tensor:
         return self._program[0](images)
 
 
-def _is_torchscript(path: Path) -> bool:
-    """Return whether a file is a TorchScript archive: a zip with code in it. Weights have none."""
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any("/code/" in name for name in archive.namelist())
+def _program_kind(path: Path) -> str:
+    """Return what kind of program a file is, "" for other files."""
+    if path.suffix == ".pt2":
+        return _EXPORTED
+    try:
+        with zipfile.ZipFile(path) as archive:  # TorchScript, whatever its name: a zip with code in it. Weights have none
+            return _TORCHSCRIPT if any("/code/" in name for name in archive.namelist()) else ""
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error):
+        return ""
 
 
 def _torchscript(path: Path) -> nn.Module:
     try:
         return torch.jit.load(str(path), map_location="cpu")
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{path}: not a TorchScript program: {str(error).strip().splitlines()[0]}") from None
+    except Exception as error:  # damage ends in exceptions of many kinds
+        raise ValueError(f"{path}: not a TorchScript program: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -44,6 +44,7 @@ def _network(path: Path, **changes: object) -> nn.Module:
         "run": path,
         "best": False,
         "backbone": None,
+        "trust_code": False,
         "embedding_size": 16,
         "width": 0.125,
         "untrained": False,
@@ -103,7 +104,7 @@ def test_a_torchscript_program_gives_what_the_network_gives(tmp_path: Path, weig
     images = torch.rand(3, 3, 112, 112) * 2 - 1
     expected = model(images)
     atol = network_bound() * expected.abs().max().item()
-    torch.testing.assert_close(_network(tmp_path / "net.pt")(images), expected, rtol=0, atol=atol)
+    torch.testing.assert_close(_network(tmp_path / "net.pt", trust_code=True)(images), expected, rtol=0, atol=atol)
 
 
 @pytest.mark.numeric
@@ -113,7 +114,7 @@ def test_an_exported_program_gives_what_the_network_gives(tmp_path: Path):
     torch.export.save(
         torch.export.export(model, (torch.zeros(2, 3, 112, 112),), dynamic_shapes=({0: batch},)), tmp_path / "n.pt2"
     )
-    found = _network(tmp_path / "n.pt2")
+    found = _network(tmp_path / "n.pt2", trust_code=True)
     plain, mirrored = embed_images(found, lambda index: picture(index), 5, ALONE, batch_size=3)
     expected, _ = embed_images(model, lambda index: picture(index), 5, ALONE)
     bound = rounding_bound(torch.float32, 112 * 112)  # of a mean of so many numbers up to 1; means do not see mirrors

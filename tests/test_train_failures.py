@@ -2,20 +2,25 @@
 
 import functools
 import json
+import math
 import os
 import re
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from saving import save_now
 from tiny_runs import ROOT, command_of, descendants, read_metrics, run_train, tiny_run, write_dataset
 
 import train
 from eval import monitor
 from utils.checkpoint import list_checkpoints, step_of
+from utils.checkpoint_writer import CheckpointWriter, Keep
+from utils.distributed import SharedError, World
 from utils.optim import LossScaler, finish_gradients
 from utils.tensor_file import read_tensors
 
@@ -37,6 +42,58 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(
     assert "is not finite in step" in error or "the loss is" in error
     for path in list_checkpoints(tmp_path / "tiny"):
         assert all(tensor.isfinite().all() for tensor in read_tensors(path / "backbone.safetensors").values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [
+        (
+            ["optimizer.clip_norm=0", "optimizer.lr=1e30", "optimizer.weight_decay=1e10", "head.lr_factor=0"],
+            "backbone.safetensors: ",
+        ),
+        (["optimizer.lr=1e20", "head.lr_factor=1e25"], "softmax_00000_of_00001.safetensors: centres"),
+        (["optimizer.lr=1e20", "head.lr_factor=1e25", "head.state=tiny"], "softmax_00000_of_00001.safetensors: "),
+    ],
+)
+def test_numbers_that_are_not_finite_are_never_saved_and_stop_the_run(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], where: str
+):
+    arguments = tiny_run(dataset, tmp_path, "eval.targets=[]", "checkpoint.every=1", "checkpoint.max_failed_saves=9")
+    arguments.append("checkpoint.background=false")  # or the loss of the next step may be the first to tell
+    assert train.main([*arguments, "train.max_steps=1"]) == 0
+    assert train.main([*arguments, *overrides, "train.max_steps=8"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "step_00000002 could not be saved" in said and "max_failed" not in said, said
+    assert where in said and "not finite" in said and "the ones before are untouched" in said and "optimizer.lr" in said
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == [1]
+    assert train.main([*arguments, "train.max_steps=3"]) == 0  # and that one can be resumed
+
+
+def test_one_rank_whose_centres_are_not_finite_stops_all_ranks_with_its_name(tmp_path: Path, run_ranks: Callable[..., None]):
+    run_ranks(_save_centres_of_rank_1, 2, tmp_path)
+
+
+def _save_centres_of_rank_1(rank: int, world_size: int, folder: Path) -> None:
+    world = World(rank, world_size, rank, world_size, torch.device("cpu"))
+    for dtype in (torch.float32, torch.bfloat16):
+        centres = torch.full((5, 4), 3e38, dtype=dtype)  # their sum overflows, but each is finite
+        with CheckpointWriter(folder, world, Keep(), max_failed=9) as writer:
+            writer.save(3, {}, {"centres": centres}, (5 * rank, 5 * rank + 5), {}, {}, last=True)
+            if rank == 1:
+                centres[4, 3] = -torch.inf
+            with pytest.raises(SharedError, match=r"rank 1: softmax_00001_of_00002\.safetensors: centres holds numbers"):
+                writer.save(4, {}, {"centres": centres}, (5 * rank, 5 * rank + 5), {}, {}, last=True)
+        assert [step_of(path) for path in list_checkpoints(folder)] == [3]
+        folder = folder / "bf16"
+
+
+@pytest.mark.parametrize(
+    "trainer", [{"state": {3: {"exp_avg": torch.tensor([1.0, torch.nan])}}}, {"groups": [{"lr": math.inf}]}]
+)
+def test_moments_and_rates_that_are_not_finite_are_never_saved(tmp_path: Path, trainer: dict[str, Any]):
+    with pytest.raises(SharedError, match=r"trainer\.pt: (state\.3\.exp_avg|groups\.0\.lr) holds numbers that are not finite"):
+        save_now(tmp_path, 1, {}, {"centres": torch.ones(2, 4)}, (0, 2), trainer, {}, World(0, 1, 0, 1, torch.device("cpu")))
+    assert list_checkpoints(tmp_path) == []
 
 
 def test_a_bad_batch_is_written_down_with_the_record_that_spoilt_it(

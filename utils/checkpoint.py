@@ -13,6 +13,7 @@ whatever was killed when (checkpoint_writer.py). Reading checks the sizes of all
 import errno
 import functools
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -23,10 +24,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .tensor_file import HASH, Planned, file_hash, flush, read_tensors, write_text
+from .tensor_file import HASH, Planned, file_hash, flush, load_plain, read_tensors, write_text
 
 FORMAT = 1
 ReadRows = Callable[[int, int], dict[str, Tensor]]  # (first slot, last slot) -> rows of each tensor by name
+_LARGEST_MANIFEST = 64 << 20  # bytes; that of 10,000 ranks has 2 MB
 _ROWS_AT_ONCE = 8192  # 16 MiB of 512 numbers
 _MANIFEST, BACKBONE, TRAINER = "manifest.json", "backbone.safetensors", "trainer.pt"
 
@@ -97,6 +99,8 @@ def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
             raise FileNotFoundError(
                 errno.ENOENT, "is not here as it was written; several machines need a shared folder", str(file)
             )
+    if not math.isfinite(manifest.get("score") or 0.0):
+        manifest = {**manifest, "score": None}  # JSON has no nan, and no checkpoint is better than it
     write_text(partial / _MANIFEST, json.dumps({"format": FORMAT, **manifest}, indent=1))
     flush(partial)
     if final.exists():
@@ -123,19 +127,15 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / _MANIFEST
     try:
-        manifest = json.loads(path.read_text())
-        entries = {name: int(entry["size"]) for name, entry in manifest["files"].items()}
-        found, _, _ = manifest["format"], int(manifest["step"]), float(manifest.get("score") or 0)
-        dict(manifest.get("identity", {}))
-        for name, entry in manifest["files"].items():
-            if Path(name).name != name:  # nothing outside the checkpoint is ever read, or written by a copy
-                raise ValueError(f"{name!r} is not the name of a file in it")
-            if "slots" in entry:
-                low, high = entry["slots"]
-                if not 0 <= low < high:
-                    raise ValueError(f"the slots of {name} are {low} to {high}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"checkpoint {checkpoint}: {_MANIFEST} cannot be read ({error!s})") from None
+        if path.stat().st_size > _LARGEST_MANIFEST:
+            raise ValueError(f"{path.stat().st_size} bytes, a manifest has at most {_LARGEST_MANIFEST}")
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        fault = _manifest_fault(manifest)
+    except (OSError, ValueError, RecursionError) as error:
+        fault = str(error)
+    if fault:
+        raise ValueError(f"checkpoint {checkpoint}: {_MANIFEST} cannot be read ({fault:.300})")
+    found, entries = manifest["format"], {name: entry["size"] for name, entry in manifest["files"].items()}
     if found != FORMAT:
         raise ValueError(f"checkpoint {checkpoint}: format {found}, this program reads {FORMAT}")
     for name, size in entries.items():
@@ -145,6 +145,52 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
             state = "missing" if actual is None else f"{actual} bytes, {size} were written"
             raise ValueError(f"checkpoint {checkpoint}: {name} is {state}")
     return dict(manifest)
+
+
+def _manifest_fault(manifest: Any) -> str:
+    """Return what in a manifest is not as every program takes it for granted, "" if nothing is."""
+
+    def whole(value: Any, low: int, high: int) -> bool:
+        return type(value) is int and low <= value <= high
+
+    if not isinstance(manifest, dict):
+        return f"it must be an object, got {type(manifest).__name__}"
+    for key, high in (("format", 1000), ("step", 99_999_999)):  # as many steps as the name of a folder tells
+        if not whole(manifest.get(key), 0, high):
+            return f"{key} must be a whole number up to {high}, got {manifest.get(key)!r:.80}"
+    score = manifest.get("score")
+    if score is not None and not (type(score) in (int, float) and abs(score) < 1e300):  # false of nan too
+        return f"score must be a number or null, got {score!r:.80}"
+    if not whole(manifest.get("world_size", 1), 1, 10**6):
+        return f"world_size must be a whole number above 0, got {manifest['world_size']!r:.80}"
+    for key in ("files", "identity", "config"):
+        if not isinstance(manifest.get(key, {} if key != "files" else None), dict):
+            return f"{key} must be an object, got {manifest.get(key)!r:.80}"
+    for key, value in manifest.get("identity", {}).items():
+        if key in ("num_classes", "num_images", "batch_size", "seed") and not whole(value, 0, 2**63 - 1):
+            return f"identity.{key} must be a whole number from 0, got {value!r:.80}"
+    for key, section in manifest.get("config", {}).items():
+        if not isinstance(section, dict):
+            return f"config.{key} must be an object, got {section!r:.80}"
+        for name in {"eval": ("path", "metric"), "data": ("path",), "backbone": ("name",)}.get(key, ()):
+            if not isinstance(section.get(name, ""), str):
+                return f"config.{key}.{name} must be text, got {section[name]!r:.80}"
+        targets = section.get("targets", []) if key == "eval" else []
+        if not (isinstance(targets, list) and all(isinstance(name, str) for name in targets)):
+            return f"config.eval.targets must be a list of names, got {targets!r:.80}"
+    for name, entry in manifest["files"].items():
+        if Path(name).name != name or "\0" in name:  # nothing outside the checkpoint is ever read, or written by a copy
+            return f"{name!r} is not the name of a file in it"
+        if not isinstance(entry, dict) or not whole(entry.get("size"), 0, 2**62):
+            return f"the size of {name} must be a whole number from 0, got {entry!r:.80}"
+        if not all(isinstance(entry.get(kind, ""), str) for kind in (HASH, "sha256")):
+            return f"the hash of {name} must be text"
+        slots = entry.get("slots", [0, 1])
+        if not (isinstance(slots, list) and len(slots) == 2 and all(whole(slot, 0, 2**62) for slot in slots)):
+            return f"the slots of {name} must be two whole numbers from 0, got {slots!r:.80}"
+        if slots[0] >= slots[1]:
+            return f"the slots of {name} are {slots[0]} to {slots[1]}"
+    return ""
 
 
 def shards_of(checkpoint: Path, num_classes: int) -> list[tuple[tuple[int, int], str]]:
@@ -207,7 +253,7 @@ def read_backbone(checkpoint: Path) -> dict[str, Tensor]:
 def read_trainer(checkpoint: Path) -> dict[str, Any]:
     """Return the optimizer's and scaler's state, on the CPU; only tensors and plain values are ever loaded."""
     try:
-        state: dict[str, Any] = torch.load(_file(checkpoint, TRAINER), map_location="cpu", weights_only=True)
+        state: dict[str, Any] = load_plain(_file(checkpoint, TRAINER))
     except Exception as error:  # of a damaged file the unpickler raises nearly anything
         first_line = (str(error).splitlines() or [""])[0]
         raise ValueError(f"checkpoint {checkpoint}: {TRAINER} cannot be read: {type(error).__name__}: {first_line}") from None

@@ -24,7 +24,7 @@ from .distributed import SharedError, World, all_gather_objects
 from .huge_pages import with_huge_pages
 from .memory import available_bytes
 from .retention import prune
-from .tensor_file import write_object, write_tensors
+from .tensor_file import NotFiniteError, write_object, write_tensors
 
 
 class Keep(NamedTuple):
@@ -39,7 +39,8 @@ class CheckpointWriter:
     """Saves the checkpoints of one run. All methods are collective unless they say otherwise.
 
     A failed save (full disk, missing right) is a warning, and training goes on with the checkpoints it has, until more than
-    max_failed saves in a row have failed.
+    max_failed saves in a row have failed. Numbers that are not finite are never sealed; as training on from them is worth
+    nothing, the run stops at once.
 
     Args:
         background: write beside training, which takes memory for a second copy of this rank's state on the host. Where that
@@ -109,7 +110,7 @@ class CheckpointWriter:
             last: no other save follows that could make up for this one: return when it is complete, and allow no failure.
 
         Raises:
-            SharedError: on every rank, if more than max_failed saves have failed in a row.
+            SharedError: on every rank, if more than max_failed saves have failed in a row, or numbers are not finite.
         """
         self.finish()
         world, self._allowed = self.world, 0 if last else self.max_failed
@@ -160,17 +161,18 @@ class CheckpointWriter:
         failure = self._job.exception()
         result = {} if failure else self._job.result()
         self._job = None
-        parts = all_gather_objects((result, _in_words(failure)), self.world)
-        errors = {text: [r for r, (_, other) in enumerate(parts) if other == text] for _, text in parts if text}
+        parts = all_gather_objects((result, _in_words(failure), isinstance(failure, NotFiniteError)), self.world)
+        errors = {text: [r for r, (_, other, _) in enumerate(parts) if other == text] for _, text, _ in parts if text}
         if errors:
-            self._give_up("; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in errors.items()))
+            words = "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in errors.items())
+            self._give_up(words, diverged=any(not_finite for *_, not_finite in parts))
         elif self._manifest is None:
             self.failed = 0
             for line in parts[0][0]["warnings"]:
                 self.warn(line)
         else:
             manifest, self._manifest = self._manifest, None
-            manifest["files"] = {name: entry for written, _ in parts for name, entry in written.items()}
+            manifest["files"] = {name: entry for written, *_ in parts for name, entry in written.items()}
             self._job = self._pool.submit(self._complete, manifest)
 
     def finish(self) -> None:
@@ -188,16 +190,20 @@ class CheckpointWriter:
             seal(self._partial, self._final, manifest)
             try:
                 return {"warnings": prune(self.run_folder, self.keep.last, self.keep.every, self.keep.best)}
-            except OSError as error:  # the new one is complete all the same
+            except (OSError, ValueError) as error:  # the new one is complete all the same
                 return {"warnings": [f"checkpoint: an old one cannot be deleted: {error}"]}
         return {}
 
-    def _give_up(self, error: str) -> None:
+    def _give_up(self, error: str, diverged: bool) -> None:
         self._manifest = None
         self.failed += 1
         if self.world.rank == 0:
             shutil.rmtree(self._partial, ignore_errors=True)
         text = f"checkpoint: {self._final.name} could not be saved ({error}); the ones before are untouched"
+        if diverged:
+            raise SharedError(
+                f"{text}. Lower optimizer.lr or head.lr_factor, set optimizer.clip_norm, or lengthen schedule.warmup_epochs"
+            )
         if self.failed > self._allowed:
             raise SharedError(f"{text}. Make room or mend the folder; the same command goes on from there")
         self.warn(
@@ -212,7 +218,13 @@ def _be_nice() -> None:
 
 
 def _in_words(error: BaseException | None) -> str:
-    return "" if error is None else str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return (
+        ""
+        if error is None
+        else str(error)
+        if isinstance(error, (OSError, NotFiniteError))
+        else f"{type(error).__name__}: {error}"
+    )
 
 
 def _at_once(act: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:

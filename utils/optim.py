@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .tensor_file import overlaps
+
+_LAST_STEP = 99_999_999  # that the name of a checkpoint's folder can tell
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # train.precision -> dtype of the forward pass
 
 
@@ -48,11 +51,14 @@ def build_optimizer(
     return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], names: Sequence[str] = ()) -> None:
     """Load a saved state, but keep this optimizer's own settings: the configuration decides, not the file.
 
+    Args:
+        names: of the parameters that train, in their order, for an error.
+
     Raises:
-        ValueError: the state is of another kind of optimizer.
+        ValueError: the state is of another kind of optimizer, or its moments are not those of these parameters.
     """
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     kind = set(settings[0]) - {"lr_factor"}
@@ -61,22 +67,70 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     # the groups may have changed with optimizer.lr_factors; the parameters and their order have not
     saved_order = [number for group in state["param_groups"] for number in group["params"]]
     here = optimizer.state_dict()["param_groups"]
-    if len(saved_order) != sum(len(group["params"]) for group in here):
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    if len(saved_order) != len(weights):
         raise ValueError(
-            f"the checkpoint's optimizer holds {len(saved_order)} parameters, {sum(len(group['params']) for group in here)} "
+            f"the checkpoint's optimizer holds {len(saved_order)} parameters, {len(weights)} "
             "train here; set backbone.freeze to what it was"
         )
+    if not all(type(number) is int for number in saved_order) or len(set(saved_order)) < len(saved_order):
+        raise ValueError("its param_groups do not name each parameter once, by a whole number")
+    _check_moments(isinstance(optimizer, torch.optim.AdamW), weights, saved_order, state["state"], names)
     moments = {place: state["state"][number] for place, number in enumerate(saved_order) if number in state["state"]}
     optimizer.load_state_dict({"state": moments, "param_groups": here})
     # the fused step goes through memory as it lies, so a moment must lie there as its weight does (channels last)
     for weight, kept in optimizer.state.items():
         for name, moment in kept.items():
-            if isinstance(moment, Tensor) and moment.ndim and moment.shape != weight.shape:
-                raise ValueError(f"a moment of the checkpoint is {tuple(moment.shape)}, its weight is {tuple(weight.shape)}")
-            if isinstance(moment, Tensor) and moment.ndim and moment.stride() != weight.stride():
+            if moment.ndim and moment.stride() != weight.stride():
                 kept[name] = torch.empty_like(weight, dtype=moment.dtype).copy_(moment)
     for group, mine in zip(optimizer.param_groups, settings, strict=True):
         group.update(mine)
+
+
+def _check_moments(
+    is_adamw: bool, weights: Sequence[Tensor], order: Sequence[int], state: dict[int, Any], names: Sequence[str]
+) -> None:
+    """Raise ValueError unless a saved state holds just the moments that the fused step reads, for all weights or for none.
+
+    The step trusts what it is given: a moment of another size makes it write beyond the end of the memory.
+    """
+    keys = {"exp_avg", "exp_avg_sq", "step"} if is_adamw else {"momentum_buffer"}
+    if not isinstance(state, dict) or (state and set(state) != set(order)):
+        raise ValueError("its moments are not of the parameters that its param_groups name")
+    if not state:
+        return
+    for place, (number, weight) in enumerate(zip(order, weights, strict=True)):
+        who, kept = names[place] if place < len(names) else f"parameter {place}", state[number]
+        if not isinstance(kept, dict) or set(kept) != keys:
+            found = ", ".join(sorted(map(str, kept))) if isinstance(kept, dict) else type(kept).__name__
+            raise ValueError(f"{who} has the moments {found or 'none'}, needed are {', '.join(sorted(keys))}")
+        for name in sorted(keys):
+            shape, dtype = ((), torch.float32) if name == "step" else (tuple(weight.shape), weight.dtype)
+            if fault := tensor_fault(kept[name], shape, dtype):
+                raise ValueError(f"{name} of {who} {fault}")
+            smallest = float(kept[name].min()) if name in ("step", "exp_avg_sq") and kept[name].numel() else 0.0
+            if smallest < 0 or (name == "step" and not smallest <= _LAST_STEP):
+                raise ValueError(f"{name} of {who} is out of range: {smallest:g}")
+
+
+def tensor_fault(value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Return what keeps a value that was read from a file from being a tensor of this shape and dtype, "" if nothing does.
+
+    A sound one is dense, on the CPU, finite, and has memory of its own for each of its numbers.
+    """
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:
+        return f"is no plain tensor but {getattr(value, 'layout', type(value).__name__)}"
+    if tuple(value.shape) != shape:
+        return f"is {tuple(value.shape)}, must be {shape}"
+    if value.dtype != dtype:
+        return f"holds {value.dtype}, must be {dtype}"
+    if value.device.type != "cpu":
+        return f"has no numbers, it is on the device {value.device.type}"
+    if overlaps(value):
+        return f"has memory for {value.untyped_storage().nbytes() // value.element_size()} numbers, must be {value.numel()}"
+    if value.is_floating_point() and not bool(value.isfinite().all()):
+        return "holds numbers that are not finite"
+    return ""
 
 
 def freeze(module: nn.Module, parts: Sequence[str]) -> None:
@@ -175,9 +229,20 @@ class LossScaler:
         return {"scale": self.scale, "good_steps": self.good_steps} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take up a saved state; that of a run without a scaler (fp32, bf16) says nothing, and the initial scale stays."""
+        """Take up a saved state; that of a run without a scaler (fp32, bf16) says nothing, and the initial scale stays.
+
+        Raises:
+            ValueError: it is out of range, or no number.
+        """
+        if not isinstance(state, dict):
+            raise ValueError(f"scaler must hold scale and good_steps, got {type(state).__name__}")
         if self.enabled and state:
-            self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+            scale, good_steps = state["scale"], state["good_steps"]
+            if type(scale) not in (int, float) or not 0 < scale < 1e38:
+                raise ValueError(f"scaler: scale must be a number above 0 and below 1e38, got {scale!r:.80}")
+            if type(good_steps) is not int or not 0 <= good_steps < self.interval:
+                raise ValueError(f"scaler: good_steps must be a whole number below {self.interval}, got {good_steps!r:.80}")
+            self.scale, self.good_steps = float(scale), good_steps
 
 
 def is_finite(module: nn.Module) -> bool:

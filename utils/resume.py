@@ -16,7 +16,7 @@ from torch import nn
 
 from . import checkpoint as ckpt
 from .distributed import World, all_gather_objects, together
-from .optim import LossScaler, load_optimizer
+from .optim import LossScaler, load_optimizer, tensor_fault
 from .tensor_file import flush
 
 _HOLDER = ".holder"  # names the job that has the lock
@@ -201,7 +201,7 @@ def _check_identity(chosen: Path, identity: dict[str, Any]) -> None:
     for key, value in identity.items():
         if key in saved and saved[key] != value:  # a checkpoint that was imported does not know all
             raise ValueError(
-                f"checkpoint {chosen}: {key} was {saved[key]}, this run has {value}; use the same, start anew under "
+                f"checkpoint {chosen}: {key} was {saved[key]!s:.200}, this run has {value}; use the same, start anew under "
                 "another run.name, or take its weights alone with init.backbone and init.head"
             )
 
@@ -219,7 +219,7 @@ def changed_keys(checkpoint: Path, config: dict[str, Any]) -> list[str]:
             continue
         for key, was in values.items():
             if key in here and here[key] != was and (section, key) != ("checkpoint", "resume"):
-                lines.append(f"changed since that checkpoint: {section}.{key} was {was!r}, is {here[key]!r}")
+                lines.append(f"changed since that checkpoint: {section}.{key} was {was!r:.200}, is {here[key]!r}")
     return lines
 
 
@@ -260,17 +260,40 @@ def restore(
         raise ValueError(f"{error}. With checkpoint.verify=true a damaged checkpoint is put aside for the one before") from None
     try:
         backbone.load_state_dict(weights)
-        margin.load_state_dict(trainer.get("margin", {}))
-    except (RuntimeError, TypeError, AttributeError) as error:
+        _load_margin(margin, trainer.get("margin", {}))
+    except (ValueError, RuntimeError, TypeError, AttributeError) as error:
         raise ValueError(f"checkpoint {path}: does not fit this network: {str(error).splitlines()[-1].strip()}") from None
     try:
         _check_trained(backbone, trainer.get("trained"))
-        load_optimizer(optimizer, trainer["optimizer"])
+        load_optimizer(optimizer, trainer["optimizer"], _trained(backbone))
         scaler.load_state_dict(trainer["scaler"])
-    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+    except KeyError as error:
+        raise ValueError(f"checkpoint {path}: its trainer.pt has no {error}") from None
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"checkpoint {path}: its optimizer does not fit this one: {error}") from None
-    load_rows(ckpt.softmax_reader(path))
+    try:
+        load_rows(ckpt.softmax_reader(path))
+    except ValueError as error:
+        raise (error if str(error).startswith("checkpoint ") else ValueError(f"checkpoint {path}: {error}")) from None
+    except (KeyError, RuntimeError, TypeError) as error:
+        raise ValueError(f"checkpoint {path}: its class centres do not fit this run: {error}") from None
     return int(ckpt.read_manifest(path)["step"])
+
+
+def _load_margin(margin: nn.Module, saved: Any) -> None:
+    """Load the statistics of a margin.
+
+    Raises:
+        ValueError: naming the one that is not as this margin has it.
+    """
+    own = margin.state_dict()
+    if not isinstance(saved, dict) or set(saved) != set(own):
+        found = ", ".join(sorted(map(str, saved))) if isinstance(saved, dict) else type(saved).__name__
+        raise ValueError(f"the margin of trainer.pt has {found or 'nothing'}, this one has {', '.join(own) or 'nothing'}")
+    for name, value in saved.items():
+        if fault := tensor_fault(value, tuple(own[name].shape), own[name].dtype):
+            raise ValueError(f"margin: {name} {fault}")
+    margin.load_state_dict(saved)
 
 
 def _check_trained(backbone: nn.Module, saved: list[str] | None) -> None:

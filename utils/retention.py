@@ -75,5 +75,5 @@ def _scored_by(manifest: dict[str, Any]) -> str:
     try:
         settings = manifest["config"]["eval"]
         return json.dumps([settings["metric"], sorted(settings["targets"])])
-    except (KeyError, TypeError):  # an imported checkpoint
+    except (KeyError, TypeError, ValueError):  # an imported checkpoint, or one whose configuration is something else
         return ""

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -35,6 +36,10 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+class NotFiniteError(ValueError):
+    """Numbers that were about to be written are not finite; the message names the tensor."""
 
 
 class Planned(NamedTuple):
@@ -106,6 +111,7 @@ def write_planned(path: Path, tensors: Mapping[str, Planned]) -> dict[str, Any]:
     Raises:
         OSError: it cannot be written.
         ValueError: the parts of a tensor are not those that were planned.
+        NotFiniteError: a tensor holds nan or inf: nothing could be done with the file.
     """
     # wide types first, so that each tensor lies at a multiple of its own width
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
@@ -126,7 +132,9 @@ def write_planned(path: Path, tensors: Mapping[str, Planned]) -> dict[str, Any]:
                 if part.dtype != tensors[name].dtype:
                     raise ValueError(f"{path}: {name} was planned as {tensors[name].dtype}, a part is {part.dtype}")
                 for block in _blocks(part):
-                    file.write(block)
+                    if not _is_finite(block):
+                        raise NotFiniteError(f"{path.name}: {name} holds numbers that are not finite")
+                    file.write(block.view(torch.uint8).numpy().data)
             planned = header[name]["data_offsets"]
             if file.size - start != planned[1] - planned[0]:
                 raise ValueError(f"{path}: {name} was planned with {planned[1] - planned[0]} bytes, got {file.size - start}")
@@ -134,7 +142,15 @@ def write_planned(path: Path, tensors: Mapping[str, Planned]) -> dict[str, Any]:
 
 
 def write_object(path: Path, value: Any) -> dict[str, Any]:
-    """Write what torch.load reads with weights_only=True to a new file; return {"size", HASH}."""
+    """Write what torch.load reads with weights_only=True to a new file; return {"size", HASH}.
+
+    Raises:
+        OSError: it cannot be written.
+        NotFiniteError: a number in it, or in a tensor in it, is nan or inf.
+    """
+    for name, tensor in _numbers(value):
+        if not all(map(_is_finite, _blocks(tensor))):
+            raise NotFiniteError(f"{path.name}: {name} holds numbers that are not finite")
     with NewFile(path) as file:
         try:
             torch.save(value, cast(IO[bytes], file))
@@ -159,13 +175,34 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
+def load_plain(path: Path, mmap: bool = False) -> Any:
+    """Return what torch.save wrote, on the CPU: tensors and plain values alone, so nothing in the file is ever run.
+
+    Args:
+        mmap: read the tensors from the disk where they are touched.
+
+    Raises:
+        Exception: of nearly any kind, if the file is damaged or holds more.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about files that are refused next
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Return whether numbers of a dense tensor share memory, as of a row that is shown 10^9 times: such a file is tiny."""
+    return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes() or any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a .safetensors file, or of a .pt/.pth file that holds nothing but tensors in a flat dict."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
                 return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = load_plain(path)
     except (OSError, RuntimeError, SafetensorError, EOFError, ValueError, KeyError) as error:
         raise ValueError(f"weights {path}: cannot be read: {str(error).splitlines()[0]}") from None
     except Exception as error:  # weights_only refuses pickled code with pickle.UnpicklingError
@@ -178,6 +215,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
                 f"weights {path}: must be a state dict, names to tensors, but {name!r} is of type {type(value).__name__}; save "
                 "the network's part alone, or convert a checkpoint of arcface_torch with scripts.import_arcface_torch"
             )
+        if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu" or overlaps(value):
+            raise ValueError(f"weights {path}: {name} is no plain tensor with memory for all its numbers; save a copy of it")
     return state
 
 
@@ -231,9 +270,28 @@ def _planned(tensor: Tensor) -> Planned:
     return Planned(tensor.dtype, tuple(tensor.shape), lambda: (tensor,))
 
 
-def _blocks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor, a block at a time; one on a device is copied to the host block by block."""
-    flat = tensor.contiguous().reshape(-1)
+def _blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the numbers of a tensor on the host, a block at a time; one on a device is copied block by block."""
+    flat = tensor.detach().contiguous().reshape(-1)
     step = max(1, BLOCK // flat.element_size())
     for start in range(0, len(flat), step):
-        yield flat[start : start + step].cpu().view(torch.uint8).numpy().data
+        yield flat[start : start + step].cpu()
+
+
+def _is_finite(block: Tensor) -> bool:
+    """Return whether no number of a block is nan or inf. The sum is quick; only one that overflows needs a closer look."""
+    return not block.is_floating_point() or bool(block.sum().isfinite()) or bool(block.isfinite().all())
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors and floats in dicts, lists and tuples, with the way to each."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, float):
+        yield name, torch.tensor(value, dtype=torch.float64)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _numbers(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _numbers(item, f"{name}.{number}")

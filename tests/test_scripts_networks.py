@@ -1,0 +1,205 @@
+"""Files of networks that attack: what is not trusted never runs, whatever its name and whoever reads it.
+
+Each file leaves a marker when it runs; that it would is shown with --trust-code, in a process of its own.
+"""
+
+import io
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from pictures import jpeg, picture
+from tiny_runs import ROOT, tiny_run, write_dataset
+from torch import nn
+
+import train
+from eval.__main__ import main as evaluate
+from eval.pairs import write_bin
+from scripts.checkpoint import main as checkpoint
+from scripts.evaluate_ijb import main as evaluate_ijb
+from scripts.identify import main as identify
+from scripts.import_arcface_torch import main as import_arcface
+
+SMALL = ["--backbone", "r18", "--embedding-size", "16", "--width", "0.125"]
+
+
+class Marking:
+    """Unpickled, it makes the marker."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> object:
+        return os.mkdir, (str(self.marker),)
+
+
+class Program(nn.Module):
+    """A network whose forward pass makes the marker, or overwrites what lies there: TorchScript may do that."""
+
+    def __init__(self, marker: Path) -> None:
+        super().__init__()
+        self.marker = str(marker)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.mean((2, 3)) + torch.from_file(self.marker, shared=True, size=3)
+
+
+def _torchscript(path: Path, marker: Path) -> Path:
+    torch.jit.script(Program(marker)).save(str(path))
+    return path
+
+
+def _exported(path: Path, marker: Path) -> Path:
+    """Write a sound .pt2 file, but for its sample inputs, which are a pickle that runs a command."""
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    sound, bad = path.with_name("sound.pt2"), io.BytesIO()
+    torch.export.save(torch.export.export(model, (torch.zeros(2, 3, 112, 112),)), sound)
+    torch.save(Marking(marker), bad)
+    with zipfile.ZipFile(sound) as source, zipfile.ZipFile(path, "w") as target:
+        for name in source.namelist():
+            target.writestr(name, bad.getvalue() if "sample_inputs" in name else source.read(name))
+    return path
+
+
+def _pickle(path: Path, marker: Path) -> Path:
+    torch.save({"weight": Marking(marker)}, path)
+    return path
+
+
+@pytest.fixture
+def faces(tmp_path: Path) -> list[str]:
+    path = tmp_path / "faces.bin"
+    write_bin(path, [jpeg(picture(number)) for number in range(40)], [bool(pair % 2) for pair in range(20)])
+    return ["--targets", str(path), "--device", "cpu", "--threads", "1"]
+
+
+def _only_line(capsys: pytest.CaptureFixture[str]) -> str:
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1, said
+    return said
+
+
+@pytest.mark.parametrize("name", ["net.pt", "backbone.pth", "net.safetensors", "net.onnx", "net"])
+def test_torchscript_runs_only_with_trust_code_whatever_its_name(
+    tmp_path: Path, faces: list[str], capsys: pytest.CaptureFixture[str], name: str
+):
+    marker = tmp_path / "marker"
+    path = _torchscript(tmp_path / name, marker)
+    assert evaluate([str(path), *faces]) == 1 and not marker.exists()
+    said = _only_line(capsys)
+    assert str(path) in said and "TorchScript" in said and "--trust-code" in said and "your rights" in said
+    assert evaluate([str(path), *faces, *SMALL]) == 1 and not marker.exists()  # --backbone: weights, never a program
+    assert str(path) in _only_line(capsys)
+    assert evaluate([str(path), *faces, *SMALL, "--trust-code"]) == 1 and not marker.exists()
+    assert "--trust-code" in _only_line(capsys)
+    if name in ("net.pt", "net.onnx"):
+        trusted = [sys.executable, "-m", "eval", str(path), *faces, "--trust-code"]
+        subprocess.run(trusted, cwd=ROOT, capture_output=True, check=False, timeout=120)
+        assert marker.exists()  # it is a real one
+
+
+def test_an_exported_program_runs_only_with_trust_code(tmp_path: Path, faces: list[str], capsys: pytest.CaptureFixture[str]):
+    marker = tmp_path / "marker"
+    path = _exported(tmp_path / "net.pt2", marker)
+    assert evaluate([str(path), *faces]) == 1 and not marker.exists()
+    said = _only_line(capsys)
+    assert str(path) in said and "torch.export" in said and "--trust-code" in said
+    assert evaluate([str(path), *faces, *SMALL]) == 1 and not marker.exists()
+    assert str(path) in _only_line(capsys)
+    path.rename(tmp_path / "net.pth")  # under another name it is no program, and no weights either
+    assert evaluate([str(tmp_path / "net.pth"), *faces, *SMALL]) == 1 and not marker.exists()
+    (tmp_path / "net.pth").rename(path)
+    subprocess.run(
+        [sys.executable, "-m", "eval", str(path), *faces, "--trust-code"],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+        timeout=120,
+    )
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("make", [_torchscript, _exported, _pickle])
+def test_no_program_runs_what_a_file_of_weights_holds(
+    tmp_path: Path, faces: list[str], capsys: pytest.CaptureFixture[str], make: object
+):
+    """Every program that takes networks, weights or class centres, under every name that such a file may have."""
+    marker, data, listed = tmp_path / "marker", tmp_path / "data", tmp_path / "list.txt"
+    data.mkdir()
+    write_dataset(data)
+    listed.write_text("a.jpg 0\n")
+    (tmp_path / "theirs").mkdir()
+    sound = tmp_path / "run"
+    run = tiny_run(data, tmp_path, "train.max_steps=1", "eval.targets=[]", "run.name=run")
+    assert train.main(run) == 0
+    capsys.readouterr()
+    ours = [*tiny_run(data, tmp_path, "train.max_steps=1", "eval.targets=[]"), "run.name=tuned"]
+    for name in ("w.pth", "w.pt", "w.safetensors", "w.pt2", "w.onnx"):
+        bad = str(make(tmp_path / name, marker))  # type: ignore[operator]
+        for file in ("backbone.pth", "rank_0_softmax_weight.pt"):
+            (tmp_path / "theirs" / file).write_bytes(Path(bad).read_bytes())
+        for backbone in ([], SMALL):
+            assert evaluate([bad, *faces, *backbone]) == 1
+            assert identify([bad, "--gallery", str(listed), "--probes", str(listed), "--device", "cpu", *backbone]) == 1
+            assert evaluate_ijb([bad, "--root", str(tmp_path), "--device", "cpu", *backbone]) == 1
+        assert train.main([*ours, f"init.backbone={bad}"]) == 1
+        assert train.main([*ours, f"init.backbone={sound}", f"init.head={bad}"]) == 1
+        assert import_arcface([str(tmp_path / "theirs"), str(tmp_path / "out")]) == 1
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == 9 and all(line.startswith("error: ") for line in said), said
+        assert not marker.exists(), name
+    newest = sound / "checkpoints" / "step_00000001"
+    for name in ("trainer.pt", "backbone.safetensors"):
+        content = make(tmp_path / "w.pth", marker).read_bytes()  # type: ignore[operator]
+        _replace(newest, name, content)
+        assert train.main([*run, "train.max_steps=2"]) == 1
+        assert checkpoint(["average", str(newest), str(newest), "--out", str(tmp_path / "mean.pt")]) == 1
+        assert not marker.exists()
+
+
+def _replace(folder: Path, name: str, content: bytes) -> None:
+    """Put another file in the place of one of a checkpoint, with the size that its manifest tells."""
+    size = (folder / name).stat().st_size
+    text = (folder / "manifest.json").read_text()
+    assert f'"size": {size}' in text
+    (folder / "manifest.json").write_text(text.replace(f'"size": {size}', f'"size": {len(content)}'))
+    (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("where", ["../secret.bin", "{}/secret.bin", "link.bin"])
+@pytest.mark.parametrize("constant", [False, True])
+def test_an_onnx_file_reads_no_file_outside_its_folder(
+    tmp_path: Path, faces: list[str], capsys: pytest.CaptureFixture[str], where: str, constant: bool
+):
+    np.arange(12, dtype=np.float32).tofile(tmp_path / "secret.bin")
+    folder = tmp_path / "net"
+    folder.mkdir()
+    (folder / "link.bin").symlink_to("../secret.bin")
+    outside = TensorProto(name="matrix", data_type=TensorProto.FLOAT, dims=[4, 3], data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", where.format(tmp_path)), ("offset", "0"), ("length", "48")):
+        entry = outside.external_data.add()
+        entry.key, entry.value = key, value
+    nodes = [helper.make_node("Constant", [], ["matrix"], value=outside)] if constant else []
+    nodes += [
+        helper.make_node("GlobalAveragePool", ["images"], ["pooled"]),
+        helper.make_node("Flatten", ["pooled"], ["flat"]),
+        helper.make_node("Gemm", ["flat", "matrix"], ["embeddings"], transB=1),
+    ]
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        for name, shape in (("images", ["n", 3, 112, 112]), ("embeddings", ["n", 4]))
+    ]
+    graph = helper.make_graph(nodes, "reads", ends[:1], ends[1:], [] if constant else [outside])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    model.ir_version = 9
+    (folder / "net.onnx").write_bytes(model.SerializeToString())
+    assert onnx.load(str(folder / "net.onnx"), load_external_data=False).graph.name == "reads"
+    assert evaluate([str(folder / "net.onnx"), *faces]) == 1
+    assert "net.onnx: onnxruntime cannot read it" in _only_line(capsys)
