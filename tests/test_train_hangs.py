@@ -59,6 +59,24 @@ def test_a_single_process_that_hangs_ends_in_time_and_says_where(dataset: Path, 
     assert "Traceback" not in done.stderr
 
 
+def test_a_single_process_that_was_stopped_for_longer_than_the_limit_trains_on(dataset: Path, tmp_path: Path):
+    arguments = tiny_run(dataset, tmp_path, "run.timeout_minutes=0.05", "eval.targets=[]", "train.epochs=3")
+    act = "images == 41 and open(os.environ['MARK'], 'w').close()"
+    command = _command(tmp_path, 1, _DECODES.format(act=act), arguments)
+    mark = tmp_path / "mark"
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, cwd="/", env={**os.environ, "MARK": str(mark)}
+    ) as process:
+        while not mark.exists():
+            assert process.poll() is None
+            time.sleep(0.005)
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(7)
+        os.kill(process.pid, signal.SIGCONT)
+        said = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, said
+
+
 def test_a_stopped_rank_was_last_seen_in_the_step_where_it_stopped(dataset: Path, tmp_path: Path):
     arguments = tiny_run(dataset, tmp_path, "run.timeout_minutes=0.1", "eval.targets=[]", "data.threads=1", "data.prefetch=1")
     command = _command(tmp_path, 2, _DECODES.format(act="os.kill(os.getpid(), signal.SIGSTOP)"), arguments)
@@ -146,13 +164,13 @@ def test_torchrun_killed_at_any_moment_of_the_start_leaves_no_process_and_no_loc
         workers = descendants(process.pid)
         process.kill()
     assert workers and not _wait_until_gone(workers, 10 + whole)
-    for moment in range(10):  # from before the workers to the first step
+    for moment in range(10):  # from the first lines of the workers to the first step
         with _start(2, arguments) as process:
-            time.sleep(whole * (moment + 2) / 11)
+            time.sleep(whole * (moment + 5) / 14)
             workers = descendants(process.pid)
             process.kill()
         # a worker sees it once torch is imported, which takes most of `whole`
-        assert not _wait_until_gone(workers, 10 + whole), f"after {whole * (moment + 2) / 11:.1f} s of {whole:.1f} s"
+        assert not _wait_until_gone(workers, 10 + whole), f"after {whole * (moment + 5) / 14:.1f} s of {whole:.1f} s"
         assert not _is_locked(tmp_path / "tiny")
     again = run_train(1, [*arguments, "train.epochs=1", "checkpoint.resume=auto"])
     assert again.returncode == 0, again.stderr

@@ -108,10 +108,15 @@ class Watchdog:
 
     def _watch(self) -> None:
         """End the process when it stays in one place for too long, until the watch ends."""
-        beat = min(_BEAT, self.limit / 4)
+        beat, awake = min(_BEAT, self.limit / 4), 0.0
+        looked = time.monotonic()
         while not self._stopped.wait(beat):
+            now = time.monotonic()
+            if now - looked > beat + min(_PATIENCE, self.limit / 2):
+                awake = now  # the whole process was stopped, by Ctrl-Z for example: that time does not count
+            looked = now
             _, _, since, limited = self._place
-            waited = time.monotonic() - since
+            waited = now - max(since, awake)
             if limited and waited > self.limit:
                 others = f". {self._others()}" if self.world.world_size > 1 else ""
                 print(
