@@ -37,7 +37,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (
             ["--batch-size", "8", "--precision", "bf16"],
-            r"--precision is fp32 on rank 0, bf16 on rank 1; --batch-size is 256 on .*8 on",
+            r"--batch-size is 256 on rank 0, 8 on rank 1; --precision is fp32 on rank 0, bf16 on rank 1. Fix",
         ),
         ("other", r"hash of the network is \w+ on rank 0, \w+ on rank 1"),
     ],
