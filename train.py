@@ -19,7 +19,7 @@ from easydict import EasyDict
 from torch import nn
 
 from backbones import build_backbone
-from configs import as_plain, dump_config, load_config
+from configs import as_plain, dump_config, load_config, shared_settings
 from data import build_dataset
 from data.augment import Augment, prepare
 from data.bad_batch import write_bad_batch
@@ -35,6 +35,7 @@ from losses.first_loss import judge_first_loss
 from partial_fc import PartialFC, build_head, check_head_fits
 from partial_fc.start import Started, start_centres
 from utils import distributed
+from utils.agreement import require_equal, require_same_program
 from utils.checkpoint_writer import CheckpointWriter, Keep
 from utils.cli import make_parser
 from utils.distributed import SharedError, World, together
@@ -55,12 +56,15 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     # ---- set up: processes, data, verification sets, run folder; whatever is wrong is said before anything is trained
     # a minute more than the watchdog's, which knows where the others are and is to speak first
     world = distributed.start(config.run.device, config.run.threads, config.run.timeout_minutes + 1)
+    unlike = require_same_program(shared_settings(as_plain(config)), world)
     batch_size, accumulation = config.train.batch_size, config.train.accumulation
     data = config.data
     for first in (True, False):  # one process of each machine parses the data, the others map what it found
         with together(world):
             if (world.local_rank == 0) is first:
                 dataset, pair_sets = open_data(config, world.world_size)
+    seen = {**dataset.fingerprint(), **{f"hash of {pair_set.name}": pair_set.digest() for pair_set in pair_sets}}
+    require_equal(seen, world, "data.path and eval.path must hold the same data for all processes; copy them again")
     order = SampleOrder(
         dataset.num_images, batch_size, config.run.seed, data.flip, data.shuffle, data.block, data.window, dataset.draw
     )
@@ -74,6 +78,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             "num_images": dataset.num_images,
             "batch_size": batch_size,
             "seed": config.run.seed,
+            "labels": seen["hash of the labels"],
         },
         "config": as_plain(config),
     }
@@ -117,7 +122,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         Watchdog(world, config.run.timeout_minutes) as watch,
     ):
         log.info(dataset.describe())
-        for line in (*dataset.warnings, *warnings):
+        for line in (*dataset.warnings, *unlike, *warnings):
             log.warn(line)
         log.info(
             f"{config.run.name}: {total_steps} steps of {batch_size} images, {world.world_size} x {world.device.type}, "

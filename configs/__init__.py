@@ -1,5 +1,6 @@
 """Configuration: `load_config` reads YAML over the schema in base.yaml and checks keys, types and rules."""
 
 from .loader import as_plain, dump_config, load_config
+from .shared import shared_settings
 
-__all__ = ["as_plain", "dump_config", "load_config"]
+__all__ = ["as_plain", "dump_config", "load_config", "shared_settings"]

@@ -4,9 +4,11 @@ Shapes: H = W = 112.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 import numpy as np
 
+from utils.agreement import digest
 from utils.image import IMAGE_SIZE, decode_rgb_into
 
 
@@ -37,6 +39,23 @@ class FaceDataset(ABC):
     @abstractmethod
     def labels(self) -> np.ndarray:
         """Return the classes of all samples, (num_stored,) of an integer type."""
+
+    @abstractmethod
+    def layout(self) -> Iterable[np.ndarray | bytes]:
+        """Yield arrays of integers (n,) and byte strings that tell which image is where, equal for each copy of a set."""
+
+    def label_digest(self) -> str:
+        """Return a hash of the classes of all samples, in their order."""
+        return digest([self.labels()])
+
+    def fingerprint(self) -> dict[str, int | str]:
+        """Return counts and hashes, by name, that are equal where two processes see the same samples in the same order."""
+        return {
+            "number of images": self.num_images,
+            "number of classes": self.num_classes,
+            "hash of the labels": self.label_digest(),
+            "hash of the places of the images": digest(self.layout()),
+        }
 
     @abstractmethod
     def sample(self, index: int) -> tuple[bytes | memoryview | np.ndarray, int]:

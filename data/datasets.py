@@ -5,7 +5,7 @@ Shapes: N = images, H = W = 112.
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from .tar_dataset import TarDataset
 from .tolerant import TolerantDataset
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")  # of image files, in any case
+_CHUNK = 1 << 16  # file names hashed at once
 _NAMED = 5  # folders or endings that a message names
 
 
@@ -70,6 +71,10 @@ class FolderDataset(FaceDataset):
 
     def labels(self) -> np.ndarray:
         return self._labels
+
+    def layout(self) -> Iterable[bytes]:
+        chunks = (self._files[begin : begin + _CHUNK] for begin in range(0, self.num_images, _CHUNK))
+        return (os.fsencode("\0".join(files)) for files in chunks)
 
     def sample(self, index: int) -> tuple[bytes, int]:
         try:
@@ -126,6 +131,9 @@ class SyntheticDataset(FaceDataset):
 
     def labels(self) -> np.ndarray:
         return np.arange(self.num_images) % self.num_classes
+
+    def layout(self) -> Iterable[np.ndarray]:
+        return [np.array([self.seed])]
 
     def sample(self, index: int) -> tuple[np.ndarray, int]:
         label = self.label(index)

@@ -3,12 +3,16 @@
 Shapes: N = images.
 """
 
+import itertools
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from .base import FaceDataset
+
+_CHUNK = 1 << 16  # paths hashed at once
 
 
 class ListDataset(FaceDataset):
@@ -63,6 +67,22 @@ class ListDataset(FaceDataset):
 
     def labels(self) -> np.ndarray:
         return self._labels
+
+    def layout(self) -> Iterable[bytes]:
+        """Yield the paths below the folder that all have in common, which may be another one on each machine."""
+        first, last = min(self._paths(0)), max(self._paths(0))
+        same = next(
+            (place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last))
+        )
+        common = first.rfind(b"/", 0, same) + 1
+        paths = self._paths(common)
+        while chunk := list(itertools.islice(paths, _CHUNK)):
+            yield b"\0".join(chunk)
+
+    def _paths(self, begin: int) -> Iterator[bytes]:
+        """Yield the path of each image from its byte `begin` on."""
+        for first, length in zip(self._begins, self._lengths, strict=True):
+            yield self._text[first + begin : first + length]
 
     def sample(self, index: int) -> tuple[bytes, int]:
         try:

@@ -5,7 +5,7 @@ of the source follow one another through a permutation of their own, from where 
 Shapes: n = samples, S = sources.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,6 +80,11 @@ class MixedDataset(FaceDataset):
 
     def labels(self) -> np.ndarray:
         return np.concatenate([source.classes[source.dataset.labels()] for source in self.sources])
+
+    def layout(self) -> Iterable[np.ndarray | bytes]:
+        yield self._draws
+        for source in self.sources:
+            yield from source.dataset.layout()
 
     def sample(self, index: int) -> tuple[bytes | memoryview | np.ndarray, int]:
         source, inside = self._find(index)

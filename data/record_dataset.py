@@ -10,7 +10,7 @@ rest by what the records hold; a small set's header must then agree. Shapes: n =
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,6 +79,9 @@ class RecordDataset(FaceDataset):
 
     def labels(self) -> np.ndarray:
         return self._labels
+
+    def layout(self) -> Iterable[np.ndarray]:
+        return [self._offsets, np.array([self._file.size])]
 
     def prefetch(self, index: int) -> None:
         self._file.prefetch(int(self._offsets[index]), self._ahead)

@@ -7,7 +7,7 @@ Shapes: N = images, T = shards.
 
 import os
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +67,9 @@ class TarDataset(FaceDataset):
 
     def labels(self) -> np.ndarray:
         return self._labels
+
+    def layout(self) -> Iterable[np.ndarray | bytes]:
+        return [*(os.fsencode(file.name) for file in self.files), self._shards, self._offsets, self._sizes]
 
     def sample(self, index: int) -> tuple[bytes, int]:
         size = int(self._sizes[index])

@@ -5,6 +5,7 @@ number of threads and after a resume. Nothing is hidden: every bad record is cou
 """
 
 import threading
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -47,6 +48,9 @@ class TolerantDataset(FaceDataset):
 
     def labels(self) -> np.ndarray:
         return self.dataset.labels()
+
+    def layout(self) -> Iterable[np.ndarray | bytes]:
+        return self.dataset.layout()
 
     def sample(self, index: int) -> tuple[bytes | memoryview | np.ndarray, int]:
         return self.dataset.sample(index)

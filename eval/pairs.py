@@ -15,6 +15,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from utils.agreement import digest
 from utils.image import IMAGE_SIZE, decode_rgb
 
 from .pickle_values import Array, UnsafePickleError
@@ -40,6 +41,10 @@ class PairSet:
     second: np.ndarray
     same: np.ndarray
     path: str = ""  # of the file or folder, where it came from one
+
+    def digest(self) -> str:
+        """Return a hash of the pairs and the images."""
+        return digest([self.first, self.second, self.same, *self.images])
 
     def decode(self, index: int, size: int = IMAGE_SIZE) -> np.ndarray:
         """Return image `index` as (size, size, 3) uint8 RGB.

@@ -36,6 +36,9 @@ class Damaged(FaceDataset):
     def labels(self) -> np.ndarray:
         return np.arange(N) % 10
 
+    def layout(self) -> list[np.ndarray]:
+        return []
+
     def sample(self, index: int) -> tuple[bytes | np.ndarray, int]:
         return b"no image" if index in self.bad else np.full((112, 112, 3), index, np.uint8), index % 10
 

@@ -5,11 +5,8 @@ anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) an
 """
 
 import contextlib
-import ctypes
 import datetime
 import os
-import signal
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+from .parent import follow_parent
 
 
 class SharedError(ValueError):
@@ -56,8 +53,7 @@ def start(device: str, threads: int = 0, timeout_minutes: float = 30.0, setting:
     Raises:
         ValueError: a device that is not there, an incomplete environment, or a rendezvous that cannot be made.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        _stop_with_parent()
+    follow_parent()
     rank, world_size = _from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1)
     local_rank, local_world_size = _from_environment("LOCAL_RANK", 0), _from_environment("LOCAL_WORLD_SIZE", world_size)
     chosen = choose_device(device, local_rank, setting)
@@ -97,12 +93,6 @@ def start_local(rank: int, world_size: int, device: str, rendezvous: str) -> Wor
         backend = "nccl" if chosen.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     return World(rank, world_size, rank, world_size, chosen)
-
-
-def _stop_with_parent() -> None:
-    """Ask Linux for SIGTERM when the parent dies: a torchrun that is killed cannot tell its workers, which would train on."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def stop() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from . import distributed
 from .distributed import LostPeerError, RendezvousError, SharedError
+from .parent import ask_to_die_with_parent, follow_parent
 
 REQUEUE = 75  # exit status of a run that saved and stopped because it was told to: EX_TEMPFAIL of sysexits.h, "try again later"
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells give it: 128 + SIGINT
@@ -33,21 +34,33 @@ class StopSignal:
 
     Schedulers send SIGTERM or SIGUSR1 before they take a machine away. Ctrl-C (SIGINT) is noted only while `can_save` holds;
     before that it raises KeyboardInterrupt, as there is nothing to save. A second Ctrl-C ends the process at once, wherever it
-    is. Outside the main thread nothing is installed.
+    is. Outside the main thread nothing is installed. A death of torchrun counts as SIGTERM, see utils/parent.py.
     """
 
     def __init__(self) -> None:
         self.name = ""  # of the signal that came last
-        self.can_save = False  # whether a step boundary will come at which the run can save
+        self._can_save = False
         self._before: dict[int, Any] = {}
 
+    @property
+    def can_save(self) -> bool:
+        """Whether a step boundary will come at which the run can save."""
+        return self._can_save
+
+    @can_save.setter
+    def can_save(self, value: bool) -> None:
+        self._can_save = value
+        ask_to_die_with_parent(signal.SIGTERM if value else signal.SIGKILL)
+
     def __enter__(self) -> "StopSignal":
+        follow_parent(lambda: self.can_save)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.can_save = False
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

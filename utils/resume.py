@@ -200,6 +200,12 @@ def _check_identity(chosen: Path, identity: dict[str, Any]) -> None:
     saved = ckpt.read_manifest(chosen).get("identity", {})
     for key, value in identity.items():
         if key in saved and saved[key] != value:  # a checkpoint that was imported does not know all
+            if key == "labels":  # hashes, which tell a reader nothing
+                raise ValueError(
+                    f"checkpoint {chosen}: the labels of the data (their values or their order) have changed since it was "
+                    "saved; train on the data as it was, or start anew under another run.name, with its weights in "
+                    "init.backbone and init.head"
+                )
             raise ValueError(
                 f"checkpoint {chosen}: {key} was {saved[key]!s:.200}, this run has {value}; use the same, start anew under "
                 "another run.name, or take its weights alone with init.backbone and init.head"

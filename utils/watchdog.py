@@ -1,8 +1,8 @@
-"""Where each rank is, so that a run that waits for one of them says for which, and ends instead of hanging.
+"""Where each rank is, so that a run that hangs says where, and ends.
 
 Each rank notes its step and what it does; a thread shows that to the others through the key-value store by which the processes
 met. When a rank stays in one place for longer than the time limit, or a collective fails because another process is gone, the
-error names this rank, its step, and where all others were last seen.
+error names this rank, its step, and where all others were last seen. A single process is watched in the same way.
 """
 
 import contextlib
@@ -11,14 +11,19 @@ import os
 import sys
 import threading
 import time
+import traceback
+from typing import Any
 
 from .distributed import LostPeerError, World, is_lost_peer
 
 _BEAT = 2.0  # seconds between two signs of life
+_PAUSE = 0.1  # seconds between two signs of life at least, where this process gets on
+_PATIENCE = 10.0  # seconds that the store has to say where the others are
+_WORKERS = ("decoder", "reader")  # what the names of the loader's threads begin with
 
 
 class Watchdog:
-    """Watches one process of several; with a single process every method does nothing.
+    """Watches this process from the end of the set-up on.
 
     Args:
         timeout_minutes: the longest that a rank may stay in one place that has a limit.
@@ -26,22 +31,24 @@ class Watchdog:
 
     def __init__(self, world: World, timeout_minutes: float) -> None:
         self.world, self.limit = world, 60 * timeout_minutes
-        # calls of one object wait for one another, so this thread wants its own where torch can copy it
-        self._store = getattr(world.store, "clone", lambda: world.store)()
+        self._store: Any = None  # opened by the thread: to connect may take for ever where the first machine is gone
         self._place = (0, "setting up", time.monotonic(), False)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._stopped, self._moved = threading.Event(), threading.Event()
+        self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
+        if world.store is not None:
+            self._threads.append(threading.Thread(target=self._show, name="watchdog's signs of life", daemon=True))
 
     def __enter__(self) -> "Watchdog":
-        if self._store is not None:
-            self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._store is not None and is_lost_peer(error):
+        if error is not None and self.world.world_size > 1 and is_lost_peer(error):
             time.sleep(1.5 * _BEAT)  # so that those that still live have said so
             raise LostPeerError(f"{self._here()}: another process ended or cannot be reached. {self._others()}") from None
         self._stopped.set()
+        self._moved.set()
 
     def at(self, step: int, doing: str, limited: bool = True) -> None:
         """Note what this rank does now.
@@ -51,14 +58,23 @@ class Watchdog:
                 this rank at the end of it, give up a minute after the limit.
         """
         self._place = (step, doing, time.monotonic(), limited)
+        self._moved.set()
 
     def _here(self) -> str:
         step, doing, _, _ = self._place
-        return f"rank {self.world.rank} in step {step}, {doing}"
+        return f"{f'rank {self.world.rank} in ' if self.world.world_size > 1 else ''}step {step}, {doing}"
 
     def _others(self) -> str:
+        """Return where the other ranks were seen last. A store that does not answer is given up."""
+        answer: list[str] = []
+        thread = threading.Thread(target=lambda: answer.append(self._ask()), daemon=True)
+        thread.start()
+        thread.join(_PATIENCE)
+        return answer[0] if answer else "The first machine cannot be reached"
+
+    def _ask(self) -> str:
         """Return where the other ranks were seen last: those that are silent first, at most ten."""
-        seen = []
+        seen: list[tuple[float, str]] = []
         for rank in range(self.world.world_size):
             key = f"place {rank}"
             if rank == self.world.rank:
@@ -77,22 +93,54 @@ class Watchdog:
         more = f"; and {len(seen) - 10} more" if len(seen) > 10 else ""
         return "; ".join(text for _, text in seen[:10]) + more
 
+    def _show(self) -> None:
+        """Tell the others where this rank is, until the watch ends."""
+        with contextlib.suppress(RuntimeError):  # the store's machine is gone; the collectives find that out
+            # calls of one object wait for one another, so this thread wants its own where torch can copy it
+            self._store = getattr(self.world.store, "clone", lambda: self.world.store)()
+        while self._store is not None and not self._stopped.is_set():
+            self._moved.clear()
+            step, doing, _, _ = self._place
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"place {self.world.rank}", json.dumps([step, doing, time.time()]))
+            self._stopped.wait(_PAUSE)
+            self._moved.wait(_BEAT)  # a step that begins is told at once, for whoever stops in it
+
     def _watch(self) -> None:
-        beat = min(_BEAT, self.limit / 4)
-        while not self._stopped.is_set():
-            step, doing, since, limited = self._place
-            if self._store is not None:
-                with contextlib.suppress(RuntimeError):  # the store's machine is gone; the collectives find that out
-                    self._store.set(f"place {self.world.rank}", json.dumps([step, doing, time.time()]))
-            waited = time.monotonic() - since
+        """End the process when it stays in one place for too long, until the watch ends."""
+        beat, awake = min(_BEAT, self.limit / 4), 0.0
+        looked = time.monotonic()
+        while not self._stopped.wait(beat):
+            now = time.monotonic()
+            if now - looked > beat + min(_PATIENCE, self.limit / 2):
+                awake = now  # the whole process was stopped, by Ctrl-Z for example: that time does not count
+            looked = now
+            _, _, since, limited = self._place
+            waited = now - max(since, awake)
             if limited and waited > self.limit:
-                frame = sys._current_frames()[threading.main_thread().ident or 0]
+                others = f". {self._others()}" if self.world.world_size > 1 else ""
                 print(
                     f"error: {self._here()}, for {waited / 60:.1f} minutes (run.timeout_minutes={self.limit / 60:g}), "
-                    f"at {frame.f_code.co_filename}:{frame.f_lineno}. {self._others()}",
+                    f"at {_lines_of_code()}{others}",
                     file=sys.stderr,
                     flush=True,
                 )
                 time.sleep(beat)  # the others come to the same end; let them read the store, which may be this process's
                 os._exit(1)  # the main thread hangs
-            self._stopped.wait(beat)
+
+
+def _lines_of_code() -> str:
+    """Return where the main thread is, and where the loader's threads are that do something."""
+    frames = sys._current_frames()
+    main = frames[threading.main_thread().ident or 0]
+    places = [f"{main.f_code.co_filename}:{main.f_lineno}"]
+    for thread in threading.enumerate():
+        if thread.name.startswith(_WORKERS) and thread.ident in frames:
+            stack = [entry for entry in traceback.extract_stack(frames[thread.ident]) if not _is_library(entry.filename)]
+            if stack:
+                places.append(f"{thread.name.split('_')[0]} at {stack[-1].filename}:{stack[-1].lineno}")
+    return ", ".join(dict.fromkeys(places))
+
+
+def _is_library(path: str) -> bool:
+    return path.startswith(("<", os.path.dirname(threading.__file__))) or "site-packages" in path

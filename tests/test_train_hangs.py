@@ -1,0 +1,177 @@
+"""Processes that hang, stop, or lose the torchrun that started them: they end in time, say where, and leave no lock."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_runs import ROOT, command_of, descendants, run_train, tiny_run, write_dataset
+
+from utils.checkpoint import list_checkpoints
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a RecordIO set and a verification set of other classes, `tiny`."""
+    folder = tmp_path_factory.mktemp("data")
+    write_dataset(folder)
+    return folder
+
+
+def _command(tmp_path: Path, num_processes: int, program: str, arguments: list[str]) -> list[str]:
+    """Return the command of a training whose program does `program` before it calls train.main."""
+    path = tmp_path / "program.py"
+    head = f"import os, signal, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport train\n"
+    path.write_text(f"{head}{program}\nsys.exit(train.main(sys.argv[1:]))\n")
+    command = command_of(num_processes, arguments)
+    command[command.index(str(ROOT / "train.py"))] = str(path)
+    return command
+
+
+_DECODES = """
+from data.list_dataset import ListDataset
+from data.record_dataset import RecordDataset
+whole, images = RecordDataset.decode_into, 0
+def decode(self, index, out):
+    global images
+    images += 1
+    if images > 40 and os.environ.get("RANK", "1") == "1":
+        {act}  # MARK
+    return whole(self, index, out)
+RecordDataset.decode_into = decode
+"""
+
+
+def test_a_single_process_that_hangs_ends_in_time_and_says_where(dataset: Path, tmp_path: Path):
+    arguments = tiny_run(dataset, tmp_path, "run.timeout_minutes=0.05", "eval.targets=[]", "data.threads=1", "data.prefetch=1")
+    command = _command(tmp_path, 1, _DECODES.format(act="time.sleep(1000)"), arguments)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    assert done.returncode == 1
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert re.match(r"error: step [45], waiting for data, for 0.\d minutes \(run.timeout_minutes=0.05\), at /", error), error
+    marked = (tmp_path / "program.py").read_text().splitlines()
+    line = 1 + next(number for number, text in enumerate(marked) if "# MARK" in text)
+    assert error.endswith(f"decoder at {tmp_path / 'program.py'}:{line}"), error
+    assert "Traceback" not in done.stderr
+
+
+def test_a_single_process_that_was_stopped_for_longer_than_the_limit_trains_on(dataset: Path, tmp_path: Path):
+    arguments = tiny_run(dataset, tmp_path, "run.timeout_minutes=0.05", "eval.targets=[]", "train.epochs=3")
+    act = "images == 41 and open(os.environ['MARK'], 'w').close()"
+    command = _command(tmp_path, 1, _DECODES.format(act=act), arguments)
+    mark = tmp_path / "mark"
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, cwd="/", env={**os.environ, "MARK": str(mark)}
+    ) as process:
+        while not mark.exists():
+            assert process.poll() is None
+            time.sleep(0.005)
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(7)
+        os.kill(process.pid, signal.SIGCONT)
+        said = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, said
+
+
+def test_a_stopped_rank_was_last_seen_in_the_step_where_it_stopped(dataset: Path, tmp_path: Path):
+    arguments = tiny_run(dataset, tmp_path, "run.timeout_minutes=0.1", "eval.targets=[]", "data.threads=1", "data.prefetch=1")
+    command = _command(tmp_path, 2, _DECODES.format(act="os.kill(os.getpid(), signal.SIGSTOP)"), arguments)
+    said: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd="/") as process:
+        for line in process.stderr or ():
+            said.append(line)
+            if "error: rank 0" in line:
+                break
+        for pid in [*descendants(process.pid), process.pid]:  # torchrun would wait for the stopped one
+            os.kill(pid, signal.SIGKILL)
+    seen = re.search(r"rank 0 in step (\d+), .*rank 1 was in step (\d+), (training|waiting for data), silent", said[-1])
+    assert seen, said
+    # 40 images of 4 a step, of which one batch is decoded ahead
+    assert int(seen[1]) >= 8 and int(seen[1]) - int(seen[2]) <= 4
+
+
+def _start(num_processes: int, arguments: list[str]) -> subprocess.Popen[bytes]:
+    command = command_of(num_processes, arguments)
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/")
+
+
+def _wait_until_gone(workers: list[int], seconds: float = 10.0) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in workers if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, 9)
+    return left
+
+
+def _is_locked(folder: Path) -> bool:
+    """Return whether a process holds the lock of a run folder."""
+    test = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    lock = folder / ".lock"
+    return lock.exists() and subprocess.run([sys.executable, "-c", test, str(lock)], capture_output=True).returncode != 0
+
+
+_DEAF = {
+    # in C++ code, where no signal is handled: it connects to a store that is gone, and tries again for ever
+    "setting up": """
+whole = train.prepare_run_folder
+def prepare(*arguments):
+    found, parent = whole(*arguments), os.getppid()
+    open({marker!r} + os.environ["RANK"], "w").close()
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    arguments[-1].store.clone()
+    time.sleep(1000)
+train.prepare_run_folder = prepare
+""",
+    # torchrun is gone before the worker could ask for a signal
+    "importing": """
+parent = os.getppid()
+open({marker!r} + os.environ["RANK"], "w").close()
+while os.getppid() == parent:
+    time.sleep(0.01)
+""",
+}
+
+
+@pytest.mark.parametrize("doing", _DEAF)
+def test_workers_that_cannot_be_told_end_with_torchrun(dataset: Path, tmp_path: Path, doing: str):
+    arguments = tiny_run(dataset, tmp_path, "train.epochs=400", "eval.targets=[]")
+    marker = tmp_path / "there"
+    command = _command(tmp_path, 2, _DEAF[doing].format(marker=str(marker)), arguments)
+    deadline = time.monotonic() + 60
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/") as process:
+        while not all(Path(f"{marker}{rank}").exists() for rank in (0, 1)):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        workers = descendants(process.pid)
+        process.kill()
+    assert workers and not _wait_until_gone(workers)  # within ten seconds
+    assert not _is_locked(tmp_path / "tiny")
+
+
+def test_torchrun_killed_at_any_moment_of_the_start_leaves_no_process_and_no_lock(dataset: Path, tmp_path: Path):
+    arguments = tiny_run(dataset, tmp_path, "train.epochs=400", "eval.targets=[]", "checkpoint.every=0")
+    started, metrics = time.monotonic(), tmp_path / "whole" / "metrics.jsonl"
+    with _start(2, [*arguments, "run.name=whole"]) as process:
+        while not metrics.exists() and time.monotonic() < started + 60:
+            time.sleep(0.01)
+        whole = time.monotonic() - started
+        workers = descendants(process.pid)
+        process.kill()
+    assert workers and not _wait_until_gone(workers, 10 + whole)
+    for moment in range(10):  # from the first lines of the workers to the first step
+        with _start(2, arguments) as process:
+            time.sleep(whole * (moment + 5) / 14)
+            workers = descendants(process.pid)
+            process.kill()
+        # a worker sees it once torch is imported, which takes most of `whole`
+        assert not _wait_until_gone(workers, 10 + whole), f"after {whole * (moment + 5) / 14:.1f} s of {whole:.1f} s"
+        assert not _is_locked(tmp_path / "tiny")
+    again = run_train(1, [*arguments, "train.epochs=1", "checkpoint.resume=auto"])
+    assert again.returncode == 0, again.stderr
+    assert list_checkpoints(tmp_path / "tiny")

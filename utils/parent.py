@@ -1,0 +1,98 @@
+"""What a worker of torchrun does when torchrun dies: it ends, after a checkpoint if it has begun to train.
+
+A torchrun that is killed cannot tell its workers. They would go on for hours and hold the run folder, so that the same command
+is refused. Linux can send a signal when the parent dies. Before training begins there is nothing to save, and a worker may
+wait in C++ code, where Python handles no signal: so that signal is SIGKILL. While a worker trains it is SIGTERM, which
+`utils.program.StopSignal` notes. A thread looks after the parent too, for a death that came before the request, and for
+systems other than Linux.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_POLL = 0.5  # seconds between two looks at the parent
+_GRACE = 3.0  # seconds that a worker which cannot save has to end by itself
+_NAME = "parent"
+
+
+def follow_parent(can_save: Callable[[], bool] = lambda: False) -> None:
+    """End this process when torchrun, which started it, dies. Without torchrun, and in a second call, nothing is done.
+
+    Args:
+        can_save: whether this process now saves and ends by itself after SIGTERM.
+    """
+    if not _under_torchrun() or any(thread.name == _NAME for thread in threading.enumerate()):
+        return
+    parent = os.getppid()
+    ask_to_die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent or _is_orphan():  # it died before that, perhaps while this process imported torch
+        _end()
+    threading.Thread(target=_watch, args=(parent, can_save), name=_NAME, daemon=True).start()
+
+
+def ask_to_die_with_parent(number: int) -> None:
+    """Ask Linux for a signal when the parent dies. Call it from the main thread: Linux keeps the request for each thread."""
+    if _under_torchrun() and sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(number))
+
+
+def _under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _watch(parent: int, can_save: Callable[[], bool]) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL)
+    told, deadline = False, time.monotonic() + _GRACE
+    while True:
+        if not can_save():
+            if time.monotonic() > deadline:
+                _end()
+        else:
+            deadline = time.monotonic() + _GRACE
+            if not told:
+                os.kill(os.getpid(), signal.SIGTERM)
+                told = True
+        time.sleep(_POLL)
+
+
+def _end() -> None:
+    # not print: another thread may hold stderr, and its other end may be gone with the parent
+    try:
+        os.write(2, b"error: torchrun ended, so this process ends too\n")
+    finally:
+        os._exit(1)
+
+
+def _is_orphan() -> bool:
+    """Return whether torchrun is gone already: none of the processes above this one is a Python.
+
+    A process whose parent died belongs to init, or to another process that takes in orphans. A torchrun that lives may stand
+    behind a shell (torchrun --no-python), so all ancestors count.
+    """
+    own, pid = _executable(os.getpid()), os.getppid()
+    if not own:
+        return False  # a system without /proc
+    while pid > 0:
+        above = _executable(pid)
+        if above == own or os.path.basename(above).startswith("python"):
+            return False
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            return False
+    return True
+
+
+def _executable(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/exe")
+    except OSError:  # of another user, as init is, or no such process
+        return ""
