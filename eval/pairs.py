@@ -15,7 +15,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from utils.image import IMAGE_SIZE, decode_rgb
+from utils.image import IMAGE_SIZE, MAX_PIXELS, check_size, decode_rgb, image_size
 
 from .pickle_values import Array, UnsafePickleError
 from .safe_pickle import load
@@ -41,6 +41,16 @@ class PairSet:
     same: np.ndarray
     path: str = ""  # of the file or folder, where it came from one
 
+    def __post_init__(self) -> None:
+        """Refuse images whose headers claim too much, before a training begins that would end at its first evaluation."""
+        for index, image in enumerate(self.images):
+            size = image_size(image)
+            try:
+                if size is not None:
+                    check_size(*size, MAX_PIXELS)
+            except ValueError as error:
+                raise ValueError(f"{self.path or self.name}: image {index}: {error}") from None
+
     def decode(self, index: int, size: int = IMAGE_SIZE) -> np.ndarray:
         """Return image `index` as (size, size, 3) uint8 RGB.
 
@@ -51,15 +61,17 @@ class PairSet:
         except ValueError as error:
             raise ValueError(f"{self.name}: image {index}: {error}") from None
         height, width = image.shape[:2]
+        shape = (width, height)
         if width != size:
             short = min(height, width)
             shape = (max(size * width // short, size), max(size * height // short, size))
-            image = cv2.resize(image, shape, interpolation=cv2.INTER_CUBIC)
-        if image.shape[:2] != (size, size):
+        if shape != (size, size):  # known before the resize, which would make a giant of a flat image
             raise ValueError(
                 f"{self.name}: image {index} must be square, it is {height} x {width} pixels (height x width). "
                 f"Align the faces of this set to {size} x {size}"
             )
+        if width != size:
+            image = cv2.resize(image, shape, interpolation=cv2.INTER_CUBIC)
         return image
 
 
