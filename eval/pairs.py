@@ -15,6 +15,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from utils.files import check_file
 from utils.image import IMAGE_SIZE, MAX_PIXELS, check_size, decode_rgb, image_size
 
 from .pickle_values import Array, UnsafePickleError
@@ -106,7 +107,7 @@ def write_bin(path: str | os.PathLike[str], images: list[bytes], same: list[bool
 
 def _read_entries(path: str | os.PathLike[str]) -> tuple[list[bytes], list[bool]]:
     """Return the encoded images, two for each pair, and for each pair whether it is genuine."""
-    size = os.path.getsize(path)
+    size = check_file(path)
     if not 0 < size <= _MAX_FILE_SIZE:
         raise ValueError(f"it has {size} bytes, a set has 1 to {_MAX_FILE_SIZE}")
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
