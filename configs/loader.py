@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from easydict import EasyDict
 
+from utils.files import MAX_SMALL_TEXT, read_text
 from utils.suggest import nearest
 
 from .rules import ENTRIES, check_rules
@@ -97,7 +98,7 @@ def _to_config(tree: dict[str, Any]) -> Config:
 
 def _read(path: Path, loader: type[yaml.SafeLoader] = Loader) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MAX_SMALL_TEXT, "utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a UTF-8 text file"
         near = nearest(path.name, [p.name for p in path.parent.glob("*.yaml")])

@@ -5,13 +5,14 @@ Shapes: N = images, H = W = 112.
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from utils.files import find_files, read_bytes, shown
 from utils.image import IMAGE_SIZE
 from utils.randomness import derive
 
@@ -34,28 +35,24 @@ class FolderDataset(FaceDataset):
         self.root = Path(folder)
         if not self.root.is_dir():
             raise ValueError(f"no folder {folder}. Give a folder with one sub-folder of images per identity")
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
-        if not names:
+        try:
+            found = find_files(folder, SUFFIXES)
+        except OSError as error:
+            raise ValueError(f"{shown(folder)}: cannot be read: {error.strerror}") from None
+        if not (found.folders or found.passed):
             raise ValueError(f"no sub-folder in {folder}. Put the images of each identity into a folder of its own")
-        self.classes: list[str] = []
-        empty = []
-        self._files: list[str] = []  # relative to the folder
-        counts = []
-        for name in names:
-            files = _image_files(self.root / name)
-            if not files:
-                empty.append(name)
-                continue
-            self.classes.append(name)
-            self._files += [os.path.join(name, file) for file in files]
-            counts.append(len(files))
-        if not counts:
+        people = found.by_folder()
+        self.classes = [name for name, files in people.items() if files]
+        self._files = [file for files in people.values() for file in files]  # relative to the folder
+        if not self._files:
             raise ValueError(no_image_below(self.root))
+        empty = [shown(name) for name, files in people.items() if not files]
+        self.warnings = tuple(passed_over(self.root, found.passed))
         if empty:
-            shown = ", ".join(empty[:_NAMED]) + (", ..." if len(empty) > _NAMED else "")
-            self.warnings = (
-                f"{self.root}: {len(empty)} of {len(names)} sub-folders hold no image and are no identity: {shown}",
+            self.warnings += (
+                f"{self.root}: {len(empty)} of {len(people)} sub-folders hold no image and are no identity: {_first(empty)}",
             )
+        counts = [len(files) for files in people.values() if files]
         self._labels = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         self.num_images = len(self._files)
         self.num_classes = len(self.classes)
@@ -64,7 +61,7 @@ class FolderDataset(FaceDataset):
         return f"{self.root}: image files, {self.num_images} images, {self.num_classes} classes (one per sub-folder)"
 
     def key(self, index: int) -> str:
-        return str(self.root / self._files[index])
+        return shown(self.root / self._files[index])
 
     def label(self, index: int) -> int:
         return int(self._labels[index])
@@ -78,18 +75,20 @@ class FolderDataset(FaceDataset):
 
     def sample(self, index: int) -> tuple[bytes, int]:
         try:
-            return (self.root / self._files[index]).read_bytes(), int(self._labels[index])
+            return read_bytes(self.root / self._files[index]), int(self._labels[index])
         except OSError as error:
             raise ValueError(f"{self.key(index)}: the file cannot be read: {error.strerror}") from None
 
 
-def _image_files(folder: Path) -> list[str]:
-    """Return the sorted paths, relative to the folder, of the images in it and in the folders below it."""
-    found = []
-    for place, _, names in os.walk(folder, followlinks=True):
-        inside = os.path.relpath(place, folder)
-        found += [os.path.normpath(os.path.join(inside, name)) for name in names if name.lower().endswith(SUFFIXES)]
-    return sorted(found)
+def passed_over(folder: Path, passed: Sequence[str]) -> list[str]:
+    """Return a line for a user about the folders that `find_files` did not enter, if there are any."""
+    if not passed:
+        return []
+    return [f"{shown(folder)}: {len(passed)} folder(s) below it were not entered: {_first(passed, '; ')}"]
+
+
+def _first(names: Sequence[str], between: str = ", ") -> str:
+    return between.join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])
 
 
 def no_image_below(folder: Path) -> str:
@@ -100,7 +99,7 @@ def no_image_below(folder: Path) -> str:
     known = f"known are {' '.join(SUFFIXES)}"
     if not endings:
         return f"{folder}: no image in it or below it, no file at all ({known})"
-    seen = ", ".join(f"{ending} ({count})" for ending, count in endings.most_common(_NAMED))
+    seen = ", ".join(f"{shown(ending)} ({count})" for ending, count in endings.most_common(_NAMED))
     return f"{folder}: no image in it or below it: its files have the endings {seen}; {known}. Convert them first"
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from utils.files import MAX_TEXT, read_bytes, shown
+
 from .base import FaceDataset
 
 _CHUNK = 1 << 16  # paths hashed at once
@@ -24,7 +26,7 @@ class ListDataset(FaceDataset):
     def __init__(self, list_path: str | os.PathLike[str]) -> None:
         self.path = Path(list_path)
         try:
-            self._text = self.path.read_bytes()
+            self._text = read_bytes(self.path, MAX_TEXT)
         except OSError as error:
             raise ValueError(f"the list {list_path} cannot be read: {error.strerror}") from None
         begins, lengths, labels = [], [], []  # of the paths in the text: a list of strings would take ten times the memory
@@ -46,7 +48,9 @@ class ListDataset(FaceDataset):
         self.num_classes = int(self._labels.max()) + 1
         first = self._file(0)
         if not first.is_file():
-            raise ValueError(f"{self.path}: its first image {first} is not there; paths are relative to the folder of the list")
+            raise ValueError(
+                f"{self.path}: its first image {shown(first)} is not there; paths are relative to the folder of the list"
+            )
 
     def _file(self, index: int) -> Path:
         begin, length = int(self._begins[index]), int(self._lengths[index])
@@ -60,7 +64,7 @@ class ListDataset(FaceDataset):
         )
 
     def key(self, index: int) -> str:
-        return str(self._file(index))
+        return shown(self._file(index))
 
     def label(self, index: int) -> int:
         return int(self._labels[index])
@@ -86,6 +90,6 @@ class ListDataset(FaceDataset):
 
     def sample(self, index: int) -> tuple[bytes, int]:
         try:
-            return self._file(index).read_bytes(), int(self._labels[index])
+            return read_bytes(self._file(index)), int(self._labels[index])
         except OSError as error:
             raise ValueError(f"{self.key(index)}: the file cannot be read: {error.strerror}") from None

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from utils.files import MAX_SMALL_TEXT, read_bytes
+
 from .base import FaceDataset
 from .index_cache import cache_path, read_cache, stamp, write_cache
 from .record_file import RecordFile
@@ -205,7 +207,11 @@ def classes_of_property(path: Path) -> int | None:
     """Return the number of classes that a property file says, None where there is no such file."""
     if not path.exists():
         return None
-    number = path.read_bytes().split(b"\n")[0].split(b",")[0].strip()
+    try:
+        text = read_bytes(path, MAX_SMALL_TEXT)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}. Correct or delete it") from None
+    number = text.split(b"\n")[0].split(b",")[0].strip()
     if not number.isdigit() or len(number) > 8 or int(number) > _FLOAT_LIMIT:
         raise ValueError(f"{path}: the first line must be 'classes,height,width', at most 2^24 classes. Correct or delete it")
     return int(number)

@@ -22,6 +22,8 @@ from types import TracebackType
 
 import numpy as np
 
+from utils.files import check_file
+
 MAGIC = b"\x0a\x23\xd7\xce"
 MAX_LENGTH = (1 << 29) - 1  # bytes in a record
 
@@ -40,7 +42,7 @@ class RecordFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         try:
-            self.size = os.path.getsize(path)
+            self.size = check_file(path)
         except OSError as error:
             raise ValueError(f"{self.path}: the record file cannot be read: {error.strerror}") from None
         self._map: mmap.mmap | None = None

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from utils.files import check_file
+
 from .record_file import MAGIC, MAX_LENGTH
 
 _BLOCK = 1 << 24  # words looked at together
@@ -50,7 +52,7 @@ def find_sound(path: str | os.PathLike[str], advance: Callable[[int], object] = 
         ValueError: no such file.
     """
     try:
-        size = os.path.getsize(path)
+        size = check_file(path)
         words = np.memmap(path, dtype="<u4", mode="r", shape=(size // 4,)) if size >= 4 else np.zeros(0, dtype="<u4")
     except OSError as error:
         raise ValueError(f"{path}: the record file cannot be read: {error.strerror}") from None

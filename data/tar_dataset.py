@@ -9,14 +9,19 @@ import os
 import tarfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
+
+from utils.files import check_file, shown
 
 from .base import FaceDataset
 from .index_cache import cache_path, read_cache, stamp, write_cache
 
 _SUFFIXES = ("jpg", "jpeg", "png", "bmp", "webp")
+_MAX_EXTENSION = 1 << 20  # bytes of a long name or of extended attributes
+_MAX_CHAIN = 8  # headers that belong to one member
 _ARRAYS = ("shards", "offsets", "sizes", "labels", "name_ends", "names")
 
 
@@ -60,7 +65,7 @@ class TarDataset(FaceDataset):
     def key(self, index: int) -> str:
         begin = int(self._name_ends[index - 1]) if index else 0
         name = os.fsdecode(self._names[begin : int(self._name_ends[index])].tobytes())
-        return f"{name} in {self.files[int(self._shards[index])]}"
+        return f"{shown(name)} in {self.files[int(self._shards[index])]}"
 
     def label(self, index: int) -> int:
         return int(self._labels[index])
@@ -105,13 +110,66 @@ def _index_shards(files: Sequence[Path]) -> dict[str, np.ndarray]:
     }
 
 
+class _DamagedHeaderError(Exception):
+    """A header of a shard that no writer of shards makes."""
+
+
+class _Member(tarfile.TarInfo):
+    """Checks each header before tarfile follows it.
+
+    tarfile takes a damaged header for the end of the archive, reads long names and extended attributes of any size, follows
+    headers to headers until Python's stack ends, and looks for the map of a sparse file without end.
+    """
+
+    @classmethod
+    def fromtarfile(cls, tar: Any) -> "_Member":
+        """Return the next member; tarfile calls this once more for the header behind one that extends it."""
+        file = tar.fileobj
+        begin = file.tell()  # behind an extension, tar.offset is still that of the extension
+        tar.chain = getattr(tar, "chain", 0) + 1
+        try:
+            if tar.chain > _MAX_CHAIN:
+                raise _DamagedHeaderError(f"byte {begin}: more than {_MAX_CHAIN} headers for one member")
+            file.seek(begin)
+            header = file.read(tarfile.BLOCKSIZE)
+            kind = header[156:157]
+            if kind == tarfile.GNUTYPE_SPARSE:
+                raise _DamagedHeaderError(f"byte {begin}: a sparse file, which no image is")
+            if kind and kind in b"LKxgX":
+                extends = cls.frombuf(header, tar.encoding, tar.errors)
+                if not 0 <= extends.size <= _MAX_EXTENSION:
+                    raise _DamagedHeaderError(
+                        f"byte {begin}: an extended header of {extends.size} bytes; {_MAX_EXTENSION} are allowed"
+                    )
+                if b"GNU.sparse" in file.read(extends.size):
+                    raise _DamagedHeaderError(f"byte {begin}: a sparse file, which no image is")
+            file.seek(begin)
+            return super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:  # the zeros at the end
+            raise
+        except tarfile.HeaderError as error:
+            if begin == 0 or isinstance(error, tarfile.EmptyHeaderError):
+                raise
+            raise _DamagedHeaderError(f"byte {begin}: a damaged header: {error}") from None
+        except ValueError as error:  # a number of tarfile's own parsing
+            raise _DamagedHeaderError(f"byte {begin}: a damaged header: {error}") from None
+        finally:
+            tar.chain -= 1
+
+
 def _samples_of(path: Path) -> list[tuple[str, int, int, int]]:
     """Return (name, offset, size, label) of the images of a shard, in its order."""
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int] = {}
     try:
-        with tarfile.open(path, "r:") as tar:
+        size, end = check_file(path), 0
+        with tarfile.open(path, "r:", tarinfo=_Member) as tar:
             for member in tar:
+                if member.size < 0 or tar.offset <= end:
+                    raise ValueError(f"{path}: the header of {shown(member.name)} is damaged: a size of {member.size} bytes")
+                if member.offset_data + member.size > size:
+                    raise ValueError(f"{path}: the shard is cut off in {shown(member.name)}; copy it again")
+                end = tar.offset
                 folder, _, base = member.name.rpartition("/")
                 stem, _, suffix = base.partition(".")
                 if not member.isreg() or not stem:
@@ -119,24 +177,30 @@ def _samples_of(path: Path) -> list[tuple[str, int, int, int]]:
                 sample = f"{folder}/{stem}"
                 if suffix.lower() in _SUFFIXES:
                     if sample in images:
-                        raise ValueError(f"{path}: {member.name}: a second image of this name; images are told apart by name")
+                        raise ValueError(
+                            f"{path}: {shown(member.name)}: a second image of this name; images are told apart by name"
+                        )
                     images[sample] = (member.name, member.offset_data, member.size)
                 elif suffix == "cls":
                     extracted = tar.extractfile(member) if member.size <= 32 else None
                     text = extracted.read().strip() if extracted else b""
                     if not text.isdigit() or len(text) > 8:
-                        raise ValueError(f"{path}: {member.name} must hold the class as an integer in [0, 10^8)")
+                        raise ValueError(f"{path}: {shown(member.name)} must hold the class as an integer in [0, 10^8)")
                     labels[sample] = int(text)
-            if tar.offset > path.stat().st_size:
+            if tar.offset > size:
                 raise ValueError(f"{path}: the shard is cut off; copy it again")
     except OSError as error:
         raise ValueError(f"{path}: the shard cannot be read: {error.strerror}") from None
     except tarfile.TarError as error:
         raise ValueError(f"{path}: no uncompressed tar file: {error}") from None
+    except _DamagedHeaderError as error:
+        raise ValueError(f"{path}: {error}; copy the shard again, or write it anew") from None
+    except (OverflowError, RecursionError, EOFError, LookupError, TypeError, UnicodeError) as error:
+        raise ValueError(f"{path}: a header is damaged: {error}; copy the shard again, or write it anew") from None
     missing = [sample for sample in images if sample not in labels]
     if missing:
         name = images[missing[0]][0]
         raise ValueError(
-            f"{path}: {name} has no {missing[0].rpartition('/')[2]}.cls with its class ({len(missing)} such images)"
+            f"{path}: {shown(name)} has no {missing[0].rpartition('/')[2]}.cls with its class ({len(missing)} such images)"
         )
     return [(*images[sample], labels[sample]) for sample in images]

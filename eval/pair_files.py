@@ -14,6 +14,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
+from utils.files import check_file, find_files, read_bytes, read_text, shown
+
 from .pairs import PairSet, read_bin
 from .sample_pairs import FOLDS, most_pairs, sample_pairs
 
@@ -55,6 +57,7 @@ def write_safetensors(path: str | os.PathLike[str], pairs: PairSet) -> None:
 def read_safetensors(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
     """Return the pairs of a container that `write_safetensors` wrote, all of it checked."""
     try:
+        check_file(path)
         found = load_file(path)
     except OSError as error:
         raise ValueError(f"{path}: the verification set cannot be read: {error.strerror or error}") from None
@@ -84,9 +87,9 @@ def read_list(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
     number_of: dict[Path, int] = {}
     for picture in dict.fromkeys([pair[0] for pair in pairs] + [pair[1] for pair in pairs]):
         try:
-            number_of[picture] = index_of.setdefault(picture.read_bytes(), len(index_of))
+            number_of[picture] = index_of.setdefault(read_bytes(picture), len(index_of))
         except OSError as error:
-            raise ValueError(f"{path}: {picture} cannot be read: {error.strerror}") from None
+            raise ValueError(f"{path}: {shown(picture)} cannot be read: {error.strerror}") from None
     first = np.array([number_of[pair[0]] for pair in pairs], dtype=np.int64)
     second = np.array([number_of[pair[1]] for pair in pairs], dtype=np.int64)
     return PairSet(name or Path(path).stem, list(index_of), first, second, np.array([pair[2] for pair in pairs], dtype=bool))
@@ -94,8 +97,12 @@ def read_list(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
 
 def read_folder(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
     """Return pairs drawn from a folder with a sub-folder of pictures for each person: balanced, in ten folds."""
-    people = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
-    files = [sorted(file for file in (Path(path) / person).rglob("*") if file.suffix.lower() in _PICTURES) for person in people]
+    try:
+        below = find_files(path, _PICTURES).by_folder()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    people = list(below)
+    files = [sorted(Path(path) / file for file in found) for found in below.values()]
     labels = np.repeat(np.arange(len(people)), [len(found) for found in files])
     pictures = [file for found in files for file in found]
     count = min(_SAMPLED, most_pairs(labels, FOLDS, 0)) if len(people) >= 2 * FOLDS else 0
@@ -107,9 +114,9 @@ def read_folder(path: str | os.PathLike[str], name: str | None = None) -> PairSe
     first, second, same = sample_pairs(labels, count, FOLDS, 0)
     used, places = np.unique(np.concatenate([first, second]), return_inverse=True)
     try:
-        images = [pictures[index].read_bytes() for index in used.tolist()]
+        images = [read_bytes(pictures[index]) for index in used.tolist()]
     except OSError as error:
-        raise ValueError(f"{path}: {error.filename} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{path}: {shown(error.filename)} cannot be read: {error.strerror}") from None
     return PairSet(name or Path(path).name, images, places[:count], places[count:], same)
 
 
@@ -131,6 +138,6 @@ def read_csv(folder: Path, path: Path) -> list[tuple[Path, Path, bool]]:
 def read_lines(path: Path) -> list[str]:
     """Return the lines of a text file."""
     try:
-        return path.read_text(encoding="utf-8-sig").splitlines()
+        return read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'no UTF-8 text'}") from None

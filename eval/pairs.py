@@ -16,7 +16,8 @@ import cv2
 import numpy as np
 
 from utils.agreement import digest
-from utils.image import IMAGE_SIZE, decode_rgb
+from utils.files import check_file
+from utils.image import IMAGE_SIZE, MAX_PIXELS, check_size, decode_rgb, image_size
 
 from .pickle_values import Array, UnsafePickleError
 from .safe_pickle import load
@@ -42,6 +43,16 @@ class PairSet:
     same: np.ndarray
     path: str = ""  # of the file or folder, where it came from one
 
+    def __post_init__(self) -> None:
+        """Refuse images whose headers claim too much, before a training begins that would end at its first evaluation."""
+        for index, image in enumerate(self.images):
+            size = image_size(image)
+            try:
+                if size is not None:
+                    check_size(*size, MAX_PIXELS)
+            except ValueError as error:
+                raise ValueError(f"{self.path or self.name}: image {index}: {error}") from None
+
     def digest(self) -> str:
         """Return a hash of the pairs and the images."""
         return digest([self.first, self.second, self.same, *self.images])
@@ -56,15 +67,17 @@ class PairSet:
         except ValueError as error:
             raise ValueError(f"{self.name}: image {index}: {error}") from None
         height, width = image.shape[:2]
+        shape = (width, height)
         if width != size:
             short = min(height, width)
             shape = (max(size * width // short, size), max(size * height // short, size))
-            image = cv2.resize(image, shape, interpolation=cv2.INTER_CUBIC)
-        if image.shape[:2] != (size, size):
+        if shape != (size, size):  # known before the resize, which would make a giant of a flat image
             raise ValueError(
                 f"{self.name}: image {index} must be square, it is {height} x {width} pixels (height x width). "
                 f"Align the faces of this set to {size} x {size}"
             )
+        if width != size:
+            image = cv2.resize(image, shape, interpolation=cv2.INTER_CUBIC)
         return image
 
 
@@ -99,7 +112,7 @@ def write_bin(path: str | os.PathLike[str], images: list[bytes], same: list[bool
 
 def _read_entries(path: str | os.PathLike[str]) -> tuple[list[bytes], list[bool]]:
     """Return the encoded images, two for each pair, and for each pair whether it is genuine."""
-    size = os.path.getsize(path)
+    size = check_file(path)
     if not 0 < size <= _MAX_FILE_SIZE:
         raise ValueError(f"it has {size} bytes, a set has 1 to {_MAX_FILE_SIZE}")
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from utils.files import MAX_TEXT, check_file, read_bytes
+
 _BLOCK = 1 << 24  # bytes of a text file parsed at once
 _TEMPLATES_AT_ONCE = 1024
 _PAIRS_AT_ONCE = 1 << 14  # so many pairs of 512 float64 numbers take 128 MiB
@@ -81,6 +83,7 @@ def _integers(path: Path) -> np.ndarray:
     blocks = []
     lines = 0
     try:
+        check_file(path)
         with open(path, "rb") as file:
             while block := file.read(_BLOCK):
                 block += file.readline()
@@ -103,7 +106,7 @@ def _integers(path: Path) -> np.ndarray:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_bytes(path, MAX_TEXT)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from utils.checkpoint import class_order, find_checkpoint, shards_of
+from utils.files import read_text
 from utils.tensor_file import load_plain, mapped_tensor
 
 from .shard import slots_of_classes
@@ -88,7 +89,7 @@ def read_class_map(path: Path, num_old: int, num_new: int) -> np.ndarray:
     """
     old_of_new = np.full(num_new, -1, dtype=np.int64)
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()  # editors of Windows begin a file with a mark
+        lines = read_text(path).splitlines()  # editors of Windows begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"init.classes: {path} cannot be read: {error}") from None
     for number, line in enumerate(lines, 1):

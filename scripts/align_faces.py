@@ -15,16 +15,17 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("error: start it from the root of the clone with python -m scripts.align_faces")
 
 import argparse
-import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import cv2
 import numpy as np
 
-from data.datasets import SUFFIXES, no_image_below
+from data.datasets import SUFFIXES, no_image_below, passed_over
 from utils.alignment import align, check_points
 from utils.cli import make_parser
+from utils.files import find_files, read_bytes
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb, image_size
 from utils.parallel import ordered
 from utils.program import guarded
@@ -54,12 +55,10 @@ def align_all(options: argparse.Namespace) -> None:
     if not options.folder.is_dir():
         raise ValueError(f"{options.folder}: no such folder of pictures")
     known = read_landmarks(options.landmarks)
-    names = sorted(
-        os.path.relpath(os.path.join(place, file), options.folder)
-        for place, _, files in os.walk(options.folder, followlinks=True)
-        for file in files
-        if file.lower().endswith(SUFFIXES)
-    )
+    found = find_files(options.folder, SUFFIXES, top=True)
+    for line in passed_over(options.folder, found.passed):
+        print(f"warning: {line}", file=sys.stderr)
+    names = found.files
     if not names:
         raise ValueError(no_image_below(options.folder))
     # a missing line, or two pictures for one face, is said before any work is done
@@ -70,7 +69,7 @@ def align_all(options: argparse.Namespace) -> None:
         """Align a picture unless its face is there; return whether it was not, and the share of the face that is padding."""
         name, points, target = job
         try:
-            data = (options.folder / name).read_bytes()
+            data = read_bytes(options.folder / name)
             if target.exists():
                 size = image_size(data)
                 return False, check_points(points, *size) if size else 0.0

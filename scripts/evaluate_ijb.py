@@ -30,6 +30,7 @@ from utils import distributed
 from utils.alignment import align
 from utils.cli import make_parser
 from utils.distributed import together
+from utils.files import read_bytes, read_text
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb
 from utils.optim import AUTOCAST
 from utils.program import guarded
@@ -99,7 +100,7 @@ def _find_set(root: Path) -> str:
 def read_face(path: Path, points: np.ndarray) -> np.ndarray:
     """Return the (H, W, 3) uint8 face of a photograph, aligned as the published scripts do, without smoothing."""
     try:
-        return align(decode_rgb(path.read_bytes(), MAX_PHOTO_PIXELS), points, IMAGE_SIZE, smooth=False)
+        return align(decode_rgb(read_bytes(path), MAX_PHOTO_PIXELS), points, IMAGE_SIZE, smooth=False)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -148,7 +149,7 @@ def search(vectors: np.ndarray, numbers: np.ndarray, gallery: Path, probe: Path)
 def read_people(path: Path, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (rows of the templates, subjects) of a CSV file whose first columns are template_id and subject_id."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], 2):
+    for number, line in enumerate(read_text(path, encoding="utf-8").splitlines()[1:], 2):
         words = line.split(",")
         if len(words) < 2 or not words[0].strip().isdigit() or not words[1].strip().isdigit():
             raise ValueError(f"{path}: line {number} must begin with template_id,subject_id, two whole numbers")

@@ -19,8 +19,9 @@ import numpy as np
 from tqdm import tqdm
 
 from data.base import FaceDataset
-from data.datasets import SUFFIXES, no_image_below, open_set
+from data.datasets import SUFFIXES, no_image_below, open_set, passed_over
 from utils.alignment import align, check_points
+from utils.files import find_files, read_bytes, read_text
 from utils.image import MAX_PHOTO_PIXELS, decode_rgb
 
 MUCH_PADDING = 0.4  # share of an aligned face that lies outside its picture, from which on it is reported
@@ -90,19 +91,15 @@ def list_identities(folder: Path, min_images: int = 1) -> tuple[list[Picture], l
     """Return the pictures of a folder with a sub-folder per identity, the names of these, and how many had too few images."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give one with a sub-folder of pictures for each identity")
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
-    if not names:
+    found = find_files(folder, SUFFIXES)
+    for line in passed_over(folder, found.passed):
+        print(f"warning: {line}", file=sys.stderr)
+    if not found.folders:
         raise ValueError(f"{folder}: holds no sub-folder; put the pictures of each identity into a folder of its own")
     pictures: list[Picture] = []
     kept: list[str] = []
     most = 0  # pictures of an identity
-    for name in names:
-        files = sorted(
-            os.path.relpath(os.path.join(place, file), folder)
-            for place, _, inside in os.walk(folder / name, followlinks=True)
-            for file in inside
-            if file.lower().endswith(SUFFIXES)
-        )
+    for name, files in found.by_folder().items():
         most = max(most, len(files))
         if len(files) >= max(1, min_images):
             pictures += [Picture(folder / file, file, len(kept)) for file in files]
@@ -111,7 +108,7 @@ def list_identities(folder: Path, min_images: int = 1) -> tuple[list[Picture], l
         if not most:
             raise ValueError(no_image_below(folder))
         raise ValueError(f"{folder}: no identity has {min_images} pictures, the largest has {most}; lower --min-images")
-    return pictures, kept, len(names) - len(kept)
+    return pictures, kept, len(found.folders) - len(kept)
 
 
 def read_landmarks(path: Path) -> dict[str, np.ndarray]:
@@ -121,7 +118,7 @@ def read_landmarks(path: Path) -> dict[str, np.ndarray]:
     (..._x and ..._y, or x1 y1 x2 ...), it tells their order; without one they are x1 y1 x2 y2 ... Further columns are ignored.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{path}: the landmarks cannot be read: {getattr(error, 'strerror', None) or 'no UTF-8 text'}"
@@ -232,7 +229,7 @@ def read_list(path: Path) -> Iterator[Picture]:
     Paths are relative to the folder of the list. insightface's landmarks are five x, then five y.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: the list cannot be read: {getattr(error, 'strerror', None) or 'no UTF-8 text'}") from None
     for number, line in enumerate(lines, 1):
@@ -264,7 +261,7 @@ def _insightface_line(path: Path, number: int, columns: list[str]) -> Picture:
 def encode(picture: Picture, rules: Rules) -> Encoded | BadPicture:
     """Return the bytes to store: the file's own where it is a JPEG or PNG of the right size, else a new JPEG."""
     try:
-        data = picture.path.read_bytes()
+        data = read_bytes(picture.path)
     except OSError as error:
         return BadPicture(picture.name, f"cannot be read: {error.strerror}")
     try:

@@ -23,6 +23,7 @@ import numpy as np
 from data.base import FaceDataset
 from data.record_set import RecordSetWriter
 from utils.cli import make_parser
+from utils.files import read_text
 from utils.program import guarded
 
 from .face_files import open_set_of, progress, whole
@@ -76,7 +77,7 @@ def select(options: argparse.Namespace) -> None:
 def read_indices(path: Path, count: int) -> np.ndarray:
     """Return the indices in the first column of a CSV or text file; a first line without a number is its header."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'no UTF-8 text'}") from None
     found = []

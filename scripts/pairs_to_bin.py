@@ -29,6 +29,7 @@ from eval.pair_files import read_csv, read_lines
 from eval.pairs import write_bin
 from eval.sample_pairs import FOLDS, sample_pairs
 from utils.cli import make_parser
+from utils.files import read_bytes
 from utils.image import IMAGE_SIZE, decode_rgb
 from utils.program import guarded
 
@@ -81,7 +82,7 @@ def make(options: argparse.Namespace) -> None:
         missing = [path for path in dict.fromkeys(paths) if not path.is_file()]
         if missing:
             raise ValueError(f"{missing[0]}: no such file, as {len(missing)} of the {len(set(paths))} that the pairs name")
-        stored = {path: path.read_bytes() for path in progress(dict.fromkeys(paths), None, "reading", "picture")}
+        stored = {path: read_bytes(path) for path in progress(dict.fromkeys(paths), None, "reading", "picture")}
         images, names, same = [stored[path] for path in paths], [str(path) for path in paths], [pair[2] for pair in pairs]
     distinct = dict(zip(names, images, strict=True))
     for name, image in progress(distinct.items(), len(distinct), "checking", "picture"):

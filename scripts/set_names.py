@@ -12,6 +12,7 @@ from data.base import FaceDataset
 from data.datasets import FolderDataset
 from data.list_dataset import ListDataset
 from data.record_dataset import RecordDataset
+from utils.files import read_text
 
 
 class SetNames:
@@ -46,7 +47,7 @@ def _read_list(dataset: RecordDataset) -> list[str]:
     """Return the paths in train.lst, if it fits the set: as many lines as images, and their labels."""
     path = Path(dataset.folder) / "train.lst"
     try:
-        rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [line.split("\t") for line in read_text(path, encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError):
         return []
     labels = [row[2] for row in rows if len(row) >= 3]

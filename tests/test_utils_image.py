@@ -1,6 +1,7 @@
 """Decoding straight into a buffer against decoding by OpenCV, over kinds of files."""
 
 import io
+import zlib
 
 import cv2
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from PIL import Image
 
 from utils import image as module
-from utils.image import decode_rgb, decode_rgb_into, image_size
+from utils.image import MAX_PHOTO_PIXELS, MAX_PIXELS, decode_rgb, decode_rgb_into, image_size
 
 
 def _pixels(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -109,3 +110,48 @@ def test_what_claims_to_be_huge_is_refused_before_memory_is_asked_for():
         decode_rgb(bytes(png))
     with pytest.raises(ValueError, match="100 x 100 pixels, more than 9999"):
         decode_rgb(FILES["420"](_pixels(100, 100)), max_pixels=9999)
+
+
+def _flat_png(width: int) -> bytes:
+    """Return a PNG of width x 1 pixels, which has a few hundred bytes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+    header = width.to_bytes(4, "big") + (1).to_bytes(4, "big") + bytes((1, 0, 0, 0, 0))  # one bit a pixel
+    rows = zlib.compress(bytes(1 + -(-width // 8)), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(("width", "bound"), [(101, "100 times as long as wide"), (60_000, "32000 a side")])
+def test_flat_pictures_are_refused_in_sets_and_as_photographs(width: int, bound: str):
+    data = _flat_png(width)
+    assert cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR).shape[:2] == (1, width)  # a sound picture
+    for most in (MAX_PIXELS, MAX_PHOTO_PIXELS):
+        with pytest.raises(ValueError, match=f"an image of {width} x 1 pixels, more than {bound}"):
+            decode_rgb(data, most)
+    assert decode_rgb(_flat_png(100)).shape == (1, 100, 3)
+
+
+def _with_scans(size: int, more: int) -> bytes:
+    """Return a progressive JPEG whose last scan, of a few bytes, stands there `more` times again."""
+    values = [cv2.IMWRITE_JPEG_PROGRESSIVE, 1, cv2.IMWRITE_JPEG_QUALITY, 50]
+    data = cv2.imencode(".jpg", np.zeros((size, size, 3), np.uint8), values)[1].tobytes()
+    last, end = data.rfind(b"\xff\xda"), data.rfind(b"\xff\xd9")
+    return data[:end] + more * data[last:end] + data[end:]
+
+
+def test_a_progressive_jpeg_of_many_scans_is_refused_and_the_usual_number_is_not():
+    usual = _with_scans(112, 0)
+    assert 5 < usual.count(b"\xff\xda") < 15
+    video = usual + 100 * b"\xff\xda\x00\x08\x01"  # what phones put behind the end of a picture is no scan
+    np.testing.assert_array_equal(decode_rgb(video), decode_rgb(usual))
+    for data in (_with_scans(2000, 40), _with_scans(112, 20_000)):
+        with pytest.raises(ValueError, match="a progressive JPEG of more than 32 scans"):
+            decode_rgb_into(data, np.empty((112, 112, 3), np.uint8))
+
+
+def test_a_jpeg_of_countless_segments_is_refused():
+    data = FILES["420"](_pixels(112, 112))
+    with pytest.raises(ValueError, match="a JPEG of more than 10,000 segments"):
+        decode_rgb(data[:2] + 20_000 * b"\xff\xfe\x00\x02" + data[2:])

@@ -6,6 +6,8 @@ Shapes: b = images, H = W = 112.
 
 import functools
 import importlib
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import cv2
@@ -19,6 +21,13 @@ _DECODE_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 IMAGE_SIZE = 112  # pixels, height and width
 MAX_PIXELS = 1 << 22  # of an image in a set; far more than any face needs, and 12 MB
 MAX_PHOTO_PIXELS = 1 << 28  # of a photograph that is yet to be cropped
+MAX_SIDE = 32_000  # pixels; OpenCV's warps take fewer than 32,767
+MAX_RATIO = 100  # of the long side to the short one; a flat picture of few bytes becomes a giant when its short side is scaled
+MAX_SCANS = 32  # of a progressive JPEG, each of which costs a pass over the whole area; encoders write about 10
+_PLAIN_JPEG_BYTES = 1 << 16  # a face of 112 x 112 pixels has about 5,000; larger ones have their scans counted first
+_MAX_SEGMENTS = 10_000  # of a JPEG; pictures have some dozens
+_MARKER = re.compile(rb"\xff[^\x00\xff]")
+_MARKER_IN_SCAN = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # restart markers belong to the scan
 
 
 def decode_rgb(encoded: bytes | bytearray | memoryview | np.ndarray, max_pixels: int = MAX_PIXELS) -> np.ndarray:
@@ -29,7 +38,7 @@ def decode_rgb(encoded: bytes | bytearray | memoryview | np.ndarray, max_pixels:
             x 65,500.
 
     Raises:
-        ValueError: the bytes are no image that OpenCV decodes, a truncated one, or one too large.
+        ValueError: the bytes are no image that OpenCV decodes, a truncated one, or one beyond the bounds of `check_size`.
     """
     data = np.frombuffer(encoded, dtype=np.uint8)
     if data.size == 0:
@@ -37,8 +46,9 @@ def decode_rgb(encoded: bytes | bytearray | memoryview | np.ndarray, max_pixels:
     size = image_size(data.data)
     if size is None or _is_cut_png(data.data):
         raise ValueError(f"cannot be decoded as an image ({data.size} bytes): truncated, or not JPEG, PNG, BMP or WebP")
-    if size[0] * size[1] > max_pixels:
-        raise ValueError(f"cannot be decoded: an image of {size[1]} x {size[0]} pixels, more than {max_pixels}")
+    check_size(*size, max_pixels)
+    if data[0] == 0xFF:
+        _check_scans(data.data)
     try:
         image = cv2.imdecode(data, _DECODE_FLAGS)
     except cv2.error as error:
@@ -64,19 +74,54 @@ def image_size(data: bytes | memoryview) -> tuple[int, int] | None:
     return None
 
 
-def _jpeg_size(data: bytes | memoryview) -> tuple[int, int] | None:
-    """Return what the first frame header says; like libjpeg, pass over bytes that belong to no segment."""
-    place, end = 2, len(data)
-    while place + 9 <= end:
-        if data[place] != 0xFF or data[place + 1] in (0x00, 0xFF):
-            place += 1
-            continue
-        marker = data[place + 1]
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            return int.from_bytes(data[place + 5 : place + 7], "big"), int.from_bytes(data[place + 7 : place + 9], "big")
+def check_size(height: int, width: int, max_pixels: int) -> None:
+    """Raise ValueError unless an image of this size may be decoded: its area, its sides, and the ratio of its sides."""
+    short, long = sorted((height, width))
+    why = ""
+    if height * width > max_pixels:
+        why = f"more than {max_pixels}"
+    elif long > MAX_SIDE:
+        why = f"more than {MAX_SIDE} a side"
+    elif long > MAX_RATIO * short:
+        why = f"more than {MAX_RATIO} times as long as wide"
+    if why:
+        raise ValueError(f"cannot be decoded: an image of {width} x {height} pixels, {why}")
+
+
+def _jpeg_segments(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
+    """Yield (marker, place) of each segment; like libjpeg, pass over bytes that belong to none."""
+    pattern, place = _MARKER, 2
+    for _ in range(_MAX_SEGMENTS):
+        found = pattern.search(data, place)
+        if found is None or found.start() + 4 > len(data):
+            return
+        place, marker = found.start(), data[found.start() + 1]
+        yield marker, place
+        if marker == 0xD9:  # the end; what follows, as a video does in a phone's picture, is no part of it
+            return
         alone = marker == 0x01 or 0xD0 <= marker <= 0xD8  # markers without a length
         place += 2 if alone else 2 + max(2, int.from_bytes(data[place + 2 : place + 4], "big"))
+        pattern = _MARKER_IN_SCAN if marker == 0xDA else _MARKER
+    raise ValueError(f"cannot be decoded: a JPEG of more than {_MAX_SEGMENTS:,} segments")
+
+
+def _jpeg_size(data: bytes | memoryview) -> tuple[int, int] | None:
+    """Return what the first frame header says."""
+    for marker, place in _jpeg_segments(data):
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            if place + 9 > len(data):
+                return None
+            return int.from_bytes(data[place + 5 : place + 7], "big"), int.from_bytes(data[place + 7 : place + 9], "big")
     return None
+
+
+def _check_scans(data: memoryview) -> None:
+    """Raise ValueError if a JPEG has more scans than encoders write: few bytes each, and a pass over the whole area."""
+    scans = 0
+    for marker, _ in _jpeg_segments(data):
+        scans += marker == 0xDA
+        if scans > MAX_SCANS:
+            raise ValueError(f"cannot be decoded: a progressive JPEG of more than {MAX_SCANS} scans")
 
 
 def _is_cut_png(data: memoryview) -> bool:
@@ -110,7 +155,7 @@ def decode_rgb_into(encoded: bytes | memoryview, out: np.ndarray) -> np.ndarray:
     format, four channels, another size, damage) goes to `decode_rgb`; on all else the two agree to the last bit.
     """
     decoder = _simplejpeg()
-    if decoder is not None and encoded[:2] == b"\xff\xd8":
+    if decoder is not None and encoded[:2] == b"\xff\xd8" and len(encoded) <= _PLAIN_JPEG_BYTES:
         try:
             if decoder.decode_jpeg(encoded, "RGB", buffer=out).shape == out.shape:
                 return out

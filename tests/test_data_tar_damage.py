@@ -1,0 +1,95 @@
+"""Shards of strangers: each damaged one is an error of one line that names it, in a moment and in little memory."""
+
+import io
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_runs import face, tiny_run
+
+import train
+from data.tar_dataset import TarDataset
+
+BLOCK = 512
+
+
+def _member(name: str, data: bytes, kind: bytes = tarfile.REGTYPE) -> bytes:
+    """Return a member as tarfile writes it, header and data."""
+    info = tarfile.TarInfo(name)
+    info.size, info.type = len(data), kind
+    return info.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % BLOCK)
+
+
+def _good(number: int = 0) -> bytes:
+    return _member(f"{number}.jpg", face(0, number)) + _member(f"{number}.cls", b"0")
+
+
+def _header(member: bytes, place: int, field: bytes) -> bytes:
+    """Return a member whose header holds `field` at a place, with the checksum that belongs to it."""
+    header = bytearray(member[:BLOCK])
+    header[place : place + len(field)] = field
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + member[BLOCK:]
+
+
+def _sized(member: bytes, size: int) -> bytes:
+    """Return a member with a size in GNU's binary form, which may be below zero."""
+    return _header(member, 124, (b"\x80" if size >= 0 else b"\xff") + (size % 256**11).to_bytes(11, "big"))
+
+
+def _pax(records: dict[str, str], kind: bytes = tarfile.XHDTYPE) -> bytes:
+    text = b""
+    for key, value in records.items():
+        length = len(key) + len(value) + 3
+        length += len(str(length + len(str(length))))
+        text += f"{length} {key}={value}\n".encode()
+    return _member("pax", text, kind)
+
+
+SPARSE_1_0 = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "a.jpg", "GNU.sparse.realsize": "9"}
+BAD: dict[str, Callable[[], bytes]] = {
+    "negative size": lambda: _good() + _sized(_member("1.jpg", b"x" * 600), -1024),
+    "size of minus its header": lambda: _good() + _sized(_member("1.jpg", b""), -BLOCK),
+    "negative size of a class": lambda: _good() + _sized(_member("1.cls", b"1"), -7000),
+    "giant size": lambda: _good() + _sized(_member("1.jpg", b"x"), 1 << 80),
+    "size beyond the end": lambda: _good() + _sized(_member("1.jpg", b"x"), 1 << 20),
+    "pax size below zero": lambda: _good() + _pax({"size": "-2048"}) + _member("1.jpg", b"x"),
+    "pax size of 4,000 digits": lambda: _good() + _pax({"size": "9" * 4000}) + _member("1.jpg", b"x"),
+    "pax of a giant size": lambda: _good() + _sized(_pax({"path": "a"}), 1 << 34) + _member("1.jpg", b"x"),
+    "pax of a negative size": lambda: _good() + _sized(_pax({"path": "a"}), -4096) + _member("1.jpg", b"x"),
+    "pax global of a negative size": lambda: _sized(_pax({"path": "a"}, tarfile.XGLTYPE), -512) + _good(),
+    "sparse 1.0 with countless parts": lambda: _pax(SPARSE_1_0) + _member("1.jpg", b"9" * 700) + _good(),
+    "sparse 0.1 with a map of words": lambda: _pax({"GNU.sparse.map": "a,b,c", "GNU.sparse.size": "9"}) + _good(),
+    "sparse of old GNU": lambda: _header(_member("1.jpg", b"x", tarfile.GNUTYPE_SPARSE), 482, b"\1") + 3 * bytes(512) + _good(),
+    "3,000 long names": lambda: 3000 * _member("l", b"n" * 200, tarfile.GNUTYPE_LONGNAME) + _good(),
+    "3,000 pax headers": lambda: 3000 * _pax({"path": "a"}) + _good(),
+    "a long name of a negative size": lambda: _sized(_member("l", b"", tarfile.GNUTYPE_LONGNAME), -512) + _good(),
+    "a long name at the end": lambda: _good() + _member("l", b"n" * 200, tarfile.GNUTYPE_LONGNAME),
+    "a wrong checksum": lambda: _good() + b"2" + _good(1)[1:] + _good(2),
+    "half a header": lambda: _good() + _good(1)[:300],
+    "letters in the size": lambda: _good() + _header(_member("1.jpg", b""), 124, b"zzzzzzzzzzz"),
+    "letters in the time": lambda: _good() + _header(_member("1.jpg", b""), 136, b"zzzzzzzzzzz"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(BAD))
+def test_a_damaged_shard_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str):
+    (tmp_path / "bad.tar").write_bytes(BAD[kind]() + bytes(2 * BLOCK))
+    assert train.main([*tiny_run(tmp_path, tmp_path), "data.source=tar", "eval.targets=[]", "--check"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith(f"error: data.path: {tmp_path / 'bad.tar'}: "), said
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_long_names_and_attributes_are_no_damage(tmp_path: Path, form: int):
+    name = "n" * 300 if form != tarfile.USTAR_FORMAT else "n" * 90
+    with tarfile.open(tmp_path / "a.tar", "w", format=form) as tar:
+        for suffix, data in (("jpg", face(0, 0)), ("cls", b"3")):
+            info = tarfile.TarInfo(f"people/{name}.{suffix}")
+            info.size, info.mtime = len(data), 1.5 if form == tarfile.PAX_FORMAT else 1
+            tar.addfile(info, io.BytesIO(data))
+    dataset = TarDataset(tmp_path)
+    assert dataset.labels().tolist() == [3] and bytes(dataset.sample(0)[0]) == face(0, 0)
+    assert dataset.key(0).startswith(f"people/{name}.jpg in ")

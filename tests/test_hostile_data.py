@@ -1,0 +1,143 @@
+"""Data of strangers: what a picture, a link, a pipe or a name may not do to a training or a tool."""
+
+import os
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from pictures import folder_of_people
+from tiny_runs import face, tiny_run, write_dataset
+
+import train
+from data.datasets import FolderDataset
+from eval.pairs import write_bin
+from scripts import folder_to_rec
+from scripts.face_files import list_identities
+from utils.checkpoint import list_checkpoints
+
+
+def _png(height: int, width: int) -> bytes:
+    return cv2.imencode(".png", np.zeros((height, width), np.uint8))[1].tobytes()
+
+
+def _bin_with(path: Path, image: bytes) -> None:
+    """Write a verification set of 20 pairs, one image of which is this one."""
+    same = [bool(pair % 2) for pair in range(20)]
+    images = [face(50 + number, number) for number in range(40)]
+    write_bin(path, [*images[:3], image, *images[4:]], same)
+
+
+def test_a_flat_picture_in_a_verification_set_is_named_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_dataset(tmp_path)
+    _bin_with(tmp_path / "tiny.bin", _png(1, 1_000_000))
+    assert train.main(tiny_run(tmp_path, tmp_path)) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "tiny: image 3: cannot be decoded: an image of 1000000 x 1 pixels, more than 32000 a side" in said
+
+
+def test_a_picture_in_a_verification_set_that_is_not_square_does_not_cost_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write_dataset(tmp_path)
+    _bin_with(tmp_path / "tiny.bin", _png(30, 3000))
+    assert train.main(tiny_run(tmp_path, tmp_path, "train.max_steps=8")) == 1
+    assert "tiny: image 3 must be square, it is 30 x 3000 pixels" in capsys.readouterr().err
+    assert [path.name for path in list_checkpoints(tmp_path / "tiny")][-1] == "step_00000008"
+
+
+def _files_of(dataset: FolderDataset) -> list[str]:
+    return [dataset.key(index).removeprefix(f"{dataset.root}/") for index in range(dataset.num_images)]
+
+
+_LOOPS = {
+    "to itself": [("p0/loop", ".")],
+    "to the set": [("p0/up", "..")],
+    "two": [("p0/a", "."), ("p0/b", ".")],
+    "to the root": [("p0/all", "/")],
+    "to one another": [("p0/x", "../p1"), ("p1/y", "../p0")],
+    "at the top": [("q", "p0"), ("r", ".")],
+}
+
+
+@pytest.mark.parametrize("links", _LOOPS.values(), ids=_LOOPS.keys())
+def test_links_within_a_set_add_no_image_to_it_and_are_named(tmp_path: Path, links: list[tuple[str, str]]):
+    root = folder_of_people(tmp_path / "set", [3, 2]).rename(tmp_path / "people")
+    for person in (0, 1):
+        (root / f"person_{person}").rename(root / f"p{person}")
+    plain = _files_of(FolderDataset(str(root)))
+    assert plain == ["p0/0.jpg", "p0/1.jpg", "p0/2.jpg", "p1/0.jpg", "p1/1.jpg"]
+    for name, target in links:
+        (root / name).symlink_to(target)
+    dataset = FolderDataset(str(root))
+    assert (_files_of(dataset), dataset.classes, dataset.labels().tolist()) == (plain, ["p0", "p1"], [0, 0, 0, 1, 1])
+    (warning,) = dataset.warnings
+    assert f"{len(links)} folder(s) below it were not entered: {min(links)[0]}: a link to " in warning
+    pictures, names, _ = list_identities(root)
+    assert ([picture.name for picture in pictures], names) == (plain, ["p0", "p1"])
+
+
+def test_links_to_other_places_are_followed_once(tmp_path: Path):
+    elsewhere = folder_of_people(tmp_path / "elsewhere", [2, 1])
+    root = folder_of_people(tmp_path / "set", [1])
+    (root / "x").symlink_to(elsewhere / "person_0")
+    (root / "y").symlink_to(elsewhere)  # holds person_0 as well, which is x by now
+    (root / "person_0" / "more.jpg").symlink_to(elsewhere / "person_1" / "0.jpg")
+    (elsewhere / "person_1" / "back").symlink_to(root)
+    dataset = FolderDataset(str(root))
+    assert _files_of(dataset) == ["person_0/0.jpg", "person_0/more.jpg", "x/0.jpg", "x/1.jpg", "y/person_1/0.jpg"]
+    assert dataset.pixels_and_label(1)[1] == 0
+
+
+def test_a_training_says_which_folders_it_did_not_enter(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    root = folder_of_people(tmp_path / "set", [2, 2])
+    (root / "person_0" / "loop").symlink_to(".")
+    assert train.main([*tiny_run(root, tmp_path), "data.source=folder", "eval.targets=[]", "--check"]) == 0
+    said = capsys.readouterr().out
+    assert "4 images, 2 classes" in said and "person_0/loop: a link to " in said
+
+
+def test_folders_in_one_another_without_end_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    root = folder_of_people(tmp_path / "set", [2])
+    deep = root / "person_0" / Path(*40 * ["d"])
+    deep.mkdir(parents=True)
+    assert folder_to_rec.main([str(root), str(tmp_path / "out")]) == 1
+    assert "lies more than 32 folders deep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "folder", "huge"])
+@pytest.mark.parametrize("place", ["list", "listed", "pairs", "paired", "config", "idx", "property", "labels", "tar"])
+def test_only_regular_files_of_a_bounded_size_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, place: str
+):
+    folder_of_people(tmp_path, [4])
+    bad = tmp_path / {"pairs": "bad.csv", "idx": "train.idx", "property": "property", "tar": "bad.tar"}.get(place, "bad.jpg")
+    write_dataset(tmp_path)
+    bad.unlink(missing_ok=True)
+    if what == "pipe":
+        os.mkfifo(bad)
+    elif what == "folder":
+        bad.mkdir()
+    elif what == "device":
+        bad.symlink_to("/dev/zero")
+    else:
+        with open(bad, "wb") as file:
+            file.truncate(1 << 40)
+    listed = tmp_path / "list.txt"
+    listed.write_text("person_0/0.jpg 0\n" + "".join(f"bad.jpg {label}\n" for label in range(12)))
+    (tmp_path / "in.csv").write_text("person_0/0.jpg,bad.jpg,1\n")
+    overrides = {
+        "list": ["data.source=list", f"data.path={bad}", "eval.targets=[]"],
+        "listed": ["data.source=list", f"data.path={listed}", "eval.targets=[]"],
+        "pairs": [f"eval.targets=[{bad}]"],
+        "paired": [f"eval.targets=[{tmp_path / 'in.csv'}]"],
+        "labels": [f"data.sources=[{{path: {tmp_path}}}]", f"data.labels={bad}", "data.path=", f"eval.path={tmp_path}"],
+        "tar": ["data.source=tar", "eval.targets=[]"],
+    }
+    arguments = tiny_run(tmp_path, tmp_path, *overrides.get(place, []))
+    if place == "config":
+        arguments[0] = str(bad)
+    assert train.main(arguments) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and bad.name in said, said

@@ -1,0 +1,202 @@
+"""Files of a user: regular ones of a bounded size, found below a folder by one rule for links, and named in plain text.
+
+A pipe in a list would be waited for without end, and /dev/zero read until memory is full. So whatever a user names is looked
+at before it is opened. All errors are OSError with words for a person in `strerror`, like those of the system.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+MAX_PICTURE = 1 << 28  # bytes of an image file; the largest photograph that is decoded has fewer
+MAX_TEXT = 1 << 32  # bytes of a list; 42 million lines of 60 bytes are 2.5 GB
+MAX_SMALL_TEXT = 1 << 24  # bytes of a configuration, or of another file that people write by hand
+MAX_DEPTH = 32  # folders below the one that is searched
+
+_KINDS = (
+    (stat.S_ISDIR, "is a folder"),
+    (stat.S_ISFIFO, "is a pipe"),
+    (stat.S_ISCHR, "is a device"),
+    (stat.S_ISBLK, "is a device"),
+    (stat.S_ISSOCK, "is a socket"),
+)
+
+
+def check_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> int:
+    """Return the size of a file in bytes, without opening it.
+
+    Args:
+        max_bytes: that it may have; None = any number.
+
+    Raises:
+        OSError: there is none, it is no regular file, or it is larger.
+    """
+    return _check(_stat(path), path, max_bytes)
+
+
+def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_PICTURE) -> bytes:
+    """Return what is in a file.
+
+    Raises:
+        OSError: as for `check_file`, and where it cannot be read.
+    """
+    check_file(path, max_bytes)
+    # it may have become a pipe since: never wait while opening
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    with open(handle, "rb", buffering=0) as file:
+        size = _check(os.fstat(handle), path, max_bytes)
+        data = file.read(size + 1) or b""
+        if 0 < size == len(data):
+            return data
+        parts, total = [data], len(data)  # it grows, or one call gives 2 GB at most; and those of /proc say they have 0 bytes
+        while data and total <= max_bytes:
+            data = file.read(1 << 24) or b""
+            parts.append(data)
+            total += len(data)
+    if total > max_bytes:
+        raise _too_large(path, total, max_bytes)
+    return b"".join(parts)
+
+
+def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_TEXT, encoding: str = "utf-8-sig") -> str:
+    """Return the text of a file, its lines ended by newlines.
+
+    Raises:
+        OSError: as for `read_bytes`.
+        UnicodeDecodeError: it is not in this encoding.
+    """
+    return read_bytes(path, max_bytes).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def shown(path: str | bytes | os.PathLike[str]) -> str:
+    r"""Return a path as messages, logs and reports show it: bytes that are no UTF-8, and control characters, as \xff."""
+    text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+class Found(NamedTuple):
+    """The files below a folder."""
+
+    folders: list[str]  # names of the sub-folders, sorted; hidden ones are left out
+    files: list[str]  # relative to the folder, sorted, each below one of `folders`, or at the top where that was asked for
+    passed: list[str]  # folders that were not entered, with the reason
+
+    def by_folder(self) -> dict[str, list[str]]:
+        """Return for each of `folders` the files below it, as they stand in `files`."""
+        below: dict[str, list[str]] = {name: [] for name in self.folders}
+        for file in self.files:
+            below[file.split(os.sep, 1)[0]].append(file)
+        return {name: sorted(files) for name, files in below.items()}
+
+
+def find_files(folder: str | os.PathLike[str], suffixes: tuple[str, ...], top: bool = False) -> Found:
+    """Return the files below a folder whose names end in `suffixes`, in any case. Hidden folders at the top are left out.
+
+    The rule for links: a link to a file is that file. A link to a folder is followed if it leads to a place that is not
+    in the set yet: real folders come first, then links in the order of their paths. So no file is found by two ways, a link
+    to a folder above, or to another identity, adds nothing, and the search always ends.
+
+    Args:
+        top: also the files that lie in the folder itself.
+
+    Raises:
+        ValueError: folders lie in one another more than MAX_DEPTH deep.
+        OSError: the folder cannot be read.
+    """
+    search = _Search(os.path.realpath(folder), suffixes, top)
+    search.enter("")
+    search.follow_links()
+    folders = {path for path in search.entered if path and os.sep not in path} | search.unreadable
+    return Found(sorted(folders), sorted(search.files), search.passed)
+
+
+class _Search:
+    """What is known while `find_files` looks below `root`; all paths are relative to it."""
+
+    def __init__(self, root: str, suffixes: tuple[str, ...], top: bool) -> None:
+        self.root, self.suffixes, self.top = root, suffixes, top
+        self.files: list[str] = []
+        self.passed: list[str] = []
+        self.entered: list[str] = []
+        self.unreadable: set[str] = set()  # at the top
+        self.links: list[str] = []  # to folders, not yet followed
+        self.seen: set[tuple[int, int]] | None = None  # (device, inode) of the folders entered; None until there is a link
+
+    def enter(self, inside: str) -> None:
+        """Look into a folder and the real folders below it."""
+        waiting = [inside]
+        while waiting:
+            inside = waiting.pop()
+            path = os.path.join(self.root, inside)
+            if inside.count(os.sep) >= MAX_DEPTH:
+                raise ValueError(f"{shown(path)}: lies more than {MAX_DEPTH} folders deep; move it up, or remove it")
+            try:
+                if self.seen is not None and self._is_seen(path):
+                    continue
+                with os.scandir(path) as entries:
+                    listed = list(entries)
+            except OSError as error:
+                if not inside:
+                    raise
+                self.passed.append(f"{shown(inside)}: {error.strerror}")
+                if os.sep not in inside:
+                    self.unreadable.add(inside)
+                continue
+            self.entered.append(inside)
+            for entry in listed:
+                if entry.is_dir():
+                    if inside or entry.name[0] != ".":
+                        (self.links if entry.is_symlink() else waiting).append(os.path.join(inside, entry.name))
+                elif (inside or self.top) and entry.name.lower().endswith(self.suffixes):
+                    self.files.append(os.path.join(inside, entry.name))
+
+    def follow_links(self) -> None:
+        """Enter the folders that links lead to, unless they are, or hold, what was searched before."""
+        if not self.links:
+            return  # and no folder was asked for its inode, which on a network costs as much as the search
+        above = [self.root, *map(str, Path(self.root).parents)]
+        self.seen = {_inode(path) for path in above} | {_inode(os.path.join(self.root, path)) for path in self.entered}
+        while self.links:
+            self.links.sort(reverse=True)
+            link = self.links.pop()
+            path = os.path.join(self.root, link)
+            if _inode(path) in self.seen:
+                self.passed.append(f"{shown(link)}: a link to {shown(os.path.realpath(path))}, which is searched already")
+            else:
+                self.enter(link)
+
+    def _is_seen(self, path: str) -> bool:
+        """Return whether a folder was entered before, and note that now it was."""
+        assert self.seen is not None
+        inode, before = _inode(path), len(self.seen)
+        self.seen.add(inode)
+        return len(self.seen) == before
+
+
+def _inode(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
+
+
+def _check(status: os.stat_result, path: str | os.PathLike[str], max_bytes: int | None) -> int:
+    if not stat.S_ISREG(status.st_mode):
+        kind = next((words for test, words in _KINDS if test(status.st_mode)), "is no file")
+        raise OSError(errno.EINVAL, f"it {kind}, and must be a regular file", os.fspath(path))
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise _too_large(path, status.st_size, max_bytes)
+    return status.st_size
+
+
+def _too_large(path: str | os.PathLike[str], size: int, max_bytes: int) -> OSError:
+    return OSError(errno.EFBIG, f"it has {size:,} bytes, and may have {max_bytes:,} at most", os.fspath(path))
+
+
+def _stat(path: str | os.PathLike[str]) -> os.stat_result:
+    try:
+        return os.stat(path)
+    except ValueError:  # a zero byte
+        raise OSError(errno.EINVAL, "no path may hold a zero byte", shown(path)) from None
