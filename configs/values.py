@@ -4,7 +4,6 @@ YAML alone would decide what `off`, `010`, `001`, `12:30` or `2024-05-01` are be
 schema decides: text keys take a plain word as it was written, number keys take decimal numbers only.
 """
 
-import math
 import re
 from typing import Any, ClassVar
 
@@ -34,12 +33,38 @@ class Loader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError(f"line {node.start_mark.line + 1}: a tag says mapping, but there is none; leave out the tag")
         seen = set()
         for key_node, _ in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ValueError(f"line {line}: a key must be a name, not a list or mapping; put text with [ or {{ in quotes")
             if key_node.value in seen:
-                raise ValueError(f"key {key_node.value!r} stands twice (line {key_node.start_mark.line + 1}); keep one")
+                raise ValueError(f"key {key_node.value!r} stands twice (line {line}); keep one")
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):  # nine levels of them make a billion values
+            raise ValueError(f"line {event.start_mark.line + 1}: *{event.anchor} repeats a value; write the value out")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(text: str, loader: type[yaml.SafeLoader] = Loader) -> Any:
+    """Return what a YAML text says.
+
+    Raises:
+        yaml.YAMLError: it is no YAML.
+        ValueError: it is, but says what no configuration can.
+    """
+    try:
+        return yaml.load(text, loader)
+    except RecursionError:
+        raise ValueError("lists and mappings lie too deep within one another") from None
+    except (TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:  # wrong tags, such as !!int [1]
+        raise ValueError(f"a tag does not fit its value ({type(error).__name__}); leave out the !! tags") from None
 
 
 def is_nothing(value: Any) -> bool:
@@ -88,6 +113,8 @@ def _boolean(value: Any, where: str) -> bool:
 
 
 def _integer(value: Any, where: str) -> int:
+    if isinstance(value, str) and len(value) > 100:
+        raise _refuse(int, f"{value[:20]}... of {len(value)} characters", where)
     if isinstance(value, Plain) and _INTEGER.fullmatch(value):
         return int(value)
     if isinstance(value, int) and not isinstance(value, bool):  # `!!int 5`
@@ -98,7 +125,7 @@ def _integer(value: Any, where: str) -> int:
 def _float(value: Any, where: str) -> float:
     if isinstance(value, Plain) and _NUMBER.fullmatch(value):
         value = float(value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e308:  # false of nan
         return float(value)
     raise _refuse(float, value, where, _without_zeros(value))
 
