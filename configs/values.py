@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import yaml
 
 _YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
+_MOST_ALIASES = 16  # in one text; however they lie within one another, they make few values
 _NOTHING = ("null", "~")
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 _NUMBER = re.compile(r"[-+]?((0|[1-9][0-9_]*)\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?")
@@ -26,6 +27,7 @@ class Plain(str):
 class Loader(yaml.SafeLoader):
     """SafeLoader that leaves plain scalars as they were written, and refuses a key given twice."""
 
+    num_aliases = 0  # so far
     yaml_implicit_resolvers: ClassVar = {"<": [("tag:yaml.org,2002:merge", re.compile("^<<$"))]}  # type: ignore[misc]
     yaml_constructors: ClassVar = {
         **yaml.SafeLoader.yaml_constructors,
@@ -46,9 +48,11 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent):  # nine levels of them make a billion values
-            raise ValueError(f"line {event.start_mark.line + 1}: *{event.anchor} repeats a value; write the value out")
+        if self.check_event(yaml.AliasEvent):  # nine levels of nine make a billion values
+            self.num_aliases += 1
+            if self.num_aliases > _MOST_ALIASES:
+                name = self.peek_event().anchor
+                raise ValueError(f"*{name} is one repetition (*name) too many, {_MOST_ALIASES} may be; write the values out")
         return super().compose_node(parent, index)
 
 

@@ -58,7 +58,7 @@ def test_a_billion_laughs_end_within_seconds(tmp_path: Path):
     (tmp_path / "run.yaml").write_text("\n".join(["eval:", "  targets:", "    - &a [x, x]", *lines]))
     command = [sys.executable, "train.py", str(tmp_path / "run.yaml"), "--print-config"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1 and "*a repeats a value; write the value out" in ended.stderr
+    assert ended.returncode == 1 and "is one repetition (*name) too many" in ended.stderr
 
 
 @pytest.mark.parametrize("name", [*RANGES, *POSITIVE])
