@@ -16,7 +16,7 @@ from utils.files import MAX_SMALL_TEXT, read_text
 from utils.suggest import nearest
 
 from .rules import ENTRIES, check_rules
-from .values import Loader, Plain, is_nothing, shown, typed
+from .values import Loader, Plain, is_nothing, read_yaml, shown, typed
 
 SCHEMA = Path(__file__).with_name("base.yaml")
 
@@ -105,7 +105,7 @@ def _read(path: Path, loader: type[yaml.SafeLoader] = Loader) -> dict[str, Any]:
         hint = f" Did you mean {path.parent / near}?" if near else ""
         raise ValueError(f"config {path}: cannot be read ({reason}).{hint}") from None
     try:
-        tree = yaml.load(text, loader)
+        tree = read_yaml(text, loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
@@ -140,7 +140,7 @@ def _parse_override(override: str) -> dict[str, Any]:
     if not equals or not dotted.strip():
         raise ValueError(f"override {override!r}: must read section.key=value, for example optimizer.lr=0.05")
     try:
-        value = yaml.load(text, Loader)
+        value = read_yaml(text)
     except (yaml.YAMLError, ValueError):
         raise ValueError(f"override {override!r}: the value is not valid YAML; quote it") from None
     if text.strip() != (value or "") and (value is None or isinstance(value, Plain)):

@@ -28,14 +28,14 @@ CHOICES = {
     "eval.metric": ("accuracy", "auc", "eer", "tar@1e-1", "tar@1e-2", "tar@1e-3", "tar@1e-4", "tar@1e-5", "tar@1e-6"),
 }
 
-# key -> (smallest, largest or None); both ends allowed
-RANGES: dict[str, tuple[float, float | None]] = {
+# key -> (smallest, largest); both ends allowed. 2**40 and 1e30 are beyond all use; more would overflow a dtype or a date
+RANGES: dict[str, tuple[float, float]] = {
     "run.seed": (0, 2**62),
     "run.threads": (0, 4096),
-    "data.num_classes": (0, None),
-    "data.num_images": (0, None),
-    "data.block": (1, None),
-    "data.window": (1, None),
+    "data.num_classes": (0, 2**40),
+    "data.num_images": (0, 2**40),
+    "data.block": (1, 2**40),
+    "data.window": (1, 2**40),
     "data.max_bad_fraction": (0, 0.999),
     "data.threads": (1, 256),
     "data.prefetch": (1, 1024),
@@ -57,34 +57,35 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "init.images_per_class": (1, 100_000),
     "head.sample_rate": (0, 1),
     "head.neighbours": (1, 1000),
-    "head.neighbours_every": (1, None),
+    "head.neighbours_every": (1, 2**40),
     "head.interclass_filtering_threshold": (0, 1),
-    "head.lr_factor": (0, None),
-    "head.weight_decay": (-1, None),
-    "head.chunk": (0, None),
-    "head.cache_mb": (0, None),
-    "optimizer.lr": (0, None),
+    "head.lr_factor": (0, 1e30),
+    "head.weight_decay": (-1, 1e30),
+    "head.chunk": (0, 2**40),
+    "head.cache_mb": (0, 2**40),
+    "optimizer.lr": (0, 1e30),
     "optimizer.momentum": (0, 0.9999),
     "optimizer.beta2": (0, 0.999999),
-    "optimizer.weight_decay": (0, None),
-    "optimizer.clip_norm": (0, None),
-    "schedule.power": (0, None),
-    "schedule.warmup_epochs": (0, None),
+    "optimizer.weight_decay": (0, 1e30),
+    "optimizer.clip_norm": (0, 1e30),
+    "schedule.power": (0, 1e6),
+    "schedule.warmup_epochs": (0, 1e6),
     "train.max_steps": (0, 99_999_999),  # as many as the name of a checkpoint tells
-    "train.batch_size": (1, None),
-    "train.accumulation": (1, None),
-    "eval.every": (0, None),
-    "eval.batch_size": (1, None),
-    "checkpoint.every": (0, None),
-    "checkpoint.keep_last": (1, None),
-    "checkpoint.keep_every": (0, None),
-    "checkpoint.keep_best": (0, None),
-    "checkpoint.every_minutes": (0, None),
-    "checkpoint.max_failed_saves": (0, None),
-    "log.every": (1, None),
+    "train.batch_size": (1, 2**31),
+    "train.accumulation": (1, 2**31),
+    "eval.every": (0, 2**40),
+    "eval.batch_size": (1, 2**31),
+    "checkpoint.every": (0, 2**40),
+    "checkpoint.keep_last": (1, 2**40),
+    "checkpoint.keep_every": (0, 2**40),
+    "checkpoint.keep_best": (0, 2**40),
+    "checkpoint.every_minutes": (0, 1e9),
+    "checkpoint.max_failed_saves": (0, 2**40),
+    "log.every": (1, 2**40),
 }
 
-# must be above the bound
+_LARGEST = {"run.timeout_minutes": 1e6, "backbone.width": 1000, "train.epochs": 1e6}
+# must be above 0 and at most _LARGEST, or 1e30
 POSITIVE = ("run.timeout_minutes", "backbone.width", "loss.scale", "head.sample_rate", "optimizer.eps", "train.epochs")
 
 
@@ -100,12 +101,14 @@ def check_rules(tree: dict[str, Any]) -> None:
             hint = did_you_mean(get(name), allowed)
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {get(name)!r}.{hint}")
     for name, (low, high) in RANGES.items():
-        if get(name) < low or (high is not None and get(name) > high):
-            rule = f"at least {low}" if high is None else f"from {low} to {high}"
+        if get(name) < low or get(name) > high:
+            rule = f"at least {low}" if get(name) < low and high >= 2**31 else f"from {low} to {high:g}"
             raise ValueError(f"{name} must be {rule}, got {get(name)}")
     for name in POSITIVE:
         if get(name) <= 0:
             raise ValueError(f"{name} must be above 0, got {get(name)}")
+        if get(name) > _LARGEST.get(name, 1e30):
+            raise ValueError(f"{name} must be at most {_LARGEST.get(name, 1e30):g}, got {get(name)}")
     _check_run_name(tree["run"]["name"])
     _check_across(tree)
 

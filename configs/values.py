@@ -4,13 +4,13 @@ YAML alone would decide what `off`, `010`, `001`, `12:30` or `2024-05-01` are be
 schema decides: text keys take a plain word as it was written, number keys take decimal numbers only.
 """
 
-import math
 import re
 from typing import Any, ClassVar
 
 import yaml
 
 _YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
+_MOST_ALIASES = 16  # in one text; however they lie within one another, they make few values
 _NOTHING = ("null", "~")
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 _NUMBER = re.compile(r"[-+]?((0|[1-9][0-9_]*)\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?")
@@ -27,6 +27,7 @@ class Plain(str):
 class Loader(yaml.SafeLoader):
     """SafeLoader that leaves plain scalars as they were written, and refuses a key given twice."""
 
+    num_aliases = 0  # so far
     yaml_implicit_resolvers: ClassVar = {"<": [("tag:yaml.org,2002:merge", re.compile("^<<$"))]}  # type: ignore[misc]
     yaml_constructors: ClassVar = {
         **yaml.SafeLoader.yaml_constructors,
@@ -34,12 +35,40 @@ class Loader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError(f"line {node.start_mark.line + 1}: a tag says mapping, but there is none; leave out the tag")
         seen = set()
         for key_node, _ in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ValueError(f"line {line}: a key must be a name, not a list or mapping; put text with [ or {{ in quotes")
             if key_node.value in seen:
-                raise ValueError(f"key {key_node.value!r} stands twice (line {key_node.start_mark.line + 1}); keep one")
+                raise ValueError(f"key {key_node.value!r} stands twice (line {line}); keep one")
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):  # nine levels of nine make a billion values
+            self.num_aliases += 1
+            if self.num_aliases > _MOST_ALIASES:
+                name = self.peek_event().anchor
+                raise ValueError(f"*{name} is one repetition (*name) too many, {_MOST_ALIASES} may be; write the values out")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(text: str, loader: type[yaml.SafeLoader] = Loader) -> Any:
+    """Return what a YAML text says.
+
+    Raises:
+        yaml.YAMLError: it is no YAML.
+        ValueError: it is, but says what no configuration can.
+    """
+    try:
+        return yaml.load(text, loader)
+    except RecursionError:
+        raise ValueError("lists and mappings lie too deep within one another") from None
+    except (TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:  # wrong tags, such as !!int [1]
+        raise ValueError(f"a tag does not fit its value ({type(error).__name__}); leave out the !! tags") from None
 
 
 def is_nothing(value: Any) -> bool:
@@ -88,6 +117,8 @@ def _boolean(value: Any, where: str) -> bool:
 
 
 def _integer(value: Any, where: str) -> int:
+    if isinstance(value, str) and len(value) > 100:
+        raise _refuse(int, f"{value[:20]}... of {len(value)} characters", where)
     if isinstance(value, Plain) and _INTEGER.fullmatch(value):
         return int(value)
     if isinstance(value, int) and not isinstance(value, bool):  # `!!int 5`
@@ -98,7 +129,7 @@ def _integer(value: Any, where: str) -> int:
 def _float(value: Any, where: str) -> float:
     if isinstance(value, Plain) and _NUMBER.fullmatch(value):
         value = float(value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e308:  # false of nan
         return float(value)
     raise _refuse(float, value, where, _without_zeros(value))
 

@@ -1,0 +1,72 @@
+"""Configurations that attack: each ends quickly in one line that says what is wrong."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_runs import ROOT
+
+import train
+from configs.rules import POSITIVE, RANGES
+
+TEXTS = {
+    "a list as a key": "train: {[1, 2]: 3}",
+    "a mapping as a key": "train: {{a: 1}: 3}",
+    "a list as a section": "? [1, 2]\n: 3",
+    "tag map on a list": "train: !!map [1]",
+    "tag map on text": "train: !!map x",
+    "tag int on text": "train: {batch_size: !!int x}",
+    "tag int on a list": "train: {batch_size: !!int [1]}",
+    "tag float on text": "train: {epochs: !!float x}",
+    "tag bool on text": "train: {batch_size: !!bool x}",
+    "tag timestamp on text": "train: {batch_size: !!timestamp x}",
+    "tag binary on text": "run: {name: !!binary é}",
+    "tag set on a list": "train: !!set [1]",
+    "tag omap on text": "train: !!omap x",
+    "tag pairs on text": "train: !!pairs x",
+    "tag of a program": "run: {name: !!python/object/apply:os.system [ls]}",
+    "deep lists": "train: " + "[" * 1500 + "]" * 1500,
+    "deep mappings": "train: " + "{a: " * 1500 + "1" + "}" * 1500,
+    "400 digits": f"train: {{batch_size: {'9' * 400}}}",
+    "5000 digits": f"train: {{batch_size: {'9' * 5000}}}",
+    "tagged 5000 digits": f"train: {{batch_size: !!int {'9' * 5000}}}",
+    "400 digits as a rate": f"optimizer: {{lr: {'9' * 400}}}",
+    "tagged digits as a rate": f"optimizer: {{lr: !!int {'9' * 400}}}",
+    "leading zero": "train: {batch_size: 010}",
+    "a merge of text": "train: {<<: x}",
+    "a circle": "train: &a {batch_size: *a}",
+    "laughs under a key": "eval: {targets: [&a [x], &b [*a, *a, *a], &c [*b, *b, *b]]}",
+}
+
+
+def _only_line(capsys: pytest.CaptureFixture[str]) -> str:
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and len(said) < 1000, said[:2000]
+    return said
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_hostile_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str):
+    (tmp_path / "run.yaml").write_text(TEXTS[name], encoding="utf-8")
+    assert train.main([str(tmp_path / "run.yaml"), "--print-config"]) == 1
+    _only_line(capsys)
+
+
+def test_a_billion_laughs_end_within_seconds(tmp_path: Path):
+    lines = [f"    - &{new} [{', '.join(['*' + old] * 9)}]" for old, new in zip("abcdefgh", "bcdefghi", strict=True)]
+    (tmp_path / "run.yaml").write_text("\n".join(["eval:", "  targets:", "    - &a [x, x]", *lines]))
+    command = [sys.executable, "train.py", str(tmp_path / "run.yaml"), "--print-config"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "is one repetition (*name) too many" in ended.stderr
+
+
+@pytest.mark.parametrize("name", [*RANGES, *POSITIVE])
+@pytest.mark.parametrize("value", ["1e308", str(10**21), "9" * 400])
+def test_a_number_beyond_all_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: str):
+    (tmp_path / "run.yaml").write_text("")
+    # what 10**21 is small enough for is no overflow later: the keys that take numbers up to 1e30
+    fits = value == str(10**21) and (RANGES.get(name, (0, 0))[1] >= 1e30 or name in ("loss.scale", "optimizer.eps"))
+    assert train.main([str(tmp_path / "run.yaml"), f"{name}={value}", "--print-config"]) == (0 if fits else 1)
+    if not fits:
+        assert name in _only_line(capsys)
