@@ -46,7 +46,7 @@ def test_a_rank_with_other_options_or_weights_is_named(files: Path, tmp_path: Pa
     program = tmp_path / "start.py"
     text = _START.format(root=str(ROOT), own=own if isinstance(own, list) else [])
     if own == "other":
-        text = text.replace("sys.argv[1:], *own", 'sys.argv[1].replace("@", os.environ["RANK"]), *sys.argv[2:]')
+        text = text.replace("*sys.argv[1:], *own", 'sys.argv[1].replace("@", os.environ["RANK"]), *sys.argv[2:]')
     program.write_text(text)
     for rank, source in enumerate((files, files / "other")):
         (tmp_path / f"{rank}.safetensors").symlink_to(source / "weights.safetensors")

@@ -60,7 +60,7 @@ def _disagree(rank: int, world_size: int, dataset: str, output: str) -> None:
     for name, value in (("RANK", rank), ("WORLD_SIZE", world_size), ("LOCAL_RANK", rank)):
         os.environ[name] = str(value)
     (Path(output) / str(rank)).mkdir()
-    config, *rest = tiny_run(Path(dataset), Path(output) / str(rank), "train.batch_size=12", "run.name=tiny")
+    config, *rest = tiny_run(Path(dataset), Path(output) / str(rank), f"run.output={output}", "train.batch_size=12")
     for setting, other in _SETTINGS.items():
         key, _, value = setting.partition("=")
         words = f"^the processes disagree: {key} is {other} on rank 0-1, {re.escape(value)} on rank 2. Fix: "
