@@ -1,7 +1,9 @@
 """What opening a large set found out, kept in a file that all processes of a machine map: a dataset is parsed once.
 
-    file = "faceindex" and version, length of the JSON u64, JSON, arrays at multiples of 64 bytes; little-endian
+    file = "faceindex" and version, xxh3_128 of all that follows, length of the JSON u64, JSON, arrays at multiples of 64 bytes;
+           little-endian
 
+The checksum is verified at each opening, which reads the file once: labels that changed would be trained on in silence.
 The JSON holds the size and the modification time of each source file, so a set that changed is parsed again. The arrays are
 memory maps: processes that open the same cache share its pages, and only pages that are used take memory.
 """
@@ -12,11 +14,14 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+import xxhash
 
-_MAGIC = b"faceindex 1\n"
+_MAGIC = b"faceindex 2\n"
+_DIGEST = 16  # bytes
+_BLOCK = 1 << 24  # bytes hashed at once
 _ALIGN = 64
 _MAX_JSON = 1 << 24
 
@@ -38,26 +43,56 @@ def cache_path(folder: Path, source: Path) -> Path:
     return folder / f"{source.resolve().parent.name}-{place}.index"
 
 
+class DamagedCacheError(ValueError):
+    """A cache of this stamp whose bytes are not those that were written."""
+
+
 def read_cache(path: Path, wanted: Facts, names: Sequence[str]) -> tuple[Facts, Arrays] | None:
-    """Return (facts, arrays) of a cache with this stamp and these arrays, or None: none, out of date, or damaged."""
+    """Return (facts, arrays) of a cache with this stamp and these arrays, or None: there is none, or it is out of date.
+
+    Raises:
+        DamagedCacheError: there is one, but it is damaged.
+    """
     try:
+        if not path.is_file():
+            return None
         size = path.stat().st_size
         with open(path, "rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 return None
+            digest = file.read(_DIGEST)
             length = int.from_bytes(file.read(8), "little")
             if length > min(_MAX_JSON, size):
-                return None
+                raise DamagedCacheError(_damaged(path))
             header = json.loads(file.read(length))
-            if header["stamp"] != wanted or header["size"] != size or list(header["arrays"]) != list(names):
+            if header["stamp"] != wanted or list(header["arrays"]) != list(names):
                 return None
+            if header["size"] != size or _digest_from(file, len(_MAGIC) + _DIGEST) != digest:
+                raise DamagedCacheError(_damaged(path))
             arrays: Arrays = {}
             for name, (kind, count, begin) in header["arrays"].items():
                 mapped = np.memmap(file, dtype=kind, mode="r", offset=begin, shape=(count,))
                 arrays[name] = mapped.view(np.ndarray)  # the subclass takes several times as long for one entry
             return header["facts"], arrays
-    except (OSError, ValueError, KeyError, TypeError):
+    except DamagedCacheError:
+        raise
+    except OSError:
         return None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise DamagedCacheError(_damaged(path)) from None
+
+
+def _damaged(path: Path) -> str:
+    return f"{path}: the index kept here is damaged; it is made anew from the set"
+
+
+def _digest_from(file: BinaryIO, begin: int) -> bytes:
+    """Return the hash of a file from a byte on, through a buffer: a map would leave all of it in the memory of the process."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK))
+    file.seek(begin)
+    while count := file.readinto(buffer):  # type: ignore[attr-defined]
+        digest.update(buffer[:count])
+    return digest.digest()
 
 
 def write_cache(path: Path, wanted: Facts, facts: Facts, arrays: Mapping[str, np.ndarray]) -> None:
@@ -73,12 +108,15 @@ def write_cache(path: Path, wanted: Facts, facts: Facts, arrays: Mapping[str, np
         f".{path.name}.{secrets.token_hex(8)}"
     )  # processes may write at once; mkstemp would make it 0600
     try:
-        with open(unfinished, "xb") as file:
-            file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
+        with open(unfinished, "x+b") as file:
+            file.write(_MAGIC + bytes(_DIGEST) + len(header).to_bytes(8, "little") + header)
             for name, values in arrays.items():
                 file.seek(table[name][2])
                 values.tofile(file)
             file.truncate(begin)
+            digest = _digest_from(file, len(_MAGIC) + _DIGEST)
+            file.seek(len(_MAGIC))
+            file.write(digest)
         os.replace(unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
@@ -89,7 +127,7 @@ def _first_array(wanted: Facts, facts: Facts, arrays: Mapping[str, np.ndarray]) 
     """Return where the arrays may begin: behind a header with the widest numbers that it can hold."""
     widest = {name: [values.dtype.str, 1 << 62, 1 << 62] for name, values in arrays.items()}
     header = json.dumps({"stamp": wanted, "facts": facts, "arrays": widest, "size": 1 << 62}).encode()
-    return _aligned(len(_MAGIC) + 8 + len(header))
+    return _aligned(len(_MAGIC) + _DIGEST + 8 + len(header))
 
 
 def _aligned(offset: int) -> int:

@@ -9,6 +9,7 @@ Labels are float32, exact below 2^24, and so are a and b: in a larger set they a
 rest by what the records hold; a small set's header must then agree. Shapes: n = records, N = images.
 """
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from utils.files import MAX_SMALL_TEXT, read_bytes
 
 from .base import FaceDataset
-from .index_cache import cache_path, read_cache, stamp, write_cache
+from .index_cache import DamagedCacheError, cache_path, read_cache, stamp, write_cache
 from .record_file import RecordFile
 from .recordio import Headers, IndexedRecordFile, is_ascending, unpack
 
@@ -107,7 +108,7 @@ class RecordDataset(FaceDataset):
         # beyond: a large image, a gap of other records, or one record of two keys
         whole = 0 < length <= _MAX_SPAN
         try:
-            record = self._file.read_span(begin, length) if whole else self._file.read_at(begin)
+            record = self._file.read_span(begin, length) if whole else self._file.read_parts(begin)
         except ValueError as error:
             raise ValueError(f"record {self._keys[index]} of {error}") from None
         try:
@@ -122,18 +123,25 @@ def _open_index(rec_path: Path, cache: Path | None) -> tuple[SetIndex, tuple[str
         return _index_set(rec_path), ()
     wanted = stamp([rec_path, rec_path.with_suffix(".idx"), rec_path.with_name("property")])
     path = cache_path(cache, rec_path)
-    found = read_cache(path, wanted, _ARRAYS)
-    if found is not None:
-        return SetIndex(**found[1], facts=found[0]), ()
+    warnings: tuple[str, ...] = ()
+    try:
+        found = read_cache(path, wanted, _ARRAYS)
+        if found is not None:
+            return SetIndex(**found[1], facts=found[0]), ()
+    except DamagedCacheError as error:
+        warnings = (str(error),)
     index = _index_set(rec_path)
     try:
         write_cache(path, wanted, index.facts, {name: getattr(index, name) for name in _ARRAYS})
     except OSError as error:
         return index, (
+            *warnings,
             f"{cache}: the index of {rec_path} cannot be kept here: {error.strerror}; it is made anew at each start",
         )
-    found = read_cache(path, wanted, _ARRAYS)  # from now on the pages are those that other processes map, too
-    return index if found is None else SetIndex(**found[1], facts=found[0]), ()
+    found = None
+    with contextlib.suppress(DamagedCacheError):  # another process may write it at this moment
+        found = read_cache(path, wanted, _ARRAYS)  # from now on the pages are those that other processes map, too
+    return index if found is None else SetIndex(**found[1], facts=found[0]), warnings
 
 
 def _index_set(rec_path: Path) -> SetIndex:

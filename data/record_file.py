@@ -113,6 +113,22 @@ class RecordFile:
             )
         return self._record(memoryview(data), offset, offset)[0]
 
+    def read_parts(self, offset: int) -> bytes | memoryview:
+        """Return the record that starts at byte `offset` and is of unknown length, read as `read_span` reads."""
+        end, length = offset, 0
+        while True:
+            try:
+                header = os.pread(self._open().fileno(), _PART.size, end)
+            except OSError as error:
+                raise ValueError(f"{self.path}: byte {end}: cannot be read: {error.strerror}") from None
+            if len(header) < _PART.size:
+                raise ValueError(f"{self.path}: byte {end}: the file ends here; it had {self.size} bytes when opened")
+            magic, word = _PART.unpack(header)
+            size = _PART.size + ((word & MAX_LENGTH) + 3 & ~3)
+            end, length = end + size, length + size
+            if magic != MAGIC or word >> 29 not in (1, 2) or length > MAX_LENGTH or end >= self.size:
+                return self.read_span(offset, min(length, self.size - offset))  # which says what is wrong, if anything is
+
     def _open(self) -> FileIO:
         file = self._handles.get("file")
         if file is None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from utils.files import check_file
+from utils.files import MAX_TEXT, check_file
 
 _BLOCK = 1 << 19  # bytes parsed at once, so that all intermediate numbers stay in the cache of the processor
 _DIGITS = b"0123456789\t\n"  # a block of these alone can be parsed without looking at its lines one by one
@@ -25,7 +25,7 @@ def read_index(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
         ValueError: no such file, no line in it, or a line that is not `key TAB offset`; the message names the line.
     """
     try:
-        check_file(path)
+        check_file(path, MAX_TEXT)
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             keys, offsets = (np.empty(0, dtype=np.int64) for _ in range(2))

@@ -51,7 +51,9 @@ class RecordSetWriter:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._records = RecordWriter(self.folder / "train.rec", self.folder / "train.idx")
-            self._list = open(self.folder / "train.lst.unfinished", "w", encoding="utf-8", newline="\n")  # noqa: SIM115
+            self._list = open(  # noqa: SIM115
+                self.folder / "train.lst.unfinished", "w", encoding="utf-8", errors="surrogateescape", newline="\n"
+            )
         except OSError as error:
             raise ValueError(f"{self.folder}: cannot be written: {error.strerror}") from None
 

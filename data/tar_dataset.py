@@ -17,7 +17,7 @@ from tqdm import tqdm
 from utils.files import check_file, shown
 
 from .base import FaceDataset
-from .index_cache import cache_path, read_cache, stamp, write_cache
+from .index_cache import DamagedCacheError, cache_path, read_cache, stamp, write_cache
 
 _SUFFIXES = ("jpg", "jpeg", "png", "bmp", "webp")
 _MAX_EXTENSION = 1 << 20  # bytes of a long name or of extended attributes
@@ -46,14 +46,17 @@ class TarDataset(FaceDataset):
         if cache is None:
             return _index_shards(self.files)
         wanted, path = stamp(self.files), cache_path(cache, self.files[0])
-        found = read_cache(path, wanted, _ARRAYS)
-        if found is not None:
-            return found[1]
+        try:
+            found = read_cache(path, wanted, _ARRAYS)
+            if found is not None:
+                return found[1]
+        except DamagedCacheError as error:
+            self.warnings = (str(error),)
         arrays = _index_shards(self.files)
         try:
             write_cache(path, wanted, {}, arrays)
         except OSError as error:
-            self.warnings = (
+            self.warnings += (
                 f"{cache}: the index of {self.path} cannot be kept here: {error.strerror}; it is made anew at each start",
             )
         return arrays
@@ -177,9 +180,7 @@ def _samples_of(path: Path) -> list[tuple[str, int, int, int]]:
                 sample = f"{folder}/{stem}"
                 if suffix.lower() in _SUFFIXES:
                     if sample in images:
-                        raise ValueError(
-                            f"{path}: {shown(member.name)}: a second image of this name; images are told apart by name"
-                        )
+                        raise ValueError(f"{path}: {shown(member.name)}: a second image of this name; give each its own")
                     images[sample] = (member.name, member.offset_data, member.size)
                 elif suffix == "cls":
                     extracted = tar.extractfile(member) if member.size <= 32 else None

@@ -83,7 +83,7 @@ def _integers(path: Path) -> np.ndarray:
     blocks = []
     lines = 0
     try:
-        check_file(path)
+        check_file(path, MAX_TEXT)
         with open(path, "rb") as file:
             while block := file.read(_BLOCK):
                 block += file.readline()

@@ -175,12 +175,12 @@ def _path(compiler: list[str], flags: list[str]) -> Path:
     macros = ask([*compiler, *flags, "-dM", "-E", "-x", "c", os.devnull]).stdout
     parts = (_SOURCE.read_text(), " ".join(compiler), version, " ".join(flags), macros, _processor())
     name = f"cpu_kernels_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.so"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "face_head"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "face_head"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid() or not os.access(folder, os.W_OK):
             raise PermissionError(f"{folder} is somebody else's")  # what is loaded from there would run as this user
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: there is no HOME, and this user has no name
         folder = Path(_private_folder())
     return folder / name
 

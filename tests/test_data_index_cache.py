@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from pictures import jpeg, picture
 
+import train
 from data import record_dataset
 from data.index_cache import cache_path, read_cache, write_cache
 from data.record_dataset import RecordDataset
@@ -85,6 +86,21 @@ def test_any_damage_of_the_cache_means_parsing_again(tmp_path: Path, parsed: lis
         path.write_bytes(damaged)
         assert _everything(RecordDataset(folder, cache)) == expected
         assert len(parsed) == number and path.read_bytes() == good
+
+
+@pytest.mark.parametrize("place", [60, -70])  # in the JSON, and in the arrays
+def test_a_changed_byte_of_the_cache_is_found_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], place: int) -> None:
+    folder, cache = _make(tmp_path / "set", [0, 1, 1]), tmp_path / "runs" / "index_cache"
+    expected = _everything(RecordDataset(folder, cache))
+    path = cache_path(cache, folder / "train.rec")
+    good = path.read_bytes()
+    path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+    arguments = ["configs/ms1mv2_r50.yaml", f"data.path={folder}", f"run.output={tmp_path / 'runs'}", "eval.targets=[]"]
+    assert train.main([*arguments, "data.num_classes=0", "data.num_images=0", "train.batch_size=2", "--check"]) == 0
+    assert f"{path}: the index kept here is damaged; it is made anew from the set" in capsys.readouterr().out
+    assert path.read_bytes() == good
+    again = RecordDataset(folder, cache)
+    assert _everything(again) == expected and not again.warnings
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tiny_runs import face, tiny_run, write_dataset
 import train
 from data.datasets import FolderDataset
 from eval.pairs import write_bin
-from scripts import folder_to_rec
+from scripts import folder_to_rec, inspect_data
 from scripts.face_files import list_identities
 from utils.checkpoint import list_checkpoints
 
@@ -141,3 +141,16 @@ def test_only_regular_files_of_a_bounded_size_are_read(
     assert train.main(arguments) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and bad.name in said, said
+
+
+def test_names_that_are_no_utf8_are_skipped_by_the_rule_and_named_in_plain_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    root = folder_of_people(tmp_path / "set", [8, 8])
+    (root / "person_0" / os.fsdecode(b"bad\xff\x1b[2J.jpg")).write_bytes(b"no image")
+    overrides = ["data.source=folder", "data.on_bad_record=skip", "data.max_bad_fraction=0.2", "eval.targets=[]"]
+    assert train.main([*tiny_run(root, tmp_path), *overrides, "train.max_steps=3"]) == 0
+    named = "bad\\xff\\x1b[2J.jpg: cannot be decoded"
+    assert named in capsys.readouterr().out and named in (tmp_path / "tiny" / "train.log").read_text()
+    assert inspect_data.main([str(root), "--out", str(tmp_path / "report")]) in (0, 1)
+    assert "bad\\xff" in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")

@@ -1,4 +1,8 @@
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,3 +83,17 @@ def test_a_broken_environment_is_an_error_that_names_the_variable(monkeypatch: p
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(ValueError, match="environment variable RANK must be a whole number, got 'first'"):
         start("cpu")
+
+
+def test_a_rank_without_a_world_size_is_said_in_one_line(tmp_path: Path):
+    arguments = ["configs/demo_cpu.yaml", f"run.output={tmp_path}", "run.device=cpu"]
+    environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | {"RANK": "3"}
+    ended = subprocess.run(
+        [sys.executable, "train.py", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    assert "RANK must be below WORLD_SIZE, got RANK=3 and WORLD_SIZE=not set" in ended.stderr

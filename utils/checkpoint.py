@@ -113,9 +113,13 @@ def remove_unfinished(run_folder: Path) -> list[str]:
     """Delete what saves that were killed left behind; return a line about each. Only for who holds the run folder's lock."""
     lines = []
     for leftover in sorted((run_folder / "checkpoints").glob(".step_*")):
+        try:
+            shutil.rmtree(leftover)
+        except OSError as error:  # another user's: it is in nobody's way but for its room, and that of a save at its step
+            lines.append(f"checkpoint: the leftover {leftover} cannot be deleted: {error.strerror}; delete it by hand")
+            continue
         if leftover.suffix == ".partial":
             lines.append(f"checkpoint {leftover.name[1:-8]} was not finished when the run ended; removed what there was of it")
-        shutil.rmtree(leftover)
     return lines
 
 

@@ -55,6 +55,11 @@ def start(device: str, threads: int = 0, timeout_minutes: float = 30.0, setting:
     """
     follow_parent()
     rank, world_size = _from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1)
+    if rank >= world_size:
+        raise ValueError(
+            f"environment variable RANK must be below WORLD_SIZE, got RANK={rank} and WORLD_SIZE="
+            f"{os.environ.get('WORLD_SIZE') or 'not set'}; unset RANK, or start with torchrun, which sets both"
+        )
     local_rank, local_world_size = _from_environment("LOCAL_RANK", 0), _from_environment("LOCAL_WORLD_SIZE", world_size)
     chosen = choose_device(device, local_rank, setting)
     if threads or world_size > 1:  # torchrun sets OMP_NUM_THREADS=1, which would leave most cores idle

@@ -61,7 +61,7 @@ class RunLog:
             return
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only rank 0 needs it
 
-        self.file = (folder / "train.log").open("a", encoding="utf-8", buffering=1)
+        self.file = (folder / "train.log").open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
         with self.tolerant("metrics.jsonl, to remove what is trained again,"):
             _keep_steps(folder / "metrics.jsonl", start_step)
         self.metrics_file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)

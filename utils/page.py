@@ -75,7 +75,7 @@ class Page:
             links = (f'<li><a href="#section-{n}">{html.escape(h)}</a></li>' for n, h in enumerate(self._headings, 1))
             self._parts[self._contents] = f"<nav><ul>{''.join(links)}</ul></nav>"
         unfinished = path.with_name(f"{path.name}.unfinished")
-        unfinished.write_text(text + "\n".join(self._parts) + "\n</body></html>\n", encoding="utf-8")
+        unfinished.write_text(text + "\n".join(self._parts) + "\n</body></html>\n", encoding="utf-8", errors="backslashreplace")
         unfinished.replace(path)
 
 

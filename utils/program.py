@@ -1,5 +1,6 @@
 """What the programs share: one-line errors with an exit status, and signals that ask a run to stop."""
 
+import io
 import os
 import signal
 import sys
@@ -86,6 +87,9 @@ def guarded(run: Callable[[], None]) -> int:
     rank = os.environ.get("RANK", "0")
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     status = 1
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that this terminal cannot show must not end the program
+            stream.reconfigure(errors="backslashreplace")
     try:
         run()
         distributed.stop()

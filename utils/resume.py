@@ -192,7 +192,11 @@ def _began_with(checkpoint: Path, resume: str) -> bool:
 
 
 def _put_aside(checkpoint: Path, news: list[str]) -> None:
-    aside = checkpoint.rename(checkpoint.with_name(f"damaged_{checkpoint.name}_{time.strftime('%Y%m%d_%H%M%S')}"))
+    try:
+        aside = checkpoint.rename(checkpoint.with_name(f"damaged_{checkpoint.name}_{time.strftime('%Y%m%d_%H%M%S')}"))
+    except OSError as error:
+        news.append(f"checkpoint {checkpoint} is damaged and cannot be put aside: {error.strerror}; move it away by hand")
+        return
     news.append(f"checkpoint {checkpoint.name} is damaged and was put aside as {aside}")
 
 

@@ -35,8 +35,11 @@ def prune(run_folder: Path, keep_last: int, keep_every: int = 0, keep_best: int 
         if path not in kept:
             # out of sight first: a kill in the middle must not leave half a checkpoint under a final name
             hidden = path.with_name(f".{path.name}.deleted")
-            os.rename(path, hidden)
-            shutil.rmtree(hidden)
+            try:
+                os.rename(path, hidden)
+                shutil.rmtree(hidden)
+            except OSError as error:
+                lines.append(f"checkpoint: the old {path} cannot be deleted: {error.strerror}; delete it by hand")
     return lines
 
 
