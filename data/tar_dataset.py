@@ -145,10 +145,10 @@ class _Member(tarfile.TarInfo):
                     raise _DamagedHeaderError(f"byte {begin}: a sparse file, which no image is")
             file.seek(begin)
             return super().fromtarfile(tar)
-        except tarfile.EOFHeaderError:  # the zeros at the end
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # the zeros at the end
             raise
         except tarfile.HeaderError as error:
-            if begin == 0 or isinstance(error, tarfile.EmptyHeaderError):
+            if begin == 0 or isinstance(error, tarfile.EmptyHeaderError):  # type: ignore[attr-defined]
                 raise
             raise _DamagedHeaderError(f"byte {begin}: a damaged header: {error}") from None
         except ValueError as error:  # a number of tarfile's own parsing
