@@ -217,9 +217,9 @@ def test_check_opens_data_and_sets_and_trains_nothing(tmp_path: Path, capsys: py
     (tmp_path / "run.yaml").write_text("train: {batch_size: 2}\n")
     assert train.main([str(tmp_path / "run.yaml"), *made, "--check"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
-    for override, said in [("eval.targets=[lfw]", "eval.path"), ("data.source=recordio", "data.path"), ("train.lr=1", "no key")]:
+    for change, said in [("eval.targets=[lfw]", "eval.path"), ("data.source=recordio", "data.path"), ("train.lr=1", "no key")]:
         capsys.readouterr()
-        assert train.main([str(tmp_path / "run.yaml"), *made, override, "--check"]) == 1
+        assert train.main([str(tmp_path / "run.yaml"), *made, change, "--check"]) == 1
         err = capsys.readouterr().err
         assert err.startswith("error: ") and said in err and err.count("\n") == 1
 
