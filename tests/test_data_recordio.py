@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import shutil
 import struct
+import subprocess
 import sys
 import threading
 import tracemalloc
@@ -19,6 +20,7 @@ import pytest
 from data import recordio
 from data.recordio import MAGIC, IndexedRecordFile, RecordFile, RecordWriter, pack, unpack
 
+ROOT = Path(__file__).parents[1]
 FIXTURES = Path(__file__).parent / "fixtures"
 SETS = sorted(path.name for path in (FIXTURES / "rec").iterdir())
 CORRUPT = json.loads((FIXTURES / "corrupt" / "expected.json").read_text())
@@ -319,3 +321,16 @@ def test_threads_that_read_a_file_first_at_the_same_time_share_one_handle(tmp_pa
                 assert {job.result() for job in [pool.submit(read) for _ in range(8)]} == {b"record"}
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_a_set_cut_short_while_it_is_open_is_an_error_and_no_signal(tmp_path: Path):
+    """A gap above 1 MiB between two images: the record's length is looked up first. Through a map, that would be SIGBUS."""
+    with RecordWriter(tmp_path / "train.rec", tmp_path / "train.idx") as writer:
+        for key, size in enumerate((100, 3 << 20, 100)):
+            writer.write(key, pack(0.0, key, 0, b"\xff" * size))
+    program = "import os, sys\nfrom data.record_dataset import RecordDataset\n"
+    program += "dataset = RecordDataset(sys.argv[1])\nos.truncate(sys.argv[1] + '/train.rec', 4096)\n"
+    program += "try:\n    dataset.sample(1)\nexcept ValueError as error:\n    print(error)"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert "train.rec" in done.stdout and "the file ends here" in done.stdout

@@ -162,3 +162,18 @@ def instruction_sets() -> set[str]:
 def test_a_cache_folder_that_cannot_be_made_is_replaced(tmp_path: Path):
     (tmp_path / "file").write_text("")
     assert _probe(tmp_path / "file") == "True"
+
+
+def test_a_user_without_home_and_name_gets_the_kernels_as_well(tmp_path: Path):
+    """As a container's user that is a number: Path.home() raises RuntimeError."""
+    program = "import pathlib\n"
+    program += "def home(): raise RuntimeError('Could not determine home directory.')\n"
+    program += "pathlib.Path.home = staticmethod(home)\n"
+    program += "import torch\nfrom partial_fc.kernels import choose_kernels\n"
+    program += "print(choose_kernels('auto', torch.device('cpu'), 64))"
+    environment = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CACHE_HOME")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.stdout.strip() == choose_kernels("auto", torch.device("cpu"), 64)

@@ -376,6 +376,25 @@ def test_the_newest_checkpoint_is_damaged(dataset: Path, tmp_path: Path, capsys:
     assert "no checkpoint of" in capsys.readouterr().err
 
 
+def test_a_leftover_that_cannot_be_deleted_is_a_warning(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    leftover = tmp_path / "tiny" / "checkpoints" / ".step_00000003.partial"
+    leftover.mkdir(parents=True)
+    whole = shutil.rmtree
+
+    def refuse(path: Path, *arguments: object, **options: object) -> None:
+        if Path(path) == leftover:
+            raise PermissionError(1, "Operation not permitted", str(path))
+        whole(path, *arguments, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    assert train.main(tiny_run(dataset, tmp_path, "eval.targets=[]", "train.max_steps=2")) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "cannot be deleted" in line]
+    assert line.startswith("WARNING: ") and str(leftover) in line and "delete it by hand" in line
+    assert _whole_steps(tmp_path / "tiny") == [2]
+
+
 def test_a_checkpoint_that_lost_its_manifest_is_put_aside(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """It would take the name of the one that is to be saved at its step, for ever."""
     overrides = ["eval.targets=[]", "train.max_steps=6"]
