@@ -84,6 +84,8 @@ def _is_orphan() -> bool:
         above = _executable(pid)
         if above == own or os.path.basename(above).startswith("python"):
             return False
+        if not above and pid > 1:
+            return False  # not to be seen, as where /proc hides processes: it may be torchrun
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
