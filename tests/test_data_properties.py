@@ -75,7 +75,8 @@ def test_sets_come_back_with_their_labels(counts: list[int], images: "object"):
 @settings(max_examples=60, deadline=None)
 @given(pairs=st.lists(st.tuples(st.binary(max_size=40), st.binary(max_size=40), st.booleans()), min_size=1, max_size=8))
 def test_pair_files_come_back(pairs: list[tuple[bytes, bytes, bool]]):
-    images = [b"\xff\xd8\xff" + half for one, other, _ in pairs for half in (one, other)]
+    # a JPEG that ends at once: its header claims no size, which would be checked
+    images = [b"\xff\xd8\xff\xd9" + half for one, other, _ in pairs for half in (one, other)]
     with _folder() as folder:
         write_bin(folder / "set.bin", images, [same for _, _, same in pairs])
         found = read_bin(folder / "set.bin")
