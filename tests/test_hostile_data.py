@@ -111,6 +111,8 @@ def test_folders_in_one_another_without_end_are_an_error(tmp_path: Path, capsys:
 def test_only_regular_files_of_a_bounded_size_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, place: str
 ):
+    if (what, place) == ("huge", "tar"):
+        pytest.skip("shards may have any size; their members are bounded")
     folder_of_people(tmp_path, [4])
     bad = tmp_path / {"pairs": "bad.csv", "idx": "train.idx", "property": "property", "tar": "bad.tar"}.get(place, "bad.jpg")
     write_dataset(tmp_path)

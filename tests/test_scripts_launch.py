@@ -4,8 +4,8 @@ There is no Slurm and no second machine here: srun and scontrol are stand-ins, a
 """
 
 import contextlib
-import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -93,10 +93,9 @@ def _finish(process: subprocess.Popen[bytes], log: Path) -> int:
 
 
 def _steps(run: Path) -> list[int]:
-    """Return the optimizer steps in the order in which they were logged; those lost and trained again are there twice."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return [json.loads(line)["step"] for line in lines if line.endswith("}")]
+    """Return the optimizer steps in the order in which they were shown; those lost and trained again are there twice."""
+    path = run / "train.log"
+    return [int(step) for step in re.findall(r"^\S+ \S+ step (\d+)/.*\n", path.read_text(), re.M)] if path.is_file() else []
 
 
 def _lost_steps(run: Path, total: int) -> int:
