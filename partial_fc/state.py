@@ -165,7 +165,8 @@ class CentreState:
                     f"head: the checkpoint's class centres were trained by {was}, not {now}; set head.optimizer={was}"
                 )
             for name in ("centres", "momentum", "variance", "updates"):
-                if name in self.tensors and (name in saved or name != "updates"):
+                # SGD saves no updates: all its rows are up to date then. AdamW corrects its moments by them
+                if name in self.tensors and (name in saved or name != "updates" or "variance" in saved):
                     self._convert(name, slice(low, high), saved)
             for name, target in also.items():
                 if name in saved and saved[name].shape == target[low:high].shape:

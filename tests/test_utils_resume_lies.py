@@ -119,6 +119,8 @@ def _run(cases: dict[str, list[str]], allowed: tuple[str, ...] = ()) -> None:
     said = {part.splitlines()[0]: part.splitlines()[1:] for part in ended.stderr.split("CASE ")[1:]}
     assert ended.returncode == 0, f"status {ended.returncode} in {list(said)[-1]}: {ended.stderr[-2000:]}"
     assert list(said) == list(cases)
+    taken = [name for name, printed in said.items() if len(printed) != 2]
+    assert not taken, f"no line, or several: {taken}"
     for name, (error, status) in said.items():
         assert status == "STATUS 1" and error.startswith("error: checkpoint "), f"{name}: {error}"
         assert "Error(" not in error and len(error) < 600, error
