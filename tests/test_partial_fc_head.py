@@ -213,7 +213,7 @@ def test_initial_centre_depends_on_the_class_and_not_on_the_shard():
     whole = initial_centres(0, 3000, 4, seed=1)
     torch.testing.assert_close(whole[900:2100], initial_centres(900, 2100, 4, seed=1), rtol=0, atol=0)
     assert whole.std().item() == pytest.approx(0.01, rel=0.05)
-    assert len(torch.unique(whole[:, 0])) == 3000  # no two blocks share their numbers
+    assert len(torch.unique(whole, dim=0)) == 3000  # no two blocks share their numbers
 
 
 def test_fewer_classes_than_ranks_is_an_error():
