@@ -49,6 +49,9 @@ class TolerantDataset(FaceDataset):
     def labels(self) -> np.ndarray:
         return self.dataset.labels()
 
+    def label_digest(self) -> str:
+        return self.dataset.label_digest()
+
     def layout(self) -> Iterable[np.ndarray | bytes]:
         return self.dataset.layout()
 
