@@ -59,8 +59,8 @@ class ListDataset(FaceDataset):
     def describe(self) -> str:
         filled = np.count_nonzero(np.bincount(self._labels, minlength=self.num_classes))
         return (
-            f"{self.path}: a list of image files, {self.num_images} images, {self.num_classes} classes (largest label + 1), "
-            f"{self.num_classes - filled} of them without images"
+            f"{shown(self.path)}: a list of image files, {self.num_images} images, {self.num_classes} classes "
+            f"(largest label + 1), {self.num_classes - filled} of them without images"
         )
 
     def key(self, index: int) -> str:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from utils.files import MAX_SMALL_TEXT, read_bytes
+from utils.files import MAX_SMALL_TEXT, read_bytes, shown
 
 from .base import FaceDataset
 from .index_cache import DamagedCacheError, cache_path, read_cache, stamp, write_cache
@@ -163,7 +163,7 @@ def _index_set(rec_path: Path) -> SetIndex:
     form = "no header record" if header is None else "header record"
     used = "index rebuilt" if records.rebuilt else "train.idx"
     description = (
-        f"{rec_path}: {form}, {used}, {len(image_labels)} images in {len(records)} records, "
+        f"{shown(rec_path)}: {form}, {used}, {len(image_labels)} images in {len(records)} records, "
         f"{num_classes} classes ({source}), {num_classes - np.count_nonzero(filled)} of them without images"
     )
     unread = records.bytes_after_last()

@@ -63,7 +63,7 @@ class TarDataset(FaceDataset):
 
     def describe(self) -> str:
         counts = f"{self.num_images} images, {self.num_classes} classes (largest label + 1)"
-        return f"{self.path}: {len(self.files)} tar shard(s), {counts}"
+        return f"{shown(self.path)}: {len(self.files)} tar shard(s), {counts}"
 
     def key(self, index: int) -> str:
         begin = int(self._name_ends[index - 1]) if index else 0

@@ -27,6 +27,7 @@ from utils import distributed
 from utils.agreement import digest_tensors, require_equal, require_same_program
 from utils.cli import make_parser
 from utils.distributed import World, together
+from utils.files import shown
 from utils.optim import AUTOCAST
 from utils.program import guarded
 
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"\n{network.title}\n{format_table(results)}")
     if options.report:
         write_report(options.report, network.name, results, pair_sets, _facts(options, network, world, pair_sets))
-        print(f"\nreport: {options.report / 'report.html'}")
+        print(f"\nreport: {shown(options.report / 'report.html')}")
 
 
 def _shared(options: argparse.Namespace) -> dict[str, object]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from utils.pictures import set_colours
+from utils.text import label_text
 
 from .verification import VerificationResult
 
@@ -31,7 +32,7 @@ def overview(results: Results, title: str) -> bytes:
     figure, axes = _figure(len(results) + 1, 4.0, in_a_row=4)
     _draw_roc(axes[0], results)
     _draw_all_similarities(axes[1:], results)
-    figure.suptitle(title)
+    figure.suptitle(label_text(title))
     return _png(figure)
 
 
@@ -60,7 +61,7 @@ def folds(results: Results) -> bytes:
         accuracy = 100 * result.accuracy_per_fold
         axis.axhline(100 * result.accuracy, color="black", linewidth=1)
         axis.plot(np.arange(1, len(accuracy) + 1), accuracy, "o", color=colours[name])
-        axis.set(xlabel="fold", ylabel="accuracy, %", title=f"{name}: mean {100 * result.accuracy:.2f} %")
+        axis.set(xlabel="fold", ylabel="accuracy, %", title=f"{label_text(name)}: mean {100 * result.accuracy:.2f} %")
         axis.set_ylim(max(-0.5, values.min() - margin), min(100.5, values.max() + margin))
         axis.set_xticks(np.arange(1, len(accuracy) + 1))
         axis.grid(alpha=0.3)
@@ -72,7 +73,8 @@ def norms(results: Results) -> bytes:
     figure, axes = _figure(1, 6.0, 3.0)
     colours = set_colours(results)
     for name, result in results.items():
-        axes[0].hist(result.norms, 60, histtype="step", color=colours[name], label=f"{name}: mean {result.xnorm:.1f}")
+        label = f"{label_text(name)}: mean {result.xnorm:.1f}"
+        axes[0].hist(result.norms, 60, histtype="step", color=colours[name], label=label)
     axes[0].set(xlabel="norm of the raw embedding", ylabel="images")
     axes[0].legend(fontsize=8)
     return _png(figure)
@@ -87,7 +89,7 @@ def _draw_roc(axis: Any, results: Results) -> None:
     for name, result in measurable.items():
         far, tar = roc_curve(result)
         lowest = min(lowest, float(tar[np.searchsorted(far, floor, side="right") - 1]))
-        axis.step(far, tar, where="post", color=colours[name], label=f"{name}: {100 * result.accuracy:.2f} %")
+        axis.step(far, tar, where="post", color=colours[name], label=f"{label_text(name)}: {100 * result.accuracy:.2f} %")
     chance = np.geomspace(floor, 1.0, 100)
     axis.plot(chance, chance, color="gray", linewidth=0.8, linestyle=":", label="chance")
     # from the lowest point of the curves: between 0.9 and 1 for good networks, down to 0 for bad ones
@@ -107,7 +109,7 @@ def _draw_det(axis: Any, results: Results) -> None:
     for name, result in measurable.items():
         far, tar = roc_curve(result)
         frr = np.maximum(1 - tar, frr_floor / 2)  # none at all is drawn below the smallest that there can be
-        axis.step(np.maximum(far, floor / 2), frr, where="post", color=colours[name], label=name)
+        axis.step(np.maximum(far, floor / 2), frr, where="post", color=colours[name], label=label_text(name))
     line = max(floor, frr_floor)
     axis.plot([line, 1], [line, 1], color="gray", linewidth=0.8, linestyle=":", label="FAR = FRR")
     axis.axhspan(frr_floor / 2.5, frr_floor * 0.99, color="gray", alpha=0.15, label="no genuine pair refused")
@@ -135,7 +137,7 @@ def _draw_similarities(axis: Any, name: str, result: VerificationResult, colour:
         strictest = measured[-1]
         label = f"FAR {strictest.target}: cosine {strictest.cosine:.3f}"
         axis.axvline(strictest.cosine, color="black", linestyle="--", linewidth=1, label=label)
-    axis.set(xlabel="cosine similarity", ylabel="pairs", title=name)
+    axis.set(xlabel="cosine similarity", ylabel="pairs", title=label_text(name))
     axis.set_ylim(top=1.45 * axis.get_ylim()[1])  # room for the legend above the bars
     axis.legend(loc="upper left", fontsize=8)
 

@@ -77,7 +77,7 @@ def read_safetensors(path: str | os.PathLike[str], name: str | None = None) -> P
         raise ValueError(f"{path}: not a verification set: first and second must name images 0 to {count - 1}")
     data = found["bytes"].tobytes()
     images = [data[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
-    return PairSet(name or Path(path).stem, images, first, second, same)
+    return PairSet(name or shown(Path(path).stem), images, first, second, same)
 
 
 def read_list(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
@@ -92,7 +92,8 @@ def read_list(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
             raise ValueError(f"{path}: {shown(picture)} cannot be read: {error.strerror}") from None
     first = np.array([number_of[pair[0]] for pair in pairs], dtype=np.int64)
     second = np.array([number_of[pair[1]] for pair in pairs], dtype=np.int64)
-    return PairSet(name or Path(path).stem, list(index_of), first, second, np.array([pair[2] for pair in pairs], dtype=bool))
+    same = np.array([pair[2] for pair in pairs], dtype=bool)
+    return PairSet(name or shown(Path(path).stem), list(index_of), first, second, same)
 
 
 def read_folder(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
@@ -117,7 +118,7 @@ def read_folder(path: str | os.PathLike[str], name: str | None = None) -> PairSe
         images = [read_bytes(pictures[index]) for index in used.tolist()]
     except OSError as error:
         raise ValueError(f"{path}: {shown(error.filename)} cannot be read: {error.strerror}") from None
-    return PairSet(name or Path(path).name, images, places[:count], places[count:], same)
+    return PairSet(name or shown(Path(path).name), images, places[:count], places[count:], same)
 
 
 def read_csv(folder: Path, path: Path) -> list[tuple[Path, Path, bool]]:

@@ -16,7 +16,7 @@ import cv2
 import numpy as np
 
 from utils.agreement import digest
-from utils.files import check_file
+from utils.files import check_file, shown
 from utils.image import IMAGE_SIZE, MAX_PIXELS, check_size, decode_rgb, image_size
 
 from .pickle_values import Array, UnsafePickleError
@@ -95,7 +95,7 @@ def read_bin(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
         raise ValueError(f"{path}: not a verification set: {error}") from None
     index_of: dict[bytes, int] = {}
     indices = np.array([index_of.setdefault(image, len(index_of)) for image in images], dtype=np.int64)
-    return PairSet(name or Path(path).stem, list(index_of), indices[0::2], indices[1::2], np.array(same, dtype=bool))
+    return PairSet(name or shown(Path(path).stem), list(index_of), indices[0::2], indices[1::2], np.array(same, dtype=bool))
 
 
 def write_bin(path: str | os.PathLike[str], images: list[bytes], same: list[bool]) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from utils.text import markdown_table, markdown_text
+
 from .figures import roc_curve
 from .verification import VerificationResult
 
@@ -23,9 +25,7 @@ def format_table(results: dict[str, VerificationResult], markdown: bool = False)
     rows = [_HEADER, *(_row(name, result) for name, result in results.items())]
     notes = explain(results)
     if markdown:
-        rows.insert(1, tuple("---" for _ in _HEADER))
-        lines = ["| " + " | ".join(row) + " |" for row in rows]
-        return "\n".join([*lines, *(f"\n{note}" for note in notes)])
+        return "\n".join([markdown_table(rows), *(f"\n{markdown_text(note)}" for note in notes)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *notes])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from utils.checkpoint import class_order, find_checkpoint, shards_of
 from utils.files import read_text
-from utils.tensor_file import load_plain, mapped_tensor
+from utils.tensor_file import is_plain, load_plain, mapped_tensor
 
 from .shard import slots_of_classes
 
@@ -44,9 +44,8 @@ def open_centres(path: Path) -> CentreSource:
     if not path.is_file():
         raise ValueError(f"no run folder, checkpoint or matrix of class centres at {path}")
     rows = mapped_tensor(path, "weight") if path.suffix == ".safetensors" else _matrix(path)
-    if rows.ndim != 2 or not rows.is_floating_point() or rows.layout != torch.strided:
-        kind = rows.dtype if rows.layout == torch.strided else rows.layout
-        raise ValueError(f"{path}: class centres must be a matrix (classes, D) of floats, got {kind} {tuple(rows.shape)}")
+    if rows.ndim != 2 or not rows.is_floating_point():
+        raise ValueError(f"{path}: class centres must be a matrix (classes, D) of floats, got {rows.dtype} {tuple(rows.shape)}")
     return CentreSource(str(path), len(rows), rows.shape[1], lambda labels: rows[torch.from_numpy(labels)].float())
 
 
@@ -58,6 +57,8 @@ def _matrix(path: Path) -> Tensor:
     value = value.get("weight") if isinstance(value, dict) else value
     if not isinstance(value, Tensor):
         raise ValueError(f"{path}: must hold a tensor, or a dict with the tensor 'weight'")
+    if not is_plain(value):
+        raise ValueError(f"{path}: its tensor is no plain one with memory for all its numbers; save a copy of it")
     return value
 
 

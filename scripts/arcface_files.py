@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from partial_fc.shard import shard_range
-from utils.tensor_file import load_plain
+from utils.tensor_file import is_plain, load_plain
 
 HEADS = {
     "backbone.pth": r"rank[_:](\d+)_softmax_weight\.pt",  # the colon until 2021-05
@@ -200,7 +200,7 @@ def state_dict(value: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _is_plain(value: Any) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+    return isinstance(value, Tensor) and is_plain(value)
 
 
 def _weight(value: Any, path: Path) -> Tensor:

@@ -21,18 +21,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
+from configs.values import read_yaml
 from utils.cli import make_parser
+from utils.files import MAX_SMALL_TEXT, read_text, shown
 from utils.page import Page
 from utils.pictures import set_colours
 from utils.program import guarded
+from utils.text import label_text, markdown_table, markdown_text
 
 from .plot_run import Series, columns, read_series
 
 # of runs; none of them is the colour of one of the first sets, whose ROC curves have their set's colour in the heading
 _COLOURS = ("black", "red", "deepskyblue", "limegreen", "magenta", "goldenrod", "navy", "gray")
 _LEGEND = (
-    "* better than each run without a star in the same row: their 95 % intervals do not overlap. A row without a star "
-    "tells no run from another, or its intervals are not in results.json."
+    "A number with * is better than that of each run without one in the same row: their 95 % intervals do not overlap. "
+    "A row without * tells no run from another, or its intervals are not in results.json."
 )
 _NOT_COMPARED = ("run.name", "run.output")
 
@@ -79,15 +82,11 @@ def compare(options: argparse.Namespace) -> None:
     page.picture(png, "loss, mean accuracy of the sets, and the ROC curve of each set")
     page.write(options.out / "comparison.html")
     (options.out / "comparison.png").write_bytes(png)
-    parts = [*([_markdown(head, differing)] if differing else []), *([note] if note else []), _markdown(head, rows), _LEGEND]
-    text = "\n\n".join(parts)
+    parts = [markdown_table([head, *differing])] if differing else []
+    parts += [markdown_text(note)] if note else []
+    text = "\n\n".join([*parts, markdown_table([head, *rows]), markdown_text(_LEGEND)])
     (options.out / "comparison.md").write_text(text + "\n")
-    print(f"{text}\n\nwritten: {options.out / 'comparison.html'}")
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    print(f"{text}\n\nwritten: {shown(options.out / 'comparison.html')}")
 
 
 def read_run(folder: Path) -> Run:
@@ -95,13 +94,36 @@ def read_run(folder: Path) -> Run:
     metrics, results = folder / "metrics.jsonl", folder / "results.json"
     if not metrics.is_file() and not results.is_file():
         raise ValueError(f"{folder}: neither metrics.jsonl nor results.json in it; give a run folder or a folder of a report")
-    try:
-        found = json.loads(results.read_text()) if results.is_file() else {}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{results}: is not JSON: {error}") from None
     return Run(
-        folder.resolve().name, read_series(metrics) if metrics.is_file() else {}, found, read_config(folder / "config.yaml")
+        folder.resolve().name,
+        read_series(metrics) if metrics.is_file() else {},
+        read_results(results) if results.is_file() else {},
+        read_config(folder / "config.yaml"),
     )
+
+
+def read_results(path: Path) -> dict[str, dict[str, Any]]:
+    """Return set -> numbers of a results.json.
+
+    Raises:
+        ValueError: it was not written by this project.
+    """
+    try:
+        found = json.loads(read_text(path, encoding="utf-8"))
+        for numbers in found.values():
+            single = [numbers.get(key) for key in ("accuracy", "eer", "auc", "xnorm")]
+            single += numbers.get("tar_at_far", {}).values()
+            both = [(numbers["num_genuine"], numbers["num_impostor"])] if "num_genuine" in numbers else []
+            ranges = [pair for pair in numbers.get("intervals_95", {}).values() if pair is not None]
+            curve = numbers.get("roc") or {"far": [], "tar": []}
+            for values in (single, *both, *ranges, curve["far"], curve["tar"]):
+                for value in values:
+                    float(0 if value is None else value)
+            if any(len(pair) != 2 for pair in ranges) or len(curve["far"]) != len(curve["tar"]):
+                raise ValueError
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        raise ValueError(f"{path}: is not the results of an evaluation; write it anew with python -m eval --report") from None
+    return dict(found)
 
 
 def read_config(path: Path) -> dict[str, str]:
@@ -109,9 +131,9 @@ def read_config(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = read_yaml(read_text(path, MAX_SMALL_TEXT, "utf-8"))
         return {f"{section}.{key}": str(value) for section, keys in tree.items() for key, value in keys.items()}
-    except (yaml.YAMLError, UnicodeDecodeError, AttributeError):
+    except (yaml.YAMLError, ValueError, AttributeError):
         raise ValueError(f"{path}: is not the configuration of a run") from None
 
 
@@ -208,20 +230,21 @@ def draw(runs: Sequence[Run]) -> bytes:
     axes[0].set(title="loss", xlabel="optimizer step")
     axes[1].set(title="mean accuracy of the sets, %", xlabel="optimizer step")
     for number, run in enumerate(runs):
+        label = label_text(run.name)
         colour = _COLOURS[number % len(_COLOURS)]
-        axes[0].plot(*columns(run.series.get("train", {}).get("loss", {})), color=colour, linewidth=1, label=run.name)
+        axes[0].plot(*columns(run.series.get("train", {}).get("loss", {})), color=colour, linewidth=1, label=label)
         accuracies = [kind["accuracy"] for kind in run.series.values() if "accuracy" in kind]
         if accuracies:
             steps = sorted(set.intersection(*(set(points) for points in accuracies)))
             means = [100 * float(np.mean([points[step] for points in accuracies])) for step in steps]
-            axes[1].plot(steps, means, color=colour, marker="o", markersize=3, label=run.name)
+            axes[1].plot(steps, means, color=colour, marker="o", markersize=3, label=label)
         for axis, name in zip(axes[2:], sets, strict=True):
             curve = run.results.get(name, {}).get("roc", {"far": []})
             if curve["far"]:
-                axis.step(curve["far"], curve["tar"], where="post", color=colour, label=run.name)
+                axis.step(curve["far"], curve["tar"], where="post", color=colour, label=label)
     for axis, name in zip(axes[2:], sets, strict=True):
         axis.set(xlabel="FAR", ylabel="TAR", xscale="log", ylim=(0, 1.01))
-        axis.set_title(f"{name}: ROC", color=colours[name])
+        axis.set_title(f"{label_text(name)}: ROC", color=colours[name])
     for axis in axes:
         axis.grid(alpha=0.3, which="both")
         if axis.get_legend_handles_labels()[0]:

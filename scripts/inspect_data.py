@@ -30,6 +30,7 @@ import numpy as np
 from data.base import FaceDataset
 from eval.pairs import PairSet, read_bin
 from utils.cli import make_parser
+from utils.files import shown
 from utils.image import IMAGE_SIZE, decode_rgb
 from utils.parallel import ordered
 from utils.program import guarded
@@ -81,7 +82,7 @@ def inspect(options: argparse.Namespace) -> None:
     for name, value in report.items():
         if not isinstance(value, dict):
             print(f"  {name.replace('_', ' '):<44}{f'{value:,}' if isinstance(value, int) else value}")
-    print(f"report: {out / 'report.html'}")
+    print(f"report: {shown(out / 'report.html')}")
 
 
 def find_copies(dataset: FaceDataset, scanned: Scan, options: argparse.Namespace) -> tuple[list[Copy], int]:

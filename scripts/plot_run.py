@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from utils.cli import make_parser
+from utils.files import read_text
 from utils.pictures import set_colours
 from utils.program import guarded
+from utils.text import label_text
 
 Series = dict[str, dict[str, dict[int, float]]]  # kind -> name -> step -> value
 _PANELS = (
@@ -54,7 +56,7 @@ def plot(run: Path) -> None:
         axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)
         axis.set_xlim(left=0)
-    figure.suptitle(run.resolve().name)
+    figure.suptitle(label_text(run.resolve().name))
     figure.savefig(run / "training.png")
     print(f"written: {run / 'training.png'}")
 
@@ -66,13 +68,22 @@ def _draw_accuracy(axis: Any, series: Series) -> None:
     hidden = False
     for name, numbers in sets.items():
         steps, values = columns(numbers["accuracy"])
-        axis.plot(steps, [100 * value for value in values], color=colours[name], marker="o", markersize=3, label=name)
+        label = label_text(name)
+        axis.plot(steps, [100 * value for value in values], color=colours[name], marker="o", markersize=3, label=label)
         auc = numbers.get("auc", {})
         if any(value < _CHANCE_ACCURACY and auc.get(step, 0) > _SKILLED_AUC for step, value in numbers["accuracy"].items()):
             hidden = True
             steps, values = columns(auc)
             scaled = [100 * value for value in values]
-            axis.plot(steps, scaled, color=colours[name], linestyle="--", marker="x", markersize=4, label=f"{name}: 100 AUC")
+            axis.plot(
+                steps,
+                scaled,
+                color=colours[name],
+                linestyle="--",
+                marker="x",
+                markersize=4,
+                label=f"{label}: 100 AUC",
+            )
     axis.set(title=f"verification accuracy, %{' (dashed: 100 AUC)' if hidden else ''}")
     if sets:
         axis.legend(loc="center right" if hidden else "lower right", fontsize=8)
@@ -83,24 +94,28 @@ def read_series(path: Path) -> Series:
 
     A resumed run goes back to the step of its checkpoint: where it does, what had been written of later steps no longer counts.
     """
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"no {path}: give the folder of a run that has begun")
+    try:
+        lines = read_text(path, encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: is no UTF-8 text, so it is not the metrics of a run") from None
     series: Series = {}
     reached = 0
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
             record: dict[str, Any] = json.loads(line)
-            step, kind = record.pop("step"), record.pop("kind")
-        except (ValueError, KeyError):
+            step, kind = int(record.pop("step")), str(record.pop("kind"))
+            numbers = {name: float(value) for name, value in record.items() if isinstance(value, (int, float))}
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             raise ValueError(f"{path}, line {number}: not a line of metrics") from None
         if step < reached:
-            for points in (points for numbers in series.values() for points in numbers.values()):
+            for points in (points for kinds in series.values() for points in kinds.values()):
                 for stale in [known for known in points if known >= step]:
                     del points[stale]
         reached = step
-        for name, value in record.items():
-            if isinstance(value, (int, float)):
-                series.setdefault(kind, {}).setdefault(name, {})[step] = float(value)
+        for name, value in numbers.items():
+            series.setdefault(kind, {}).setdefault(name, {})[step] = value
     return series
 
 

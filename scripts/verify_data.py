@@ -22,9 +22,11 @@ import numpy as np
 
 from eval.pair_files import read_pairs
 from utils.cli import make_parser
+from utils.files import shown
 from utils.image import IMAGE_SIZE
 from utils.parallel import ordered
 from utils.program import guarded
+from utils.text import printable
 
 from .face_files import add_threads, open_set_of, progress
 from .set_scan import is_plain, scan
@@ -58,12 +60,12 @@ def verify(options: argparse.Namespace) -> None:
             bad = _verify_pairs(path, options.threads) if path.suffix in _PAIRS else _verify_set(path, options)
         except ValueError as error:
             faults.append(str(error))
-            print(f"BAD  {error}")
+            print(f"BAD  {printable(str(error))}")
             continue
         if bad:
             faults.append(f"{path}: {bad} bad image(s)")
         else:
-            print(f"ok   {path}")
+            print(f"ok   {shown(path)}")
     if faults:
         raise ValueError(f"{len(faults)} of {len(options.sets)} set(s) have faults: {'; '.join(faults)}")
 
@@ -93,7 +95,9 @@ def _verify_set(path: Path, options: argparse.Namespace) -> int:
 
 def _verify_pairs(path: Path, threads: int) -> int:
     pairs = read_pairs(path)
-    print(f"{path}: {len(pairs.same)} pairs, {int(pairs.same.sum())} of them genuine, {len(pairs.images)} distinct images")
+    print(
+        f"{shown(path)}: {len(pairs.same)} pairs, {int(pairs.same.sum())} of them genuine, {len(pairs.images)} distinct images"
+    )
 
     def read(index: int) -> str:
         try:
@@ -105,7 +109,7 @@ def _verify_pairs(path: Path, threads: int) -> int:
     size = range(len(pairs.images))
     bad = [reason for reason in progress(ordered(read, size, threads), len(size), "reading", "image") if reason]
     for reason in bad[:_SHOWN]:
-        print(f"BAD  {reason}")
+        print(f"BAD  {printable(reason)}")
     return len(bad)
 
 

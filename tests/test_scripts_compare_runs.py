@@ -9,7 +9,7 @@ import yaml
 from eval.intervals import intervals_95
 from eval.report import as_json
 from eval.verification import fuse_views, verify
-from scripts import compare_runs
+from scripts import compare_runs, plot_run
 
 
 def _run(folder: Path, noise: float, steps: int) -> Path:
@@ -53,7 +53,7 @@ def test_a_star_needs_intervals_that_part(tmp_path: Path, capsys: pytest.Capture
     assert found[0]["accuracy"] > found[1]["accuracy"]  # better, but not by enough
     assert compare_runs.main([str(good), str(near), "--out", str(tmp_path / "out")]) == 0
     table = (tmp_path / "out" / "comparison.md").read_text()
-    assert "* |" not in table and "* better than each run without a star" in table
+    assert "* |" not in table and "A number with * is better than that of each run" in table
     # apart, one of three is marked where it parts from both others; results without intervals mark nothing
     values = [dict(numbers) for numbers in (found[0], found[0], found[0])]
     for value, accuracy, interval in zip(values, (0.9, 0.8, 0.81), ((0.85, 0.95), (0.75, 0.84), (0.76, 0.86)), strict=True):
@@ -88,3 +88,39 @@ def test_the_thinned_curve_lies_on_the_whole_one(tmp_path: Path):
 def test_a_folder_without_results_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert compare_runs.main([str(tmp_path)]) == 1
     assert "neither metrics.jsonl nor results.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "1",
+        '{"lfw": 3}',
+        '{"lfw": {"accuracy": "high"}}',
+        '{"lfw": {"accuracy": 0.9, "intervals_95": {"accuracy": [0.8]}}}',
+        '{"lfw": {"accuracy": 0.9, "intervals_95": 3}}',
+        '{"lfw": {"num_genuine": 3}}',
+        '{"lfw": {"tar_at_far": [1]}}',
+        '{"lfw": {"roc": {"far": [0, 1], "tar": [1]}}}',
+        '{"lfw": {"eer": 1' + "0" * 400 + "}}",
+        "[" * 100_000,
+        "\xff",
+    ],
+)
+def test_results_that_are_none_are_named_in_one_line(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "results.json").write_bytes(text.encode("latin-1"))
+    assert compare_runs.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path / 'results.json'}: is not the results") and len(said.splitlines()) == 1
+
+
+HUGE = '{"step": 1, "kind": "train", "loss": 1' + "0" * 400 + "}"
+
+
+@pytest.mark.parametrize("line", ["[]", "1", '{"step": [1], "kind": "train"}', HUGE, "[" * 100_000, "\xff"])
+def test_metrics_that_are_none_are_named_in_one_line(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "metrics.jsonl").write_bytes(line.encode("latin-1"))
+    for main, more in ((compare_runs.main, ["--out", str(tmp_path / "out")]), (plot_run.main, [])):
+        assert main([str(tmp_path), *more]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {tmp_path / 'metrics.jsonl'}") and len(said.splitlines()) == 1

@@ -293,6 +293,8 @@ def test_files_that_are_no_tensors_are_refused_and_never_run(tmp_path: Path, cap
     for text in ("a text\n", "<html>Not Found</html>"):
         path.write_text(text)
         assert "was not written by torch.save" in _error(capsys, source, run)
+    torch.save({"weight": torch.zeros(1, DIM).expand(10**9, DIM)}, path)  # a file of 1 kB for 64 GB of class centres
+    assert "must hold a matrix of class centres" in _error(capsys, source, run)
     torch.save([1, 2], path)
     assert "must hold a matrix of class centres" in _error(capsys, source, run)
     torch.save(torch.full((5, DIM), float("nan")), path)

@@ -273,12 +273,14 @@ def test_files_of_another_kind_are_one_line_that_names_the_key(
     torch.save({"state_dict": read_backbone(newest)}, tmp_path / "wrapped.pth")
     torch.save({1: torch.zeros(2)}, tmp_path / "numbered.pth")
     torch.save(torch.zeros(NUM_CLASSES, 16).to_sparse(), tmp_path / "sparse.pt")
+    torch.save(torch.zeros(1, 16).expand(NUM_CLASSES, 16), tmp_path / "expanded.pt")
     save_file({"weight": torch.zeros(NUM_CLASSES, 16).to(torch.float8_e4m3fn)}, tmp_path / "float8.safetensors")
     for key, value, message in [
         ("backbone", "/nowhere", "no run folder, checkpoint or weights file at /nowhere"),
         ("backbone", tmp_path / "wrapped.pth", "but 'state_dict' is of type dict; save the network's part alone"),
         ("backbone", tmp_path / "numbered.pth", "but 1 is of type Tensor"),
-        ("head", tmp_path / "sparse.pt", "must be a matrix (classes, D) of floats, got torch.sparse_coo"),
+        ("head", tmp_path / "sparse.pt", "its tensor is no plain one with memory for all its numbers"),
+        ("head", tmp_path / "expanded.pt", "its tensor is no plain one with memory for all its numbers"),
         ("head", tmp_path / "float8.safetensors", "its numbers are of type F8_E4M3, not one of F64, F32"),
         ("head", newest / "backbone.safetensors", "has no tensor 'weight', it has bn1.bias, "),
         ("head", tmp_path / "no_identity", "does not tell num_classes and seed"),

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .files import read_text
 from .tensor_file import HASH, Planned, file_hash, flush, load_plain, read_tensors, write_text
 
 FORMAT = 1
@@ -131,9 +132,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / _MANIFEST
     try:
-        if path.stat().st_size > _LARGEST_MANIFEST:
-            raise ValueError(f"{path.stat().st_size} bytes, a manifest has at most {_LARGEST_MANIFEST}")
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(read_text(path, _LARGEST_MANIFEST, "utf-8"))
         fault = _manifest_fault(manifest)
     except (OSError, ValueError, RecursionError) as error:
         fault = str(error)

@@ -10,6 +10,8 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
+from .text import printable
+
 MAX_PICTURE = 1 << 28  # bytes of an image file; the largest photograph that is decoded has fewer
 MAX_TEXT = 1 << 32  # bytes of a list; 42 million lines of 60 bytes are 2.5 GB
 MAX_SMALL_TEXT = 1 << 24  # bytes of a configuration, or of another file that people write by hand
@@ -72,10 +74,7 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_TEXT, encoding:
 
 def shown(path: str | bytes | os.PathLike[str]) -> str:
     r"""Return a path as messages, logs and reports show it: bytes that are no UTF-8, and control characters, as \xff."""
-    text = os.fsencode(path).decode("utf-8", "backslashreplace")
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return printable(os.fsencode(path).decode("utf-8", "backslashreplace"))
 
 
 class Found(NamedTuple):

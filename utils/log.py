@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from .text import printable
+
 
 def _rate(value: float) -> str:
     return f"{value:.0f} img/s" if value >= 100 else f"{value:.3g} img/s"
@@ -33,6 +35,7 @@ FORMS: dict[str, Callable[[float], str]] = {
     "loss_scale": "scale {:.0f}".format,
 }
 _ON_BAR = ("lr", "images_per_second", "data_wait")
+_KEPT = "\n\t"  # of the characters that cannot be printed: tables have several lines
 _BAR = "{percentage:3.0f}% |{bar}| step {n_fmt}/{total_fmt}{postfix}"
 
 
@@ -99,7 +102,7 @@ class RunLog:
 
     def _line(self, text: str) -> None:
         with self.tolerant(self.file.name):
-            self.file.write(f"{_now()} {text}\n")
+            self.file.write(f"{_now()} {printable(text, keep=_KEPT)}\n")
 
     def _show(self, text: str) -> None:
         with self.tolerant("the output"):

@@ -1,5 +1,6 @@
 """What the programs share: one-line errors with an exit status, and signals that ask a run to stop."""
 
+import contextlib
 import io
 import os
 import signal
@@ -11,6 +12,7 @@ from typing import Any
 from . import distributed
 from .distributed import LostPeerError, RendezvousError, SharedError
 from .parent import ask_to_die_with_parent, follow_parent
+from .text import PrintableOutput, printable
 
 REQUEUE = 75  # exit status of a run that saved and stopped because it was told to: EX_TEMPFAIL of sysexits.h, "try again later"
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells give it: 128 + SIGINT
@@ -83,7 +85,10 @@ class StopSignal:
 
 
 def guarded(run: Callable[[], None]) -> int:
-    """Run a program; return its exit status. An error is one line, said once where all ranks have the same."""
+    """Run a program; return its exit status. An error is one line, said once where all ranks have the same.
+
+    Names of files and people that the program prints are shown without control characters.
+    """
     rank = os.environ.get("RANK", "0")
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     status = 1
@@ -91,34 +96,40 @@ def guarded(run: Callable[[], None]) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a name that this terminal cannot show must not end the program
             stream.reconfigure(errors="backslashreplace")
     try:
-        run()
+        with contextlib.redirect_stdout(PrintableOutput(sys.stdout)):
+            run()
         distributed.stop()
         return 0
     except SharedError as error:
         if rank == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            _say(f"error: {error}")
         status = USER_ERROR if "TORCHELASTIC_RUN_ID" in os.environ else 1
     except ValueError as error:
-        print(f"error: {f'rank {rank}: ' if several else ''}{error}", file=sys.stderr, flush=True)
+        _say(f"error: {f'rank {rank}: ' if several else ''}{error}")
         if "TORCHELASTIC_RUN_ID" in os.environ and not isinstance(error, RendezvousError):
             status = USER_ERROR
     except OSError as error:
         if error.filename is None or error.strerror is None:
             raise
-        print(f"error: {f'rank {rank}: ' if several else ''}{error.filename}: {error.strerror}", file=sys.stderr, flush=True)
+        _say(f"error: {f'rank {rank}: ' if several else ''}{error.filename}: {error.strerror}")
     except StoppedError as stopped:
         if rank == "0":
-            print(f"stopped by {stopped}", file=sys.stderr, flush=True)
+            _say(f"stopped by {stopped}")
         status = stopped.status
     except KeyboardInterrupt as interrupt:
         if rank == "0":
-            print(f"interrupted{f': {interrupt}' if interrupt.args else ''}", file=sys.stderr, flush=True)
+            _say(f"interrupted{f': {interrupt}' if interrupt.args else ''}")
         status = INTERRUPTED
     except RuntimeError as error:
         if not (several and distributed.is_lost_peer(error)):
             raise
         text = str(error) if isinstance(error, LostPeerError) else f"rank {rank}: another process ended or cannot be reached"
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        _say(f"error: {text}")
     if several:
         os._exit(status)  # leaving a process group in order would wait for ranks that may be gone
     return status
+
+
+def _say(text: str) -> None:
+    """Print one line on stderr, whatever names stand in it."""
+    print(printable(text), file=sys.stderr, flush=True)

@@ -196,6 +196,12 @@ def overlaps(tensor: Tensor) -> bool:
     )
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor of a file is dense, on the host, and has memory of its own for each of its numbers."""
+    dense = tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type == "cpu"
+    return dense and not overlaps(tensor)
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a .safetensors file, or of a .pt/.pth file that holds nothing but tensors in a flat dict."""
     try:
@@ -215,7 +221,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
                 f"weights {path}: must be a state dict, names to tensors, but {name!r} is of type {type(value).__name__}; save "
                 "the network's part alone, or convert a checkpoint of arcface_torch with scripts.import_arcface_torch"
             )
-        if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu" or overlaps(value):
+        if not is_plain(value):
             raise ValueError(f"weights {path}: {name} is no plain tensor with memory for all its numbers; save a copy of it")
     return state
 
