@@ -11,6 +11,8 @@ import yaml
 
 _YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
 _MOST_ALIASES = 16  # in one text; however they lie within one another, they make few values
+_DEEPEST = 100  # brackets open at once; the time that PyYAML takes grows with their square
+_COMMENT = re.compile(r"(^|\s)#.*", re.MULTILINE)
 _NOTHING = ("null", "~")
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 _NUMBER = re.compile(r"[-+]?((0|[1-9][0-9_]*)\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?")
@@ -64,11 +66,21 @@ def read_yaml(text: str, loader: type[yaml.SafeLoader] = Loader) -> Any:
         ValueError: it is, but says what no configuration can.
     """
     try:
+        _check_depth(text)
         return yaml.load(text, loader)
     except RecursionError:
         raise ValueError("lists and mappings lie too deep within one another") from None
     except (TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:  # wrong tags, such as !!int [1]
         raise ValueError(f"a tag does not fit its value ({type(error).__name__}); leave out the !! tags") from None
+
+
+def _check_depth(text: str) -> None:
+    """Raise RecursionError if lists and mappings with brackets lie too deep within one another."""
+    depth = 0
+    for bracket in re.findall(r"[\[\]{}]", _COMMENT.sub("", text)):  # one in quotes counts too; no value has a hundred
+        depth = max(0, depth + (1 if bracket in "[{" else -1))
+        if depth > _DEEPEST:
+            raise RecursionError
 
 
 def is_nothing(value: Any) -> bool:

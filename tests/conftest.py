@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+# test processes are forked from a server that has imported what they need; the import alone takes 4 s of a processor
+mp.get_context("forkserver").set_forkserver_preload(["train", "torch.utils.tensorboard"])
+# a shell that runs the tests in the background has SIGINT ignored, and so would all programs that the tests interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,7 +41,9 @@ def run_ranks(tmp_path: Path) -> Callable[..., None]:
         for last in (False, True):
             rendezvous.unlink(missing_ok=True)
             try:
-                mp.spawn(_rank_main, args=(world_size, str(rendezvous), fn, args), nprocs=world_size)
+                mp.start_processes(
+                    _rank_main, (world_size, str(rendezvous), fn, args), nprocs=world_size, start_method="forkserver"
+                )
                 return
             except mp.ProcessExitedException as error:
                 # killed from outside, by a machine short of memory for example: no rank kills another. A crash of our own fails

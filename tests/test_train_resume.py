@@ -315,7 +315,6 @@ def test_thirty_kills_at_random_moments_lose_no_checkpoint(dataset: Path, tmp_pa
     """Every other kill waits for a save to begin, and strikes within it."""
     overrides = ["head.sample_rate=0.5", "checkpoint.every=1", "eval.targets=[]", "schedule.power=0", *AUGMENTED[:2]]
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["train", "torch.utils.tensorboard"])
     arguments = tiny_run(dataset, tmp_path, *overrides, "train.epochs=1000", "run.name=killed")
     run, luck = tmp_path / "killed", random.Random(time.time_ns())
     newest, inside_a_save, resumed, startup = 0, 0, 0, 2.0
