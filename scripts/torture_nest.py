@@ -24,6 +24,15 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 _TORCHRUN = str(_ROOT / "scripts" / "torchrun.py")
 _HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"  # where torchrun starts workers
+# what a training imports once it runs
+_LATE = (
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "simplejpeg",
+    "PIL.JpegImagePlugin",
+)
 _ENDED: dict[int, int] = {}  # exit statuses of what was started, by process
 
 
@@ -31,7 +40,7 @@ def serve() -> None:
     """Import everything, then start what the lines of stdin ask for."""
     sys.path[0] = str(_ROOT)
     runpy.run_path(str(_ROOT / "train.py"), run_name="imported")
-    for name in ("torch.utils.tensorboard", "matplotlib.figure", "matplotlib.backends.backend_agg", "safetensors.torch"):
+    for name in _LATE:
         importlib.import_module(name)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         runpy.run_path(_TORCHRUN, run_name="imported")["main"](["--help"])  # imports all that torchrun does
