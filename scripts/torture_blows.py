@@ -167,6 +167,7 @@ def judge(life: Life, blow: Blow, phase: str, step_before: int, newest: int) -> 
         step_before: the last step in the log when it fell.
         newest: step of the newest checkpoint afterwards.
     """
+    wait_until(lambda: life.status() is not None, 10.0)
     said, status, alone = life.said(), life.status(), life.processes == 1
     over = newest == STEPS  # it may have finished in the same moment
     faults = []

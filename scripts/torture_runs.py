@@ -281,9 +281,11 @@ def _born(pid: int) -> str:
     """Return when a process was born, "" if it is gone or only waits to be counted as gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        threads = len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
         return ""
-    return "" if fields[0] in "ZX" else fields[19]
+    # one whose first thread has ended still has its files and locks while other threads of it end
+    return "" if fields[0] in "ZX" and threads < 2 else fields[19]
 
 
 def _marked(mark: str) -> list[int]:
