@@ -88,7 +88,13 @@ class Nest:
     def __init__(self) -> None:
         command = [sys.executable, "-m", "scripts.torture_nest"]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=_environment()
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=_environment(),
+            start_new_session=True,  # Ctrl-C is the torturer's
         )
         self._answer()
 
