@@ -29,6 +29,8 @@ KINDS = {
     "disagree": 8,
 }
 ALONE = ("kill_all", "stop_short", "term", "int", "int_twice", "disk_short", "disk_full")
+# seconds until all processes must be gone, on a busy machine; a stopped rank within an evaluation has a minute more
+LIMITS = {"stop_rank": 60 * LIMIT_MINUTES + 80.0, "kill_torchrun": 25.0, "disk_full": 120.0, "others": 40.0}
 GOES_ON = ("stop_short", "disk_short")
 # a key of one rank, with what the error must name; the others have another value
 ODD_KEYS = {
@@ -151,7 +153,7 @@ def await_progress(life: Life, seconds: float = 90.0) -> list[str]:
 
 def await_end(life: Life, blow: Blow) -> tuple[float, list[str]]:
     """Wait until all processes are gone; return the seconds, and a line if some are not in time."""
-    limit = {"stop_rank": 60 * LIMIT_MINUTES + 80.0, "kill_torchrun": 25.0, "disk_full": 120.0}.get(blow.kind, 40.0)
+    limit = LIMITS.get(blow.kind, LIMITS["others"])
     seconds = wait_until(lambda: not life.alive(), limit)
     if seconds is None:
         left = life.alive()

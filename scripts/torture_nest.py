@@ -72,6 +72,8 @@ def _become(order: dict[str, Any]) -> None:
         os.dup2(handle, place)
     os.close(nowhere)
     os.close(said)
+    for name, place in (("stdout", 1), ("stderr", 2)):  # the old ones remember what kind of file they wrote to
+        setattr(sys, name, open(place, "w", buffering=1, errors="backslashreplace", closefd=False))  # noqa: SIM115
     os.environ.update(order["environment"])
     workers = _Workers(order["processes"] if order["program"] == _TORCHRUN else 0, order["statuses"], answer)
     os.write(answer, (json.dumps({"pids": [os.getpid(), *workers.pids]}) + "\n").encode())
