@@ -160,7 +160,7 @@ class Torturer:
     def _one_run(self, number: int, bar: Any) -> None:
         """Start a training again and again, with a blow each time, until it has reached its last step."""
         rng = random.Random(f"{self.options.seed} {number}")
-        fixed, blows = rng.random() < 0.6, rng.randint(2, 8)
+        fixed, blows = rng.random() < 0.6, rng.randint(2, 6)
         chosen = rng.choice(self.options.processes)
         name, start = f"run_{number:04d}", 0
         history = History(self.place.work / "runs" / name, CLASSES)

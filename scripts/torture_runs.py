@@ -20,7 +20,7 @@ from eval.pairs import write_bin
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN, TORCHRUN = str(ROOT / "train.py"), str(ROOT / "scripts" / "torchrun.py")
-CLASSES, IMAGES, STEPS, EVALUATE_EVERY = 12, 72, 27, 8
+CLASSES, IMAGES, STEPS, EVALUATE_EVERY = 12, 72, 24, 12
 LIMIT_MINUTES = 0.1  # run.timeout_minutes where a process is stopped for good
 _MARK = "FACE_TORTURE"  # in the environment of all processes of one start
 _ODD = """import os, runpy, sys
