@@ -6,6 +6,7 @@ import math
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -138,6 +139,29 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(
         assert len([line for line in said.err.splitlines() if what in line and "cannot be written" in line]) == 1, said.err
     assert "step 5/5" in said.out
     assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == [4, 5]
+
+
+_FULL_BOARD = """
+import sys
+sys.path.insert(0, {root!r})
+import train
+from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
+def full(*arguments):
+    raise OSError(28, "No space left on device")
+LocalFileSystem.append = full
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_a_full_disk_under_tensorboard_is_one_warning_and_no_traceback_of_its_thread(dataset: Path, tmp_path: Path):
+    program = tmp_path / "full_board.py"
+    program.write_text(_FULL_BOARD.format(root=str(ROOT)))
+    arguments = tiny_run(dataset, tmp_path, "train.max_steps=5", "log.every=1")
+    done = subprocess.run([sys.executable, str(program), *arguments], capture_output=True, text=True, timeout=120, cwd="/")
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr and "Exception in thread" not in done.stderr, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("WARNING: TensorBoard, until the next start, cannot be written ("), line
 
 
 _HANGS = """

@@ -188,7 +188,28 @@ def as_data_parallel(backbone: nn.Module, world: World) -> nn.Module:
     if world.world_size == 1:
         return backbone
     devices = [world.device] if world.device.type == "cuda" else None
-    return DistributedDataParallel(backbone, device_ids=devices, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(backbone, device_ids=devices, gradient_as_bucket_view=True)
+    if world.device.type == "cpu" and world.world_size > 2:
+        model.register_comm_hook(world.world_size, _mean_in_rank_order)
+    return model
+
+
+def _mean_in_rank_order(world_size: int, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients, each number summed in the order of the ranks.
+
+    DDP orders its buckets anew after the first step of every start, and of three summands a ring takes one or another first by
+    the place in the bucket: a resumed run would round differently from an unbroken one.
+    """
+    block = bucket.buffer().div_(world_size)
+    gathered = block.new_empty(world_size * len(block))
+    gather_blocks(gathered, block)
+    first, *others = gathered.split(len(block))
+    block.copy_(first)
+    for other in others:
+        block += other
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(block)
+    return future
 
 
 def gradients_shared(model: nn.Module, now: bool) -> contextlib.AbstractContextManager[None]:

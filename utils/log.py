@@ -5,6 +5,7 @@ import json
 import math
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,6 +72,8 @@ class RunLog:
         with self.tolerant("TensorBoard"):
             # hides all numbers from this step on
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else 0)
+        self._before = threading.excepthook
+        threading.excepthook = self._on_thread_error
         if sys.stderr.isatty():
             self.bar = tqdm(total=total_steps, initial=start_step, dynamic_ncols=True, bar_format=_BAR)
 
@@ -88,6 +91,12 @@ class RunLog:
         for file in (self.file, self.metrics_file):
             with self.tolerant(file.name):
                 file.close()
+        threading.excepthook = self._before
+
+    def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
+        """Show no traceback of the thread that writes for TensorBoard: the next call of the board raises its OSError too."""
+        if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
+            self._before(args)
 
     @contextlib.contextmanager
     def tolerant(self, what: str) -> Iterator[None]:
