@@ -289,7 +289,8 @@ class Torturer:
         (folder / "find.txt").write_text("\n".join([f"{kind} in {phase}, {life.processes} process(es)", *faults]) + "\n")
         (folder / "stderr.txt").write_text(life.said())
         (folder / "statuses.txt").write_text(f"{life.status()}\nworkers: {life.statuses()}\n")
-        shutil.copytree(history.folder, folder / "run", dirs_exist_ok=True)
+        if history.folder.is_dir():
+            shutil.copytree(history.folder, folder / "run", dirs_exist_ok=True)
         print(f"\nrun {number}, start {start}: {kind} in {phase}: {'; '.join(faults)}", file=sys.stderr, flush=True)
         self.finds += [Find(number, start, kind, phase, life.processes, by_hand, what) for what in faults]
 

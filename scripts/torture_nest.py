@@ -116,7 +116,7 @@ class _Workers:
     def give(self, args: list[str], environment: dict[str, str]) -> int:
         """Send the next of them a command line; return its process number."""
         number, self._given = self._given, self._given + 1
-        with os.fdopen(self._ends[number], "w") as pipe:
+        with contextlib.suppress(BrokenPipeError), os.fdopen(self._ends[number], "w") as pipe:  # it may be dead already
             pipe.write(json.dumps({"args": args, "environment": environment}) + "\n")
         return self.pids[number]
 
