@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from utils.files import MAX_SMALL_TEXT, read_text
+
 # configs/base.py at its last version; keys of logging services and of workers, which have no counterpart here, are left out
 DEFAULTS: dict[str, Any] = {
     "margin_list": (1.0, 0.5, 0.0),
@@ -67,10 +69,10 @@ def read_config(path: Path, before: dict[str, Given]) -> dict[str, Given]:
         ValueError: it is no Python, or does more than set keys.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MAX_SMALL_TEXT, "utf-8")
         tree = ast.parse(text)
     except SyntaxError as error:
-        raise ValueError(f"{path}:{error.lineno}: is not Python: {error.msg}") from None
+        raise ValueError(f"{path}:{error.lineno or 1}: is not Python: {error.msg}") from None
     except (UnicodeDecodeError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{path}: is no Python text ({type(error).__name__})") from None
     found = dict(before)

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tqdm import tqdm
+
 from . import distributed
 from .distributed import LostPeerError, RendezvousError, SharedError
 from .parent import ask_to_die_with_parent, follow_parent
@@ -16,6 +18,7 @@ REQUEUE = 75  # exit status of a run that saved and stopped because it was told 
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells give it: 128 + SIGINT
 # exit status under torchrun of an error that would come again: EX_CONFIG. scripts/torchrun.py starts nothing again after it
 USER_ERROR = 78
+_LONGEST = 4000  # characters of a message
 
 
 class StoppedError(Exception):
@@ -82,6 +85,21 @@ class StopSignal:
         self.name = signal.Signals(number).name
 
 
+def one_line(message: object) -> str:
+    """Return a message as one line that no terminal takes for commands: a file's name, or what stands in it, may hold any."""
+    text = str(message)
+    if len(text) > _LONGEST:  # a value of a million digits that was given for a key, say
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _say(line: str) -> None:
+    """Print a line of its own on stderr: bars of progress that an error left open end first."""
+    for bar in list(getattr(tqdm, "_instances", ())):
+        bar.close()
+    print(line, file=sys.stderr, flush=True)
+
+
 def guarded(run: Callable[[], None]) -> int:
     """Run a program; return its exit status. An error is one line, said once where all ranks have the same."""
     rank = os.environ.get("RANK", "0")
@@ -96,29 +114,29 @@ def guarded(run: Callable[[], None]) -> int:
         return 0
     except SharedError as error:
         if rank == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            _say(f"error: {one_line(error)}")
         status = USER_ERROR if "TORCHELASTIC_RUN_ID" in os.environ else 1
     except ValueError as error:
-        print(f"error: {f'rank {rank}: ' if several else ''}{error}", file=sys.stderr, flush=True)
+        _say(f"error: {f'rank {rank}: ' if several else ''}{one_line(error)}")
         if "TORCHELASTIC_RUN_ID" in os.environ and not isinstance(error, RendezvousError):
             status = USER_ERROR
     except OSError as error:
         if error.filename is None or error.strerror is None:
             raise
-        print(f"error: {f'rank {rank}: ' if several else ''}{error.filename}: {error.strerror}", file=sys.stderr, flush=True)
+        _say(f"error: {f'rank {rank}: ' if several else ''}{one_line(f'{error.filename}: {error.strerror}')}")
     except StoppedError as stopped:
         if rank == "0":
-            print(f"stopped by {stopped}", file=sys.stderr, flush=True)
+            _say(f"stopped by {stopped}")
         status = stopped.status
     except KeyboardInterrupt as interrupt:
         if rank == "0":
-            print(f"interrupted{f': {interrupt}' if interrupt.args else ''}", file=sys.stderr, flush=True)
+            _say(f"interrupted{f': {interrupt}' if interrupt.args else ''}")
         status = INTERRUPTED
     except RuntimeError as error:
         if not (several and distributed.is_lost_peer(error)):
             raise
         text = str(error) if isinstance(error, LostPeerError) else f"rank {rank}: another process ended or cannot be reached"
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        _say(f"error: {text}")
     if several:
         os._exit(status)  # leaving a process group in order would wait for ranks that may be gone
     return status
