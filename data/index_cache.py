@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,8 +47,14 @@ class DamagedCacheError(ValueError):
     """A cache of this stamp whose bytes are not those that were written."""
 
 
-def read_cache(path: Path, wanted: Facts, names: Sequence[str]) -> tuple[Facts, Arrays] | None:
+def read_cache(
+    path: Path, wanted: Facts, names: Sequence[str], is_sound: Callable[[Facts, Arrays], bool] = lambda facts, arrays: True
+) -> tuple[Facts, Arrays] | None:
     """Return (facts, arrays) of a cache with this stamp and these arrays, or None: there is none, or it is out of date.
+
+    Args:
+        is_sound: whether facts and integer arrays can be those of the set. The checksum finds damage, not a lie: whoever can
+            write here can write it too. An exception of it counts as False.
 
     Raises:
         DamagedCacheError: there is one, but it is damaged.
@@ -71,14 +77,18 @@ def read_cache(path: Path, wanted: Facts, names: Sequence[str]) -> tuple[Facts, 
                 raise DamagedCacheError(_damaged(path))
             arrays: Arrays = {}
             for name, (kind, count, begin) in header["arrays"].items():
+                if np.dtype(kind).kind not in "iu":
+                    raise DamagedCacheError(_damaged(path))
                 mapped = np.memmap(file, dtype=kind, mode="r", offset=begin, shape=(count,))
                 arrays[name] = mapped.view(np.ndarray)  # the subclass takes several times as long for one entry
+            if not is_sound(header["facts"], arrays):
+                raise DamagedCacheError(_damaged(path))
             return header["facts"], arrays
     except DamagedCacheError:
         raise
     except OSError:
         return None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError):
         raise DamagedCacheError(_damaged(path)) from None
 
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from utils.files import MAX_SMALL_TEXT, read_bytes, shown
 
 from .base import FaceDataset
-from .index_cache import DamagedCacheError, cache_path, read_cache, stamp, write_cache
+from .index_cache import Arrays, DamagedCacheError, Facts, cache_path, read_cache, stamp, write_cache
 from .record_file import RecordFile
 from .recordio import Headers, IndexedRecordFile, is_ascending, unpack
 
@@ -117,6 +117,20 @@ class RecordDataset(FaceDataset):
             raise ValueError(f"{self.key(index)}: {error}") from None
 
 
+def _can_be_index(size: int, facts: Facts, arrays: Arrays) -> bool:
+    """Return whether facts and arrays of a cache can be the index of a record file of `size` bytes."""
+    offsets, labels, keys = (arrays[name] for name in _ARRAYS)
+    numbers = [facts[name] for name in ("first_key", "num_records", "num_classes")]
+    return bool(
+        all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+        and isinstance(facts["description"], str)
+        and all(isinstance(line, str) for line in facts.get("warnings", ()))
+        and 0 < len(offsets) == len(labels) <= facts["num_records"]
+        and len(keys) in (0, len(labels))
+        and np.all((offsets >= 0) & (offsets < size) & (labels >= 0) & (labels < facts["num_classes"]))
+    )
+
+
 def _open_index(rec_path: Path, cache: Path | None) -> tuple[SetIndex, tuple[str, ...]]:
     """Return the index of a set, from the cache if it has it, and warnings."""
     if cache is None:
@@ -124,8 +138,12 @@ def _open_index(rec_path: Path, cache: Path | None) -> tuple[SetIndex, tuple[str
     wanted = stamp([rec_path, rec_path.with_suffix(".idx"), rec_path.with_name("property")])
     path = cache_path(cache, rec_path)
     warnings: tuple[str, ...] = ()
+
+    def is_sound(facts: Facts, arrays: Arrays) -> bool:
+        return _can_be_index(rec_path.stat().st_size, facts, arrays)
+
     try:
-        found = read_cache(path, wanted, _ARRAYS)
+        found = read_cache(path, wanted, _ARRAYS, is_sound)
         if found is not None:
             return SetIndex(**found[1], facts=found[0]), ()
     except DamagedCacheError as error:
@@ -140,7 +158,7 @@ def _open_index(rec_path: Path, cache: Path | None) -> tuple[SetIndex, tuple[str
         )
     found = None
     with contextlib.suppress(DamagedCacheError):  # another process may write it at this moment
-        found = read_cache(path, wanted, _ARRAYS)  # from now on the pages are those that other processes map, too
+        found = read_cache(path, wanted, _ARRAYS, is_sound)  # from now on the pages are those that other processes map, too
     return index if found is None else SetIndex(**found[1], facts=found[0]), warnings
 
 

@@ -17,10 +17,11 @@ from tqdm import tqdm
 from utils.files import check_file, shown
 
 from .base import FaceDataset
-from .index_cache import DamagedCacheError, cache_path, read_cache, stamp, write_cache
+from .index_cache import Arrays, DamagedCacheError, Facts, cache_path, read_cache, stamp, write_cache
 
 _SUFFIXES = ("jpg", "jpeg", "png", "bmp", "webp")
 _MAX_EXTENSION = 1 << 20  # bytes of a long name or of extended attributes
+_MAX_CLASSES = 10**8
 _MAX_CHAIN = 8  # headers that belong to one member
 _ARRAYS = ("shards", "offsets", "sizes", "labels", "name_ends", "names")
 
@@ -47,7 +48,7 @@ class TarDataset(FaceDataset):
             return _index_shards(self.files)
         wanted, path = stamp(self.files), cache_path(cache, self.files[0])
         try:
-            found = read_cache(path, wanted, _ARRAYS)
+            found = read_cache(path, wanted, _ARRAYS, self._is_sound)
             if found is not None:
                 return found[1]
         except DamagedCacheError as error:
@@ -60,6 +61,20 @@ class TarDataset(FaceDataset):
                 f"{cache}: the index of {self.path} cannot be kept here: {error.strerror}; it is made anew at each start",
             )
         return arrays
+
+    def _is_sound(self, facts: Facts, arrays: Arrays) -> bool:
+        """Return whether arrays of a cache can be the index of these shards."""
+        shards, offsets, sizes, labels, ends, names = (arrays[name] for name in _ARRAYS)
+        room = np.array([file.stat().st_size for file in self.files], dtype=np.int64)
+        return bool(
+            0 < len(shards) == len(offsets) == len(sizes) == len(labels) == len(ends)
+            and np.all((shards >= 0) & (shards < len(room)) & (labels >= 0) & (labels < _MAX_CLASSES))
+            and np.all((offsets >= 0) & (sizes >= 0) & (sizes <= room[shards] - offsets))
+            and ends[0] >= 0
+            and np.all(ends[1:] >= ends[:-1])
+            and ends[-1] == len(names)
+            and names.dtype == np.uint8
+        )
 
     def describe(self) -> str:
         counts = f"{self.num_images} images, {self.num_classes} classes (largest label + 1)"

@@ -29,7 +29,7 @@ from utils.cli import make_parser
 from utils.distributed import World, together
 from utils.files import shown
 from utils.optim import AUTOCAST
-from utils.program import guarded
+from utils.program import guarded, one_line
 
 from .evaluate import evaluate, load_pair_sets
 from .html_report import write_report
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
         seen |= {f"hash of {pair_set.name}": pair_set.digest() for pair_set in pair_sets}
         require_equal(seen, world, "the network and the sets must be the same files for all processes; copy them again")
     for line in warnings if world.rank == 0 else ():
-        print(f"warning: {line}", file=sys.stderr)
+        print(f"warning: {one_line(line)}", file=sys.stderr)
     model = network.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     results = {}
     for target, result in evaluate(model, pair_sets, world, options.batch_size, AUTOCAST[options.precision], options.threads):

@@ -65,7 +65,13 @@ def _matrix(path: Path) -> Tensor:
 def _open_checkpoint(checkpoint: Path) -> CentreSource:
     num_classes, seed = class_order(checkpoint)
     shards = [(slots, mapped_tensor(checkpoint / name, "centres")) for slots, name in shards_of(checkpoint, num_classes)]
-    dim = shards[0][1].shape[1]
+    dim = shards[0][1].shape[-1] if shards[0][1].ndim == 2 else 0
+    for (low, high), centres in shards:
+        if tuple(centres.shape) != (high - low, dim) or not centres.is_floating_point():
+            raise ValueError(
+                f"checkpoint {checkpoint}: the centres of slots {low} to {high - 1} must be a matrix of {high - low} rows of "
+                f"{dim or 'D'} floats, got {centres.dtype} {tuple(centres.shape)}"
+            )
 
     def read(labels: np.ndarray) -> Tensor:
         slots = slots_of_classes(labels, num_classes, seed)

@@ -29,6 +29,7 @@ from utils.files import find_files, read_bytes
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb, image_size
 from utils.parallel import ordered
 from utils.program import guarded
+from utils.text import one_line
 
 from .face_files import add_threads, points_of, progress, read_landmarks, report_padding, to_jpeg, whole
 
@@ -57,7 +58,7 @@ def align_all(options: argparse.Namespace) -> None:
     known = read_landmarks(options.landmarks)
     found = find_files(options.folder, SUFFIXES, top=True)
     for line in passed_over(options.folder, found.passed):
-        print(f"warning: {line}", file=sys.stderr)
+        print(f"warning: {one_line(line)}", file=sys.stderr)
     names = found.files
     if not names:
         raise ValueError(no_image_below(options.folder))

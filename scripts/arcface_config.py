@@ -72,7 +72,7 @@ def read_config(path: Path, before: dict[str, Given]) -> dict[str, Given]:
         text = read_text(path, MAX_SMALL_TEXT, "utf-8")
         tree = ast.parse(text)
     except SyntaxError as error:
-        raise ValueError(f"{path}:{error.lineno}: is not Python: {error.msg}") from None
+        raise ValueError(f"{path}:{error.lineno or 1}: is not Python: {error.msg}") from None
     except (UnicodeDecodeError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{path}: is no Python text ({type(error).__name__})") from None
     found = dict(before)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from partial_fc.shard import shard_range, slots_of_classes
@@ -108,7 +108,9 @@ def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
             if "variance" not in rows.tensors:
                 write_object(out / name.replace("_weight.pt", "_weight_mom.pt"), rows.take("momentum", slots))
         else:
-            moments = {name: rows.take(name, slots) for name in ("momentum", "variance") if name in rows.tensors}
+            moments: dict[str, Tensor] = {
+                name: rows.take(name, slots) for name in ("momentum", "variance") if name in rows.tensors
+            }
             updates = rows.take("updates", slots) if "updates" in rows.tensors else torch.zeros(1)
             uneven |= int(updates.min()) != int(updates.max())
             full = {
@@ -138,15 +140,25 @@ class SavedRows:
     """The class centres and moments of a checkpoint by slot, memory-mapped, whatever format they are in."""
 
     def __init__(self, checkpoint: Path, num_classes: int) -> None:
-        files, shards = shards_of(checkpoint, num_classes), []
-        for _, name in files:
-            with safe_open(checkpoint / name, framework="pt") as file:
-                shards.append({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118  (no mapping)
+        files = shards_of(checkpoint, num_classes)
+        shards: list[dict[str, Tensor]] = []
         lengths = [stop - start for (start, stop), _ in files]
+        for (_, name), length in zip(files, lengths, strict=True):
+            try:
+                with safe_open(checkpoint / name, framework="pt") as file:
+                    shard = {key: file.get_tensor(key) for key in file.keys() if key != "neighbours"}  # noqa: SIM118
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"checkpoint {checkpoint}: {name} cannot be read: {error}") from None
+            shapes = {key: tuple(value.shape) for key, value in shard.items()}
+            like = {key: tuple(value.shape) for key, value in shards[0].items()} if shards else shapes
+            if "centres" not in shapes or any(shape[:1] != (length,) for shape in shapes.values()):
+                raise ValueError(f"checkpoint {checkpoint}: {name} must hold {length} rows of centres, and of all else in it")
+            if {key: shape[1:] for key, shape in shapes.items()} != {key: shape[1:] for key, shape in like.items()}:
+                raise ValueError(f"checkpoint {checkpoint}: {name} holds other tensors than {files[0][1]}")
+            shards.append(shard)
         self.tensors = {
             name: Rows([shard[name] for shard in shards], lengths, tuple(first.shape[1:]), torch.float32)
             for name, first in shards[0].items()
-            if name != "neighbours"
         }
 
     def take(self, name: str, slots: np.ndarray) -> Tensor:

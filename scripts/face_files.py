@@ -23,6 +23,7 @@ from data.datasets import SUFFIXES, no_image_below, open_set, passed_over
 from utils.alignment import align, check_points
 from utils.files import find_files, read_bytes, read_text
 from utils.image import MAX_PHOTO_PIXELS, decode_rgb
+from utils.text import one_line
 
 MUCH_PADDING = 0.4  # share of an aligned face that lies outside its picture, from which on it is reported
 _KEPT = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # JPEG and PNG are stored as they are
@@ -93,7 +94,7 @@ def list_identities(folder: Path, min_images: int = 1) -> tuple[list[Picture], l
         raise ValueError(f"{folder}: no such folder; give one with a sub-folder of pictures for each identity")
     found = find_files(folder, SUFFIXES)
     for line in passed_over(folder, found.passed):
-        print(f"warning: {line}", file=sys.stderr)
+        print(f"warning: {one_line(line)}", file=sys.stderr)
     if not found.folders:
         raise ValueError(f"{folder}: holds no sub-folder; put the pictures of each identity into a folder of its own")
     pictures: list[Picture] = []
@@ -219,7 +220,7 @@ def open_set_of(path: str | os.PathLike[str]) -> FaceDataset:
     """Return the set at a path, as data.datasets.open_set does; what its opening noticed goes to stderr."""
     dataset = open_set(path)
     for line in dataset.warnings:
-        print(f"warning: {line}", file=sys.stderr)
+        print(f"warning: {one_line(line)}", file=sys.stderr)
     return dataset
 
 

@@ -1,57 +1,92 @@
-"""Feed damaged files to the readers: python -m scripts.fuzz_formats --minutes 10
+"""Attack every input of this project: python -m scripts.fuzz_formats --minutes 10
 
-Takes the good and bad files of tests/fixtures (or of --seeds), damages .rec, .idx and .bin bytes at random, and reads them as
-training and evaluation do. Each must end in a value or a ValueError, within seconds and
-without large memory. Anything else is a find: its files are kept in --out, and the exit status is 1.
+Sound files are made first, and those of tests/fixtures taken: sets in every form, lists, landmarks, images, configurations,
+checkpoints, weights, files of arcface_torch. They are damaged at random, and lies are written by their grammar. The program
+that a user would start reads each case, in a process with limits of time, memory and files. It must end in success, or in one
+line `error: ...`. Anything else is a find, and so is whatever runs or writes what no file may. Finds are made small and kept in
+--out, and the exit status is 1. Case N of seed S is the same always.
 
-Example: python -m scripts.fuzz_formats --minutes 10 --seed 1
+Examples:
+  python -m scripts.fuzz_formats --minutes 10 --seed 1
+  python -m scripts.fuzz_formats --inputs trainer --seed 1 --only 17
 """
 
 if __name__ == "__main__" and not __package__:
     raise SystemExit("error: start it from the root of the clone with python -m scripts.fuzz_formats")
 
 import argparse
-import faulthandler
+import functools
+import importlib
 import json
 import os
-import shutil
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
+import cv2
+import torch
+import tqdm
 
-from data.record_dataset import RecordDataset
-from data.recordio import IndexedRecordFile, unpack
-from eval.pairs import read_bin
 from utils.cli import make_parser
-from utils.image import decode_rgb
 from utils.program import guarded
 
+from . import fuzz_inputs_config, fuzz_inputs_images, fuzz_inputs_runs, fuzz_inputs_sets
 from .face_files import progress, whole
+from .fuzz_cases import Outcome, run_cases
+from .fuzz_files import Place
+from .fuzz_finds import keep, minimise, run_one
+from .fuzz_inputs import Input, make_case
+from .fuzz_seeds import make_seeds
 
-MAX_GROWTH = 64  # MiB of resident memory that reading one damaged file may take
-MAX_SECONDS = 20  # for one damaged file, on a busy machine
-_WORDS = (0, 1, 2, 3, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 1 << 29, 2 << 29, 3 << 29, 7 << 29, (1 << 29) - 1, 0xCED7230A)
-_SEEDS = Path(__file__).parent.parent / "tests" / "fixtures"
+# imported before the first child is made, so that none of them spends its time on it
+_MODULES = (
+    "train",
+    "eval.__main__",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "onnxruntime",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.font_manager",
+)
+_PROGRAMS = (
+    "align_faces",
+    "checkpoint",
+    "convert_bin",
+    "evaluate_ijb",
+    "export_arcface_torch",
+    "folder_to_rec",
+    "import_arcface_config",
+    "import_arcface_torch",
+    "pairs_to_bin",
+    "verify_data",
+)
+_KEPT = 50  # finds that are made small; more of one kind only count
 
 
-class Seed(NamedTuple):
-    """A file, or a record file with its index, to be damaged."""
+@dataclass
+class Tally:
+    """What happened to one input."""
 
-    files: dict[str, bytes]  # by name
-    read: Callable[[Path], None]
+    cases: int = 0
+    read: int = 0
+    refused: int = 0
+    seconds: float = 0.0
+    slowest: float = 0.0
+    largest_mib: float = 0.0
+    finds: Counter[str] = field(default_factory=Counter)  # by kind
 
-
-class Find(NamedTuple):
-    """A damaged file that ended in something else than a value or a ValueError."""
-
-    number: int
-    what: str
+    def add(self, outcome: Outcome) -> None:
+        self.cases += 1
+        self.read += outcome.kind == "read"
+        self.refused += outcome.kind == "refused"
+        self.slowest, self.largest_mib = max(self.slowest, outcome.seconds), max(self.largest_mib, outcome.growth)
+        if outcome.is_find:
+            self.finds[outcome.kind] += 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=1.0, help="how long (default 1)")
     parser.add_argument("--cases", type=whole(0), default=0, help="stop after so many cases; 0 = when the time is up")
     parser.add_argument("--seed", type=whole(0), default=0, help="of the damage (default 0)")
-    parser.add_argument("--seeds", type=Path, nargs="*", default=[_SEEDS], help="folders with .rec and .bin files")
+    parser.add_argument("--inputs", nargs="+", metavar="NAME", default=[], help="attack these alone; --inputs help lists them")
+    parser.add_argument("--only", type=whole(0), metavar="N", help="run case N of one input alone, and show what it says")
     parser.add_argument("--out", type=Path, default=Path("fuzz_finds"), help="folder for what was found (default fuzz_finds)")
     parser.add_argument("--json", type=Path, help="write counts and finds to this file")
     options = parser.parse_args(arguments)
@@ -68,191 +104,111 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def fuzz(options: argparse.Namespace) -> None:
-    """Damage and read until the time is up; raise ValueError at the end if there were finds."""
-    seeds = load_seeds(options.seeds)
-    finds: list[Find] = []
-    counts: Counter[str] = Counter()
-    end = time.monotonic() + 60 * options.minutes
-    number, slowest, largest = 0, 0.0, 0.0
-    with tempfile.TemporaryDirectory() as folder, progress([], options.cases or None, "fuzzing", "case") as bar:
-        quiet = _silence_libjpeg()
-        try:
-            while time.monotonic() < end and (not options.cases or number < options.cases):
-                rng = np.random.default_rng([options.seed, number])
-                seed = seeds[int(rng.integers(len(seeds)))]
-                files = damage(seed.files, seeds, rng)
-                outcome, seconds, growth = try_to_read(seed, files, Path(folder))
-                slowest, largest = max(slowest, seconds), max(largest, growth)
-                counts[outcome.split(":")[0]] += 1
-                if outcome not in ("value", "error"):
-                    finds.append(Find(number, outcome))
-                    _keep(options.out / str(number), files)
-                number += 1
-                bar.update()
-        finally:
-            _restore(quiet)
-    report: dict[str, Any] = {
-        "cases": number,
-        "outcomes": dict(counts),
-        "slowest_seconds": round(slowest, 3),
-        "largest_growth_mib": round(largest, 1),
-        "finds": [find._asdict() for find in finds],
-    }
-    print(json.dumps({name: value for name, value in report.items() if name != "finds"}))
+    """Make cases and read them until the time is up; raise ValueError at the end if there were finds."""
+    with tempfile.TemporaryDirectory() as name:
+        inputs = load_inputs(Path(name), options.inputs)
+        places = {key: Place.below(Path(name) / "cases" / key) for key in inputs}
+        if options.only is not None:
+            _show_one(inputs, places, options)
+            return
+        tallies = attack(inputs, places, options)
+    report = {key: {**asdict(tally), "finds": dict(tally.finds)} for key, tally in tallies.items()}
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    for find in finds[:20]:
-        print(f"case {find.number}: {find.what}")
-    if finds:
-        raise ValueError(f"{len(finds)} of {number} cases ended badly; their files are in {options.out}")
+        options.json.write_text(
+            json.dumps({"seed": options.seed, "minutes": options.minutes, "inputs": report}, indent=1) + "\n"
+        )
+    print(f"{'input':<20}{'cases':>9}{'read':>9}{'refused':>9}{'slowest s':>11}{'most MiB':>10}{'finds':>7}")
+    for key, tally in tallies.items():
+        numbers = f"{tally.cases:>9,}{tally.read:>9,}{tally.refused:>9,}{tally.slowest:>11.2f}{tally.largest_mib:>10.0f}"
+        print(f"{key:<20}{numbers}{tally.finds.total():>7}")
+    total, found = sum(tally.cases for tally in tallies.values()), sum(tally.finds.total() for tally in tallies.values())
+    print(f"{'all':<20}{total:>9,}{'':>48}{found:>7}"[:75])
+    if found:
+        raise ValueError(f"{found} of {total} cases ended badly; one of each kind is in {options.out}")
 
 
-def load_seeds(folders: Sequence[Path]) -> list[Seed]:
-    """Return the files below the folders: .rec with the .idx and property beside it, and .bin."""
-    seeds = []
-    for folder in folders:
-        for path in sorted(folder.rglob("*.rec")):
-            files = {"train.rec": path.read_bytes()}
-            for source, name in ((path.with_suffix(".idx"), "train.idx"), (path.with_name("property"), "property")):
-                if source.is_file():
-                    files[name] = source.read_bytes()
-            seeds.append(Seed(files, read_records))
-        seeds += [Seed({"set.bin": path.read_bytes()}, read_pairs) for path in sorted(folder.rglob("*.bin"))]
-    seeds = [seed for seed in seeds if any(seed.files.values())]
-    if not seeds:
-        raise ValueError(f"--seeds must name folders with .rec or .bin files; {', '.join(map(str, folders))} have none")
-    return seeds
+def load_inputs(folder: Path, names: Sequence[str] = ()) -> dict[str, Input]:
+    """Make the sound files below a folder; return the inputs of these names, or all.
 
-
-def damage(files: dict[str, bytes], seeds: Sequence[Seed], rng: np.random.Generator) -> dict[str, bytes]:
-    """Return the files with one to eight changes to one of them, or to two, or without its index."""
-    changed = {name: bytearray(data) for name, data in files.items()}
-    if "train.idx" in changed and rng.random() < 0.1:
-        del changed["train.idx"]
-    names = sorted(changed)
-    for name in set(rng.choice(names, int(rng.integers(1, 3))).tolist()):
-        for _ in range(int(rng.geometric(0.4))):
-            _change(changed[name], seeds, rng)
-    return {name: bytes(data) for name, data in changed.items()}
-
-
-def _change(data: bytearray, seeds: Sequence[Seed], rng: np.random.Generator) -> None:
-    """Make one change to the bytes, in place."""
-    place = int(rng.integers(len(data) + 1)) if rng.random() < 0.7 else int(rng.integers(min(len(data), 64) + 1))
-    length = int(rng.integers(1, 40))
-    kind = int(rng.integers(8))
-    if kind == 0 and place < len(data):
-        data[place] ^= 1 << int(rng.integers(8))
-    elif kind == 1 and place < len(data):
-        data[place] = int(rng.integers(256))
-    elif kind == 2:
-        data[place : place + 4] = _WORDS[int(rng.integers(len(_WORDS)))].to_bytes(4, "little" if rng.random() < 0.8 else "big")
-    elif kind == 3:
-        del data[place : place + length]
-    elif kind == 4:
-        data[place:place] = rng.bytes(length)
-    elif kind == 5:
-        data[place:place] = data[place : place + length]
-    elif kind == 6 and rng.random() < 0.3:
-        del data[place:]
-    else:
-        other = seeds[int(rng.integers(len(seeds)))].files
-        source = other[sorted(other)[int(rng.integers(len(other)))]]
-        begin = int(rng.integers(len(source) + 1))
-        data[place : place + length] = source[begin : begin + length]
-
-
-def try_to_read(seed: Seed, files: dict[str, bytes], folder: Path) -> tuple[str, float, float]:
-    """Return ("value", "error" or what went wrong, seconds, MiB that resident memory rose by)."""
-    for name in ("train.rec", "train.idx", "property", "set.bin"):
-        (folder / name).unlink(missing_ok=True)
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    before = _reset_peak()
-    faulthandler.dump_traceback_later(10 * MAX_SECONDS, exit=True)  # a hang ends the program with a trace
-    begun = time.monotonic()
-    try:
-        seed.read(folder)
-        outcome = "value"
-    except ValueError as error:
-        outcome = "error" if "\n" not in str(error) else f"several lines: {error}"
-    except Exception as error:  # this is what the program looks for
-        outcome = f"{type(error).__name__}: {error}"
-    seconds = time.monotonic() - begun
-    faulthandler.cancel_dump_traceback_later()
-    growth = _peak() - before
-    if seconds > MAX_SECONDS:
-        outcome = f"slow: {seconds:.1f} s, then {outcome}"
-    if growth > MAX_GROWTH:
-        outcome = f"large: {growth:.0f} MiB, then {outcome}"
-    return outcome, seconds, growth
-
-
-def read_records(folder: Path) -> None:
-    """Read a record file in every way: record by record, and as a face set."""
-    first: ValueError | None = None
-    try:
-        records = IndexedRecordFile(folder / "train.rec", folder / "train.idx")
-        for position in range(len(records)):
-            try:
-                record = unpack(records.read_position(position))
-                if len(record.payload):
-                    decode_rgb(record.payload)
-            except ValueError as error:
-                first = first or error
-    except ValueError as error:
-        first = error
-    dataset = RecordDataset(folder)
-    pixels = np.empty((112, 112, 3), dtype=np.uint8)
-    for index in range(dataset.num_images):
+    Raises:
+        ValueError: there is no input of a name.
+    """
+    cv2.setNumThreads(0)
+    torch.set_num_threads(1)
+    tqdm.tqdm.monitor_interval = 0  # its thread would not survive a fork
+    for module in (*_MODULES, *(f"scripts.{program}" for program in _PROGRAMS)):
         try:
-            dataset.decode_into(index, pixels)
-        except ValueError as error:
-            first = first or error
-    if first is not None:
-        raise first
+            importlib.import_module(module)
+        except ImportError:
+            if module in ("train", "eval.__main__"):
+                raise
+    seeds = folder / "seeds"
+    seeds.mkdir()
+    make_seeds(seeds)
+    inputs = {
+        name: entry
+        for part in (fuzz_inputs_sets, fuzz_inputs_images, fuzz_inputs_runs)
+        for name, entry in part.inputs(seeds).items()
+    }
+    inputs |= fuzz_inputs_config.inputs()
+    unknown = [name for name in names if name not in inputs]
+    if unknown:
+        raise ValueError(f"--inputs: no input {unknown[0]}; there are {', '.join(inputs)}")
+    return {name: entry for name, entry in inputs.items() if not names or name in names}
 
 
-def read_pairs(folder: Path) -> None:
-    """Read a verification set and decode its images."""
-    pairs = read_bin(folder / "set.bin")
-    for index in range(len(pairs.images)):
-        pairs.decode(index)
+def attack(inputs: dict[str, Input], places: dict[str, Place], options: argparse.Namespace) -> dict[str, Tally]:
+    """Run cases until the time is up, always of the input that had the least of it; keep one find of each kind."""
+    tallies = {name: Tally() for name in inputs}
+    kept: set[tuple[str, str]] = set()
+    beside = {name: Place.below(place.root.with_name(f"{name} small")) for name, place in places.items()}  # while a batch runs
+    end, number = time.monotonic() + 60 * options.minutes, 0
+    with progress([], options.cases or None, "fuzzing", "case") as bar:
+        while time.monotonic() < end and (not options.cases or number < options.cases):
+            name = min(tallies, key=lambda key: tallies[key].seconds)
+            entry, place, tally, begun = inputs[name], places[name], tallies[name], time.monotonic()
+            batch = min(entry.batch, options.cases - number if options.cases else entry.batch)
+            numbers = range(tally.cases, tally.cases + batch)
+            makers = [functools.partial(make_case, name, entry, options.seed, one) for one in numbers]
+            for one, outcome in zip(numbers, run_cases(place, makers, entry.sound, entry.memory), strict=True):
+                if outcome.kind == "hang":  # of the case, or of a busy machine?
+                    outcome = run_one(makers[one - numbers[0]](), beside[name], entry.sound, entry.memory)
+                tally.add(outcome)
+                bar.update()
+                number += 1
+                if outcome.is_find and (name, outcome.kind) not in kept and len(kept) < _KEPT:
+                    kept.add((name, outcome.kind))
+                    _keep(name, entry, beside[name], one, outcome, options)
+            tally.seconds += time.monotonic() - begun
+    return tallies
 
 
-def _reset_peak() -> float:
-    """Set the peak of resident memory back to what there is now, and return it in MiB."""
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    return _peak()
+def _keep(name: str, entry: Input, place: Place, number: int, outcome: Outcome, options: argparse.Namespace) -> None:
+    """Make a find small and write it, with the command that repeats it."""
+    again = f"python -m scripts.fuzz_formats --inputs {name} --seed {options.seed} --only {number}"
+    facts: dict[str, Any] = {"input": name, "kind": outcome.kind, "repeat": again}
+    try:
+        case = make_case(name, entry, options.seed, number)
+        small = minimise(case, outcome.kind, place, entry.sound, entry.memory, min(30.0, 3 * options.minutes))
+    except Exception as error:  # of the fuzzer itself; the find counts all the same
+        print(f"\n{name} {number}: the case cannot be made small: {error!r}")
+        return
+    keep(options.out / f"{name}-{number}", small, facts, outcome.detail)
+    print(f"\n{name}: {outcome.kind}\n  {again}", flush=True)
 
 
-def _peak() -> float:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
-
-
-def _silence_libjpeg() -> int:
-    """Send what C libraries write to stderr nowhere (libjpeg remarks on every damage); return the old stderr."""
-    sys.stderr.flush()
-    old = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    sys.stderr = os.fdopen(os.dup(old), "w", buffering=1)
-    return old
-
-
-def _restore(old: int) -> None:
-    os.dup2(old, 2)
-    os.close(old)
-    sys.stderr = sys.__stderr__
-
-
-def _keep(folder: Path, files: dict[str, bytes]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
+def _show_one(inputs: dict[str, Input], places: dict[str, Place], options: argparse.Namespace) -> None:
+    """Run one case and print how it ended; raise ValueError if badly."""
+    if len(inputs) != 1:
+        raise ValueError("--only N needs one input: --inputs NAME")
+    ((name, entry),) = inputs.items()
+    case = make_case(name, entry, options.seed, options.only)
+    outcome = run_one(case, places[name], entry.sound, entry.memory)
+    print(f"{case.command}\n{ {key: len(data) if isinstance(data, bytes) else data for key, data in case.files.items()} }")
+    print(os.fsdecode(os.fsencode(outcome.detail)).encode("ascii", "backslashreplace").decode())
+    print(f"{outcome.kind}, {outcome.seconds:.2f} s, {outcome.growth:.0f} MiB")
+    if outcome.is_find:
+        raise ValueError(f"case {options.only} of {name} ended badly: {outcome.kind}")
 
 
 if __name__ == "__main__":

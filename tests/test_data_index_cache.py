@@ -11,7 +11,7 @@ from pictures import jpeg, picture
 
 import train
 from data import record_dataset
-from data.index_cache import cache_path, read_cache, write_cache
+from data.index_cache import cache_path, read_cache, stamp, write_cache
 from data.record_dataset import RecordDataset
 from data.record_set import RecordSetWriter
 from eval.pairs import write_bin
@@ -139,3 +139,36 @@ def test_arrays_come_back_as_they_went(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[1][name], values)
         assert found[1][name].dtype == values.dtype
     assert [path.name for path in tmp_path.iterdir()] == ["x.index"]
+
+
+LIES = {
+    "offset beyond the file": lambda facts, arrays: arrays["offsets"].__setitem__(0, 1 << 40),
+    "negative offset": lambda facts, arrays: arrays["offsets"].__setitem__(0, -8),
+    "label beyond the classes": lambda facts, arrays: arrays["labels"].__setitem__(0, 7),
+    "negative label": lambda facts, arrays: arrays["labels"].__setitem__(0, -1),
+    "fewer labels": lambda facts, arrays: arrays.update(labels=arrays["labels"][1:]),
+    "keys of some": lambda facts, arrays: arrays.update(keys=np.arange(1)),
+    "floats": lambda facts, arrays: arrays.update(labels=arrays["labels"].astype(np.float32)),
+    "no image": lambda facts, arrays: arrays.update({name: values[:0] for name, values in arrays.items()}),
+    "no record": lambda facts, arrays: facts.update(num_records=0),
+    "classes in words": lambda facts, arrays: facts.update(num_classes="3"),
+    "no first key": lambda facts, arrays: facts.pop("first_key"),
+    "facts missing": lambda facts, arrays: facts.clear(),
+    "warnings of numbers": lambda facts, arrays: facts.update(warnings=[1]),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_cache_with_a_right_checksum_that_cannot_be_the_sets_is_made_anew(tmp_path: Path, lie: str) -> None:
+    folder, cache = _make(tmp_path / "set", [0, 0, 1, 2, 2]), tmp_path / "cache"
+    plain = RecordDataset(folder, cache)
+    place = cache_path(cache, folder / "train.rec")
+    wanted, names = stamp([folder / name for name in ("train.rec", "train.idx", "property")]), ("offsets", "labels", "keys")
+    found = read_cache(place, wanted, names)
+    assert found is not None
+    facts, arrays = dict(found[0]), {name: values.copy() for name, values in found[1].items()}
+    LIES[lie](facts, arrays)
+    write_cache(place, wanted, facts, arrays)
+    dataset = RecordDataset(folder, cache)
+    assert "damaged; it is made anew" in dataset.warnings[0] and _everything(dataset) == _everything(plain)
+    assert not RecordDataset(folder, cache).warnings

@@ -14,6 +14,7 @@ from .image import IMAGE_SIZE
 POINTS = ("left eye", "right eye", "nose", "left corner of the mouth", "right corner of the mouth")
 OUTSIDE = 0.15  # of the aligned crop's side: 17 of its 112 pixels, half the distance of the eyes
 _EMPTY = 0.99  # share of the crop outside the picture from which on there is no face in it
+_ABSURD = 1e7  # pixels beyond which no landmark lies
 MIN_SIDE = 8  # pixels of the picture that an aligned crop must at least have
 TEMPLATE = np.array(  # for 112 x 112 pixels
     [[38.2946, 51.6963], [73.5318, 51.5014], [56.0252, 71.7366], [41.5493, 92.3655], [70.7299, 92.2041]]
@@ -48,6 +49,13 @@ def check_points(points: np.ndarray, height: int, width: int) -> float:
     Raises:
         ValueError: a point lies farther outside, or the face has fewer than MIN_SIDE pixels; the message names the point.
     """
+    absurd = ~(np.abs(points) < _ABSURD).all(axis=1)  # nan too
+    if absurd.any():  # squares of such numbers overflow
+        x, y = points[int(absurd.argmax())]
+        raise ValueError(
+            f"landmarks must lie in the picture of {width} x {height} pixels, but the {POINTS[int(absurd.argmax())]} is at "
+            f"({x:g}, {y:g})"
+        )
     scale = float(np.hypot(*similarity_transform(points, TEMPLATE)[:, 0]))
     side = IMAGE_SIZE / max(scale, 1e-9)
     if side < MIN_SIDE:

@@ -9,10 +9,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tqdm import tqdm
+
 from . import distributed
 from .distributed import LostPeerError, RendezvousError, SharedError
 from .parent import ask_to_die_with_parent, follow_parent
-from .text import PrintableOutput, printable
+from .text import PrintableOutput, one_line
 
 REQUEUE = 75  # exit status of a run that saved and stopped because it was told to: EX_TEMPFAIL of sysexits.h, "try again later"
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells give it: 128 + SIGINT
@@ -84,6 +86,13 @@ class StopSignal:
         self.name = signal.Signals(number).name
 
 
+def _say(line: str) -> None:
+    """Print a line of its own on stderr: bars of progress that an error left open end first."""
+    for bar in list(getattr(tqdm, "_instances", ())):
+        bar.close()
+    print(line, file=sys.stderr, flush=True)
+
+
 def guarded(run: Callable[[], None]) -> int:
     """Run a program; return its exit status. An error is one line, said once where all ranks have the same.
 
@@ -102,16 +111,16 @@ def guarded(run: Callable[[], None]) -> int:
         return 0
     except SharedError as error:
         if rank == "0":
-            _say(f"error: {error}")
+            _say(f"error: {one_line(error)}")
         status = USER_ERROR if "TORCHELASTIC_RUN_ID" in os.environ else 1
     except ValueError as error:
-        _say(f"error: {f'rank {rank}: ' if several else ''}{error}")
+        _say(f"error: {f'rank {rank}: ' if several else ''}{one_line(error)}")
         if "TORCHELASTIC_RUN_ID" in os.environ and not isinstance(error, RendezvousError):
             status = USER_ERROR
     except OSError as error:
         if error.filename is None or error.strerror is None:
             raise
-        _say(f"error: {f'rank {rank}: ' if several else ''}{error.filename}: {error.strerror}")
+        _say(f"error: {f'rank {rank}: ' if several else ''}{one_line(f'{error.filename}: {error.strerror}')}")
     except StoppedError as stopped:
         if rank == "0":
             _say(f"stopped by {stopped}")
@@ -128,8 +137,3 @@ def guarded(run: Callable[[], None]) -> int:
     if several:
         os._exit(status)  # leaving a process group in order would wait for ranks that may be gone
     return status
-
-
-def _say(text: str) -> None:
-    """Print one line on stderr, whatever names stand in it."""
-    print(printable(text), file=sys.stderr, flush=True)

@@ -110,7 +110,7 @@ def write_planned(path: Path, tensors: Mapping[str, Planned]) -> dict[str, Any]:
 
     Raises:
         OSError: it cannot be written.
-        ValueError: the parts of a tensor are not those that were planned.
+        ValueError: the parts of a tensor are not those that were planned, or it is of a type that is not written.
         NotFiniteError: a tensor holds nan or inf: nothing could be done with the file.
     """
     # wide types first, so that each tensor lies at a multiple of its own width
@@ -119,6 +119,8 @@ def write_planned(path: Path, tensors: Mapping[str, Planned]) -> dict[str, Any]:
     offset = 0
     for name in names:
         plan = tensors[name]
+        if plan.dtype not in _DTYPES:
+            raise ValueError(f"{path}: {name} is of type {plan.dtype}; known are {', '.join(map(str, _DTYPES))}")
         end = offset + plan.dtype.itemsize * math.prod(plan.shape)
         header[name] = {"dtype": _DTYPES[plan.dtype], "shape": list(plan.shape), "data_offsets": [offset, end]}
         offset = end

@@ -12,12 +12,22 @@ from typing import Any, TextIO
 # an underscore inside a word, and a star between blanks, are no marks
 _MARKS = re.compile(r"([\\`\[\]|]|(?<![^\W_])_|_(?![^\W_])|\*(?=\S)|(?<=\S)\*|^[*+#-](?=[\s#-]))")
 
+_LONGEST = 4000  # characters of a message
+
 
 def printable(text: str, keep: str = "") -> str:
     r"""Return the text with each character that cannot be printed, apart from those in `keep`, as \xff or \u202e."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def one_line(message: object) -> str:
+    """Return a message as one line that no terminal takes for commands: a file's name, or what stands in it, may hold any."""
+    text = str(message)
+    if len(text) > _LONGEST:  # a value of a million digits that was given for a key, say
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    return printable(text)
 
 
 def markdown_table(rows: Sequence[Sequence[object]]) -> str:
