@@ -1,5 +1,8 @@
 """The blows of scripts.torture: how each is dealt, and what must come of it, as docs/checkpoints.md and docs/cluster.md say."""
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/torture_blows.py is no program, but a part of programs; python -m scripts lists them")
+
 import contextlib
 import random
 import re

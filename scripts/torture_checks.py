@@ -3,6 +3,9 @@
 The format is that of docs/checkpoints.md. Each check returns lines about what is wrong; none = all is as promised.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/torture_checks.py is no program, but a part of programs; python -m scripts lists them")
+
 import fcntl
 import json
 import math

@@ -8,6 +8,9 @@ one and is answered by {"pids": [the one started, its workers by rank]}; {"wait"
 lives}. The process ends with its stdin.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/torture_nest.py is no program, but a part of programs; python -m scripts lists them")
+
 import contextlib
 import importlib
 import io
@@ -163,7 +166,3 @@ class _Worker:
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
-
-
-if __name__ == "__main__":
-    serve()

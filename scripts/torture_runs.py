@@ -1,5 +1,8 @@
 """The trainings of scripts.torture: their drawn data and configuration, how they are started, and what of them lives."""
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/torture_runs.py is no program, but a part of programs; python -m scripts lists them")
+
 import contextlib
 import json
 import os
@@ -86,7 +89,7 @@ class Nest:
     """A process that starts trainings without the imports, see scripts/torture_nest.py."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "scripts.torture_nest"]
+        command = [sys.executable, "-c", "from scripts.torture_nest import serve; serve()"]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
