@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -162,6 +163,31 @@ def test_a_full_disk_under_tensorboard_is_one_warning_and_no_traceback_of_its_th
     assert "Traceback" not in done.stderr and "Exception in thread" not in done.stderr, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("WARNING: TensorBoard, until the next start, cannot be written ("), line
+
+
+def test_a_start_and_a_resume_on_a_full_disk_are_one_line_and_leave_all_files_as_they_are(dataset: Path, tmp_path: Path):
+    arguments = tiny_run(dataset, tmp_path, "train.max_steps=2", "eval.targets=[]")
+    assert run_train(1, arguments).returncode == 0
+    run = tmp_path / "tiny"
+
+    def files() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name[0] != "."}
+
+    before = files()
+    for more in (["train.max_steps=4"], ["train.max_steps=4", "run.name=new"]):
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "train.py"), *arguments, *more],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            # no byte can be written to any file, as on a full disk; standard output is a pipe
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+        )
+        assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert done.stderr.startswith("error: run.output: the run folder") and "cannot be written" in done.stderr
+        assert " step " not in done.stdout
+    assert files() == before
+    assert run_train(1, [*arguments, "train.max_steps=4"]).returncode == 0 and step_of(list_checkpoints(run)[-1]) == 4
 
 
 _HANGS = """
