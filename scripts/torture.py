@@ -172,7 +172,7 @@ class Torturer:
                 chosen = chosen if fixed else rng.choice(self.options.processes)
                 by_hand = bool(self.options.by_hand) and rng.randrange(self.options.by_hand) == 0
             blow = draw(rng, chosen, self.options.kinds)
-            if blow.kind == "disagree" and life is not None:
+            if blow.kind in ("disagree", "stop_rank") and life is not None:  # these need a setting at the start
                 blow = blow._replace(kind="kill_all")
             if blows == 0 or self._is_over():
                 break

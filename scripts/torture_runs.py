@@ -144,7 +144,7 @@ class Life:
         program = script
         if processes > 1:
             program, arguments = TORCHRUN, ["--standalone", f"--nproc-per-node={processes}", script, *arguments]
-        environment = {_MARK: self.mark, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10"}
+        environment = {_MARK: self.mark, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30"}
         if odd:
             environment |= {"FACE_TORTURE_RANK": str(odd[0]), "FACE_TORTURE_KEY": odd[1]}
         pipe = place.work / f"{run}.{number}.stderr"
