@@ -253,7 +253,7 @@ def tensor(old: Any, rng: Rng) -> Any:
         lambda: torch.empty(10**12, device="meta"),
         lambda: torch.empty_like(old, device="meta"),
         lambda: old.to_sparse(),
-        lambda: torch.sparse_coo_tensor(torch.tensor([[10**6]]), torch.ones(1), (10**9,)),
+        lambda: torch.sparse_coo_tensor(torch.tensor([[10**6]]), torch.ones(1), (10**9,), check_invariants=True),
         lambda: old.to(torch.float8_e4m3fn),
         lambda: old.to(pick(rng, dtypes)),
         lambda: torch.full_like(old.float(), float(pick(rng, (float("nan"), float("inf"), 3e38)))),

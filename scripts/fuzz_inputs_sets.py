@@ -168,7 +168,7 @@ def changed_header(data: bytes, rng: Rng) -> bytes:
     if rng.random() < 0.15:
         text = pick(rng, (b"", b"null", b"[]", b"{" * 5000, text[:-1], text + b"x", b'{"a":' * 900 + b"1" + b"}" * 900))
     size = len(text) if rng.random() < 0.85 else int(pick(rng, (0, 1, 2**32, 2**63, 2**64 - 1, len(data), len(text) - 1)))
-    return size.to_bytes(8, "little") + text + data[8 + length :]
+    return max(0, size).to_bytes(8, "little") + text + data[8 + length :]
 
 
 def _list_file(sound: Sound, rng: Rng) -> Case:
