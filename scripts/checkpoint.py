@@ -18,6 +18,7 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("error: start it from the root of the clone with python -m scripts.checkpoint")
 
 import argparse
+import functools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -37,7 +38,6 @@ from utils.checkpoint import (
     is_checkpoint,
     list_checkpoints,
     partial_path,
-    planned_rows,
     read_backbone,
     read_manifest,
     seal,
@@ -166,10 +166,33 @@ def reshard(options: argparse.Namespace) -> None:
         for rank in range(options.ranks):
             start, stop = shard_range(slots, rank, options.ranks)
             name = shard_name(rank, options.ranks)
-            files[name] = write_planned(partial / name, planned_rows(read, start, stop, bar.update)) | {"slots": [start, stop]}
+            files[name] = write_planned(partial / name, _planned_rows(read, start, stop, bar.update)) | {"slots": [start, stop]}
     facts = {key: value for key, value in manifest.items() if key not in ("format", "files")}
     seal(partial, final, {**facts, "world_size": options.ranks, "files": files})
     print(f"{final}: step {manifest['step']}, {slots} class centres in {options.ranks} file(s)")
+
+
+def _planned_rows(
+    read: Callable[..., dict[str, Tensor]], start: int, stop: int, progress: Callable[[int], object] = lambda count: None
+) -> dict[str, Planned]:
+    """Return what utils.tensor_file.write_planned needs to write the slots [start, stop), reading some rows at a time.
+
+    Args:
+        read: of softmax_reader.
+        progress: called with the number of slots that were read since the last call, once for all tensors of a row.
+    """
+
+    def rows(name: str, counted: bool) -> Iterator[Tensor]:
+        for first in range(start, stop, _ROWS_AT_ONCE):
+            last = min(first + _ROWS_AT_ONCE, stop)
+            yield read(first, last, name)[name]
+            progress((last - first) * counted)
+
+    plans = {}
+    for number, (name, row) in enumerate(read(start, start + 1).items()):
+        shape = (stop - start, *row.shape[1:])
+        plans[name] = Planned(row.dtype, shape, functools.partial(rows, name, number == 0))
+    return plans
 
 
 def merge_centres(options: argparse.Namespace) -> None:

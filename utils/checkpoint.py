@@ -11,12 +11,11 @@ whatever was killed when (checkpoint_writer.py). Reading checks the sizes of all
 """
 
 import errno
-import functools
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .files import read_text
-from .tensor_file import HASH, Planned, file_hash, flush, load_plain, read_tensors, write_text
+from .tensor_file import HASH, file_hash, flush, load_plain, read_tensors, write_text
 
 FORMAT = 1
 ReadRows = Callable[[int, int], dict[str, Tensor]]  # (first slot, last slot) -> rows of each tensor by name
 _LARGEST_MANIFEST = 64 << 20  # bytes; that of 10,000 ranks has 2 MB
-_ROWS_AT_ONCE = 8192  # 16 MiB of 512 numbers
 _MANIFEST, BACKBONE, TRAINER = "manifest.json", "backbone.safetensors", "trainer.pt"
 
 
@@ -285,37 +283,25 @@ def softmax_reader(checkpoint: Path) -> Callable[..., dict[str, Tensor]]:
             try:
                 with safe_open(checkpoint / name, framework="pt") as file:
                     for key in [only] if only else file.keys():
-                        parts.setdefault(key, []).append(file.get_slice(key)[first - low : last - low])
+                        rows, shape = file.get_slice(key), file.get_slice(key).get_shape()
+                        if shape[:1] != [high - low]:
+                            raise ValueError(
+                                f"checkpoint {checkpoint}: {name} is damaged: its {key} must have {high - low} rows, "
+                                f"and has the shape {tuple(shape)}"
+                            )
+                        parts.setdefault(key, []).append(rows[first - low : last - low])
             except (OSError, SafetensorError) as error:
                 raise ValueError(f"checkpoint {checkpoint}: {name} cannot be read: {error}") from None
         if covered != stop:
             raise ValueError(f"checkpoint {checkpoint}: class slots {covered} to {stop} are in none of its softmax files")
+        unlike = [key for key, blocks in parts.items() if len({(block.dtype, block.shape[1:]) for block in blocks}) > 1]
+        if unlike:
+            raise ValueError(
+                f"checkpoint {checkpoint}: {unlike[0]} has other types or widths in one softmax file than in another"
+            )
         return {key: blocks[0] if len(blocks) == 1 else torch.cat(blocks) for key, blocks in parts.items()}
 
     return read
-
-
-def planned_rows(
-    read: Callable[..., dict[str, Tensor]], start: int, stop: int, progress: Callable[[int], object] = lambda count: None
-) -> dict[str, Planned]:
-    """Return what utils.tensor_file.write_planned needs to write the slots [start, stop), reading some rows at a time.
-
-    Args:
-        read: of softmax_reader.
-        progress: called with the number of slots that were read since the last call, once for all tensors of a row.
-    """
-
-    def rows(name: str, counted: bool) -> Iterator[Tensor]:
-        for first in range(start, stop, _ROWS_AT_ONCE):
-            last = min(first + _ROWS_AT_ONCE, stop)
-            yield read(first, last, name)[name]
-            progress((last - first) * counted)
-
-    plans = {}
-    for number, (name, row) in enumerate(read(start, start + 1).items()):
-        shape = (stop - start, *row.shape[1:])
-        plans[name] = Planned(row.dtype, shape, functools.partial(rows, name, number == 0))
-    return plans
 
 
 def _file(checkpoint: Path, name: str) -> Path:
