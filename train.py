@@ -28,7 +28,7 @@ from data.loader import Loader
 from data.sampler import SampleOrder, Samples, check_batch
 from eval.embed import class_means
 from eval.evaluate import check_metric, load_pair_sets
-from eval.monitor import score_and_log
+from eval.monitor import check_names, score_and_log
 from eval.pairs import PairSet
 from losses import build_margin
 from losses.first_loss import judge_first_loss
@@ -271,6 +271,7 @@ def open_data(config: EasyDict, num_processes: int) -> tuple[FaceDataset, list[P
     cache = {"auto": str(Path(config.run.output) / "index_cache"), "off": None}.get(data.index_cache, data.index_cache)
     dataset = build_dataset(data, config.run.seed, cache)
     pair_sets = load_pair_sets(config.eval.path or data.path, config.eval.targets)
+    check_names(pair_sets)
     check_metric(pair_sets, config.eval.metric)
     return dataset, pair_sets
 

@@ -8,13 +8,23 @@ import torch
 from torch import nn
 
 from utils.distributed import World, all_gather_objects, broadcast_module
-from utils.log import RunLog
+from utils.log import TRAINING, RunLog
 
 from .evaluate import evaluate, selection_score
 from .figures import overview
 from .html_report import write_summary
 from .pairs import PairSet
 from .report import format_table, scalars
+
+
+def check_names(sets: Sequence[PairSet]) -> None:
+    """Raise ValueError if a set has the name under which the log keeps the numbers of training."""
+    for pair_set in sets:
+        if pair_set.name == TRAINING:
+            raise ValueError(
+                f"eval.targets: {pair_set.path} may not be called {TRAINING!r}: the numbers of training have that name in "
+                "metrics.jsonl and TensorBoard; rename it"
+            )
 
 
 def score_and_log(

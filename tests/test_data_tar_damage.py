@@ -49,37 +49,69 @@ def _pax(records: dict[str, str], kind: bytes = tarfile.XHDTYPE) -> bytes:
 
 
 SPARSE_1_0 = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "a.jpg", "GNU.sparse.realsize": "9"}
-BAD: dict[str, Callable[[], bytes]] = {
-    "negative size": lambda: _good() + _sized(_member("1.jpg", b"x" * 600), -1024),
-    "size of minus its header": lambda: _good() + _sized(_member("1.jpg", b""), -BLOCK),
-    "negative size of a class": lambda: _good() + _sized(_member("1.cls", b"1"), -7000),
-    "giant size": lambda: _good() + _sized(_member("1.jpg", b"x"), 1 << 80),
-    "size beyond the end": lambda: _good() + _sized(_member("1.jpg", b"x"), 1 << 20),
-    "pax size below zero": lambda: _good() + _pax({"size": "-2048"}) + _member("1.jpg", b"x"),
-    "pax size of 4,000 digits": lambda: _good() + _pax({"size": "9" * 4000}) + _member("1.jpg", b"x"),
-    "pax of a giant size": lambda: _good() + _sized(_pax({"path": "a"}), 1 << 34) + _member("1.jpg", b"x"),
-    "pax of a negative size": lambda: _good() + _sized(_pax({"path": "a"}), -4096) + _member("1.jpg", b"x"),
-    "pax global of a negative size": lambda: _sized(_pax({"path": "a"}, tarfile.XGLTYPE), -512) + _good(),
-    "sparse 1.0 with countless parts": lambda: _pax(SPARSE_1_0) + _member("1.jpg", b"9" * 700) + _good(),
-    "sparse 0.1 with a map of words": lambda: _pax({"GNU.sparse.map": "a,b,c", "GNU.sparse.size": "9"}) + _good(),
-    "sparse of old GNU": lambda: _header(_member("1.jpg", b"x", tarfile.GNUTYPE_SPARSE), 482, b"\1") + 3 * bytes(512) + _good(),
-    "3,000 long names": lambda: 3000 * _member("l", b"n" * 200, tarfile.GNUTYPE_LONGNAME) + _good(),
-    "3,000 pax headers": lambda: 3000 * _pax({"path": "a"}) + _good(),
-    "a long name of a negative size": lambda: _sized(_member("l", b"", tarfile.GNUTYPE_LONGNAME), -512) + _good(),
-    "a long name at the end": lambda: _good() + _member("l", b"n" * 200, tarfile.GNUTYPE_LONGNAME),
-    "a wrong checksum": lambda: _good() + b"2" + _good(1)[1:] + _good(2),
-    "half a header": lambda: _good() + _good(1)[:300],
-    "letters in the size": lambda: _good() + _header(_member("1.jpg", b""), 124, b"zzzzzzzzzzz"),
-    "letters in the time": lambda: _good() + _header(_member("1.jpg", b""), 136, b"zzzzzzzzzzz"),
+# what is wrong with a shard, the words that say so, and its bytes: the byte 8192 is behind eight headers, 9216 behind _good()
+BAD: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "negative size": ("a size of -1024 bytes", lambda: _good() + _sized(_member("1.jpg", b"x" * 600), -1024)),
+    "size of minus its header": ("a size of -512 bytes", lambda: _good() + _sized(_member("1.jpg", b""), -BLOCK)),
+    "negative size of a class": ("a size of -7000 bytes", lambda: _good() + _sized(_member("1.cls", b"1"), -7000)),
+    "giant size": ("cut off in 1.jpg", lambda: _good() + _sized(_member("1.jpg", b"x"), 1 << 80)),
+    "size beyond the end": ("cut off in 1.jpg", lambda: _good() + _sized(_member("1.jpg", b"x"), 1 << 20)),
+    "pax size below zero": ("a size of -2048 bytes", lambda: _good() + _pax({"size": "-2048"}) + _member("1.jpg", b"x")),
+    "pax size of 4,000 digits": ("cut off in 1.jpg", lambda: _good() + _pax({"size": "9" * 4000}) + _member("1.jpg", b"x")),
+    "pax of a giant size": (
+        "an extended header of 17179869184 bytes",
+        lambda: _good() + _sized(_pax({"path": "a"}), 1 << 34) + _member("1.jpg", b"x"),
+    ),
+    "pax of a negative size": (
+        "an extended header of -4096 bytes",
+        lambda: _good() + _sized(_pax({"path": "a"}), -4096) + _member("1.jpg", b"x"),
+    ),
+    "pax global of a negative size": (
+        "an extended header of -512 bytes",
+        lambda: _sized(_pax({"path": "a"}, tarfile.XGLTYPE), -512) + _good(),
+    ),
+    "sparse 1.0 with countless parts": ("a sparse file", lambda: _pax(SPARSE_1_0) + _member("1.jpg", b"9" * 700) + _good()),
+    "sparse 0.1 with a map of words": (
+        "a sparse file",
+        lambda: _pax({"GNU.sparse.map": "a,b,c", "GNU.sparse.size": "9"}) + _good(),
+    ),
+    "sparse of old GNU": (
+        "a sparse file",
+        lambda: _header(_member("1.jpg", b"x", tarfile.GNUTYPE_SPARSE), 482, b"\1") + 3 * bytes(512) + _good(),
+    ),
+    "3,000 long names": (
+        "byte 8192: more than 8 headers",
+        lambda: 3000 * _member("l", b"n" * 200, tarfile.GNUTYPE_LONGNAME) + _good(),
+    ),
+    "3,000 pax headers": ("byte 8192: more than 8 headers", lambda: 3000 * _pax({"path": "a"}) + _good()),
+    "a long name of a negative size": (
+        "an extended header of -512 bytes",
+        lambda: _sized(_member("l", b"", tarfile.GNUTYPE_LONGNAME), -512) + _good(),
+    ),
+    "a long name at the end": (
+        "byte 9216: a damaged header",
+        lambda: _good() + _member("l", b"n" * 200, tarfile.GNUTYPE_LONGNAME),
+    ),
+    "a wrong checksum": ("byte 9216: a damaged header", lambda: _good() + b"2" + _good(1)[1:] + _good(2)),
+    "half a header": ("cut off in 1.jpg", lambda: _good() + _good(1)[:300]),
+    "letters in the size": (
+        "byte 9216: a damaged header",
+        lambda: _good() + _header(_member("1.jpg", b""), 124, b"zzzzzzzzzzz"),
+    ),
+    "letters in the time": (
+        "byte 9216: a damaged header",
+        lambda: _good() + _header(_member("1.jpg", b""), 136, b"zzzzzzzzzzz"),
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", sorted(BAD))
 def test_a_damaged_shard_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str):
-    (tmp_path / "bad.tar").write_bytes(BAD[kind]() + bytes(2 * BLOCK))
+    words, content = BAD[kind]
+    (tmp_path / "bad.tar").write_bytes(content() + bytes(2 * BLOCK))
     assert train.main([*tiny_run(tmp_path, tmp_path), "data.source=tar", "eval.targets=[]", "--check"]) == 1
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith(f"error: data.path: {tmp_path / 'bad.tar'}: "), said
+    assert said.count("\n") == 1 and said.startswith(f"error: data.path: {tmp_path / 'bad.tar'}: ") and words in said, said
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])

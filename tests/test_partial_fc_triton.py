@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="Triton is not installed; it comes with the CUDA builds of torch")
 kernels = importlib.import_module("partial_fc.triton_kernels")
 
+pytestmark = pytest.mark.numeric
 State = dict[str, Tensor]
 Update = Callable[..., None]
 SEED = 2**62 + 987654321

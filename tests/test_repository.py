@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEAVES = {"backbones", "configs", "data", "eval", "losses", "partial_fc"}
+TESTS = sorted((ROOT / "tests").glob("test_*.py"))
 PROGRAMS = [ROOT / "train.py", ROOT / "eval" / "__main__.py", *sorted((ROOT / "scripts").glob("*.py"))]
 SOURCES = [ROOT / "train.py", *(path for name in sorted(LEAVES | {"utils", "scripts"}) for path in (ROOT / name).glob("*.py"))]
 
@@ -57,6 +58,28 @@ def test_files_stay_readable(path: Path):
     lines = path.read_text().splitlines()
     assert len(lines) <= 330, f"{len(lines)} lines: split it"
     assert path.read_text().isascii()
+
+
+def _names(node: ast.AST) -> set[str]:
+    attributes = {inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
+    return attributes | {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.name)
+def test_what_compares_tensors_up_to_rounding_is_marked_numeric(path: Path):
+    """So that CI repeats it as other machines compute; what is compared through a helper of the file counts as well."""
+    tree = ast.parse(path.read_text())
+    if any(isinstance(node, ast.Assign) and "pytestmark" in _names(node) and "numeric" in _names(node) for node in tree.body):
+        return
+    bounds = {name for name in _imports(path) if name.startswith("rounding.")}
+    comparing = {"assert_close", "allclose", *(name.partition(".")[2] for name in bounds)}
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    helpers = [node for node in functions if not node.name.startswith("test_")]
+    while more := {node.name for node in helpers if _names(node) & comparing} - comparing:
+        comparing |= more
+    for node in functions:
+        if node not in helpers and _names(node) & comparing:
+            assert any("numeric" in _names(decorator) for decorator in node.decorator_list), f"{path.name}: {node.name}"
 
 
 def test_every_package_is_listed_for_installation():

@@ -44,6 +44,7 @@ def run_folder(tmp_path: Path, run_ranks: Callable[..., None]) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.numeric
 def test_merged_centres_are_unit_rows_in_the_order_of_the_labels(run_folder: Path, tmp_path: Path):
     classes = classes_of_slots(np.arange(CLASSES), CLASSES, SEED)
     expected = torch.empty(CLASSES, DIM)

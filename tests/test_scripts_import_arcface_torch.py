@@ -206,6 +206,7 @@ def test_missing_and_foreign_shards_are_named(tmp_path: Path, capsys: pytest.Cap
     assert not run.exists()
 
 
+@pytest.mark.numeric
 def test_classes_without_a_centre_start_as_in_a_new_run_at_the_length_of_the_others(tmp_path: Path):
     found = _imported(
         _write(tmp_path / "theirs", "backbone.pth", 2), tmp_path / "run", "--num-classes", "14", "--fill", "random"
@@ -335,6 +336,7 @@ def test_a_checkpoint_of_that_step_is_never_overwritten(tmp_path: Path, capsys: 
     assert (list_checkpoints(tmp_path / "run")[0] / "manifest.json").read_bytes() == before
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_training_goes_on_from_an_imported_checkpoint(tmp_path: Path, kind: str):
     source = _write(tmp_path / "theirs", "checkpoint_gpu", 2, kind=kind)
@@ -401,6 +403,7 @@ def test_what_was_exported_is_imported_to_the_same_bytes(tmp_path: Path):
     assert _equal(read_trainer(first)["optimizer"]["state"], read_trainer(again)["optimizer"]["state"])
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("form", ["exact", "tiny"])
 def test_a_run_of_ours_is_exported_for_resume(tmp_path: Path, form: str):
     (tmp_path / "tiny.yaml").write_text(

@@ -203,3 +203,9 @@ def test_an_onnx_file_reads_no_file_outside_its_folder(
     assert onnx.load(str(folder / "net.onnx"), load_external_data=False).graph.name == "reads"
     assert evaluate([str(folder / "net.onnx"), *faces]) == 1
     assert "net.onnx: onnxruntime cannot read it" in _only_line(capsys)
+    # the same network with the same numbers in its own folder is read
+    (folder / "link.bin").unlink()
+    (tmp_path / "secret.bin").rename(folder / "link.bin")
+    (model.graph.node[0].attribute[0].t if constant else model.graph.initializer[0]).external_data[0].value = "link.bin"
+    (folder / "net.onnx").write_bytes(model.SerializeToString())
+    assert evaluate([str(folder / "net.onnx"), *faces]) == 0

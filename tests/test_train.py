@@ -233,6 +233,20 @@ def test_a_metric_that_the_sets_cannot_carry_is_refused_before_training(
     assert not (tmp_path / "tiny").exists()
 
 
+def test_a_set_that_is_called_as_training_is_in_the_metrics_is_refused_by_its_file(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    taken, free = tmp_path / "train.bin", tmp_path / "trained.bin"
+    taken.write_bytes((dataset / "tiny.bin").read_bytes())
+    assert train.main(tiny_run(dataset, tmp_path, f"eval.targets=[tiny, {taken}]", "train.max_steps=1")) == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: eval.targets: {taken} may not be called 'train'") and error.endswith("; rename it")
+    assert not (tmp_path / "tiny").exists()
+    taken.rename(free)
+    assert train.main(tiny_run(dataset, tmp_path, f"eval.targets=[tiny, {free}]", "train.max_steps=1")) == 0
+    assert "accuracy" in read_metrics(tmp_path / "tiny", "trained")[1] and "loss" in read_metrics(tmp_path / "tiny")[1]
+
+
 def test_without_evaluation_at_the_end_there_are_no_results(dataset: Path, tmp_path: Path):
     assert train.main(tiny_run(dataset, tmp_path, "eval.at_end=false", "eval.every=0", "train.max_steps=2")) == 0
     assert not (tmp_path / "tiny" / "results.json").exists() and len(list_checkpoints(tmp_path / "tiny")) == 1

@@ -44,6 +44,7 @@ def _centres(run: Path) -> torch.Tensor:
     return found.read(np.arange(found.num_classes))
 
 
+@pytest.mark.numeric
 def test_centres_are_read_by_label_from_every_form(source: Path, tmp_path: Path):
     run = source / "tiny"
     assert tool.main(["merge", str(run), str(tmp_path / "all.safetensors")]) == 0
@@ -112,6 +113,7 @@ def test_without_known_people_all_centres_come_from_images_or_at_random(
     assert cosines[0] > 0.5 > 0.3 > cosines[1]
 
 
+@pytest.mark.numeric
 def test_a_replaced_bad_image_enters_no_mean(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Of the new people, label 0 has three bad images among its five, label 1 has none that is good."""
     left = {0: 3, 1: 99}

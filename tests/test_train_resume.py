@@ -439,6 +439,7 @@ def test_checkpoints_by_the_clock(dataset: Path, tmp_path: Path):
     assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == list(range(1, 16))
 
 
+@pytest.mark.numeric
 def test_another_number_of_processes_goes_on_along_the_same_curve(dataset: Path, tmp_path: Path):
     """2 -> 3 -> 1 with all classes and frozen statistics: the global batches are the same, and so is their mean loss."""
     overrides = [

@@ -128,10 +128,12 @@ def test_an_old_manifest_with_a_score_that_is_none_does_not_stop_new_saves(
 ):
     arguments = tiny_run(run[0].parent, tmp_path, "eval.targets=[]", "checkpoint.every=1", "checkpoint.keep_last=2")
     assert train.main([*arguments, "train.max_steps=2"]) == 0
-    oldest = list_checkpoints(tmp_path / "tiny")[0]
-    manifest = json.loads((oldest / "manifest.json").read_text())
-    (oldest / "manifest.json").write_text(json.dumps({**manifest, "score": score}))
+    oldest, other = list_checkpoints(tmp_path / "tiny")
+    for path, written in ((oldest, score), (other, 0.5)):  # which would be compared
+        manifest = json.loads((path / "manifest.json").read_text())
+        (path / "manifest.json").write_text(json.dumps({**manifest, "score": written}))
     assert train.main([*arguments, "train.max_steps=5"]) == 0
-    assert "could not be saved" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "could not be saved" not in said and f"{oldest}: manifest.json cannot be read (score must be" in said
     assert {4, 5} <= {step_of(path) for path in list_checkpoints(tmp_path / "tiny")}
     assert oldest.is_dir()  # a bad one is left alone, and named

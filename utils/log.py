@@ -36,6 +36,7 @@ FORMS: dict[str, Callable[[float], str]] = {
     "loss_scale": "scale {:.0f}".format,
 }
 _ON_BAR = ("lr", "images_per_second", "data_wait")
+TRAINING = "train"  # the kind of the numbers of training in metrics.jsonl and TensorBoard; other kinds are names of sets
 _KEPT = "\n\t"  # of the characters that cannot be printed: tables have several lines
 _BAR = "{percentage:3.0f}% |{bar}| step {n_fmt}/{total_fmt}{postfix}"
 
@@ -157,7 +158,7 @@ class RunLog:
         else:
             self._numbers_on_bar = "".join(f"  {shown[name]}" for name in _ON_BAR if name in shown) + f"  {eta}"
             self.advance(step, numbers["loss"])
-        self.record(step, "train", {"epoch": step * self.epochs_per_step, **numbers})
+        self.record(step, TRAINING, {"epoch": step * self.epochs_per_step, **numbers})
 
     def _epoch(self, step: int) -> str:
         total = self.total_steps * self.epochs_per_step
