@@ -133,7 +133,7 @@ def _check_refusals(paths: list[Path]) -> dict[str, str]:
         assert message.startswith(f"{path}: "), message
         assert "\n" not in message
         assert len(message) < len(path) + 250
-        assert seconds < 5
+        assert seconds < 60  # a hang would take for ever; a busy machine takes seconds
     return {Path(path).name: message for path, message, _ in rows}
 
 

@@ -311,14 +311,14 @@ def _whole_steps(run: Path) -> list[int]:
     return [step_of(path) for path in found]
 
 
-def test_thirty_kills_at_random_moments_lose_no_checkpoint(dataset: Path, tmp_path: Path):
+def test_kills_at_random_moments_lose_no_checkpoint(dataset: Path, tmp_path: Path):
     """Every other kill waits for a save to begin, and strikes within it."""
     overrides = ["head.sample_rate=0.5", "checkpoint.every=1", "eval.targets=[]", "schedule.power=0", *AUGMENTED[:2]]
     context = mp.get_context("forkserver")
     arguments = tiny_run(dataset, tmp_path, *overrides, "train.epochs=1000", "run.name=killed")
     run, luck = tmp_path / "killed", random.Random(time.time_ns())
     newest, inside_a_save, resumed, startup = 0, 0, 0, 2.0
-    for number in range(30):
+    for number in range(12):
         before = set((run / "checkpoints").glob(".step_*"))  # left by the kill before
         process = context.Process(target=_train_quietly, args=(arguments,))
         process.start()
@@ -340,7 +340,7 @@ def test_thirty_kills_at_random_moments_lose_no_checkpoint(dataset: Path, tmp_pa
         assert max(steps, default=0) >= newest, f"kill {number}: {newest} was complete, {steps} are left"
         resumed += max(steps, default=0) > newest
         newest = max(steps, default=0)
-    assert inside_a_save >= 5 and resumed >= 5, (inside_a_save, resumed)
+    assert inside_a_save >= 2 and resumed >= 2, (inside_a_save, resumed)
     ends = []
     for name in ("killed", "whole"):
         assert train.main(tiny_run(dataset, tmp_path, *overrides, f"run.name={name}", f"train.max_steps={newest + 3}")) == 0

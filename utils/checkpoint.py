@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .files import read_text
+from .files import check_file
 from .tensor_file import HASH, file_hash, flush, load_plain, read_tensors, write_text
 
 FORMAT = 1
@@ -130,7 +130,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / _MANIFEST
     try:
-        manifest = json.loads(read_text(path, _LARGEST_MANIFEST, "utf-8"))
+        check_file(path, _LARGEST_MANIFEST)
+        manifest = json.loads(path.read_text(encoding="utf-8"))
         fault = _manifest_fault(manifest)
     except (OSError, ValueError, RecursionError) as error:
         fault = str(error)
