@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# test processes are forked from a server that has imported what they need; the import alone takes 4 s of a processor
-mp.get_context("forkserver").set_forkserver_preload(["train", "torch.utils.tensorboard"])
+# test processes are forked from a server that has imported what a training needs, also what torch and we import late: 7 s of a
+# processor for each of them otherwise
+_IMPORTED = ("train", "torch._dynamo", "torch.utils.tensorboard", "matplotlib.figure", "matplotlib.backends.backend_agg")
+mp.get_context("forkserver").set_forkserver_preload(list(_IMPORTED))
 # a shell that runs the tests in the background has SIGINT ignored, and so would all programs that the tests interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
