@@ -318,7 +318,7 @@ def test_kills_at_random_moments_lose_no_checkpoint(dataset: Path, tmp_path: Pat
     arguments = tiny_run(dataset, tmp_path, *overrides, "train.epochs=1000", "run.name=killed")
     run, luck = tmp_path / "killed", random.Random(time.time_ns())
     newest, inside_a_save, resumed, startup = 0, 0, 0, 2.0
-    for number in range(12):
+    for number in range(8):
         before = set((run / "checkpoints").glob(".step_*"))  # left by the kill before
         process = context.Process(target=_train_quietly, args=(arguments,))
         process.start()

@@ -103,11 +103,11 @@ def test_no_lie_in_a_manifest_is_a_traceback(run: tuple[Path, list[str]], capsys
                 (train.main, [*arguments, f"checkpoint.resume={newest}"]),
                 (evaluate, [str(newest), "--targets", "no_such_set", "--device", "cpu"]),
             ]
-            # each lie meets one of the slow programs, each field all of them
+            # every other lie meets one of the slow programs, each field both of them
             for program, words in (
                 (checkpoint, ["show", str(newest)]),
                 (checkpoint, ["verify", str(newest)]),
-                slow[number % 2],
+                *([slow[number // 2 % 2]] if number % 2 else []),
             ):
                 with contextlib.suppress(SystemExit):
                     status = program(words)
@@ -119,7 +119,7 @@ def test_no_lie_in_a_manifest_is_a_traceback(run: tuple[Path, list[str]], capsys
                 refused += status
     finally:
         path.write_text(sound)
-    assert refused > len(texts)
+    assert refused > len(texts) / 2
 
 
 @pytest.mark.parametrize("score", ["very good", [1], {"a": 1}, True, math.nan, 10**400])
