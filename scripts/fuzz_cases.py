@@ -33,7 +33,7 @@ from .fuzz_files import Case, Files, Place, lay_out
 MAX_SECONDS = 20  # for one case, on a busy machine
 _MEMORY = 2 << 30  # bytes of address space beyond what the fuzzer itself has
 _FILE = 1 << 28  # bytes of a file that a case may write
-_HANDLES = 256
+_HANDLES = 256  # beyond those that the fuzzer itself has open
 _MAINS = {"eval": "eval.__main__"}
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
 # what no file may ever make a program do
@@ -144,7 +144,8 @@ def _child(place: Place, cases: Sequence[Callable[[], Case]], sound: Files, pipe
     tqdm._instances.clear()  # a bar of the fuzzer's own would stand above those of the programs
     watch = _Watch(place.work)
     sys.addaudithook(watch)
-    for number, limit in ((resource.RLIMIT_FSIZE, _FILE), (resource.RLIMIT_NOFILE, _HANDLES), (resource.RLIMIT_CORE, 0)):
+    handles = _HANDLES + max(map(int, os.listdir("/proc/self/fd")))
+    for number, limit in ((resource.RLIMIT_FSIZE, _FILE), (resource.RLIMIT_NOFILE, handles), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(number, (limit, limit))
     resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + _MEMORY,) * 2)
     os.environ["TMPDIR"] = tempfile.tempdir = str(place.work)
