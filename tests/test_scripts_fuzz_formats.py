@@ -179,6 +179,14 @@ def test_a_bad_end_is_found(reader: Callable[[list[str]], int], tmp_path: Path, 
     assert not (tmp_path / "place" / "marker").exists()  # cleared away for the next case
 
 
+def test_memory_that_the_fuzzer_had_and_freed_counts_when_a_case_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    blocks = [np.ones(64 << 10, dtype=np.uint8) for _ in range(1024)]  # small enough for the heap
+    last = np.ones(64 << 10, dtype=np.uint8)  # above them, so that the heap cannot shrink when they go
+    del blocks
+    assert _outcome(_swallows, tmp_path, monkeypatch).kind == "large: resident memory"
+    assert last[0] == 1
+
+
 def test_success_and_one_line_are_no_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert _outcome(_good, tmp_path / "a", monkeypatch).kind == "read"
     assert _outcome(_refuses, tmp_path / "b", monkeypatch).kind == "refused"
