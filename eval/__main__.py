@@ -29,7 +29,8 @@ from utils.cli import make_parser
 from utils.distributed import World, together
 from utils.files import shown
 from utils.optim import AUTOCAST
-from utils.program import guarded, one_line
+from utils.program import guarded
+from utils.text import one_line
 
 from .evaluate import evaluate, load_pair_sets
 from .html_report import write_report

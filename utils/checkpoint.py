@@ -284,7 +284,8 @@ def softmax_reader(checkpoint: Path) -> Callable[..., dict[str, Tensor]]:
             try:
                 with safe_open(checkpoint / name, framework="pt") as file:
                     for key in [only] if only else file.keys():
-                        rows, shape = file.get_slice(key), file.get_slice(key).get_shape()
+                        rows = file.get_slice(key)
+                        shape = rows.get_shape()
                         if shape[:1] != [high - low]:
                             raise ValueError(
                                 f"checkpoint {checkpoint}: {name} is damaged: its {key} must have {high - low} rows, "

@@ -87,10 +87,10 @@ class StopSignal:
 
 
 def _say(line: str) -> None:
-    """Print a line of its own on stderr: bars of progress that an error left open end first."""
+    """Print a line of its own on stderr, whatever names stand in it: bars of progress that an error left open end first."""
     for bar in list(getattr(tqdm, "_instances", ())):
         bar.close()
-    print(line, file=sys.stderr, flush=True)
+    print(one_line(line), file=sys.stderr, flush=True)
 
 
 def guarded(run: Callable[[], None]) -> int:
@@ -111,16 +111,16 @@ def guarded(run: Callable[[], None]) -> int:
         return 0
     except SharedError as error:
         if rank == "0":
-            _say(f"error: {one_line(error)}")
+            _say(f"error: {error}")
         status = USER_ERROR if "TORCHELASTIC_RUN_ID" in os.environ else 1
     except ValueError as error:
-        _say(f"error: {f'rank {rank}: ' if several else ''}{one_line(error)}")
+        _say(f"error: {f'rank {rank}: ' if several else ''}{error}")
         if "TORCHELASTIC_RUN_ID" in os.environ and not isinstance(error, RendezvousError):
             status = USER_ERROR
     except OSError as error:
         if error.filename is None or error.strerror is None:
             raise
-        _say(f"error: {f'rank {rank}: ' if several else ''}{one_line(f'{error.filename}: {error.strerror}')}")
+        _say(f"error: {f'rank {rank}: ' if several else ''}{error.filename}: {error.strerror}")
     except StoppedError as stopped:
         if rank == "0":
             _say(f"stopped by {stopped}")

@@ -11,7 +11,6 @@ from typing import Any, TextIO
 
 # an underscore inside a word, and a star between blanks, are no marks
 _MARKS = re.compile(r"([\\`\[\]|]|(?<![^\W_])_|_(?![^\W_])|\*(?=\S)|(?<=\S)\*|^[*+#-](?=[\s#-]))")
-
 _LONGEST = 4000  # characters of a message
 
 
