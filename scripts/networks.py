@@ -144,11 +144,11 @@ def _from_file(path: Path, threads: int, trust_code: bool) -> nn.Module:
     if trust_code and not kind:
         raise ValueError(f"--trust-code is for a TorchScript or .pt2 file; {path} is neither. Leave it out")
     if kind == _EXPORTED:
-        return ExportedNetwork(path)
+        return ForeignNetwork(ExportedNetwork(path), path)
     if kind == _TORCHSCRIPT:
-        return _torchscript(path)
+        return ForeignNetwork(_torchscript(path), path)
     if path.suffix == ".onnx":
-        return OnnxNetwork(path, threads)
+        return ForeignNetwork(OnnxNetwork(path, threads), path)
     raise ValueError(f"{path} is a weights file; say what it holds with --backbone NAME")
 
 
@@ -196,6 +196,29 @@ class OtherInput(nn.Module):
         return self.model((pixels * 127.5 + (127.5 - self.mean)) / self.std)
 
 
+class ForeignNetwork(nn.Module):
+    """A program of others: what it raises, or gives instead of embeddings, is an error that names its file."""
+
+    def __init__(self, model: nn.Module, path: Path) -> None:
+        super().__init__()
+        self.model, self.path = model, path
+
+    def forward(self, images: Tensor) -> Tensor:
+        try:
+            output = self.model(images)
+        except Exception as error:  # of any kind: it is not our code. TorchScript ends with what is wrong
+            what = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            raise ValueError(f"{self.path}: it cannot run on images {tuple(images.shape)}: {what}") from None
+        if not isinstance(output, Tensor):
+            raise ValueError(f"{self.path}: it must give a tensor of embeddings, it gives {type(output).__name__}")
+        if output.dim() != 2 or len(output) != len(images) or not output.shape[1] or not output.is_floating_point():
+            raise ValueError(
+                f"{self.path}: it must give embeddings (images, numbers per face) of floating point, it gives "
+                f"{tuple(output.shape)} of {str(output.dtype).removeprefix('torch.')} for {len(images)} images"
+            )
+        return output
+
+
 class OnnxNetwork(nn.Module):
     """An ONNX file as a network, run by onnxruntime on the CPU. A fixed batch size is met by padding the last batch."""
 
@@ -207,6 +230,7 @@ class OnnxNetwork(nn.Module):
             raise ValueError(f"{path}: an ONNX file needs onnxruntime: pip install onnxruntime") from None
         settings = runtime.SessionOptions()
         settings.intra_op_num_threads = threads
+        settings.log_severity_level = 4  # its warnings are in colour and for its makers; what is wrong is raised
         try:
             self.session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime has its own exceptions for damage, all of them derived from this

@@ -164,6 +164,70 @@ def test_no_program_runs_what_a_file_of_weights_holds(
         assert not marker.exists()
 
 
+class Wrong(nn.Module):
+    """A network with one fault, chosen by `fault`."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        means = images.mean((2, 3))  # (b, 3)
+        if self.fault == "fails":
+            return means.view(-1, 7, 11)
+        if self.fault == "one number":
+            return means.sum(1)
+        if self.fault == "one row":
+            return means[:1]
+        if self.fault == "whole numbers":
+            return means.int()
+        return means[:, :0]
+
+
+def _foreign(folder: Path, kind: str, fault: str) -> Path:
+    path = folder / f"net.{kind}"
+    model = Wrong(fault)
+    if kind == "pt":
+        torch.jit.script(model).save(str(path))
+    elif kind == "pt2":
+        torch.export.save(torch.export.export(model, (torch.zeros(2, 3, 112, 112),)), path)  # for two images only
+    else:
+        nodes = [
+            helper.make_node("GlobalAveragePool", ["images"], ["pooled"]),
+            helper.make_node("Flatten", ["pooled"], ["flat"]),
+            helper.make_node("Reshape", ["flat", "shape"], ["embeddings"]),
+        ]
+        shape = helper.make_tensor("shape", TensorProto.INT64, [3], [-1, 7, 11])
+        images = helper.make_tensor_value_info("images", TensorProto.FLOAT, ["n", 3, 112, 112])
+        output = helper.make_tensor_value_info("embeddings", TensorProto.FLOAT, None)
+        graph = helper.make_graph(nodes, "fails", [images], [output], [shape])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+        path.write_bytes(model.SerializeToString())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "what"),
+    [
+        ("onnx", "fails", "it cannot run on images (16, 3, 112, 112): [ONNXRuntimeError]"),
+        ("pt2", "one row", "it cannot run on images (16, 3, 112, 112): "),
+        ("pt", "fails", "it cannot run on images (16, 3, 112, 112): RuntimeError: shape '[-1, 7, 11]' is invalid"),
+        ("pt", "one number", "it gives (16,) of float32 for 16 images"),
+        ("pt", "one row", "it gives (1, 3) of float32 for 16 images"),
+        ("pt", "whole numbers", "it gives (16, 3) of int32 for 16 images"),
+        ("pt", "none", "it gives (16, 0) of float32 for 16 images"),
+    ],
+)
+def test_a_program_that_fails_or_gives_no_embeddings_is_one_line(
+    tmp_path: Path, faces: list[str], capsys: pytest.CaptureFixture[str], kind: str, fault: str, what: str
+):
+    trust = [] if kind == "onnx" else ["--trust-code"]
+    path = _foreign(tmp_path, kind, fault)
+    assert evaluate([str(path), *trust, *faces]) == 1
+    said = _only_line(capsys)
+    assert f"net.{kind}: " in said and what in said, said
+
+
 def _replace(folder: Path, name: str, content: bytes) -> None:
     """Put another file in the place of one of a checkpoint, with the size that its manifest tells."""
     size = (folder / name).stat().st_size
