@@ -15,6 +15,7 @@ from utils.text import label_text
 from .verification import VerificationResult
 
 Results = Mapping[str, VerificationResult]
+_MARGINS = (0.75, 0.15, 0.55, 0.35)  # inches left, right, below and above axes, for their numbers, names and title
 
 
 def roc_curve(result: VerificationResult) -> tuple[np.ndarray, np.ndarray]:
@@ -29,7 +30,7 @@ def roc_curve(result: VerificationResult) -> tuple[np.ndarray, np.ndarray]:
 
 def overview(results: Results, title: str) -> bytes:
     """Draw ROC curves and, per set, the histograms of similarities, side by side."""
-    figure, axes = _figure(len(results) + 1, 4.0, in_a_row=4)
+    figure, axes = _figure(len(results) + 1, 4.0, in_a_row=4, above=0.35)
     _draw_roc(axes[0], results)
     _draw_all_similarities(axes[1:], results)
     figure.suptitle(label_text(title))
@@ -128,8 +129,9 @@ def _draw_similarities(axis: Any, name: str, result: VerificationResult, colour:
     cosine = 1.0 - result.distances / 2.0
     low, high = float(cosine.min()), float(cosine.max())
     bins = np.linspace(low, high, 50) if high - low > 1e-9 else np.linspace(low - 0.01, low + 0.01, 3)
-    axis.hist(cosine[~result.same], bins, alpha=0.6, color="tab:gray", label="impostor pairs")
-    axis.hist(cosine[result.same], bins, alpha=0.6, color=colour, label="genuine pairs")
+    # one outline each: drawing fifty bars takes a third of the time of the whole figure
+    axis.hist(cosine[~result.same], bins, histtype="stepfilled", alpha=0.6, color="tab:gray", label="impostor pairs")
+    axis.hist(cosine[result.same], bins, histtype="stepfilled", alpha=0.6, color=colour, label="genuine pairs")
     threshold = result.cosine_threshold
     axis.axvline(threshold, color="black", linewidth=1, label=f"best accuracy: cosine {threshold:.3f}")
     measured = [point for point in result.points if point.cosine is not None]
@@ -155,16 +157,29 @@ def _far_floor(results: Results) -> float:
     return min(0.1, *(1.0 / result.num_impostor for result in results.values()))
 
 
-def _figure(count: int, width: float, height: float = 3.6, in_a_row: int = 3) -> tuple[Any, np.ndarray]:
-    """Return a figure and its (count,) axes, `width` x `height` inches each."""
+def _figure(count: int, width: float, height: float = 3.6, in_a_row: int = 3, above: float = 0.0) -> tuple[Any, np.ndarray]:
+    """Return a figure and its (count,) axes, `width` x `height` inches each, with `above` inches for a title over all.
+
+    The margins are fixed: a layout that measures all texts takes half of the drawing time, while all ranks wait.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import; no window, no global state
     from matplotlib.figure import Figure
 
     columns = min(count, in_a_row)
     rows = -(-count // columns)
-    figure = Figure(figsize=(width * columns, height * rows), dpi=110, layout="constrained")
+    wide, high = width * columns, height * rows + above
+    figure = Figure(figsize=(wide, high), dpi=110)
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    left, right, bottom, top = _MARGINS
+    figure.subplots_adjust(
+        left / wide,
+        bottom / high,
+        1 - right / wide,
+        1 - (top + above) / high,
+        (left + right) / (width - left - right),
+        (bottom + top) / (height - bottom - top),
+    )
     for axis in axes[count:]:
         axis.set_visible(False)
     return figure, axes[:count]

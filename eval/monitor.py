@@ -58,9 +58,10 @@ def score_and_log(
         log.record(step, name, scalars(result))
     log.info(f"evaluation after step {step}, {time.perf_counter() - started:.1f} s\n{format_table(results)}")
     if world.rank == 0:
-        log.picture(step, "verification", overview(results, title))
+        picture = overview(results, title)
+        log.picture(step, "verification", picture)
         if summary_folder is not None:
             with log.tolerant("the summary"):
-                write_summary(summary_folder, title, results)
+                write_summary(summary_folder, picture, results)
     # processors of two kinds may round differently, and the ranks must agree on which checkpoint is the best
     return all_gather_objects(selection_score(results, metric), world)[0]

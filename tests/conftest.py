@@ -5,6 +5,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forkserver() -> None:
+    """Start the server before any test changes the environment, which its forks inherit."""
+    forkserver.ensure_running()
 
 
 @pytest.fixture

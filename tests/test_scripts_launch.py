@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> Path:
     path.write_text(
         f"run: {{output: {tmp_path}, threads: 1, device: cpu}}\n"
         "data: {source: synthetic, num_classes: 12, num_images: 60}\n"
-        "backbone: {name: r18, width: 0.125, embedding_size: 16}\n"
+        "backbone: {name: mbf, width: 0.125, embedding_size: 16}\n"
         "loss: {name: cosface, margin: 0.2, scale: 16}\n"
         "train: {batch_size: 8}\n"
         f"checkpoint: {{every: {EVERY}, background: false}}\n"

@@ -18,6 +18,7 @@ import torch
 from rounding import network_bound
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import (
+    IRESNET,
     NUM_CLASSES,
     NUM_IMAGES,
     ROOT,
@@ -75,7 +76,7 @@ def test_accumulated_micro_batches_follow_one_large_batch_with_frozen_statistics
     runs = []
     for accumulation in (1, 2):
         name = f"acc{accumulation}"
-        overrides = ["train.max_steps=4", "eval.targets=[]", "backbone.freeze_norm=true", "optimizer.lr=0.01"]
+        overrides = ["train.max_steps=4", "eval.targets=[]", "backbone.freeze_norm=true", "optimizer.lr=0.01", IRESNET]
         arguments = tiny_run(dataset, tmp_path, *overrides, f"run.name={name}", f"train.accumulation={accumulation}")
         assert train.main(arguments) == 0
         runs.append([record["loss"] for record in read_metrics(tmp_path / name).values()])
@@ -93,6 +94,7 @@ def test_two_processes_see_the_same_samples_and_losses_as_one(dataset: Path, tmp
             "eval.targets=[]",
             "backbone.freeze_norm=true",
             "optimizer.lr=1e-3",
+            IRESNET,
             f"run.name={name}",
         ]
         done = run_train(num_processes, tiny_run(dataset, tmp_path, *overrides))

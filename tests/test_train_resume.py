@@ -16,7 +16,7 @@ import pytest
 import torch
 from rounding import network_bound
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_runs import ROOT, command_of, descendants, final_weights, read_metrics, run_train, tiny_run, write_dataset
+from tiny_runs import IRESNET, ROOT, command_of, descendants, final_weights, read_metrics, run_train, tiny_run, write_dataset
 
 import train
 from utils import checkpoint_writer
@@ -54,7 +54,7 @@ def _run_and_kill(num_processes: int, arguments: list[str], metrics: Path, after
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_run_killed_and_resumed_ends_with_the_same_bits(dataset: Path, tmp_path: Path, num_processes: int):
-    overrides = ["head.sample_rate=0.5", "backbone.dropout=0.2", "train.epochs=2.5", "eval.every=6", *AUGMENTED]
+    overrides = ["head.sample_rate=0.5", "backbone.dropout=0.2", "train.epochs=2.5", "eval.every=6", IRESNET, *AUGMENTED]
     assert run_train(num_processes, tiny_run(dataset, tmp_path, *overrides, "run.name=whole")).returncode == 0
     broken = tiny_run(dataset, tmp_path, *overrides, "run.name=broken")
     kill_after = random.Random(time.time_ns()).randint(5, 14)  # 18 steps in all
@@ -254,7 +254,7 @@ def test_a_checkpoint_of_other_data_or_architecture_is_refused_and_kept(
     before = {path: path.read_bytes() for path in (tmp_path / "tiny" / "checkpoints").rglob("*") if path.is_file()}
     for overrides, message in [
         (["backbone.width=0.25"], "backbone was"),
-        (["backbone.name=mbf"], "backbone was"),
+        ([IRESNET], "backbone was"),
         (["run.seed=1"], "seed was"),
         (["train.batch_size=16"], "batch_size was 8, this run has 16"),
         (["data.source=synthetic", "data.num_classes=13", "data.num_images=60"], "num_classes was 12"),
@@ -447,6 +447,7 @@ def test_another_number_of_processes_goes_on_along_the_same_curve(dataset: Path,
         "backbone.freeze_norm=true",
         "optimizer.lr=1e-4",
         "train.batch_size=12",
+        IRESNET,
     ]
     whole = tiny_run(dataset, tmp_path, *overrides, "train.max_steps=15", "schedule.power=0", "run.name=whole")
     assert run_train(2, whole).returncode == 0
