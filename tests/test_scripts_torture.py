@@ -3,9 +3,12 @@
 import fcntl
 import json
 import os
+import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from saving import save_now
 
 from scripts import torture, torture_blows
 from scripts.torture_checks import History, check_resumed, check_said
+from scripts.torture_runs import Life
 from utils.distributed import World
 
 NUM_CLASSES = 4
@@ -66,6 +70,26 @@ def test_a_process_that_lives_on_is_found_and_ended(
     assert len(struck) == 1 and not Path(f"/proc/{struck[0]}").exists()
     (folder,) = tmp_path.iterdir()
     assert (folder / "run" / "train.log").is_file() and "kill_all" in (folder / "find.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("said", "log", "newest", "faults"),
+    [
+        ("stopped by SIGTERM: saved after step 21 of 24", "", 21, 0),
+        ("", "finished 24 steps; checkpoints are there", 24, 0),  # the signal came during the last evaluation
+        ("", "", 24, 1),
+        ("", "finished 24 steps; checkpoints are there", 21, 1),
+    ],
+)
+def test_a_stop_is_answered_or_comes_too_late(said: str, log: str, newest: int, faults: int):
+    class Ended:
+        processes = 2
+
+        def __getattr__(self, name: str) -> Callable[[], object]:
+            return lambda: {"status": 1, "statuses": [0, 0], "said": said, "log": log}[name]
+
+    blow = torture_blows.draw(random.Random(0), 2, ["term"])
+    assert len(torture_blows.judge(cast(Life, Ended()), blow, "evaluation", 21, newest)) == faults
 
 
 @pytest.mark.parametrize("name", ["backbone.safetensors", "softmax_00000_of_00001.safetensors", "trainer.pt"])
