@@ -15,22 +15,19 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("error: start it from the root of the clone with python -m eval")
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from scripts.networks import Network, add_network_arguments, load_network
+from scripts.networks import Network, add_network_arguments, load_network, require_same_files, require_same_options
 from utils import distributed
-from utils.agreement import digest_tensors, require_equal, require_same_program
 from utils.cli import make_parser
 from utils.distributed import World, together
 from utils.files import shown
 from utils.optim import AUTOCAST
 from utils.program import guarded
-from utils.text import one_line
 
 from .evaluate import evaluate, load_pair_sets
 from .html_report import write_report
@@ -59,16 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> None:
     """Evaluate as the command line says and print the table on rank 0."""
     world = distributed.start(options.device, setting="--device ")
-    warnings = require_same_program(_shared(options), world)
+    require_same_options(options, world)
     with together(world):
         network = load_network(options)
         pair_sets = _load_sets(options, network)
-    if world.world_size > 1:
-        seen = {"hash of the network": digest_tensors(network.model.state_dict())}
-        seen |= {f"hash of {pair_set.name}": pair_set.digest() for pair_set in pair_sets}
-        require_equal(seen, world, "the network and the sets must be the same files for all processes; copy them again")
-    for line in warnings if world.rank == 0 else ():
-        print(f"warning: {one_line(line)}", file=sys.stderr)
+    require_same_files(network, lambda: {f"hash of {pair_set.name}": pair_set.digest() for pair_set in pair_sets}, world)
     model = network.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     results = {}
     for target, result in evaluate(model, pair_sets, world, options.batch_size, AUTOCAST[options.precision], options.threads):
@@ -81,13 +73,6 @@ def run(options: argparse.Namespace) -> None:
     if options.report:
         write_report(options.report, network.name, results, pair_sets, _facts(options, network, world, pair_sets))
         print(f"\nreport: {shown(options.report / 'report.html')}")
-
-
-def _shared(options: argparse.Namespace) -> dict[str, object]:
-    """Return the options, by flag, that must be equal in all processes: all but places and resources of a machine."""
-    own = {"run", "data", "report", "device", "threads"}
-    shared = {f"--{name.replace('_', '-')}": value for name, value in vars(options).items() if name not in own}
-    return {**shared, "--targets": [Path(target).stem for target in options.targets or ()]}
 
 
 def _load_sets(options: argparse.Namespace, network: Network) -> list[PairSet]:

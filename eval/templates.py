@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from utils.agreement import digest
 from utils.files import MAX_TEXT, check_file, read_bytes
 
 _BLOCK = 1 << 24  # bytes of a text file parsed at once
@@ -30,6 +31,12 @@ class TemplateSet(NamedTuple):
     media: np.ndarray  # (N,) int32
     pairs: np.ndarray  # (P, 2) int32, template numbers
     same: np.ndarray  # (P,) bool
+
+    def digest(self) -> str:
+        """Return a hash of the lists."""
+        names = "\0".join(self.images).encode("utf-8", "surrogateescape")
+        numbers = [self.points, self.scores, self.templates, self.media, self.pairs, self.same]
+        return digest([names, *(np.ascontiguousarray(part).tobytes() for part in numbers)])
 
 
 def read_template_set(folder: str | os.PathLike[str], name: str) -> TemplateSet:

@@ -36,7 +36,7 @@ from utils.optim import AUTOCAST
 from utils.program import guarded
 
 from .face_files import progress
-from .networks import add_network_arguments, load_network
+from .networks import add_network_arguments, load_network, require_same_files, require_same_options
 
 _GALLERIES = {"ijbb": ("S1", "S2"), "ijbc": ("G1", "G2")}
 _RANKS = (1, 5, 10)
@@ -59,10 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> None:
     """Embed all images on all ranks; pool, score and print on rank 0."""
     world = distributed.start(options.device, setting="--device ")
+    require_same_options(options, world)
     with together(world):
         network = load_network(options)
         name = options.set or _find_set(options.root)
         lists = read_template_set(options.root, name)
+    require_same_files(network, lambda: {f"hash of the lists of {name}": lists.digest()}, world)
     model = network.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def decode(index: int) -> np.ndarray:

@@ -28,6 +28,7 @@ from data.datasets import FolderDataset
 from eval.embed import embed_sums
 from eval.identification import identify
 from utils import distributed
+from utils.agreement import digest
 from utils.cli import make_parser
 from utils.distributed import World, together
 from utils.image import IMAGE_SIZE
@@ -35,7 +36,7 @@ from utils.optim import AUTOCAST
 from utils.program import guarded
 
 from .face_files import open_set_of, progress
-from .networks import add_network_arguments, load_network
+from .networks import add_network_arguments, load_network, require_same_files, require_same_options
 
 _RANKS = (1, 5, 10, 20)
 _FPIR = (0.001, 0.01, 0.1)
@@ -55,10 +56,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> None:
     """Embed both sides on all ranks; search and print on rank 0."""
     world = distributed.start(options.device, setting="--device ")
+    require_same_options(options, world)
     with together(world):
         network = load_network(options)
         sets = [open_set_of(path) for path in (*options.gallery, options.probes)]
         names = [people_of(dataset) for dataset in sets]
+
+    def facts() -> dict[str, object]:
+        whose = [*(f"gallery {number}" for number in range(1, len(sets))), "the probes"]
+        found: dict[str, object] = {}
+        for who, dataset, people in zip(whose, sets, names, strict=True):
+            found |= {f"{what} of {who}": value for what, value in dataset.fingerprint().items()}
+            found[f"hash of the people of {who}"] = digest(["\0".join(people.tolist()).encode("utf-8", "surrogateescape")])
+        return found
+
+    require_same_files(network, facts, world)
     model = network.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     vectors = [embed_set(model, dataset, world, options) for dataset in sets]
     if world.rank != 0:

@@ -3,17 +3,16 @@
 All see the input contract of this project: (b, 3, 112, 112) RGB, (x - 127.5) / 127.5. For a network that was trained otherwise,
 --colour bgr and --input-mean, --input-std say how.
 
-Weights and ONNX graphs are data: reading them runs nothing that stands in them. TorchScript and .pt2 files are programs, which
-can do whatever the user can, some of them already while they are loaded; they are opened with --trust-code alone.
+Weights and ONNX graphs are data: reading them runs nothing that stands in them. TorchScript and .pt2 files are programs; they
+are opened with --trust-code alone (scripts/foreign_networks.py).
 """
 
 if __name__ == "__main__":
     raise SystemExit("error: scripts/networks.py is no program, but a part of programs; python -m scripts lists them")
 
 import argparse
-import importlib
-import struct
-import zipfile
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from backbones import build_backbone
+from utils.agreement import digest_tensors, require_equal, require_same_program
 from utils.checkpoint import (
     find_checkpoint,
     is_checkpoint,
@@ -28,14 +28,17 @@ from utils.checkpoint import (
     read_backbone,
     read_manifest,
 )
+from utils.distributed import World, together
 from utils.optim import AUTOCAST
 from utils.randomness import derive
 from utils.retention import best_checkpoint
 from utils.tensor_file import read_tensors
+from utils.text import one_line
 from utils.weights import fill
 
+from .foreign_networks import ForeignNetwork, open_foreign
+
 _HINT = "check --backbone, --embedding-size, --width"
-_EXPORTED, _TORCHSCRIPT = "a .pt2 file of torch.export", "a TorchScript archive"  # the programs, in words
 
 
 class Network(NamedTuple):
@@ -78,6 +81,41 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA where there is one")
 
 
+def require_same_options(options: argparse.Namespace, world: World) -> None:
+    """Compare the options, by flag, and this program over all processes; other versions of torch are a warning.
+
+    Paths, and what a machine has of its own, may differ.
+
+    Raises:
+        SharedError: on every rank, with each flag, value and rank.
+    """
+    own = {"run", "data", "report", "gallery", "probes", "root", "json", "scores", "device", "threads"}
+    shared = {f"--{name.replace('_', '-')}": value for name, value in vars(options).items() if name not in own}
+    if "targets" in vars(options):
+        shared["--targets"] = [Path(target).stem for target in options.targets or ()]
+    for line in require_same_program(shared, world):
+        if world.rank == 0:
+            print(f"warning: {one_line(line)}", file=sys.stderr)
+
+
+def require_same_files(network: "Network", facts: Callable[[], Mapping[str, Any]], world: World) -> None:
+    """Compare the network and what else was read over all processes.
+
+    Args:
+        facts: returns hashes and counts by name; called where there are several processes.
+
+    Raises:
+        SharedError: on every rank, with each fact that differs.
+    """
+    if world.world_size == 1:
+        return
+    model = network.model.model if isinstance(network.model, OtherInput) else network.model
+    with together(world):
+        of_network = model.hash if isinstance(model, ForeignNetwork) else digest_tensors(model.state_dict())
+        found = {"hash of the network": of_network, **facts()}
+    require_equal(found, world, "the network and the sets must be the same files for all processes; copy them again")
+
+
 def load_network(options: argparse.Namespace) -> Network:
     """Return the network that the command line names.
 
@@ -105,7 +143,7 @@ def _load(options: argparse.Namespace) -> Network:
                 )
             model = build_backbone(options.backbone, options.embedding_size, options.width)
             return Network(fill(model, read_tensors(path), str(path), _HINT), str(path), {})
-        return Network(_from_file(path, options.threads, options.trust_code), str(path), {})
+        return Network(open_foreign(path, options.threads, options.trust_code), str(path), {})
     if not path.exists():
         raise ValueError(f"no run folder, checkpoint or weights file at {path}")
     if options.backbone:
@@ -130,26 +168,6 @@ def _load(options: argparse.Namespace) -> Network:
         return Network(model, f"{section['name']} before training", config)
     model = fill(model, read_backbone(checkpoint), str(checkpoint), _HINT)
     return Network(model, str(checkpoint), config, f"step {manifest['step']}, {_score_text(manifest)}")
-
-
-def _from_file(path: Path, threads: int, trust_code: bool) -> nn.Module:
-    """Return the network of a file that says itself what it is; programs only where they are trusted."""
-    kind = _program_kind(path)
-    if kind and not trust_code:
-        raise ValueError(
-            f"{path} is {kind}: no weights but a program, which runs with your rights: it can read, change and send "
-            "your files. If you trust its author, add --trust-code; to read weights from it and run nothing, name their "
-            "network: --backbone NAME"
-        )
-    if trust_code and not kind:
-        raise ValueError(f"--trust-code is for a TorchScript or .pt2 file; {path} is neither. Leave it out")
-    if kind == _EXPORTED:
-        return ForeignNetwork(ExportedNetwork(path), path)
-    if kind == _TORCHSCRIPT:
-        return ForeignNetwork(_torchscript(path), path)
-    if path.suffix == ".onnx":
-        return ForeignNetwork(OnnxNetwork(path, threads), path)
-    raise ValueError(f"{path} is a weights file; say what it holds with --backbone NAME")
 
 
 def _find_best(run: Path) -> Path:
@@ -194,97 +212,3 @@ class OtherInput(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         pixels = images.flip(1) if self.bgr else images
         return self.model((pixels * 127.5 + (127.5 - self.mean)) / self.std)
-
-
-class ForeignNetwork(nn.Module):
-    """A program of others: what it raises, or gives instead of embeddings, is an error that names its file."""
-
-    def __init__(self, model: nn.Module, path: Path) -> None:
-        super().__init__()
-        self.model, self.path = model, path
-
-    def forward(self, images: Tensor) -> Tensor:
-        try:
-            output = self.model(images)
-        except Exception as error:  # of any kind: it is not our code. TorchScript ends with what is wrong
-            what = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-            raise ValueError(f"{self.path}: it cannot run on images {tuple(images.shape)}: {what}") from None
-        if not isinstance(output, Tensor):
-            raise ValueError(f"{self.path}: it must give a tensor of embeddings, it gives {type(output).__name__}")
-        if output.dim() != 2 or len(output) != len(images) or not output.shape[1] or not output.is_floating_point():
-            raise ValueError(
-                f"{self.path}: it must give embeddings (images, numbers per face) of floating point, it gives "
-                f"{tuple(output.shape)} of {str(output.dtype).removeprefix('torch.')} for {len(images)} images"
-            )
-        return output
-
-
-class OnnxNetwork(nn.Module):
-    """An ONNX file as a network, run by onnxruntime on the CPU. A fixed batch size is met by padding the last batch."""
-
-    def __init__(self, path: Path, threads: int) -> None:
-        super().__init__()
-        try:
-            runtime = importlib.import_module("onnxruntime")
-        except ImportError:
-            raise ValueError(f"{path}: an ONNX file needs onnxruntime: pip install onnxruntime") from None
-        settings = runtime.SessionOptions()
-        settings.intra_op_num_threads = threads
-        settings.log_severity_level = 4  # its warnings are in colour and for its makers; what is wrong is raised
-        try:
-            self.session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime has its own exceptions for damage, all of them derived from this
-            raise ValueError(f"{path}: onnxruntime cannot read it: {_first_line(error)}") from None
-        entry = self.session.get_inputs()[0]
-        if len(entry.shape) != 4 or list(entry.shape[1:]) not in ([3, 112, 112], [3, None, None]):
-            raise ValueError(f"{path}: its input must be (batch, 3, 112, 112), it is {tuple(entry.shape)}")
-        self.entry = entry.name
-        self.batch = entry.shape[0] if isinstance(entry.shape[0], int) else 0
-
-    def forward(self, images: Tensor) -> Tensor:
-        pixels = images.detach().float().cpu().contiguous()
-        size = self.batch or len(pixels)
-        blocks = []
-        for part in pixels.split(size):
-            padded = torch.cat([part, part.new_zeros(size - len(part), *part.shape[1:])]) if len(part) < size else part
-            output = self.session.run(None, {self.entry: padded.numpy()})[0]
-            blocks.append(torch.from_numpy(output)[: len(part)])
-        return torch.cat(blocks).to(images.device)
-
-
-class ExportedNetwork(nn.Module):
-    """A program of torch.export (.pt2). It has no modes, so it is kept out of sight of eval() and train()."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        if not zipfile.is_zipfile(path):
-            raise ValueError(f"{path}: not an exported program: no zip archive")
-        try:
-            self._program = [torch.export.load(str(path)).module()]
-        except Exception as error:  # damage ends in exceptions of many kinds
-            raise ValueError(f"{path}: not an exported program: {_first_line(error)}") from None
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self._program[0](images)
-
-
-def _program_kind(path: Path) -> str:
-    """Return what kind of program a file is, "" for other files."""
-    if path.suffix == ".pt2":
-        return _EXPORTED
-    try:
-        with zipfile.ZipFile(path) as archive:  # TorchScript, whatever its name: a zip with code in it. Weights have none
-            return _TORCHSCRIPT if any("/code/" in name for name in archive.namelist()) else ""
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error):
-        return ""
-
-
-def _torchscript(path: Path) -> nn.Module:
-    try:
-        return torch.jit.load(str(path), map_location="cpu")
-    except Exception as error:  # damage ends in exceptions of many kinds
-        raise ValueError(f"{path}: not a TorchScript program: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,60 +1,115 @@
-"""Processes of one evaluation that disagree stop at the start, by name."""
+"""Processes of one evaluation that disagree stop at the start, by name, whichever program it is."""
 
 import re
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
+from onnx import TensorProto, helper
 from safetensors.torch import save_file
-from tiny_runs import ROOT, command_of, write_dataset
+from tiny_runs import face, run_program, write_dataset
 
 from backbones import build_backbone
+from eval.__main__ import main as evaluate
+from scripts.evaluate_ijb import main as evaluate_ijb
+from scripts.identify import main as identify
 
-_START = """
-import os, sys
-sys.path.insert(0, {root!r})
-from eval.__main__ import main
-own = {own!r} if os.environ["RANK"] == "1" else []
-sys.exit(main([*sys.argv[1:], *own]))
-"""
+OPTIONS = ["--backbone", "r18", "--width", "0.125", "--embedding-size", "16", "--device", "cpu"]
+
+
+def _write_lists(folder: Path, rank: int) -> None:
+    """Write lists of two pictures for scripts.identify and scripts.evaluate_ijb; those of rank 1 hold one other number each."""
+    for number in range(2):
+        (folder / f"{number}.jpg").write_bytes(face(number, number))
+    (folder / "gallery.txt").write_text(f"0.jpg 0\n1.jpg {1 + rank}\n")
+    (folder / "probes.txt").write_text("0.jpg 0\n1.jpg 1\n")
+    meta = folder / "meta"
+    meta.mkdir()
+    (meta / "ijbc_face_tid_mid.txt").write_text("0.jpg 1 1\n1.jpg 2 2\n")
+    (meta / "ijbc_template_pair_label.txt").write_text("1 2 0\n1 1 1\n")
+    points = " ".join(["40 50"] * 5)
+    (meta / "ijbc_name_5pts_score.txt").write_text(f"0.jpg {points} 0.9\n1.jpg {points} 0.{9 - rank}\n")
+
+
+def _write_onnx(path: Path, power: float) -> None:
+    nodes = [
+        helper.make_node("GlobalAveragePool", ["images"], ["pooled"]),
+        helper.make_node("Flatten", ["pooled"], ["flat"]),
+        helper.make_node("Pow", ["flat", "power"], ["embeddings"]),
+    ]
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        for name, shape in (("images", ["n", 3, 112, 112]), ("embeddings", ["n", 3]))
+    ]
+    constant = helper.make_tensor("power", TensorProto.FLOAT, [1], [power])
+    graph = helper.make_graph(nodes, "net", ends[:1], ends[1:], [constant])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), str(path))
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the set `tiny` and weights.safetensors, and other weights of the same shapes in `other`."""
+    """Return a folder with the set `tiny`, and a folder for each of two ranks: weights, an ONNX file and lists, all unlike."""
     folder = tmp_path_factory.mktemp("data")
     write_dataset(folder)
-    (folder / "other").mkdir()
     weights = build_backbone("r18", 16, 0.125).state_dict()
-    save_file(weights, folder / "weights.safetensors")
-    save_file({name: torch.zeros_like(value) for name, value in weights.items()}, folder / "other" / "weights.safetensors")
+    for rank in (0, 1):
+        (folder / str(rank)).mkdir()
+        save_file(weights, folder / str(rank) / "weights.safetensors")
+        weights = {name: torch.zeros_like(value) for name, value in weights.items()}
+        _write_onnx(folder / str(rank) / "net.onnx", 1.0 + rank)
+        _write_lists(folder / str(rank), rank)
     return folder
 
 
 @pytest.mark.parametrize(
-    ("own", "said"),
+    ("main", "words", "own", "said"),
     [
         (
+            evaluate,
+            ["{}/0/weights.safetensors", *OPTIONS, "--data", "{}", "--targets", "tiny"],
             ["--batch-size", "8", "--precision", "bf16"],
             r"--batch-size is 256 on rank 0, 8 on rank 1; --precision is fp32 on rank 0, bf16 on rank 1. Fix",
         ),
-        ("other", r"hash of the network is \w+ on rank 0, \w+ on rank 1"),
+        (
+            evaluate,
+            ["{}/@/weights.safetensors", *OPTIONS, "--data", "{}", "--targets", "tiny"],
+            [],
+            r"hash of the network is \w+ on rank 0, \w+ on rank 1",
+        ),
+        (
+            evaluate,
+            ["{}/@/net.onnx", "--device", "cpu", "--data", "{}", "--targets", "tiny"],
+            [],
+            r"hash of the network is \w+ on rank 0, \w+ on rank 1",
+        ),
+        (
+            identify,
+            ["{}/0/weights.safetensors", *OPTIONS, "--gallery", "{}/@/gallery.txt", "--probes", "{}/0/probes.txt"],
+            [],
+            r"hash of the labels of gallery 1 is \w+ on rank 0, .*; number of classes of gallery 1 is 2 on rank 0, 3 on rank 1",
+        ),
+        (
+            evaluate_ijb,
+            ["{}/0/weights.safetensors", *OPTIONS, "--root", "{}/@"],
+            [],
+            r"hash of the lists of ijbc is \w+ on rank 0, \w+ on rank 1",
+        ),
+        (
+            evaluate_ijb,
+            ["{}/0/weights.safetensors", *OPTIONS, "--root", "{}/0"],
+            ["--no-detector-score"],
+            r"--no-detector-score is false on rank 0, true on rank 1. Fix",
+        ),
     ],
+    ids=["eval-options", "eval-weights", "eval-onnx", "identify-labels", "ijb-lists", "ijb-options"],
 )
-def test_a_rank_with_other_options_or_weights_is_named(files: Path, tmp_path: Path, own: list[str] | str, said: str):
-    program = tmp_path / "start.py"
-    text = _START.format(root=str(ROOT), own=own if isinstance(own, list) else [])
-    if own == "other":
-        text = text.replace("*sys.argv[1:], *own", 'sys.argv[1].replace("@", os.environ["RANK"]), *sys.argv[2:]')
-    program.write_text(text)
-    for rank, source in enumerate((files, files / "other")):
-        (tmp_path / f"{rank}.safetensors").symlink_to(source / "weights.safetensors")
-    network = str(tmp_path / "@.safetensors") if own == "other" else str(files / "weights.safetensors")
-    options = ["--backbone", "r18", "--width", "0.125", "--embedding-size", "16", "--device", "cpu"]
-    command = command_of(2, [network, *options, "--data", str(files), "--targets", "tiny"])
-    command[command.index(str(ROOT / "train.py"))] = str(program)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
-    assert done.returncode != 0
-    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+def test_a_rank_with_other_options_or_files_is_named(
+    files: Path, main: Callable[[list[str]], int], words: list[str], own: list[str], said: str
+):
+    arguments = [[word.format(files).replace("@", str(rank)) for word in words] for rank in (0, 1)]
+    done = run_program(main, [arguments[0], arguments[1] + own])
+    assert done.returncode == 1
+    (error,) = done.stderr.splitlines()
     assert re.match(f"error: the processes disagree: {said}", error), error

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import cv2
@@ -80,9 +81,19 @@ def command_of(num_processes: int, arguments: list[str]) -> list[str]:
 def run_train(num_processes: int, arguments: list[str], timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """Train from the command line in processes with the environment that torchrun sets, and wait for their end.
 
-    They are forks of a process that has imported torch, which saves its import, 4 s of a processor for each of them. What
-    concerns torchrun itself starts `command_of` instead.
+    What concerns torchrun itself starts `command_of` instead.
     """
+    return run_program(train.main, [arguments] * num_processes, timeout)
+
+
+def run_program(
+    main: Callable[[list[str]], int], arguments: Sequence[list[str]], timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process for each of these command lines, which are the ranks of one group, and wait for their end.
+
+    They are forks of a process that has imported torch, which saves its import, 4 s of a processor for each of them.
+    """
+    num_processes = len(arguments)
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         several = {"WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes, "MASTER_ADDR": "127.0.0.1"}
@@ -92,7 +103,7 @@ def run_train(num_processes: int, arguments: list[str], timeout: float = 120) ->
         for rank in range(num_processes):
             own = {**several, "RANK": rank, "LOCAL_RANK": rank} if num_processes > 1 else {}
             environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
-            start = mp.get_context("forkserver").Process(target=_train, args=(arguments, environment, folder))
+            start = mp.get_context("forkserver").Process(target=_run, args=(main, arguments[rank], environment, folder))
             start.start()
             processes.append(start)
         end = time.monotonic() + timeout
@@ -103,20 +114,21 @@ def run_train(num_processes: int, arguments: list[str], timeout: float = 120) ->
             process.kill()
             process.join()
         out, err = ((Path(folder) / name).read_text(errors="replace") for name in ("out", "err"))
+        words = [main.__module__, *arguments[0]]
         if late:
-            raise subprocess.TimeoutExpired(["train.py", *arguments], timeout, out, err)
+            raise subprocess.TimeoutExpired(words, timeout, out, err)
         statuses = [process.exitcode or 0 for process in processes]
-        return subprocess.CompletedProcess(["train.py", *arguments], next((s for s in statuses if s), 0), out, err)
+        return subprocess.CompletedProcess(words, next((s for s in statuses if s), 0), out, err)
 
 
-def _train(arguments: list[str], environment: dict[str, str], folder: str) -> None:
+def _run(main: Callable[[list[str]], int], arguments: list[str], environment: dict[str, str], folder: str) -> None:
     os.chdir("/")
     os.environ.clear()
     os.environ.update(environment)
     for name, number in (("out", 1), ("err", 2)):
         os.dup2(os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
     sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    raise SystemExit(train.main(arguments))
+    raise SystemExit(main(arguments))
 
 
 def descendants(pid: int) -> list[int]:
