@@ -173,6 +173,7 @@ class Life:
             pids = nest.ask(**order, environment=environment, stderr=str(pipe), statuses=str(self._statuses))["pids"]
             self.pid, self._workers = pids[0], pids[1:] or pids
             self._born = {pid: _born(pid) for pid in pids}
+        self._born.setdefault(self.pid, _born(self.pid))
         pipe.unlink()
 
     def _listen(self, handle: int) -> None:
@@ -192,7 +193,7 @@ class Life:
             return [pid for pid in self._workers if self._lives(pid)]
         if self.processes == 1:
             return [self.pid]
-        ranks = {rank: pid for pid in _marked(self.mark) if (rank := _rank_of(pid)) is not None}
+        ranks = {rank: pid for pid in self.alive() if (rank := _rank_of(pid)) is not None}
         return [ranks[rank] for rank in sorted(ranks)]
 
     def alive(self) -> list[int]:
@@ -200,7 +201,9 @@ class Life:
         if self._process is None:
             return [pid for pid in self._born if self._lives(pid)]
         self._process.poll()
-        return _marked(self.mark)
+        # one that ends shows no environment any more, while it still has its files and locks
+        self._born |= {pid: _born(pid) for pid in _marked(self.mark)}
+        return [pid for pid in self._born if self._lives(pid)]
 
     def _lives(self, pid: int) -> bool:
         born = _born(pid)
