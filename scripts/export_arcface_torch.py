@@ -85,11 +85,13 @@ def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
     optimizer = read_trainer(checkpoint)["optimizer"]
     lr, notes = whole_lr(optimizer), []
     config = manifest.get("config", {})
-    frozen, factors = config.get("backbone", {}).get("freeze", []), config.get("optimizer", {}).get("lr_factors", [])
+    frozen, factors = _names(checkpoint, config, "backbone", "freeze"), _names(checkpoint, config, "optimizer", "lr_factors")
     freeze(model, frozen)
     if era == "checkpoint_gpu" and (frozen or factors):
         notes.append("backbone.freeze and optimizer.lr_factors have no counterpart there: all parts train, with the same rate")
     initial_lr = config.get("optimizer", {}).get("lr")
+    if initial_lr is not None and (type(initial_lr) not in (int, float) or not 0 <= initial_lr < 1e30):
+        raise ValueError(f"checkpoint {checkpoint}: optimizer.lr of its configuration must be a rate, got {initial_lr!r:.80}")
     if era == "checkpoint_gpu" and ("variance" in rows.tensors) != (kind_of(optimizer) == "adamw"):
         notes.append("backbone and class centres have different optimizers here; moments of the centres are left out")
     epoch = epochs_done(manifest["identity"], step)
@@ -126,6 +128,16 @@ def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
     if uneven:
         notes.append("the centres have seen different numbers of updates; arcface_torch has one for all, the largest is stored")
     return notes
+
+
+def _names(checkpoint: Path, config: dict[str, Any], section: str, key: str) -> list[str]:
+    """Return a list of texts from the configuration of a checkpoint."""
+    found = config.get(section, {}).get(key, [])
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise ValueError(
+            f"checkpoint {checkpoint}: {section}.{key} of its configuration must be a list of names, got {found!r:.80}"
+        )
+    return found
 
 
 def epochs_done(identity: dict[str, Any], step: int) -> int | None:

@@ -31,7 +31,7 @@ def inputs(seeds: Path) -> dict[str, Input]:
     return {
         "tar": Input({**config, **tars}, [_tar_mutated(tars["tar/0.tar"]), _tar_grammar], 256, 30),
         "cache": Input({**tars, "cache.index": cache}, [_cache_maker(cache)]),
-        "image": Input({}, [_image_mutated(images), _image_grammar(images)], 900, 30),
+        "image": Input({}, [_image_mutated(images), _image_grammar(images)], 1850, 30),
     }
 
 
