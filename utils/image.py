@@ -20,8 +20,8 @@ _DECODE_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 
 IMAGE_SIZE = 112  # pixels, height and width
 MAX_PIXELS = 1 << 22  # of an image in a set; far more than any face needs, and 12 MB
-# of a photograph that is yet to be cropped: what the largest phone cameras give. OpenCV takes 6 bytes a pixel to decode one, and
-# 9 for a progressive JPEG without subsampling
+# of a photograph that is yet to be cropped: what the largest phone cameras give. OpenCV takes 6 bytes a pixel to decode one, or
+# 9 if it is a progressive JPEG without subsampling
 MAX_PHOTO_PIXELS = 200_000_000
 MAX_SIDE = 32_000  # pixels; OpenCV's warps take fewer than 32,767
 MAX_RATIO = 100  # of the long side to the short one; a flat picture of few bytes becomes a giant when its short side is scaled
