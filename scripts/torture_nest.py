@@ -29,7 +29,6 @@ _TORCHRUN = str(_ROOT / "scripts" / "torchrun.py")
 _HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"  # where torchrun starts workers
 # what a training imports once it runs
 _LATE = (
-    "torch._dynamo",
     "torch.utils.tensorboard",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# test processes are forked from a server that has imported what a training needs, also what torch and we import late: 7 s of a
-# processor for each of them otherwise
-_IMPORTED = ("train", "torch._dynamo", "torch.utils.tensorboard", "matplotlib.figure", "matplotlib.backends.backend_agg")
+# test processes are forked from a server that has imported what a training needs, also what we import late: 5 s of a processor
+# for each of them otherwise
+_IMPORTED = ("train", "torch.utils.tensorboard", "matplotlib.figure", "matplotlib.backends.backend_agg")
 mp.get_context("forkserver").set_forkserver_preload(list(_IMPORTED))
 # a shell that runs the tests in the background has SIGINT ignored, and so would all programs that the tests interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -62,6 +62,26 @@ def test_training_learns_evaluates_and_leaves_a_complete_run_folder(dataset: Pat
     assert train.main(tiny_run(dataset, tmp_path, "train.epochs=6", "schedule.warmup_epochs=0.5")) == 0  # nothing left to do
 
 
+_WITHOUT_COMPILER = """
+import sys
+sys.path.insert(0, {root!r})
+import train
+status = train.main(sys.argv[1:])
+raise SystemExit(status or [name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules] or 0)
+"""
+
+
+@pytest.mark.parametrize(("num_processes", "optimizer"), [(2, "sgd"), (1, "adamw")])
+def test_no_process_imports_the_compiler_of_torch(dataset: Path, tmp_path: Path, num_processes: int, optimizer: str):
+    program = tmp_path / "start.py"
+    program.write_text(_WITHOUT_COMPILER.format(root=str(ROOT)))
+    overrides = [f"optimizer.name={optimizer}", "optimizer.lr=1e-3", "train.max_steps=9"]
+    command = command_of(num_processes, tiny_run(dataset, tmp_path, *overrides))
+    command[command.index(str(ROOT / "train.py"))] = str(program)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_other_precisions_take_the_same_path(dataset: Path, tmp_path: Path, precision: str):
     arguments = tiny_run(dataset, tmp_path, f"train.precision={precision}", "train.max_steps=4", "eval.targets=[]")

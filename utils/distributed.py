@@ -6,8 +6,11 @@ anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) an
 
 import contextlib
 import datetime
+import functools
 import os
+import sys
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -188,10 +191,33 @@ def as_data_parallel(backbone: nn.Module, world: World) -> nn.Module:
     if world.world_size == 1:
         return backbone
     devices = [world.device] if world.device.type == "cuda" else None
-    model = DistributedDataParallel(backbone, device_ids=devices, gradient_as_bucket_view=True)
+    make = functools.partial(DistributedDataParallel, backbone, device_ids=devices, gradient_as_bucket_view=True)
+    try:
+        with _compiler_left_out():
+            model = make()
+    except AttributeError:  # a version of torch that asks something else
+        model = make()
     if world.device.type == "cpu" and world.world_size > 2:
         model.register_comm_hook(world.world_size, _mean_in_rank_order)
     return model
+
+
+@contextlib.contextmanager
+def _compiler_left_out() -> Iterator[None]:
+    """Answer in place of torch's compiler that it shall do nothing for DDP; to be asked, it would be imported (utils.optim)."""
+    if "torch._dynamo" in sys.modules:
+        yield
+        return
+
+    def mode() -> str:
+        return "no_optimization"
+
+    answers = SimpleNamespace(get_optimize_ddp_mode=mode, _get_optimize_ddp_mode=mode)
+    setattr(torch, "_dynamo", SimpleNamespace(utils=answers, config=answers))  # noqa: B010, to mypy it is a module
+    try:
+        yield
+    finally:
+        delattr(torch, "_dynamo")  # torch imports it when it is asked for
 
 
 def _mean_in_rank_order(world_size: int, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
