@@ -16,7 +16,7 @@ import pytest
 import torch
 from rounding import network_bound
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_runs import IRESNET, ROOT, command_of, descendants, final_weights, read_metrics, run_train, tiny_run, write_dataset
+from tiny_runs import IRESNET, ROOT, Started, command_of, final_weights, read_metrics, run_train, tiny_run, write_dataset
 
 import train
 from utils import checkpoint_writer
@@ -35,21 +35,17 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run_and_kill(num_processes: int, arguments: list[str], metrics: Path, after_steps: int) -> None:
     """Start, and SIGKILL all processes at once when metrics.jsonl shows so many steps."""
-    with subprocess.Popen(
-        command_of(num_processes, arguments),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        cwd="/",
-    ) as process:
-        deadline = time.monotonic() + 120
-        # a save goes on beside the steps, so the first checkpoint may be complete some steps later
-        while not list_checkpoints(metrics.parent) or len(metrics.read_text().splitlines()) < after_steps:
-            assert process.poll() is None and time.monotonic() < deadline, "the run ended, or did nothing, before the kill"
-            time.sleep(0.005)
-        # the launcher's workers have sessions of their own; the launcher goes first, so that it cannot restart or report
-        for pid in [process.pid, *descendants(process.pid)]:
-            os.kill(pid, signal.SIGKILL)
+    folder = metrics.parents[1] / "output"
+    folder.mkdir()
+    started = Started(train.main, [arguments] * num_processes, folder)
+    deadline = time.monotonic() + 120
+    # a save goes on beside the steps, so the first checkpoint may be complete some steps later
+    while not list_checkpoints(metrics.parent) or len(metrics.read_text().splitlines()) < after_steps:
+        assert started.is_alive() and time.monotonic() < deadline, "the run ended, or did nothing, before the kill"
+        time.sleep(0.005)
+    for rank in range(num_processes):
+        started.send(signal.SIGKILL, rank)
+    assert started.wait().returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -76,18 +72,18 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_to_the_same_bits(dataset: 
     assert run_train(num_processes, tiny_run(dataset, tmp_path, *overrides, "run.name=whole")).returncode == 0
     stopped = tiny_run(dataset, tmp_path, *overrides, "run.name=stopped")
     metrics = tmp_path / "stopped" / "metrics.jsonl"
-    with subprocess.Popen(command_of(num_processes, stopped), stderr=subprocess.PIPE, text=True, cwd="/") as process:
-        deadline = time.monotonic() + 120
-        while not metrics.is_file() or len(metrics.read_text().splitlines()) < 3:
-            assert process.poll() is None and time.monotonic() < deadline, "the run ended, or did nothing, before the signal"
-            time.sleep(0.002)
-        workers = descendants(process.pid)
-        os.kill(workers[-1] if num_processes > 1 else process.pid, signal.SIGUSR1 if num_processes > 1 else signal.SIGTERM)
-        said = process.communicate(timeout=120)[1]
+    started = Started(train.main, [stopped] * num_processes, tmp_path)
+    deadline = time.monotonic() + 120
+    while not metrics.is_file() or len(metrics.read_text().splitlines()) < 3:
+        assert started.is_alive() and time.monotonic() < deadline, "the run ended, or did nothing, before the signal"
+        time.sleep(0.002)
+    started.send(signal.SIGUSR1 if num_processes > 1 else signal.SIGTERM, num_processes - 1)
+    done = started.wait()
+    said = done.stderr
     saved = [int(path.name[5:]) for path in list_checkpoints(tmp_path / "stopped")]
     assert len(saved) == 1 and 3 <= saved[0] < 12, said
     assert f"saved after step {saved[0]} of 12" in said
-    assert process.returncode == (75 if num_processes == 1 else 1)  # torchrun has an exit status of its own
+    assert done.returncode == 75
     assert run_train(num_processes, stopped).returncode == 0
     whole, again = final_weights(tmp_path / "whole"), final_weights(tmp_path / "stopped")
     assert all(torch.equal(whole[name], again[name]) for name in whole)

@@ -89,36 +89,59 @@ def run_train(num_processes: int, arguments: list[str], timeout: float = 120) ->
 def run_program(
     main: Callable[[list[str]], int], arguments: Sequence[list[str]], timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process for each of these command lines, which are the ranks of one group, and wait for their end.
+    """Run a program in a process for each of these command lines, which are the ranks of one group, and wait for their end."""
+    with tempfile.TemporaryDirectory() as folder:
+        return Started(main, arguments, Path(folder)).wait(timeout)
+
+
+class Started:
+    """A program in a process for each of these command lines, which are the ranks of one group.
 
     They are forks of a process that has imported torch, which saves its import, 4 s of a processor for each of them.
+
+    Args:
+        folder: for their output.
     """
-    num_processes = len(arguments)
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        several = {"WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes, "MASTER_ADDR": "127.0.0.1"}
-        several |= {"MASTER_PORT": free.getsockname()[1]}
-        free.close()
-        processes = []
-        for rank in range(num_processes):
-            own = {**several, "RANK": rank, "LOCAL_RANK": rank} if num_processes > 1 else {}
+
+    def __init__(self, main: Callable[[list[str]], int], arguments: Sequence[list[str]], folder: Path) -> None:
+        self.words, self.folder = [main.__module__, *arguments[0]], folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        count = len(arguments)
+        several = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        context = mp.get_context("forkserver")
+        self.processes = []
+        for rank in range(count):
+            own = {**several, "RANK": rank, "LOCAL_RANK": rank} if count > 1 else {}
             environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
-            start = mp.get_context("forkserver").Process(target=_run, args=(main, arguments[rank], environment, folder))
-            start.start()
-            processes.append(start)
+            self.processes.append(context.Process(target=_run, args=(main, arguments[rank], environment, str(folder))))
+            self.processes[-1].start()
+
+    def send(self, number: int, rank: int) -> None:
+        """Send a signal to one of them."""
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def is_alive(self) -> bool:
+        """Return whether all of them run."""
+        return all(process.is_alive() for process in self.processes)
+
+    def wait(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        """Wait for their end; return what they said, and the first status that is not 0."""
         end = time.monotonic() + timeout
-        for process in processes:
+        for process in self.processes:
             process.join(max(0.0, end - time.monotonic()))
-        late = [process for process in processes if process.exitcode is None]
+        late = [process for process in self.processes if process.exitcode is None]
         for process in late:
             process.kill()
             process.join()
-        out, err = ((Path(folder) / name).read_text(errors="replace") for name in ("out", "err"))
-        words = [main.__module__, *arguments[0]]
+        out, err = ((self.folder / name).read_text(errors="replace") for name in ("out", "err"))
         if late:
-            raise subprocess.TimeoutExpired(words, timeout, out, err)
-        statuses = [process.exitcode or 0 for process in processes]
-        return subprocess.CompletedProcess(words, next((s for s in statuses if s), 0), out, err)
+            raise subprocess.TimeoutExpired(self.words, timeout, out, err)
+        statuses = [process.exitcode or 0 for process in self.processes]
+        return subprocess.CompletedProcess(self.words, next((s for s in statuses if s), 0), out, err)
 
 
 def _run(main: Callable[[list[str]], int], arguments: list[str], environment: dict[str, str], folder: str) -> None:
