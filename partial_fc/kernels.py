@@ -6,7 +6,8 @@ Shapes: c = classes of one chunk, B = rows of the global (micro-)batch, D = embe
 """
 
 import functools
-import importlib.util
+import importlib
+import re
 
 import torch
 from torch import Tensor
@@ -17,11 +18,12 @@ from .state import CentreState, Select
 from .workspace import Workspace
 
 KERNELS = ("auto", "plain")
+_OLDEST_TRITON = (3, 5)  # the interpreter of 3.2 gives wrong numbers where the kernels round by chance
 
 
 def choose_kernels(wanted: str, device: torch.device, dim: int) -> str:
     """Return "c", "triton" or "plain": the fastest there is for the device if wanted is "auto", otherwise "plain"."""
-    if wanted == "auto" and device.type == "cuda" and _has_triton():
+    if wanted == "auto" and device.type == "cuda" and not _why_no_triton():
         return "triton"
     if wanted == "auto" and device.type == "cpu" and cpu_kernels.suits(dim):
         return "c"
@@ -33,14 +35,20 @@ def why_plain(wanted: str, device: torch.device, dim: int) -> str:
     if wanted != "auto" or choose_kernels(wanted, device, dim) != "plain":
         return ""
     if device.type == "cuda":
-        return "Triton is not installed"
+        return _why_no_triton()
     return cpu_kernels.why_unsuited(dim) if device.type == "cpu" else ""
 
 
 @functools.cache
-def _has_triton() -> bool:
-    """Return whether Triton is installed; it comes with every CUDA build of torch."""
-    return importlib.util.find_spec("triton") is not None
+def _why_no_triton() -> str:
+    """Return why Triton cannot be used, "" where it can; it comes with every CUDA build of torch."""
+    try:
+        found = str(importlib.import_module("triton").__version__)
+    except ImportError:
+        return "Triton is not installed"
+    if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) < _OLDEST_TRITON:
+        return f"Triton {found} is older than {'.'.join(map(str, _OLDEST_TRITON))}; a newer torch brings a newer one"
+    return ""
 
 
 def exponentials(

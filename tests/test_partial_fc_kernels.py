@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tiny_runs import run_train, tiny_run
 from torch import Tensor
 
 from partial_fc import cpu_kernels
-from partial_fc.kernels import choose_kernels, exponentials
+from partial_fc.kernels import _why_no_triton, choose_kernels, exponentials, why_plain
 from partial_fc.workspace import Workspace
 
 ROOT = Path(__file__).parents[1]
@@ -82,6 +83,28 @@ def test_plain_torch_serves_where_it_is_wanted_or_nothing_else_can():
     assert choose_kernels("plain", CPU, 512) == "plain"
     assert choose_kernels("auto", CPU, 1 << 20) == "plain"  # rows too long for the stack
     assert choose_kernels("auto", CPU, 512) == ("plain" if cpu_kernels.load() is None else "c")
+
+
+@pytest.mark.parametrize(
+    ("found", "kernels", "reason"),
+    [
+        ("3.5.0", "triton", ""),
+        ("3.10.1+git0a", "triton", ""),
+        ("3.2.0", "plain", "Triton 3.2.0 is older than 3.5; a newer torch brings a newer one"),
+        (None, "plain", "Triton is not installed"),
+    ],
+)
+def test_triton_serves_on_cuda_from_the_version_on_that_is_right(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, kernels: str, reason: str
+):
+    monkeypatch.setitem(sys.modules, "triton", None if found is None else SimpleNamespace(__version__=found))
+    _why_no_triton.cache_clear()
+    try:
+        assert choose_kernels("auto", torch.device("cuda"), 512) == kernels
+        assert why_plain("auto", torch.device("cuda"), 512) == reason
+        assert choose_kernels("plain", torch.device("cuda"), 512) == "plain"
+    finally:
+        _why_no_triton.cache_clear()
 
 
 PROBE = "from partial_fc import cpu_kernels; print(cpu_kernels.load() is not None, cpu_kernels.why_missing())"
