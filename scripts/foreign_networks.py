@@ -10,6 +10,7 @@ if __name__ == "__main__":
 import importlib
 import struct
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,6 +18,19 @@ from torch import Tensor, nn
 
 from utils.tensor_file import file_hash
 
+_DEEPEST = 100  # messages of an ONNX file in one another
+_IN_MEMORY = "_ORT_MEM_ADDR_"  # by this name onnxruntime means an address in memory
+# the parts of each kind of message in onnx.proto that tensors can lie in, by their numbers
+_PARTS = {
+    "model": {7: "graph", 20: "training", 25: "function"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "tensor": {13: "entry"},
+    "sparse": {1: "tensor", 2: "tensor"},
+    "training": {1: "graph", 2: "graph"},
+    "function": {7: "node", 11: "attribute"},
+}
 _EXPORTED, _TORCHSCRIPT = "a .pt2 file of torch.export", "a TorchScript archive"  # the programs, in words
 
 
@@ -84,6 +98,7 @@ class OnnxNetwork(nn.Module):
             runtime = importlib.import_module("onnxruntime")
         except ImportError:
             raise ValueError(f"{path}: an ONNX file needs onnxruntime: pip install onnxruntime") from None
+        _check_outside_data(path)
         settings = runtime.SessionOptions()
         settings.intra_op_num_threads = threads
         settings.log_severity_level = 4  # its warnings are in colour and for its makers; what is wrong is raised
@@ -106,6 +121,70 @@ class OnnxNetwork(nn.Module):
             output = self.session.run(None, {self.entry: padded.numpy()})[0]
             blocks.append(torch.from_numpy(output)[: len(part)])
         return torch.cat(blocks).to(images.device)
+
+
+def _check_outside_data(path: Path) -> None:
+    """Raise ValueError if an ONNX file wants tensors from a file outside its folder; onnxruntime 1.23 would read it.
+
+    Source: the field numbers of onnx.proto, https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
+    """
+    folder = path.parent.resolve()
+    try:
+        locations = set(_locations(memoryview(path.read_bytes()), "model", 0))
+    except (ValueError, IndexError):
+        raise ValueError(f"{path}: not an ONNX file, or a damaged one") from None
+    for location in sorted(locations):
+        name = location.decode("utf-8", "replace")
+        try:
+            inside = (folder / name).resolve(strict=True).is_relative_to(folder)
+        except (OSError, ValueError, RuntimeError):  # not there, a zero byte, a link to itself
+            inside = False
+        if not inside or _IN_MEMORY in name or Path(name).is_absolute():
+            raise ValueError(f"{path}: its tensors lie in {name!r:.200}, which is no file in its own folder; no other is read")
+
+
+def _locations(data: memoryview, kind: str, depth: int) -> Iterator[bytes]:
+    """Yield where a message of onnx.proto, of this kind, keeps tensors in other files."""
+    if depth > _DEEPEST:
+        raise ValueError("nested too deep")
+    key, value = b"", b""
+    for number, inner in _messages(data):
+        if kind == "entry":
+            key, value = (bytes(inner), value) if number == 1 else (key, bytes(inner))
+        elif number in _PARTS[kind]:
+            yield from _locations(inner, _PARTS[kind][number], depth + 1)
+    if key == b"location":
+        yield value
+
+
+def _messages(data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield number and content of each field of a protobuf message that has a length."""
+    place = 0
+    while place < len(data):
+        tag, place = _varint(data, place)
+        if tag & 7 == 0:
+            _, place = _varint(data, place)
+        elif tag & 7 in (1, 5):
+            place += 8 if tag & 7 == 1 else 4
+        elif tag & 7 == 2:
+            size, place = _varint(data, place)
+            if place + size > len(data):
+                raise ValueError("cut short")
+            yield tag >> 3, data[place : place + size]
+            place += size
+        else:
+            raise ValueError("no field of ONNX")
+
+
+def _varint(data: memoryview, place: int) -> tuple[int, int]:
+    """Return a number of 7 bits a byte, the lowest first, and the place behind it."""
+    number = 0
+    for shift in range(0, 70, 7):
+        number |= (data[place] & 127) << shift
+        place += 1
+        if data[place - 1] < 128:
+            return number, place
+    raise ValueError("a number of more than ten bytes")
 
 
 class ExportedNetwork(nn.Module):
