@@ -16,10 +16,12 @@ from torch import Tensor
 
 from losses import build_margin
 from partial_fc import PartialFC, RowAdamW, RowSGD
+from partial_fc.kernels import _why_no_triton
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the import: Triton's own library is decorated then
-pytest.importorskip("triton", reason="Triton is not installed; it comes with the CUDA builds of torch")
+if _why_no_triton():
+    pytest.skip(f"{_why_no_triton()}; the CUDA builds of torch bring it", allow_module_level=True)
 kernels = importlib.import_module("partial_fc.triton_kernels")
 
 pytestmark = pytest.mark.numeric
