@@ -136,7 +136,8 @@ def _check_outside_data(path: Path) -> None:
     for location in sorted(locations):
         name = location.decode("utf-8", "replace")
         try:
-            inside = (folder / name).resolve(strict=True).is_relative_to(folder)
+            file = (folder / name).resolve(strict=True)
+            inside = file.is_relative_to(folder) and file.is_file()
         except (OSError, ValueError, RuntimeError):  # not there, a zero byte, a link to itself
             inside = False
         if not inside or _IN_MEMORY in name or Path(name).is_absolute():

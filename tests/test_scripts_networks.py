@@ -165,12 +165,13 @@ def test_no_program_runs_what_a_file_of_weights_holds(
 
 
 @pytest.mark.parametrize("place", ["branch", "function", "sparse", "training", "second graph", "list"])
-@pytest.mark.parametrize("location", ["../secret.bin", "*/_ORT_MEM_ADDR_/*", "missing.bin", "a\0b", "/dev/zero"])
+@pytest.mark.parametrize("location", ["../secret.bin", "*/_ORT_MEM_ADDR_/*", "missing.bin", "a\0b", "/dev/zero", "pipe"])
 def test_an_onnx_file_may_hide_its_tensors_anywhere(
     tmp_path: Path, faces: list[str], capsys: pytest.CaptureFixture[str], place: str, location: str
 ):
     (tmp_path / "secret.bin").write_bytes(bytes(64))
     (tmp_path / "net").mkdir()
+    os.mkfifo(tmp_path / "net" / "pipe")
     outside = TensorProto(name="matrix", data_type=TensorProto.FLOAT, dims=[4, 3], data_location=TensorProto.EXTERNAL)
     outside.external_data.add(key="location", value=location)
     graph = helper.make_graph([], "hidden", [], [], [outside])
