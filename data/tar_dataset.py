@@ -180,14 +180,13 @@ def _samples_of(path: Path) -> list[tuple[str, int, int, int]]:
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int] = {}
     try:
-        size, end = check_file(path), 0
+        size = check_file(path)
         with tarfile.open(path, "r:", tarinfo=_Member) as tar:
             for member in tar:
-                if member.size < 0 or tar.offset <= end:
+                if member.size < 0:
                     raise ValueError(f"{path}: the header of {shown(member.name)} is damaged: a size of {member.size} bytes")
-                if member.offset_data + member.size > size:
+                if max(member.offset_data + member.size, tar.offset) > size:  # the offset of what follows, behind the padding
                     raise ValueError(f"{path}: the shard is cut off in {shown(member.name)}; copy it again")
-                end = tar.offset
                 folder, _, base = member.name.rpartition("/")
                 stem, _, suffix = base.partition(".")
                 if not member.isreg() or not stem:
@@ -203,8 +202,6 @@ def _samples_of(path: Path) -> list[tuple[str, int, int, int]]:
                     if not text.isdigit() or len(text) > 8:
                         raise ValueError(f"{path}: {shown(member.name)} must hold the class as an integer in [0, 10^8)")
                     labels[sample] = int(text)
-            if tar.offset > size:
-                raise ValueError(f"{path}: the shard is cut off; copy it again")
     except OSError as error:
         raise ValueError(f"{path}: the shard cannot be read: {error.strerror}") from None
     except tarfile.TarError as error:

@@ -52,6 +52,7 @@ SPARSE_1_0 = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name
 # what is wrong with a shard, the words that say so, and its bytes: the byte 8192 is behind eight headers, 9216 behind _good()
 BAD: dict[str, tuple[str, Callable[[], bytes]]] = {
     "negative size": ("a size of -1024 bytes", lambda: _good() + _sized(_member("1.jpg", b"x" * 600), -1024)),
+    "size of minus one": ("a size of -1 bytes", lambda: _good() + _sized(_member("1.jpg", b""), -1)),
     "size of minus its header": ("a size of -512 bytes", lambda: _good() + _sized(_member("1.jpg", b""), -BLOCK)),
     "negative size of a class": ("a size of -7000 bytes", lambda: _good() + _sized(_member("1.cls", b"1"), -7000)),
     "giant size": ("cut off in 1.jpg", lambda: _good() + _sized(_member("1.jpg", b"x"), 1 << 80)),
@@ -94,6 +95,10 @@ BAD: dict[str, tuple[str, Callable[[], bytes]]] = {
     ),
     "a wrong checksum": ("byte 9216: a damaged header", lambda: _good() + b"2" + _good(1)[1:] + _good(2)),
     "half a header": ("cut off in 1.jpg", lambda: _good() + _good(1)[:300]),
+    "a length of 5,000 digits": (
+        "byte 9216: a damaged header",
+        lambda: _good() + _member("pax", b"9" * 5000 + b" path=a\n", tarfile.XHDTYPE) + _member("1.jpg", b"x"),
+    ),
     "letters in the size": (
         "byte 9216: a damaged header",
         lambda: _good() + _header(_member("1.jpg", b""), 124, b"zzzzzzzzzzz"),
@@ -112,6 +117,34 @@ def test_a_damaged_shard_is_refused_by_name(tmp_path: Path, capsys: pytest.Captu
     assert train.main([*tiny_run(tmp_path, tmp_path), "data.source=tar", "eval.targets=[]", "--check"]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and said.startswith(f"error: data.path: {tmp_path / 'bad.tar'}: ") and words in said, said
+
+
+@pytest.mark.parametrize("missing", [1, 511])
+def test_a_shard_that_ends_within_the_padding_is_cut_off(tmp_path: Path, missing: int):
+    (tmp_path / "a.tar").write_bytes(_good()[:-missing])
+    with pytest.raises(ValueError, match=r"a\.tar: the shard is cut off in 0\.cls; copy it again"):
+        TarDataset(tmp_path)
+
+
+@pytest.mark.parametrize("error", [LookupError, OverflowError, RecursionError, TypeError, EOFError])
+def test_whatever_the_parser_of_another_python_stumbles_over_names_the_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+):
+    def stumble(*_: object) -> None:
+        raise error("a number")
+
+    (tmp_path / "a.tar").write_bytes(_good() + bytes(2 * BLOCK))
+    monkeypatch.setattr(tarfile.TarInfo, "frombuf", stumble)
+    with pytest.raises(ValueError, match=r"a\.tar: a header is damaged: a number; copy the shard again, or write it anew"):
+        TarDataset(tmp_path)
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 2])
+def test_many_samples_are_no_chain_of_headers_and_zeros_at_the_end_may_be_missing(tmp_path: Path, zeros: int):
+    (tmp_path / "a.tar").write_bytes(b"".join(map(_good, range(20))) + bytes(zeros * BLOCK))
+    dataset = TarDataset(tmp_path)
+    assert [bytes(dataset.sample(index)[0]) for index in range(20)] == [face(0, number) for number in range(20)]
+    assert dataset.labels().tolist() == 20 * [0]
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])

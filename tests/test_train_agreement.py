@@ -41,12 +41,12 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _write_labels(folder: Path, shift: int) -> None:
-    """Write the set of `write_dataset` with each label moved on by `shift`: as many images, as many of each class."""
+def _write_labels(folder: Path, shift: int, more: bytes = b"") -> None:
+    """Write the set of `write_dataset` with each label moved on by `shift`, and with `more` behind each image."""
     with RecordWriter(folder / "train.rec", folder / "train.idx") as writer:
         for key in range(NUM_IMAGES):
             label = (key + shift) % NUM_CLASSES
-            writer.write(key, pack(float(label), key, 0, face(key % NUM_CLASSES, key)))
+            writer.write(key, pack(float(label), key, 0, face(key % NUM_CLASSES, key) + more))
 
 
 def _train_expecting(words: str, config: str, overrides: list[str]) -> None:
@@ -72,7 +72,11 @@ def _disagree(rank: int, world_size: int, dataset: str, output: str) -> None:
         rest.append(f"data.path={copy}")
     words = r"^the processes disagree: hash of the labels is \w+ on rank 0-1, \w+ on rank 2. Fix: data.path"
     _train_expecting(words, config, rest)
-    if rank == 2:  # the labels as they were, but one pair of the verification set is another
+    if rank == 2:  # the labels as they were, but longer records
+        _write_labels(copy, 0, b"more")
+    words = r"^the processes disagree: hash of the places of the images is \w+ on rank 0-1, \w+ on rank 2. Fix: data.path"
+    _train_expecting(words, config, rest)
+    if rank == 2:  # the records as they were, but one pair of the verification set is another
         write_dataset(copy)
         with open(copy / "tiny.bin", "r+b") as file:
             whole = file.read()
