@@ -185,7 +185,7 @@ def _samples_of(path: Path) -> list[tuple[str, int, int, int]]:
             for member in tar:
                 if member.size < 0:
                     raise ValueError(f"{path}: the header of {shown(member.name)} is damaged: a size of {member.size} bytes")
-                if max(member.offset_data + member.size, tar.offset) > size:  # the offset of what follows, behind the padding
+                if tar.offset > size:  # where the next header would stand, behind the padding
                     raise ValueError(f"{path}: the shard is cut off in {shown(member.name)}; copy it again")
                 folder, _, base = member.name.rpartition("/")
                 stem, _, suffix = base.partition(".")

@@ -4,7 +4,8 @@ python scripts/torchrun.py --standalone --nproc-per-node=2 train.py configs/demo
 
 All options are torchrun's; `python scripts/torchrun.py --help` lists them below this text. A process that dies is started again
 with all others, --max-restarts times; one that ends by an error of configuration or data (status 78) is not, for the error
-would come again. The exit status is 0 or 1. The launch files start this program. It works from any folder.
+would come again. The exit status is 0 or 1, unless a signal ends torchrun itself, as a second Ctrl-C may. The launch files
+start this program. It works from any folder.
 """
 
 import os

@@ -249,6 +249,7 @@ class Torturer:
     ) -> None:
         """Let a run come to its end, and compare that with an unbroken one."""
         newest, old = history.newest, life
+        faults: list[str] = []
         while True:  # a start that ended just before its blow was not hit by it, but may have been held up before
             current = life or self._start(name, processes, start, self.nest, [])
             used.add(processes)
@@ -258,11 +259,11 @@ class Torturer:
                 return
             current.end()
             if current is old and current.status() != 0 and history.may_lack_steps:
+                faults += history.check()  # it may have saved before
                 life, newest = None, history.newest
-                history.check()
                 continue
             break
-        faults = history.check() + check_said(current.said(), False)
+        faults += history.check() + check_said(current.said(), False)
         if life is None:
             faults += check_resumed(current.log(), newest)
         if current.status() != 0 or history.newest != STEPS:
