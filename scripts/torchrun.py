@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments[:1]):
         print(__doc__)
     give_up_on_user_errors(LocalElasticAgent)
+    keep_until_exit(LocalElasticAgent)
     try:
         run.main(arguments)
     except ChildFailedError as error:
@@ -55,6 +56,21 @@ def give_up_on_user_errors(agent_class: Any) -> None:
         return result
 
     agent_class._monitor_workers = monitor
+
+
+def keep_until_exit(agent_class: Any) -> None:
+    """Let no agent of torchrun be deleted before this process ends.
+
+    Its keep-alive thread holds it while it works. If that was the last reference, the thread deletes the agent, and that waits
+    for the end of the keep-alive thread, which is itself: a traceback on stderr (torch 2.13).
+    """
+    run, kept = agent_class.run, []
+
+    def keep_and_run(agent: Any, *args: Any, **kwargs: Any) -> Any:
+        kept.append(agent)
+        return run(agent, *args, **kwargs)
+
+    agent_class.run = keep_and_run
 
 
 if __name__ == "__main__":

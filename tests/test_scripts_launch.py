@@ -11,12 +11,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous.utils import _PeriodicTimer
 
+from scripts.torchrun import keep_until_exit
 from utils.checkpoint import list_checkpoints
 
 ROOT = Path(__file__).parent.parent
@@ -373,3 +379,44 @@ def test_a_machine_that_is_lost_and_comes_back_is_taken_in(config: Path, tmp_pat
                 assert _finish(process, log) == 0, log.read_text()[-3000:]
     assert "2 x cpu" in (run / "train.log").read_text()
     assert 0 <= _lost_steps(run, total) <= EVERY
+
+
+class _Agent:
+    """What torchrun's agent is to its keep-alive thread: that thread may hold the last reference to it."""
+
+    def __init__(self) -> None:
+        self.at_work, self.may_end = threading.Event(), threading.Event()
+        self.timer = _PeriodicTimer(timedelta(milliseconds=1), self.keep_alive, weakref.ref(self))
+
+    @staticmethod
+    def keep_alive(reference: "weakref.ref[_Agent]") -> None:
+        agent = reference()
+        if agent is not None:
+            agent.at_work.set()
+            agent.may_end.wait()
+
+    def run(self) -> None:
+        self.timer.start()
+        self.at_work.wait()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_end_of_torchrun_is_quiet_while_its_keep_alive_thread_works(monkeypatch: pytest.MonkeyPatch, kept: bool):
+    said: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    kind = type("Agent", (_Agent,), {})
+    if kept:
+        keep_until_exit(kind)
+    agent = kind()
+    agent.run()
+    thread, may_end, reference = agent.timer._thread, agent.may_end, weakref.ref(agent)
+    del agent
+    may_end.set()
+    if kept:
+        assert reference() is not None
+        reference().timer.cancel()
+    else:  # torch's own behaviour, without which there would be nothing to do
+        thread.join()
+        assert [str(one.exc_value) for one in said] == ["cannot join current thread"]
+        said.clear()
+    assert said == []
