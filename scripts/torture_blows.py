@@ -32,8 +32,9 @@ KINDS = {
     "disagree": 8,
 }
 ALONE = ("kill_all", "stop_short", "term", "int", "int_twice", "disk_short", "disk_full")
-# seconds until all processes must be gone, on a busy machine; a stopped rank within an evaluation has a minute more
-LIMITS = {"stop_rank": 60 * LIMIT_MINUTES + 80.0, "kill_torchrun": 25.0, "disk_full": 120.0, "others": 40.0}
+# seconds until all processes must be gone, on a busy machine. Of a rank that is stopped: its limit, a minute more where another
+# one saves or evaluates, and the half minute after which torchrun kills it
+LIMITS = {"stop_rank": 60 * LIMIT_MINUTES + 60.0 + 30.0 + 30.0, "kill_torchrun": 25.0, "disk_full": 120.0, "others": 40.0}
 GOES_ON = ("stop_short", "disk_short")
 # a key of one rank, with what the error must name; the others have another value
 ODD_KEYS = {
