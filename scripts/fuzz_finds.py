@@ -29,16 +29,16 @@ def minimise(case: Case, kind: str, place: Place, sound: Files, memory: float, s
             case = smaller
     for name, entry in case.files.items():
         if isinstance(entry, bytes):
-            case = _shorten(case, name, entry, ends_so)
+            case = _shorten(case, name, entry, ends_so, end)
     return case
 
 
-def _shorten(case: Case, name: str, data: bytes, ends_so: Callable[[Case], bool]) -> Case:
-    """Cut pieces out of a file, large ones first, while the end stays the same."""
+def _shorten(case: Case, name: str, data: bytes, ends_so: Callable[[Case], bool], end: float) -> Case:
+    """Cut pieces out of a file, large ones first, while it ends in the same way, until the time `end`."""
     size = len(data) // 2
     while size:
         place = 0
-        while place < len(data):
+        while place < len(data) and time.monotonic() < end:
             shorter = data[:place] + data[place + size :]
             smaller = case._replace(files={**case.files, name: shorter})
             if ends_so(smaller):

@@ -18,6 +18,7 @@ from .fuzz_files import MARKER
 
 Rng = np.random.Generator
 WORDS = (0, 1, 2, 3, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 1 << 29, 2 << 29, 3 << 29, 7 << 29, (1 << 29) - 1, 0xCED7230A)
+_LARGEST_SAVE = 16 << 20  # bytes
 _TOUCH = f"../{MARKER}"  # a payload runs in the case's folder
 # callables a pickle can name, with arguments that would make the marker
 _CALLS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
@@ -273,9 +274,15 @@ def tensor(old: Any, rng: Rng) -> Any:
 
 
 def saved(tree: Any) -> bytes:
-    """Return the file that torch.save writes."""
+    """Return the file that torch.save writes.
+
+    Raises:
+        RuntimeError: it would have more than 16 MiB, as of a tensor that was expanded and then copied: no lie, only long.
+    """
     out = io.BytesIO()
     torch.save(tree, out)
+    if out.tell() > _LARGEST_SAVE:
+        raise RuntimeError(f"a file of {out.tell()} bytes")
     return out.getvalue()
 
 

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tqdm import tqdm
 
 from scripts import fuzz_formats, fuzz_inputs
 from scripts.fuzz_cases import Outcome, find_program
 from scripts.fuzz_files import Case, Fifo, Folder, Link, Place, dump_case, finds_below, load_case
 from scripts.fuzz_finds import minimise, run_one
+from scripts.fuzz_grammar import saved
 from scripts.fuzz_inputs import Input, make_case
 from utils.program import guarded
 
@@ -224,6 +226,20 @@ def test_minimising_leaves_what_the_fault_needs(tmp_path: Path, monkeypatch: pyt
     case = Case(["scripts.fuzz_inputs:image"], {"a": b"x" * 300 + b"key" + b"y" * 300, "b": b"unused", "p": Fifo()})
     kind = run_one(case, place, {}, 20).kind
     assert minimise(case, kind, place, {}, 20, seconds=60).files == {"a": b"key"}
+
+
+def test_minimising_a_large_file_ends_in_time(tmp_path: Path):
+    case = Case(["scripts.fuzz_inputs:image"], {"a": bytes(200_000_000)})
+    started = time.monotonic()
+    assert minimise(case, "no such end", Place.below(tmp_path / "place"), {}, 20, seconds=0) == case
+    assert time.monotonic() - started < 20  # cut byte by byte, it would take years
+
+
+def test_no_case_holds_a_file_that_is_only_long():
+    grown = torch.zeros(1, 16).expand(10**6, 16).contiguous()
+    with pytest.raises(RuntimeError, match="a file of 640"):
+        saved(grown)
+    assert len(saved(torch.zeros(3))) < 3000
 
 
 def test_cases_come_back_from_json(tmp_path: Path):
