@@ -9,6 +9,7 @@ start this program. It works from any folder.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RendezvousError, DistError) as error:
         print(f"error: {type(error).__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
+    finally:  # torch's handlers raise, which would be a traceback of the code that a second Ctrl-C meets while Python ends
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
     return 0
 
 

@@ -420,3 +420,17 @@ def test_the_end_of_torchrun_is_quiet_while_its_keep_alive_thread_works(monkeypa
         assert [str(one.exc_value) for one in said] == ["cannot join current thread"]
         said.clear()
     assert said == []
+
+
+def test_a_second_ctrl_c_that_meets_torchrun_at_its_end_is_no_traceback(tmp_path: Path):
+    program = (
+        "import atexit, os, signal, sys\n"
+        "from torch.distributed import run\n"
+        "from scripts import torchrun\n"
+        "def raising(number, frame): raise KeyError\n"
+        "run.main = lambda arguments: signal.signal(signal.SIGINT, raising)\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "sys.exit(torchrun.main(['train.py']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=DEADLINE)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
