@@ -1,5 +1,6 @@
 """Data of strangers: what a picture, a link, a pipe or a name may not do to a training or a tool."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -106,13 +107,23 @@ def test_folders_in_one_another_without_end_are_an_error(tmp_path: Path, capsys:
     assert "lies more than 32 folders deep" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("what", ["pipe", "device", "folder", "huge"])
+def _reading_fails(path: Path) -> bool:
+    try:
+        path.read_bytes()
+    except OSError as error:
+        return error.errno == errno.EIO
+    return False
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "folder", "huge", "broken"])
 @pytest.mark.parametrize("place", ["list", "listed", "pairs", "paired", "config", "idx", "property", "labels", "tar"])
 def test_only_regular_files_of_a_bounded_size_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, place: str
 ):
     if (what, place) == ("huge", "tar"):
         pytest.skip("shards may have any size; their members are bounded")
+    if what == "broken" and not _reading_fails(Path("/proc/self/mem")):
+        pytest.skip("this system has no file whose reading fails")
     folder_of_people(tmp_path, [4])
     bad = tmp_path / {"pairs": "bad.csv", "idx": "train.idx", "property": "property", "tar": "bad.tar"}.get(place, "bad.jpg")
     write_dataset(tmp_path)
@@ -123,6 +134,8 @@ def test_only_regular_files_of_a_bounded_size_are_read(
         bad.mkdir()
     elif what == "device":
         bad.symlink_to("/dev/zero")
+    elif what == "broken":  # a regular file whose reading fails, as on a broken disk
+        bad.symlink_to("/proc/self/mem")
     else:
         with open(bad, "wb") as file:
             file.truncate(1 << 40)
@@ -143,8 +156,10 @@ def test_only_regular_files_of_a_bounded_size_are_read(
     assert train.main(arguments) == 1
     said = capsys.readouterr().err
     reason = {"huge": "it has 1,099,511,627,776 bytes, and may have"}.get(what, f"it is a {what}, and must be a regular file")
-    if place in ("pairs", "labels") and what != "huge":
+    if place in ("pairs", "labels") and what not in ("huge", "broken"):
         reason = "no file"
+    if what == "broken":
+        reason = "Input/output error"
     assert said.count("\n") == 1 and bad.name in said and reason in said, said
 
 

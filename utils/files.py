@@ -42,8 +42,17 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_PICTURE) -> by
     """Return what is in a file.
 
     Raises:
-        OSError: as for `check_file`, and where it cannot be read.
+        OSError: as for `check_file`, and where it cannot be read; it always names the file.
     """
+    try:
+        return _read(path, max_bytes)
+    except OSError as error:
+        if error.filename is None and error.errno is not None:  # of a read that fails, as of a broken disk
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+        raise
+
+
+def _read(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     check_file(path, max_bytes)
     # it may have become a pipe since: never wait while opening
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
