@@ -190,7 +190,7 @@ def _index_set(rec_path: Path) -> SetIndex:
     warnings = []
     if records.rebuilt or unread:
         what = "there is no train.idx" if records.rebuilt else f"the last {unread} bytes of train.rec are not in train.idx"
-        warnings.append(f"{rec_path.parent}: {what}; python -m scripts.repair_data {rec_path.parent} writes it anew")
+        warnings.append(f"{rec_path.parent}: {what}; python -m scripts.data.repair {rec_path.parent} writes it anew")
     facts = {
         "first_key": int(image_keys[0]),
         "num_records": len(records),

@@ -30,7 +30,7 @@ MAX_LENGTH = (1 << 29) - 1  # bytes in a record
 _PART = struct.Struct("<4sI")
 _FIRST, _LATER = (0, 1), (2, 3)  # cflags with which a record may start and go on
 _SCANNED = 1 << 28  # bytes after which a walk over the file gives its pages back
-_DAMAGE = "the file is damaged or cut, or the index is not its own; scripts.repair_data mends either"
+_DAMAGE = "the file is damaged or cut, or the index is not its own; scripts.data.repair mends either"
 
 
 class RecordFile:

@@ -45,7 +45,7 @@ def read_index(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
     except OSError as error:
         raise ValueError(f"{path}: the index cannot be read: {error.strerror}") from None
     if not done:
-        raise ValueError(f"{path}: the index is empty. scripts.repair_data writes it anew")
+        raise ValueError(f"{path}: the index is empty. scripts.data.repair writes it anew")
     return _keep_last(keys, offsets)
 
 
@@ -115,11 +115,11 @@ def _parse_lines(block: bytes, path: str, first_line: int) -> tuple[np.ndarray, 
         try:
             key, offset = int(columns[0]), int(columns[1])
         except (ValueError, IndexError):
-            raise ValueError(f"{where} must be 'key TAB offset', two integers. scripts.repair_data writes it anew") from None
+            raise ValueError(f"{where} must be 'key TAB offset', two integers. scripts.data.repair writes it anew") from None
         if not -(1 << 63) <= key < 1 << 63:
             raise ValueError(f"{where}: the key has {len(columns[0])} characters, it must fit a signed 64-bit integer")
         if not 0 <= offset < 1 << 63:
-            raise ValueError(f"{where}: the offset of record {key} must be in [0, 2^63). scripts.repair_data writes it anew")
+            raise ValueError(f"{where}: the offset of record {key} must be in [0, 2^63). scripts.data.repair writes it anew")
         table[:, i] = key, offset
     return table[0], table[1]
 

@@ -66,7 +66,7 @@ def unpack(record: bytes | memoryview) -> Record:
         if is_protobuf(record):
             raise ValueError(
                 "the record holds SageMaker's recordio-protobuf, another payload in the same container. Export the images as "
-                "files and make a set with scripts.folder_to_rec"
+                "files and make a set with scripts.data.folder_to_rec"
             )
         raise ValueError(f"the record has {len(record)} bytes, but announces {flag} labels: no image record")
     vector = np.frombuffer(record, dtype="<f4", count=flag, offset=_HEADER.size) if flag else label
@@ -133,7 +133,7 @@ class IndexedRecordFile:
                 raise ValueError(
                     f"{idx_path}: the offset of record {self.keys[begin + i]} must be a multiple of 4 inside {self.path} "
                     f"({self.file.size} bytes), got {offsets[i]}: the index of another file, or a file cut off "
-                    "(scripts.repair_data mends either)"
+                    "(scripts.data.repair mends either)"
                 )
 
     def __len__(self) -> int:

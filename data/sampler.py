@@ -7,7 +7,7 @@ micro-batches shares the same global batch.
 full    a permutation of the whole set: the best mixing, and one small read at a random place for each image
 block   blocks of images that lie together in the file come in random order, and a window of some tens of them is mixed; so a
         spinning disk or a network file system reads long runs. The run-to-run order of a set is blurred, not destroyed: the
-        images of an identity that lie in one block come within one window. A shuffled set (scripts.shuffle_rec) mends that
+        images of an identity that lie in one block come within one window. A shuffled set (scripts.data.shuffle) mends that
 """
 
 from collections.abc import Callable

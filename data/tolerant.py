@@ -91,7 +91,7 @@ class TolerantDataset(FaceDataset):
         if found > self._budget():
             raise ValueError(
                 f"data.max_bad_fraction: {found} of {self.num_stored} images are bad, {self.max_bad_fraction:g} or "
-                f"{self._budget()} are allowed; the last one: {error}. Check the set with scripts.verify_data"
+                f"{self._budget()} are allowed; the last one: {error}. Check the set with scripts.data.verify"
             ) from None
 
     def news(self) -> list[str]:

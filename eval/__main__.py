@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from scripts.networks import Network, add_network_arguments, load_network, require_same_files, require_same_options
+from scripts.eval.networks import Network, add_network_arguments, load_network, require_same_files, require_same_options
 from utils import distributed
 from utils.cli import make_parser
 from utils.distributed import World, together

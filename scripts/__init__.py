@@ -1,1 +1,1 @@
-"""Programs beside training, each run as `python -m scripts.name` from the root of the repository."""
+"""Programs beside training, each run as `python -m scripts.NAME` from the root of the repository."""

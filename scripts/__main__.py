@@ -3,17 +3,32 @@
 import ast
 from pathlib import Path
 
+_ROOT = Path(__file__).parent
+
 
 def main() -> int:
-    """Print each program's name and purpose, the first line of its docstring; return the exit status."""
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        main_takes = [len(node.args.args) for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
-        purpose = (ast.get_docstring(tree) or "").split("\n")[0].split(":")[0].rstrip(".")
-        if main_takes == [1] and path.name != "__main__.py":
-            print(f"python -m scripts.{path.stem:<24} {purpose}")
+    """Print each program's name and purpose, the first line of its docstring, by folder; return the exit status."""
+    for folder in [_ROOT, *sorted(path.parent for path in _ROOT.rglob("*/__init__.py"))]:
+        programs = [line for path in sorted(folder.glob("*.py")) if (line := _line_of(path))]
+        if programs:
+            purpose, _, _ = _docstring_of(folder / "__init__.py").partition("\n")
+            print(f"{'' if folder == _ROOT else chr(10)}{purpose}", *programs, sep="\n    ")
     print("\nEach explains itself with --help. Training: python train.py --help. Evaluation: python -m eval --help.")
     return 0
+
+
+def _docstring_of(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+
+
+def _line_of(path: Path) -> str:
+    """Return the line for a file, or nothing if it is no program: a program's main() takes the arguments."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    main_takes = [len(node.args.args) for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+    if main_takes != [1] or path.name == "__main__.py":
+        return ""
+    module = ".".join(path.relative_to(_ROOT.parent).with_suffix("").parts)
+    return f"python -m {module:<40} {_docstring_of(path).splitlines()[0].split(':')[0].rstrip('.')}"
 
 
 if __name__ == "__main__":

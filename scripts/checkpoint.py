@@ -48,7 +48,7 @@ from utils.cli import make_parser
 from utils.program import guarded
 from utils.tensor_file import Planned, flush, write_planned, write_tensors
 
-from .face_files import progress, whole
+from .data.pictures import progress, whole
 
 _ROWS_AT_ONCE = 1 << 13  # class centres
 

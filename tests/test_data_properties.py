@@ -14,7 +14,7 @@ from data.record_dataset import RecordDataset
 from data.record_set import RecordSetWriter
 from data.recordio import MAGIC, IndexedRecordFile, RecordWriter, is_protobuf, pack, unpack
 from eval.pairs import read_bin, write_bin
-from scripts import fuzz_inputs
+from scripts.attack import fuzz_inputs
 
 # random bytes rarely have the magic word, which splits a record into parts, so half of the pieces are that word
 PIECES = st.one_of(st.just(MAGIC), st.just(MAGIC[:3]), st.binary(max_size=9))

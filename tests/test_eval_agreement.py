@@ -13,14 +13,14 @@ from tiny_runs import face, run_program, write_dataset
 
 from backbones import build_backbone
 from eval.__main__ import main as evaluate
-from scripts.evaluate_ijb import main as evaluate_ijb
-from scripts.identify import main as identify
+from scripts.eval.identify import main as identify
+from scripts.eval.ijb import main as evaluate_ijb
 
 OPTIONS = ["--backbone", "r18", "--width", "0.125", "--embedding-size", "16", "--device", "cpu"]
 
 
 def _write_lists(folder: Path, rank: int) -> None:
-    """Write lists of two pictures for scripts.identify and scripts.evaluate_ijb; those of rank 1 hold one other number each."""
+    """Write lists of two pictures for identify and ijb of scripts.eval; those of rank 1 hold one other number each."""
     for number in range(2):
         (folder / f"{number}.jpg").write_bytes(face(number, number))
     (folder / "gallery.txt").write_text(f"0.jpg 0\n1.jpg {1 + rank}\n")

@@ -8,7 +8,7 @@ from safetensors.numpy import load_file, save_file
 from eval.evaluate import load_pair_sets
 from eval.pair_files import read_pairs
 from eval.pairs import PairSet, read_bin, write_bin
-from scripts import convert_bin
+from scripts.data import convert_bin
 
 
 @pytest.fixture

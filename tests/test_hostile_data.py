@@ -13,8 +13,9 @@ from tiny_runs import face, tiny_run, write_dataset
 import train
 from data.datasets import FolderDataset
 from eval.pairs import write_bin
-from scripts import folder_to_rec, inspect_data
-from scripts.face_files import list_identities
+from scripts.data import folder_to_rec
+from scripts.data import inspect as inspect_data
+from scripts.data.pictures import list_identities
 from utils.checkpoint import list_checkpoints
 
 

@@ -14,11 +14,17 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = sorted(path for path in (ROOT / "scripts").glob("*.py") if path.name not in ("__init__.py", "__main__.py"))
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+SCRIPTS = sorted(path for path in (ROOT / "scripts").rglob("*.py") if path.name not in ("__init__.py", "__main__.py"))
 # started as files: torchrun by the launch files, mxnet_judge by check_with_mxnet with another Python
 FILES = ("torchrun", "mxnet_judge")
-PROGRAMS = [f"scripts.{p.stem}" for p in SCRIPTS if "make_parser(" in p.read_text()]
-HELPERS = [p for p in SCRIPTS if f"scripts.{p.stem}" not in PROGRAMS and p.stem not in FILES]
+PROGRAMS = [_module(path) for path in SCRIPTS if "make_parser(" in path.read_text()]
+PARTS = [path for path in SCRIPTS if _module(path) not in PROGRAMS and path.stem not in FILES]
 MODULES = {"train": "python train.py", "eval.__main__": "python -m eval"} | {name: f"python -m {name}" for name in PROGRAMS}
 
 
@@ -91,38 +97,38 @@ def test_a_program_that_is_started_as_a_file_says_how_to_start_it(module: str):
     assert lines[guard + 1].endswith(f'with {MODULES[module]}")')
 
 
-@pytest.mark.parametrize("path", [ROOT / "scripts" / "identify.py", ROOT / "eval", ROOT / "eval" / "__main__.py"], ids=str)
-def test_the_line_is_all_that_is_said(path: Path, tmp_path: Path):
-    done = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True, cwd=tmp_path)
-    name = "scripts.identify" if path.name == "identify.py" else "eval"
+@pytest.mark.parametrize("path", ["scripts/eval/identify.py", "scripts/data/inspect.py", "eval", "eval/__main__.py"])
+def test_the_line_is_all_that_is_said(path: str, tmp_path: Path):
+    done = subprocess.run([sys.executable, ROOT / path, "--help"], capture_output=True, text=True, cwd=tmp_path)
+    name = path.removesuffix(".py").replace("/", ".") if path.startswith("scripts") else "eval"
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"error: start it from the root of the clone with python -m {name}\n"
 
 
-@pytest.mark.parametrize("path", HELPERS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PARTS, ids=_module)
 def test_a_part_of_programs_says_that_it_is_none(path: Path):
     lines = path.read_text().splitlines()
     guard = lines.index('if __name__ == "__main__":')
     assert not any(line.startswith(("import ", "from ")) for line in lines[:guard])
-    assert f"error: scripts/{path.name} is no program" in lines[guard + 1]
+    assert f"error: {path.relative_to(ROOT)} is no program" in lines[guard + 1]
 
 
 def test_a_part_of_programs_is_refused_both_ways():
-    for command in (["-m", "scripts.networks"], ["scripts/networks.py"]):
+    for command in (["-m", "scripts.eval.networks"], ["scripts/eval/networks.py"]):
         done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
-        assert done.stderr.startswith("error: scripts/networks.py is no program")
+        assert done.stderr.startswith("error: scripts/eval/networks.py is no program")
 
 
 def test_the_list_of_programs_is_complete():
     done = subprocess.run([sys.executable, "-m", "scripts"], capture_output=True, text=True, cwd=ROOT)
-    named = set(re.findall(r"^python -m (scripts\.\w+)  ", done.stdout, re.M))
-    assert done.returncode == 0 and named == {*PROGRAMS, "scripts.torchrun"} and len(PROGRAMS) > 30
+    named = set(re.findall(r"^    python -m (scripts[.\w]+) ", done.stdout, re.M))
+    assert done.returncode == 0 and named == {*PROGRAMS, "scripts.launch.torchrun"} and len(PROGRAMS) > 30
 
 
 def test_torchrun_shows_its_purpose_and_the_options_of_torchrun(tmp_path: Path):
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts/torchrun.py", "--help"], capture_output=True, text=True, cwd=tmp_path
+        [sys.executable, ROOT / "scripts/launch/torchrun.py", "--help"], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 0 and "without its traceback" in done.stdout and "--max-restarts" in done.stdout
 

@@ -6,7 +6,7 @@ import pytest
 
 from configs import load_config
 from configs.loader import SCHEMA
-from scripts import import_arcface_config
+from scripts.arcface_torch import import_config as import_arcface_config
 
 DATA = {"ms1mv2": (85742, 5822653), "ms1mv3": (93431, 5179510), "glint360k": (360232, 17091657), "wf42m": (2059906, 42474557)}
 ARCFACE, COSFACE = (1.0, 0.5, 0.0), (1.0, 0.0, 0.4)

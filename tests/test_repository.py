@@ -9,9 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEAVES = {"backbones", "configs", "data", "eval", "losses", "partial_fc"}
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+OTHERS = {"configs/base.py", "configs/ms1mv3_r50.py", "configs/mine.yaml"}  # files of arcface_torch, and of a user
 TESTS = sorted((ROOT / "tests").glob("test_*.py"))
-PROGRAMS = [ROOT / "train.py", ROOT / "eval" / "__main__.py", *sorted((ROOT / "scripts").glob("*.py"))]
-SOURCES = [ROOT / "train.py", *(path for name in sorted(LEAVES | {"utils", "scripts"}) for path in (ROOT / name).glob("*.py"))]
+PROGRAMS = [ROOT / "train.py", ROOT / "eval" / "__main__.py", *sorted((ROOT / "scripts").rglob("*.py"))]
+SOURCES = [ROOT / "train.py", *(path for name in sorted(LEAVES | {"utils", "scripts"}) for path in (ROOT / name).rglob("*.py"))]
 
 
 def _imports(path: Path) -> set[str]:
@@ -40,7 +42,11 @@ def test_imports_go_one_way(path: Path):
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_torch_distributed_has_three_homes(path: Path):
     uses = {name for name in _imports(path) if name.startswith("torch.distributed")}
-    homes = ("utils/distributed.py", "partial_fc/collectives.py", "scripts/torchrun.py")  # the last one starts torchrun itself
+    homes = (
+        "utils/distributed.py",
+        "partial_fc/collectives.py",
+        "scripts/launch/torchrun.py",
+    )  # the last one starts torchrun itself
     assert not uses or path.relative_to(ROOT).as_posix() in homes
 
 
@@ -84,18 +90,19 @@ def test_what_compares_tensors_up_to_rounding_is_marked_numeric(path: Path):
 
 def test_every_package_is_listed_for_installation():
     text = (ROOT / "pyproject.toml").read_text()
-    listed = set(re.findall(r'"(\w+)"', re.search(r"^packages = \[(.*)\]", text, re.M).group(1)))
-    assert listed == LEAVES | {"utils", "scripts"}
-    assert all((ROOT / name / "__init__.py").is_file() for name in listed)
+    listed = re.findall(r'"(\w+)\*"', re.search(r"^include = \[(.*)\]", text, re.M).group(1))
+    assert set(listed) == LEAVES | {"utils", "scripts"}  # with the packages inside them
+    assert all((path.parent / "__init__.py").is_file() for path in SOURCES if path.parent != ROOT)
 
 
-def test_readme_names_only_files_that_exist():
-    text = "\n".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
-    named = set(re.findall(r"(?:configs|scripts|docs|utils|partial_fc|data|eval|losses|backbones)/[\w/.-]+\.\w+", text))
-    missing = [name for name in named if not (ROOT / name).is_file()]
-    assert named and not missing
-    modules = set(re.findall(r"python -m (scripts\.\w+)", text))
-    assert all((ROOT / f"{module.replace('.', '/')}.py").is_file() for module in modules)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_a_page_names_only_files_and_programs_that_exist(page: Path):
+    text = page.read_text()
+    rooms = "|".join(sorted(LEAVES | {"docs", "scripts", "utils"}))
+    named = set(re.findall(rf"\b(?:{rooms})/[\w/.-]+\.(?:py|sh|sbatch|c|md|yaml)\b", text)) - OTHERS
+    assert not [name for name in named if not (ROOT / name).is_file()]
+    modules = set(re.findall(r"\bscripts(?:\.\w+)+", text))
+    assert not [name for name in modules if not (ROOT / f"{name.replace('.', '/')}.py").is_file()]
 
 
 def test_no_large_file_is_tracked():

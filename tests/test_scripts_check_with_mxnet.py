@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scripts import check_with_mxnet
+from scripts.data import check_with_mxnet
 
 ROOT = Path(__file__).parent.parent
 SETS = sorted(path.parent for path in (ROOT / "tests" / "fixtures" / "rec").glob("*/expected.json"))
@@ -17,7 +17,7 @@ ANSWERED = [folder for folder in SETS if folder.name[:2] in ("01", "02", "06")] 
 
 
 def _answers(folder: Path) -> Iterator[dict[str, Any]]:
-    """Return what mxnet said about a fixture when it was made, in the words of scripts/mxnet_judge.py."""
+    """Return what mxnet said about a fixture when it was made, in the words of scripts/data/mxnet_judge.py."""
     for number, record in enumerate(json.loads((folder / "expected.json").read_text())["records"]):
         found = {"key": record.get("key", number), "raw": record["raw_sha256"][:32]}
         if "flag" in record:
@@ -57,5 +57,5 @@ def test_a_difference_is_found_and_named(name: str, value: object, capsys: pytes
 def test_mxnet_says_so_today(folder: Path):
     venv = ROOT / ".venv-mxnet"
     if not (venv / "installed").is_file():
-        pytest.skip("mxnet's environment is not made; `python -m scripts.check_with_mxnet tests/fixtures/rec/*` makes it")
+        pytest.skip("mxnet's environment is not made; `python -m scripts.data.check_with_mxnet tests/fixtures/rec/*` makes it")
     assert check_with_mxnet.main([str(folder), "--venv", str(venv)]) == 0

@@ -13,7 +13,8 @@ from saving import save_now
 
 from backbones import build_backbone
 from partial_fc.shard import classes_of_slots, shard_range
-from scripts import benchmark_checkpoint, checkpoint
+from scripts import checkpoint
+from scripts.benchmark import checkpoint as benchmark_checkpoint
 from utils.checkpoint import read_backbone, softmax_reader
 from utils.distributed import World
 

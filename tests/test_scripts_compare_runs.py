@@ -9,7 +9,8 @@ import yaml
 from eval.intervals import intervals_95
 from eval.report import as_json
 from eval.verification import fuse_views, verify
-from scripts import compare_runs, plot_run
+from scripts import plot_run
+from scripts.eval import compare_runs
 
 
 def _run(folder: Path, noise: float, steps: int) -> Path:

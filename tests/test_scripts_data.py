@@ -8,8 +8,9 @@ import pytest
 
 from data.augment import OPERATIONS
 from data.record_index import read_index
-from scripts import benchmark_data, open_set
-from scripts.plain_data import FloatPerItem, decoders, index_as_dict, plain_loader
+from scripts.benchmark import data as benchmark_data
+from scripts.benchmark import open_set
+from scripts.benchmark.baselines.data import FloatPerItem, decoders, index_as_dict, plain_loader
 from utils.image import normalise
 
 TINY = ["--records", "3000", "--images", "64", "--epoch", "600", "--rounds", "1"]

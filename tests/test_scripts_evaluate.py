@@ -19,9 +19,10 @@ from backbones import build_backbone
 from eval.embed import embed_images
 from eval.pairs import PairSet
 from eval.verification import fuse_views, verify
-from scripts import evaluate_ijb, identify
-from scripts.networks import OtherInput, load_network
-from scripts.plain_eval import plain_embed, plain_numbers
+from scripts.benchmark.baselines.eval import plain_embed, plain_numbers
+from scripts.eval import identify
+from scripts.eval import ijb as evaluate_ijb
+from scripts.eval.networks import OtherInput, load_network
 from utils.alignment import TEMPLATE
 from utils.distributed import World
 from utils.image import decode_rgb, normalise
@@ -293,7 +294,7 @@ def test_the_benchmark_of_evaluation_reports_its_figures(tmp_path: Path):
         str(tmp_path / "out.json"),
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.benchmark_eval", *arguments], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-m", "scripts.benchmark.eval", *arguments], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())

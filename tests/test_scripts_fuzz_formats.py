@@ -13,12 +13,13 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from scripts import fuzz_formats, fuzz_inputs
-from scripts.fuzz_cases import Outcome, find_program
-from scripts.fuzz_files import Case, Fifo, Folder, Link, Place, dump_case, finds_below, load_case
-from scripts.fuzz_finds import minimise, run_one
-from scripts.fuzz_grammar import saved
-from scripts.fuzz_inputs import Input, make_case
+from scripts.attack import fuzz as fuzz_formats
+from scripts.attack import fuzz_inputs
+from scripts.attack.fuzz_cases import Outcome, find_program
+from scripts.attack.fuzz_files import Case, Fifo, Folder, Link, Place, dump_case, finds_below, load_case
+from scripts.attack.fuzz_finds import minimise, run_one
+from scripts.attack.fuzz_grammar import saved
+from scripts.attack.fuzz_inputs import Input, make_case
 from utils.program import guarded
 
 FINDS = Path(__file__).parent / "fixtures" / "finds"
@@ -169,13 +170,13 @@ BAD = {
 
 def _outcome(reader: Callable[[list[str]], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
     monkeypatch.setattr(fuzz_inputs, "image", reader)
-    case = Case(["scripts.fuzz_inputs:image", "x"], {"x": b"1"})
+    case = Case(["scripts.attack.fuzz_inputs:image", "x"], {"x": b"1"})
     return run_one(case, Place.below(tmp_path / "place"), {}, memory=20)
 
 
 @pytest.mark.parametrize("reader", BAD, ids=lambda reader: reader.__name__)
 def test_a_bad_end_is_found(reader: Callable[[list[str]], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("scripts.fuzz_cases.MAX_SECONDS", 2)
+    monkeypatch.setattr("scripts.attack.fuzz_cases.MAX_SECONDS", 2)
     outcome = _outcome(reader, tmp_path, monkeypatch)
     assert outcome.is_find and outcome.kind.startswith(BAD[reader])
     assert not (tmp_path / "place" / "marker").exists()  # cleared away for the next case
@@ -223,13 +224,13 @@ def test_minimising_leaves_what_the_fault_needs(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(fuzz_inputs, "image", broken)
     place = Place.below(tmp_path / "place")
-    case = Case(["scripts.fuzz_inputs:image"], {"a": b"x" * 300 + b"key" + b"y" * 300, "b": b"unused", "p": Fifo()})
+    case = Case(["scripts.attack.fuzz_inputs:image"], {"a": b"x" * 300 + b"key" + b"y" * 300, "b": b"unused", "p": Fifo()})
     kind = run_one(case, place, {}, 20).kind
     assert minimise(case, kind, place, {}, 20, seconds=60).files == {"a": b"key"}
 
 
 def test_minimising_a_large_file_ends_in_time(tmp_path: Path):
-    case = Case(["scripts.fuzz_inputs:image"], {"a": bytes(200_000_000)})
+    case = Case(["scripts.attack.fuzz_inputs:image"], {"a": bytes(200_000_000)})
     started = time.monotonic()
     assert minimise(case, "no such end", Place.below(tmp_path / "place"), {}, 20, seconds=0) == case
     assert time.monotonic() - started < 20  # cut byte by byte, it would take years

@@ -10,8 +10,10 @@ from dense_reference import all_centres, dense_loss, near_their_centres, relativ
 from rounding import head_bounds
 
 from losses import build_margin
-from scripts import benchmark_head, capacity, compare_head_numerics, plot_head
-from scripts.plain_heads import KINDS, PlainHead
+from scripts.benchmark import capacity, plot_head
+from scripts.benchmark import head as benchmark_head
+from scripts.benchmark import numerics as compare_head_numerics
+from scripts.benchmark.baselines.heads import KINDS, PlainHead
 
 NUM_CLASSES, D, ROWS = 60, 24, 12
 

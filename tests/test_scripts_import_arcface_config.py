@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from configs import load_config
-from scripts import import_arcface_config
+from scripts.arcface_torch import import_config as import_arcface_config
 
 HEADER = "from easydict import EasyDict as edict\n\n# make training faster\nconfig = edict()\n"
 RUN = """config.margin_list = (1.0, 0.0, 0.4)

@@ -15,8 +15,10 @@ from torch import Tensor
 import train
 from backbones import build_backbone
 from partial_fc.shard import initial_centres, slots_of_classes
-from scripts import checkpoint, export_arcface_torch, import_arcface_torch
-from scripts.arcface_files import load
+from scripts import checkpoint
+from scripts.arcface_torch import export_checkpoint as export_arcface_torch
+from scripts.arcface_torch import import_checkpoint as import_arcface_torch
+from scripts.arcface_torch.checkpoint_files import load
 from utils.checkpoint import list_checkpoints, read_backbone, read_manifest, read_trainer, softmax_reader
 
 CLASSES, DIM, SEED = 11, 16, 2048

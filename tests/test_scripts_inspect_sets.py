@@ -12,20 +12,15 @@ from pictures import folder_of_people, jpeg, picture
 
 from data.record_dataset import RecordDataset
 from eval.pairs import read_bin, write_bin
-from scripts import (
-    filter_data,
-    folder_to_rec,
-    inspect_data,
-    merge_data,
-    pairs_to_bin,
-    rec_to_folder,
-    repair_data,
-    show_augmentation,
-    shuffle_rec,
-    split_data,
-    verify_data,
-)
-from scripts.set_scan import MAX_DISTANCE, candidates, correlation, dhash
+from scripts.data import filter as filter_data
+from scripts.data import folder_to_rec, pairs_to_bin, rec_to_folder, show_augmentation
+from scripts.data import inspect as inspect_data
+from scripts.data import merge as merge_data
+from scripts.data import repair as repair_data
+from scripts.data import shuffle as shuffle_rec
+from scripts.data import split as split_data
+from scripts.data import verify as verify_data
+from scripts.data.scan import MAX_DISTANCE, candidates, correlation, dhash
 
 
 @pytest.fixture

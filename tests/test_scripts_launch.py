@@ -22,13 +22,11 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous.utils import _PeriodicTimer
 
-from scripts.torchrun import keep_until_exit
+from scripts.launch.torchrun import keep_until_exit
 from utils.checkpoint import list_checkpoints
 
 ROOT = Path(__file__).parent.parent
-MACHINE, MACHINES, SLURM = (
-    ROOT / "scripts" / name for name in ("launch_machine.sh", "launch_machines.sh", "launch_slurm.sbatch")
-)
+MACHINE, MACHINES, SLURM = (ROOT / "scripts" / "launch" / name for name in ("machine.sh", "machines.sh", "slurm.sbatch"))
 EVERY = 5  # optimizer steps between checkpoints
 DEADLINE = 90.0  # seconds that any one wait may take
 
@@ -153,7 +151,7 @@ def test_a_launch_file_explains_itself_and_names_what_is_missing(script: Path, c
 
 def test_the_processes_are_as_many_as_the_visible_gpus(tmp_path: Path):
     driver = tmp_path / "nvidia-smi"
-    command = ["bash", "-c", f"source {ROOT}/scripts/launch_common.sh; count_gpus"]
+    command = ["bash", "-c", f"source {ROOT}/scripts/launch/common.sh; count_gpus"]
     for lines, variables, count in [
         ("GPU 0: A\nGPU 1: B\n", {}, 2),
         ("GPU 0: A\nGPU 1: B\n", {"CUDA_VISIBLE_DEVICES": "1"}, 1),
@@ -426,7 +424,7 @@ def test_a_second_ctrl_c_that_meets_torchrun_at_its_end_is_no_traceback(tmp_path
     program = (
         "import atexit, os, signal, sys\n"
         "from torch.distributed import run\n"
-        "from scripts import torchrun\n"
+        "from scripts.launch import torchrun\n"
         "def raising(number, frame): raise KeyError\n"
         "run.main = lambda arguments: signal.signal(signal.SIGINT, raising)\n"
         "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"

@@ -10,7 +10,7 @@ import pytest
 from data.record_dataset import RecordDataset
 from eval.pairs import read_bin
 from eval.verification import fold_accuracy, pair_distances
-from scripts import make_demo_data as demo
+from scripts.demo import make_data as demo
 from utils.image import decode_rgb
 
 SMALL = ["--identities", "5", "--images-per-identity", "3"]

@@ -10,8 +10,10 @@ from pictures import folder_of_people, jpeg, picture
 
 from data.record_dataset import RecordDataset
 from eval.pairs import read_bin
-from scripts import align_faces, folder_to_rec, pairs_to_bin, rec_to_folder, shuffle_rec
-from scripts.face_files import read_landmarks
+from scripts.data import align as align_faces
+from scripts.data import folder_to_rec, pairs_to_bin, rec_to_folder
+from scripts.data import shuffle as shuffle_rec
+from scripts.data.pictures import read_landmarks
 from utils.alignment import TEMPLATE, align
 from utils.image import decode_rgb
 

@@ -22,10 +22,10 @@ from torch import nn
 import train
 from eval.__main__ import main as evaluate
 from eval.pairs import write_bin
+from scripts.arcface_torch.import_checkpoint import main as import_arcface
 from scripts.checkpoint import main as checkpoint
-from scripts.evaluate_ijb import main as evaluate_ijb
-from scripts.identify import main as identify
-from scripts.import_arcface_torch import main as import_arcface
+from scripts.eval.identify import main as identify
+from scripts.eval.ijb import main as evaluate_ijb
 
 SMALL = ["--backbone", "r18", "--embedding-size", "16", "--width", "0.125"]
 

@@ -13,7 +13,9 @@ import pytest
 from pictures import folder_of_people, jpeg, picture
 
 from data.record_dataset import RecordDataset
-from scripts import folder_to_rec, repair_data, verify_data
+from scripts.data import folder_to_rec
+from scripts.data import repair as repair_data
+from scripts.data import verify as verify_data
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MAGIC = b"\x0a\x23\xd7\xce"
@@ -91,9 +93,9 @@ def test_a_set_without_index_warns_with_the_command_until_it_is_mended(
             (people / "train.idx").write_bytes(damaged)
         for cache in (None, tmp_path / "cache", tmp_path / "cache"):  # without a cache, made, and found
             (warning,) = RecordDataset(people, cache).warnings
-            assert f"python -m scripts.repair_data {people}" in warning
+            assert f"python -m scripts.data.repair {people}" in warning
         assert verify_data.main([str(people)]) == 0
-        assert f"python -m scripts.repair_data {people}" in capsys.readouterr().err
+        assert f"python -m scripts.data.repair {people}" in capsys.readouterr().err
         assert _run(capsys, people)[0] == 0
         assert (people / "train.idx").read_bytes() == index
         assert not RecordDataset(people, tmp_path / "cache").warnings

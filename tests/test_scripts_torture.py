@@ -14,9 +14,9 @@ import pytest
 import torch
 from saving import save_now
 
-from scripts import torture, torture_blows
-from scripts.torture_checks import History, check_resumed, check_said
-from scripts.torture_runs import Life
+from scripts.attack import torture, torture_blows
+from scripts.attack.torture_checks import History, check_resumed, check_said
+from scripts.attack.torture_runs import Life
 from utils.distributed import World
 
 NUM_CLASSES = 4
@@ -111,7 +111,7 @@ def test_a_file_more_or_less_in_a_sealed_checkpoint_is_found(tmp_path: Path):
 
 
 def test_numbers_that_are_not_finite_and_lost_centres_are_found(tmp_path: Path):
-    from scripts.torture_checks import check_checkpoint
+    from scripts.attack.torture_checks import check_checkpoint
 
     folder = _save(tmp_path, 3)
     assert check_checkpoint(folder, NUM_CLASSES) == []

@@ -16,7 +16,7 @@ import train
 from data.recordio import RecordWriter, pack
 from partial_fc.centre_source import open_centres, read_class_map
 from scripts import checkpoint as tool
-from scripts import export_arcface_torch as export
+from scripts.arcface_torch import export_checkpoint as export
 from utils.checkpoint import list_checkpoints, read_backbone, read_trainer
 from utils.optim import load_optimizer
 

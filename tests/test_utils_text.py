@@ -14,7 +14,8 @@ from tiny_runs import tiny_run, write_dataset
 
 import train
 from eval import __main__ as eval_program
-from scripts import compare_runs, verify_data
+from scripts.data import verify as verify_data
+from scripts.eval import compare_runs
 from utils.text import markdown_table, printable
 
 NAME = "a|b _c_ *d* `e` [f](g) ~~h~~ $\\bad{$ <img src=x>&amp;\n# i\x1b]0;j\x07\u202e"

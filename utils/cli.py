@@ -28,7 +28,7 @@ def make_parser(command: str, docstring: str | None) -> Parser:
     """Return the parser of a program.
 
     Args:
-        command: how it is started, for example python -m scripts.align_faces.
+        command: how it is started, for example python -m scripts.data.align.
         docstring: of its module: what it is for, an example, the formats of the files it reads. --help shows it as it is.
     """
     return Parser(prog=command, description=docstring)

@@ -77,7 +77,7 @@ def start(device: str, threads: int = 0, timeout_minutes: float = 30.0, setting:
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
             if os.environ.get("GROUP_WORLD_SIZE") == "1":
                 # torchrun of torch 2.13 lends the same store to processes that it starts again; without a name of their own
-                # they would find the addresses of those that died. On several machines: scripts/launch_machines.sh
+                # they would find the addresses of those that died. On several machines: scripts/launch/machines.sh
                 store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         except (dist.DistError, RuntimeError, ValueError) as error:

@@ -18,7 +18,7 @@ from .text import PrintableOutput, one_line
 
 REQUEUE = 75  # exit status of a run that saved and stopped because it was told to: EX_TEMPFAIL of sysexits.h, "try again later"
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells give it: 128 + SIGINT
-# exit status under torchrun of an error that would come again: EX_CONFIG. scripts/torchrun.py starts nothing again after it
+# exit status under torchrun of an error that would come again: EX_CONFIG. scripts/launch/torchrun.py then starts nothing again
 USER_ERROR = 78
 
 

@@ -221,7 +221,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if not (isinstance(name, str) and isinstance(value, Tensor)):
             raise ValueError(
                 f"weights {path}: must be a state dict, names to tensors, but {name!r} is of type {type(value).__name__}; save "
-                "the network's part alone, or convert a checkpoint of arcface_torch with scripts.import_arcface_torch"
+                "the network's part alone, or convert a checkpoint of arcface_torch: scripts.arcface_torch.import_checkpoint"
             )
         if not is_plain(value):
             raise ValueError(f"weights {path}: {name} is no plain tensor with memory for all its numbers; save a copy of it")

@@ -1,0 +1,1 @@
+"""From arcface_torch and back: configurations and checkpoints."""

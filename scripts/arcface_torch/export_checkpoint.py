@@ -1,0 +1,184 @@
+"""Give a checkpoint to arcface_torch: its files in OUT, in the layout of any of its years.
+
+checkpoint_gpu   model.pt, checkpoint_gpu_{r}.pt with all moments, for resume=True; 2022-05 and later
+softmax_fc_gpu   model.pt, softmax_fc_gpu_{r}.pt; early 2022
+backbone.pth     backbone.pth, rank_{r}_softmax_weight.pt and ..._mom.pt; 2021
+
+Class centres are in the order of the labels and as long as they are; --ranks must be the number of processes there.
+The schedule is not stored: arcface_torch's own configuration decides, from the step on.
+
+Example: python -m scripts.arcface_torch.export_checkpoint work_dirs/demo_cpu exported --ranks 8
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.arcface_torch.export_checkpoint")
+
+import argparse
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from partial_fc.shard import shard_range, slots_of_classes
+from scripts.data.pictures import progress, whole
+from utils.checkpoint import BACKBONE, class_order, find_checkpoint, read_backbone, read_manifest, read_trainer, shards_of
+from utils.cli import make_parser
+from utils.optim import freeze
+from utils.program import guarded
+from utils.tensor_file import write_object
+
+from .checkpoint_files import HEAD_NAMES, HEADS, Rows
+from .network import kind_of, own, recognise, their_optimizer, whole_lr
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and convert; return the exit status."""
+    parser = make_parser("python -m scripts.arcface_torch.export_checkpoint", __doc__)
+    parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or run folder for its newest")
+    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("--ranks", type=whole(1, 99999), default=8, help="processes of arcface_torch (default 8)")
+    parser.add_argument("--era", choices=tuple(HEADS), default="checkpoint_gpu", help="layout (default checkpoint_gpu)")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: convert(options))
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Read, write into a hidden folder, rename it, and say what was done."""
+    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
+        raise ValueError(f"{options.out}: is there already; choose another folder, nothing is overwritten")
+    checkpoint = find_checkpoint(options.checkpoint)
+    unfinished = options.out.absolute().with_name(f".{options.out.absolute().name}.unfinished")
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        unfinished.mkdir()
+    except FileExistsError:
+        raise ValueError(f"{unfinished}: another program writes there, or was killed; then delete that folder") from None
+    try:
+        notes = write_files(checkpoint, unfinished, options.era, options.ranks)
+        os.rename(unfinished, options.out)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None:
+            raise ValueError(f"{options.out}: cannot be written: {error.strerror}") from None
+        raise
+    print(f"{checkpoint} -> {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir())[:4])} ...")
+    for note in notes:
+        print(f"note: {note}")
+
+
+def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
+    """Write all files of an era; return what a user should know."""
+    manifest = read_manifest(checkpoint)
+    step = int(manifest["step"])
+    classes, seed = class_order(checkpoint)
+    if ranks > classes:
+        raise ValueError(f"--ranks must be at most the number of classes, {classes}, got {ranks}")
+    model = recognise(read_backbone(checkpoint), checkpoint / BACKBONE).model
+    backbone = {name: own(value) for name, value in model.state_dict().items()}
+    rows = SavedRows(checkpoint, classes)
+    optimizer = read_trainer(checkpoint)["optimizer"]
+    lr, notes = whole_lr(optimizer), []
+    config = manifest.get("config", {})
+    frozen, factors = _names(checkpoint, config, "backbone", "freeze"), _names(checkpoint, config, "optimizer", "lr_factors")
+    freeze(model, frozen)
+    if era == "checkpoint_gpu" and (frozen or factors):
+        notes.append("backbone.freeze and optimizer.lr_factors have no counterpart there: all parts train, with the same rate")
+    initial_lr = config.get("optimizer", {}).get("lr")
+    if initial_lr is not None and (type(initial_lr) not in (int, float) or not 0 <= initial_lr < 1e30):
+        raise ValueError(f"checkpoint {checkpoint}: optimizer.lr of its configuration must be a rate, got {initial_lr!r:.80}")
+    if era == "checkpoint_gpu" and ("variance" in rows.tensors) != (kind_of(optimizer) == "adamw"):
+        notes.append("backbone and class centres have different optimizers here; moments of the centres are left out")
+    epoch = epochs_done(manifest["identity"], step)
+    if era == "checkpoint_gpu" and epoch is None:
+        notes.append("the checkpoint does not tell how long an epoch is; epoch is 0, so arcface_torch runs all of them again")
+    write_object(out / ("backbone.pth" if era == "backbone.pth" else "model.pt"), backbone)
+    uneven = False
+    for rank in progress(range(ranks), ranks, "class centres", "rank"):
+        start, stop = shard_range(classes, rank, ranks)
+        slots = slots_of_classes(np.arange(start, stop), classes, seed)
+        weight, name = rows.take("centres", slots), HEAD_NAMES[era].format(rank)
+        if era == "softmax_fc_gpu":
+            write_object(out / name, {"weight": weight})
+        elif era == "backbone.pth":
+            write_object(out / name, weight)
+            if "variance" not in rows.tensors:
+                write_object(out / name.replace("_weight.pt", "_weight_mom.pt"), rows.take("momentum", slots))
+        else:
+            moments: dict[str, Tensor] = {
+                name: rows.take(name, slots) for name in ("momentum", "variance") if name in rows.tensors
+            }
+            updates = rows.take("updates", slots) if "updates" in rows.tensors else torch.zeros(1)
+            uneven |= int(updates.min()) != int(updates.max())
+            full = {
+                "epoch": epoch or 0,  # the next one
+                "global_step": step,
+                "state_dict_backbone": backbone,
+                "state_dict_softmax_fc": {"weight": weight},
+                "state_optimizer": their_optimizer(model, optimizer, moments, int(updates.max()), initial_lr),
+                # only where it stands; how long and how steep it is, its own configuration says
+                "state_lr_scheduler": {"last_epoch": step, "_step_count": step + 1, "_last_lr": [lr, lr]},
+            }
+            write_object(out / name, full)
+    if uneven:
+        notes.append("the centres have seen different numbers of updates; arcface_torch has one for all, the largest is stored")
+    return notes
+
+
+def _names(checkpoint: Path, config: dict[str, Any], section: str, key: str) -> list[str]:
+    """Return a list of texts from the configuration of a checkpoint."""
+    found = config.get(section, {}).get(key, [])
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise ValueError(
+            f"checkpoint {checkpoint}: {section}.{key} of its configuration must be a list of names, got {found!r:.80}"
+        )
+    return found
+
+
+def epochs_done(identity: dict[str, Any], step: int) -> int | None:
+    """Return the finished epochs after so many steps, None if the length of one is not known."""
+    try:
+        return step // max(1, int(identity["num_images"]) // int(identity["batch_size"]))
+    except KeyError:
+        return None
+
+
+class SavedRows:
+    """The class centres and moments of a checkpoint by slot, memory-mapped, whatever format they are in."""
+
+    def __init__(self, checkpoint: Path, num_classes: int) -> None:
+        files = shards_of(checkpoint, num_classes)
+        shards: list[dict[str, Tensor]] = []
+        lengths = [stop - start for (start, stop), _ in files]
+        for (_, name), length in zip(files, lengths, strict=True):
+            try:
+                with safe_open(checkpoint / name, framework="pt") as file:
+                    shard = {key: file.get_tensor(key) for key in file.keys() if key != "neighbours"}  # noqa: SIM118
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"checkpoint {checkpoint}: {name} cannot be read: {error}") from None
+            shapes = {key: tuple(value.shape) for key, value in shard.items()}
+            like = {key: tuple(value.shape) for key, value in shards[0].items()} if shards else shapes
+            if "centres" not in shapes or any(shape[:1] != (length,) for shape in shapes.values()):
+                raise ValueError(f"checkpoint {checkpoint}: {name} must hold {length} rows of centres, and of all else in it")
+            if {key: shape[1:] for key, shape in shapes.items()} != {key: shape[1:] for key, shape in like.items()}:
+                raise ValueError(f"checkpoint {checkpoint}: {name} holds other tensors than {files[0][1]}")
+            shards.append(shard)
+        self.tensors = {
+            name: Rows([shard[name] for shard in shards], lengths, tuple(first.shape[1:]), torch.float32)
+            for name, first in shards[0].items()
+        }
+
+    def take(self, name: str, slots: np.ndarray) -> Tensor:
+        """Return rows in fp32."""
+        rows = self.tensors[name].take(slots)
+        scale = self.tensors.get(f"{name}_scale")
+        return rows if scale is None else rows.mul_(scale.take(slots)[:, None])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

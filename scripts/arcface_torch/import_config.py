@@ -1,0 +1,266 @@
+"""Turn a configuration of arcface_torch, configs/NAME.py, into one of this project, with comments where the meaning differs.
+
+The file is read, never run. What has no counterpart here stands in the result as a comment, and on stderr.
+
+The file has lines config.KEY = VALUE, with literals, arithmetic and earlier keys.
+
+Example: python -m scripts.arcface_torch.import_config arcface_torch/configs/ms1mv3_r50.py --gpus 8 --out mine.yaml
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.arcface_torch.import_config")
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from backbones import list_backbones
+from configs import load_config
+from losses import build_margin
+from scripts.data.pictures import whole
+from utils.cli import make_parser
+from utils.program import guarded
+
+from .config_file import Given, default_values, read_config
+
+# key there: why nothing here comes of it
+_DROPPED = {
+    "resume": "resuming needs no key: the same command goes on",
+    "save_all_states": "every checkpoint here has all states",
+    "dali": "no DALI; data.threads decodes JPEG",
+    "dali_aug": "no DALI; the section augment has augmentations",
+    "num_workers": "threads decode here: data.threads",
+    "dataset": "names a set; data.path does",
+    "decay_epoch": "no steps in the learning rate; schedule.power",
+}
+_SECRET = re.compile(r"key|token|secret|password", re.I)
+_OLD_MARGINS = {"arcface": [1.0, 0.5, 0.0], "cosface": [1.0, 0.0, 0.4]}  # the key `loss` of 2021
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and convert; return the exit status."""
+    parser = make_parser("python -m scripts.arcface_torch.import_config", __doc__)
+    parser.add_argument("file", type=Path, help="configuration of arcface_torch, a .py file")
+    parser.add_argument("--base", type=Path, help="its configs/base.py (default: the keys of the last published one)")
+    parser.add_argument("--gpus", type=whole(1), required=True, metavar="N", help="processes it was run with, on all machines")
+    parser.add_argument("--power", type=float, default=2.0, help="of the schedule (default 2, of the published runs)")
+    parser.add_argument("--out", type=Path, help="YAML file to write (default: the screen)")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: convert(options))
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Read, translate, check by loading, and write."""
+    given = default_values()
+    if options.base is not None:
+        given = read_config(options.base, given)
+    given = read_config(options.file, given)
+    translation = Translation(given, options.gpus, options.power)
+    lost = translation.lost()
+    name = options.out.stem if options.out is not None else options.file.stem
+    text = translation.text(name, lost)
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Path(folder) / f"{name}.yaml"
+        trial.write_text(text, encoding="utf-8")
+        try:
+            config = load_config(trial)
+            build_margin(**config.loss)
+        except ValueError as error:
+            raise ValueError(f"{options.file}: cannot be converted: {str(error).replace(str(trial), name)}") from None
+    if options.out is None:
+        print(text, end="")
+    else:
+        with options.out.open("x", encoding="utf-8") as file:  # never over what is there
+            file.write(text)
+        print(f"{options.out}: written; start with {translation.command(str(options.out))}")
+    for line in lost:
+        print(f"note: {line}", file=sys.stderr)
+
+
+class Translation:
+    """The keys of one run, there and here.
+
+    Raises:
+        ValueError: naming the line, for what has no counterpart without which the run would be another one.
+    """
+
+    def __init__(self, given: dict[str, Given], gpus: int, power: float) -> None:
+        self._given, self._used, self.gpus = given, set[str](), gpus
+        self._sections: dict[str, list[tuple[str, Any, str]]] = {
+            name: [] for name in ("run", "data", "backbone", "loss", "head", "optimizer", "schedule", "train", "eval", "log")
+        }
+        self._model()
+        self._data()
+        self._training(power)
+
+    def _get(self, key: str, kinds: tuple[type, ...], what: str) -> Any:
+        """Return the value of a key that must be there, of one of these types."""
+        self._used.add(key)
+        entry = self._given.get(key)
+        if entry is None:
+            raise ValueError(f"config.{key} is given nowhere; it must be {what}")
+        if not isinstance(entry.value, kinds) or (isinstance(entry.value, bool) and bool not in kinds):
+            raise ValueError(f"{entry.place}: config.{key} must be {what}, got {entry.value!a}")
+        return entry.value
+
+    def _number(self, key: str) -> float:
+        return float(self._get(key, (int, float), "a number"))
+
+    def _count(self, key: str, low: int = 0) -> int:
+        value = self._get(key, (int, float), "a whole number")
+        if value != int(value) or value < low:
+            raise ValueError(f"{self._given[key].place}: config.{key} must be a whole number of at least {low}, got {value}")
+        return int(value)
+
+    def _put(self, name: str, value: Any, comment: str = "") -> None:
+        section, key = name.split(".")
+        self._sections[section].append((key, value, comment))
+
+    def _model(self) -> None:
+        network = self._get("network", (str,), "a name")
+        if network not in list_backbones():
+            place = self._given["network"].place
+            raise ValueError(f"{place}: network {network!a} has no counterpart here: {', '.join(list_backbones())}")
+        self._put("backbone.name", network)
+        self._put("backbone.embedding_size", self._count("embedding_size", 1))
+        self._margin()
+        rate, threshold = self._number("sample_rate"), self._number("interclass_filtering_threshold")
+        if rate <= 0:
+            self._put(
+                "head.sample_rate", 1e-9, "0 there: the classes of the batch alone; here it must be above 0, to the same effect"
+            )
+        else:
+            comment = "there centres that were not sampled decay and move on too: head.inactive_rows=decay" if rate < 1 else ""
+            self._put("head.sample_rate", min(rate, 1.0), comment)
+        comment = "such negatives are left out; there their logit becomes 0" if threshold else ""
+        self._put("head.interclass_filtering_threshold", max(threshold, 0.0), comment)
+
+    def _margin(self) -> None:
+        margins = self._get("margin_list", (list, tuple), "three numbers (m1, m2, m3)")
+        old = self._given.get("loss")
+        if old is not None:
+            self._used.add("loss")
+            if not self._given["margin_list"].explicit:
+                if not isinstance(old.value, str) or old.value not in _OLD_MARGINS:
+                    raise ValueError(f"{old.place}: config.loss must be {' or '.join(_OLD_MARGINS)}, got {old.value!a}")
+                margins = _OLD_MARGINS[old.value]
+        if len(margins) != 3 or not all(isinstance(m, (int, float)) and not isinstance(m, bool) for m in margins):
+            raise ValueError(f"{self._given['margin_list'].place}: config.margin_list must be three numbers, got {margins!a}")
+        m1, m2, m3 = map(float, margins)
+        if m3 > 0:
+            ignored = m1 != 1 or m2 != 0
+            comment = f"there m1 = {m1:g} and m2 = {m2:g} are ignored; loss.name=combined would use them" if ignored else ""
+            self._put("loss.name", "cosface", comment)
+            self._put("loss.margin", m3)
+        elif m1 == 1 and m3 == 0:
+            self._put("loss.name", "arcface", "the exact gradient; theirs since 2022-12 is loss.gradient=straight_through")
+            self._put("loss.margin", m2)
+        else:
+            self._put("loss.name", "combined", "arcface_torch stops at these margins")
+            for name, value in (("m1", m1), ("m2", m2), ("m3", m3)):
+                self._put(f"loss.{name}", value)
+        self._put("loss.scale", 64.0)
+
+    def _data(self) -> None:
+        path = self._get("rec", (str,), "a folder, or synthetic")
+        if path == "synthetic":
+            self._put("data.source", "synthetic", "there always 1,000,000 times one image")
+        else:
+            if Path(path).is_dir() and not (Path(path) / "train.rec").is_file():
+                self._put("data.source", "folder")
+            self._put("data.path", path, "with train.rec; for a folder per identity add source: folder")
+        same = "" if path == "synthetic" else "checked against the data; 0 = what the data says"
+        self._put("data.num_classes", self._count("num_classes"), same)
+        self._put("data.num_images", self._count("num_image"), same)
+        targets = self._get("val_targets", (list, tuple), "a list of names")
+        if not all(isinstance(name, str) for name in targets):
+            raise ValueError(f"{self._given['val_targets'].place}: config.val_targets must be a list of names, got {targets!a}")
+        self._put("eval.targets", list(targets))
+
+    def _training(self, power: float) -> None:
+        accumulation = self._count("gradient_acc", 1)
+        per_gpu = self._count("batch_size", 1)
+        steps = f", in optimizer steps, {accumulation} micro-batches each" if accumulation > 1 else ""
+        product = f"{per_gpu} x {self.gpus} GPUs" + (f" x {accumulation} micro-batches" if accumulation > 1 else "")
+        self._put("train.epochs", self._number("num_epoch"))
+        self._put(
+            "train.batch_size", per_gpu * self.gpus * accumulation, f"{product}: images per optimizer step, whatever the GPUs"
+        )
+        self._put(
+            "train.accumulation", accumulation, "gradients are averaged; there they are summed" if accumulation > 1 else ""
+        )
+        fp16 = self._get("fp16", (bool,), "True or False")
+        self._put("train.precision", "fp16" if fp16 else "fp32", "bf16 needs no loss scale, on newer GPUs" if fp16 else "")
+        name = self._get("optimizer", (str,), "sgd or adamw")
+        self._put("optimizer.name", name)
+        old = "decay_epoch" in self._given or "loss" in self._given
+        self._put("optimizer.lr", self._number("lr"), "before 2022 they used lr x global batch / 512" if old else "")
+        momentum = self._number("momentum")
+        self._put("optimizer.momentum", 0.9, f"config.momentum = {momentum:g} is ignored there" if momentum != 0.9 else "")
+        self._put("optimizer.weight_decay", self._number("weight_decay"))
+        warmup = self._number("warmup_epoch")
+        self._put("schedule.warmup_epochs", max(0.0, warmup), f"{warmup:g} there" if warmup < 0 else "")
+        self._put("schedule.power", power, "2 in the published runs; the last arcface_torch has 1")
+        verbose = self._count("verbose")
+        self._put("eval.every", max(min(verbose, 1), verbose // accumulation), f"and after the last step{steps}")
+        self._put("log.every", max(1, self._count("frequent", 1) // accumulation), steps.lstrip(", "))
+        self._put("run.seed", self._count("seed"))
+        self._used.add("output")
+        output = self._given["output"].value
+        if isinstance(output, str) and PurePosixPath(output).name:
+            self._put("run.name", PurePosixPath(output).name)
+            if str(PurePosixPath(output).parent) != ".":
+                self._put("run.output", str(PurePosixPath(output).parent))
+
+    def lost(self) -> list[str]:
+        """Return a line about each key that was given and has no counterpart."""
+        lines = []
+        for key, entry in self._given.items():
+            if key in self._used or not entry.explicit:
+                continue
+            value = "..." if _SECRET.search(key) else ascii(entry.value)
+            reason = _DROPPED.get(key, "no counterpart here")
+            lines.append(f"config.{key} = {value if len(value) <= 60 else value[:57] + '...'}: {reason}")
+        return lines
+
+    def command(self, config: str) -> str:
+        start = "python" if self.gpus == 1 else f"torchrun --nproc_per_node={self.gpus}"
+        if self.gpus > 8 and self.gpus % 8 == 0:
+            start = f"torchrun --nnodes={self.gpus // 8} --nproc_per_node=8 ..."
+        return f"{start} train.py {config}"
+
+    def text(self, name: str, lost: Sequence[str]) -> str:
+        """Return the YAML."""
+        lines = [f"# {self.command(f'{ascii(name)[1:-1]}.yaml')}", "# From a configuration of arcface_torch."]
+        lines += [f"# Not converted: {line}" for line in lost]
+        for section, entries in self._sections.items():
+            if entries:
+                lines.append(f"{section}:")
+            for key, value, comment in entries:
+                lines.append(f"  {key}: {_yaml(value)}" + (f"  # {comment}" if comment else ""))
+        return "\n".join(lines) + "\n"
+
+
+def _yaml(value: Any) -> str:
+    """Return a value as YAML; a string in quotes wherever YAML could read something else than text."""
+    if isinstance(value, list):
+        return f"[{', '.join(_yaml(item) for item in value)}]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value)
+        return (
+            value
+            if plain and value.lower() not in ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
+            else json.dumps(value, ensure_ascii=False)
+        )
+    return repr(value)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

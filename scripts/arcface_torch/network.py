@@ -1,0 +1,154 @@
+"""Networks and optimizers of arcface_torch in terms of this project: which backbone a state dict is, and whose moment is whose.
+
+Its optimizer numbers all parameters of the backbone, the frozen features.weight included, and then the class centres; this
+project's has the trainable parameters of the backbone alone. Both go in the order of the network.
+"""
+
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/arcface_torch/network.py is no program; python -m scripts lists them")
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from backbones import build_backbone, list_backbones
+from utils.optim import build_optimizer
+
+from .checkpoint_files import MOMENTS
+
+_FULL_WIDTH = 512  # channels of the last convolution at width 1, of every backbone
+
+
+class Network(NamedTuple):
+    """A backbone and what build_backbone made it of."""
+
+    name: str
+    embedding_size: int
+    width: float
+    model: nn.Module
+
+
+def recognise(state: dict[str, Tensor], path: Path) -> Network:
+    """Return the network with this state, loaded with strict=True.
+
+    Raises:
+        ValueError: it is none of ours.
+    """
+    for name in list_backbones():
+        with torch.device("meta"):
+            keys = list(build_backbone(name, 1).state_dict())
+        if set(keys) != set(state):
+            continue
+        convolutions = [state[key] for key in keys if state[key].dim() == 4]
+        embedding_size = [state[key].numel() for key in keys if key.endswith(".running_mean")][-1]
+        width = len(convolutions[-1]) / _FULL_WIDTH
+        with torch.device("meta"):
+            model = build_backbone(name, embedding_size, width)
+        try:
+            model.load_state_dict(state, strict=True, assign=True)
+        except RuntimeError as error:
+            line = str(error).splitlines()[-1].strip()
+            raise ValueError(f"{path}: is an {name}, but not of width {width:g}: {line}") from None
+        for key, value in state.items():
+            if value.is_floating_point() and not bool(value.isfinite().all()):
+                raise ValueError(f"{path}: {key} is not finite; that training had diverged. Take an earlier checkpoint")
+        return Network(name, embedding_size, width, model)
+    raise ValueError(
+        f"{path}: its {len(state)} entries are those of none of {', '.join(list_backbones())}; "
+        "other networks (vit_*, r2060, mbf_large, ...) have no counterpart here"
+    )
+
+
+def kind_of(saved: Mapping[str, Any]) -> str:
+    """Return sgd or adamw, whichever a saved optimizer is by its settings."""
+    return "adamw" if "betas" in saved["param_groups"][0] else "sgd"
+
+
+def our_optimizer(
+    network: Network, saved: dict[str, Any] | None, names: Iterable[str], path: Path
+) -> tuple[torch.optim.Optimizer, str]:
+    """Return the backbone's optimizer with the moments of arcface_torch's saved one, and a line about what was found.
+
+    Args:
+        names: of the saved network's state, in its order, which is that of its parameters.
+
+    Raises:
+        ValueError: the saved one is of another network, or is none.
+    """
+    if saved is None:
+        optimizer = build_optimizer(network.model, "sgd", lr=0.1, momentum=0.9, weight_decay=5e-4)
+        return optimizer, "no optimizer was saved; the backbone's momentum starts at zero"
+    try:
+        group, entries = saved["param_groups"][0], saved["state"]
+        kind = kind_of(saved)
+        momentum, *beta2 = group["betas"] if kind == "adamw" else (group["momentum"],)
+        beta2, eps = (float(beta2[0]), float(group["eps"])) if beta2 else (0.999, 1e-8)
+        indices = list(group["params"])
+        optimizer = build_optimizer(
+            network.model, kind, float(group["lr"]), float(momentum), float(group["weight_decay"]), beta2, eps
+        )
+        by_name = dict(network.model.named_parameters())
+        parameters = [by_name[name] for name in names if name in by_name]
+        if len(parameters) != len(indices):
+            raise ValueError(f"{path}: its optimizer has {len(indices)} parameters, the backbone {len(parameters)}")
+        count = 0
+        for index, parameter in zip(indices, parameters, strict=True):
+            entry = entries.get(index, {})
+            moments = {name: entry[name] for name in MOMENTS[kind] if isinstance(entry.get(name), Tensor)}
+            if not parameter.requires_grad or not moments:
+                continue
+            if any(moment.shape != parameter.shape for moment in moments.values()):
+                raise ValueError(f"{path}: moments of parameter {index} have another shape than the parameter")
+            if not all(bool(moment.isfinite().all()) for moment in moments.values()):
+                raise ValueError(f"{path}: moments of parameter {index} are not finite; take an earlier checkpoint")
+            if kind == "adamw":
+                moments["step"] = torch.tensor(float(entry["step"]))
+            optimizer.state[parameter].update({name: moment.float() for name, moment in moments.items()})
+            count += 1
+    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise ValueError(f"{path}: its state_optimizer is not one of SGD or AdamW ({type(error).__name__})") from None
+    return optimizer, f"{kind}, moments of {count} parameters of the backbone"
+
+
+def their_optimizer(
+    model: nn.Module, saved: dict[str, Any], centres: dict[str, Tensor], updates: int, initial_lr: float | None
+) -> dict[str, Any]:
+    """Return the state dict of arcface_torch's optimizer.
+
+    Args:
+        model: what trained in it requires a gradient, as in the run that saved.
+        saved: the state dict of ours.
+        centres: moments of the class centres of one rank by our names, (n, D) each.
+        updates: of the class centres, for AdamW.
+    """
+    kind, numbers = kind_of(saved), iter([number for group in saved["param_groups"] for number in group["params"]])
+    state: dict[int, dict[str, Any]] = {}
+    parameters = list(model.parameters())
+    for index, parameter in enumerate(parameters):
+        if parameter.requires_grad:
+            entry = saved["state"].get(next(numbers), {})
+            if entry:
+                state[index] = {name: own(value) if isinstance(value, Tensor) else value for name, value in entry.items()}
+    last = len(parameters)
+    if set(MOMENTS[kind].values()) == set(centres):
+        state[last] = {theirs: centres[ours] for theirs, ours in MOMENTS[kind].items()}
+        if kind == "adamw":
+            state[last]["step"] = torch.tensor(float(updates))
+    group = {**saved["param_groups"][0], "lr": whole_lr(saved), "foreach": None, "fused": None}
+    group["initial_lr"] = group["lr"] if initial_lr is None else initial_lr
+    return {"state": state, "param_groups": [{**group, "params": list(range(last))}, {**group, "params": [last]}]}
+
+
+def whole_lr(saved: dict[str, Any]) -> float:
+    """Return the learning rate of a saved optimizer of ours, without optimizer.lr_factors."""
+    pairs = [(float(group["lr"]), float(group.get("lr_factor", 1.0))) for group in saved["param_groups"]]
+    lr, factor = min(pairs, key=lambda pair: abs(pair[1] - 1.0))  # one without a factor, where there is one
+    return lr / factor if factor else 0.0
+
+
+def own(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy: torch.save would write all that a view is a part of."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

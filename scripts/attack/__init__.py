@@ -1,0 +1,1 @@
+"""Attackers of this project: files that lie, and bad days for trainings."""

@@ -1,0 +1,149 @@
+"""A case of the fuzzer as files: links, pipes and odd names too; laid out in a folder, and written down as JSON."""
+
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/attack/fuzz_files.py is no program; python -m scripts lists them")
+
+import base64
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MARKER = "marker"  # the file beside the case's folder that payloads make
+_STAMP = 10**18  # modification time of all files of a case, in nanoseconds, so that equal cases are equal to caches too
+
+
+class Link(NamedTuple):
+    """A symbolic link."""
+
+    target: str
+
+
+class Fifo(NamedTuple):
+    """A pipe with a name."""
+
+
+class Folder(NamedTuple):
+    """An empty folder."""
+
+
+Entry = bytes | Link | Fifo | Folder | None  # None takes a file of the input's sound files away
+Files = Mapping[str, Entry]
+
+
+class Case(NamedTuple):
+    """What is run, and what differs from the input's sound files; names are relative, and may hold any bytes."""
+
+    command: list[str]  # a program and its words
+    files: dict[str, Entry]
+
+
+class Place(NamedTuple):
+    """Where cases run: `work` is the case's own folder, all else in `root` must stay as it is."""
+
+    root: Path
+    work: Path
+    said: Path
+
+    @classmethod
+    def below(cls, folder: Path) -> "Place":
+        """Make the folders of one input."""
+        place = cls(folder, folder / "case", folder / "said")
+        folder.mkdir(parents=True)
+        (folder / "canary").write_bytes(b"sing")
+        return place
+
+    def left(self) -> dict[str, str]:
+        """Return what a case said, and what it left outside its folder, which is cleared away."""
+        said = self.said.read_bytes()[-20_000:].decode("utf-8", "backslashreplace") if self.said.exists() else ""
+        return {"said": said, "fault": self._fault()}
+
+    def _fault(self) -> str:
+        """Return what a case left outside its folder, "" if nothing, and clear it away."""
+        names = {entry.name for entry in os.scandir(self.root)}
+        found = ""
+        if MARKER in names:
+            found = "marker: a payload was run"
+        elif names - {"case", "said", "canary"}:
+            found = "outside: a file beside the folder of the case"
+        elif not (self.root / "canary").is_file() or (self.root / "canary").read_bytes() != b"sing":
+            found = "outside: a file beside the folder of the case was changed"
+        for name in names - {"case", "said", "canary"}:
+            _remove(self.root / name)
+        (self.root / "canary").write_bytes(b"sing")
+        return found
+
+
+def lay_out(work: Path, sound: Files, files: Files) -> None:
+    """Write the files of a case into an empty folder."""
+    _remove(work)
+    work.mkdir()
+    for name, entry in {**sound, **files}.items():
+        path = work / name
+        if entry is None:
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(entry, bytes):
+            path.write_bytes(entry)
+            os.utime(path, ns=(_STAMP, _STAMP))
+        elif isinstance(entry, Link):
+            path.symlink_to(entry.target)
+        elif isinstance(entry, Fifo):
+            os.mkfifo(path)
+        else:
+            path.mkdir(exist_ok=True)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def dump_case(case: Case, facts: Mapping[str, Any]) -> str:
+    """Return a case as JSON; files in base64, names with bytes that are no UTF-8 as lone surrogates."""
+    return (
+        json.dumps(
+            {**facts, "command": case.command, "files": {name: _dump(entry) for name, entry in case.files.items()}}, indent=1
+        )
+        + "\n"
+    )
+
+
+def load_case(path: Path) -> tuple[dict[str, Any], Case]:
+    """Return what `dump_case` wrote: facts and case."""
+    tree = json.loads(path.read_text())
+    files = {name: _load(entry) for name, entry in tree.pop("files").items()}
+    return tree, Case(tree.pop("command"), files)
+
+
+def finds_below(folder: Path) -> Iterator[Path]:
+    """Yield the finds that are kept as fixtures, FOLDER/INPUT/NAME.json."""
+    return (path for path in sorted(folder.glob("*/*.json")) if os.path.isfile(path))
+
+
+def _dump(entry: Entry) -> Any:
+    if isinstance(entry, bytes):
+        try:
+            text = entry.decode("ascii")
+        except UnicodeDecodeError:
+            return {"base64": base64.b64encode(entry).decode()}
+        return text
+    return (
+        {"link": entry.target}
+        if isinstance(entry, Link)
+        else {type(entry).__name__.lower(): True}
+        if entry is not None
+        else None
+    )
+
+
+def _load(entry: Any) -> Entry:
+    if entry is None or isinstance(entry, str):
+        return entry if entry is None else entry.encode("ascii")
+    if "base64" in entry:
+        return base64.b64decode(entry["base64"])
+    return Link(entry["link"]) if "link" in entry else Fifo() if "fifo" in entry else Folder()

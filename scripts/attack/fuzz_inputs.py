@@ -1,0 +1,131 @@
+"""The inputs of this project that the fuzzer attacks: the registry, and the readers that are not programs themselves.
+
+An input has sound files, makers of cases and a bound for memory. A maker takes the sound files and a generator of random
+numbers and returns a case, which names the program that is to read it.
+"""
+
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/attack/fuzz_inputs.py is no program; python -m scripts lists them")
+
+import shutil
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from data.base import FaceDataset
+from data.datasets import open_set
+from data.index_cache import cache_path
+from data.record_dataset import RecordDataset
+from data.recordio import IndexedRecordFile, unpack
+from data.tar_dataset import TarDataset
+from eval.pair_files import read_pairs as read_pair_set
+from utils.image import IMAGE_SIZE, decode_rgb, decode_rgb_into
+from utils.program import guarded
+
+from .fuzz_files import Case, Entry
+from .fuzz_grammar import Rng
+
+Sound = dict[str, Entry]
+Maker = Callable[[Sound, Rng], Case]
+HERE = "scripts.attack.fuzz_inputs"
+
+
+class Input(NamedTuple):
+    """One input of the project."""
+
+    sound: Sound  # files that each case has, unless it has others in their place
+    makers: Sequence[Maker]  # drawn with equal chances
+    memory: float = 256  # MiB of resident memory that reading a case may take
+    batch: int = 50  # cases to a process
+
+
+def make_case(name: str, entry: Input, seed: int, number: int) -> Case:
+    """Return the case of this number, the same one always."""
+    rng = np.random.default_rng([seed, number, zlib.crc32(name.encode())])
+    return entry.makers[int(rng.integers(len(entry.makers)))](entry.sound, rng)
+
+
+# ---- readers: a case's command names one as scripts.attack.fuzz_inputs:NAME
+
+
+def records(words: list[str]) -> int:
+    """Read the record file train.rec in every way."""
+    return guarded(lambda: read_records(Path(words[0])))
+
+
+def pairs(words: list[str]) -> int:
+    """Read a verification set and decode its images."""
+    return guarded(lambda: read_pairs(Path(words[0])))
+
+
+def image(words: list[str]) -> int:
+    """Decode an image as training does, and as the tools do."""
+
+    def run() -> None:
+        data = Path(words[0]).read_bytes()
+        pixels = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
+        decode_rgb_into(data, pixels)
+        decode_rgb(data)
+
+    return guarded(run)
+
+
+def images_of_set(words: list[str]) -> int:
+    """Open a set of any kind and decode all its images."""
+    return guarded(lambda: _decode_all(open_set(words[0])))
+
+
+def cached_set(words: list[str]) -> int:
+    """Open a set of tar shards with an index that was kept: cache.index, laid where it would be looked for."""
+
+    def run() -> None:
+        path = cache_path(Path("cache"), Path("tar/0.tar"))
+        path.parent.mkdir()
+        shutil.copyfile("cache.index", path)
+        _decode_all(TarDataset("tar", "cache"))
+
+    return guarded(run)
+
+
+def _decode_all(dataset: FaceDataset) -> None:
+    """Decode all images; raise the first error at the end."""
+    first: ValueError | None = None
+    dataset.describe()
+    dataset.label_digest()
+    pixels = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
+    for index in range(dataset.num_images):
+        try:
+            dataset.decode_into(index, pixels)
+        except ValueError as error:
+            first = first or error
+    if first is not None:
+        raise first
+
+
+def read_records(folder: Path) -> None:
+    """Read a record file in every way: record by record, and as a face set."""
+    first: ValueError | None = None
+    try:
+        file = IndexedRecordFile(folder / "train.rec", folder / "train.idx")
+        for position in range(len(file)):
+            try:
+                record = unpack(file.read_position(position))
+                if len(record.payload):
+                    decode_rgb(record.payload)
+            except ValueError as error:
+                first = first or error
+    except ValueError as error:
+        first = error
+    _decode_all(RecordDataset(folder))
+    if first is not None:
+        raise first
+
+
+def read_pairs(path: Path) -> None:
+    """Read a verification set and decode its images."""
+    found = read_pair_set(path)
+    for index in range(len(found.images)):
+        found.decode(index)

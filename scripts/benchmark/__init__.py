@@ -1,0 +1,1 @@
+"""What things cost, as ratios against plain baselines, and what fits."""

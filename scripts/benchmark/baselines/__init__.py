@@ -1,0 +1,1 @@
+"""How the same work is usually written, for the benchmarks to compare with."""

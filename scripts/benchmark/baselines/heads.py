@@ -1,0 +1,136 @@
+"""Class heads as they are usually written, to compare with: whole logits, autograd, a dense gradient, SGD.
+
+tutorial      every class, ArcFace as most tutorials have it: the margin's formula over all logits, a one-hot matrix picks the
+              target's
+target-only   the same with the margin computed for the targets alone
+sampled       Partial FC as arcface_torch's PartialFC_V2 does it: a random number for every class, top-k, sort, the chosen rows
+              copied out and differentiated into a gradient of all rows; the margin for the targets alone
+
+With several ranks the classes are sharded, embeddings gathered and the softmax joined by all-reduces of maximum and sum.
+Shapes: b = rows of this rank, B = b * world_size, C = classes of this shard, D = embedding size.
+"""
+
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/benchmark/baselines/heads.py is no program; python -m scripts lists them")
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from partial_fc.collectives import Collectives
+
+KINDS = ("tutorial", "target-only", "sampled")
+
+
+class PlainHead:
+    """One shard of a plain head, with its SGD.
+
+    Args:
+        kind: one of KINDS.
+        num_classes: C, of this shard; labels outside [start, start + C) belong to other ranks.
+        sample_rate: for "sampled".
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        num_classes: int,
+        dim: int,
+        start: int,
+        world_size: int,
+        sample_rate: float,
+        device: torch.device,
+        scale: float = 64.0,
+        margin: float = 0.5,
+    ) -> None:
+        self.kind, self.start, self.world_size, self.sample_rate = kind, start, world_size, sample_rate
+        self.scale, self.margin = scale, margin
+        self.collectives = Collectives(world_size)
+        self.weight = nn.Parameter(torch.randn(num_classes, dim, device=device) * 0.01)
+        self.optimizer = torch.optim.SGD([self.weight], lr=0.01, momentum=0.9, weight_decay=5e-4)
+
+    def step(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Forward, backward and update; return the gradient (b, D) of this rank's embeddings."""
+        own = embeddings.clone().requires_grad_()
+        everyone, labels = own, self.collectives.all_gather(labels)
+        if self.world_size > 1:
+            everyone = _Gather.apply(own, self.collectives)
+        here = (labels >= self.start) & (labels < self.start + len(self.weight))
+        local = torch.where(here, labels - self.start, -1)
+        weight: Tensor = self.weight
+        if self.kind == "sampled":
+            weight, local = self._sample(local)
+        cosine = F.linear(F.normalize(everyone), F.normalize(weight))
+        logits = self._tutorial(cosine, local) if self.kind == "tutorial" else self._target_only(cosine, local)
+        if self.world_size > 1:
+            loss = _JoinedCrossEntropy.apply(logits, local, self.collectives)
+        else:
+            loss = F.cross_entropy(logits, local)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        assert own.grad is not None
+        return own.grad
+
+    def _tutorial(self, cosine: Tensor, local: Tensor) -> Tensor:
+        sine = torch.sqrt((1.0 - cosine.pow(2)).clamp(0, 1))
+        phi = cosine * math.cos(self.margin) - sine * math.sin(self.margin)
+        phi = torch.where(cosine > -math.cos(self.margin), phi, cosine - math.sin(math.pi - self.margin) * self.margin)
+        one_hot = torch.zeros_like(cosine)
+        rows = (local >= 0).nonzero().squeeze(1)
+        one_hot[rows, local[rows]] = 1.0
+        return (one_hot * phi + (1.0 - one_hot) * cosine) * self.scale
+
+    def _target_only(self, cosine: Tensor, local: Tensor) -> Tensor:
+        rows = (local >= 0).nonzero().squeeze(1)
+        target = torch.cos(torch.acos(cosine[rows, local[rows]].clamp(-1 + 1e-6, 1 - 1e-6)) + self.margin)
+        return cosine.index_put((rows, local[rows]), target) * self.scale
+
+    def _sample(self, local: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the active rows (K, D), a copy with autograd, and the labels among them."""
+        with torch.no_grad():
+            positives = torch.unique(local[local >= 0])
+            count = max(len(positives), int(self.sample_rate * len(self.weight)))
+            priority = torch.rand(len(self.weight), device=self.weight.device)
+            priority[positives] = 2.0
+            index = torch.topk(priority, k=count)[1].sort()[0]
+            renumbered = torch.where(local >= 0, torch.searchsorted(index, local), -1)
+        return self.weight[index], renumbered
+
+
+class _JoinedCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy over logits (B, C) whose classes are sharded; label -1: the row's class is another rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, collectives: Collectives) -> Tensor:
+        maximum = collectives.max(logits.amax(dim=1, keepdim=True))
+        exp = torch.exp(logits - maximum)
+        probability = exp.div_(collectives.sum(exp.sum(dim=1, keepdim=True)))
+        rows = (labels >= 0).nonzero().squeeze(1)
+        own = logits.new_zeros(len(logits))
+        own[rows] = probability[rows, labels[rows]]
+        ctx.save_for_backward(probability, labels)
+        return -collectives.sum(own).clamp_min(1e-30).log().mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        probability, labels = ctx.saved_tensors
+        rows = (labels >= 0).nonzero().squeeze(1)
+        probability[rows, labels[rows]] -= 1.0
+        return probability.mul_(grads[0] / len(probability)), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """(b, D) of each rank to (B, D) on all, and the sum of the gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, collectives: Collectives) -> Tensor:
+        ctx.collectives = collectives
+        return collectives.all_gather(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.collectives.reduce_scatter(grads[0].contiguous()), None

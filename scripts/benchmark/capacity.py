@@ -1,0 +1,265 @@
+"""Tell how many identities fit, and estimate how long a step takes at the least.
+
+Prints, for each head.state, the most identities from the memory model (partial_fc/memory.py and a forward pass that notes what
+the backbone keeps). Step times are estimates from arithmetic and memory traffic at peak rates, a lower bound: the rates of
+--card, from its data sheet; those of --tflops and --bandwidth; or those measured on this device, where it is a GPU or --device
+says so. Without any of these there are no step times. --find measures how many identities fit: it trains one full step per
+candidate number of identities on this device, each in a process of its own, until it knows the largest to about 2 %.
+
+Examples:
+  python -m scripts.benchmark.capacity --gpus 8 --card v100 --precision fp16 --backbone r50 --batch 128
+  python -m scripts.benchmark.capacity --gpus 8 --memory 32 --tflops 300 --bandwidth 2000 --state lean
+  python -m scripts.benchmark.capacity --memory 2 --backbone mbf --batch 32 --device cpu --find --quick
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.capacity")
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from backbones import build_backbone, list_backbones
+from losses import build_margin
+from partial_fc import PartialFC, RowAdamW, RowSGD
+from partial_fc.kernels import choose_kernels
+from partial_fc.memory import HeadShape
+from partial_fc.state import FORMATS
+from utils import distributed
+from utils.cli import make_parser
+from utils.image import IMAGE_SIZE
+from utils.memory import BackboneMemory, backbone_memory
+from utils.optim import AUTOCAST, build_optimizer
+from utils.program import guarded
+
+from .device_rates import CARDS, Rates, head_dtype, rates_of
+from .head import peak_bytes
+
+_GIB = 2**30
+# what libraries take for themselves: oneDNN and MKL; CUDA context, cuDNN, NCCL, fragmentation
+_RESERVE = {"cpu": 64 * 2**20, "cuda": _GIB}
+# said in place of step times
+_NO_RATES = "no step times: the GPU in mind is not known, and there is none here; --card, or --tflops and --bandwidth, tell it"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and compute or find; return the exit status."""
+    parser = make_parser("python -m scripts.benchmark.capacity", __doc__)
+    parser.add_argument("--gpus", type=int, default=1, help="processes that share the classes (default 1)")
+    parser.add_argument("--card", choices=tuple(CARDS), help="GPU in mind, for its memory and peak rates")
+    parser.add_argument("--memory", type=float, help="GiB of each process (default: that of --card)")
+    parser.add_argument("--backbone", default="r50", choices=[*list_backbones(), "none"], help="none: the head alone")
+    parser.add_argument("--width", type=float, default=1.0, help="factor on the backbone's channels")
+    parser.add_argument("--embedding-size", type=int, default=512, help="D, numbers per face")
+    parser.add_argument("--batch", type=int, default=128, help="images per process and step (default 128)")
+    parser.add_argument("--state", nargs="+", choices=tuple(FORMATS), default=list(FORMATS), help="head.state, each a line")
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="of backbone and class centres")
+    parser.add_argument("--sample-rate", type=float, default=1.0, help="head.sample_rate")
+    parser.add_argument("--precision", choices=tuple(AUTOCAST), default="bf16", help="of backbone and head (default bf16)")
+    parser.add_argument("--cache-mb", type=int, default=128, help="head.cache_mb")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="of this machine, to measure and --find"
+    )
+    parser.add_argument("--tflops", type=float, help="rate of matrix products of the device in mind, TFLOP/s; with --bandwidth")
+    parser.add_argument("--bandwidth", type=float, help="rate of its memory, GB/s; with --tflops")
+    parser.add_argument("--find", action="store_true", help="verify on this device by bisection")
+    parser.add_argument("--quick", action="store_true", help="with --find: to about 10 %% instead of 2 %%")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.worker:
+        return guarded(lambda: _worker(options, json.loads(options.worker)))
+    return guarded(lambda: capacity(options))
+
+
+def capacity(options: argparse.Namespace) -> None:
+    """Print the table of what fits."""
+    card = CARDS[options.card] if options.card else None
+    if options.memory is None:
+        if card is None:
+            raise ValueError("--memory is needed: GiB of each process; or --card, whose memory is known")
+        options.memory = card.memory
+    if card is not None and not card.bf16 and options.precision == "bf16":
+        raise ValueError(f"--card {options.card} has no bf16, which --precision is by default; give --precision fp16")
+    for name in ("gpus", "memory", "batch", "embedding_size"):
+        if getattr(options, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {getattr(options, name)}")
+    if not 0 < options.sample_rate <= 1:
+        raise ValueError(f"--sample-rate must be above 0 and at most 1, got {options.sample_rate}")
+    device = distributed.choose_device(options.device, 0)
+    rates = rates_of(options, device)
+    memory, flops = _backbone(options)
+    others = memory.total(options.batch) + _RESERVE["cuda" if _for_gpu(options, device) else "cpu"]
+    budget = int(options.memory * _GIB)
+    print(
+        f"{options.gpus} process(es) of {options.memory:g} GiB, {options.batch} images each, D = {options.embedding_size}, "
+        f"{options.precision}, sample rate {options.sample_rate:g}\n"
+        f"backbone {options.backbone}: {memory.total(options.batch) / _GIB:.2f} GiB, "
+        f"{memory.per_image / 2**20:.1f} MiB per image; {max(0, budget - others) / _GIB:.2f} GiB are left for class centres"
+    )
+    print(f"{rates.words if rates else _NO_RATES}\n")
+    times = f" {'head ms':>8} {'backbone ms':>12}" if rates else ""
+    print(f"{'state':<6} {'B/identity':>10} {'identities':>12}{times}" + ("  found here" if options.find else ""))
+    rows = []
+    for state in options.state:
+        shape = _shape(options, state, device)
+        local = shape.classes_in(budget - others)
+        row: dict[str, Any] = {"state": state, "bytes_per_identity": shape.bytes_per_class, "identities": local * options.gpus}
+        line = f"{state:<6} {shape.bytes_per_class:>10} {local * options.gpus:>12,}"
+        if rates:
+            head, body = _step_ms(options, shape, local, memory, flops, rates)
+            row |= {"head_ms": head, "backbone_ms": body}
+            line += f" {head:>8.1f} {body:>12.1f}"
+        if options.find:
+            row["found_per_process"] = _find(options, state, local, device)
+            line += (
+                f"  {row['found_per_process']:,} per process ({row['found_per_process'] / max(1, local):.2f} of the model's)"
+            )
+        rows.append(row)
+        print(line, flush=True)
+    if not any(row["identities"] for row in rows):
+        print(
+            f"nothing fits: what is not class centres takes {others / _GIB:.2f} GiB; lower --batch, or take a smaller backbone"
+        )
+    if options.json:
+        facts = {"backbone_bytes": memory.total(options.batch), "rates": rates._asdict() if rates else None}
+        options.json.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+
+
+def _for_gpu(options: argparse.Namespace, device: torch.device) -> bool:
+    """Whether a GPU is in mind: always, unless this CPU is to be measured."""
+    return device.type == "cuda" or bool(options.card) or not (options.device == "cpu" or options.find)
+
+
+def _shape(options: argparse.Namespace, state: str, device: torch.device) -> HeadShape:
+    return HeadShape(
+        dim=options.embedding_size,
+        rows=options.batch * options.gpus,
+        state=state,
+        optimizer=RowAdamW() if options.optimizer == "adamw" else RowSGD(),
+        sample_rate=options.sample_rate,
+        matmul_dtype=head_dtype(options),
+        cache_mb=options.cache_mb,
+        kernels="triton" if _for_gpu(options, device) else choose_kernels("auto", device, options.embedding_size),
+    )
+
+
+def _backbone(options: argparse.Namespace) -> tuple[BackboneMemory, int]:
+    """Return (its memory, operations of forward and backward per image)."""
+    if options.backbone == "none":
+        return BackboneMemory(0, 0), 0
+    backbone = build_backbone(options.backbone, options.embedding_size, options.width, 0.0)
+    moments = 2 if options.optimizer == "adamw" else 1
+    memory = backbone_memory(backbone, AUTOCAST[options.precision], moments)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        backbone.eval()(torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE))
+    return memory, 3 * counter.get_total_flops()
+
+
+def _step_ms(
+    options: argparse.Namespace,
+    shape: HeadShape,
+    local: int,
+    memory: BackboneMemory,
+    flops: int,
+    rates: Rates,
+) -> tuple[float, float]:
+    """Return lower bounds of head and backbone: their arithmetic, and their memory traffic, one after the other."""
+    active = max(1, round(options.sample_rate * local))
+    size = shape.matmul_dtype.itemsize
+    cached = min(1.0, shape.cache_mb * 2**20 / (active * shape.rows * size))
+    products = (6 * cached + 8 * (1 - cached)) * shape.rows * active * shape.dim
+    traffic = active * (2.5 * shape.bytes_per_class + 2 * cached * shape.rows * size)  # states: read twice, the centres thrice
+    head = products / (rates.head_tflops * 1e12) + traffic / (rates.bandwidth * 1e9)
+    body = options.batch * (flops / (rates.backbone_tflops * 1e12) + 4 * memory.per_image / (rates.bandwidth * 1e9))
+    return 1e3 * head, 1e3 * body
+
+
+def _find(options: argparse.Namespace, state: str, guess: int, device: torch.device) -> int:
+    """Return the most identities of one process that train a step within the memory, by bisection around the model's guess."""
+    low, high = 0, max(64, 2 * guess)
+    probes = [max(32, guess), int(0.97 * guess), int(1.03 * guess)]  # the model should be near: look close to it first
+    while high - low > max(16, (0.1 if options.quick else 0.02) * high):
+        probe = probes.pop(0) if probes else (low + high) // 2
+        if not low < probe < high:
+            continue
+        fits = _fits(options, state, probe, device)
+        print(f"  {probe:,} identities, {state}: {'fits' if fits else 'does not fit'}", file=sys.stderr, flush=True)
+        low, high = (probe, high) if fits else (low, probe)
+    return low
+
+
+def _fits(options: argparse.Namespace, state: str, local: int, device: torch.device) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "peak"
+        case = {"state": state, "local": local, "device": device.type, "result": str(result)}
+        command = [sys.executable, "-m", "scripts.benchmark.capacity", *_arguments(options), "--worker", json.dumps(case)]
+        process = subprocess.run(command, env=os.environ, capture_output=True, text=True)
+        if process.returncode == 0 and result.is_file():
+            # on the CPU the growth of the process counts, which the libraries' own memory is part of
+            reserve = _RESERVE["cuda"] if device.type == "cuda" else 0
+            return int(result.read_text()) + reserve <= options.memory * _GIB
+        if "out of memory" in process.stderr.lower() or "can't allocate" in process.stderr or process.returncode < 0:
+            return False
+        raise ValueError(f"--find: a probe failed: {process.stderr.strip().splitlines()[-1:]}")
+
+
+def _arguments(options: argparse.Namespace) -> list[str]:
+    names = ["gpus", "memory", "backbone", "width", "embedding_size", "batch", "optimizer", "sample_rate", "precision"]
+    return [text for name in [*names, "cache_mb"] for text in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
+
+
+def _worker(options: argparse.Namespace, case: dict[str, Any]) -> None:
+    """Train one step of backbone and head in this process, as one rank of many would; write the growth of its memory."""
+    device = torch.device(case["device"])
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * _GIB / torch.cuda.mem_get_info()[1]))
+    margin = build_margin("arcface", 64.0, 0.5, 1.0, 0.0, 0.0)
+    row_optimizer = RowAdamW() if options.optimizer == "adamw" else RowSGD()
+    rows, dim = options.batch * options.gpus, options.embedding_size
+    torch.mm(torch.ones(64, 64, device=device), torch.ones(64, 64, device=device))
+    before = peak_bytes(device)
+    head = PartialFC(
+        margin,
+        case["local"],
+        dim,
+        sample_rate=options.sample_rate,
+        optimizer=row_optimizer,
+        state=case["state"],
+        matmul_dtype=head_dtype(options),
+        cache_mb=options.cache_mb,
+        device=device,
+    )
+    for tensor in head.state.tensors.values():  # on the CPU untouched zeros take no memory; in training all are touched
+        tensor[:] = tensor[:]
+    embeddings = torch.randn(rows, dim, device=device).requires_grad_()
+    labels = torch.randint(case["local"], (1, rows))
+    if options.backbone != "none":
+        backbone = build_backbone(options.backbone, dim, options.width, 0.0)
+        backbone = backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer = build_optimizer(backbone, options.optimizer, 0.1, 0.9, 5e-4)
+        images = torch.randn(options.batch, 3, IMAGE_SIZE, IMAGE_SIZE, device=device).to(memory_format=torch.channels_last)
+        autocast = AUTOCAST[options.precision]
+        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+            own = backbone(images).float()
+        embeddings = torch.cat([own, embeddings[len(own) :].detach()])
+    head.begin_step(labels, 0)
+    loss = head(embeddings)
+    head.step(0.1)
+    loss.backward()
+    if options.backbone != "none":
+        optimizer.step()
+    Path(case["result"]).write_text(str(int(peak_bytes(device) - before)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,264 @@
+"""What checkpoints cost: python -m scripts.benchmark.checkpoint
+
+save        seconds that training waits for a save, against torch.save of the same state in its place, as tutorials do it, with
+            and without waiting for the disk; and how fast arithmetic runs while a save is written beside it
+bandwidth   bytes per second of a save from its begin to the complete checkpoint, against writing the same bytes bare
+resharding  memory and time of one of three processes that resumes what two have saved, against reading all shards and cutting;
+            and of scripts.checkpoint reshard
+
+Example: python -m scripts.benchmark.checkpoint --quick
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.checkpoint")
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from torch import Tensor
+
+from backbones import build_backbone
+from losses import build_margin
+from partial_fc import PartialFC
+from partial_fc.shard import shard_range
+from scripts import checkpoint as tool
+from utils.checkpoint import checkpoint_path, seal, shard_name, softmax_reader
+from utils.checkpoint_writer import CheckpointWriter, Keep
+from utils.cli import make_parser
+from utils.distributed import World
+from utils.optim import LossScaler, build_optimizer
+from utils.program import guarded
+from utils.resume import trainer_state
+from utils.tensor_file import BLOCK, write_tensors
+
+_DIM = 512
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and measure; return the exit status."""
+    parser = make_parser("python -m scripts.benchmark.checkpoint", __doc__)
+    parser.add_argument("--classes", type=int, default=200_000, help="of this process, 512 numbers each (default 200000)")
+    parser.add_argument("--backbone", default="r50", help="(default r50)")
+    parser.add_argument("--rounds", type=int, default=3, help="the median counts (default 3)")
+    parser.add_argument("--folder", type=Path, help="where to write, on the disk in question (default: the temporary folder)")
+    parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: benchmark(options))
+
+
+def benchmark(options: argparse.Namespace) -> None:
+    """Measure all parts, print them, and write the JSON."""
+    if options.quick:
+        options.classes, options.backbone, options.rounds = 40_000, "r18", 2
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        results = {"save": measure_save(options, Path(folder)), "resharding": measure_resharding(options, Path(folder))}
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def measure_save(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Compare saves of a real training state."""
+    state = training_state(options.backbone, options.classes)
+    size = sum(t.nbytes for part in (state["backbone"], state["softmax"]) for t in part.values())
+    size += sum(t.nbytes for moments in state["trainer"]["optimizer"]["state"].values() for t in moments.values())
+    world = World(0, 1, 0, 1, torch.device("cpu"))
+    seconds: dict[str, list[float]] = {name: [] for name in ("wait", "complete", "inline", "plain", "flushed", "bare")}
+    alone, beside = [], []
+    steps = iter(range(1000))
+
+    def save_in_place() -> None:
+        with CheckpointWriter(folder / "ours", world, Keep(last=1, best=0), background=False) as writer:
+            writer.save(next(steps), **state)
+
+    writer = CheckpointWriter(folder / "ours", world, Keep(last=1, best=0))
+    for number in range(options.rounds + 1):
+        alone.append(_products_per_second(until=_after(0.5)))
+        os.sync()
+        begun = time.perf_counter()
+        writer.save(next(steps), **state)
+        waited = time.perf_counter() - begun
+        rate = _products_per_second(until=lambda: not writer.is_writing)
+        writer.finish()
+        complete = time.perf_counter() - begun
+        if number == 0:
+            first = waited
+            continue
+        seconds["wait"].append(waited)
+        seconds["complete"].append(complete)
+        beside.append(rate)
+        seconds["inline"].append(_timed(save_in_place))
+        seconds["bare"].append(_timed(lambda: _bare_write(size, folder / "bare")))
+        seconds["plain"].append(_timed(lambda: _plain_save(state, folder / "plain.pt", flush=False)))
+        seconds["flushed"].append(_timed(lambda: _plain_save(state, folder / "plain.pt", flush=True)))
+    shutil.rmtree(folder / "ours")
+    found = {name: statistics.median(values) for name, values in seconds.items()}
+    found |= {"bytes": size, "first_wait": first, "arithmetic_beside": statistics.median(beside) / statistics.median(alone)}
+    print(f"state of {size / 2**20:.0f} MiB: {options.backbone}, {options.classes} classes of {_DIM} numbers, SGD")
+    print(f"training waits for a save       {found['wait']:8.3f} s   the first one, which takes new memory: {first:.3f} s")
+    others = {"plain": "torch.save in its place", "flushed": "torch.save, on the disk", "inline": "background=false"}
+    for name, what in others.items():
+        print(f"{what:<32}{found[name]:8.3f} s   {found[name] / found['wait']:.1f} times as long")
+    rates = {"complete": "complete, with arithmetic beside", "inline": "complete, without it", "bare": "the same bytes, bare"}
+    for name, what in rates.items():
+        print(f"{what:<32}{found[name]:8.3f} s   {size / found[name] / 2**20:.0f} MiB/s")
+    print(f"arithmetic beside a save runs at {found['arithmetic_beside']:.0%} of its speed")
+    return found
+
+
+def training_state(name: str, classes: int) -> dict[str, Any]:
+    """Return the arguments of a save for a network with all moments and class centres."""
+    backbone = build_backbone(name, _DIM)
+    optimizer = build_optimizer(backbone, "sgd", 0.1, 0.9, 5e-4)
+    for parameter in backbone.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    margin = build_margin("cosface", 64.0, 0.4, 1, 0, 0)
+    head = PartialFC(margin, classes, _DIM)
+    return {
+        "backbone": backbone.state_dict(),
+        "softmax": head.shard_state(),
+        "slots": (head.start, head.stop),
+        "trainer": trainer_state(backbone, margin, optimizer, LossScaler(enabled=False)),
+        "facts": {"score": None, "identity": {"num_classes": classes, "seed": 0}},
+    }
+
+
+def _plain_save(state: dict[str, Any], path: Path, flush: bool) -> None:
+    torch.save({name: state[name] for name in ("backbone", "softmax", "trainer")}, path)
+    if flush:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def _bare_write(size: int, path: Path) -> None:
+    block = memoryview(bytearray(os.urandom(1 << 20)) * (BLOCK >> 20))
+    with open(path, "wb", buffering=0) as file:
+        for start in range(0, size, BLOCK):
+            file.write(block[: min(BLOCK, size - start)])
+        os.fsync(file.fileno())
+    path.unlink()
+
+
+def _timed(act: Callable[[], object]) -> float:
+    os.sync()  # what was written before must not count
+    begun = time.perf_counter()
+    act()
+    return time.perf_counter() - begun
+
+
+def _after(seconds: float) -> Callable[[], bool]:
+    end = time.perf_counter() + seconds
+    return lambda: time.perf_counter() > end
+
+
+def _products_per_second(until: Callable[[], bool]) -> float:
+    """Return how many matrix products a second this process manages until told to stop."""
+    matrix, count, begun = torch.randn(512, 512), 0, time.perf_counter()
+    while not until():
+        torch.mm(matrix, matrix)
+        count += 1
+    return max(count, 1) / (time.perf_counter() - begun)
+
+
+def measure_resharding(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Compare ways to get the second third of what two ranks have saved, each in a process of its own."""
+    classes = options.classes
+    final = checkpoint_path(folder / "two", 1)
+    final.mkdir(parents=True)
+    files = {}
+    for rank in range(2):
+        start, stop = shard_range(classes, rank, 2)
+        tensors = {"centres": torch.randn(stop - start, _DIM), "momentum": torch.randn(stop - start, _DIM)}
+        tensors["inverse_norms"] = 1 / tensors["centres"].norm(dim=1)
+        files[shard_name(rank, 2)] = write_tensors(final / shard_name(rank, 2), tensors) | {"slots": [start, stop]}
+        del tensors
+    saved = final.with_name("step_00000002")
+    seal(final, saved, {"step": 2, "identity": {"num_classes": classes, "seed": 0}, "files": files})
+    start, stop = shard_range(classes, 1, 3)
+    share = (stop - start) * (2 * _DIM + 1) * 4
+    found: dict[str, float] = {"share_bytes": share}
+    print(f"resharding {classes} classes from 2 files; one of three processes keeps {share / 2**20:.0f} MiB")
+    for name, what in (("slices", "its slices"), ("whole", "all shards, then cut"), ("tool", "scripts.checkpoint reshard")):
+        queue = mp.get_context("spawn").SimpleQueue()
+        mp.start_processes(_measure_one, (name, str(saved), classes, queue), start_method="spawn")
+        used, seconds = queue.get()
+        found[f"{name}_bytes"], found[f"{name}_seconds"] = used, seconds
+        print(f"{what:<32}{seconds:8.3f} s   {used / 2**20:.0f} MiB at the peak, {used / share:.2f} of its share")
+    return found
+
+
+def _measure_one(process: int, name: str, saved: str, classes: int, queue: Any) -> None:
+    torch.set_num_threads(1)
+    with _anonymous_memory() as peak:
+        begun = time.perf_counter()
+        if name == "tool":
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                tool.main(["reshard", saved, "3", f"{saved}_three"])
+        else:
+            kept = _reshard_by_slices(saved, classes) if name == "slices" else _reshard_whole(saved, classes)
+            assert kept
+        seconds = time.perf_counter() - begun
+    queue.put((peak[0], seconds))
+
+
+def _reshard_by_slices(saved: str, classes: int) -> list[Tensor]:
+    """As a training resumes: its own rows only, in blocks, into the memory where they stay."""
+    from partial_fc.state import CentreState
+    from partial_fc.workspace import Workspace
+
+    start, stop = shard_range(classes, 1, 3)
+    state = CentreState(stop - start, _DIM, "exact", False, False, 4096, Workspace(torch.device("cpu"), 0))
+    read = softmax_reader(Path(saved))
+    state.read_rows(lambda low, high: read(start + low, start + high), {})
+    return list(state.tensors.values())
+
+
+def _reshard_whole(saved: str, classes: int) -> list[Tensor]:
+    """As a program does that knows whole files only."""
+    start, stop = shard_range(classes, 1, 3)
+    shards = [load_file(path) for path in sorted(Path(saved).glob("softmax_*"))]
+    return [torch.cat([shard[name] for shard in shards])[start:stop].clone() for name in ("centres", "momentum")]
+
+
+@contextlib.contextmanager
+def _anonymous_memory() -> Iterator[list[float]]:
+    """Yield a list whose one number becomes the most memory (bytes) taken meanwhile; mapped files, which need none, aside."""
+
+    def now() -> float:
+        with open("/proc/self/status") as status:
+            return 1024.0 * next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+    before, peak, stopped = now(), [0.0], threading.Event()
+
+    def watch() -> None:
+        while not stopped.wait(0.002):
+            peak[0] = max(peak[0], now() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        stopped.set()
+        thread.join()
+        peak[0] = max(peak[0], now() - before)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,323 @@
+"""Time and weigh the data pipeline against plain ways: python -m scripts.benchmark.data [--json FILE] [--plot FILE]
+
+index     a set of 42 million records opened: a dict of the parsed lines (mxnet's way) against ours, each in its own process
+decode    a bare loop over JPEGs in memory; the loader with one and two threads; a DataLoader with two worker processes that
+          returns float tensors (arcface_torch's way); Pillow and other decoders. Drawn faces, 112 x 112, as the demo has them
+training  steps of a small network, on one batch again and again, and with the loader at work beside them
+memory    resident memory over an epoch of a million records
+
+Rounds of the rivals alternate and medians count, because the machine may be shared. ratio = plain / ours unless it says else.
+
+Example: python -m scripts.benchmark.data --quick --parts decode
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.data")
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from backbones import build_backbone
+from data.augment import prepare
+from data.loader import Loader
+from data.record_dataset import RecordDataset
+from data.record_set import RecordSetWriter
+from data.sampler import SampleOrder
+from scripts.demo.make_data import Picture, draw_all
+from utils.cli import make_parser
+from utils.program import guarded
+
+from .augmentation import measure_augment
+from .baselines.data import decoders, plain_loader
+from .head import machine
+
+_CPU = torch.device("cpu")
+_BATCH = 256
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and measure; return the exit status."""
+    parser = make_parser("python -m scripts.benchmark.data", __doc__)
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="default: all")
+    parser.add_argument("--records", type=int, default=42_000_000, help="of the index (default 42 million)")
+    parser.add_argument("--images", type=int, default=4096, help="drawn faces to decode (default 4096)")
+    parser.add_argument("--epoch", type=int, default=1_000_000, help="records of the epoch of `memory` (default a million)")
+    parser.add_argument("--rounds", type=int, default=5, help="of each rival; the median counts")
+    parser.add_argument("--folder", type=Path, help="where the sets are made and removed again; 3 GB (default: temporary)")
+    parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: benchmark(options))
+
+
+def benchmark(options: argparse.Namespace) -> None:
+    """Measure the chosen parts, print a table of each, and write the JSON."""
+    if options.quick:
+        options.records, options.images, options.epoch, options.rounds = 1_000_000, 512, 40_000, 3
+    for name in ("records", "images", "epoch", "rounds"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    cv2.setNumThreads(0)
+    results: dict[str, Any] = {"machine": machine("cpu"), "opencv": cv2.__version__}
+    print(f"{results['machine']}, OpenCV {results['opencv']}")
+    folder = Path(tempfile.mkdtemp(prefix="benchmark_data_", dir=options.folder))
+    try:
+        for name in options.parts:
+            results[name] = PARTS[name](options, folder)
+    finally:
+        shutil.rmtree(folder)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+        print(f"written: {options.json}")
+
+
+# ---- index
+
+
+def measure_index(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Open a set of many records in each way, each in a process of its own."""
+    make_large_set(folder / "large", options.records)
+    cases = {
+        "dict": "dict of the parsed lines",
+        "index": "ours: the index alone",
+        "first": "ours: first opening, all headers checked, cache written",
+        "cached": "ours: opening again",
+    }
+    rows = []
+    for case, name in cases.items():
+        command = [sys.executable, "-m", "scripts.benchmark.open_set", case, str(folder / "large"), str(folder / "cache")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError(f"{name}: {done.stderr.strip().splitlines()[-1]}")
+        rows.append({"way": name, **json.loads(done.stdout)})
+    print(f"\n{f'opening {options.records} records':<60}{'seconds':>9}{'MiB':>10}{'time x':>9}{'memory x':>9}")
+    for row in rows:
+        row["time_ratio"] = rows[0]["seconds"] / row["seconds"]
+        row["memory_ratio"] = rows[0]["mib"] / max(row["mib"], 0.1)
+        print(f"  {row['way']:<58}{row['seconds']:9.3f}{row['mib']:10.1f}{row['time_ratio']:9.1f}{row['memory_ratio']:9.1f}")
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        shares = pool.map(_own_share, [(str(folder / "large"), str(folder / "cache"))] * 4, chunksize=1)
+    print(f"  four processes that read all of it: {statistics.mean(shares):.1f} MiB for each of them, pages shared")
+    rows.append({"way": "four processes, each", "mib": statistics.mean(shares)})
+    return rows
+
+
+def make_large_set(folder: Path, num_records: int) -> None:
+    """Write records of 40 bytes (a header and 8 bytes in place of an image), 20 to a class, in headerless form."""
+    folder.mkdir()
+    kinds = [
+        ("magic", "<u4"),
+        ("length", "<u4"),
+        ("flag", "<u4"),
+        ("label", "<f4"),
+        ("id", "<u8"),
+        ("id2", "<u8"),
+        ("image", "<u8"),
+    ]
+    block = np.zeros(1 << 18, dtype=kinds)
+    block["magic"], block["length"], block["image"] = 0xCED7230A, 32, 1
+    with open(folder / "train.rec", "wb") as rec, open(folder / "train.idx", "w") as idx:
+        for begin in tqdm(range(0, num_records, len(block)), desc="making the index", unit="block", mininterval=5):
+            keys = np.arange(begin, min(begin + len(block), num_records))
+            part = block[: len(keys)]
+            part["label"], part["id"] = keys // 20 % (1 << 24), keys
+            part.tofile(rec)
+            idx.write("".join([f"{key}\t{40 * key}\n" for key in keys.tolist()]))
+
+
+def _own_share(place: tuple[str, str]) -> float:
+    """Return the memory in MiB that a process answers for after it read all of a cached index."""
+    dataset = RecordDataset(*place)
+    total = int(dataset.labels().sum()) + int(np.asarray(dataset._offsets).sum())
+    time.sleep(3.0 if total else 0.0)  # until all four have read it
+    return sum(float(line.split()[1]) for line in _mappings(".index", "Pss:")) / 1024
+
+
+def _mappings(file: str, field: str) -> list[str]:
+    """Return the lines of /proc/self/smaps that give a field of the mappings of a file."""
+    lines, inside = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            inside = line.endswith(file)
+        elif inside and line.startswith(field):
+            lines.append(line)
+    return lines
+
+
+# ---- decoding
+
+
+def measure_decoding(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Compare the loader with a bare loop, a DataLoader and other decoders, in images per second."""
+    make_faces(folder / "faces", options.images)
+    dataset = RecordDataset(folder / "faces")
+    images = [bytes(dataset.sample(index)[0]) for index in range(dataset.num_images)]
+    ways: dict[str, Callable[[], float]] = {
+        f"bare {name}": partial(_bare_rate, decode, images) for name, decode in decoders().items()
+    }
+    for threads in (1, 2):
+        ways[f"loader, {threads} thread(s)"] = partial(_loader_rate, dataset, threads, 4 * len(images))
+    ways["DataLoader, 2 workers, float"] = partial(
+        _plain_rate, folder / "faces" / "train.rec", max(1, min(64, len(images) // 4))
+    )
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(options.rounds):
+        for name, measure in ways.items():
+            rates[name].append(measure())
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    print(f"\n{f'{len(images)} images, {sum(map(len, images)) / len(images):.0f} bytes each':<52}images/s")
+    for name, rate in sorted(medians.items(), key=lambda item: -item[1]):
+        print(f"  {name:<50}{rate:11.0f}")
+    own = "simplejpeg" if "bare simplejpeg" in rates else "opencv"  # what the loader decodes with
+    claims = [
+        ("one thread, of the bare loop", _paired(rates, "loader, 1 thread(s)", f"bare {own}"), 0.9),
+        ("two threads, of one", _paired(rates, "loader, 2 thread(s)", "loader, 1 thread(s)"), 1.7),
+        ("two threads, of the DataLoader", _paired(rates, "loader, 2 thread(s)", "DataLoader, 2 workers, float"), 2.5),
+        ("decoding per core, of Pillow's", _paired(rates, f"bare {own}", "bare pillow"), 2.0),
+    ]
+    for name, ratio, required in claims:
+        print(f"  {name:<50}{ratio:11.2f}   (required {required})")
+    rows: list[dict[str, Any]] = [{"way": name, "images_per_second": rate} for name, rate in medians.items()]
+    return rows + [{"claim": name, "ratio": ratio, "required": required} for name, ratio, required in claims]
+
+
+def _paired(rates: dict[str, list[float]], ours: str, plain: str) -> float:
+    """Return the median over the rounds of ours / plain, measured one after the other."""
+    if plain not in rates:
+        return float("nan")
+    return statistics.median(a / b for a, b in zip(rates[ours], rates[plain], strict=True))
+
+
+def make_faces(folder: Path, count: int) -> None:
+    """Draw up to 512 faces and write a set of `count` records with them in turn."""
+    distinct = min(count, 512)
+    images = list(draw_all([Picture(1, "train", i // 8, i % 8) for i in range(distinct)], 0))
+    with RecordSetWriter(folder, header=False) as writer:
+        for index in range(count):
+            writer.add(index % 16, images[index % distinct])
+
+
+def _bare_rate(decode: Callable[[bytes], np.ndarray], images: list[bytes]) -> float:
+    begun = time.perf_counter()
+    for image in images:
+        decode(image)
+    return len(images) / (time.perf_counter() - begun)
+
+
+def _loader_rate(dataset: RecordDataset, threads: int, count: int) -> float:
+    """Return images per second of the loader over at least `count` images, from its start."""
+    batch = min(_BATCH, dataset.num_images)
+    order = SampleOrder(dataset.num_images, batch, 0, True)
+    steps = -(-count // batch)
+    begun = time.perf_counter()
+    for _ in Loader(dataset, order.samples, 0, steps, threads, 4, _CPU):
+        pass
+    return steps * batch / (time.perf_counter() - begun)
+
+
+def _plain_rate(rec_path: Path, batch: int) -> float:
+    """Return images per second of the DataLoader, counted from its first batch: starting processes is not held against it."""
+    loader = iter(plain_loader(rec_path, batch, 2))
+    next(loader)
+    begun, count = time.perf_counter(), 0
+    for _, labels in loader:
+        count += len(labels)
+    return count / (time.perf_counter() - begun)
+
+
+# ---- training beside the loader, memory over an epoch
+
+
+def measure_training(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Compare steps of a network on a batch that lies ready with steps that the loader feeds; one core for each."""
+    if not (folder / "faces").exists():
+        make_faces(folder / "faces", options.images)
+    torch.set_num_threads(1)
+    dataset = RecordDataset(folder / "faces")
+    batch, steps = (16, 8) if options.quick else (64, 30)
+    order = SampleOrder(dataset.num_images, batch, 0, True)
+    backbone = build_backbone(name="r18", embedding_size=128, width=0.25, dropout=0.0)
+
+    def step(images: torch.Tensor, mirrored: torch.Tensor) -> None:
+        backbone(prepare(images, mirrored)).square().mean().backward()
+
+    ready = next(iter(Loader(dataset, order.samples, 0, 1, 1, 1, _CPU)))
+    step(ready.images, ready.mirrored)
+    alone, fed, waits = [], [], []
+    for _ in range(options.rounds):
+        begun = time.perf_counter()
+        for _ in range(steps):
+            step(ready.images, ready.mirrored)
+        alone.append(time.perf_counter() - begun)
+        loader = Loader(dataset, order.samples, 0, steps, 1, 4, _CPU)
+        batches = iter(loader)
+        first = next(batches)  # the first batch has nothing to hide behind
+        begun = time.perf_counter()
+        step(first.images, first.mirrored)
+        for item in batches:
+            step(item.images, item.mirrored)
+        fed.append(time.perf_counter() - begun)
+        waits.append(loader.waited / fed[-1])
+    ratio, wait = statistics.median(a / b for a, b in zip(alone, fed, strict=True)), statistics.median(waits)
+    print(f"\ntraining keeps {ratio:.3f} of its rate while the loader runs; {100 * wait:.2f} % of a step is waiting for data")
+    return {"rate_kept": ratio, "data_wait": wait, "step_ms": 1e3 * statistics.median(alone) / steps}
+
+
+def measure_memory(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Watch the resident memory over an epoch of many small records."""
+    flat = [cv2.imencode(".jpg", np.full((112, 112, 3), value, np.uint8))[1].tobytes() for value in range(0, 256, 8)]
+    with RecordSetWriter(folder / "million", header=False) as writer:
+        for index in tqdm(range(options.epoch), desc="making the set", unit="record", mininterval=5, unit_scale=True):
+            writer.add(index % 1000, flat[index % len(flat)])
+    dataset = RecordDataset(folder / "million", folder / "cache")
+    order = SampleOrder(dataset.num_images, _BATCH, 0, True)
+    steps = dataset.num_images // _BATCH
+    seen: list[float] = []
+    loader = Loader(dataset, order.samples, 0, steps, 2, 4, _CPU)
+    for step, _ in enumerate(tqdm(loader, total=steps, desc="an epoch", unit="batch", mininterval=5)):
+        if step % max(1, steps // 100) == 0:
+            seen.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20)
+    warm = seen[len(seen) // 20 :]
+    growth = warm[-1] - warm[0]
+    size = (folder / "million" / "train.rec").stat().st_size / 2**20
+    print(
+        f"\nan epoch of {dataset.num_images} records ({size:.0f} MiB): resident memory {warm[0]:.1f} MiB, "
+        f"at its end {growth:+.1f} MiB"
+    )
+    return {"records": dataset.num_images, "mib_at_start": warm[0], "mib_growth": growth, "trace_mib": seen}
+
+
+def measure_augmentation(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Time the augmentations on drawn faces."""
+    if not (folder / "faces").exists():
+        make_faces(folder / "faces", options.images)
+    return measure_augment(folder / "faces", options.rounds)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, Path], Any]] = {
+    "index": measure_index,
+    "decode": measure_decoding,
+    "training": measure_training,
+    "memory": measure_memory,
+    "augment": measure_augmentation,
+}
+
+if __name__ == "__main__":
+    raise SystemExit(main())

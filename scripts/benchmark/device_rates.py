@@ -1,0 +1,101 @@
+"""Rates of devices, from which capacity estimates step times: given, from a card's data sheet, or measured here.
+
+The table has what the makers' data sheets say. None of it was measured, and nothing here has run on these cards.
+"""
+
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/benchmark/device_rates.py is no program; python -m scripts lists them")
+
+import argparse
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Card(NamedTuple):
+    """Peak rates without sparsity, and memory."""
+
+    name: str  # which one, where several carry the name
+    half_tflops: float  # TFLOP/s of bf16 or fp16 products with fp32 sums, on tensor cores
+    fp32_tflops: float  # TFLOP/s of fp32 products, without TF32
+    bandwidth: float  # of the memory, GB/s
+    memory: float  # GiB, rounded down from the data sheet's, for the driver keeps some
+    bf16: bool = True  # whether it has bf16 at all
+
+
+CARDS = {
+    "h200": Card("H200 SXM", 989, 67, 4800, 139),
+    "h100": Card("H100 SXM", 989, 67, 3350, 79),
+    "h100-pcie": Card("H100 PCIe", 756, 51, 2000, 79),
+    "a100": Card("A100 SXM, 80 GB", 312, 19.5, 2039, 79),
+    "a100-40": Card("A100 SXM, 40 GB", 312, 19.5, 1555, 39),
+    "v100": Card("V100 SXM2, 32 GB", 125, 15.7, 900, 31, bf16=False),
+    "l40s": Card("L40S", 362, 91.6, 864, 44),
+    "a10": Card("A10", 125, 31.2, 600, 22),
+    "l4": Card("L4", 121, 30.3, 300, 22),
+    "t4": Card("T4", 65, 8.1, 320, 14.5, bf16=False),
+    "rtx4090": Card("GeForce RTX 4090", 165, 82.6, 1008, 23.5),
+    "rtx3090": Card("GeForce RTX 3090", 71, 35.6, 936, 23.5),
+}
+
+
+def head_dtype(options: argparse.Namespace) -> torch.dtype:
+    """Return the dtype of the head's products: bf16 where --precision is, fp32 otherwise."""
+    return torch.bfloat16 if options.precision == "bf16" else torch.float32
+
+
+class Rates(NamedTuple):
+    """What the step times are computed from."""
+
+    head_tflops: float  # TFLOP/s of matrix products in the head's dtype
+    backbone_tflops: float  # and in the backbone's
+    bandwidth: float  # GB/s
+    words: str  # where they come from
+
+
+def rates_of(options: argparse.Namespace, device: torch.device) -> Rates | None:
+    """Return the rates that are given, those of the card, or those measured here; None where nothing is known of the device."""
+    for name, other in (("tflops", "bandwidth"), ("bandwidth", "tflops")):
+        value = getattr(options, name)
+        if value is not None and (getattr(options, other) is None or value <= 0):
+            raise ValueError(f"--{name} must be above 0 and needs --{other} beside it, got {value:g}")
+    if options.tflops is not None:
+        source, tflops, bandwidth = "as given", (options.tflops, options.tflops), options.bandwidth
+    elif options.card:
+        card = CARDS[options.card]
+        source, bandwidth = f"the peak of {card.name} on its data sheet", card.bandwidth
+        head = card.half_tflops if head_dtype(options) == torch.bfloat16 else card.fp32_tflops
+        tflops = (head, card.fp32_tflops if options.precision == "fp32" else card.half_tflops)
+    elif device.type == "cuda" or options.device == "cpu":
+        source = f"as measured on this {device.type}"
+        measured, bandwidth = _measured(options, device)
+        tflops = (measured, measured)
+    else:
+        return None
+    parts = f"{tflops[0]:.3g}" if tflops[0] == tflops[1] else f"{tflops[0]:.3g} (head), {tflops[1]:.3g} (backbone)"
+    words = f"step times are estimates, not measured: a lower bound, at {parts} TFLOP/s and {bandwidth:.3g} GB/s, {source}"
+    return Rates(*tflops, bandwidth, words)
+
+
+def _measured(options: argparse.Namespace, device: torch.device) -> tuple[float, float]:
+    """Return TFLOP/s of matrix products and GB/s of a copy on this device."""
+    size = 4096 if device.type == "cuda" else 1024
+    first = torch.randn(size, size, device=device).to(head_dtype(options))
+    data = torch.empty(2**26, device=device)
+
+    def seconds(work: Any) -> float:
+        times = []
+        for _ in range(5):
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            started = time.perf_counter()
+            work()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+        return sorted(times)[2]
+
+    half = len(data) // 2
+    copied = seconds(lambda: data[:half].copy_(data[half:]))
+    return 2e-12 * size**3 / seconds(lambda: torch.mm(first, first)), 8e-9 * half / copied

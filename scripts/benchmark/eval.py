@@ -1,0 +1,161 @@
+"""What one evaluation costs: python -m scripts.benchmark.eval
+
+numbers     milliseconds from embeddings to all numbers of a set of 6,000 pairs, against loops over folds and thresholds
+embedding   seconds to score one set with two processes, against rank 0 alone with batches of ten while the other waits; both
+            also as a share of the training interval between two evaluations
+
+Example: python -m scripts.benchmark.eval --quick
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.eval")
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+
+from backbones import build_backbone
+from data.record_dataset import RecordDataset
+from eval.evaluate import evaluate
+from eval.pairs import PairSet, read_bin, write_bin
+from eval.verification import fold_accuracy, verify
+from utils import distributed
+from utils.cli import make_parser
+from utils.distributed import start_local
+from utils.program import guarded
+
+from .baselines.eval import plain_embed, plain_numbers
+from .data import make_faces
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and measure; return the exit status."""
+    parser = make_parser("python -m scripts.benchmark.eval", __doc__)
+    parser.add_argument("--pairs", type=int, default=1500, help="of the set that is embedded (default 1500)")
+    parser.add_argument("--processes", type=int, default=2, help="that share the images (default 2)")
+    parser.add_argument("--interval", type=int, default=2000, help="optimizer steps between evaluations (default 2000)")
+    parser.add_argument("--batch-size", type=int, default=128, help="images of an optimizer step (default 128)")
+    parser.add_argument("--rounds", type=int, default=3, help="the median counts (default 3)")
+    parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: benchmark(options))
+
+
+def benchmark(options: argparse.Namespace) -> None:
+    """Measure both parts, print them, and write the JSON."""
+    if options.quick:
+        options.pairs, options.rounds = 200, 2
+    results: dict[str, Any] = {"numbers": measure_numbers(options.rounds)}
+    with tempfile.TemporaryDirectory() as folder:
+        results["embedding"] = measure_embedding(options, Path(folder))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def measure_numbers(rounds: int) -> dict[str, float]:
+    """Compare `verify` with the loops on 6,000 pairs of 512 numbers; both must find the same accuracies."""
+    rng = np.random.default_rng(0)
+    same = np.arange(6000) // 300 % 2 == 0
+    first = rng.normal(size=(6000, 512))
+    second = np.where(same[:, None], first, rng.normal(size=(6000, 512))) + 2.0 * rng.normal(size=(6000, 512))
+    rows = np.stack([first, second], axis=1).reshape(-1, 512)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    ours, loops, core = [], [], []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        result = verify(rows[0::2], rows[1::2], same, xnorm=1.0)
+        ours.append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        fold_accuracy(result.distances, same)
+        core.append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        accuracies, _ = plain_numbers(rows, same)
+        loops.append(time.perf_counter() - begun)
+    if not np.array_equal(accuracies, result.accuracy_per_fold):
+        raise ValueError("the loops and this project disagree on the accuracy of a fold")
+    found = {
+        "milliseconds": 1e3 * statistics.median(ours),
+        "fold_accuracy_milliseconds": 1e3 * statistics.median(core),
+        "loops_milliseconds": 1e3 * statistics.median(loops),
+        "ratio": statistics.median(a / b for a, b in zip(loops, ours, strict=True)),
+    }
+    print("6,000 pairs, from embeddings to all numbers")
+    print(f"  here  {found['milliseconds']:9.1f} ms (required 50)")
+    print(f"  loops {found['loops_milliseconds']:9.1f} ms, {found['ratio']:.0f} times as long (required 20)")
+    return found
+
+
+def measure_embedding(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Compare scoring one set on all processes with scoring it on the first alone."""
+    make_set(folder, options.pairs)
+    mp.spawn(_rank, args=(options, str(folder)), nprocs=options.processes)
+    found = json.loads((folder / "found.json").read_text())
+    interval = options.interval * found["step_seconds"]
+    for way in ("ours", "plain"):
+        found[f"{way}_share"] = found[f"{way}_seconds"] / (found[f"{way}_seconds"] + interval)
+    found["ratio"] = found["plain_seconds"] / found["ours_seconds"]
+    print(f"\n{options.pairs} pairs, {options.processes} processes, r18 of width 0.25, {options.batch_size} images in a step")
+    print(f"  a step of training        {found['step_seconds']:9.2f} s; {options.interval} steps {interval:.0f} s")
+    for way, name in (("ours", "shared by all processes"), ("plain", "rank 0, tens of images")):
+        print(f"  {name:<25} {found[f'{way}_seconds']:9.2f} s, {100 * found[f'{way}_share']:.2f} % of the run")
+    print(f"  ratio                     {found['ratio']:9.2f}")
+    return found
+
+
+def make_set(folder: Path, pairs: int) -> None:
+    """Write a set of pairs of drawn faces; as in LFW, two thirds of its pictures are distinct (7,701 of 12,000)."""
+    make_faces(folder / "faces", 512)
+    dataset = RecordDataset(folder / "faces")
+    faces = [bytes(dataset.sample(index)[0]) for index in range(dataset.num_images)]
+    distinct = max(2, round(0.64 * 2 * pairs))
+    order = np.random.default_rng(0).permutation(2 * pairs) % distinct
+    images = [faces[index % len(faces)] + index.to_bytes(4, "little") for index in range(distinct)]  # the bytes tell them apart
+    write_bin(folder / "set.bin", [images[index] for index in order.tolist()], [bool(pair % 2) for pair in range(pairs)])
+
+
+def _rank(rank: int, options: argparse.Namespace, folder: str) -> None:
+    world = start_local(rank, options.processes, "cpu", f"{folder}/rendezvous")
+    torch.manual_seed(0)
+    model = build_backbone("r18", 128, 0.25)
+    shared = build_backbone("r18", 128, 0.25).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    pair_set: PairSet = read_bin(f"{folder}/set.bin")
+    ours, plain, steps = [], [], []
+    for _ in range(options.rounds):
+        distributed.all_gather_objects(0, world)
+        begun = time.perf_counter()
+        dict(evaluate(shared, [pair_set], world, 256, None, 1))
+        ours.append(time.perf_counter() - begun)
+        distributed.all_gather_objects(0, world)
+        begun = time.perf_counter()
+        if rank == 0:
+            model.eval()
+            plain_numbers(plain_embed(model, pair_set), pair_set.same)
+        distributed.all_gather_objects(0, world)  # the others wait
+        plain.append(time.perf_counter() - begun)
+        model.train()
+        begun = time.perf_counter()
+        for _ in range(3):
+            model(torch.rand(options.batch_size // options.processes, 3, 112, 112)).square().mean().backward()
+        steps.append((time.perf_counter() - begun) / 3)
+    if rank == 0:
+        found = {
+            "ours_seconds": statistics.median(ours),
+            "plain_seconds": statistics.median(plain),
+            "step_seconds": statistics.median(steps),
+        }
+        (Path(folder) / "found.json").write_text(json.dumps(found))
+    distributed.stop()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,312 @@
+"""Time and weigh the head against plain heads: python -m scripts.benchmark.head [--json FILE] [--plot FOLDER]
+
+Every line of the table is a process of its own (one per rank): some steps to warm up, the median of several, and the growth of
+its peak memory. ratio = plain / ours: how many times as fast, how many times as lean. At sample rate 1 the plain head is the
+tutorials' dense one, below 1 it is Partial FC as arcface_torch does it: baselines/heads.py. "target-only" is a dense head that
+computes the margin for the targets alone, the best that plain code does.
+
+Examples:
+  python -m scripts.benchmark.head --quick
+  python -m scripts.benchmark.head --classes 1000000 --sample-rate 0.1 --plot figures
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.head")
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from losses import build_margin
+from partial_fc import PartialFC
+from partial_fc.sampling import draw_active
+from utils import distributed
+from utils.cli import make_parser
+from utils.log import peak_memory_gib
+from utils.program import guarded
+
+from .baselines.heads import PlainHead
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_OURS = (("exact", "fp32"), ("exact", "bf16"), ("lean", "bf16"), ("tiny", "bf16"))
+_DIM = 512
+_PLAIN_BYTES = {"tutorial": 29_000, "target-only": 16_000, "sampled": 9_500}  # per class; what does not fit is not started
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and measure; return the exit status."""
+    parser = make_parser("python -m scripts.benchmark.head", __doc__)
+    parser.add_argument(
+        "--classes", type=int, nargs="+", help="numbers of identities, over all ranks; default 100000 and 1000000"
+    )
+    parser.add_argument("--sample-rate", type=float, nargs="+", help="default: 1 up to 100000 classes, 0.1 and 1 above")
+    parser.add_argument("--batch", type=int, default=512, help="global batch (default 512)")
+    parser.add_argument(
+        "--state", nargs="+", choices=("exact", "lean", "tiny"), help="default: exact in fp32, all three in bf16"
+    )
+    parser.add_argument(
+        "--matmul", nargs="+", choices=tuple(_DTYPES), help="with --state: dtypes of the products (default both)"
+    )
+    parser.add_argument("--kernels", choices=("auto", "plain"), default="auto", help="plain: without the C or Triton kernels")
+    parser.add_argument("--chunk", type=int, default=0, help="classes at once, 0 = what suits the device")
+    parser.add_argument("--cache-mb", type=int, default=128, help="MiB for cached exponentials")
+    parser.add_argument("--world-size", type=int, default=1, help="gloo or NCCL processes on this machine")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA where there is one")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps; the median counts")
+    parser.add_argument("--no-plain", action="store_true", help="leave the plain heads out")
+    parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw time and memory over the number of classes there")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.worker:
+        return guarded(lambda: work(json.loads(options.worker)))
+    return guarded(lambda: benchmark(options))
+
+
+def benchmark(options: argparse.Namespace) -> None:
+    """Run every case, print the table, write what was asked for."""
+    if options.quick:
+        options.classes, options.batch, options.steps = options.classes or [20_000], min(options.batch, 128), 3
+        options.sample_rate = options.sample_rate or [1.0, 0.1]
+    device = distributed.choose_device(options.device, 0).type
+    pairs = list(_OURS)
+    if options.state or options.matmul:
+        pairs = [(s, m) for s in options.state or ("exact", "lean", "tiny") for m in options.matmul or ("fp32", "bf16")]
+    common = {key: getattr(options, key) for key in ("batch", "kernels", "chunk", "cache_mb", "world_size", "steps")}
+    common["device"] = device
+    bare = {name: _run(common | {"head": "bare", "matmul": name, "classes": 100_000}) for name in {m for _, m in pairs}}
+    rows = []
+    print(f"{machine(device)}\nbatch {options.batch}, {options.world_size} process(es), D = {_DIM}; ratios are plain / ours\n")
+    print(
+        f"{'classes':>9} {'rate':>5}  {'head':<22} {'step ms':>9} {'B/class':>8} {'time x':>7} {'memory x':>8} {'of bare':>8}"
+    )
+    for classes in options.classes or [100_000, 1_000_000]:
+        for rate in options.sample_rate or ([1.0] if classes <= 100_000 else [0.1, 1.0]):
+            case = common | {"classes": classes, "sample_rate": rate}
+            plain = {}
+            for kind in () if options.no_plain else ("tutorial", "target-only") if rate == 1.0 else ("sampled",):
+                if classes * _PLAIN_BYTES[kind] > _memory_bytes(device, options.world_size):
+                    print(f"{classes:>9} {rate:>5}  plain, {kind:<15} {'does not fit into memory here':>32}", flush=True)
+                    continue
+                plain[kind] = _run(case | {"head": kind})
+                rows.append({"head": kind} | case | plain[kind])
+                _print_row(rows[-1])
+            for state, matmul in pairs:
+                row = {"head": "ours"} | case | {"state": state, "matmul": matmul}
+                row |= _run(row)
+                row["useful_gflops"] = 6 * options.batch * classes * rate * _DIM / row["step_ms"] / 1e6
+                row["share_of_bare_products"] = row["useful_gflops"] / bare[matmul]["gflops"]
+                for kind, base in plain.items():
+                    suffix = "_target_only" if kind == "target-only" else ""
+                    row[f"time_ratio{suffix}"] = base["step_ms"] / row["step_ms"]
+                    row[f"memory_ratio{suffix}"] = base["bytes_per_identity"] / row["bytes_per_identity"]
+                rows.append(row)
+                _print_row(row)
+    for name, result in sorted(bare.items()):
+        each = ", ".join(f"{key} {value:.0f}" for key, value in result["gflops_of_each"].items())
+        print(f"bare products in {name} with 100000 classes: {result['gflops']:.0f} GFLOP/s together ({each})")
+    draws = _time_draws(1_000_000 if options.quick else 10_000_000)
+    print(
+        f"drawing 10 % of {draws['classes']} classes: {draws['ours_us']:.0f} us, by random number, top-k and sort "
+        f"{draws['plain_us']:.0f} us"
+    )
+    if options.json:
+        options.json.write_text(
+            json.dumps({"machine": machine(device), "bare": bare, "draws": draws, "rows": rows}, indent=1) + "\n"
+        )
+    if options.plot:
+        from .plot_head import plot
+
+        plot(rows, bare, options.plot)
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    name = f"ours {row['state']} {row['matmul']}" if row["head"] == "ours" else f"plain, {row['head']}"
+    ratios = "".join(
+        f"{row[key]:>{width}.2f}" if key in row else " " * width
+        for key, width in (("time_ratio", 8), ("memory_ratio", 9), ("share_of_bare_products", 9))
+    )
+    numbers = f"{row['step_ms']:>9.1f} {row['bytes_per_identity']:>8.0f}"
+    print(f"{row['classes']:>9} {row['sample_rate']:>5}  {name:<22} {numbers}{ratios}", flush=True)
+
+
+def _run(case: dict[str, Any]) -> dict[str, Any]:
+    """Run one case in fresh processes, one per rank; return rank 0's figures."""
+    ranks = 1 if case["head"] == "bare" else case["world_size"]
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        payload = json.dumps(case | {"result": str(result), "rendezvous": f"{folder}/rendezvous", "ranks": ranks})
+        command = [sys.executable, "-m", "scripts.benchmark.head", "--worker", payload]
+        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        places = [{"BENCHMARK_RANK": str(rank)} for rank in range(ranks)]
+        processes = [subprocess.Popen(command, env=environment | place) for place in places]
+        if any([process.wait() for process in processes]) or not result.is_file():
+            raise ValueError(f"benchmark: a process failed at {case}")
+        return dict(json.loads(result.read_text()))
+
+
+def work(case: dict[str, Any]) -> None:
+    """Measure one case in this process, and write the figures if it is rank 0."""
+    rank, ranks = int(os.environ["BENCHMARK_RANK"]), case["ranks"]
+    world = distributed.start_local(rank, ranks, case["device"], case["rendezvous"])
+    torch.manual_seed(rank)
+    device = world.device
+    if case["head"] == "bare":
+        figures = _bare_products(case, device)
+    else:
+        embeddings = torch.randn(case["batch"] // ranks, _DIM, device=device)
+        labels = torch.randint(case["classes"], (len(embeddings),), device=device)
+        torch.mm(embeddings, embeddings.t())  # the library's own memory is nobody's growth
+        before = peak_bytes(device)
+        step = (
+            _plain_step(case, rank, embeddings, labels) if case["head"] != "ours" else _our_step(case, rank, embeddings, labels)
+        )
+        for number in range(2):
+            step(number)
+        times = []
+        for number in range(case["steps"]):
+            _synchronise(device)
+            started = time.perf_counter()
+            step(2 + number)
+            _synchronise(device)
+            times.append(1e3 * (time.perf_counter() - started))
+        local = case["classes"] / ranks
+        figures = {
+            "step_ms": statistics.median(times),
+            "step_ms_range": [min(times), max(times)],
+            "bytes_per_identity": (peak_bytes(device) - before) / local,
+        }
+    if rank == 0:
+        Path(case["result"]).write_text(json.dumps(figures))
+    distributed.stop()
+
+
+def _plain_step(case: dict[str, Any], rank: int, embeddings: torch.Tensor, labels: torch.Tensor) -> Callable[[int], Any]:
+    local, start = case["classes"] // case["ranks"], rank * (case["classes"] // case["ranks"])
+    head = PlainHead(case["head"], local, _DIM, start, case["ranks"], case["sample_rate"], embeddings.device)
+    labels = labels % (local * case["ranks"])
+    return lambda number: head.step(embeddings, labels)
+
+
+def _our_step(case: dict[str, Any], rank: int, embeddings: torch.Tensor, labels: torch.Tensor) -> Callable[[int], Any]:
+    head = PartialFC(
+        build_margin("arcface", 64.0, 0.5, 1.0, 0.0, 0.0),
+        case["classes"],
+        _DIM,
+        rank,
+        case["ranks"],
+        sample_rate=case["sample_rate"],
+        state=case["state"],
+        matmul_dtype=_DTYPES[case["matmul"]],
+        chunk=case["chunk"],
+        cache_mb=case["cache_mb"],
+        kernels=case["kernels"],
+        device=embeddings.device,
+    )
+
+    def step(number: int) -> None:
+        own = embeddings.clone().requires_grad_()
+        head.begin_step(labels[None].cpu(), number)
+        head(own).backward()
+        head.step(0.01)
+
+    return step
+
+
+def _bare_products(case: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the rates of the step's three products with nothing around them, into given buffers, and of a copy."""
+    dtype, batch, classes = _DTYPES[case["matmul"]], case["batch"], case["classes"]
+    x, w = torch.randn(batch, _DIM, device=device).to(dtype), torch.randn(classes, _DIM, device=device).to(dtype)
+    e = torch.empty(classes, batch, device=device, dtype=dtype)
+    u, dw = torch.empty_like(x), torch.empty_like(w)
+    works = {
+        "logits": lambda: torch.mm(w, x.t(), out=e),
+        "embedding gradient": lambda: torch.mm(e.t(), w, out=u),
+        "centre gradient": lambda: torch.mm(e, x, out=dw),
+        "copy": lambda: dw.copy_(w),
+    }
+    seconds = {}
+    for name, work in works.items():
+        times = []
+        for _ in range(9):
+            _synchronise(device)
+            started = time.perf_counter()
+            work()
+            _synchronise(device)
+            times.append(time.perf_counter() - started)
+        seconds[name] = statistics.median(times[2:])
+    copy = 2 * w.nbytes / seconds.pop("copy") / 1e9
+    product = 2 * batch * classes * _DIM / 1e9
+    rates = {name: product / value for name, value in seconds.items()}
+    return {"gflops": 3 * product / sum(seconds.values()), "gflops_of_each": rates, "copy_gbs": copy}
+
+
+def _time_draws(num_classes: int) -> dict[str, float]:
+    """Return microseconds of one step's sampling, ours and the plain head's, on the CPU."""
+    positives = np.unique(np.random.default_rng(0).integers(num_classes, size=512))
+
+    def plain() -> None:
+        priority = torch.rand(num_classes)
+        priority[torch.from_numpy(positives)] = 2.0
+        torch.topk(priority, k=num_classes // 10)[1].sort()
+
+    figures: dict[str, float] = {"classes": num_classes}
+    for name, work, repeats in (("ours_us", lambda: draw_active(positives, num_classes, 0.1, 1), 50), ("plain_us", plain, 3)):
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            work()
+            times.append(1e6 * (time.perf_counter() - started))
+        figures[name] = statistics.median(times)
+    return figures
+
+
+def peak_bytes(device: torch.device) -> float:
+    """Return the peak memory of this process so far, in bytes."""
+    status = Path("/proc/self/status")
+    if device.type == "cpu" and status.is_file():  # getrusage would count what the parent had when it started this process
+        return 1024.0 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return peak_memory_gib(device) * 2**30
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _memory_bytes(device: str, ranks: int) -> float:
+    """Return what may be used for one case: all of the GPUs, or most of what the machine has free."""
+    if device == "cuda":
+        return float(torch.cuda.mem_get_info()[0]) * min(ranks, torch.cuda.device_count())
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return 0.8 * 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+
+
+def machine(device: str) -> str:
+    """Return a line that names processor, threads and versions."""
+    if device == "cuda":
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    model = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
+    return f"{model}, {torch.get_num_threads()} threads, torch {torch.__version__}, {platform.system()}"
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,142 @@
+"""Compare formats and samplings of the head on a task of known difficulty.
+
+python -m scripts.benchmark.numerics [--json FILE]
+
+Embeddings are noisy draws around fixed unit vectors, one per class, in families of four that are hard to tell apart; only
+class centres train, with ArcFace and SGD. What counts is the margin softmax loss over all classes on embeddings that were not
+trained on, and the mean cosine to the nearest wrong centre. There is no backbone: this ranks numerical formats and sampling
+schemes by how well they optimise, it says nothing about the accuracy of face recognition.
+
+Example: python -m scripts.benchmark.numerics --quick
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.numerics")
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from losses import build_margin
+from partial_fc import PartialFC, RowSGD
+from utils.cli import make_parser
+from utils.program import guarded
+
+_BATCH, _DIM, _LR = 512, 256, 0.02
+_NEAREST = "bf16, round to nearest"
+
+# name -> arguments of PartialFC; the nearest-rounding variant is made here, since the head has no such format
+CASES: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "lean": {"state": "lean"},
+    "tiny": {"state": "tiny"},
+    _NEAREST: {},
+    "uniform, rate 0.2": {"sample_rate": 0.2},
+    "neighbours, rate 0.2": {"sample_rate": 0.2, "sampling": "neighbours", "num_neighbours": 4, "neighbours_every": 30},
+    "neighbours, rate 0.2, rarely rebuilt": {
+        "sample_rate": 0.2,
+        "sampling": "neighbours",
+        "num_neighbours": 4,
+        "neighbours_every": 150,
+    },
+    "uniform, rate 0.2, decay": {"sample_rate": 0.2, "inactive_rows": "decay"},
+}
+
+
+class Task(NamedTuple):
+    """Where embeddings come from."""
+
+    means: Tensor  # (C, D), unit
+
+    def draw(self, generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
+        """Return (rows, D) unit embeddings and their classes."""
+        labels = torch.randint(len(self.means), (rows,), generator=generator)
+        noise = torch.randn(rows, _DIM, generator=generator)
+        return F.normalize(self.means[labels] + 0.05 * noise), labels
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and compare; return the exit status."""
+    parser = make_parser("python -m scripts.benchmark.numerics", __doc__)
+    parser.add_argument("--classes", type=int, default=12288, help="identities")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each case; the table gives means")
+    parser.add_argument("--quick", action="store_true", help="4096 classes, 40 steps, one seed: under a minute on two cores")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.classes, options.steps, options.seeds = 4096, 40, 1
+    return guarded(lambda: compare(options))
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Train every case and print the table."""
+    task = make_task(options.classes)
+    held_out = task.draw(torch.Generator().manual_seed(77), 2048)
+    rows: list[dict[str, Any]] = []
+    print(f"{options.classes} classes, {options.steps} steps of {_BATCH}, D = {_DIM}, mean of {options.seeds} seed(s)")
+    print(f"{'case':<38} {'loss':>8} {'vs exact':>9} {'positive cos':>13} {'hardest negative':>17}")
+    for name, arguments in CASES.items():
+        runs = [train(task, arguments, name == _NEAREST, seed, options.steps, held_out) for seed in range(options.seeds)]
+        row: dict[str, Any] = {key: statistics.mean(run[key] for run in runs) for key in runs[0]}
+        row["case"] = name
+        row["relative_to_exact"] = row["loss"] / (rows[0]["loss"] if rows else row["loss"]) - 1.0
+        rows.append(row)
+        print(
+            f"{name:<38} {row['loss']:>8.4f} {100 * row['relative_to_exact']:>8.2f}% {row['positive_cosine']:>13.4f} "
+            f"{row['hardest_negative']:>17.4f}",
+            flush=True,
+        )
+    if options.json:
+        options.json.write_text(json.dumps({"classes": options.classes, "steps": options.steps, "rows": rows}, indent=1) + "\n")
+
+
+def make_task(num_classes: int) -> Task:
+    """Return class means in families of four whose members have a cosine of about 0.36."""
+    generator = torch.Generator().manual_seed(1)
+    own = F.normalize(torch.randn(num_classes, _DIM, generator=generator))
+    family = own[torch.arange(num_classes) // 4 * 4]
+    means = F.normalize(0.6 * family + 0.8 * own)
+    return Task(means[torch.randperm(num_classes, generator=generator)])
+
+
+def train(
+    task: Task, arguments: dict[str, Any], nearest: bool, seed: int, steps: int, held_out: tuple[Tensor, Tensor]
+) -> dict[str, float]:
+    """Train the centres; return the figures on held-out embeddings."""
+    margin = build_margin("arcface", 64.0, 0.5, 1.0, 0.0, 0.0)
+    head = PartialFC(margin, len(task.means), _DIM, seed=seed, optimizer=RowSGD(0.9, 5e-4), **arguments)
+    generator = torch.Generator().manual_seed(3 + seed)
+    for step in tqdm(range(steps), leave=False, ncols=80):
+        embeddings, labels = task.draw(generator, _BATCH)
+        head.begin_step(labels[None], step)
+        head(embeddings)
+        head.step(_LR * (1.0 - step / steps))
+        if nearest:
+            head.centres.copy_(head.centres.bfloat16())
+            head.state.refresh_norms()
+    return score(head, *held_out)
+
+
+def score(head: PartialFC, embeddings: Tensor, labels: Tensor) -> dict[str, float]:
+    """Return the margin softmax loss over all classes, the mean cosine to the own centre and to the nearest wrong one."""
+    centres = F.normalize(head.shard_state()["centres"].float())[torch.from_numpy(head.shard_classes()).argsort()]
+    cosine = embeddings @ centres.t()
+    own = cosine.gather(1, labels[:, None])
+    wrong = cosine.scatter(1, labels[:, None], -1.0).amax(dim=1)
+    target = head.margin.target(own.squeeze(1), torch.ones(len(own)))
+    logits = (head.margin.scale * cosine).scatter(1, labels[:, None], target[:, None])
+    loss = F.cross_entropy(logits, labels)
+    return {"loss": float(loss), "positive_cosine": float(own.mean()), "hardest_negative": float(wrong.mean())}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,115 @@
+"""Align faces by five landmarks: python -m scripts.data.align FOLDER LANDMARKS OUT
+
+Every picture below FOLDER that LANDMARKS names is brought to the standard template (utils/alignment.py) and written below OUT
+under the same relative name, as JPEG, or losslessly with --png. Pictures that OUT holds already are passed over, so that an
+interrupted run goes on. Landmarks outside their picture are an error; faces that are largely padding are in OUT/padding.csv.
+
+LANDMARKS: a line for each face, name,x1,y1,x2,y2,x3,y3,x4,y4,x5,y5 in pixels: left eye, right eye, nose, left
+and right corner of the mouth, as they stand in the picture. name is the picture's path below FOLDER. A header may name the
+columns in another order.
+
+Example: python -m scripts.data.align people landmarks.csv aligned
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.align")
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from data.datasets import SUFFIXES, no_image_below, passed_over
+from utils.alignment import align, check_points
+from utils.cli import make_parser
+from utils.files import find_files, read_bytes
+from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb, image_size
+from utils.parallel import ordered
+from utils.program import guarded
+from utils.text import one_line
+
+from .pictures import add_threads, points_of, progress, read_landmarks, report_padding, to_jpeg, whole
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and align; return the exit status."""
+    parser = make_parser("python -m scripts.data.align", __doc__)
+    parser.add_argument("folder", type=Path, help="with pictures, in sub-folders or not")
+    parser.add_argument("landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5 in pixels of the picture; header or none")
+    parser.add_argument("out", type=Path, help="folder for the aligned faces")
+    parser.add_argument(
+        "--size", type=whole(8, 4096), default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})"
+    )
+    parser.add_argument("--plain-warp", action="store_true", help="as insightface does, without smoothing where faces shrink")
+    parser.add_argument("--png", action="store_true", help="write PNG instead of JPEG")
+    parser.add_argument("--quality", type=whole(1, 100), default=95, help="of the JPEG (default 95)")
+    add_threads(parser)
+    options = parser.parse_args(arguments)
+    return guarded(lambda: align_all(options))
+
+
+def align_all(options: argparse.Namespace) -> None:
+    """Align every picture; a picture without landmarks, or one that cannot be aligned, is an error that names it."""
+    if not options.folder.is_dir():
+        raise ValueError(f"{options.folder}: no such folder of pictures")
+    known = read_landmarks(options.landmarks)
+    found = find_files(options.folder, SUFFIXES, top=True)
+    for line in passed_over(options.folder, found.passed):
+        print(f"warning: {one_line(line)}", file=sys.stderr)
+    names = found.files
+    if not names:
+        raise ValueError(no_image_below(options.folder))
+    # a missing line, or two pictures for one face, is said before any work is done
+    targets = _targets(options, names)
+    jobs = list(zip(names, points_of(known, names), targets, strict=True))
+
+    def work(job: tuple[str, np.ndarray, Path]) -> tuple[bool, float]:
+        """Align a picture unless its face is there; return whether it was not, and the share of the face that is padding."""
+        name, points, target = job
+        try:
+            data = read_bytes(options.folder / name)
+            if target.exists():
+                size = image_size(data)
+                return False, check_points(points, *size) if size else 0.0
+            pixels = decode_rgb(data, MAX_PHOTO_PIXELS)
+            padding = check_points(points, *pixels.shape[:2])
+            face = align(pixels, points, options.size, not options.plain_warp)
+        except OSError as error:
+            raise ValueError(f"{options.folder / name}: cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise ValueError(f"{options.folder / name}: {error}") from None
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if options.png:
+            data = cv2.imencode(".png", cv2.cvtColor(face, cv2.COLOR_RGB2BGR))[1].tobytes()
+        else:
+            data = to_jpeg(face, options.quality)
+        unfinished = target.with_name(f".{target.name}.unfinished")
+        unfinished.write_bytes(data)
+        unfinished.replace(target)
+        return True, padding
+
+    done = list(progress(ordered(work, jobs, options.threads), len(jobs), "aligning", "picture"))
+    written = sum(new for new, _ in done)
+    report_padding(options.out, {name: padding for name, (_, padding) in zip(names, done, strict=True)})
+    print(
+        f"{options.out}: {written} faces aligned to {options.size} x {options.size}, {len(jobs) - written} were there already"
+    )
+
+
+def _targets(options: argparse.Namespace, names: Sequence[str]) -> list[Path]:
+    """Return the file of each picture's face; two pictures that differ in their ending alone would have the same one."""
+    targets = [(options.out / name).with_suffix(".png" if options.png else ".jpg") for name in names]
+    first: dict[Path, str] = {}
+    for name, target in zip(names, targets, strict=True):
+        if first.setdefault(target, name) != name:
+            raise ValueError(
+                f"{options.folder / name}: its face and that of {first[target]} would both be {target}; rename one of them"
+            )
+    return targets
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,55 @@
+"""Write verification sets without pickles: python -m scripts.data.convert_bin lfw.bin cfp_fp.bin --out DIR
+
+NAME.safetensors holds the same images, byte for byte, each distinct one once, and the same pairs in the same order;
+eval.targets takes it by the same NAME. --to bin goes the other way, for tools that know nothing else.
+
+A .bin file is a pickle of (encoded images, same or not for each pair), as insightface ships; it is read without
+executing anything. A .csv file has lines 'path1,path2,same', with paths relative to it and same 0 or 1.
+
+Example: python -m scripts.data.convert_bin lfw.bin cfp_fp.bin --out sets
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.convert_bin")
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from eval.pair_files import read_pairs, write_safetensors
+from eval.pairs import write_bin
+from utils.cli import make_parser
+from utils.program import guarded
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and convert; return the exit status."""
+    parser = make_parser("python -m scripts.data.convert_bin", __doc__)
+    parser.add_argument("sets", type=Path, nargs="+", help=".bin, .safetensors or .csv files")
+    parser.add_argument("--out", type=Path, help="folder for the new files (default: beside the old ones)")
+    parser.add_argument("--to", choices=("safetensors", "bin"), default="safetensors", help="default safetensors")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: convert(options))
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Convert all sets."""
+    for path in options.sets:
+        target = (options.out or path.parent) / f"{path.stem}.{options.to}"
+        if target.exists() and not options.overwrite:
+            raise ValueError(f"{target} exists; add --overwrite to replace it, or choose another --out")
+        pairs = read_pairs(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if options.to == "bin":
+            order = np.stack([pairs.first, pairs.second], axis=1).ravel().tolist()
+            write_bin(target, [pairs.images[index] for index in order], pairs.same.tolist())
+        else:
+            write_safetensors(target, pairs)
+        print(f"{target}: {len(pairs.same)} pairs, {len(pairs.images)} distinct images, {target.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

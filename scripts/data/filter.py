@@ -1,0 +1,131 @@
+"""Copy a part of a set: python -m scripts.data.filter SET OUT --min-images 3 --drop report/drop.csv
+
+The identities that remain are numbered anew, 0 to C - 1, in their old order; OUT/classes.csv has the old numbers. Image
+bytes stay as they are. SET may be anything that can be trained on; OUT is a RecordIO set.
+
+SET: a folder with train.rec and train.idx, with *.tar shards, or with a sub-folder of pictures for each person; or a text file
+of lines 'path label'.
+--drop: a text file whose lines begin with the index of an image to drop, as drop.csv of scripts.data.inspect.
+
+Example: python -m scripts.data.filter set cleaned --min-images 3 --drop report/drop.csv
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.filter")
+
+import argparse
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.base import FaceDataset
+from data.record_set import RecordSetWriter
+from utils.cli import make_parser
+from utils.files import read_text
+from utils.program import guarded
+
+from .pictures import open_set_of, progress, whole
+from .rec_to_folder import parse_classes
+
+_AHEAD = 4096  # images that the storage is told of at once
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and copy; return the exit status."""
+    parser = make_parser("python -m scripts.data.filter", __doc__)
+    parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
+    parser.add_argument("out", type=Path, help="folder of the new set")
+    parser.add_argument(
+        "--drop", type=Path, help="CSV or text file: the first column of a line is the index of an image to drop"
+    )
+    parser.add_argument("--classes", default="", help="identities to keep, A:B for A to B - 1, or a list A,B,C (default: all)")
+    parser.add_argument("--drop-classes", default="", help="identities to drop, written likewise")
+    parser.add_argument("--min-images", type=whole(1), default=1, help="drop identities that then have fewer images")
+    parser.add_argument("--max-images", type=whole(0), default=0, help="keep so many images of an identity, at random; 0 = all")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of --max-images")
+    parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: select(options))
+
+
+def select(options: argparse.Namespace) -> None:
+    """Choose the images and copy them."""
+    dataset = open_set_of(options.set)
+    labels = np.asarray(dataset.labels())
+    keep = np.ones(dataset.num_stored, dtype=bool)
+    if options.drop:
+        keep[read_indices(options.drop, dataset.num_stored)] = False
+    classes = np.ones(dataset.num_classes, dtype=bool)
+    if options.classes:
+        classes[:] = False
+        classes[parse_classes(options.classes, dataset.num_classes)] = True
+    if options.drop_classes:
+        classes[parse_classes(options.drop_classes, dataset.num_classes)] = False
+    keep &= classes[labels]
+    if options.max_images:
+        keep &= _at_most(labels, keep, options.max_images, options.seed)
+    counts = np.bincount(labels[keep], minlength=dataset.num_classes)
+    keep &= counts[labels] >= max(1, options.min_images)
+    if not keep.any():
+        raise ValueError(f"{options.set}: no image is left; relax --min-images, --classes or --drop")
+    copy_set(dataset, np.flatnonzero(keep), options.out, options.overwrite, options.set)
+    print(f"of {dataset.num_stored} images of {dataset.num_classes} identities; old numbers: {options.out / 'classes.csv'}")
+
+
+def read_indices(path: Path, count: int) -> np.ndarray:
+    """Return the indices in the first column of a CSV or text file; a first line without a number is its header."""
+    try:
+        lines = read_text(path).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'no UTF-8 text'}") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        word = line.replace(",", " ").split()[:1]
+        if not word or (number == 1 and not word[0].isdigit()):
+            continue
+        if not word[0].isdigit() or int(word[0]) >= count:
+            raise ValueError(f"{path}: line {number} must begin with the index of an image, 0 to {count - 1}, got '{word[0]}'")
+        found.append(int(word[0]))
+    return np.array(found, dtype=np.int64)
+
+
+def _at_most(labels: np.ndarray, keep: np.ndarray, most: int, seed: int) -> np.ndarray:
+    """Return (n,) bool with at most `most` of the kept images of each identity, drawn at random."""
+    chosen = np.zeros(len(labels), dtype=bool)
+    places = np.flatnonzero(keep)
+    places = places[np.random.default_rng(seed).permutation(len(places))]
+    places = places[np.argsort(labels[places], kind="stable")]
+    ranks = np.arange(len(places)) - np.searchsorted(labels[places], labels[places], side="left")
+    chosen[places[ranks < most]] = True
+    return chosen
+
+
+def copy_set(dataset: FaceDataset, indices: np.ndarray, out: Path, overwrite: bool, source: Path | None = None) -> np.ndarray:
+    """Write the images `indices` (n,) as a RecordIO set in header form; return the old number of each new identity."""
+    if source is not None and out.resolve() == source.resolve():
+        raise ValueError(f"{out}: the new set must not be written over the old one; choose another folder")
+    labels = np.asarray(dataset.labels())[indices]
+    order = indices[np.argsort(labels, kind="stable")]
+    old = np.unique(labels)
+    new = np.full(dataset.num_classes, -1, dtype=np.int64)
+    new[old] = np.arange(len(old))
+    with RecordSetWriter(out, overwrite=overwrite) as writer, progress([], len(order), f"writing {out.name}", "image") as bar:
+        for begin in range(0, len(order), _AHEAD):
+            some = order[begin : begin + _AHEAD]
+            dataset.read_ahead(np.sort(some))
+            for index in some.tolist():
+                image, label = dataset.sample(index)
+                writer.add(int(new[label]), bytes(image))
+            bar.update(len(some))
+    with open(out / "classes.csv", "w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(("identity", "old_identity"))
+        table.writerows(enumerate(old.tolist()))
+    print(f"{out}: {len(order)} images of {len(old)} identities")
+    return old
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,134 @@
+"""Make a RecordIO set from pictures: python -m scripts.data.folder_to_rec FOLDER OUT
+
+FOLDER holds a sub-folder per identity. Aligned 112 x 112 JPEG and PNG files go in byte for byte; others are aligned by the five
+landmarks of --landmarks, or resized with --resize. OUT then holds train.rec, train.idx, property and train.lst.
+
+--landmarks: a line for each face, name,x1,y1,x2,y2,x3,y3,x4,y4,x5,y5 in pixels: left eye, right eye, nose, left
+and right corner of the mouth, as they stand in the picture. name is the picture's path below FOLDER. A header may name the
+columns in another order.
+FOLDER may also be a .lst file, a line for each picture: aligned, path, label (insightface) or index, label, path (im2rec), with
+tabs between; paths are relative to it.
+
+Examples:
+  python -m scripts.data.folder_to_rec aligned set
+  python -m scripts.data.folder_to_rec photographs set --landmarks landmarks.csv --min-images 2
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.folder_to_rec")
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.record_set import RecordSetWriter
+from utils.cli import make_parser
+from utils.image import IMAGE_SIZE
+from utils.parallel import ordered
+from utils.program import guarded
+
+from .pictures import (
+    BadPicture,
+    Picture,
+    Rules,
+    add_threads,
+    encode,
+    list_identities,
+    points_of,
+    progress,
+    read_landmarks,
+    report_padding,
+    whole,
+)
+from .pictures import read_list as read_lst
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and write the set; return the exit status."""
+    parser = make_parser("python -m scripts.data.folder_to_rec", __doc__)
+    parser.add_argument("folder", type=Path, help="with a sub-folder per identity; or a .lst file of insightface or im2rec")
+    parser.add_argument("out", type=Path, help="folder of the set")
+    parser.add_argument("--landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5; aligns every picture")
+    parser.add_argument(
+        "--plain-warp", action="store_true", help="with --landmarks: align as insightface does, without smoothing"
+    )
+    parser.add_argument("--resize", action="store_true", help="squeeze pictures of another size to the size, unaligned")
+    parser.add_argument("--min-images", type=whole(1), default=1, help="leave identities with fewer pictures out")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out what cannot be used, and list it in OUT/skipped.txt")
+    parser.add_argument("--shuffled", action="store_true", help="random order, without header record, for sequential readers")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of --shuffled")
+    parser.add_argument(
+        "--size", type=whole(8, 4096), default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})"
+    )
+    parser.add_argument("--quality", type=whole(1, 100), default=95, help="of a JPEG that has to be made (default 95)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
+    add_threads(parser)
+    options = parser.parse_args(arguments)
+    return guarded(lambda: convert(options))
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Write the set; what cannot be used is an error, or listed."""
+    if options.folder.is_file():
+        pictures, left_out = sorted(read_lst(options.folder), key=lambda picture: picture.label), 0
+        if not pictures:
+            raise ValueError(f"{options.folder}: the list names no picture")
+    else:
+        pictures, _, left_out = list_identities(options.folder, options.min_images)
+    if options.landmarks:
+        known = read_landmarks(options.landmarks)
+        found = points_of(known, [picture.name for picture in pictures])
+        pictures = [picture._replace(points=points) for picture, points in zip(pictures, found, strict=True)]
+    if options.shuffled:
+        pictures = [pictures[i] for i in np.random.default_rng(options.seed).permutation(len(pictures))]
+    rules = Rules(options.size, options.quality, options.resize, not options.plain_warp)
+    skipped: list[BadPicture] = []
+    padding: dict[str, float] = {}
+    with RecordSetWriter(options.out, not options.shuffled, options.size, options.overwrite) as writer:
+        results = ordered(lambda picture: (picture, encode(picture, rules)), pictures, options.threads)
+        labels = _Labels(options.shuffled)
+        for picture, image in progress(results, len(pictures), "writing", "picture"):
+            if isinstance(image, BadPicture):
+                if not options.skip_bad:
+                    raise ValueError(f"{picture.path}: {image.reason}. {_advice(picture, image)}")
+                skipped.append(image)
+            else:
+                writer.add(labels.of(picture), image.data, picture.name)
+                if picture.points is not None:
+                    padding[picture.name] = image.padding
+    if skipped:
+        text = "".join(f"{bad.name}\t{bad.reason}\n" for bad in skipped)
+        (options.out / "skipped.txt").write_text(text, encoding="utf-8")
+        print(f"{len(skipped)} pictures were left out: {options.out / 'skipped.txt'}")
+    report_padding(options.out, padding)
+    if left_out:
+        print(f"{left_out} identities have fewer than {options.min_images} pictures and were left out")
+    print(f"{options.out}: {writer.num_images} images of {writer.num_classes} identities")
+    print(f"next: python -m scripts.data.inspect {options.out} --out report")
+
+
+class _Labels:
+    """Numbers the identities in the order in which they come, so that one without a usable picture leaves no gap."""
+
+    def __init__(self, any_order: bool) -> None:
+        self.any_order = any_order
+        self.numbers: dict[int, int] = {}
+
+    def of(self, picture: Picture) -> int:
+        return picture.label if self.any_order else self.numbers.setdefault(picture.label, len(self.numbers))
+
+
+def _advice(picture: Picture, bad: BadPicture) -> str:
+    if picture.points is not None and "landmarks" in bad.reason:
+        return "Correct the landmarks, or leave all such pictures out with --skip-bad"
+    if "pixels, not" in bad.reason:
+        return (
+            "Give --landmarks to align the faces, or --resize if they are aligned already; --skip-bad leaves such pictures out"
+        )
+    return "Remove the picture, or leave all such out with --skip-bad"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

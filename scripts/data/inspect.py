@@ -1,0 +1,224 @@
+"""Look into a set: python -m scripts.data.inspect SET --out DIR --bins lfw.bin cfp_fp.bin
+
+Reads every image once and says what is wrong and what there is: pictures that a test set has, copies (the same file, or the
+same picture compressed or resized again), images of one colour, images that do not decode, counts, sizes. DIR then holds
+
+report.html          one page with pictures             report.json    the same numbers
+bad.csv              images that do not decode, or are of one colour
+duplicates.csv       copies                 overlap.csv     pictures of the test sets
+drop.csv             what scripts.data.filter --drop takes: bad images, copies, pictures of the test sets
+
+SET: a folder with train.rec and train.idx, with *.tar shards, or with a sub-folder of pictures for each person; or a text file
+of lines 'path label'.
+--bins: .bin, .safetensors or .csv files of pairs.
+
+Example: python -m scripts.data.inspect set --out report --bins lfw.bin cfp_fp.bin
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.inspect")
+
+import argparse
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.base import FaceDataset
+from eval.pairs import PairSet, read_bin
+from utils.cli import make_parser
+from utils.files import shown
+from utils.image import IMAGE_SIZE, decode_rgb
+from utils.parallel import ordered
+from utils.program import guarded
+
+from .inspect_page import Copy, Findings, write_page
+from .pictures import add_threads, open_set_of, progress, whole
+from .scan import MIN_CORRELATION, Scan, candidates, correlation, dhash, equal_groups, scan
+from .set_names import SetNames
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and inspect; return the exit status."""
+    parser = make_parser("python -m scripts.data.inspect", __doc__)
+    parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
+    parser.add_argument("--out", type=Path, help="folder of the report (default: report_NAME here)")
+    parser.add_argument("--bins", type=Path, nargs="*", default=[], help="test sets that must not share pictures with the set")
+    parser.add_argument("--images", type=whole(0), default=0, help="look at so many, drawn at random; 0 = all")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of what is drawn at random")
+    parser.add_argument(
+        "--confirm", type=whole(0), default=20000, help="candidates for near copies that are compared by pixels"
+    )
+    add_threads(parser)
+    options = parser.parse_args(arguments)
+    return guarded(lambda: inspect(options))
+
+
+def inspect(options: argparse.Namespace) -> None:
+    """Read the set, find what is wrong, and write the report."""
+    out = options.out or Path(f"report_{options.set.resolve().name}")
+    dataset = open_set_of(options.set)
+    out.mkdir(parents=True, exist_ok=True)  # before hours of reading
+    tests = [read_bin(path) for path in options.bins]
+    print(dataset.describe())
+    rng = np.random.default_rng(options.seed)
+    count = dataset.num_images
+    some = 0 < options.images < count
+    indices = np.sort(rng.choice(count, options.images, replace=False)) if some else np.arange(count)
+    scanned = scan(dataset, indices, options.threads)
+    copies, unconfirmed = find_copies(dataset, scanned, options)
+    overlaps = {test.name: find_overlap(dataset, scanned, test, options) for test in tests}
+    labels, names = dataset.labels(), SetNames(dataset)
+    report = summarise(dataset, scanned, labels, copies, overlaps, unconfirmed)
+    _write_tables(out, names, scanned, labels, copies, overlaps)
+    found = Findings(dataset, names, scanned, labels, report, copies, overlaps, {test.name: test for test in tests})
+    write_page(out / "report.html", f"Set {options.set}", found, rng)
+    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    for what, how_many, _ in found.faults():
+        print(f"  BAD  {what}: {how_many}")
+    for name, value in report.items():
+        if not isinstance(value, dict):
+            print(f"  {name.replace('_', ' '):<44}{f'{value:,}' if isinstance(value, int) else value}")
+    print(f"report: {shown(out / 'report.html')}")
+
+
+def find_copies(dataset: FaceDataset, scanned: Scan, options: argparse.Namespace) -> tuple[list[Copy], int]:
+    """Return the copies within the set, and how many candidates for near copies were too many to compare."""
+    copies = [Copy(int(group[0]), int(other), "equal", 1.0) for group in equal_groups(scanned) for other in group[1:]]
+    distinct = np.setdiff1d(np.flatnonzero(scanned.faces), np.searchsorted(scanned.indices, [copy.second for copy in copies]))
+    pairs = distinct[candidates(scanned.dhash[distinct])]
+
+    def compare(pair: np.ndarray) -> Copy:
+        first, second = scanned.indices[pair].tolist()
+        return Copy(first, second, "near", correlation(*(decode_rgb(dataset.sample(index)[0]) for index in (first, second))))
+
+    checked = pairs[: options.confirm]
+    compared = progress(ordered(compare, checked, options.threads), len(checked), "comparing", "pair")
+    return copies + [copy for copy in compared if copy.likeness >= MIN_CORRELATION], len(pairs) - len(checked)
+
+
+def find_overlap(dataset: FaceDataset, scanned: Scan, test: PairSet, options: argparse.Namespace) -> list[Copy]:
+    """Return the pictures of the set that a test set has, too."""
+    size = range(len(test.images))
+
+    def read(index: int) -> int:
+        return dhash(decode_rgb(test.images[index]))
+
+    hashes = progress(ordered(read, size, options.threads), len(size), f"reading {test.name}", "image")
+    good = np.flatnonzero(scanned.faces)
+    pairs = candidates(scanned.dhash[good], np.array(list(hashes), dtype=np.uint64))
+
+    def compare(pair: np.ndarray) -> Copy:
+        index, other = int(scanned.indices[good[pair[0]]]), int(pair[1])
+        data = bytes(dataset.sample(index)[0])
+        likeness = correlation(decode_rgb(data), decode_rgb(test.images[other]))
+        return Copy(index, other, "equal" if data == test.images[other] else "near", likeness)
+
+    checked = pairs[: options.confirm]
+    compared = progress(ordered(compare, checked, options.threads), len(checked), f"comparing with {test.name}", "pair")
+    return [copy for copy in compared if copy.likeness >= MIN_CORRELATION]
+
+
+def summarise(
+    dataset: FaceDataset,
+    scanned: Scan,
+    labels: np.ndarray,
+    copies: list[Copy],
+    overlaps: dict[str, list[Copy]],
+    unconfirmed: int,
+) -> dict[str, Any]:
+    """Return the numbers of the report."""
+    counts = np.bincount(labels, minlength=dataset.num_classes)
+    filled = counts[counts > 0]
+    good = scanned.good
+    sizes = scanned.num_bytes[good]
+    odd = good & ((scanned.height != IMAGE_SIZE) | (scanned.width != IMAGE_SIZE))
+    across = [copy for copy in copies if labels[copy.first] != labels[copy.second]]
+    return {
+        "images": dataset.num_images,
+        "identities": dataset.num_classes,
+        "identities_without_images": int(np.count_nonzero(counts == 0)),
+        "identities_with_one_image": int(np.count_nonzero(counts == 1)),
+        "images_per_identity_mean": round(float(filled.mean()), 2),
+        "images_per_identity_median": float(np.median(filled)),
+        "images_per_identity_max": int(filled.max()),
+        "images_read": len(scanned.indices),
+        "images_bad": len(scanned.bad),
+        "images_of_one_colour": int(np.count_nonzero(scanned.plain)),
+        f"images_not_{IMAGE_SIZE}_x_{IMAGE_SIZE}": int(np.count_nonzero(odd)),
+        "mean_kilobytes": round(float(sizes.mean()) / 1000, 2) if len(sizes) else 0.0,
+        "copies_of_a_file": sum(copy.kind == "equal" for copy in copies),
+        "copies_of_a_picture": sum(copy.kind == "near" for copy in copies),
+        "copies_across_identities": len(across),
+        "candidates_not_compared": unconfirmed,
+        "overlap": {
+            name: {
+                "pictures": len({copy.first for copy in found}),
+                "identities": len({int(labels[copy.first]) for copy in found}),
+            }
+            for name, found in overlaps.items()
+        },
+    }
+
+
+def _write_tables(
+    out: Path,
+    names: SetNames,
+    scanned: Scan,
+    labels: np.ndarray,
+    copies: list[Copy],
+    overlaps: dict[str, list[Copy]],
+) -> None:
+    bad = [*scanned.bad, *((i, "is of one colour, or nearly") for i in scanned.indices[scanned.plain].tolist())]
+    _write_csv(out / "bad.csv", ("index", "key", "reason"), ((i, names.file(i), why) for i, why in sorted(bad)))
+    _write_csv(
+        out / "duplicates.csv",
+        ("index", "other_index", "kind", "likeness", "identity", "other_identity", "key", "other_key"),
+        (
+            (a, b, kind, f"{r:.4f}", labels[a], labels[b], names.file(a), names.file(b))
+            for a, b, kind, r in sorted(copies, key=lambda copy: (labels[copy.first] == labels[copy.second], copy))
+        ),
+    )
+    _write_csv(
+        out / "overlap.csv",
+        ("index", "identity", "test_set", "test_image", "kind", "likeness", "key"),
+        (
+            (a, labels[a], name, b, kind, f"{r:.4f}", names.file(a))
+            for name, found in overlaps.items()
+            for a, b, kind, r in found
+        ),
+    )
+    _write_csv(out / "drop.csv", ("index", "why"), sorted(what_to_drop(scanned, labels, copies, overlaps).items()))
+
+
+def what_to_drop(scanned: Scan, labels: np.ndarray, copies: list[Copy], overlaps: dict[str, list[Copy]]) -> dict[int, str]:
+    """Return index -> reason: bad images, all copies but the first of an identity, both where identities differ, overlaps."""
+    drop: dict[int, str] = {}
+    for index, _ in scanned.bad:
+        drop[index] = "bad"
+    for index in scanned.indices[scanned.plain].tolist():
+        drop[index] = "one colour"
+    for copy in copies:
+        if labels[copy.first] == labels[copy.second]:
+            drop.setdefault(copy.second, f"copy of {copy.first}")
+        else:
+            drop.setdefault(copy.first, f"also identity {labels[copy.second]}")
+            drop.setdefault(copy.second, f"also identity {labels[copy.first]}")
+    for name, found in overlaps.items():
+        for copy in found:
+            drop.setdefault(copy.first, f"in {name}")
+    return drop
+
+
+def _write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(head)
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

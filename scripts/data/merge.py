@@ -1,0 +1,58 @@
+"""Write several sets as one: python -m scripts.data.merge SET SET ... --out OUT
+
+--labels says who is who, as data.labels does in training: offset (people of different sets are different, the default), same
+(equal numbers are one person), or a file of lines 'source label class'. To train on several sets without a copy: data.sources.
+
+The file of --labels names every label of every SET: source is 0 for the first SET, 1 for the next; class is the person's
+label in OUT, from 0 without a gap.
+
+Examples:
+  python -m scripts.data.merge first second --out both
+  python -m scripts.data.merge first second --out both --labels classes.txt
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.merge")
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.mixture import MixedDataset, Source, class_maps
+from utils.cli import make_parser
+from utils.program import guarded
+
+from .filter import copy_set
+from .pictures import open_set_of
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and merge; return the exit status."""
+    parser = make_parser("python -m scripts.data.merge", __doc__)
+    parser.add_argument(
+        "sets", type=Path, nargs="+", help="folders with train.rec, *.tar or a sub-folder per identity; list files"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the new set")
+    parser.add_argument("--labels", default="offset", help="offset, same, or a file of lines 'source label class'")
+    parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: merge(options))
+
+
+def merge(options: argparse.Namespace) -> None:
+    """Write all images under their merged identities."""
+    if any(options.out.resolve() == path.resolve() for path in options.sets):
+        raise ValueError(f"{options.out}: the new set must not be written over one of the old; choose another folder")
+    parts = [open_set_of(path) for path in options.sets]
+    try:
+        maps = class_maps([part.num_classes for part in parts], options.labels)
+    except ValueError as error:
+        raise ValueError(f"--labels: {error}") from None
+    mixed = MixedDataset([Source(part, 1, classes) for part, classes in zip(parts, maps, strict=True)], 0)
+    copy_set(mixed, np.arange(mixed.num_stored), options.out, options.overwrite)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,179 @@
+"""Make a verification set: python -m scripts.data.pairs_to_bin lfw|cfp|csv|sample ... OUT.bin
+
+lfw      a folder of NAME/NAME_0001.jpg and its pairs.txt
+cfp      the folder of Celebrities in Frontal-Profile, with Protocol/ and the aligned pictures: --kind FP or FF
+csv      lines "path1,path2,same" (commas, tabs or blanks; same is 0 or 1; a header is passed over)
+sample   balanced pairs drawn from a folder per identity, a RecordIO set or another set, ten folds without a common identity
+
+Pictures must be aligned; files go in byte for byte. The order of the pairs is the order of the folds.
+
+pairs.txt of LFW: 'folds pairs' in its first line, then lines 'name n m' and 'name n name m', with tabs between.
+
+Examples:
+  python -m scripts.data.pairs_to_bin lfw lfw_aligned pairs.txt lfw.bin
+  python -m scripts.data.pairs_to_bin csv pictures pairs.csv own.bin
+  python -m scripts.data.pairs_to_bin sample set own.bin --pairs 3000
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.pairs_to_bin")
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from eval.pair_files import read_csv, read_lines
+from eval.pairs import write_bin
+from eval.sample_pairs import FOLDS, sample_pairs
+from utils.cli import make_parser
+from utils.files import read_bytes
+from utils.image import IMAGE_SIZE, decode_rgb
+from utils.program import guarded
+
+from .pictures import open_set_of, progress, whole
+
+Pair = tuple[Path, Path, bool]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and write the set; return the exit status."""
+    parser = make_parser("python -m scripts.data.pairs_to_bin", __doc__)
+    kinds = parser.add_subparsers(dest="kind_of_list", required=True, metavar="lfw|cfp|csv|sample")
+    lfw = kinds.add_parser("lfw", help="pairs.txt of LFW")
+    lfw.add_argument("folder", type=Path, help="with NAME/NAME_0001.jpg")
+    lfw.add_argument("pairs", type=Path, help="pairs.txt")
+    cfp = kinds.add_parser("cfp", help="Celebrities in Frontal-Profile")
+    cfp.add_argument("folder", type=Path, help="with Protocol/ and the pictures that its lists name")
+    cfp.add_argument("--kind", choices=("FP", "FF"), default="FP", help="frontal against profile, or frontal alone")
+    csv = kinds.add_parser("csv", help="a list of pairs")
+    csv.add_argument("folder", type=Path, help="that the paths are relative to")
+    csv.add_argument("pairs", type=Path, help="lines 'path1,path2,same'")
+    sample = kinds.add_parser("sample", help="draw the pairs")
+    sample.add_argument("folder", type=Path, help="with a sub-folder per identity, or with train.rec")
+    sample.add_argument("--pairs", type=whole(1), default=6000, help="half of them genuine (default 6000)")
+    sample.add_argument("--seed", type=whole(0), default=0, help="another seed draws other pairs (default 0)")
+    for kind in (lfw, cfp, csv, sample):
+        kind.add_argument("out", type=Path, help="file NAME.bin; NAME is what eval.targets calls the set")
+        kind.add_argument("--any-size", action="store_true", help=f"allow pictures that are not {IMAGE_SIZE} x {IMAGE_SIZE}")
+        kind.add_argument("--overwrite", action="store_true", help="replace OUT")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: make(options))
+
+
+def make(options: argparse.Namespace) -> None:
+    """Read the pictures of the pairs, check each, and write the set."""
+    if options.out.suffix != ".bin":
+        raise ValueError(f"{options.out}: the name of a verification set ends in .bin")
+    if options.out.exists() and not options.overwrite:
+        raise ValueError(f"{options.out} exists; add --overwrite to replace it")
+    if options.kind_of_list == "sample":
+        images, names, same = _sample(options)
+    else:
+        readers: dict[str, Callable[[], list[Pair]]] = {
+            "lfw": lambda: read_lfw(options.folder, options.pairs),
+            "cfp": lambda: read_cfp(options.folder, options.kind),
+            "csv": lambda: read_csv(options.folder, options.pairs),
+        }
+        pairs = readers[options.kind_of_list]()
+        paths = [path for pair in pairs for path in pair[:2]]
+        missing = [path for path in dict.fromkeys(paths) if not path.is_file()]
+        if missing:
+            raise ValueError(f"{missing[0]}: no such file, as {len(missing)} of the {len(set(paths))} that the pairs name")
+        stored = {path: read_bytes(path) for path in progress(dict.fromkeys(paths), None, "reading", "picture")}
+        images, names, same = [stored[path] for path in paths], [str(path) for path in paths], [pair[2] for pair in pairs]
+    distinct = dict(zip(names, images, strict=True))
+    for name, image in progress(distinct.items(), len(distinct), "checking", "picture"):
+        _check(image, name, options.any_size)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_bin(options.out, images, same)
+    print(f"{options.out}: {len(same)} pairs, {sum(same)} of them genuine, {len(distinct)} distinct pictures")
+
+
+def _check(image: bytes, name: str, any_size: bool) -> None:
+    try:
+        height, width = decode_rgb(image).shape[:2]
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if (height, width) != (IMAGE_SIZE, IMAGE_SIZE) and not any_size:
+        raise ValueError(
+            f"{name}: is {width} x {height} pixels, not {IMAGE_SIZE} x {IMAGE_SIZE}; align the pictures first "
+            "(scripts.data.align), or add --any-size to have square ones resized when they are scored"
+        )
+
+
+def _sample(options: argparse.Namespace) -> tuple[list[bytes], list[str], list[bool]]:
+    dataset = open_set_of(options.folder)
+    first, second, same = sample_pairs(np.asarray(dataset.labels()), options.pairs, FOLDS, options.seed)
+    indices = np.stack([first, second], axis=1).reshape(-1).tolist()
+    some = progress(dict.fromkeys(indices), None, "reading", "picture")
+    stored = {index: bytes(dataset.sample(index)[0]) for index in some}
+    return [stored[index] for index in indices], [dataset.key(index) for index in indices], same.tolist()
+
+
+def read_lfw(folder: Path, path: Path) -> list[Pair]:
+    """Return the pairs of a pairs.txt: "name 1 4" is genuine, "name 1 other 2" is not; the first line counts them."""
+
+    def picture(name: str, number: str) -> Path:
+        found = [folder / name / f"{name}_{int(number):04d}{suffix}" for suffix in (".jpg", ".png", ".jpeg")]
+        return next((file for file in found if file.is_file()), found[0])
+
+    pairs: list[Pair] = []
+    lines = read_lines(path)
+    for number, line in enumerate(lines[1:], 2):
+        words = line.split()
+        if len(words) == 3 and words[1].isdigit() and words[2].isdigit():
+            pairs.append((picture(words[0], words[1]), picture(words[0], words[2]), True))
+        elif len(words) == 4 and words[1].isdigit() and words[3].isdigit():
+            pairs.append((picture(words[0], words[1]), picture(words[2], words[3]), False))
+        elif words:
+            raise ValueError(f"{path}: line {number} must be 'name i j' or 'name i other j', got '{line.strip()}'")
+    counts = [int(word) for word in lines[0].split() if word.isdigit()] if lines else []
+    expected = counts[0] * counts[1] * 2 if len(counts) == 2 else counts[0] * 2 if len(counts) == 1 else -1
+    if expected != len(pairs):
+        raise ValueError(
+            f"{path}: its first line '{lines[0] if lines else ''}' stands for {expected} pairs, but {len(pairs)} follow"
+        )
+    return pairs
+
+
+def read_cfp(folder: Path, kind: str) -> list[Pair]:
+    """Return the pairs of Protocol/Split/KIND/01 to 10: same.txt, then diff.txt of each, with numbers into the two lists."""
+    protocol = folder / "Protocol"
+    lists = {letter: _cfp_list(folder, protocol / f"Pair_list_{letter}.txt") for letter in set(kind)}
+    pairs: list[Pair] = []
+    splits = sorted(path for path in (protocol / "Split" / kind).glob("*") if path.is_dir())
+    if not splits:
+        raise ValueError(f"{protocol / 'Split' / kind}: no such folder of splits 01 to 10")
+    for split in splits:
+        for name, same in (("same.txt", True), ("diff.txt", False)):
+            for number, line in enumerate(read_lines(split / name), 1):
+                words = line.replace(",", " ").split()
+                if not words:
+                    continue
+                try:
+                    a, b = (lists[letter][int(word)] for letter, word in zip(kind, words, strict=True))
+                except (ValueError, KeyError):
+                    raise ValueError(
+                        f"{split / name}: line {number} must be two numbers of the lists, got '{line.strip()}'"
+                    ) from None
+                pairs.append((a, b, same))
+    return pairs
+
+
+def _cfp_list(folder: Path, path: Path) -> dict[int, Path]:
+    """Return the pictures by number; the list's own paths start with ../Data, aligned copies may lie anywhere below folder."""
+    found = {}
+    for number, line in enumerate(read_lines(path), 1):
+        words = line.split(None, 1)
+        if len(words) == 2 and words[0].isdigit():
+            found[int(words[0])] = folder / re.sub(r"^(\.\./)+", "", words[1].strip())
+        elif words:
+            raise ValueError(f"{path}: line {number} must be 'number path', got '{line.strip()}'")
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

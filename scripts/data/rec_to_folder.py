@@ -1,0 +1,80 @@
+"""Turn a RecordIO set into picture files: python -m scripts.data.rec_to_folder SET OUT
+
+A folder per identity, OUT/000123/KEY.jpg, the bytes as they are in the set. Files that are there already, with the right size,
+are passed over, so that an interrupted run goes on.
+
+Example: python -m scripts.data.rec_to_folder set pictures --classes 0:10 --limit 5
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.rec_to_folder")
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.record_dataset import RecordDataset
+from utils.cli import make_parser
+from utils.program import guarded
+
+from .pictures import progress, whole
+
+_SUFFIXES = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"BM": ".bmp", b"RIFF": ".webp"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and write; return the exit status."""
+    parser = make_parser("python -m scripts.data.rec_to_folder", __doc__)
+    parser.add_argument("set", type=Path, help="folder with train.rec")
+    parser.add_argument("out", type=Path, help="folder for the pictures")
+    parser.add_argument("--classes", default="", help="A:B for labels A to B - 1, or a list A,B,C (default: all)")
+    parser.add_argument("--limit", type=whole(0), default=0, help="pictures of an identity, 0 = all")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: extract(options))
+
+
+def extract(options: argparse.Namespace) -> None:
+    """Write the pictures of the chosen identities."""
+    dataset = RecordDataset(options.set)
+    labels = dataset.labels()
+    wanted = np.zeros(dataset.num_classes, dtype=bool)
+    wanted[parse_classes(options.classes, dataset.num_classes)] = True
+    counts = np.zeros(dataset.num_classes, dtype=np.int64)
+    written = 0
+    for index in progress(np.flatnonzero(wanted[labels]).tolist(), None, "writing", "picture"):
+        label = int(labels[index])
+        counts[label] += 1
+        if options.limit and counts[label] > options.limit:
+            continue
+        data = bytes(dataset.sample(index)[0])
+        suffix = next((suffix for start, suffix in _SUFFIXES.items() if data.startswith(start)), ".bin")
+        target = options.out / f"{label:06d}" / f"{dataset.record_key(index)}{suffix}"
+        if target.is_file() and target.stat().st_size == len(data):
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_name(f".{target.name}.unfinished")
+        unfinished.write_bytes(data)
+        unfinished.replace(target)
+        written += 1
+    print(f"{options.out}: {written} pictures of {np.count_nonzero(counts)} identities written")
+
+
+def parse_classes(text: str, num_classes: int) -> np.ndarray:
+    """Return the labels that A:B or A,B,C names; all of them for ""."""
+    try:
+        if ":" in text:
+            begin, end = (int(part) if part else None for part in text.split(":"))
+            chosen = np.arange(num_classes)[begin:end]
+        else:
+            chosen = np.array([int(part) for part in text.split(",")]) if text else np.arange(num_classes)
+    except ValueError:
+        raise ValueError(f"--classes must be A:B or A,B,C, got {text!r}") from None
+    if not len(chosen) or chosen.min() < 0 or chosen.max() >= num_classes:
+        raise ValueError(f"--classes must name labels from 0 to {num_classes - 1}, got {text!r}")
+    return chosen
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

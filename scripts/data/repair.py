@@ -1,0 +1,196 @@
+"""Mend a RecordIO set: python -m scripts.data.repair SET, or python -m scripts.data.repair SET --out COPY
+
+Without --out: where train.rec is whole, but train.idx is missing, cut, or another set's, write the index anew. The old one is
+kept as train.idx.old. With --out: write a copy without the damaged records and the images that do not decode; COPY/left_out.csv
+lists them. Labels stay as they are. Neither way changes train.rec. Exit status 1: something is wrong that was not mended.
+
+SET: a folder with train.rec, and train.idx and property where it has them.
+
+Example: python -m scripts.data.repair /data/ms1m-retinaface-t1 --out /data/mended
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.repair")
+
+import argparse
+import csv
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from data.record_dataset import RecordDataset, classes_of_property
+from data.record_set import RecordSetWriter
+from data.recordio import read_index, unpack
+from data.salvage import Sound, choose_keys, find_sound, read_headers, read_sound, unusable
+from utils.cli import make_parser
+from utils.image import decode_rgb
+from utils.parallel import ordered
+from utils.program import guarded
+
+from .pictures import add_threads, progress
+
+_SHOWN = 10  # faults that are printed
+
+
+class Fault(NamedTuple):
+    """A stretch of train.rec that no set can use."""
+
+    byte: int
+    record: str  # its key in the old index, "" where that does not tell
+    reason: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and mend; return the exit status."""
+    parser = make_parser("python -m scripts.data.repair", __doc__)
+    parser.add_argument("set", type=Path, help="folder with train.rec")
+    parser.add_argument("--out", type=Path, help="folder for a copy of what is sound; reads and decodes every image")
+    add_threads(parser)
+    options = parser.parse_args(arguments)
+    return guarded(lambda: repair(options))
+
+
+def repair(options: argparse.Namespace) -> None:
+    """Look through the record file, say what is wrong, and mend it in the way that was asked for."""
+    rec_path = options.set / "train.rec"
+    if not rec_path.is_file():
+        raise ValueError(f"no file {rec_path}. Give the folder that holds train.rec")
+    if options.out and options.out.resolve() == options.set.resolve():
+        raise ValueError(f"--out {options.out}: the copy must not be written over the set; choose another folder")
+    num_classes = classes_of_property(rec_path.with_name("property"))
+    with tqdm(total=rec_path.stat().st_size, unit="B", unit_scale=True, desc="looking through train.rec", delay=2) as bar:
+        sound = find_sound(rec_path, bar.update)
+    if not len(sound.offsets):
+        raise ValueError(f"{rec_path}: no sound record in its {rec_path.stat().st_size} bytes: this is no RecordIO file")
+    headers = read_headers(rec_path, sound)
+    old, index_fault = _old_index(rec_path, sound)
+    bad = unusable(headers, num_classes)
+
+    def fault(byte: int, reason: str) -> Fault:
+        return Fault(byte, " ".join(map(str, old[0][old[1] == byte].tolist())), reason)
+
+    faults = [fault(begin, f"{end - begin} bytes hold no sound record") for begin, end in sound.damage]
+    faults = sorted(faults + [fault(int(sound.offsets[i]), reason) for i, reason in bad.items()])
+    print(f"{rec_path}: {len(sound.offsets)} sound records, {int(np.count_nonzero(headers.payload_sizes > 0))} of them images")
+    _tell(faults)
+    if index_fault:
+        print(f"BAD  {index_fault}")
+    if options.out:
+        images = np.setdiff1d(np.flatnonzero(headers.payload_sizes > 0), list(bad))
+        undecoded = _copy(options, sound, images, headers.labels[images, 0], num_classes or 0)
+        _list(options.out, sorted(faults + [fault(*item) for item in undecoded]))
+    elif faults:
+        raise ValueError(
+            f"{rec_path}: {len(faults)} fault(s) that an index cannot mend; --out COPY writes a copy without them "
+            "and lists what it left out"
+        )
+    elif index_fault:
+        _write_index(rec_path.with_suffix(".idx"), choose_keys(headers), sound.offsets)
+        print(RecordDataset(options.set).describe())
+    else:
+        print(
+            "ok   the index fits and all records are whole; nothing to mend. scripts.data.verify decodes every image, and "
+            "--out COPY leaves out those that do not decode"
+        )
+
+
+def _old_index(rec_path: Path, sound: Sound) -> tuple[tuple[np.ndarray, np.ndarray], str]:
+    """Return keys and offsets of the index there is, and what is wrong with it, "" for nothing."""
+    path = rec_path.with_suffix(".idx")
+    none = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+    if not path.exists():
+        return none, f"{path}: there is none"
+    try:
+        old = read_index(path)
+    except ValueError as error:
+        return none, str(error)
+    missing = len(np.setdiff1d(sound.offsets, old[1]))
+    wrong = len(np.setdiff1d(old[1], sound.offsets))
+    if missing or wrong:
+        beyond = int(np.count_nonzero(old[1] >= rec_path.stat().st_size))
+        lost = f"; {beyond} lie behind the end of train.rec, which was cut: get it again if you can" if beyond else ""
+        return (
+            old,
+            f"{path}: {missing} records of train.rec are not in it, and {wrong} of its offsets are no sound record{lost}",
+        )
+    try:
+        RecordDataset(rec_path.parent)
+    except ValueError as error:
+        return old, "" if sound.damage else str(error)
+    return old, ""
+
+
+def _tell(faults: Sequence[Fault]) -> None:
+    for fault in faults[:_SHOWN]:
+        name = f"record {fault.record}, " if fault.record else ""
+        print(f"BAD  {name}byte {fault.byte}: {fault.reason}")
+    if len(faults) > _SHOWN:
+        print(f"... and {len(faults) - _SHOWN} more")
+
+
+def _write_index(path: Path, keys: np.ndarray, offsets: np.ndarray) -> None:
+    """Write the index beside the old one, keep that under another name, and put the new one in its place at once."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with open(unfinished, "wb") as file:
+        for begin in range(0, len(keys), 1 << 16):
+            rows = zip(keys[begin : begin + (1 << 16)].tolist(), offsets[begin : begin + (1 << 16)].tolist(), strict=True)
+            file.write(b"".join(b"%d\t%d\n" % row for row in rows))
+        file.flush()
+        os.fsync(file.fileno())
+    if path.exists():
+        number = 0
+        while (kept := path.with_name(f"{path.name}.old{number or ''}")).exists():
+            number += 1
+        try:
+            os.link(path, kept)
+        except OSError:  # a file system without hard links
+            shutil.copy2(path, kept)
+        print(f"the old index is kept as {kept}")
+    os.replace(unfinished, path)
+    print(f"{path}: written, {len(keys)} records")
+
+
+def _copy(
+    options: argparse.Namespace, sound: Sound, images: np.ndarray, labels: np.ndarray, num_classes: int
+) -> list[tuple[int, str]]:
+    """Write those of the records `images` (n,), labels (n,), that decode; return byte and reason of the others."""
+    data = np.memmap(options.set / "train.rec", dtype=np.uint8, mode="r")
+
+    def read(record: int) -> tuple[bytes, str]:
+        try:
+            payload = bytes(unpack(read_sound(data, int(sound.offsets[record]))).payload)
+            decode_rgb(payload)
+        except ValueError as error:
+            return b"", str(error)
+        return payload, ""
+
+    left_out = []
+    # without header record: that form wants every class in turn, which fails where one lost all of its images
+    with RecordSetWriter(options.out, header=False, num_classes=num_classes) as writer:
+        found = ordered(read, images.tolist(), options.threads)
+        for place, (payload, reason) in enumerate(progress(found, len(images), "copying", "image")):
+            if reason:
+                left_out.append((int(sound.offsets[images[place]]), reason))
+            else:
+                writer.add(int(labels[place]), payload)
+    return left_out
+
+
+def _list(out: Path, faults: Sequence[Fault]) -> None:
+    """Write left_out.csv, and say what the copy holds."""
+    path = out / "left_out.csv"
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(("byte", "record", "reason"))
+        rows.writerows(faults)
+    print(RecordDataset(out).describe())
+    print(f"left out: {len(faults)}, listed in {path}. The labels are those of the set")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,181 @@
+"""Reading every image of a set once: sizes, damage, and hashes by which equal and near-equal pictures are found.
+
+The difference hash (dHash, 64 bits): brightness falls or rises from each of 9 x 8 area averages to its right neighbour. A copy
+that was compressed again or resized keeps most bits; two photographs of a person do not.
+Shapes: n = images read.
+"""
+
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/data/scan.py is no program; python -m scripts lists them")
+
+import hashlib
+from dataclasses import dataclass, field
+
+import cv2
+import numpy as np
+
+from data.base import FaceDataset
+from utils.image import decode_rgb
+from utils.parallel import ordered
+
+from .pictures import progress
+
+_CHUNK = 64  # images of one task
+_BANDS = 4  # overlapping quarters of the hash, 32 bits each, by which candidates are found
+_RANGE = 64  # candidates that one image may have in one band; a set of one flat colour would have all pairs otherwise
+PLAIN_RANGE = 8  # levels of 256
+MAX_DISTANCE = 6  # bits in which the hashes of near duplicates may differ
+# Of their pixels. Two photographs of a person under one light reach 0.977; JPEG of quality 30, half the size or a change of
+# light leave at least 0.990 (measured on the London and Canadian photographs of face research, 244 aligned faces).
+MIN_CORRELATION = 0.985
+
+
+@dataclass
+class Scan:
+    """What reading a set found; the arrays have an entry for each of `indices`, 0 where the image is bad."""
+
+    indices: np.ndarray  # (n,) int64, into the set
+    num_bytes: np.ndarray  # (n,) int64, of the encoded image
+    height: np.ndarray  # (n,) int32
+    width: np.ndarray  # (n,) int32
+    digest: np.ndarray  # (n,) uint64, of the bytes
+    dhash: np.ndarray  # (n,) uint64, of the pixels
+    plain: np.ndarray  # (n,) bool, of one colour, or nearly
+    bad: list[tuple[int, str]] = field(default_factory=list)  # (index, what is wrong), in order
+
+    @property
+    def good(self) -> np.ndarray:
+        """(n,) bool: the image decodes."""
+        return self.height > 0
+
+    @property
+    def faces(self) -> np.ndarray:
+        """(n,) bool: the image decodes and is not of one colour."""
+        return self.good & ~self.plain
+
+
+def scan(dataset: FaceDataset, indices: np.ndarray, threads: int, hashes: bool = True, what: str = "reading") -> Scan:
+    """Read and decode the images `indices` (n,) of a set, under a progress bar; damage is recorded, never raised.
+
+    Args:
+        threads: that read and decode.
+        hashes: False leaves digest and dhash 0.
+    """
+    count = len(indices)
+    sizes = [np.zeros(count, dtype) for dtype in (np.int64, np.int32, np.int32)]
+    hashed = [np.zeros(count, dtype=np.uint64) for _ in range(2)]
+    result = Scan(
+        np.asarray(indices, dtype=np.int64), sizes[0], sizes[1], sizes[2], hashed[0], hashed[1], np.zeros(count, dtype=bool)
+    )
+
+    def read(begin: int) -> list[tuple[int, str]]:
+        bad = []
+        for place in range(begin, min(begin + _CHUNK, count)):
+            index = int(result.indices[place])
+            try:
+                data = dataset.sample(index)[0]
+                result.num_bytes[place] = len(data)
+                pixels = decode_rgb(data)
+            except ValueError as error:
+                bad.append((index, str(error)))
+                continue
+            result.height[place], result.width[place] = pixels.shape[:2]
+            result.plain[place] = is_plain(pixels)
+            if hashes:
+                result.digest[place], result.dhash[place] = digest(data), dhash(pixels)
+        return bad
+
+    with progress([], count, what, "image") as bar:
+        for begin, bad in zip(range(0, count, _CHUNK), ordered(read, range(0, count, _CHUNK), threads), strict=True):
+            result.bad += bad
+            bar.update(min(_CHUNK, count - begin))
+    return result
+
+
+def is_plain(pixels: np.ndarray) -> bool:
+    """Return whether (H, W, 3) uint8 pixels are of one colour, or nearly: 98 of 100 within PLAIN_RANGE levels in each channel.
+
+    Landmarks of another picture, or a failed download, make such images; no face is one.
+    """
+    few = np.sort(pixels[8::24, 8::24, 1], axis=None).astype(np.int32)
+    if len(few) > 9 and few[-3] - few[2] > PLAIN_RANGE:  # what nearly every image is known by, in a few microseconds
+        return False
+    some = pixels[::4, ::4].reshape(-1, 3)
+    low, high = len(some) // 100, len(some) - 1 - len(some) // 100
+    levels = np.sort(some, axis=0).astype(np.int32)
+    return bool((levels[high] - levels[low] <= PLAIN_RANGE).all())
+
+
+def digest(data: bytes | memoryview | np.ndarray) -> int:
+    """Return 64 bits of the BLAKE2 hash of some bytes."""
+    return int.from_bytes(hashlib.blake2b(bytes(data), digest_size=8).digest(), "little")
+
+
+def dhash(pixels: np.ndarray) -> int:
+    """Return the difference hash of (H, W, 3) uint8 RGB pixels."""
+    small = cv2.resize(cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY), (9, 8), interpolation=cv2.INTER_AREA)
+    return int.from_bytes(np.packbits(small[:, 1:] > small[:, :-1]).tobytes(), "little")
+
+
+def correlation(one: np.ndarray, other: np.ndarray) -> float:
+    """Return how alike two pictures are: the correlation of their fine structure, gray at 56 x 56, in [-1, 1]."""
+    a, b = _structure(one), _structure(other)
+    length = np.linalg.norm(a) * np.linalg.norm(b)
+    return float(np.sum(a * b) / length) if length else float(np.array_equal(one, other))
+
+
+def _structure(pixels: np.ndarray) -> np.ndarray:
+    """Return (56, 56) float32: what is left of the gray picture without its broad light, which all aligned faces share."""
+    small = cv2.resize(cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY), (56, 56), interpolation=cv2.INTER_AREA).astype(np.float32)
+    return small - cv2.GaussianBlur(small, (0, 0), 4.0)
+
+
+def equal_groups(scanned: Scan) -> list[np.ndarray]:
+    """Return the indices of images with the same bytes, in groups of two or more; those of one colour are left out."""
+    places = np.flatnonzero(scanned.faces)
+    places = places[np.lexsort((places, scanned.num_bytes[places], scanned.digest[places]))]
+    same = (scanned.digest[places[1:]] == scanned.digest[places[:-1]]) & (
+        scanned.num_bytes[places[1:]] == scanned.num_bytes[places[:-1]]
+    )
+    cuts = np.flatnonzero(~same) + 1
+    return [scanned.indices[np.sort(group)] for group in np.split(places, cuts) if len(group) > 1]
+
+
+def candidates(one: np.ndarray, other: np.ndarray | None = None) -> np.ndarray:
+    """Return pairs (k, 2) int64 of places in two arrays of hashes that differ in at most MAX_DISTANCE bits, without repeats.
+
+    Pairs are found that agree in one of four runs of 32 bits (each starts 16 bits after the last): all that differ in one bit,
+    most that differ in a few. Each image brings at most 64 from a band.
+
+    Args:
+        one: (n,) uint64.
+        other: (m,) uint64; None pairs `one` with itself, each pair once, the smaller place first.
+    """
+    right = one if other is None else other
+    found = [np.empty((0, 2), dtype=np.int64)]
+    for band in range(_BANDS):
+        left_keys, right_keys = _band(one, band), _band(right, band)
+        order = np.argsort(right_keys, kind="stable")
+        ranked = right_keys[order]
+        for begin in range(0, len(one), 1 << 20):
+            keys = left_keys[begin : begin + (1 << 20)]
+            starts, ends = np.searchsorted(ranked, keys, "left"), np.searchsorted(ranked, keys, "right")
+            lengths = np.minimum(ends - starts, _RANGE)
+            rows = np.repeat(np.arange(len(keys)), lengths)
+            inside = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            pairs = np.stack([rows + begin, order[starts[rows] + inside]], axis=1)
+            if other is None:
+                pairs = pairs[pairs[:, 0] < pairs[:, 1]]
+            found.append(pairs[_num_bits(one[pairs[:, 0]] ^ right[pairs[:, 1]]) <= MAX_DISTANCE])
+    return np.unique(np.concatenate(found), axis=0)
+
+
+def _band(hashes: np.ndarray, band: int) -> np.ndarray:
+    """Return 32 bits of each hash, from bit 16 * band on, cyclic."""
+    shift = np.uint64(16 * band)
+    turned = hashes if band == 0 else (hashes >> shift) | (hashes << np.uint64(64 - 16 * band))
+    return turned.astype(np.uint32)
+
+
+def _num_bits(words: np.ndarray) -> np.ndarray:
+    return np.unpackbits(words.view(np.uint8).reshape(-1, 8), axis=1).sum(axis=1)

@@ -1,0 +1,65 @@
+"""What a user calls the pictures and the people of a set: names of files and folders where the set has them, else numbers."""
+
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/data/set_names.py is no program; python -m scripts lists them")
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from data.base import FaceDataset
+from data.datasets import FolderDataset
+from data.list_dataset import ListDataset
+from data.record_dataset import RecordDataset
+from utils.files import read_text
+
+
+class SetNames:
+    """Names by index and by class. A record set has them in train.lst, which scripts.data.folder_to_rec writes beside it."""
+
+    def __init__(self, dataset: FaceDataset) -> None:
+        self.dataset = dataset
+        self._listed = _read_list(dataset) if isinstance(dataset, RecordDataset) else []
+        self._folders = dataset.classes if isinstance(dataset, FolderDataset) else _folders(self._listed, dataset)
+
+    def file(self, index: int) -> str:
+        """Return the path of a picture, relative where the set is a folder or a list; or the number of its record."""
+        if self._listed:
+            return self._listed[index]
+        key = self.dataset.key(index)
+        if isinstance(self.dataset, FolderDataset):
+            return os.path.relpath(key, self.dataset.root)
+        if isinstance(self.dataset, ListDataset):
+            return os.path.relpath(key, self.dataset.path.parent)
+        return key.partition(" of ")[0] if isinstance(self.dataset, RecordDataset) else key
+
+    def person(self, label: int) -> str:
+        """Return the folder of an identity, or "identity" and its number."""
+        return self._folders[label] if self._folders else f"identity {label}"
+
+    def has_people(self) -> bool:
+        """Return whether identities have names."""
+        return bool(self._folders)
+
+
+def _read_list(dataset: RecordDataset) -> list[str]:
+    """Return the paths in train.lst, if it fits the set: as many lines as images, and their labels."""
+    path = Path(dataset.folder) / "train.lst"
+    try:
+        rows = [line.split("\t") for line in read_text(path, encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError):
+        return []
+    labels = [row[2] for row in rows if len(row) >= 3]
+    fits = len(labels) == len(rows) == dataset.num_images and labels == list(map(str, dataset.labels().tolist()))
+    return [row[1] for row in rows] if fits else []
+
+
+def _folders(files: list[str], dataset: FaceDataset) -> list[str]:
+    """Return the folder of each class, if all its files lie in one of its own; else nothing."""
+    found: dict[int, str] = {}
+    for file, label in zip(files, np.asarray(dataset.labels()).tolist() if files else [], strict=True):
+        if found.setdefault(label, file.split("/")[0]) != file.split("/")[0] or "/" not in file:
+            return []
+    named = len(found) == dataset.num_classes == len(set(found.values()))
+    return [found[label] for label in range(dataset.num_classes)] if named else []

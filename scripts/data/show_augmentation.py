@@ -1,0 +1,80 @@
+"""See what augmentation does: python -m scripts.data.show_augmentation SET sheet.png
+
+Draws a PNG: some pictures as they are; each operation at its strengths, on all of them; and what training would see.
+
+SET: a folder with train.rec and train.idx, with *.tar shards, or with a sub-folder of pictures for each person; or a text file
+of lines 'path label'.
+
+Examples:
+  python -m scripts.data.show_augmentation datasets/demo sheet.png
+  python -m scripts.data.show_augmentation datasets/demo sheet.png augment.blur=0.5 augment.jpeg=0.5 --columns 6
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.show_augmentation")
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from configs import load_config
+from data.augment import OPERATIONS, Augment
+from utils.cli import make_parser
+from utils.image import IMAGE_SIZE
+from utils.pictures import sheet
+from utils.program import guarded
+
+from .pictures import open_set_of, whole
+
+_SHARE = "augment.crop=0.2 augment.low_resolution=0.2 augment.photometric=0.2"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and draw; return the exit status."""
+    parser = make_parser("python -m scripts.data.show_augmentation", __doc__)
+    parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
+    parser.add_argument("out", type=Path, help="PNG file")
+    parser.add_argument("overrides", nargs="*", default=_SHARE.split(), help=f"augment.KEY=VALUE ... (default {_SHARE})")
+    parser.add_argument("--config", type=Path, help="YAML file of a run (default: configs/base.yaml)")
+    parser.add_argument("--columns", type=whole(1, 100), default=8, help="pictures (default 8)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of pictures and changes (default 0)")
+    options = parser.parse_intermixed_args(arguments)
+    return guarded(lambda: show(options))
+
+
+def show(options: argparse.Namespace) -> None:
+    """Draw the sheet."""
+    base = Path(__file__).parents[2] / "configs" / "base.yaml"
+    section = dict(load_config(options.config or base, options.overrides).augment)
+    dataset = open_set_of(options.set)
+    count = min(options.columns, dataset.num_stored)
+    indices = np.sort(np.random.default_rng(options.seed).choice(dataset.num_stored, count, replace=False))
+    pictures = np.empty((count, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
+    for row, index in enumerate(indices.tolist()):
+        dataset.decode_into(index, pictures[row])
+    rows = [("as they are", list(pictures))]
+    off = {**section, **dict.fromkeys(OPERATIONS, 0.0)}
+    for name in OPERATIONS:
+        strengths = [f"{key} {section[key]:g}" for key in section if key.startswith(f"{name}_")]
+        rows.append((", ".join([name, *strengths]), changed(pictures, {**off, name: 1.0}, options.seed, 0)))
+    shares = ", ".join(f"{name} {section[name]:g}" for name in OPERATIONS if section[name] > 0) or "nothing"
+    for epoch in range(2):
+        rows.append((f"training with {shares}, epoch {epoch}", changed(pictures, section, options.seed, epoch)))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_bytes(sheet(rows, count))
+    print(f"{options.out}: {count} pictures, {len(rows)} rows")
+
+
+def changed(pictures: np.ndarray, section: dict[str, float], seed: int, epoch: int) -> list[np.ndarray]:
+    """Return the pictures (n, H, W, 3) uint8 as training would see them at some positions of its stream."""
+    augment = Augment(section, seed)
+    copies = pictures.copy()
+    for picture, numbers in zip(copies, augment.draw(np.arange(len(copies)) + 1000 * epoch), strict=True):
+        augment.apply(picture, numbers)
+    return list(copies)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,58 @@
+"""Copy a RecordIO set in random order: python -m scripts.data.shuffle SET OUT --seed 1
+
+For readers that go through the file from front to back (a network file system, DALI), and for data.shuffle=block. The copy has
+no header record; images and labels stay the same.
+
+Example: python -m scripts.data.shuffle set shuffled --seed 1
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.shuffle")
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.record_dataset import RecordDataset
+from data.record_set import RecordSetWriter
+from utils.cli import make_parser
+from utils.program import guarded
+from utils.randomness import permute
+
+from .pictures import progress, whole
+
+_AHEAD = 4096  # images that the storage is told of at once
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and copy; return the exit status."""
+    parser = make_parser("python -m scripts.data.shuffle", __doc__)
+    parser.add_argument("set", type=Path, help="folder with train.rec")
+    parser.add_argument("out", type=Path, help="folder of the copy")
+    parser.add_argument("--seed", type=whole(0), default=0, help="another seed is another order (default 0)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: shuffle(options))
+
+
+def shuffle(options: argparse.Namespace) -> None:
+    """Write the images in the order of a pseudo-random permutation."""
+    if options.out.resolve() == options.set.resolve():
+        raise ValueError(f"{options.out}: the copy must not be the set itself; choose another folder")
+    dataset = RecordDataset(options.set)
+    with RecordSetWriter(options.out, False, overwrite=options.overwrite, num_classes=dataset.num_classes) as writer:
+        bar = progress(range(0, dataset.num_images, _AHEAD), None, "shuffling", "block")
+        for begin in bar:
+            positions = np.arange(begin, min(begin + _AHEAD, dataset.num_images))
+            indices = permute(positions, dataset.num_images, options.seed)
+            dataset.read_ahead(np.sort(indices))
+            for index in indices.tolist():
+                image, label = dataset.sample(index)
+                writer.add(label, image)
+    print(f"{options.out}: {writer.num_images} images of {dataset.num_classes} identities in random order")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

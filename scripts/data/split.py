@@ -1,0 +1,116 @@
+"""Hold people out for testing: python -m scripts.data.split SET OUT --held-out 200
+
+OUT/train is the set without the held-out identities, OUT/held_out has them, OUT/held_out.bin has pairs of them, half genuine,
+in ten folds without a common identity: eval.targets=[held_out] eval.path=OUT scores it during training.
+
+SET: a folder with train.rec and train.idx, with *.tar shards, or with a sub-folder of pictures for each person; or a text file
+of lines 'path label'.
+
+Example: python -m scripts.data.split set cut --held-out 200
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.split")
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from eval.pairs import write_bin
+from eval.sample_pairs import FOLDS, most_pairs, sample_pairs
+from utils.cli import make_parser
+from utils.program import guarded
+
+from .filter import copy_set
+from .pictures import open_set_of, whole
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and split; return the exit status."""
+    parser = make_parser("python -m scripts.data.split", __doc__)
+    parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
+    parser.add_argument("out", type=Path, help="folder for train, held_out and held_out.bin")
+    parser.add_argument(
+        "--held-out",
+        type=_number,
+        default=None,
+        help="identities; below 1: this share of them (default: a fiftieth of them, but at least 30, or 3 tenths of a set that "
+        "has fewer than 100, and never fewer than 20)",
+    )
+    parser.add_argument(
+        "--pairs",
+        type=whole(1),
+        default=None,
+        help="of held_out.bin, half of them genuine (default: 6000, or as many different ones as there are)",
+    )
+    parser.add_argument("--seed", type=whole(0), default=0, help="another seed holds out others (default 0)")
+    parser.add_argument("--overwrite", action="store_true", help="replace what OUT has")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: split(options))
+
+
+def split(options: argparse.Namespace) -> None:
+    """Choose the identities, draw the pairs, and write the two sets and the file of pairs."""
+    dataset = open_set_of(options.set)
+    labels = np.asarray(dataset.labels())
+    counts = np.bincount(labels, minlength=dataset.num_classes)
+    people = np.flatnonzero(counts)
+    wanted = _how_many(options.held_out, len(people))
+    target = options.out / "held_out.bin"
+    if target.exists() and not options.overwrite:
+        raise ValueError(f"{target} exists; add --overwrite to replace it, or choose another folder")
+    rng = np.random.default_rng(options.seed)
+    held = np.zeros(dataset.num_classes, dtype=bool)
+    # identities with several images first: those with one give no genuine pair
+    order = rng.permutation(people)
+    held[order[np.argsort(counts[order] < 2, kind="stable")][:wanted]] = True
+    inside = np.flatnonzero(held[labels])
+    most = most_pairs(labels[inside], FOLDS, options.seed)
+    pairs = min(6000, most) if options.pairs is None else options.pairs
+    if pairs > most or not most:
+        several = int(np.count_nonzero(counts[held] > 1))
+        raise ValueError(
+            f"the {wanted} identities that are held out ({several} of them with several images) give at most {most} pairs in "
+            f"{FOLDS} folds without a common identity; "
+            + (f"ask for --pairs {most} or fewer, or " if most else "")
+            + "hold out more with --held-out N"
+        )
+    first, second, same = sample_pairs(labels[inside], pairs, FOLDS, options.seed)
+    copy_set(dataset, np.flatnonzero(~held[labels]), options.out / "train", options.overwrite, options.set)
+    copy_set(dataset, inside, options.out / "held_out", options.overwrite, options.set)
+    indices = inside[np.stack([first, second], axis=1).reshape(-1)].tolist()
+    images = {index: bytes(dataset.sample(index)[0]) for index in dict.fromkeys(indices)}
+    write_bin(target, [images[index] for index in indices], same.tolist())
+    print(f"{target}: {len(same)} pairs of {len(images)} images")
+    print(f"next: python train.py CONFIG data.path={options.out / 'train'} eval.path={options.out} eval.targets=[held_out]")
+
+
+def _number(text: str) -> float:
+    """Return a share below 1, or a whole number of identities."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not (0 < value < 1 or (value >= 1 and value.is_integer())):
+        raise argparse.ArgumentTypeError(f"must be a share between 0 and 1, or a whole number of identities, got {text}")
+    return value
+
+
+def _how_many(given: float | None, people: int) -> int:
+    """Return how many of `people` identities to hold out."""
+    if given is None:
+        wanted = max(round(0.02 * people), min(30, round(0.3 * people)), 2 * FOLDS)
+    else:
+        wanted = round(given * people) if given < 1 else int(given)
+    least = 2 * FOLDS
+    if people <= least:
+        raise ValueError(f"{people} identities are too few: {FOLDS} folds of pairs need {least}, and some must remain")
+    if not least <= wanted < people:
+        raise ValueError(f"--held-out must be from {least} (two for each of {FOLDS} folds) to {people - 1}, got {wanted}")
+    return wanted
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

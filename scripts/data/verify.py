@@ -1,0 +1,117 @@
+"""Read a set from end to end: python -m scripts.data.verify SET_OR_BIN ...
+
+Opens each set as training does (index, header record, every label and length), then reads and decodes every image. The exit
+status is 0 if all is well and 1 if anything is not; an image of one colour is not. --bad FILE lists every bad image for
+scripts.data.filter --drop; scripts.data.repair mends a set that does not open.
+
+SET_OR_BIN: what can be trained on (a folder with train.rec, *.tar or a sub-folder for each person; a list of 'path label'), or
+pairs: .bin, .safetensors, or .csv with lines 'path1,path2,same'.
+
+Example: python -m scripts.data.verify datasets/demo lfw.bin
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.verify")
+
+import argparse
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from eval.pair_files import read_pairs
+from utils.cli import make_parser
+from utils.files import shown
+from utils.image import IMAGE_SIZE
+from utils.parallel import ordered
+from utils.program import guarded
+from utils.text import printable
+
+from .pictures import add_threads, open_set_of, progress
+from .scan import is_plain, scan
+
+_PAIRS = (".bin", ".safetensors", ".csv")  # files of verification sets
+_SHOWN = 20  # bad images that are printed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and verify; return the exit status."""
+    parser = make_parser("python -m scripts.data.verify", __doc__)
+    parser.add_argument(
+        "sets",
+        type=Path,
+        nargs="+",
+        help="training sets; .bin, .safetensors or .csv files of pairs",
+    )
+    parser.add_argument("--bad", type=Path, help="CSV file for the bad images (of one training set)")
+    add_threads(parser)
+    options = parser.parse_args(arguments)
+    return guarded(lambda: verify(options))
+
+
+def verify(options: argparse.Namespace) -> None:
+    """Read all sets; raise ValueError at the end if one of them has a fault."""
+    if options.bad and (len(options.sets) != 1 or options.sets[0].suffix in _PAIRS):
+        raise ValueError("--bad lists the images of one training set; give one at a time")
+    faults: list[str] = []
+    for path in options.sets:
+        try:
+            bad = _verify_pairs(path, options.threads) if path.suffix in _PAIRS else _verify_set(path, options)
+        except ValueError as error:
+            faults.append(str(error))
+            print(f"BAD  {printable(str(error))}")
+            continue
+        if bad:
+            faults.append(f"{path}: {bad} bad image(s)")
+        else:
+            print(f"ok   {shown(path)}")
+    if faults:
+        raise ValueError(f"{len(faults)} of {len(options.sets)} set(s) have faults: {'; '.join(faults)}")
+
+
+def _verify_set(path: Path, options: argparse.Namespace) -> int:
+    dataset = open_set_of(path)
+    print(dataset.describe())
+    scanned = scan(dataset, np.arange(dataset.num_stored), options.threads, hashes=False)
+    bad = dict(scanned.bad)
+    odd = scanned.good & ((scanned.height != IMAGE_SIZE) | (scanned.width != IMAGE_SIZE))
+    for place in np.flatnonzero(odd).tolist():
+        size = f"{scanned.width[place]} x {scanned.height[place]}"
+        bad[place] = f"{dataset.key(place)}: is {size} pixels, training takes {IMAGE_SIZE} x {IMAGE_SIZE}"
+    for place in np.flatnonzero(scanned.plain).tolist():
+        bad.setdefault(place, f"{dataset.key(place)}: is of one colour, or nearly")
+    for index, reason in sorted(bad.items())[:_SHOWN]:
+        print(f"BAD  {index}: {reason if dataset.key(index) in reason else f'{dataset.key(index)}: {reason}'}")
+    if len(bad) > _SHOWN:
+        print(f"... and {len(bad) - _SHOWN} more{'' if options.bad else '; --bad FILE lists all'}")
+    if options.bad:
+        with open(options.bad, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(("index", "reason"))
+            writer.writerows(sorted(bad.items()))
+    return len(bad)
+
+
+def _verify_pairs(path: Path, threads: int) -> int:
+    pairs = read_pairs(path)
+    print(
+        f"{shown(path)}: {len(pairs.same)} pairs, {int(pairs.same.sum())} of them genuine, {len(pairs.images)} distinct images"
+    )
+
+    def read(index: int) -> str:
+        try:
+            plain = is_plain(pairs.decode(index))
+        except ValueError as error:
+            return str(error)
+        return f"{path}: image {index} is of one colour, or nearly" if plain else ""
+
+    size = range(len(pairs.images))
+    bad = [reason for reason in progress(ordered(read, size, threads), len(size), "reading", "image") if reason]
+    for reason in bad[:_SHOWN]:
+        print(f"BAD  {printable(reason)}")
+    return len(bad)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

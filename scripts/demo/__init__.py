@@ -1,0 +1,1 @@
+"""The drawn faces of the demo."""

@@ -1,0 +1,209 @@
+"""Draw the demo dataset: faces of nobody, in the formats that real sets have.
+
+python -m scripts.demo.make_data --out datasets/demo
+
+Identity fixes a face's geometry, skin, hair and marks; each picture varies pose, light, expression, age, blur, occlusion and
+background (identity.py, faces.py). The folder then holds train.rec, train.idx and property in InsightFace's header
+form, and three verification sets of identities that are not in the training set, 10 folds with disjoint identities each:
+demo_wild (everything varies, as in LFW), demo_profile (frontal against profile, as in CFP-FP) and demo_aged (young against
+old, as in AgeDB-30). Every picture is a function of (seed, identity, number), so the same arguments give the same bytes.
+
+Example: python -m scripts.demo.make_data --out datasets/demo
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.demo.make_data")
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+from tqdm import tqdm
+
+from data.record_set import RecordSetWriter
+from eval.pairs import write_bin
+from utils.cli import make_parser
+from utils.program import guarded
+
+from .faces import draw_face
+from .identity import sample_identity, sample_shot, sample_yaw
+
+SETS = ("demo_wild", "demo_profile", "demo_aged")
+FOLDS = 10
+IDENTITIES_PER_FOLD = 10
+IMAGES_PER_IDENTITY = 6  # of a verification set; where two kinds are compared, even numbers are of one, odd of the other
+PAIRS_PER_FOLD = 80  # half genuine, half impostor
+PROFILE_YAW = (0.7, 1.0)  # radians: 40 to 57 degrees
+FIRST_VERIFICATION_IDENTITY = 1_000_000  # training identities lie below, so no one is in both
+
+
+class Picture(NamedTuple):
+    """What one picture is a function of."""
+
+    seed: int
+    kind: str  # train, or one of SETS
+    identity: int
+    number: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and draw; return the exit status."""
+    parser = make_parser("python -m scripts.demo.make_data", __doc__)
+    parser.add_argument("--out", type=Path, default=Path("datasets/demo"), help="folder to make (default datasets/demo)")
+    parser.add_argument("--identities", type=int, default=500, help="people in the training set (default 500)")
+    parser.add_argument("--images-per-identity", type=int, default=24, help="pictures of each of them (default 24)")
+    parser.add_argument("--seed", type=int, default=1, help="another seed is another population (default 1)")
+    parser.add_argument(
+        "--processes", type=int, default=0, help="that draw; 0 = one for each core (default); no byte depends on it"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a dataset that was made with other arguments")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: make(options))
+
+
+def make(options: argparse.Namespace) -> None:
+    """Write the dataset, unless the folder holds it already."""
+    if options.identities < 2 or options.identities > FIRST_VERIFICATION_IDENTITY or options.images_per_identity < 1:
+        raise ValueError(
+            f"--identities must be from 2 to {FIRST_VERIFICATION_IDENTITY} and --images-per-identity at least 1, got "
+            f"{options.identities} and {options.images_per_identity}"
+        )
+    out, receipt, begun = options.out, options.out / "dataset.json", options.out / "dataset.begun.json"
+    wanted = {
+        "version": 1,
+        "identities": options.identities,
+        "images_per_identity": options.images_per_identity,
+        "seed": options.seed,
+    }
+    if receipt.is_file() and json.loads(receipt.read_text()) == wanted:
+        print(f"{out}: there already, with these arguments")
+        return
+    if (receipt.is_file() or (out / "train.rec").is_file()) and not begun.is_file() and not options.overwrite:
+        made = receipt.read_text() if receipt.is_file() else "another program"
+        raise ValueError(f"{out} holds a dataset made with {' '.join(made.split())}; add --overwrite, or choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    begun.write_text(json.dumps(wanted))  # what an interrupted run leaves is ours, and may be drawn again
+    receipt.unlink(missing_ok=True)
+    num_train = options.identities * options.images_per_identity
+    num_set = FOLDS * IDENTITIES_PER_FOLD * IMAGES_PER_IDENTITY
+    quiet = 0.1 if sys.stderr.isatty() else 5.0  # seconds between two states of the bar, which are lines in a file
+    with tqdm(total=num_train + len(SETS) * num_set, unit="face", desc="drawing", mininterval=quiet) as bar:
+        write_training_set(out, options, bar)
+        for kind in SETS:
+            write_verification_set(out, kind, options, bar)
+    write_preview(out / "preview.png", options)
+    begun.replace(receipt)
+    print(f"{out}: {num_train} training images of {options.identities} identities; {', '.join(SETS)}; preview.png")
+
+
+def write_training_set(out: Path, options: argparse.Namespace, bar: tqdm) -> None:
+    """Write train.rec, train.idx and property, in header form."""
+    people, each = options.identities, options.images_per_identity
+    pictures = [Picture(options.seed, "train", person, number) for person in range(people) for number in range(each)]
+    with RecordSetWriter(out, overwrite=True) as writer:
+        for number, jpeg in enumerate(draw_all(pictures, options.processes)):
+            writer.add(number // each, jpeg)
+            bar.update()
+
+
+def write_verification_set(out: Path, kind: str, options: argparse.Namespace, bar: tqdm) -> None:
+    """Write one .bin of FOLDS contiguous folds, half of the pairs genuine, identities in one fold only."""
+    base = FIRST_VERIFICATION_IDENTITY + SETS.index(kind) * FOLDS * IDENTITIES_PER_FOLD
+    identities = range(base, base + FOLDS * IDENTITIES_PER_FOLD)
+    pictures = [Picture(options.seed, kind, person, number) for person in identities for number in range(IMAGES_PER_IDENTITY)]
+    jpegs = {}
+    for picture, jpeg in zip(pictures, draw_all(pictures, options.processes), strict=True):
+        jpegs[picture.identity, picture.number] = jpeg
+        bar.update()
+    pairs = choose_pairs(kind, base, options.seed, np.random.default_rng([options.seed, 4, SETS.index(kind)]))
+    images = [jpegs[side] for first, second, _ in pairs for side in (first, second)]
+    write_bin(out / f"{kind}.bin", images, [same for _, _, same in pairs])
+
+
+def choose_pairs(
+    kind: str, base: int, seed: int, rng: np.random.Generator
+) -> list[tuple[tuple[int, int], tuple[int, int], bool]]:
+    """Return ((identity, number), (identity, number), same) for each pair, fold after fold, genuine ones first; none twice.
+
+    Impostors are chosen among the half of the pairs of people whose skin and hair are most alike, as CALFW chooses them by
+    sex and race, so that colours alone decide little. Where pose is the difficulty (demo_profile) any two people do.
+    """
+    pairs = []
+    for fold in range(FOLDS):
+        people = range(base + fold * IDENTITIES_PER_FOLD, base + (fold + 1) * IDENTITIES_PER_FOLD)
+        sides = [(person, number) for person in people for number in range(IMAGES_PER_IDENTITY)]
+        candidates = [(a, b) for a in sides for b in sides if (a < b if kind == "demo_wild" else a[1] % 2 < b[1] % 2)]
+        alike = people_alike(people, seed, 1.0 if kind == "demo_profile" else 1 / 2)
+        for same in (True, False):
+            fitting = [(a, b) for a, b in candidates if (a[0] == b[0] if same else frozenset((a[0], b[0])) in alike)]
+            for index in rng.choice(len(fitting), PAIRS_PER_FOLD // 2, replace=False).tolist():
+                pairs.append((*fitting[index], same))
+    return pairs
+
+
+def people_alike(people: Sequence[int], seed: int, share: float) -> set[frozenset[int]]:
+    """Return that share of all pairs of people whose skin and hair colours are nearest."""
+    colours = {
+        person: np.concatenate([sample_identity(seed, person).skin, sample_identity(seed, person).hair]) for person in people
+    }
+    pairs = [(a, b) for a in people for b in people if a < b]
+    pairs.sort(key=lambda pair: float(np.linalg.norm(colours[pair[0]] - colours[pair[1]])))
+    return {frozenset(pair) for pair in pairs[: round(share * len(pairs))]}
+
+
+def draw_all(pictures: Sequence[Picture], processes: int) -> Iterator[bytes]:
+    """Yield the pictures as JPEG files, in order, drawn by several processes."""
+    processes = processes or os.cpu_count() or 1
+    if processes == 1 or len(pictures) < 64:
+        yield from map(draw_jpeg, pictures)
+        return
+    with multiprocessing.get_context("spawn").Pool(processes, initializer=cv2.setNumThreads, initargs=(1,)) as pool:
+        yield from pool.imap(draw_jpeg, pictures, chunksize=16)
+
+
+def draw_jpeg(picture: Picture) -> bytes:
+    """Return one picture as a JPEG file."""
+    pixels, quality = draw(picture)
+    encoded = cv2.imencode(".jpg", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
+    return bytes(encoded.tobytes())
+
+
+def draw(picture: Picture) -> tuple[np.ndarray, int]:
+    """Return the (112, 112, 3) uint8 RGB pixels and the JPEG quality of one picture."""
+    seed, kind, identity, number = picture
+    rng = np.random.default_rng([seed, 2, identity, number])
+    yaw, age = sample_yaw(rng), float(rng.uniform(0, 1))
+    if kind == "demo_wild":
+        yaw = float(np.clip(rng.normal(0, 0.35), -1, 1))
+    elif kind == "demo_profile":
+        yaw = float(rng.uniform(-0.2, 0.2) if number % 2 == 0 else rng.choice([-1, 1]) * rng.uniform(*PROFILE_YAW))
+    elif kind == "demo_aged":
+        yaw = float(np.clip(rng.normal(0, 0.4), -0.9, 0.9))
+        age = float(rng.uniform(0, 0.2) if number % 2 == 0 else rng.uniform(0.7, 0.95))
+    shot = sample_shot(rng, yaw, age)
+    return draw_face(sample_identity(seed, identity), shot, rng), shot.quality
+
+
+def write_preview(path: Path, options: argparse.Namespace) -> None:
+    """Write a contact sheet: eight training identities, a row each; then genuine pairs of each verification set."""
+    columns = min(10, options.images_per_identity)
+    rows = [
+        [draw(Picture(options.seed, "train", person, number))[0] for number in range(columns)]
+        for person in range(min(8, options.identities))
+    ]
+    for kind in SETS:
+        base = FIRST_VERIFICATION_IDENTITY + SETS.index(kind) * FOLDS * IDENTITIES_PER_FOLD
+        rows.append([draw(Picture(options.seed, kind, base + i // 2, i % 2))[0] for i in range(columns)])
+    sheet = np.concatenate([np.concatenate(row, axis=1) for row in rows])
+    cv2.imwrite(str(path), cv2.cvtColor(sheet, cv2.COLOR_RGB2BGR))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Scoring networks beyond python -m eval, and comparing runs."""

@@ -1,0 +1,257 @@
+"""Compare runs: python -m scripts.eval.compare_runs work_dirs/A work_dirs/B --out DIR
+
+Says where the configurations of the runs differ, sets their numbers beside each other, and overlays the loss, the mean
+verification accuracy over the optimizer steps, and the ROC curves of the results at the end. DIR then holds comparison.html,
+comparison.png and comparison.md. A folder that `python -m eval --report` wrote can stand in place of a run: it has results, but
+neither a configuration nor curves of training.
+
+Example: python -m scripts.eval.compare_runs work_dirs/one work_dirs/two --out comparison
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.eval.compare_runs")
+
+import argparse
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from configs.values import read_yaml
+from scripts.plot_run import Series, columns, read_series
+from utils.cli import make_parser
+from utils.files import MAX_SMALL_TEXT, read_text, shown
+from utils.page import Page
+from utils.pictures import set_colours
+from utils.program import guarded
+from utils.text import label_text, markdown_table, markdown_text
+
+# of runs; none of them is the colour of one of the first sets, whose ROC curves have their set's colour in the heading
+_COLOURS = ("black", "red", "deepskyblue", "limegreen", "magenta", "goldenrod", "navy", "gray")
+_LEGEND = (
+    "A number with * is better than that of each run without one in the same row: their 95 % intervals do not overlap. "
+    "A row without * tells no run from another, or its intervals are not in results.json."
+)
+_NOT_COMPARED = ("run.name", "run.output")
+
+
+class Run(NamedTuple):
+    """What a run left behind."""
+
+    name: str
+    series: Series  # {} for a folder of results alone
+    results: dict[str, dict[str, Any]]  # set -> numbers
+    config: dict[str, str]  # section.key -> value; {} for a folder of results alone
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and compare; return the exit status."""
+    parser = make_parser("python -m scripts.eval.compare_runs", __doc__)
+    parser.add_argument("runs", type=Path, nargs="+", help="run folders, or folders of python -m eval --report")
+    parser.add_argument("--out", type=Path, default=Path("comparison"), help="folder of the comparison (default ./comparison)")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: compare(options))
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Read the runs, draw, and write."""
+    runs = [read_run(path) for path in options.runs]
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):  # two folders of one name
+        runs = [run._replace(name=str(path)) for run, path in zip(runs, options.runs, strict=True)]
+    options.out.mkdir(parents=True, exist_ok=True)
+    head, rows = table(runs)
+    differing, note = differences(runs)
+    png = draw(runs)
+    page = Page(f"Comparison of {', '.join(run.name for run in runs)}")
+    page.contents()
+    page.section("What differs in the configurations")
+    if differing:
+        page.table(head, differing)
+    if note:
+        page.text(note)
+    page.section("Numbers")
+    page.table(head, rows)
+    page.text(_LEGEND)
+    page.section("Curves")
+    page.picture(png, "loss, mean accuracy of the sets, and the ROC curve of each set")
+    page.write(options.out / "comparison.html")
+    (options.out / "comparison.png").write_bytes(png)
+    parts = [markdown_table([head, *differing])] if differing else []
+    parts += [markdown_text(note)] if note else []
+    text = "\n\n".join([*parts, markdown_table([head, *rows]), markdown_text(_LEGEND)])
+    (options.out / "comparison.md").write_text(text + "\n")
+    print(f"{text}\n\nwritten: {shown(options.out / 'comparison.html')}")
+
+
+def read_run(folder: Path) -> Run:
+    """Return what a folder has: metrics.jsonl, results.json, or both; and config.yaml."""
+    metrics, results = folder / "metrics.jsonl", folder / "results.json"
+    if not metrics.is_file() and not results.is_file():
+        raise ValueError(f"{folder}: neither metrics.jsonl nor results.json in it; give a run folder or a folder of a report")
+    return Run(
+        folder.resolve().name,
+        read_series(metrics) if metrics.is_file() else {},
+        read_results(results) if results.is_file() else {},
+        read_config(folder / "config.yaml"),
+    )
+
+
+def read_results(path: Path) -> dict[str, dict[str, Any]]:
+    """Return set -> numbers of a results.json.
+
+    Raises:
+        ValueError: it was not written by this project.
+    """
+    try:
+        found = json.loads(read_text(path, encoding="utf-8"))
+        for numbers in found.values():
+            single = [numbers.get(key) for key in ("accuracy", "eer", "auc", "xnorm")]
+            single += numbers.get("tar_at_far", {}).values()
+            both = [(numbers["num_genuine"], numbers["num_impostor"])] if "num_genuine" in numbers else []
+            ranges = [pair for pair in numbers.get("intervals_95", {}).values() if pair is not None]
+            curve = numbers.get("roc") or {"far": [], "tar": []}
+            for values in (single, *both, *ranges, curve["far"], curve["tar"]):
+                for value in values:
+                    float(0 if value is None else value)
+            if any(len(pair) != 2 for pair in ranges) or len(curve["far"]) != len(curve["tar"]):
+                raise ValueError
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        raise ValueError(f"{path}: is not the results of an evaluation; write it anew with python -m eval --report") from None
+    return dict(found)
+
+
+def read_config(path: Path) -> dict[str, str]:
+    """Return section.key -> value as text of a run's saved configuration, {} where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        tree = read_yaml(read_text(path, MAX_SMALL_TEXT, "utf-8"))
+        return {f"{section}.{key}": str(value) for section, keys in tree.items() for key, value in keys.items()}
+    except (yaml.YAMLError, ValueError, AttributeError):
+        raise ValueError(f"{path}: is not the configuration of a run") from None
+
+
+def differences(runs: Sequence[Run]) -> tuple[list[tuple[str, ...]], str]:
+    """Return a row for each key whose value is not the same in all configurations, and a remark, "" where none is needed."""
+    known = [run for run in runs if run.config]
+    missing = [run.name for run in runs if not run.config]
+    keys = [key for key in dict.fromkeys(key for run in known for key in run.config) if key not in _NOT_COMPARED]
+    differing = [key for key in keys if len({run.config.get(key) for run in known}) > 1]
+    rows = [(key, *(run.config.get(key, "-") for run in runs)) for key in differing]
+    remarks = []
+    if len(known) > 1 and not differing:
+        remarks.append("The configurations agree in every key but the name and the folder of the run.")
+    if missing:
+        remarks.append(f"No config.yaml in {', '.join(missing)}: nothing is known of what differs there.")
+    return rows, " ".join(remarks)
+
+
+def table(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the head and a row for each set and number, a column for each run; what is certainly better is marked."""
+    rows = []
+    sets = list(dict.fromkeys(name for run in runs for name in run.results))
+    numbers = (("accuracy", "accuracy %", 100, 1), ("eer", "EER %", 100, -1), ("auc", "AUC", 1, 1), ("xnorm", "norm", 1, 0))
+    for name in sets:
+        intervals = [run.results.get(name, {}).get("intervals_95", {}) for run in runs]
+        found = [run.results.get(name, {}) for run in runs]
+        pairs = [numbers["num_genuine"] + numbers["num_impostor"] if "num_genuine" in numbers else "" for numbers in found]
+        rows.append((f"{name}: pairs", *map(str, pairs)))
+        for key, title, factor, better in numbers:
+            values = [run.results.get(name, {}).get(key) for run in runs]
+            ranges = [interval.get(key) for interval in intervals]
+            rows.append((f"{name}: {title}", *_shown(values, factor, stars(values, ranges, better))))
+        targets = [run.results.get(name, {}).get("tar_at_far", {}) for run in runs]
+        for far in ("1e-2", "1e-3", "1e-4"):
+            values = [target.get(far) for target in targets]
+            if any(value is not None for value in values):
+                ranges = [interval.get(far) for interval in intervals]
+                rows.append((f"{name}: TAR % at FAR {far}", *_shown(values, 100, stars(values, ranges, 1))))
+    losses = [run.series.get("train", {}).get("loss", {}) for run in runs]
+    last = [loss[max(loss)] if loss else None for loss in losses]
+    rows.append(("last loss", *_shown(last, 1, [False] * len(last))))
+    rows.append(("optimizer steps", *(str(max(loss)) if loss else "" for loss in losses)))
+    return ("", *(run.name for run in runs)), rows
+
+
+def stars(values: Sequence[float | None], ranges: Sequence[Sequence[float] | None], better: int) -> list[bool]:
+    """Return for each run whether it is better than each run without a star, by intervals that do not overlap.
+
+    Args:
+        values: of one number; None where a run does not have it, which then counts neither way.
+        ranges: (low, high) of each value. Where one is not known, nothing is marked.
+        better: 1 where a larger value is better, -1 where a smaller one is, 0 where neither.
+    """
+    marks = [False] * len(values)
+    known = [place for place, value in enumerate(values) if value is not None]
+    if not better or any(ranges[place] is None for place in known):
+        return marks
+    spans = {place: sorted(better * end for end in ranges[place] or ()) for place in known}
+    ranked = sorted(known, key=lambda place: -better * (values[place] or 0.0))
+    for count in range(1, len(ranked)):
+        if min(spans[place][0] for place in ranked[:count]) > max(spans[place][1] for place in ranked[count:]):
+            for place in ranked[:count]:
+                marks[place] = True
+            break
+    return marks
+
+
+def _shown(values: Sequence[float | None], factor: float, marks: Sequence[bool]) -> list[str]:
+    """Return the values as text, with a star where they are marked."""
+    digits = 2 if factor == 100 else 4
+    return [
+        "" if value is None else f"{factor * value:.{digits}f}{' *' if mark else ''}"
+        for value, mark in zip(values, marks, strict=True)
+    ]
+
+
+def draw(runs: Sequence[Run]) -> bytes:
+    """Return the PNG of the overlaid curves."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import; no window, no global state
+    from matplotlib.figure import Figure
+
+    drawn = (name for run in runs for name, found in run.results.items() if found.get("roc", {}).get("far"))
+    sets = list(dict.fromkeys(drawn))
+    colours = set_colours(sets)
+    count = 2 + len(sets)
+    columns_of_panels = min(count, 3)
+    rows = -(-count // columns_of_panels)
+    figure = Figure(figsize=(4.4 * columns_of_panels, 3.8 * rows), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, columns_of_panels, squeeze=False).ravel()
+    for axis in panels[count:]:
+        axis.set_visible(False)
+    axes = panels[:count]
+    axes[0].set(title="loss", xlabel="optimizer step")
+    axes[1].set(title="mean accuracy of the sets, %", xlabel="optimizer step")
+    for number, run in enumerate(runs):
+        label = label_text(run.name)
+        colour = _COLOURS[number % len(_COLOURS)]
+        axes[0].plot(*columns(run.series.get("train", {}).get("loss", {})), color=colour, linewidth=1, label=label)
+        accuracies = [kind["accuracy"] for kind in run.series.values() if "accuracy" in kind]
+        if accuracies:
+            steps = sorted(set.intersection(*(set(points) for points in accuracies)))
+            means = [100 * float(np.mean([points[step] for points in accuracies])) for step in steps]
+            axes[1].plot(steps, means, color=colour, marker="o", markersize=3, label=label)
+        for axis, name in zip(axes[2:], sets, strict=True):
+            curve = run.results.get(name, {}).get("roc", {"far": []})
+            if curve["far"]:
+                axis.step(curve["far"], curve["tar"], where="post", color=colour, label=label)
+    for axis, name in zip(axes[2:], sets, strict=True):
+        axis.set(xlabel="FAR", ylabel="TAR", xscale="log", ylim=(0, 1.01))
+        axis.set_title(f"{label_text(name)}: ROC", color=colours[name])
+    for axis in axes:
+        axis.grid(alpha=0.3, which="both")
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8)
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,226 @@
+"""Networks of others: ONNX graphs, programs of torch.export and TorchScript, each as a module from images to embeddings.
+
+ONNX graphs are data. TorchScript and .pt2 files are programs, which can do whatever the user can, some of them already while
+they are loaded; they are opened where the user trusts them.
+"""
+
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/eval/foreign_networks.py is no program; python -m scripts lists them")
+
+import importlib
+import struct
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from utils.tensor_file import file_hash
+
+_DEEPEST = 100  # messages of an ONNX file in one another
+_IN_MEMORY = "_ORT_MEM_ADDR_"  # by this name onnxruntime means an address in memory
+# the parts of each kind of message in onnx.proto that tensors can lie in, by their numbers
+_PARTS = {
+    "model": {7: "graph", 20: "training", 25: "function"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "tensor": {13: "entry"},
+    "sparse": {1: "tensor", 2: "tensor"},
+    "training": {1: "graph", 2: "graph"},
+    "function": {7: "node", 11: "attribute"},
+}
+_EXPORTED, _TORCHSCRIPT = "a .pt2 file of torch.export", "a TorchScript archive"  # the programs, in words
+
+
+def open_foreign(path: Path, threads: int, trust_code: bool) -> "ForeignNetwork":
+    """Return the network of a file that says itself what it is; programs only where they are trusted.
+
+    Args:
+        threads: CPU threads of onnxruntime; 0 = all.
+
+    Raises:
+        ValueError: a program without trust_code, a file of weights, or one that cannot be read.
+    """
+    kind = _program_kind(path)
+    if kind and not trust_code:
+        raise ValueError(
+            f"{path} is {kind}: no weights but a program, which runs with your rights: it can read, change and send "
+            "your files. If you trust its author, add --trust-code; to read weights from it and run nothing, name their "
+            "network: --backbone NAME"
+        )
+    if trust_code and not kind:
+        raise ValueError(f"--trust-code is for a TorchScript or .pt2 file; {path} is neither. Leave it out")
+    if kind == _EXPORTED:
+        return ForeignNetwork(ExportedNetwork(path), path)
+    if kind == _TORCHSCRIPT:
+        return ForeignNetwork(_torchscript(path), path)
+    if path.suffix == ".onnx":
+        return ForeignNetwork(OnnxNetwork(path, threads), path)
+    raise ValueError(f"{path} is a weights file; say what it holds with --backbone NAME")
+
+
+class ForeignNetwork(nn.Module):
+    """A program of others: what it raises, or gives instead of embeddings, is an error that names its file."""
+
+    def __init__(self, model: nn.Module, path: Path) -> None:
+        super().__init__()
+        self.model, self.path = model, path
+
+    @property
+    def hash(self) -> str:
+        """Hash of the file; not all programs tell their weights."""
+        return file_hash(self.path)
+
+    def forward(self, images: Tensor) -> Tensor:
+        try:
+            output = self.model(images)
+        except Exception as error:  # of any kind: it is not our code. TorchScript ends with what is wrong
+            what = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            raise ValueError(f"{self.path}: it cannot run on images {tuple(images.shape)}: {what}") from None
+        if not isinstance(output, Tensor):
+            raise ValueError(f"{self.path}: it must give a tensor of embeddings, it gives {type(output).__name__}")
+        if output.dim() != 2 or len(output) != len(images) or not output.shape[1] or not output.is_floating_point():
+            raise ValueError(
+                f"{self.path}: it must give embeddings (images, numbers per face) of floating point, it gives "
+                f"{tuple(output.shape)} of {str(output.dtype).removeprefix('torch.')} for {len(images)} images"
+            )
+        return output
+
+
+class OnnxNetwork(nn.Module):
+    """An ONNX file as a network, run by onnxruntime on the CPU. A fixed batch size is met by padding the last batch."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        super().__init__()
+        try:
+            runtime = importlib.import_module("onnxruntime")
+        except ImportError:
+            raise ValueError(f"{path}: an ONNX file needs onnxruntime: pip install onnxruntime") from None
+        _check_outside_data(path)
+        settings = runtime.SessionOptions()
+        settings.intra_op_num_threads = threads
+        settings.log_severity_level = 4  # its warnings are in colour and for its makers; what is wrong is raised
+        try:
+            self.session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime has its own exceptions for damage, all of them derived from this
+            raise ValueError(f"{path}: onnxruntime cannot read it: {_first_line(error)}") from None
+        entry = self.session.get_inputs()[0]
+        if len(entry.shape) != 4 or list(entry.shape[1:]) not in ([3, 112, 112], [3, None, None]):
+            raise ValueError(f"{path}: its input must be (batch, 3, 112, 112), it is {tuple(entry.shape)}")
+        self.entry = entry.name
+        self.batch = entry.shape[0] if isinstance(entry.shape[0], int) else 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = images.detach().float().cpu().contiguous()
+        size = self.batch or len(pixels)
+        blocks = []
+        for part in pixels.split(size):
+            padded = torch.cat([part, part.new_zeros(size - len(part), *part.shape[1:])]) if len(part) < size else part
+            output = self.session.run(None, {self.entry: padded.numpy()})[0]
+            blocks.append(torch.from_numpy(output)[: len(part)])
+        return torch.cat(blocks).to(images.device)
+
+
+def _check_outside_data(path: Path) -> None:
+    """Raise ValueError if an ONNX file wants tensors from a file outside its folder; onnxruntime 1.23 would read it.
+
+    Source: the field numbers of onnx.proto, https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
+    """
+    folder = path.parent.resolve()
+    try:
+        locations = set(_locations(memoryview(path.read_bytes()), "model", 0))
+    except (ValueError, IndexError):
+        raise ValueError(f"{path}: not an ONNX file, or a damaged one") from None
+    for location in sorted(locations):
+        name = location.decode("utf-8", "replace")
+        try:
+            file = (folder / name).resolve(strict=True)
+            inside = file.is_relative_to(folder) and file.is_file()
+        except (OSError, ValueError, RuntimeError):  # not there, a zero byte, a link to itself
+            inside = False
+        if not inside or _IN_MEMORY in name or Path(name).is_absolute():
+            raise ValueError(f"{path}: its tensors lie in {name!r:.200}, which is no file in its own folder; no other is read")
+
+
+def _locations(data: memoryview, kind: str, depth: int) -> Iterator[bytes]:
+    """Yield where a message of onnx.proto, of this kind, keeps tensors in other files."""
+    if depth > _DEEPEST:
+        raise ValueError("nested too deep")
+    key, value = b"", b""
+    for number, inner in _messages(data):
+        if kind == "entry":
+            key, value = (bytes(inner), value) if number == 1 else (key, bytes(inner))
+        elif number in _PARTS[kind]:
+            yield from _locations(inner, _PARTS[kind][number], depth + 1)
+    if key == b"location":
+        yield value
+
+
+def _messages(data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield number and content of each field of a protobuf message that has a length."""
+    place = 0
+    while place < len(data):
+        tag, place = _varint(data, place)
+        if tag & 7 == 0:
+            _, place = _varint(data, place)
+        elif tag & 7 in (1, 5):
+            place += 8 if tag & 7 == 1 else 4
+        elif tag & 7 == 2:
+            size, place = _varint(data, place)
+            if place + size > len(data):
+                raise ValueError("cut short")
+            yield tag >> 3, data[place : place + size]
+            place += size
+        else:
+            raise ValueError("no field of ONNX")
+
+
+def _varint(data: memoryview, place: int) -> tuple[int, int]:
+    """Return a number of 7 bits a byte, the lowest first, and the place behind it."""
+    number = 0
+    for shift in range(0, 70, 7):
+        number |= (data[place] & 127) << shift
+        place += 1
+        if data[place - 1] < 128:
+            return number, place
+    raise ValueError("a number of more than ten bytes")
+
+
+class ExportedNetwork(nn.Module):
+    """A program of torch.export (.pt2). It has no modes, so it is kept out of sight of eval() and train()."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        if not zipfile.is_zipfile(path):
+            raise ValueError(f"{path}: not an exported program: no zip archive")
+        try:
+            self._program = [torch.export.load(str(path)).module()]
+        except Exception as error:  # damage ends in exceptions of many kinds
+            raise ValueError(f"{path}: not an exported program: {_first_line(error)}") from None
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self._program[0](images)
+
+
+def _program_kind(path: Path) -> str:
+    """Return what kind of program a file is, "" for other files."""
+    if path.suffix == ".pt2":
+        return _EXPORTED
+    try:
+        with zipfile.ZipFile(path) as archive:  # TorchScript, whatever its name: a zip with code in it. Weights have none
+            return _TORCHSCRIPT if any("/code/" in name for name in archive.namelist()) else ""
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error):
+        return ""
+
+
+def _torchscript(path: Path) -> nn.Module:
+    try:
+        return torch.jit.load(str(path), map_location="cpu")
+    except Exception as error:  # damage ends in exceptions of many kinds
+        raise ValueError(f"{path}: not a TorchScript program: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

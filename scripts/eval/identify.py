@@ -1,0 +1,127 @@
+"""Search probes in a gallery: python -m scripts.eval.identify RUN --gallery gallery.txt --probes probes.txt
+
+Each list names aligned 112 x 112 pictures, a line "path label" with the person's number (a RecordIO set, tar shards or a folder
+for each person will do as well). Several galleries are joined, as for TinyFace with its distractors; probes whose person is in
+none of them are strangers. Prints rank-1, 5, 10, 20 and, with strangers among the probes, TPIR at FPIR.
+
+gallery.txt and probes.txt: a line 'path label' for each picture; the path is relative to the list and may hold blanks,
+label is a whole number, the same for the same person in all lists.
+
+Example: python -m scripts.eval.identify work_dirs/ms1mv3_r50 --gallery gallery.txt --probes probes.txt
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.eval.identify")
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from data.base import FaceDataset
+from data.datasets import FolderDataset
+from eval.embed import embed_sums
+from eval.identification import identify
+from scripts.data.pictures import open_set_of, progress
+from utils import distributed
+from utils.agreement import digest
+from utils.cli import make_parser
+from utils.distributed import World, together
+from utils.image import IMAGE_SIZE
+from utils.optim import AUTOCAST
+from utils.program import guarded
+
+from .networks import add_network_arguments, load_network, require_same_files, require_same_options
+
+_RANKS = (1, 5, 10, 20)
+_FPIR = (0.001, 0.01, 0.1)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and search; return the exit status."""
+    parser = make_parser("python -m scripts.eval.identify", __doc__)
+    add_network_arguments(parser)
+    parser.add_argument("--gallery", type=Path, nargs="+", required=True, help="the people that are known")
+    parser.add_argument("--probes", type=Path, required=True, help="the pictures that are searched")
+    parser.add_argument("--json", type=Path, help="write the numbers there")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Embed both sides on all ranks; search and print on rank 0."""
+    world = distributed.start(options.device, setting="--device ")
+    require_same_options(options, world)
+    with together(world):
+        network = load_network(options)
+        sets = [open_set_of(path) for path in (*options.gallery, options.probes)]
+        names = [people_of(dataset) for dataset in sets]
+
+    def facts() -> dict[str, object]:
+        whose = [*(f"gallery {number}" for number in range(1, len(sets))), "the probes"]
+        found: dict[str, object] = {}
+        for who, dataset, people in zip(whose, sets, names, strict=True):
+            found |= {f"{what} of {who}": value for what, value in dataset.fingerprint().items()}
+            found[f"hash of the people of {who}"] = digest(["\0".join(people.tolist()).encode("utf-8", "surrogateescape")])
+        return found
+
+    require_same_files(network, facts, world)
+    model = network.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    vectors = [embed_set(model, dataset, world, options) for dataset in sets]
+    if world.rank != 0:
+        return
+    number_of = {name: number for number, name in enumerate(dict.fromkeys(np.concatenate(names).tolist()))}
+    people = [np.array([number_of[name] for name in part.tolist()]) for part in names]
+
+    def bar(chunks: Sequence[int]) -> Iterable[int]:
+        return progress(chunks, len(chunks), "searching", "chunk")
+
+    found = identify(np.concatenate(vectors[:-1]), np.concatenate(people[:-1]), vectors[-1], people[-1], bar)
+    report: dict[str, Any] = {
+        "network": network.title,
+        "gallery_images": sum(map(len, vectors[:-1])),
+        "gallery_people": len(np.unique(np.concatenate(people[:-1]))),
+        "probes_with_mate": found.num_mated,
+        "probes_without": found.num_unmated,
+        **{f"rank_{k}": found.rank_rate(k) for k in _RANKS},
+        **{f"tpir_at_fpir_{fpir}": found.tpir_at_fpir(fpir) for fpir in _FPIR},
+    }
+    for key, value in report.items():
+        shown = f"{100 * value:.2f} %" if isinstance(value, float) else "not measurable" if value is None else value
+        print(f"  {key.replace('_', ' '):<28}{shown}")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def people_of(dataset: FaceDataset) -> np.ndarray:
+    """Return who is on each image (n,): the folder's name where there are folders, else the label."""
+    labels = np.asarray(dataset.labels())
+    if isinstance(dataset, FolderDataset):
+        return np.array(dataset.classes)[labels]
+    return labels.astype(str)
+
+
+def embed_set(model: nn.Module, dataset: FaceDataset, world: World, options: argparse.Namespace) -> np.ndarray:
+    """Return the unit embeddings (n, D) float32, plain + mirrored, of all images of a set."""
+
+    def decode(index: int) -> np.ndarray:
+        pixels = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
+        dataset.decode_into(index, pixels)
+        return pixels
+
+    count = dataset.num_stored
+    with progress([], -(-count // world.world_size), "embedding", "image") as bar:
+        sums = embed_sums(
+            model, decode, count, world, options.batch_size, AUTOCAST[options.precision], options.threads, bar.update
+        )
+    norms = np.linalg.norm(sums, axis=1, keepdims=True)
+    return sums / np.where(norms == 0, 1, norms)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

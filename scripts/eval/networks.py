@@ -1,0 +1,208 @@
+"""The networks that evaluation takes: a run, a checkpoint, bare weights, ONNX, a program of torch.export or TorchScript.
+
+All see the input contract of this project: (b, 3, 112, 112) RGB, (x - 127.5) / 127.5. For a network that was trained otherwise,
+--colour bgr and --input-mean, --input-std say how.
+
+Weights and ONNX graphs are data: reading them runs nothing that stands in them. TorchScript and .pt2 files are programs; they
+are opened with --trust-code alone (scripts/eval/foreign_networks.py).
+"""
+
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/eval/networks.py is no program; python -m scripts lists them")
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from backbones import build_backbone
+from utils.agreement import digest_tensors, require_equal, require_same_program
+from utils.checkpoint import find_checkpoint, is_checkpoint, list_checkpoints, read_backbone, read_manifest
+from utils.distributed import World, together
+from utils.optim import AUTOCAST
+from utils.randomness import derive
+from utils.retention import best_checkpoint
+from utils.tensor_file import read_tensors
+from utils.text import one_line
+from utils.weights import fill
+
+from .foreign_networks import ForeignNetwork, open_foreign
+
+_HINT = "check --backbone, --embedding-size, --width"
+
+
+class Network(NamedTuple):
+    """A network and where it comes from."""
+
+    model: nn.Module
+    name: str  # path of the checkpoint or file
+    config: dict[str, Any]  # of its run, or {}
+    state: str = ""  # of a run's network: step and score of its checkpoint
+
+    @property
+    def title(self) -> str:
+        """Name and state in one line."""
+        return f"{self.name} ({self.state})" if self.state else self.name
+
+
+def add_network_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `load_network` reads, and those of the forward pass."""
+    parser.add_argument(
+        "run", type=Path, help="run folder, checkpoint folder, weights (.safetensors, .pt, .pth), .onnx, .pt2, or TorchScript"
+    )
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
+    choice.add_argument("--untrained", action="store_true", help="the run's network before any training, for comparison")
+    parser.add_argument("--backbone", metavar="NAME", help="for a weights file: r18, r34, r50, r100, r200 or mbf")
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="load a TorchScript or .pt2 file. Such a file is a program that runs with your rights: it can read, change and "
+        "send your files. Only for files whose author you trust",
+    )
+    parser.add_argument("--embedding-size", type=int, default=512, metavar="D", help="for a weights file (default 512)")
+    parser.add_argument("--width", type=float, default=1.0, help="for a weights file: factor on the channels (default 1)")
+    parser.add_argument("--colour", choices=("rgb", "bgr"), default="rgb", help="order that the network was trained with")
+    parser.add_argument("--input-mean", type=float, default=127.5, help="it was trained on (x - mean) / std (default 127.5)")
+    parser.add_argument("--input-std", type=float, default=127.5, help="likewise (default 127.5)")
+    parser.add_argument("--precision", choices=AUTOCAST, default="fp32", help="of the forward pass (default fp32)")
+    parser.add_argument("--batch-size", type=int, default=256, help="images per forward pass and process (default 256)")
+    parser.add_argument("--threads", type=int, default=2, help="decoder threads per process (default 2)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA where there is one")
+
+
+def require_same_options(options: argparse.Namespace, world: World) -> None:
+    """Compare the options, by flag, and this program over all processes; other versions of torch are a warning.
+
+    Paths, and what a machine has of its own, may differ.
+
+    Raises:
+        SharedError: on every rank, with each flag, value and rank.
+    """
+    own = {"run", "data", "report", "gallery", "probes", "root", "json", "scores", "device", "threads"}
+    shared = {f"--{name.replace('_', '-')}": value for name, value in vars(options).items() if name not in own}
+    if "targets" in vars(options):
+        shared["--targets"] = [Path(target).stem for target in options.targets or ()]
+    for line in require_same_program(shared, world):
+        if world.rank == 0:
+            print(f"warning: {one_line(line)}", file=sys.stderr)
+
+
+def require_same_files(network: "Network", facts: Callable[[], Mapping[str, Any]], world: World) -> None:
+    """Compare the network and what else was read over all processes.
+
+    Args:
+        facts: returns hashes and counts by name; called where there are several processes.
+
+    Raises:
+        SharedError: on every rank, with each fact that differs.
+    """
+    if world.world_size == 1:
+        return
+    model = network.model.model if isinstance(network.model, OtherInput) else network.model
+    with together(world):
+        of_network = model.hash if isinstance(model, ForeignNetwork) else digest_tensors(model.state_dict())
+        found = {"hash of the network": of_network, **facts()}
+    require_equal(found, world, "the network and the sets must be the same files for all processes; copy them again")
+
+
+def load_network(options: argparse.Namespace) -> Network:
+    """Return the network that the command line names.
+
+    Raises:
+        ValueError: nothing there, weights that do not fit, or a file that cannot be read.
+    """
+    network = _load(options)
+    if (options.colour, options.input_mean, options.input_std) == ("rgb", 127.5, 127.5):
+        return network
+    if options.input_std <= 0:
+        raise ValueError(f"--input-std must be above 0, got {options.input_std}")
+    return network._replace(model=OtherInput(network.model, options.colour == "bgr", options.input_mean, options.input_std))
+
+
+def _load(options: argparse.Namespace) -> Network:
+    path: Path = options.run
+    if path.is_file():
+        for flag in ("best", "untrained"):
+            if getattr(options, flag):
+                raise ValueError(f"--{flag} is for the folder of a run; {path} is a file, which holds one network")
+        if options.backbone:  # weights, whatever the file says of itself: nothing in it is run
+            if options.trust_code:
+                raise ValueError(
+                    f"--trust-code is for a program; with --backbone {path} is read as weights. Leave one of them out"
+                )
+            model = build_backbone(options.backbone, options.embedding_size, options.width)
+            return Network(fill(model, read_tensors(path), str(path), _HINT), str(path), {})
+        return Network(open_foreign(path, options.threads, options.trust_code), str(path), {})
+    if not path.exists():
+        raise ValueError(f"no run folder, checkpoint or weights file at {path}")
+    if options.backbone:
+        raise ValueError(f"--backbone is for a weights file; {path} is a folder, whose configuration says what it holds")
+    if options.trust_code:
+        raise ValueError(f"--trust-code is for a TorchScript or .pt2 file; {path} is a folder, which holds no program")
+    checkpoint = _find_best(path) if options.best else find_checkpoint(path)
+    try:
+        manifest = read_manifest(checkpoint)
+    except ValueError as error:
+        raise ValueError(f"{error}; name another checkpoint folder") from None
+    config: dict[str, Any] = manifest.get("config", {})
+    section, seed = config.get("backbone", {}), config.get("run", {}).get("seed", 0)
+    size, width = section.get("embedding_size"), section.get("width")
+    if type(size) is not int or not 1 <= size <= 65536 or type(width) not in (int, float) or not 0 < width <= 64:
+        raise ValueError(f"checkpoint {checkpoint}: its configuration does not tell embedding_size and width of its backbone")
+    if type(seed) is not int or not 0 <= seed <= 2**62:
+        raise ValueError(f"checkpoint {checkpoint}: run.seed of its configuration must be a whole number, got {seed!r:.80}")
+    torch.manual_seed(derive(seed, "backbone"))  # as train.py does before it builds
+    model = build_backbone(str(section.get("name")), size, width)
+    if options.untrained:
+        return Network(model, f"{section['name']} before training", config)
+    model = fill(model, read_backbone(checkpoint), str(checkpoint), _HINT)
+    return Network(model, str(checkpoint), config, f"step {manifest['step']}, {_score_text(manifest)}")
+
+
+def _find_best(run: Path) -> Path:
+    """Return the checkpoint of a run with the highest score, in the metric that the run was scored by last.
+
+    Raises:
+        ValueError: it is no run folder, or none of its checkpoints has a score.
+    """
+    if is_checkpoint(run):
+        raise ValueError(f"--best is for the folder of a run; {run} is one checkpoint")
+    find_checkpoint(run)  # there is one at all
+    checkpoints = list_checkpoints(run)
+    best = best_checkpoint(checkpoints)
+    if best is None:
+        raise ValueError(
+            f"--best: none of the {len(checkpoints)} checkpoint(s) of {run} has a score, no evaluation was saved with them. "
+            "Leave --best out for the newest"
+        )
+    return best
+
+
+def _metric(manifest: dict[str, Any]) -> str:
+    """Return what the score of a checkpoint is."""
+    return str(manifest.get("config", {}).get("eval", {}).get("metric", "accuracy"))
+
+
+def _score_text(manifest: dict[str, Any]) -> str:
+    """Return the score that a checkpoint was saved with, in words."""
+    score, metric = manifest.get("score"), _metric(manifest)
+    if score is None:
+        return "saved without a score"
+    return f"saved with a mean {metric} of {abs(score) if metric == 'eer' else score:.4f}"  # an EER counts negative
+
+
+class OtherInput(nn.Module):
+    """A network that was trained on other channels or another scale, behind the input of this project."""
+
+    def __init__(self, model: nn.Module, bgr: bool, mean: float, std: float) -> None:
+        super().__init__()
+        self.model, self.bgr, self.mean, self.std = model, bgr, mean, std
+
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = images.flip(1) if self.bgr else images
+        return self.model((pixels * 127.5 + (127.5 - self.mean)) / self.std)

@@ -1,0 +1,1 @@
+"""Starting runs on one machine, on several, and under Slurm."""
