@@ -29,26 +29,26 @@ from data.sampler import SampleOrder, Samples, check_batch
 from eval.embed import class_means
 from eval.evaluate import check_metric, load_pair_sets
 from eval.monitor import check_names, score_and_log
-from eval.pairs import PairSet
+from eval.pair_sets.bin_file import PairSet
 from losses import build_margin
 from losses.first_loss import judge_first_loss
 from partial_fc import PartialFC, build_head, check_head_fits
 from partial_fc.start import Started, start_centres
 from utils import distributed
-from utils.agreement import require_equal, require_same_program
-from utils.checkpoint_writer import CheckpointWriter, Keep
+from utils.checkpoint.resume import changed_keys, prepare_run_folder, restore, trainer_state
+from utils.checkpoint.retention import best_score
+from utils.checkpoint.weights import load_initial
+from utils.checkpoint.writer import CheckpointWriter, Keep
 from utils.cli import make_parser
 from utils.distributed import SharedError, World, together
+from utils.distributed.agreement import require_equal, require_same_program
+from utils.distributed.watchdog import Watchdog
 from utils.log import RunLog, Speed, peak_memory_gib
 from utils.memory import available_bytes, backbone_memory
 from utils.optim import AUTOCAST, LossScaler, build_optimizer, finish_gradients, freeze, is_finite, set_training
 from utils.program import StoppedError, StopSignal, guarded
 from utils.randomness import derive
-from utils.resume import changed_keys, prepare_run_folder, restore, trainer_state
-from utils.retention import best_score
 from utils.schedule import learning_rate
-from utils.watchdog import Watchdog
-from utils.weights import load_initial
 
 
 def train(config: EasyDict, stop: StopSignal) -> None:

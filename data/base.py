@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from utils.agreement import digest
+from utils.distributed.agreement import digest
 from utils.image import IMAGE_SIZE, decode_rgb_into
 
 

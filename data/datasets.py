@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from utils.agreement import digest
+from utils.distributed.agreement import digest
 from utils.files import find_files, read_bytes, shown
 from utils.image import IMAGE_SIZE
 from utils.randomness import derive

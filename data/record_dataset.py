@@ -23,8 +23,8 @@ from utils.files import MAX_SMALL_TEXT, read_bytes, shown
 
 from .base import FaceDataset
 from .index_cache import Arrays, DamagedCacheError, Facts, cache_path, read_cache, stamp, write_cache
-from .record_file import RecordFile
-from .recordio import Headers, IndexedRecordFile, is_ascending, unpack
+from .recordio.container import RecordFile
+from .recordio.image_record import Headers, IndexedRecordFile, is_ascending, unpack
 
 _FLOAT_LIMIT = 1 << 24  # from here on a float32 may stand for several integers
 _MAX_SPAN = 1 << 20  # bytes between two images beyond which a record's length is looked up first

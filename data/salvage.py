@@ -1,8 +1,8 @@
 """What is sound in a RecordIO file that may be damaged, found without its index and without trust in any length.
 
-The writer cuts a record at every aligned magic (record_file.py), so an aligned magic is the start of a part and nothing else. A
-part is sound if it ends where the next magic stands, or before it: then damage lies between, or the part's own length is wrong,
-which its image tells. Reading can thus go on behind any damage.
+The writer cuts a record at every aligned magic (recordio/container.py), so an aligned magic is the start of a part and nothing
+else. A part is sound if it ends where the next magic stands, or before it: then damage lies between, or the part's own length
+is wrong, which its image tells. Reading can thus go on behind any damage.
 Shapes: n = sound records, p = parts.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from utils.files import check_file
 
-from .record_file import MAGIC, MAX_LENGTH
+from .recordio.container import MAGIC, MAX_LENGTH
 
 _BLOCK = 1 << 24  # words looked at together
 _MAGIC_WORD = int.from_bytes(MAGIC, "little")

@@ -31,7 +31,7 @@ from utils.program import guarded
 
 from .evaluate import evaluate, load_pair_sets
 from .html_report import write_report
-from .pairs import PairSet
+from .pair_sets.bin_file import PairSet
 from .report import format_table
 
 

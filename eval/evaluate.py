@@ -12,8 +12,8 @@ from torch import nn
 from utils.distributed import World
 
 from .embed import embed_images
-from .pair_files import SUFFIXES, read_pairs
-from .pairs import PairSet
+from .pair_sets.bin_file import PairSet
+from .pair_sets.csv_and_folders import SUFFIXES, read_pairs
 from .verification import VerificationResult, fuse_views, mean_norm, pair_distances, row_norms, verify
 
 NUM_FOLDS = 10

@@ -1,6 +1,6 @@
 """Figures of verification results, as PNG bytes: ROC, DET, similarities of genuine and impostor pairs, folds, norms.
 
-Each set has one colour in all of them (utils.pictures.set_colours); impostor pairs are gray.
+Each set has one colour in all of them (utils.report.contact_sheet.set_colours); impostor pairs are gray.
 """
 
 import io
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from utils.pictures import set_colours
+from utils.report.contact_sheet import set_colours
 from utils.text import label_text
 
 from .verification import VerificationResult

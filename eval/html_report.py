@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.page import Page
-from utils.pictures import pair_sheet
+from utils.report.contact_sheet import pair_sheet
+from utils.report.page import Page
 
 from . import figures
 from .intervals import Intervals, intervals_95
-from .pairs import PairSet
+from .pair_sets.bin_file import PairSet
 from .report import as_json, explain, format_table
 from .verification import VerificationResult
 

@@ -13,7 +13,7 @@ from utils.log import TRAINING, RunLog
 from .evaluate import evaluate, selection_score
 from .figures import overview
 from .html_report import write_summary
-from .pairs import PairSet
+from .pair_sets.bin_file import PairSet
 from .report import format_table, scalars
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from utils.agreement import digest
+from utils.distributed.agreement import digest
 from utils.files import MAX_TEXT, check_file, read_bytes
 
 _BLOCK = 1 << 24  # bytes of a text file parsed at once

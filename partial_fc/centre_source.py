@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.checkpoint import class_order, find_checkpoint, shards_of
+from utils.checkpoint.format import class_order, find_checkpoint, shards_of
+from utils.checkpoint.tensor_file import is_plain, load_plain, mapped_tensor
 from utils.files import read_text
-from utils.tensor_file import is_plain, load_plain, mapped_tensor
 
 from .shard import slots_of_classes
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from utils.huge_pages import with_huge_pages
 
-from . import cpu_kernels
+from .kernels import cpu as cpu_kernels
 from .rounding import Noise, quantise_rows, round_to_bfloat16_
 from .shard import initial_blocks
 from .workspace import Workspace

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from partial_fc.centre_source import open_centres
 from partial_fc.shard import shard_range
-from utils.checkpoint import (
+from utils.checkpoint.format import (
     check_hashes,
     checkpoint_path,
     find_checkpoint,
@@ -44,9 +44,9 @@ from utils.checkpoint import (
     shard_name,
     softmax_reader,
 )
+from utils.checkpoint.tensor_file import Planned, flush, write_planned, write_tensors
 from utils.cli import make_parser
 from utils.program import guarded
-from utils.tensor_file import Planned, flush, write_planned, write_tensors
 
 from .data.pictures import progress, whole
 
@@ -175,7 +175,7 @@ def reshard(options: argparse.Namespace) -> None:
 def _planned_rows(
     read: Callable[..., dict[str, Tensor]], start: int, stop: int, progress: Callable[[int], object] = lambda count: None
 ) -> dict[str, Planned]:
-    """Return what utils.tensor_file.write_planned needs to write the slots [start, stop), reading some rows at a time.
+    """Return what write_planned needs to write the slots [start, stop), reading some rows at a time.
 
     Args:
         read: of softmax_reader.

@@ -15,8 +15,8 @@ from typing import Any
 
 from utils.cli import make_parser
 from utils.files import read_text
-from utils.pictures import set_colours
 from utils.program import guarded
+from utils.report.contact_sheet import set_colours
 from utils.text import label_text
 
 Series = dict[str, dict[str, dict[int, float]]]  # kind -> name -> step -> value

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from utils.checkpoint import checkpoint_path
-from utils.checkpoint_writer import CheckpointWriter, Keep
+from utils.checkpoint.format import checkpoint_path
+from utils.checkpoint.writer import CheckpointWriter, Keep
 from utils.distributed import World
 
 

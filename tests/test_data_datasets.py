@@ -17,7 +17,7 @@ from configs.loader import SCHEMA
 from data.base import FaceDataset
 from data.datasets import FolderDataset, SyntheticDataset, build_dataset
 from data.record_dataset import RecordDataset
-from data.recordio import IndexedRecordFile, RecordWriter, pack, unpack
+from data.recordio.image_record import IndexedRecordFile, RecordWriter, pack, unpack
 
 SETS = Path(__file__).parent / "fixtures" / "rec"
 LIMIT = 1 << 24

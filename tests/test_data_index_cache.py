@@ -13,8 +13,8 @@ import train
 from data import record_dataset
 from data.index_cache import cache_path, read_cache, stamp, write_cache
 from data.record_dataset import RecordDataset
-from data.record_set import RecordSetWriter
-from eval.pairs import write_bin
+from data.recordio.writer import RecordSetWriter
+from eval.pair_sets.bin_file import write_bin
 
 
 def _make(folder: Path, labels: list[int]) -> Path:
@@ -118,11 +118,11 @@ def test_new_files_have_the_mode_of_the_users_umask(tmp_path: Path, umask: int, 
     write_bin(tmp_path / "held.bin", [jpeg(picture(1)), jpeg(picture(2))], [False])
     program = (
         f"import os; os.umask({umask})\n"
-        "from data.record_dataset import RecordDataset; from scripts import convert_bin, repair_data\n"
+        "from data.record_dataset import RecordDataset; from scripts.data import convert_bin, repair\n"
         f"RecordDataset({str(folder)!r}, {str(tmp_path / 'cache')!r})\n"
         f"assert convert_bin.main([{str(tmp_path / 'held.bin')!r}]) == 0\n"
         f"os.unlink({str(folder / 'train.idx')!r})\n"
-        f"assert repair_data.main([{str(folder)!r}]) == 0\n"
+        f"assert repair.main([{str(folder)!r}]) == 0\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent)
     made = [*(tmp_path / "cache").iterdir(), tmp_path / "held.safetensors", folder / "train.idx"]

@@ -12,7 +12,7 @@ from configs.loader import SCHEMA
 from data import build_dataset
 from data.datasets import SyntheticDataset
 from data.mixture import MixedDataset, Source, class_maps
-from data.record_set import RecordSetWriter
+from data.recordio.writer import RecordSetWriter
 from data.sampler import SampleOrder
 
 

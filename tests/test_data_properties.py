@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.record_dataset import RecordDataset
-from data.record_set import RecordSetWriter
-from data.recordio import MAGIC, IndexedRecordFile, RecordWriter, is_protobuf, pack, unpack
-from eval.pairs import read_bin, write_bin
+from data.recordio.image_record import MAGIC, IndexedRecordFile, RecordWriter, is_protobuf, pack, unpack
+from data.recordio.writer import RecordSetWriter
+from eval.pair_sets.bin_file import read_bin, write_bin
 from scripts.attack import fuzz_inputs
 
 # random bytes rarely have the magic word, which splits a record into parts, so half of the pieces are that word

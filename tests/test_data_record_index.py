@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from data import record_index
-from data.recordio import read_index
+from data.recordio import index as record_index
+from data.recordio.image_record import read_index
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import recordio
-from data.recordio import MAGIC, IndexedRecordFile, RecordFile, RecordWriter, pack, unpack
+from data.recordio import image_record as recordio
+from data.recordio.image_record import MAGIC, IndexedRecordFile, RecordFile, RecordWriter, pack, unpack
 
 ROOT = Path(__file__).parents[1]
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -19,7 +19,7 @@ from eval.embed import embed_images
 from eval.evaluate import evaluate, load_pair_sets, selection_score, verify_views
 from eval.figures import overview, roc_curve
 from eval.html_report import write_report
-from eval.pairs import PairSet, write_bin
+from eval.pair_sets.bin_file import PairSet, write_bin
 from eval.report import as_json, format_table
 from eval.verification import fuse_views, verify
 from utils.distributed import World

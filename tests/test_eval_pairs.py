@@ -14,7 +14,7 @@ import cv2
 import numpy as np
 import pytest
 
-from eval.pairs import PairSet, read_bin, write_bin
+from eval.pair_sets.bin_file import PairSet, read_bin, write_bin
 from utils.image import decode_rgb
 
 FIXTURES = Path(__file__).parent / "fixtures" / "bin"

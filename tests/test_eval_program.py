@@ -21,7 +21,7 @@ from tiny_runs import read_metrics, tiny_run, write_dataset
 import train
 from backbones import build_backbone
 from eval.__main__ import main
-from eval.pairs import read_bin, write_bin
+from eval.pair_sets.bin_file import read_bin, write_bin
 from scripts import plot_run
 from utils.distributed import World
 

@@ -14,9 +14,9 @@ import cv2
 import numpy as np
 import pytest
 
-from eval import safe_pickle
-from eval.pickle_values import UnsafePickleError
-from eval.safe_pickle import load
+from eval.pair_sets import safe_pickle
+from eval.pair_sets.pickle_values import UnsafePickleError
+from eval.pair_sets.safe_pickle import load
 
 ROOT = Path(__file__).parent.parent
 FIXTURES = Path(__file__).parent / "fixtures" / "bin" / "bad"
@@ -103,7 +103,7 @@ BAD = _bad_files()
 
 _REFUSE_ALL = """
 import json, os, resource, sys, time
-from eval.pairs import read_bin
+from eval.pair_sets.bin_file import read_bin
 
 with open("/proc/self/statm") as file:
     in_use = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from eval.sample_pairs import sample_pairs
+from eval.pair_sets.sample import sample_pairs
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -13,8 +13,8 @@ from rounding import FP32_UNIT, rounding_bound
 from tiny_runs import run_train, tiny_run
 from torch import Tensor
 
-from partial_fc import cpu_kernels
 from partial_fc.kernels import _why_no_triton, choose_kernels, exponentials, why_plain
+from partial_fc.kernels import cpu as cpu_kernels
 from partial_fc.workspace import Workspace
 
 ROOT = Path(__file__).parents[1]
@@ -107,7 +107,7 @@ def test_triton_serves_on_cuda_from_the_version_on_that_is_right(
         _why_no_triton.cache_clear()
 
 
-PROBE = "from partial_fc import cpu_kernels; print(cpu_kernels.load() is not None, cpu_kernels.why_missing())"
+PROBE = "from partial_fc.kernels import cpu; print(cpu.load() is not None, cpu.why_missing())"
 
 
 def _probe(cache: Path, **environment: str) -> str:

@@ -16,9 +16,9 @@ from partial_fc import PartialFC, RowAdamW, RowSGD
 from partial_fc.kernels import KERNELS
 from partial_fc.rounding import Noise, quantise_rows, round_to_bfloat16_
 from partial_fc.state import FORMATS
-from utils import checkpoint as ckpt
+from utils.checkpoint import format as ckpt
+from utils.checkpoint.tensor_file import write_tensors
 from utils.distributed import World
-from utils.tensor_file import write_tensors
 
 pytestmark = pytest.mark.numeric
 

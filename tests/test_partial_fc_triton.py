@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the import: Triton's own library is decorated then
 if _why_no_triton():
     pytest.skip(f"{_why_no_triton()}; the CUDA builds of torch bring it", allow_module_level=True)
-kernels = importlib.import_module("partial_fc.triton_kernels")
+kernels = importlib.import_module("partial_fc.kernels.triton")
 
 pytestmark = pytest.mark.numeric
 State = dict[str, Tensor]

@@ -43,7 +43,7 @@ def test_imports_go_one_way(path: Path):
 def test_torch_distributed_has_three_homes(path: Path):
     uses = {name for name in _imports(path) if name.startswith("torch.distributed")}
     homes = (
-        "utils/distributed.py",
+        "utils/distributed/__init__.py",
         "partial_fc/collectives.py",
         "scripts/launch/torchrun.py",
     )  # the last one starts torchrun itself
@@ -86,6 +86,27 @@ def test_what_compares_tensors_up_to_rounding_is_marked_numeric(path: Path):
     for node in functions:
         if node not in helpers and _names(node) & comparing:
             assert any("numeric" in _names(decorator) for decorator in node.decorator_list), f"{path.name}: {node.name}"
+
+
+def test_the_list_of_utils_is_closed():
+    """What is added here is seen by everybody: put it into the package that uses it, unless several do."""
+    files = [path.relative_to(ROOT / "utils") for path in SOURCES if path.is_relative_to(ROOT / "utils")]
+    found = {path.parts[0].removesuffix(".py") for path in files}
+    packages = {"checkpoint", "distributed", "report"}
+    modules = {
+        "alignment",
+        "cli",
+        "files",
+        "huge_pages",
+        "image",
+        "log",
+        "memory",
+        "optim",
+        "parallel",
+        "program",
+        "randomness",
+    }
+    assert found == packages | modules | {"schedule", "suggest", "text", "__init__"}
 
 
 def test_every_package_is_listed_for_installation():

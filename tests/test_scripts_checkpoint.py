@@ -15,7 +15,7 @@ from backbones import build_backbone
 from partial_fc.shard import classes_of_slots, shard_range
 from scripts import checkpoint
 from scripts.benchmark import checkpoint as benchmark_checkpoint
-from utils.checkpoint import read_backbone, softmax_reader
+from utils.checkpoint.format import read_backbone, softmax_reader
 from utils.distributed import World
 
 CLASSES, DIM, SEED = 11, 4, 5

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.augment import OPERATIONS
-from data.record_index import read_index
+from data.recordio.index import read_index
 from scripts.benchmark import data as benchmark_data
 from scripts.benchmark import open_set
 from scripts.benchmark.baselines.data import FloatPerItem, decoders, index_as_dict, plain_loader

@@ -17,7 +17,7 @@ from torch import nn
 
 from backbones import build_backbone
 from eval.embed import embed_images
-from eval.pairs import PairSet
+from eval.pair_sets.bin_file import PairSet
 from eval.verification import fuse_views, verify
 from scripts.benchmark.baselines.eval import plain_embed, plain_numbers
 from scripts.eval import identify

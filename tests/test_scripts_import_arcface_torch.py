@@ -19,7 +19,7 @@ from scripts import checkpoint
 from scripts.arcface_torch import export_checkpoint as export_arcface_torch
 from scripts.arcface_torch import import_checkpoint as import_arcface_torch
 from scripts.arcface_torch.checkpoint_files import load
-from utils.checkpoint import list_checkpoints, read_backbone, read_manifest, read_trainer, softmax_reader
+from utils.checkpoint.format import list_checkpoints, read_backbone, read_manifest, read_trainer, softmax_reader
 
 CLASSES, DIM, SEED = 11, 16, 2048
 ERAS = ("backbone.pth", "softmax_fc_gpu", "checkpoint_gpu")

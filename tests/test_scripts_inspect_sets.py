@@ -11,7 +11,7 @@ import pytest
 from pictures import folder_of_people, jpeg, picture
 
 from data.record_dataset import RecordDataset
-from eval.pairs import read_bin, write_bin
+from eval.pair_sets.bin_file import read_bin, write_bin
 from scripts.data import filter as filter_data
 from scripts.data import folder_to_rec, pairs_to_bin, rec_to_folder, show_augmentation
 from scripts.data import inspect as inspect_data

@@ -23,7 +23,7 @@ import pytest
 from torch.distributed.elastic.rendezvous.utils import _PeriodicTimer
 
 from scripts.launch.torchrun import keep_until_exit
-from utils.checkpoint import list_checkpoints
+from utils.checkpoint.format import list_checkpoints
 
 ROOT = Path(__file__).parent.parent
 MACHINE, MACHINES, SLURM = (ROOT / "scripts" / "launch" / name for name in ("machine.sh", "machines.sh", "slurm.sbatch"))

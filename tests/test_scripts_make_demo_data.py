@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from data.record_dataset import RecordDataset
-from eval.pairs import read_bin
+from eval.pair_sets.bin_file import read_bin
 from eval.verification import fold_accuracy, pair_distances
 from scripts.demo import make_data as demo
 from utils.image import decode_rgb

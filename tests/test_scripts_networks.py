@@ -21,7 +21,7 @@ from torch import nn
 
 import train
 from eval.__main__ import main as evaluate
-from eval.pairs import write_bin
+from eval.pair_sets.bin_file import write_bin
 from scripts.arcface_torch.import_checkpoint import main as import_arcface
 from scripts.checkpoint import main as checkpoint
 from scripts.eval.identify import main as identify

@@ -32,9 +32,9 @@ from tiny_runs import (
 )
 
 import train
-from data.recordio import RecordWriter, pack
+from data.recordio.image_record import RecordWriter, pack
 from eval import monitor
-from utils.checkpoint import list_checkpoints, read_manifest, step_of
+from utils.checkpoint.format import list_checkpoints, read_manifest, step_of
 from utils.distributed import World
 from utils.memory import available_bytes
 

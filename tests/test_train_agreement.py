@@ -12,8 +12,8 @@ import pytest
 from tiny_runs import NUM_CLASSES, NUM_IMAGES, ROOT, command_of, face, run_train, tiny_run, write_dataset
 
 import train
-from data.recordio import RecordWriter, pack
-from utils.checkpoint import list_checkpoints
+from data.recordio.image_record import RecordWriter, pack
+from utils.checkpoint.format import list_checkpoints
 from utils.distributed import SharedError
 
 # as typed on rank 2 alone, and what the others have

@@ -20,11 +20,11 @@ from tiny_runs import ROOT, command_of, descendants, read_metrics, run_train, ti
 
 import train
 from eval import monitor
-from utils.checkpoint import list_checkpoints, step_of
-from utils.checkpoint_writer import CheckpointWriter, Keep
+from utils.checkpoint.format import list_checkpoints, step_of
+from utils.checkpoint.tensor_file import read_tensors
+from utils.checkpoint.writer import CheckpointWriter, Keep
 from utils.distributed import SharedError, World
 from utils.optim import LossScaler, finish_gradients
-from utils.tensor_file import read_tensors
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from tiny_runs import IRESNET, NUM_CLASSES, NUM_IMAGES, face, read_metrics, run_
 from tiny_runs import tiny_run as run_of
 
 import train
-from data.recordio import RecordWriter, pack
+from data.recordio.image_record import RecordWriter, pack
 from partial_fc.centre_source import open_centres, read_class_map
 from scripts import checkpoint as tool
 from scripts.arcface_torch import export_checkpoint as export
-from utils.checkpoint import list_checkpoints, read_backbone, read_trainer
+from utils.checkpoint.format import list_checkpoints, read_backbone, read_trainer
 from utils.optim import load_optimizer
 
 SHORT = ["eval.targets=[]", "schedule.power=0", "checkpoint.every=1", "checkpoint.keep_last=99"]

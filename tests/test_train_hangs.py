@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import ROOT, command_of, descendants, run_train, tiny_run, write_dataset
 
-from utils.checkpoint import list_checkpoints
+from utils.checkpoint.format import list_checkpoints
 
 
 @pytest.fixture(scope="module")

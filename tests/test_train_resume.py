@@ -19,8 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_runs import IRESNET, ROOT, Started, command_of, final_weights, read_metrics, run_train, tiny_run, write_dataset
 
 import train
-from utils import checkpoint_writer
-from utils.checkpoint import check_hashes, list_checkpoints, step_of
+from utils.checkpoint import writer as checkpoint_writer
+from utils.checkpoint.format import check_hashes, list_checkpoints, step_of
 
 AUGMENTED = ["augment.crop=0.3", "augment.photometric=0.5", "augment.blur=0.3", "augment.cutout=0.5", "augment.jpeg=0.3"]
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from saving import save_now
 
-from utils import checkpoint as ckpt
-from utils import checkpoint_writer, retention
+from utils.checkpoint import format as ckpt
+from utils.checkpoint import retention
+from utils.checkpoint import writer as checkpoint_writer
+from utils.checkpoint.tensor_file import read_tensors
 from utils.distributed import World, together
-from utils.tensor_file import read_tensors
 
 NUM_SLOTS, D = 11, 3
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))

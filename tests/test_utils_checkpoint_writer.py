@@ -15,11 +15,11 @@ import torch
 from faulty_disk import Disk, faulty
 from saving import save_now
 
-from utils import checkpoint as ckpt
-from utils import checkpoint_writer
-from utils.checkpoint_writer import CheckpointWriter, Keep
+from utils.checkpoint import format as ckpt
+from utils.checkpoint import writer as checkpoint_writer
+from utils.checkpoint.resume import prepare_run_folder
+from utils.checkpoint.writer import CheckpointWriter, Keep
 from utils.distributed import SharedError, World, any_ranks
-from utils.resume import prepare_run_folder
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 

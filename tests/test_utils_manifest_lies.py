@@ -14,9 +14,9 @@ from tiny_runs import tiny_run, write_dataset
 
 import train
 from eval.__main__ import main as evaluate
-from eval.pairs import write_bin
+from eval.pair_sets.bin_file import write_bin
 from scripts.checkpoint import main as checkpoint
-from utils.checkpoint import list_checkpoints, step_of
+from utils.checkpoint.format import list_checkpoints, step_of
 
 DEEP: Any = []
 for _ in range(800):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import ROOT, tiny_run, write_dataset
 
 import train
-from utils.checkpoint import list_checkpoints
+from utils.checkpoint.format import list_checkpoints
 
 # one process tries all lies of an optimizer; what it says before each is how the parent knows which one ended it
 TRY_ALL = """

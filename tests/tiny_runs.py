@@ -16,9 +16,9 @@ import torch
 import torch.multiprocessing as mp
 
 import train
-from data.recordio import RecordWriter, pack
-from eval.pairs import write_bin
-from utils.checkpoint import list_checkpoints, read_backbone, softmax_reader
+from data.recordio.image_record import RecordWriter, pack
+from eval.pair_sets.bin_file import write_bin
+from utils.checkpoint.format import list_checkpoints, read_backbone, softmax_reader
 
 ROOT = Path(__file__).parent.parent
 NUM_CLASSES, NUM_IMAGES = 12, 60

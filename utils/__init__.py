@@ -1,1 +1,1 @@
-"""What every package may use: image, randomness, distributed, schedule, optim, checkpoint, log, program, cli. A closed list."""
+"""What every package may use. The list of modules is closed: tests/test_repository.py has it."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .tensor_file import overlaps
+from .checkpoint.tensor_file import overlaps
 
 _LAST_STEP = 99_999_999  # that the name of a checkpoint's folder can tell
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # train.precision -> dtype of the forward pass

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from . import distributed
 from .distributed import LostPeerError, RendezvousError, SharedError
-from .parent import ask_to_die_with_parent, follow_parent
+from .distributed.parent import ask_to_die_with_parent, follow_parent
 from .text import PrintableOutput, one_line
 
 REQUEUE = 75  # exit status of a run that saved and stopped because it was told to: EX_TEMPFAIL of sysexits.h, "try again later"
@@ -39,7 +39,7 @@ class StopSignal:
 
     Schedulers send SIGTERM or SIGUSR1 before they take a machine away. Ctrl-C (SIGINT) is noted only while `can_save` holds;
     before that it raises KeyboardInterrupt, as there is nothing to save. A second Ctrl-C ends the process at once, wherever it
-    is. Outside the main thread nothing is installed. A death of torchrun counts as SIGTERM, see utils/parent.py.
+    is. Outside the main thread nothing is installed. A death of torchrun counts as SIGTERM, see utils/distributed/parent.py.
     """
 
     def __init__(self) -> None:

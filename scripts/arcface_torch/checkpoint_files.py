@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from partial_fc.shard import shard_range
-from utils.tensor_file import is_plain, load_plain
+from utils.checkpoint.tensor_file import is_plain, load_plain
 
 HEADS = {
     "backbone.pth": r"rank[_:](\d+)_softmax_weight\.pt",  # the colon until 2021-05

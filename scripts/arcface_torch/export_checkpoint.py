@@ -27,11 +27,19 @@ from torch import Tensor
 
 from partial_fc.shard import shard_range, slots_of_classes
 from scripts.data.pictures import progress, whole
-from utils.checkpoint import BACKBONE, class_order, find_checkpoint, read_backbone, read_manifest, read_trainer, shards_of
+from utils.checkpoint.format import (
+    BACKBONE,
+    class_order,
+    find_checkpoint,
+    read_backbone,
+    read_manifest,
+    read_trainer,
+    shards_of,
+)
+from utils.checkpoint.tensor_file import write_object
 from utils.cli import make_parser
 from utils.optim import freeze
 from utils.program import guarded
-from utils.tensor_file import write_object
 
 from .checkpoint_files import HEAD_NAMES, HEADS, Rows
 from .network import kind_of, own, recognise, their_optimizer, whole_lr

@@ -24,11 +24,20 @@ from torch import Tensor
 
 from partial_fc.shard import classes_of_slots, initial_centres, shard_range
 from scripts.data.pictures import progress, whole
-from utils.checkpoint import BACKBONE, TRAINER, checkpoint_path, list_checkpoints, partial_path, seal, shard_name, step_of
+from utils.checkpoint.format import (
+    BACKBONE,
+    TRAINER,
+    checkpoint_path,
+    list_checkpoints,
+    partial_path,
+    seal,
+    shard_name,
+    step_of,
+)
+from utils.checkpoint.tensor_file import Planned, write_object, write_planned, write_tensors
 from utils.cli import make_parser
 from utils.optim import LossScaler
 from utils.program import guarded
-from utils.tensor_file import Planned, write_object, write_planned, write_tensors
 
 from .checkpoint_files import HEAD_NAMES, HEADS, LAST_STEP, Rows, Source, check_split, missing_ranks, read_source
 from .network import Network, kind_of, our_optimizer, recognise

@@ -12,7 +12,7 @@ import torch
 import xxhash
 from safetensors.torch import load, save
 
-from utils.tensor_file import HASH
+from utils.checkpoint.tensor_file import HASH
 
 from .fuzz_files import Case, Entry
 from .fuzz_grammar import Rng, change_tree, changed_save, damage, evil_pickle, evil_zip, pick, tensor

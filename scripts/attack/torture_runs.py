@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import cv2
 import numpy as np
 
-from data.record_set import RecordSetWriter
-from eval.pairs import write_bin
+from data.recordio.writer import RecordSetWriter
+from eval.pair_sets.bin_file import write_bin
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN, TORCHRUN = str(ROOT / "train.py"), str(ROOT / "scripts" / "launch" / "torchrun.py")

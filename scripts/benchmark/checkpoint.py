@@ -36,14 +36,14 @@ from losses import build_margin
 from partial_fc import PartialFC
 from partial_fc.shard import shard_range
 from scripts import checkpoint as tool
-from utils.checkpoint import checkpoint_path, seal, shard_name, softmax_reader
-from utils.checkpoint_writer import CheckpointWriter, Keep
+from utils.checkpoint.format import checkpoint_path, seal, shard_name, softmax_reader
+from utils.checkpoint.resume import trainer_state
+from utils.checkpoint.tensor_file import BLOCK, write_tensors
+from utils.checkpoint.writer import CheckpointWriter, Keep
 from utils.cli import make_parser
 from utils.distributed import World
 from utils.optim import LossScaler, build_optimizer
 from utils.program import guarded
-from utils.resume import trainer_state
-from utils.tensor_file import BLOCK, write_tensors
 
 _DIM = 512
 

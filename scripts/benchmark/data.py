@@ -38,7 +38,7 @@ from backbones import build_backbone
 from data.augment import prepare
 from data.loader import Loader
 from data.record_dataset import RecordDataset
-from data.record_set import RecordSetWriter
+from data.recordio.writer import RecordSetWriter
 from data.sampler import SampleOrder
 from scripts.demo.make_data import Picture, draw_all
 from utils.cli import make_parser

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from data.record_dataset import RecordDataset
-from data.record_index import read_index
+from data.recordio.index import read_index
 from utils.cli import make_parser
 from utils.program import guarded
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from data.recordio import IndexedRecordFile, unpack
+from data.recordio.image_record import IndexedRecordFile, unpack
 from utils.cli import make_parser
 from utils.image import decode_rgb
 from utils.program import guarded

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.pair_files import read_pairs, write_safetensors
-from eval.pairs import write_bin
+from eval.pair_sets.bin_file import write_bin
+from eval.pair_sets.csv_and_folders import read_pairs, write_safetensors
 from utils.cli import make_parser
 from utils.program import guarded
 

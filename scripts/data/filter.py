@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from data.base import FaceDataset
-from data.record_set import RecordSetWriter
+from data.recordio.writer import RecordSetWriter
 from utils.cli import make_parser
 from utils.files import read_text
 from utils.program import guarded

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.record_set import RecordSetWriter
+from data.recordio.writer import RecordSetWriter
 from utils.cli import make_parser
 from utils.image import IMAGE_SIZE
 from utils.parallel import ordered

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from data.base import FaceDataset
-from eval.pairs import PairSet, read_bin
+from eval.pair_sets.bin_file import PairSet, read_bin
 from utils.cli import make_parser
 from utils.files import shown
 from utils.image import IMAGE_SIZE, decode_rgb

@@ -11,10 +11,10 @@ import cv2
 import numpy as np
 
 from data.base import FaceDataset
-from eval.pairs import PairSet
+from eval.pair_sets.bin_file import PairSet
 from utils.image import decode_rgb
-from utils.page import Page
-from utils.pictures import histograms, sheet
+from utils.report.contact_sheet import histograms, sheet
+from utils.report.page import Page
 
 from .scan import Scan
 from .set_names import SetNames

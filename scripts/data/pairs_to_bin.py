@@ -25,9 +25,9 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.pair_files import read_csv, read_lines
-from eval.pairs import write_bin
-from eval.sample_pairs import FOLDS, sample_pairs
+from eval.pair_sets.bin_file import write_bin
+from eval.pair_sets.csv_and_folders import read_csv, read_lines
+from eval.pair_sets.sample import FOLDS, sample_pairs
 from utils.cli import make_parser
 from utils.files import read_bytes
 from utils.image import IMAGE_SIZE, decode_rgb

@@ -24,8 +24,8 @@ import numpy as np
 from tqdm import tqdm
 
 from data.record_dataset import RecordDataset, classes_of_property
-from data.record_set import RecordSetWriter
-from data.recordio import read_index, unpack
+from data.recordio.image_record import read_index, unpack
+from data.recordio.writer import RecordSetWriter
 from data.salvage import Sound, choose_keys, find_sound, read_headers, read_sound, unusable
 from utils.cli import make_parser
 from utils.image import decode_rgb

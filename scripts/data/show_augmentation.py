@@ -23,8 +23,8 @@ from configs import load_config
 from data.augment import OPERATIONS, Augment
 from utils.cli import make_parser
 from utils.image import IMAGE_SIZE
-from utils.pictures import sheet
 from utils.program import guarded
+from utils.report.contact_sheet import sheet
 
 from .pictures import open_set_of, whole
 

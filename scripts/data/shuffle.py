@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from data.record_dataset import RecordDataset
-from data.record_set import RecordSetWriter
+from data.recordio.writer import RecordSetWriter
 from utils.cli import make_parser
 from utils.program import guarded
 from utils.randomness import permute

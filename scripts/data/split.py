@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.pairs import write_bin
-from eval.sample_pairs import FOLDS, most_pairs, sample_pairs
+from eval.pair_sets.bin_file import write_bin
+from eval.pair_sets.sample import FOLDS, most_pairs, sample_pairs
 from utils.cli import make_parser
 from utils.program import guarded
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.pair_files import read_pairs
+from eval.pair_sets.csv_and_folders import read_pairs
 from utils.cli import make_parser
 from utils.files import shown
 from utils.image import IMAGE_SIZE

@@ -27,8 +27,8 @@ import cv2
 import numpy as np
 from tqdm import tqdm
 
-from data.record_set import RecordSetWriter
-from eval.pairs import write_bin
+from data.recordio.writer import RecordSetWriter
+from eval.pair_sets.bin_file import write_bin
 from utils.cli import make_parser
 from utils.program import guarded
 

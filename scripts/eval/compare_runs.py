@@ -25,9 +25,9 @@ from configs.values import read_yaml
 from scripts.plot_run import Series, columns, read_series
 from utils.cli import make_parser
 from utils.files import MAX_SMALL_TEXT, read_text, shown
-from utils.page import Page
-from utils.pictures import set_colours
 from utils.program import guarded
+from utils.report.contact_sheet import set_colours
+from utils.report.page import Page
 from utils.text import label_text, markdown_table, markdown_text
 
 # of runs; none of them is the colour of one of the first sets, whose ROC curves have their set's colour in the heading

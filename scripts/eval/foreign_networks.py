@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from utils.tensor_file import file_hash
+from utils.checkpoint.tensor_file import file_hash
 
 _DEEPEST = 100  # messages of an ONNX file in one another
 _IN_MEMORY = "_ORT_MEM_ADDR_"  # by this name onnxruntime means an address in memory

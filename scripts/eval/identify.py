@@ -29,9 +29,9 @@ from eval.embed import embed_sums
 from eval.identification import identify
 from scripts.data.pictures import open_set_of, progress
 from utils import distributed
-from utils.agreement import digest
 from utils.cli import make_parser
 from utils.distributed import World, together
+from utils.distributed.agreement import digest
 from utils.image import IMAGE_SIZE
 from utils.optim import AUTOCAST
 from utils.program import guarded

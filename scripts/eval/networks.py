@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from backbones import build_backbone
-from utils.agreement import digest_tensors, require_equal, require_same_program
-from utils.checkpoint import find_checkpoint, is_checkpoint, list_checkpoints, read_backbone, read_manifest
+from utils.checkpoint.format import find_checkpoint, is_checkpoint, list_checkpoints, read_backbone, read_manifest
+from utils.checkpoint.retention import best_checkpoint
+from utils.checkpoint.tensor_file import read_tensors
+from utils.checkpoint.weights import fill
 from utils.distributed import World, together
+from utils.distributed.agreement import digest_tensors, require_equal, require_same_program
 from utils.optim import AUTOCAST
 from utils.randomness import derive
-from utils.retention import best_checkpoint
-from utils.tensor_file import read_tensors
 from utils.text import one_line
-from utils.weights import fill
 
 from .foreign_networks import ForeignNetwork, open_foreign
 

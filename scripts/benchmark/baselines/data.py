@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from data.recordio import IndexedRecordFile, unpack
+from data.recordio.image_record import IndexedRecordFile, unpack
 from utils.image import decode_rgb
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from eval.pairs import PairSet
+from eval.pair_sets.bin_file import PairSet
 
 
 def plain_embed(model: nn.Module, pair_set: PairSet) -> np.ndarray:

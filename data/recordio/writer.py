@@ -10,7 +10,7 @@ from types import TracebackType
 
 from utils.image import IMAGE_SIZE
 
-from .recordio import RecordWriter, pack
+from .image_record import RecordWriter, pack
 
 MAX_CLASSES = 1 << 24  # a label is a float32, which holds integers exactly up to here
 _FILES = ("train.rec", "train.idx", "property", "train.lst")  # in the order in which they appear

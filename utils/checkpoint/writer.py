@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checkpoint import BACKBONE, TRAINER, checkpoint_path, partial_path, seal, shard_name
-from .distributed import SharedError, World, all_gather_objects
-from .huge_pages import with_huge_pages
-from .memory import available_bytes
+from utils.distributed import SharedError, World, all_gather_objects
+from utils.huge_pages import with_huge_pages
+from utils.memory import available_bytes
+
+from .format import BACKBONE, TRAINER, checkpoint_path, partial_path, seal, shard_name
 from .retention import prune
 from .tensor_file import NotFiniteError, write_object, write_tensors
 

@@ -12,10 +12,11 @@ import re
 import torch
 from torch import Tensor
 
-from . import cpu_kernels
-from .row_optimizer import RowOptimizer, RowSGD
-from .state import CentreState, Select
-from .workspace import Workspace
+from partial_fc.row_optimizer import RowOptimizer, RowSGD
+from partial_fc.state import CentreState, Select
+from partial_fc.workspace import Workspace
+
+from . import cpu as cpu_kernels
 
 KERNELS = ("auto", "plain")
 _OLDEST_TRITON = (3, 5)  # the interpreter of 3.2 gives wrong numbers where the kernels round by chance
@@ -72,7 +73,7 @@ def exponentials(
         cpu_kernels.exponentials(logits, own, shift, limit, z_sum, partial)
         return
     if workspace.kernels == "triton" and not isinstance(shift, Tensor):
-        from .triton_kernels import exp_mask_sum
+        from .triton import exp_mask_sum
 
         position = torch.full((logits.shape[1],), -1, dtype=torch.int32, device=logits.device)
         position[own[1]] = own[0].to(torch.int32)
@@ -123,7 +124,7 @@ def update_rows(
     if len(rows):
         gradient.index_add_(0, columns, values[rows])
     if kernels == "triton":
-        from . import triton_kernels
+        from . import triton as triton_kernels
 
         where = select.start if isinstance(select, slice) else select
         flag = torch.ones(1, device=gradient.device) if apply is None else apply

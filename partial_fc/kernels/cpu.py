@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SOURCE = Path(__file__).with_name("cpu_kernels.c")
+_SOURCE = Path(__file__).with_name("cpu.c")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-c"]
 _LARGEST_DIM = 16384  # rows lie on the stack of each thread

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from .checkpoint import find_checkpoint, read_backbone
-from .optim import is_finite
+from utils.optim import is_finite
+
+from .format import find_checkpoint, read_backbone
 from .tensor_file import read_tensors
 
 

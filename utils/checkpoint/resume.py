@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from . import checkpoint as ckpt
-from .distributed import World, all_gather_objects, together
-from .optim import LossScaler, load_optimizer, tensor_fault
+from utils.distributed import World, all_gather_objects, together
+from utils.optim import LossScaler, load_optimizer, tensor_fault
+
+from . import format as ckpt
 from .tensor_file import flush
 
 _HOLDER = ".holder"  # names the job that has the lock

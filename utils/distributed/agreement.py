@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
-from .distributed import SharedError, World, all_gather_objects
+from . import SharedError, World, all_gather_objects
 
 _NAMED = 8  # differences that a message names
 _WIDTH = 80  # characters of a value that a message shows
@@ -55,7 +55,7 @@ def require_same_program(settings: Mapping[str, Any], world: World) -> list[str]
     if world.world_size == 1:
         return []
     fix = "start all processes with the same settings and the same version of this program"
-    require_equal({**_source_files(Path(__file__).parents[1]), **settings}, world, fix)
+    require_equal({**_source_files(Path(__file__).parents[2]), **settings}, world, fix)
     versions = _differences(all_gather_objects({"torch": str(torch.__version__)}, world))
     return [f"{line}; the processes may round differently" for line in versions]
 

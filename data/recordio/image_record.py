@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .record_file import MAGIC, MAX_LENGTH, RecordFile, RecordWriter
-from .record_index import read_index
+from .container import MAGIC, MAX_LENGTH, RecordFile, RecordWriter
+from .index import read_index
 
 __all__ = [
     "MAGIC",

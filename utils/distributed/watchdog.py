@@ -14,7 +14,7 @@ import time
 import traceback
 from typing import Any
 
-from .distributed import LostPeerError, World, is_lost_peer
+from . import LostPeerError, World, is_lost_peer
 
 _BEAT = 2.0  # seconds between two signs of life
 _PAUSE = 0.1  # seconds between two signs of life at least, where this process gets on

@@ -23,7 +23,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .files import check_file
+from utils.files import check_file
+
 from .tensor_file import HASH, file_hash, flush, load_plain, read_tensors, write_text
 
 FORMAT = 1

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save
 
 from utils.files import check_file, find_files, read_bytes, read_text, shown
 
-from .pairs import PairSet, read_bin
-from .sample_pairs import FOLDS, most_pairs, sample_pairs
+from .bin_file import PairSet, read_bin
+from .sample import FOLDS, most_pairs, sample_pairs
 
 SUFFIXES = (".bin", ".safetensors", ".csv", "")  # the last: a folder of people
 _PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")

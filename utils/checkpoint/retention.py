@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import list_checkpoints, read_manifest, step_of
+from .format import list_checkpoints, read_manifest, step_of
 
 
 def prune(run_folder: Path, keep_last: int, keep_every: int = 0, keep_best: int = 1) -> list[str]:

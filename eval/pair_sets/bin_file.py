@@ -15,7 +15,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from utils.agreement import digest
+from utils.distributed.agreement import digest
 from utils.files import check_file, shown
 from utils.image import IMAGE_SIZE, MAX_PIXELS, check_size, decode_rgb, image_size
 

@@ -1,0 +1,1 @@
+"""Reports for people: HTML pages and sheets of pictures."""
