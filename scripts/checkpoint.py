@@ -45,10 +45,8 @@ from utils.checkpoint.format import (
     softmax_reader,
 )
 from utils.checkpoint.tensor_file import Planned, flush, write_planned, write_tensors
-from utils.cli import make_parser
+from utils.cli import int_in_range, make_parser, progress
 from utils.program import guarded
-
-from .data.pictures import progress, whole
 
 _ROWS_AT_ONCE = 1 << 13  # class centres
 
@@ -62,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kind.add_argument("paths", type=Path, nargs="+", help="checkpoint folders, or run folders for all of their checkpoints")
     resharding = kinds.add_parser("reshard", help="another number of files of class centres")
     resharding.add_argument("path", type=Path, help="checkpoint folder, or run folder for its newest")
-    resharding.add_argument("ranks", type=whole(1), help="files of class centres, one for each process that will read them")
+    resharding.add_argument(
+        "ranks", type=int_in_range(1), help="files of class centres, one for each process that will read them"
+    )
     resharding.add_argument("out", type=Path, help="run folder to write to: OUT/checkpoints/step_...")
     merge = kinds.add_parser("merge", help="one matrix of class centres")
     merge.add_argument("path", type=Path, help="checkpoint folder, or run folder for its newest")

@@ -1,7 +1,11 @@
-"""What the command lines share: a parser whose --help shows the module's docstring and the defaults of the options."""
+"""What the command lines share: a parser whose --help shows the module's docstring and defaults, options, a progress bar."""
 
 import argparse
+import os
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from tqdm import tqdm
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -32,3 +36,31 @@ def make_parser(command: str, docstring: str | None) -> Parser:
         docstring: of its module: what it is for, an example, the formats of the files it reads. --help shows it as it is.
     """
     return Parser(prog=command, description=docstring)
+
+
+def progress(items: Iterable, total: int | None, what: str, unit: str) -> tqdm:
+    """Return the items under a progress bar, which writes some lines only where no one watches."""
+    return tqdm(items, total=total, desc=what, unit=unit, mininterval=0.1 if os.isatty(2) else 5.0)
+
+
+def int_in_range(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Return a parser of whole numbers from `low` to `high`, for argparse's `type`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low or (high is not None and value > high):
+            rule = f"of at least {low}" if high is None else f"from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"must be a whole number {rule}, got {text}")
+        return value
+
+    return parse
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """Add --threads, the threads that read and decode."""
+    parser.add_argument(
+        "--threads", type=int_in_range(1, 1024), default=os.cpu_count() or 1, help="that read and decode (default: one a core)"
+    )

@@ -26,7 +26,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from partial_fc.shard import shard_range, slots_of_classes
-from scripts.data.pictures import progress, whole
 from utils.checkpoint.format import (
     BACKBONE,
     class_order,
@@ -37,7 +36,7 @@ from utils.checkpoint.format import (
     shards_of,
 )
 from utils.checkpoint.tensor_file import write_object
-from utils.cli import make_parser
+from utils.cli import int_in_range, make_parser, progress
 from utils.optim import freeze
 from utils.program import guarded
 
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("python -m scripts.arcface_torch.export_checkpoint", __doc__)
     parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or run folder for its newest")
     parser.add_argument("out", type=Path, help="folder to make")
-    parser.add_argument("--ranks", type=whole(1, 99999), default=8, help="processes of arcface_torch (default 8)")
+    parser.add_argument("--ranks", type=int_in_range(1, 99999), default=8, help="processes of arcface_torch (default 8)")
     parser.add_argument("--era", choices=tuple(HEADS), default="checkpoint_gpu", help="layout (default checkpoint_gpu)")
     options = parser.parse_args(arguments)
     return guarded(lambda: convert(options))

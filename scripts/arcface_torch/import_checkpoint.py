@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from partial_fc.shard import classes_of_slots, initial_centres, shard_range
-from scripts.data.pictures import progress, whole
 from utils.checkpoint.format import (
     BACKBONE,
     TRAINER,
@@ -35,7 +34,7 @@ from utils.checkpoint.format import (
     step_of,
 )
 from utils.checkpoint.tensor_file import Planned, write_object, write_planned, write_tensors
-from utils.cli import make_parser
+from utils.cli import int_in_range, make_parser, progress
 from utils.optim import LossScaler
 from utils.program import guarded
 
@@ -51,14 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("source", type=Path, help="folder with the files of arcface_torch")
     parser.add_argument("run", type=Path, help="run folder to write into, work_dirs/NAME for run.name=NAME")
     parser.add_argument("--era", choices=tuple(HEADS), help="which files, where the folder holds several kinds")
-    parser.add_argument("--num-classes", type=whole(1), metavar="N", help="of the training set (default: what the files hold)")
+    parser.add_argument(
+        "--num-classes", type=int_in_range(1), metavar="N", help="of the training set (default: what the files hold)"
+    )
     parser.add_argument(
         "--fill", choices=("random",), help="let classes without a centre, the last ones, start as in a new run"
     )
-    parser.add_argument("--seed", type=whole(0), default=2048, help="run.seed of the run that goes on (default 2048)")
-    parser.add_argument("--step", type=whole(0, LAST_STEP), help="optimizer steps done (default: what the files tell, else 0)")
+    parser.add_argument("--seed", type=int_in_range(0), default=2048, help="run.seed of the run that goes on (default 2048)")
     parser.add_argument(
-        "--ranks", type=whole(1, 99999), default=1, help="files for the class centres (default 1; any number reads)"
+        "--step", type=int_in_range(0, LAST_STEP), help="optimizer steps done (default: what the files tell, else 0)"
+    )
+    parser.add_argument(
+        "--ranks", type=int_in_range(1, 99999), default=1, help="files for the class centres (default 1; any number reads)"
     )
     options = parser.parse_args(arguments)
     return guarded(lambda: convert(options))

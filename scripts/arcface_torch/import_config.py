@@ -22,8 +22,7 @@ from typing import Any
 from backbones import list_backbones
 from configs import load_config
 from losses import build_margin
-from scripts.data.pictures import whole
-from utils.cli import make_parser
+from utils.cli import int_in_range, make_parser
 from utils.program import guarded
 
 from .config_file import Given, default_values, read_config
@@ -47,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("python -m scripts.arcface_torch.import_config", __doc__)
     parser.add_argument("file", type=Path, help="configuration of arcface_torch, a .py file")
     parser.add_argument("--base", type=Path, help="its configs/base.py (default: the keys of the last published one)")
-    parser.add_argument("--gpus", type=whole(1), required=True, metavar="N", help="processes it was run with, on all machines")
+    parser.add_argument(
+        "--gpus", type=int_in_range(1), required=True, metavar="N", help="processes it was run with, on all machines"
+    )
     parser.add_argument("--power", type=float, default=2.0, help="of the schedule (default 2, of the published runs)")
     parser.add_argument("--out", type=Path, help="YAML file to write (default: the screen)")
     options = parser.parse_args(arguments)

@@ -31,8 +31,7 @@ import cv2
 import torch
 import tqdm
 
-from scripts.data.pictures import progress, whole
-from utils.cli import make_parser
+from utils.cli import int_in_range, make_parser, progress
 from utils.program import guarded
 
 from . import fuzz_inputs_config, fuzz_inputs_images, fuzz_inputs_runs, fuzz_inputs_sets
@@ -93,10 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and fuzz; return the exit status."""
     parser = make_parser("python -m scripts.attack.fuzz", __doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long (default 1)")
-    parser.add_argument("--cases", type=whole(0), default=0, help="stop after so many cases; 0 = when the time is up")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of the damage (default 0)")
+    parser.add_argument("--cases", type=int_in_range(0), default=0, help="stop after so many cases; 0 = when the time is up")
+    parser.add_argument("--seed", type=int_in_range(0), default=0, help="of the damage (default 0)")
     parser.add_argument("--inputs", nargs="+", metavar="NAME", default=[], help="attack these alone; --inputs help lists them")
-    parser.add_argument("--only", type=whole(0), metavar="N", help="run case N of one input alone, and show what it says")
+    parser.add_argument(
+        "--only", type=int_in_range(0), metavar="N", help="run case N of one input alone, and show what it says"
+    )
     parser.add_argument("--out", type=Path, default=Path("fuzz_finds"), help="folder for what was found (default fuzz_finds)")
     parser.add_argument("--json", type=Path, help="write counts and finds to this file")
     options = parser.parse_args(arguments)

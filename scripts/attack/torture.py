@@ -30,8 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.data.pictures import progress, whole
-from utils.cli import make_parser
+from utils.cli import int_in_range, make_parser, progress
 from utils.program import guarded
 
 from .torture_blows import GOES_ON, KINDS, PHASES, Blow, await_end, await_progress, draw, judge, odd_rank, strike, wait_for
@@ -68,12 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and torture; return the exit status."""
     parser = make_parser("python -m scripts.attack.torture", __doc__)
     parser.add_argument("--minutes", type=float, default=0.0, help="how long; 0 = until --kills blows fell (default 0)")
-    parser.add_argument("--kills", type=whole(0), default=0, help="end after so many blows; 0 = when the time is up")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of runs, blows and moments (default 0)")
-    parser.add_argument("--run", type=whole(0), help="only the run of this number")
-    parser.add_argument("--processes", type=whole(1, 3), nargs="+", default=[1, 2, 3], help="numbers of processes to start")
+    parser.add_argument("--kills", type=int_in_range(0), default=0, help="end after so many blows; 0 = when the time is up")
+    parser.add_argument("--seed", type=int_in_range(0), default=0, help="of runs, blows and moments (default 0)")
+    parser.add_argument("--run", type=int_in_range(0), help="only the run of this number")
+    parser.add_argument(
+        "--processes", type=int_in_range(1, 3), nargs="+", default=[1, 2, 3], help="numbers of processes to start"
+    )
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="which blows")
-    parser.add_argument("--by-hand", type=whole(0), default=5, help="one start in so many is not forked; 0 = none")
+    parser.add_argument("--by-hand", type=int_in_range(0), default=5, help="one start in so many is not forked; 0 = none")
     parser.add_argument("--out", type=Path, default=Path("torture_finds"), help="folder for finds")
     parser.add_argument("--json", type=Path, help="write counts and finds to this file")
     options = parser.parse_args(arguments)

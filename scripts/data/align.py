@@ -24,14 +24,15 @@ import numpy as np
 
 from data.datasets import SUFFIXES, no_image_below, passed_over
 from utils.alignment import align, check_points
-from utils.cli import make_parser
+from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.files import find_files, read_bytes
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb, image_size
 from utils.parallel import ordered
 from utils.program import guarded
 from utils.text import one_line
 
-from .pictures import add_threads, points_of, progress, read_landmarks, report_padding, to_jpeg, whole
+from .landmarks import points_of, read_landmarks, report_padding
+from .pictures import to_jpeg
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,11 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5 in pixels of the picture; header or none")
     parser.add_argument("out", type=Path, help="folder for the aligned faces")
     parser.add_argument(
-        "--size", type=whole(8, 4096), default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})"
+        "--size", type=int_in_range(8, 4096), default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})"
     )
     parser.add_argument("--plain-warp", action="store_true", help="as insightface does, without smoothing where faces shrink")
     parser.add_argument("--png", action="store_true", help="write PNG instead of JPEG")
-    parser.add_argument("--quality", type=whole(1, 100), default=95, help="of the JPEG (default 95)")
+    parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="of the JPEG (default 95)")
     add_threads(parser)
     options = parser.parse_args(arguments)
     return guarded(lambda: align_all(options))

@@ -24,11 +24,9 @@ from typing import Any
 import numpy as np
 
 from data.recordio.image_record import IndexedRecordFile, unpack
-from utils.cli import make_parser
+from utils.cli import int_in_range, make_parser, progress
 from utils.image import decode_rgb
 from utils.program import guarded
-
-from .pictures import progress, whole
 
 _ROOT = Path(__file__).parents[2]
 _SHOWN = 20  # differences that are printed
@@ -38,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compare; return the exit status."""
     parser = make_parser("python -m scripts.data.check_with_mxnet", __doc__)
     parser.add_argument("sets", type=Path, nargs="+", help="folders with train.rec")
-    parser.add_argument("--every", type=whole(1), default=1, help="compare every so many records (default 1: all)")
+    parser.add_argument("--every", type=int_in_range(1), default=1, help="compare every so many records (default 1: all)")
     parser.add_argument("--venv", type=Path, default=_ROOT / ".venv-mxnet", help="environment of mxnet (default .venv-mxnet)")
     parser.add_argument("--python", default=sys.executable, help="Python 3.8 to 3.11 to make it with (default: this one)")
     options = parser.parse_args(arguments)

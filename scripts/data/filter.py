@@ -22,12 +22,12 @@ import numpy as np
 
 from data.base import FaceDataset
 from data.recordio.writer import RecordSetWriter
-from utils.cli import make_parser
+from utils.cli import int_in_range, make_parser, progress
 from utils.files import read_text
 from utils.program import guarded
 
-from .pictures import open_set_of, progress, whole
 from .rec_to_folder import parse_classes
+from .sets import open_set_of
 
 _AHEAD = 4096  # images that the storage is told of at once
 
@@ -42,9 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--classes", default="", help="identities to keep, A:B for A to B - 1, or a list A,B,C (default: all)")
     parser.add_argument("--drop-classes", default="", help="identities to drop, written likewise")
-    parser.add_argument("--min-images", type=whole(1), default=1, help="drop identities that then have fewer images")
-    parser.add_argument("--max-images", type=whole(0), default=0, help="keep so many images of an identity, at random; 0 = all")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of --max-images")
+    parser.add_argument("--min-images", type=int_in_range(1), default=1, help="drop identities that then have fewer images")
+    parser.add_argument(
+        "--max-images", type=int_in_range(0), default=0, help="keep so many images of an identity, at random; 0 = all"
+    )
+    parser.add_argument("--seed", type=int_in_range(0), default=0, help="of --max-images")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
     options = parser.parse_args(arguments)
     return guarded(lambda: select(options))

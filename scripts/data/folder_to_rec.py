@@ -24,24 +24,13 @@ from pathlib import Path
 import numpy as np
 
 from data.recordio.writer import RecordSetWriter
-from utils.cli import make_parser
+from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.image import IMAGE_SIZE
 from utils.parallel import ordered
 from utils.program import guarded
 
-from .pictures import (
-    BadPicture,
-    Picture,
-    Rules,
-    add_threads,
-    encode,
-    list_identities,
-    points_of,
-    progress,
-    read_landmarks,
-    report_padding,
-    whole,
-)
+from .landmarks import points_of, read_landmarks, report_padding
+from .pictures import BadPicture, Picture, Rules, encode, list_identities
 from .pictures import read_list as read_lst
 
 
@@ -55,14 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--plain-warp", action="store_true", help="with --landmarks: align as insightface does, without smoothing"
     )
     parser.add_argument("--resize", action="store_true", help="squeeze pictures of another size to the size, unaligned")
-    parser.add_argument("--min-images", type=whole(1), default=1, help="leave identities with fewer pictures out")
+    parser.add_argument("--min-images", type=int_in_range(1), default=1, help="leave identities with fewer pictures out")
     parser.add_argument("--skip-bad", action="store_true", help="leave out what cannot be used, and list it in OUT/skipped.txt")
     parser.add_argument("--shuffled", action="store_true", help="random order, without header record, for sequential readers")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of --shuffled")
+    parser.add_argument("--seed", type=int_in_range(0), default=0, help="of --shuffled")
     parser.add_argument(
-        "--size", type=whole(8, 4096), default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})"
+        "--size", type=int_in_range(8, 4096), default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})"
     )
-    parser.add_argument("--quality", type=whole(1, 100), default=95, help="of a JPEG that has to be made (default 95)")
+    parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="of a JPEG that has to be made (default 95)")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
     add_threads(parser)
     options = parser.parse_args(arguments)

@@ -29,16 +29,15 @@ import numpy as np
 
 from data.base import FaceDataset
 from eval.pair_sets.bin_file import PairSet, read_bin
-from utils.cli import make_parser
+from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.files import shown
 from utils.image import IMAGE_SIZE, decode_rgb
 from utils.parallel import ordered
 from utils.program import guarded
 
 from .inspect_page import Copy, Findings, write_page
-from .pictures import add_threads, open_set_of, progress, whole
 from .scan import MIN_CORRELATION, Scan, candidates, correlation, dhash, equal_groups, scan
-from .set_names import SetNames
+from .sets import SetNames, open_set_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,10 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
     parser.add_argument("--out", type=Path, help="folder of the report (default: report_NAME here)")
     parser.add_argument("--bins", type=Path, nargs="*", default=[], help="test sets that must not share pictures with the set")
-    parser.add_argument("--images", type=whole(0), default=0, help="look at so many, drawn at random; 0 = all")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of what is drawn at random")
+    parser.add_argument("--images", type=int_in_range(0), default=0, help="look at so many, drawn at random; 0 = all")
+    parser.add_argument("--seed", type=int_in_range(0), default=0, help="of what is drawn at random")
     parser.add_argument(
-        "--confirm", type=whole(0), default=20000, help="candidates for near copies that are compared by pixels"
+        "--confirm", type=int_in_range(0), default=20000, help="candidates for near copies that are compared by pixels"
     )
     add_threads(parser)
     options = parser.parse_args(arguments)

@@ -17,7 +17,7 @@ from utils.report.contact_sheet import histograms, sheet
 from utils.report.page import Page
 
 from .scan import Scan
-from .set_names import SetNames
+from .sets import SetNames
 
 _ROWS, _COLUMNS = 12, 8  # of the contact sheet
 _MAX_SHOWN = 12  # pairs of pictures in a sheet

@@ -25,7 +25,7 @@ from utils.cli import make_parser
 from utils.program import guarded
 
 from .filter import copy_set
-from .pictures import open_set_of
+from .sets import open_set_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

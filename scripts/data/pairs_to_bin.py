@@ -28,12 +28,12 @@ import numpy as np
 from eval.pair_sets.bin_file import write_bin
 from eval.pair_sets.csv_and_folders import read_csv, read_lines
 from eval.pair_sets.sample import FOLDS, sample_pairs
-from utils.cli import make_parser
+from utils.cli import int_in_range, make_parser, progress
 from utils.files import read_bytes
 from utils.image import IMAGE_SIZE, decode_rgb
 from utils.program import guarded
 
-from .pictures import open_set_of, progress, whole
+from .sets import open_set_of
 
 Pair = tuple[Path, Path, bool]
 
@@ -53,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     csv.add_argument("pairs", type=Path, help="lines 'path1,path2,same'")
     sample = kinds.add_parser("sample", help="draw the pairs")
     sample.add_argument("folder", type=Path, help="with a sub-folder per identity, or with train.rec")
-    sample.add_argument("--pairs", type=whole(1), default=6000, help="half of them genuine (default 6000)")
-    sample.add_argument("--seed", type=whole(0), default=0, help="another seed draws other pairs (default 0)")
+    sample.add_argument("--pairs", type=int_in_range(1), default=6000, help="half of them genuine (default 6000)")
+    sample.add_argument("--seed", type=int_in_range(0), default=0, help="another seed draws other pairs (default 0)")
     for kind in (lfw, cfp, csv, sample):
         kind.add_argument("out", type=Path, help="file NAME.bin; NAME is what eval.targets calls the set")
         kind.add_argument("--any-size", action="store_true", help=f"allow pictures that are not {IMAGE_SIZE} x {IMAGE_SIZE}")

@@ -27,12 +27,10 @@ from data.record_dataset import RecordDataset, classes_of_property
 from data.recordio.image_record import read_index, unpack
 from data.recordio.writer import RecordSetWriter
 from data.salvage import Sound, choose_keys, find_sound, read_headers, read_sound, unusable
-from utils.cli import make_parser
+from utils.cli import add_threads, make_parser, progress
 from utils.image import decode_rgb
 from utils.parallel import ordered
 from utils.program import guarded
-
-from .pictures import add_threads, progress
 
 _SHOWN = 10  # faults that are printed
 

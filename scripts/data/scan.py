@@ -15,10 +15,9 @@ import cv2
 import numpy as np
 
 from data.base import FaceDataset
+from utils.cli import progress
 from utils.image import decode_rgb
 from utils.parallel import ordered
-
-from .pictures import progress
 
 _CHUNK = 64  # images of one task
 _BANDS = 4  # overlapping quarters of the hash, 32 bits each, by which candidates are found

@@ -21,12 +21,12 @@ import numpy as np
 
 from configs import load_config
 from data.augment import OPERATIONS, Augment
-from utils.cli import make_parser
+from utils.cli import int_in_range, make_parser
 from utils.image import IMAGE_SIZE
 from utils.program import guarded
 from utils.report.contact_sheet import sheet
 
-from .pictures import open_set_of, whole
+from .sets import open_set_of
 
 _SHARE = "augment.crop=0.2 augment.low_resolution=0.2 augment.photometric=0.2"
 
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="PNG file")
     parser.add_argument("overrides", nargs="*", default=_SHARE.split(), help=f"augment.KEY=VALUE ... (default {_SHARE})")
     parser.add_argument("--config", type=Path, help="YAML file of a run (default: configs/base.yaml)")
-    parser.add_argument("--columns", type=whole(1, 100), default=8, help="pictures (default 8)")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of pictures and changes (default 0)")
+    parser.add_argument("--columns", type=int_in_range(1, 100), default=8, help="pictures (default 8)")
+    parser.add_argument("--seed", type=int_in_range(0), default=0, help="of pictures and changes (default 0)")
     options = parser.parse_intermixed_args(arguments)
     return guarded(lambda: show(options))
 

@@ -17,11 +17,9 @@ import numpy as np
 
 from data.record_dataset import RecordDataset
 from data.recordio.writer import RecordSetWriter
-from utils.cli import make_parser
+from utils.cli import int_in_range, make_parser, progress
 from utils.program import guarded
 from utils.randomness import permute
-
-from .pictures import progress, whole
 
 _AHEAD = 4096  # images that the storage is told of at once
 
@@ -31,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("python -m scripts.data.shuffle", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec")
     parser.add_argument("out", type=Path, help="folder of the copy")
-    parser.add_argument("--seed", type=whole(0), default=0, help="another seed is another order (default 0)")
+    parser.add_argument("--seed", type=int_in_range(0), default=0, help="another seed is another order (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
     options = parser.parse_args(arguments)
     return guarded(lambda: shuffle(options))

@@ -20,11 +20,11 @@ import numpy as np
 
 from eval.pair_sets.bin_file import write_bin
 from eval.pair_sets.sample import FOLDS, most_pairs, sample_pairs
-from utils.cli import make_parser
+from utils.cli import int_in_range, make_parser
 from utils.program import guarded
 
 from .filter import copy_set
-from .pictures import open_set_of, whole
+from .sets import open_set_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,11 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--pairs",
-        type=whole(1),
+        type=int_in_range(1),
         default=None,
         help="of held_out.bin, half of them genuine (default: 6000, or as many different ones as there are)",
     )
-    parser.add_argument("--seed", type=whole(0), default=0, help="another seed holds out others (default 0)")
+    parser.add_argument("--seed", type=int_in_range(0), default=0, help="another seed holds out others (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace what OUT has")
     options = parser.parse_args(arguments)
     return guarded(lambda: split(options))

@@ -21,15 +21,15 @@ from pathlib import Path
 import numpy as np
 
 from eval.pair_sets.csv_and_folders import read_pairs
-from utils.cli import make_parser
+from utils.cli import add_threads, make_parser, progress
 from utils.files import shown
 from utils.image import IMAGE_SIZE
 from utils.parallel import ordered
 from utils.program import guarded
 from utils.text import printable
 
-from .pictures import add_threads, open_set_of, progress
 from .scan import is_plain, scan
+from .sets import open_set_of
 
 _PAIRS = (".bin", ".safetensors", ".csv")  # files of verification sets
 _SHOWN = 20  # bad images that are printed

@@ -27,9 +27,9 @@ from data.base import FaceDataset
 from data.datasets import FolderDataset
 from eval.embed import embed_sums
 from eval.identification import identify
-from scripts.data.pictures import open_set_of, progress
+from scripts.data.sets import open_set_of
 from utils import distributed
-from utils.cli import make_parser
+from utils.cli import make_parser, progress
 from utils.distributed import World, together
 from utils.distributed.agreement import digest
 from utils.image import IMAGE_SIZE

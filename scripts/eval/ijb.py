@@ -26,10 +26,9 @@ from eval.embed import embed_sums
 from eval.identification import identify
 from eval.operating_points import FAR_TARGETS, operating_points
 from eval.templates import TemplateSet, pool_templates, published_tar, read_template_set, score_pairs
-from scripts.data.pictures import progress
 from utils import distributed
 from utils.alignment import align
-from utils.cli import make_parser
+from utils.cli import make_parser, progress
 from utils.distributed import together
 from utils.files import read_bytes, read_text
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb

@@ -1,18 +1,28 @@
-"""What a user calls the pictures and the people of a set: names of files and folders where the set has them, else numbers."""
+"""Sets as the tools see them: opened with their warnings, and what a user calls their pictures and people."""
 
 if __name__ == "__main__":
-    raise SystemExit("error: scripts/data/set_names.py is no program; python -m scripts lists them")
+    raise SystemExit("error: scripts/data/sets.py is no program; python -m scripts lists them")
 
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
 
 from data.base import FaceDataset
-from data.datasets import FolderDataset
+from data.datasets import FolderDataset, open_set
 from data.list_dataset import ListDataset
 from data.record_dataset import RecordDataset
 from utils.files import read_text
+from utils.text import one_line
+
+
+def open_set_of(path: str | os.PathLike[str]) -> FaceDataset:
+    """Return the set at a path, as data.datasets.open_set does; what its opening noticed goes to stderr."""
+    dataset = open_set(path)
+    for line in dataset.warnings:
+        print(f"warning: {one_line(line)}", file=sys.stderr)
+    return dataset
 
 
 class SetNames:
