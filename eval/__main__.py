@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from scripts.eval.networks import Network, add_network_arguments, load_network, require_same_files, require_same_options
+from backbones import build_backbone
 from utils import distributed
 from utils.cli import make_parser
 from utils.distributed import World, together
@@ -31,6 +31,7 @@ from utils.program import guarded
 
 from .evaluate import evaluate, load_pair_sets
 from .html_report import write_report
+from .networks import Network, add_network_arguments, load_network, require_same_files, require_same_options
 from .pair_sets.bin_file import PairSet
 from .report import format_table
 
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
     world = distributed.start(options.device, setting="--device ")
     require_same_options(options, world)
     with together(world):
-        network = load_network(options)
+        network = load_network(options, build_backbone)
         pair_sets = _load_sets(options, network)
     require_same_files(network, lambda: {f"hash of {pair_set.name}": pair_set.digest() for pair_set in pair_sets}, world)
     model = network.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -17,12 +17,12 @@ from torch import nn
 
 from backbones import build_backbone
 from eval.embed import embed_images
+from eval.networks import OtherInput, load_network
 from eval.pair_sets.bin_file import PairSet
 from eval.verification import fuse_views, verify
 from scripts.benchmark.baselines.eval import plain_embed, plain_numbers
 from scripts.eval import identify
 from scripts.eval import ijb as evaluate_ijb
-from scripts.eval.networks import OtherInput, load_network
 from utils.alignment import TEMPLATE
 from utils.distributed import World
 from utils.image import decode_rgb, normalise
@@ -54,7 +54,7 @@ def _network(path: Path, **changes: object) -> nn.Module:
         "input_std": 127.5,
         "threads": 1,
     }
-    return load_network(argparse.Namespace(**{**options, **changes})).model
+    return load_network(argparse.Namespace(**{**options, **changes}), build_backbone).model
 
 
 # ---- networks

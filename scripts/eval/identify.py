@@ -23,10 +23,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from backbones import build_backbone
 from data.base import FaceDataset
 from data.datasets import FolderDataset
 from eval.embed import embed_sums
 from eval.identification import identify
+from eval.networks import add_network_arguments, load_network, require_same_files, require_same_options
 from scripts.data.sets import open_set_of
 from utils import distributed
 from utils.cli import make_parser, progress
@@ -35,8 +37,6 @@ from utils.distributed.agreement import digest
 from utils.image import IMAGE_SIZE
 from utils.optim import AUTOCAST
 from utils.program import guarded
-
-from .networks import add_network_arguments, load_network, require_same_files, require_same_options
 
 _RANKS = (1, 5, 10, 20)
 _FPIR = (0.001, 0.01, 0.1)
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
     world = distributed.start(options.device, setting="--device ")
     require_same_options(options, world)
     with together(world):
-        network = load_network(options)
+        network = load_network(options, build_backbone)
         sets = [open_set_of(path) for path in (*options.gallery, options.probes)]
         names = [people_of(dataset) for dataset in sets]
 

@@ -22,8 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from backbones import build_backbone
 from eval.embed import embed_sums
 from eval.identification import identify
+from eval.networks import add_network_arguments, load_network, require_same_files, require_same_options
 from eval.operating_points import FAR_TARGETS, operating_points
 from eval.templates import TemplateSet, pool_templates, published_tar, read_template_set, score_pairs
 from utils import distributed
@@ -34,8 +36,6 @@ from utils.files import read_bytes, read_text
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb
 from utils.optim import AUTOCAST
 from utils.program import guarded
-
-from .networks import add_network_arguments, load_network, require_same_files, require_same_options
 
 _GALLERIES = {"ijbb": ("S1", "S2"), "ijbc": ("G1", "G2")}
 _RANKS = (1, 5, 10)
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
     world = distributed.start(options.device, setting="--device ")
     require_same_options(options, world)
     with together(world):
-        network = load_network(options)
+        network = load_network(options, build_backbone)
         name = options.set or _find_set(options.root)
         lists = read_template_set(options.root, name)
     require_same_files(network, lambda: {f"hash of the lists of {name}": lists.digest()}, world)

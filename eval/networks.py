@@ -4,11 +4,8 @@ All see the input contract of this project: (b, 3, 112, 112) RGB, (x - 127.5) / 
 --colour bgr and --input-mean, --input-std say how.
 
 Weights and ONNX graphs are data: reading them runs nothing that stands in them. TorchScript and .pt2 files are programs; they
-are opened with --trust-code alone (scripts/eval/foreign_networks.py).
+are opened with --trust-code alone (eval/foreign_networks.py).
 """
-
-if __name__ == "__main__":
-    raise SystemExit("error: scripts/eval/networks.py is no program; python -m scripts lists them")
 
 import argparse
 import sys
@@ -19,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from backbones import build_backbone
 from utils.checkpoint.format import find_checkpoint, is_checkpoint, list_checkpoints, read_backbone, read_manifest
 from utils.checkpoint.retention import best_checkpoint
 from utils.checkpoint.tensor_file import read_tensors
@@ -32,6 +28,7 @@ from utils.text import one_line
 
 from .foreign_networks import ForeignNetwork, open_foreign
 
+BuildBackbone = Callable[[str, int, float], nn.Module]
 _HINT = "check --backbone, --embedding-size, --width"
 
 
@@ -110,13 +107,16 @@ def require_same_files(network: "Network", facts: Callable[[], Mapping[str, Any]
     require_equal(found, world, "the network and the sets must be the same files for all processes; copy them again")
 
 
-def load_network(options: argparse.Namespace) -> Network:
+def load_network(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network:
     """Return the network that the command line names.
+
+    Args:
+        build_backbone: returns a new backbone, given its name, embedding size and width.
 
     Raises:
         ValueError: nothing there, weights that do not fit, or a file that cannot be read.
     """
-    network = _load(options)
+    network = _load(options, build_backbone)
     if (options.colour, options.input_mean, options.input_std) == ("rgb", 127.5, 127.5):
         return network
     if options.input_std <= 0:
@@ -124,7 +124,7 @@ def load_network(options: argparse.Namespace) -> Network:
     return network._replace(model=OtherInput(network.model, options.colour == "bgr", options.input_mean, options.input_std))
 
 
-def _load(options: argparse.Namespace) -> Network:
+def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network:
     path: Path = options.run
     if path.is_file():
         for flag in ("best", "untrained"):

@@ -4,9 +4,6 @@ ONNX graphs are data. TorchScript and .pt2 files are programs, which can do what
 they are loaded; they are opened where the user trusts them.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("error: scripts/eval/foreign_networks.py is no program; python -m scripts lists them")
-
 import importlib
 import struct
 import zipfile
