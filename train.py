@@ -33,20 +33,20 @@ from eval.pair_sets.bin_file import PairSet
 from losses import build_margin
 from losses.first_loss import judge_first_loss
 from partial_fc import PartialFC, build_head, check_head_fits
-from partial_fc.start import Started, start_centres
+from partial_fc.init_centres import InitCounts, init_centres
 from utils import distributed
 from utils.checkpoint.resume import changed_keys, prepare_run_folder, restore, trainer_state
 from utils.checkpoint.retention import best_score
 from utils.checkpoint.weights import load_initial
-from utils.checkpoint.writer import CheckpointWriter, Keep
+from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
 from utils.cli import make_parser
-from utils.distributed import SharedError, World, together
+from utils.distributed import SharedError, World, raise_on_all_ranks
 from utils.distributed.agreement import require_equal, require_same_program
 from utils.distributed.watchdog import Watchdog
 from utils.log import RunLog, Speed, peak_memory_gib
 from utils.memory import available_bytes, backbone_memory
-from utils.optim import AUTOCAST, LossScaler, build_optimizer, finish_gradients, freeze, is_finite, set_training
-from utils.program import StoppedError, StopSignal, guarded
+from utils.optim import AUTOCAST, LossScaler, build_optimizer, freeze, is_finite, set_training, unscale_and_clip_grad_norm_
+from utils.program import StoppedError, StopSignal, run_main
 from utils.randomness import derive
 from utils.schedule import learning_rate
 
@@ -55,18 +55,18 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     """Run one training from its configuration: set up, build, resume, loop, finish."""
     # ---- set up: processes, data, verification sets, run folder; whatever is wrong is said before anything is trained
     # a minute more than the watchdog's, which knows where the others are and is to speak first
-    world = distributed.start(config.run.device, config.run.threads, config.run.timeout_minutes + 1)
+    world = distributed.init_distributed(config.run.device, config.run.threads, config.run.timeout_minutes + 1)
     unlike = require_same_program(shared_settings(as_plain(config)), world)
     batch_size, accumulation = config.train.batch_size, config.train.accumulation
     data = config.data
     for first in (True, False):  # one process of each machine parses the data, the others map what it found
-        with together(world):
+        with raise_on_all_ranks(world):
             if (world.local_rank == 0) is first:
                 dataset, pair_sets = open_data(config, world.world_size)
     seen = {**dataset.fingerprint(), **{f"hash of {pair_set.name}": pair_set.digest() for pair_set in pair_sets}}
     require_equal(seen, world, "data.path and eval.path must hold the same data for all processes; copy them again")
     order = SampleOrder(
-        dataset.num_images, batch_size, config.run.seed, data.flip, data.shuffle, data.block, data.window, dataset.draw
+        dataset.num_images, batch_size, config.run.seed, data.flip, data.shuffle, data.block, data.window, dataset.epoch_indices
     )
     share = {"rank": world.rank, "world_size": world.world_size, "accumulation": accumulation}  # of each global batch
     total_steps = config.train.max_steps or max(1, int(config.train.epochs * dataset.num_images / batch_size))
@@ -94,7 +94,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     classes, dim, seed = dataset.num_classes, config.backbone.embedding_size, config.run.seed
     settings = ("name", "lr", "momentum", "weight_decay", "beta2", "eps", "lr_factors")
     free = min(distributed.all_gather_objects(available_bytes(world), world))  # so that all ranks say the same
-    with together(world):
+    with raise_on_all_ranks(world):
         freeze(backbone, config.backbone.freeze)
         optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in settings})
         moments, rows = 2 if config.optimizer.name == "adamw" else 1, batch_size // accumulation
@@ -104,8 +104,8 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     scaler = LossScaler(enabled=autocast is torch.float16)
 
     # ---- resume, or begin with the weights of another training
-    start_step, started = 0, Started(0, 0, 0)
-    with together(world):
+    start_step, started = 0, InitCounts(0, 0, 0)
+    with raise_on_all_ranks(world):
         if resume_from is not None:
             start_step = restore(resume_from, backbone, margin, optimizer, scaler, head.load_rows)
         elif config.init.backbone:
@@ -115,7 +115,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     best = distributed.all_gather_objects(best_score(folder, facts) if world.rank == 0 else None, world)[0]
     set_training(backbone, config.backbone.freeze_norm, config.backbone.freeze)
 
-    keep = Keep(saving.keep_last, saving.keep_every, saving.keep_best)
+    keep = RetentionPolicy(saving.keep_last, saving.keep_every, saving.keep_best)
     with (
         RunLog(folder, world.rank, start_step, total_steps, batch_size / dataset.num_images) as log,
         CheckpointWriter(folder, world, keep, saving.background, saving.max_failed_saves, log.warn) as writer,
@@ -132,7 +132,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         for line in head.warnings:
             log.warn(line)
         if resume_from is None and config.init.backbone:
-            total = Started(*map(sum, zip(*distributed.all_gather_objects(started, world), strict=True)))
+            total = InitCounts(*map(sum, zip(*distributed.all_gather_objects(started, world), strict=True)))
             log.info(f"starting from {config.init.backbone}; class centres: {total}")
         if resume_from is not None:
             log.info(f"resumed from {resume_from} after step {start_step}")
@@ -152,7 +152,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         def save(step: int, selection: float | None, last: bool = False) -> None:
             watch.at(step, "saving", limited=False)
             distributed.broadcast_module(backbone, world)
-            trainer, slots = trainer_state(backbone, margin, optimizer, scaler), (head.start, head.stop)
+            trainer, slots = trainer_state(backbone, margin, optimizer, scaler), (head.first_slot, head.end_slot)
             known = {**facts, "score": selection}
             writer.save(step, backbone.state_dict(), head.shard_state(), slots, trainer, known, last)
 
@@ -201,7 +201,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             if step == 0 and not config.init.backbone:
                 text, sound = judge_first_loss(loss, margin, head.num_active(), dim, head.num_people())
                 (log.info if sound else log.warn)(text)
-            norm = finish_gradients(backbone, scaler.scale, config.optimizer.clip_norm)
+            norm = unscale_and_clip_grad_norm_(backbone, scaler.scale, config.optimizer.clip_norm)
             timed = saving.every_minutes > 0 and writer.minutes_since_save() >= saving.every_minutes and world.rank == 0
             overflow, stopping, writing, timed = distributed.any_ranks(
                 [not bool(norm.isfinite()), bool(stop.name), writer.is_writing, timed], world
@@ -235,7 +235,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
                 log.train(done, numbers, speed.eta(total_steps - done))
                 loss_sum, loss_count = 0.0, 0
                 if data.on_bad_record == "skip":
-                    for line in itertools.chain(*distributed.all_gather_objects(dataset.news(), world)):
+                    for line in itertools.chain(*distributed.all_gather_objects(dataset.take_warnings(), world)):
                         log.warn(line)
             pause = time.perf_counter()
             selection = None
@@ -282,7 +282,7 @@ def is_due(done: int, every: int, total_steps: int) -> bool:
 
 def start_from(
     config: EasyDict, backbone: nn.Module, head: PartialFC, dataset: FaceDataset, world: World, autocast: torch.dtype | None
-) -> Started:
+) -> InitCounts:
     """Fill backbone and class centres from another training, as the section `init` says; return how many of this rank's are."""
     init = config.init
     load_initial(backbone, Path(init.backbone))
@@ -297,7 +297,7 @@ def start_from(
         autocast=autocast,
         threads=config.data.threads,
     )
-    return start_centres(head, init.head, init.classes, means if init.new_classes == "images" else None)
+    return init_centres(head, init.head, init.classes, means if init.new_classes == "images" else None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -321,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with StopSignal() as stop:
                 train(config, stop)
 
-    return guarded(run)
+    return run_main(run)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class FaceDataset(ABC):
     def sample(self, index: int) -> tuple[bytes | memoryview | np.ndarray, int]:
         """Return an encoded image, or its (H, W, 3) uint8 RGB pixels, and its class."""
 
-    def draw(self, positions: np.ndarray, epochs: np.ndarray) -> np.ndarray:
+    def epoch_indices(self, positions: np.ndarray, epochs: np.ndarray) -> np.ndarray:
         """Return the samples (n,) int64 that stand at these positions (n,) of these epochs (n,), before any shuffling."""
         return positions
 
@@ -71,7 +71,7 @@ class FaceDataset(ABC):
     def read_ahead(self, indices: np.ndarray) -> None:  # noqa: B027
         """Start to fetch many samples (n,) int64, ascending, from storage in long runs."""
 
-    def news(self) -> list[str]:
+    def take_warnings(self) -> list[str]:
         """Return what happened since the last call that a user should know."""
         return []
 

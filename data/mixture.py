@@ -26,7 +26,7 @@ class Source(NamedTuple):
 
 
 class MixedDataset(FaceDataset):
-    """The images of all sources, one source after another; `draw` says which of them an epoch takes."""
+    """The images of all sources, one source after another; `epoch_indices` says which of them an epoch takes."""
 
     def __init__(self, sources: Sequence[Source], seed: int) -> None:
         self.sources, self.seed = sources, seed
@@ -55,7 +55,7 @@ class MixedDataset(FaceDataset):
         ]
         return "\n".join(lines)
 
-    def draw(self, positions: np.ndarray, epochs: np.ndarray) -> np.ndarray:
+    def epoch_indices(self, positions: np.ndarray, epochs: np.ndarray) -> np.ndarray:
         images = np.empty_like(positions)
         which = np.searchsorted(self._draws, positions, side="right") - 1
         for number, source in enumerate(self.sources):

@@ -34,7 +34,7 @@ class SampleOrder:
 
     Args:
         flip: mirror each image with probability 1/2.
-        draw: FaceDataset.draw, for a mixture of sets; positions are the samples by default.
+        epoch_indices: FaceDataset.epoch_indices, for a mixture of sets; positions are the samples by default.
         shuffle: one of ORDERS.
         block, window: for `block`: images in a block, and blocks that are mixed with one another.
     """
@@ -48,7 +48,7 @@ class SampleOrder:
         shuffle: str = "full",
         block: int = 1024,
         window: int = 64,
-        draw: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
+        epoch_indices: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
     ) -> None:
         if num_images < 1:
             raise ValueError("data: the set has no images")
@@ -58,7 +58,7 @@ class SampleOrder:
             raise ValueError(f"data.block and data.window must be at least 1, got {block} and {window}")
         self.num_images, self.batch_size, self.seed, self.flip = num_images, batch_size, seed, flip
         self.block, self.window_size = min(block, num_images), min(block, num_images) * window
-        self.draw = draw
+        self.epoch_indices = epoch_indices
         self.in_blocks = shuffle == "block"
         self._made_for: tuple[int, ...] | None = None  # the steps that `samples` computed last, and them
         self._made = Samples(*(np.empty(0, dtype=np.int64) for _ in range(3)))
@@ -94,7 +94,7 @@ class SampleOrder:
             indices[rows] = ordered(positions[rows], epoch)
             if self.flip:
                 mirrored[rows] = uniform(derive(self.seed, "flip", epoch), positions[rows]) < 0.5
-        return Samples(indices if self.draw is None else self.draw(indices, epochs), mirrored, stream)
+        return Samples(indices if self.epoch_indices is None else self.epoch_indices(indices, epochs), mirrored, stream)
 
     def _full(self, positions: np.ndarray, epoch: int) -> np.ndarray:
         return permute(positions, self.num_images, derive(self.seed, "order", epoch))

@@ -58,8 +58,8 @@ class TolerantDataset(FaceDataset):
     def sample(self, index: int) -> tuple[bytes | memoryview | np.ndarray, int]:
         return self.dataset.sample(index)
 
-    def draw(self, positions: np.ndarray, epochs: np.ndarray) -> np.ndarray:
-        return self.dataset.draw(positions, epochs)
+    def epoch_indices(self, positions: np.ndarray, epochs: np.ndarray) -> np.ndarray:
+        return self.dataset.epoch_indices(positions, epochs)
 
     def prefetch(self, index: int) -> None:
         self.dataset.prefetch(index)
@@ -94,11 +94,11 @@ class TolerantDataset(FaceDataset):
                 f"{self._budget()} are allowed; the last one: {error}. Check the set with scripts.data.verify"
             ) from None
 
-    def news(self) -> list[str]:
+    def take_warnings(self) -> list[str]:
         with self._lock:
             errors = list(self.bad.values())
         told, self._told = self._told, len(errors)
         lines = [f"bad record replaced: {error}" for error in errors[told:_NAMED]]
         if len(errors) > max(told, _NAMED):
             lines.append(f"{len(errors)} bad records so far, each replaced by another image")
-        return lines + self.dataset.news()
+        return lines + self.dataset.take_warnings()

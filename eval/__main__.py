@@ -24,10 +24,10 @@ import torch
 from backbones import build_backbone
 from utils import distributed
 from utils.cli import make_parser
-from utils.distributed import World, together
+from utils.distributed import World, raise_on_all_ranks
 from utils.files import shown
 from utils.optim import AUTOCAST
-from utils.program import guarded
+from utils.program import run_main
 
 from .evaluate import evaluate, load_pair_sets
 from .html_report import write_report
@@ -51,14 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--report", type=Path, metavar="DIR", help="also write report.html there, its pictures, results.json and results.md"
     )
     options = parser.parse_args(arguments)
-    return guarded(lambda: run(options))
+    return run_main(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
     """Evaluate as the command line says and print the table on rank 0."""
-    world = distributed.start(options.device, setting="--device ")
+    world = distributed.init_distributed(options.device, setting="--device ")
     require_same_options(options, world)
-    with together(world):
+    with raise_on_all_ranks(world):
         network = load_network(options, build_backbone)
         pair_sets = _load_sets(options, network)
     require_same_files(network, lambda: {f"hash of {pair_set.name}": pair_set.digest() for pair_set in pair_sets}, world)

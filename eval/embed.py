@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from utils.distributed import World, all_gather_rows, together
+from utils.distributed import World, all_gather_rows, raise_on_all_ranks
 from utils.image import normalise
 
 _CPU_VIEWS = 16  # that pass through the network at once on a CPU: their activations stay in its cache, twice as fast as 512
@@ -129,7 +129,7 @@ def _embed(
     counts = [num_images // world.world_size + (rank < num_images % world.world_size) for rank in range(world.world_size)]
     first = sum(counts[: world.rank])
     blocks: list[Tensor] = []
-    with together(world), inference_mode(model):
+    with raise_on_all_ranks(world), inference_mode(model):
         for images in _batches(decode, range(first, first + counts[world.rank]), batch_size, threads):
             pixels = torch.from_numpy(images).to(world.device)
             embeddings = _forward(model, normalise(torch.cat([pixels, pixels.flip(2)])), autocast)

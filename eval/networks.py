@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from utils.checkpoint.format import find_checkpoint, is_checkpoint, list_checkpoints, read_backbone, read_manifest
 from utils.checkpoint.retention import best_checkpoint
 from utils.checkpoint.tensor_file import read_tensors
-from utils.checkpoint.weights import fill
-from utils.distributed import World, together
+from utils.checkpoint.weights import load_weights
+from utils.distributed import World, raise_on_all_ranks
 from utils.distributed.agreement import digest_tensors, require_equal, require_same_program
 from utils.optim import AUTOCAST
 from utils.randomness import derive
@@ -101,7 +101,7 @@ def require_same_files(network: "Network", facts: Callable[[], Mapping[str, Any]
     if world.world_size == 1:
         return
     model = network.model.model if isinstance(network.model, OtherInput) else network.model
-    with together(world):
+    with raise_on_all_ranks(world):
         of_network = model.hash if isinstance(model, ForeignNetwork) else digest_tensors(model.state_dict())
         found = {"hash of the network": of_network, **facts()}
     require_equal(found, world, "the network and the sets must be the same files for all processes; copy them again")
@@ -136,7 +136,7 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
                     f"--trust-code is for a program; with --backbone {path} is read as weights. Leave one of them out"
                 )
             model = build_backbone(options.backbone, options.embedding_size, options.width)
-            return Network(fill(model, read_tensors(path), str(path), _HINT), str(path), {})
+            return Network(load_weights(model, read_tensors(path), str(path), _HINT), str(path), {})
         return Network(open_foreign(path, options.threads, options.trust_code), str(path), {})
     if not path.exists():
         raise ValueError(f"no run folder, checkpoint or weights file at {path}")
@@ -160,7 +160,7 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
     model = build_backbone(str(section.get("name")), size, width)
     if options.untrained:
         return Network(model, f"{section['name']} before training", config)
-    model = fill(model, read_backbone(checkpoint), str(checkpoint), _HINT)
+    model = load_weights(model, read_backbone(checkpoint), str(checkpoint), _HINT)
     return Network(model, str(checkpoint), config, f"step {manifest['step']}, {_score_text(manifest)}")
 
 

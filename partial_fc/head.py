@@ -107,8 +107,8 @@ class PartialFC(nn.Module):
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.sample_rate, self.wire_dtype = sample_rate, wire_dtype
         self.optimizer = RowSGD() if optimizer is None else optimizer
-        self.start, self.stop = shard_range(num_classes, rank, world_size)
-        self.chunk = min(chunk or auto_chunk(device.type, matmul_dtype), self.stop - self.start)
+        self.first_slot, self.end_slot = shard_range(num_classes, rank, world_size)
+        self.chunk = min(chunk or auto_chunk(device.type, matmul_dtype), self.end_slot - self.first_slot)
         self.collectives = Collectives(world_size)
         self.workspace = Workspace(device, cache_mb * MEBI, choose_kernels(kernels, device, embedding_size))
         self.warnings: tuple[str, ...] = ()  # what a user should know
@@ -122,7 +122,7 @@ class PartialFC(nn.Module):
         self._decay = LazyDecay(self.optimizer) if inactive_rows == "decay" and sample_rate < 1 else None
         count_updates = isinstance(self.optimizer, RowAdamW) or self._decay is not None
         self.state = CentreState(
-            self.stop - self.start,
+            self.end_slot - self.first_slot,
             embedding_size,
             state,
             second_moment=isinstance(self.optimizer, RowAdamW),
@@ -130,7 +130,7 @@ class PartialFC(nn.Module):
             block=self.chunk,
             workspace=self.workspace,
         )
-        self.state.fill_initial(self.start, seed)
+        self.state.fill_initial(self.first_slot, seed)
         self._passes = TwoPass(margin, self.state, self.workspace, matmul_dtype, filter_above)
         self._shift = constant_shift(margin, num_classes)
         self._graph: NeighbourGraph | None = None
@@ -155,8 +155,11 @@ class PartialFC(nn.Module):
     def describe(self) -> str:
         """Return a line for the log: what the head is and how it computes."""
         kernels = {"c": "C kernels", "triton": "Triton kernels", "plain": "plain torch"}[self.workspace.kernels]
-        size, dtype = (self.stop - self.start) * self.state.bytes_per_row / MEBI, str(self._passes.dtype).removeprefix("torch.")
-        here = f"{self.stop - self.start} here in {size:.1f} MiB ({self.state.form})"
+        size, dtype = (
+            (self.end_slot - self.first_slot) * self.state.bytes_per_row / MEBI,
+            str(self._passes.dtype).removeprefix("torch."),
+        )
+        here = f"{self.end_slot - self.first_slot} here in {size:.1f} MiB ({self.state.form})"
         return f"head: {self.num_classes} classes, {here}, {dtype} products, {kernels}"
 
     def begin_step(self, labels: Tensor, step: int) -> None:
@@ -173,15 +176,15 @@ class PartialFC(nn.Module):
         everyone = gathered.t().numpy()
         check_labels(everyone, self.num_classes, step)
         slots = slots_of_classes(everyone.reshape(-1), self.num_classes, self.seed).reshape(everyone.shape)
-        local = slots - self.start
-        here = (slots >= self.start) & (slots < self.stop)
+        local = slots - self.first_slot
+        here = (slots >= self.first_slot) & (slots < self.end_slot)
         self._number, self._classes = step, np.unique(slots)
         if self._graph is not None and self._graph.is_due(step):
             self._beside.wait()
             self._graph.rebuild(self.state, self._passes.dtype)
         near = None if self._graph is None else self._graph.near(self._classes)
         draw_seed = derive(self.seed, "active", step, self.rank)
-        active = draw_active(np.unique(local[here]), self.stop - self.start, self.sample_rate, draw_seed, near)
+        active = draw_active(np.unique(local[here]), self.end_slot - self.first_slot, self.sample_rate, draw_seed, near)
         owners = [np.flatnonzero(mask) for mask in here]
         own = [(rows, local[micro, rows]) for micro, rows in enumerate(owners)]
         chunks = plan_chunks(active, own, self.chunk, self.workspace.device)
@@ -274,13 +277,13 @@ class PartialFC(nn.Module):
     def load_rows(self, read: Read) -> None:
         """Fill this shard from read(start slot, stop slot) -> tensors by name, of any world size and state format."""
         also = {} if self._graph is None else {"neighbours": self._graph.slots}
-        self.state.read_rows(lambda low, high: read(self.start + low, self.start + high), also)
+        self.state.read_rows(lambda low, high: read(self.first_slot + low, self.first_slot + high), also)
         if self._decay is not None:
             self._decay.resume(self.state)
 
     def shard_classes(self) -> np.ndarray:
         """Return the class (label) of each of this shard's rows, (stop - start,) int64."""
-        return classes_of_slots(np.arange(self.start, self.stop), self.num_classes, self.seed)
+        return classes_of_slots(np.arange(self.first_slot, self.end_slot), self.num_classes, self.seed)
 
     def _step(self) -> _Step:
         if self._current is None:
@@ -296,7 +299,7 @@ class PartialFC(nn.Module):
         mine = slice(self.rank * len(embeddings), (self.rank + 1) * len(embeddings))
         unit, norm = unit_rows(everyone)
         own = torch.from_numpy(step.owners[micro]).to(unit.device)
-        own_slots = torch.from_numpy(step.slots[micro, step.owners[micro]] - self.start).to(unit.device)
+        own_slots = torch.from_numpy(step.slots[micro, step.owners[micro]] - self.first_slot).to(unit.device)
         own_centres = self.centres[own_slots].float() * self.state.inverse_norms[own_slots, None]
         cosine = unit.new_zeros(len(unit))
         cosine[own] = (unit[own] * own_centres).sum(dim=1)

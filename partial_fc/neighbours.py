@@ -38,9 +38,9 @@ class NeighbourGraph:
         device: torch.device,
     ) -> None:
         self.num_classes, self.rank, self.every, self.collectives = num_classes, rank, every, collectives
-        self.start, self.stop = shard_range(num_classes, rank, collectives.world_size)
+        self.first_slot, self.end_slot = shard_range(num_classes, rank, collectives.world_size)
         self.k = min(num_neighbours, num_classes - 1)
-        self.slots = torch.full((self.stop - self.start, self.k), -1, dtype=torch.int32, device=device)
+        self.slots = torch.full((self.end_slot - self.first_slot, self.k), -1, dtype=torch.int32, device=device)
 
     def is_due(self, step: int) -> bool:
         """Return whether the graph should be rebuilt before this optimizer step; not before the first, when all is random."""
@@ -56,7 +56,7 @@ class NeighbourGraph:
             for low in range(0, len(self.slots), _BLOCK):
                 rows = slice(low, min(low + _BLOCK, len(self.slots)))
                 cosine = (state.unit_rows(rows, dtype) @ others.t()).float()
-                mine = torch.arange(self.start + rows.start, self.start + rows.stop, device=device)
+                mine = torch.arange(self.first_slot + rows.start, self.first_slot + rows.stop, device=device)
                 itself = (mine >= first) & (mine < first + len(others))
                 cosine[itself, (mine - first)[itself]] = -torch.inf
                 # most rows find nothing better in most blocks: one maximum tells, which is much cheaper than a top-k
@@ -75,12 +75,14 @@ class NeighbourGraph:
 
         A collective call; each rank knows the neighbours of its own classes. Repeats are possible. (m,) int64.
         """
-        here = (slots >= self.start) & (slots < self.stop)
+        here = (slots >= self.first_slot) & (slots < self.end_slot)
         known = torch.zeros(len(slots), self.k, dtype=torch.int32)  # slot + 1, so that ranks add up
-        known[torch.from_numpy(here)] = self.slots[torch.from_numpy(slots[here] - self.start).to(self.slots.device)].cpu() + 1
+        known[torch.from_numpy(here)] = (
+            self.slots[torch.from_numpy(slots[here] - self.first_slot).to(self.slots.device)].cpu() + 1
+        )
         shared = self.collectives.sum(known.to(self.slots.device)).cpu().numpy().T.reshape(-1)
-        rows = shared.astype(np.int64) - 1 - self.start
-        return rows[(rows >= 0) & (rows < self.stop - self.start)]
+        rows = shared.astype(np.int64) - 1 - self.first_slot
+        return rows[(rows >= 0) & (rows < self.end_slot - self.first_slot)]
 
     def _blocks_of_all_ranks(self, state: CentreState, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
         """Yield (first slot, unit centres (q, D)) of every rank's shard in turn, the same on all ranks."""

@@ -34,19 +34,19 @@ from partial_fc.shard import shard_range
 from utils.checkpoint.format import (
     check_hashes,
     checkpoint_path,
+    commit,
     find_checkpoint,
     is_checkpoint,
     list_checkpoints,
     partial_path,
     read_backbone,
     read_manifest,
-    seal,
     shard_name,
     softmax_reader,
 )
 from utils.checkpoint.tensor_file import Planned, flush, write_planned, write_tensors
 from utils.cli import int_in_range, make_parser, progress
-from utils.program import guarded
+from utils.program import run_main
 
 _ROWS_AT_ONCE = 1 << 13  # class centres
 
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kind.add_argument("--overwrite", action="store_true", help="replace the file")
     options = parser.parse_args(arguments)
     actions = {"show": show, "verify": verify, "reshard": reshard, "merge": merge_centres, "average": average_backbones}
-    return guarded(lambda: actions[options.what](options))
+    return run_main(lambda: actions[options.what](options))
 
 
 def show(options: argparse.Namespace) -> None:
@@ -168,7 +168,7 @@ def reshard(options: argparse.Namespace) -> None:
             name = shard_name(rank, options.ranks)
             files[name] = write_planned(partial / name, _planned_rows(read, start, stop, bar.update)) | {"slots": [start, stop]}
     facts = {key: value for key, value in manifest.items() if key not in ("format", "files")}
-    seal(partial, final, {**facts, "world_size": options.ranks, "files": files})
+    commit(partial, final, {**facts, "world_size": options.ranks, "files": files})
     print(f"{final}: step {manifest['step']}, {slots} class centres in {options.ranks} file(s)")
 
 

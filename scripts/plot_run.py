@@ -15,7 +15,7 @@ from typing import Any
 
 from utils.cli import make_parser
 from utils.files import read_text
-from utils.program import guarded
+from utils.program import run_main
 from utils.report.contact_sheet import set_colours
 from utils.text import label_text
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("python -m scripts.plot_run", __doc__)
     parser.add_argument("run", type=Path, help="run folder, with metrics.jsonl")
     options = parser.parse_args(arguments)
-    return guarded(lambda: plot(options.run))
+    return run_main(lambda: plot(options.run))
 
 
 def plot(run: Path) -> None:

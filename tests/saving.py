@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from utils.checkpoint.format import checkpoint_path
-from utils.checkpoint.writer import CheckpointWriter, Keep
+from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
 from utils.distributed import World
 
 
@@ -19,9 +19,9 @@ def save_now(
     trainer: dict[str, Any],
     facts: dict[str, Any],
     world: World,
-    keep: Keep | None = None,
+    keep: RetentionPolicy | None = None,
 ) -> Path:
     """Save one checkpoint and wait for it; collective. Return its folder. Arguments and errors as in CheckpointWriter.save."""
-    writer = CheckpointWriter(run_folder, world, keep or Keep(last=1 << 30), background=False)
+    writer = CheckpointWriter(run_folder, world, keep or RetentionPolicy(last=1 << 30), background=False)
     writer.save(step, backbone, softmax, slots, trainer, facts, last=True)
     return checkpoint_path(run_folder, step)

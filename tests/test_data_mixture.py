@@ -23,7 +23,7 @@ def _mixture(repeats: list[float], sizes: list[int]) -> MixedDataset:
 
 
 def _epochs(dataset: MixedDataset, count: int, shuffle: str = "full") -> list[np.ndarray]:
-    order = SampleOrder(dataset.num_images, 8, 2, False, shuffle, 16, 4, dataset.draw)
+    order = SampleOrder(dataset.num_images, 8, 2, False, shuffle, 16, 4, dataset.epoch_indices)
     n = dataset.num_images
     return [order.at(np.arange(e * n, (e + 1) * n)).indices for e in range(count)]
 

@@ -67,10 +67,10 @@ def test_every_bad_record_is_counted_once_and_the_first_are_named():
     dataset = TolerantDataset(Damaged(bad), 7, 0.2)
     _batches(dataset, 3)
     assert set(dataset.bad) == bad
-    news = dataset.news()
+    news = dataset.take_warnings()
     assert len(news) == 11 and all("bad record replaced: record " in line for line in news[:10])
     assert news[10].startswith("14 bad records so far")
-    assert dataset.news() == []
+    assert dataset.take_warnings() == []
 
 
 def test_too_many_bad_records_stop_the_loop_with_the_rule():

@@ -151,7 +151,7 @@ def test_accumulated_micro_batches_equal_one_large_batch(accumulation: int):
 
 def _compare_world_sizes(rank: int, world_size: int) -> None:
     head, alone = _train_head(rank, world_size, 1.0, 2), _train_head(0, 1, 1.0, 1)
-    assert relative(head.centres, alone.centres[head.start : head.stop]) < THREE_STEPS
+    assert relative(head.centres, alone.centres[head.first_slot : head.end_slot]) < THREE_STEPS
     with pytest.raises(ValueError, match=r"labels must be in \[0, 29\).*step 9 has 29, 400"):
         head.begin_step(torch.tensor([[400 if rank == 0 else 29]]), 9)
 

@@ -106,11 +106,11 @@ def _graph(rank: int, world_size: int) -> None:
     graph = head._graph
     assert graph is not None and bool((graph.slots == -1).all())
     head.begin_step(labels[None], 2)
-    assert torch.equal(graph.slots.long(), expected[head.start : head.stop])
+    assert torch.equal(graph.slots.long(), expected[head.first_slot : head.end_slot])
     slots = np.unique(head._step().slots)
-    near = set(expected[slots].reshape(-1).tolist()) & set(range(head.start, head.stop))
-    assert set((graph.near(slots) + head.start).tolist()) == near
-    assert graph.near(slots)[0] + head.start in expected[slots].T.reshape(-1).tolist()
+    near = set(expected[slots].reshape(-1).tolist()) & set(range(head.first_slot, head.end_slot))
+    assert set((graph.near(slots) + head.first_slot).tolist()) == near
+    assert graph.near(slots)[0] + head.first_slot in expected[slots].T.reshape(-1).tolist()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -126,7 +126,7 @@ def test_bytes_per_class_are_as_promised(state: str, bytes_per_class: int):
 
 def _save(head: PartialFC, folder: Path, step: int) -> Path:
     world = World(0, 1, 0, 1, torch.device("cpu"))
-    slots = (head.start, head.stop)
+    slots = (head.first_slot, head.end_slot)
     return save_now(folder, step, {"w": torch.zeros(1)}, head.shard_state(), slots, {"a": 1}, {}, world)
 
 
@@ -170,8 +170,8 @@ def test_shards_of_any_number_of_ranks_hold_the_same_rows_to_the_bit(
             head = _head(state, optimizer=optimizer, rank=rank, world_size=world_size, **more)
             head.load_rows(ckpt.softmax_reader(last))
             name = ckpt.shard_name(rank, world_size)
-            files[name] = write_tensors(final / name, head.shard_state()) | {"slots": [head.start, head.stop]}
-        ckpt.seal(final, final.with_name(f"step_{10 + step:08d}"), {"step": 10 + step, "files": files})
+            files[name] = write_tensors(final / name, head.shard_state()) | {"slots": [head.first_slot, head.end_slot]}
+        ckpt.commit(final, final.with_name(f"step_{10 + step:08d}"), {"step": 10 + step, "files": files})
         last = final.with_name(f"step_{10 + step:08d}")
     name = ckpt.shard_name(0, 1)
     assert (first / name).read_bytes() == (last / name).read_bytes()

@@ -78,7 +78,7 @@ def test_the_examples_of_a_program_are_taken_by_its_own_parser(module: str, monk
     assert examples, f"no example of {command}"
     assert len(text.split("\n\n")[1]) > 20, "no purpose"
     program = importlib.import_module(module)
-    monkeypatch.setattr(program, "guarded", lambda run: 0)  # parse, and do nothing
+    monkeypatch.setattr(program, "run_main", lambda run: 0)  # parse, and do nothing
     for example in examples:
         with contextlib.redirect_stderr(io.StringIO()) as said:
             try:

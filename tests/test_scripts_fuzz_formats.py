@@ -20,7 +20,7 @@ from scripts.attack.fuzz_files import Case, Fifo, Folder, Link, Place, dump_case
 from scripts.attack.fuzz_finds import minimise, run_one
 from scripts.attack.fuzz_grammar import saved
 from scripts.attack.fuzz_inputs import Input, make_case
-from utils.program import guarded
+from utils.program import run_main
 
 FINDS = Path(__file__).parent / "fixtures" / "finds"
 
@@ -50,14 +50,14 @@ def test_case_n_of_a_seed_is_the_same_always(inputs: dict[str, Input]):
 
 
 def _good(words: list[str]) -> int:
-    return guarded(lambda: None)
+    return run_main(lambda: None)
 
 
 def _refuses(words: list[str]) -> int:
     def run() -> None:
         raise ValueError("no such thing")
 
-    return guarded(run)
+    return run_main(run)
 
 
 def _refuses_behind_a_bar(words: list[str]) -> int:
@@ -66,14 +66,14 @@ def _refuses_behind_a_bar(words: list[str]) -> int:
         bar.update(2)
         raise ValueError("no such thing")  # the bar is drawn once more when it goes
 
-    return guarded(run)
+    return run_main(run)
 
 
 def _raises(words: list[str]) -> int:
     def run() -> None:
         raise KeyError("a fault")
 
-    return guarded(run)
+    return run_main(run)
 
 
 def _crashes(words: list[str]) -> int:

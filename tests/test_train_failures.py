@@ -22,9 +22,9 @@ import train
 from eval import monitor
 from utils.checkpoint.format import list_checkpoints, step_of
 from utils.checkpoint.tensor_file import read_tensors
-from utils.checkpoint.writer import CheckpointWriter, Keep
+from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
 from utils.distributed import SharedError, World
-from utils.optim import LossScaler, finish_gradients
+from utils.optim import LossScaler, unscale_and_clip_grad_norm_
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def _save_centres_of_rank_1(rank: int, world_size: int, folder: Path) -> None:
     world = World(rank, world_size, rank, world_size, torch.device("cpu"))
     for dtype in (torch.float32, torch.bfloat16):
         centres = torch.full((5, 4), 3e38, dtype=dtype)  # their sum overflows, but each is finite
-        with CheckpointWriter(folder, world, Keep(), max_failed=9) as writer:
+        with CheckpointWriter(folder, world, RetentionPolicy(), max_failed=9) as writer:
             writer.save(3, {}, {"centres": centres}, (5 * rank, 5 * rank + 5), {}, {}, last=True)
             if rank == 1:
                 centres[4, 3] = -torch.inf
@@ -274,7 +274,7 @@ def _overflow_on_rank_1(rank: int, world_size: int, dataset: str, output: str) -
     def overflowing(module: torch.nn.Module, scale: float, clip_norm: float) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        norm = finish_gradients(module, scale, clip_norm)
+        norm = unscale_and_clip_grad_norm_(module, scale, clip_norm)
         backbones.append(module)
         weights.append(torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()]))
         centres.append(torch.cat([rows.reshape(-1).clone() for rows in heads[0].shard_state().values()]))  # momentum too
@@ -286,7 +286,7 @@ def _overflow_on_rank_1(rank: int, world_size: int, dataset: str, output: str) -
         heads.append(whole(*arguments))
         return heads[0]
 
-    train.build_head, train.finish_gradients = build_head, overflowing
+    train.build_head, train.unscale_and_clip_grad_norm_ = build_head, overflowing
     train.LossScaler = functools.partial(LossScaler, initial=256.0)  # small enough not to overflow by itself
     overrides = ["train.precision=fp16", "train.max_steps=5", "train.batch_size=4", "eval.targets=[]"]
     (Path(output) / str(rank)).mkdir()

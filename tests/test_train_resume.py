@@ -173,7 +173,7 @@ train.build_dataset = build_dataset
 
 
 def test_ctrl_c_in_another_program_speaks_of_no_checkpoint(tmp_path: Path):
-    program = "import sys, time; from utils.program import guarded; print('here', flush=True); sys.exit(guarded(lambda: "
+    program = "import sys, time; from utils.program import run_main; print('here', flush=True); sys.exit(run_main(lambda: "
     program += "time.sleep(30)))"
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:

@@ -12,7 +12,7 @@ from utils.checkpoint import format as ckpt
 from utils.checkpoint import retention
 from utils.checkpoint import writer as checkpoint_writer
 from utils.checkpoint.tensor_file import read_tensors
-from utils.distributed import World, together
+from utils.distributed import World, raise_on_all_ranks
 
 NUM_SLOTS, D = 11, 3
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -55,7 +55,7 @@ def _save_and_read_slices(rank: int, world_size: int, folder: str) -> None:
     if rank == 1:
         checkpoint_writer.write_tensors = original
     assert [p.name for p in ckpt.list_checkpoints(Path(folder))] == ["step_00000007"]
-    with together(world):
+    with raise_on_all_ranks(world):
         pass
     _save(Path(folder), world, step=8)  # the leftovers of the failure are no obstacle
 

@@ -18,7 +18,7 @@ from saving import save_now
 from utils.checkpoint import format as ckpt
 from utils.checkpoint import writer as checkpoint_writer
 from utils.checkpoint.resume import prepare_run_folder
-from utils.checkpoint.writer import CheckpointWriter, Keep
+from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
 from utils.distributed import SharedError, World, any_ranks
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -50,7 +50,7 @@ def _check_whole(run: Path, world_size: int = 1) -> list[int]:
 
 
 def _writer(run: Path, world: World = ALONE, **more: Any) -> CheckpointWriter:
-    return CheckpointWriter(run, world, more.pop("keep", Keep(last=2, best=0)), **more)
+    return CheckpointWriter(run, world, more.pop("keep", RetentionPolicy(last=2, best=0)), **more)
 
 
 def _operations_of_a_save(run: Path) -> int:
@@ -146,7 +146,7 @@ def test_a_state_on_the_gpu_may_change_as_soon_as_save_returns(tmp_path: Path):
 
 
 def test_a_save_that_comes_too_early_waits_for_the_one_before(tmp_path: Path):
-    with _writer(tmp_path, keep=Keep(last=5)) as writer:
+    with _writer(tmp_path, keep=RetentionPolicy(last=5)) as writer:
         for step in (1, 2, 3):
             writer.save(step, **_state(step))
     assert _check_whole(tmp_path) == [1, 2, 3]
@@ -213,7 +213,7 @@ def _steps_of_ranks(rank: int, world_size: int, folder: str) -> None:
     def full(*args: object) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with _writer(run, world, keep=Keep(last=9), max_failed=1, warn=warnings.append) as writer:
+    with _writer(run, world, keep=RetentionPolicy(last=9), max_failed=1, warn=warnings.append) as writer:
         for step in range(1, 31):
             (writing,) = any_ranks([writer.is_writing], world)
             writer.advance(writing)
@@ -252,7 +252,9 @@ def test_every_file_operation_of_a_start_may_fail_and_loses_nothing(tmp_path: Pa
     with faulty(Disk()) as disk:
         start = _prepare(tmp_path / "count")
     assert start.checkpoint is not None and ckpt.step_of(start.checkpoint) == 2
-    assert any("not finished" in line for line in start.news) and any("trainer.pt is missing" in line for line in start.news)
+    assert any("not finished" in line for line in start.warnings) and any(
+        "trainer.pt is missing" in line for line in start.warnings
+    )
     failures = 0
     for number in range(len(disk.done)):
         run = tmp_path / str(number)

@@ -8,24 +8,32 @@ import pytest
 import torch
 from torch import nn
 
-from utils.distributed import SharedError, World, all_gather_rows, any_ranks, broadcast_module, start, together
+from utils.distributed import (
+    SharedError,
+    World,
+    all_gather_rows,
+    any_ranks,
+    broadcast_module,
+    init_distributed,
+    raise_on_all_ranks,
+)
 
 
 def _all_at_once(rank: int, world_size: int) -> None:
     world = World(rank, world_size, rank, world_size, torch.device("cpu"))
-    with pytest.raises(SharedError, match=r"^rank 1: no file B$"), together(world):
+    with pytest.raises(SharedError, match=r"^rank 1: no file B$"), raise_on_all_ranks(world):
         if rank == 1:
             raise ValueError("no file B")
-    with pytest.raises(SharedError, match=r"^same everywhere$"), together(world):
+    with pytest.raises(SharedError, match=r"^same everywhere$"), raise_on_all_ranks(world):
         raise ValueError("same everywhere")
-    with pytest.raises(SharedError, match=r"^rank 1: /there: No space left on device$"), together(world):
+    with pytest.raises(SharedError, match=r"^rank 1: /there: No space left on device$"), raise_on_all_ranks(world):
         if rank == 1:
             raise OSError(28, "No space left on device", "/there")
     expected = KeyError if rank == 1 else SharedError  # a bug is shown where it is, and ends the others all the same
-    with pytest.raises(expected, match="rank 1: KeyError: 'bug'" if rank != 1 else "bug"), together(world):
+    with pytest.raises(expected, match="rank 1: KeyError: 'bug'" if rank != 1 else "bug"), raise_on_all_ranks(world):
         if rank == 1:
             raise KeyError("bug")
-    with together(world):
+    with raise_on_all_ranks(world):
         pass
     counts = [2, 0, 3][:world_size]
     rows = torch.full((counts[rank], 2), float(rank))
@@ -47,7 +55,7 @@ def test_ranks_fail_gather_and_agree_together(run_ranks: Callable[..., None], wo
 def test_one_process_needs_no_group_and_no_port(monkeypatch: pytest.MonkeyPatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    world = start("cpu")
+    world = init_distributed("cpu")
     assert (world.rank, world.world_size, world.device.type) == (0, 1, "cpu")
     assert not torch.distributed.is_initialized()
     rows = torch.ones(2, 3)
@@ -57,7 +65,7 @@ def test_one_process_needs_no_group_and_no_port(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_cuda_without_a_device_is_an_error():
     with pytest.raises(ValueError, match=r"run.device=cuda, but torch sees no CUDA device"):
-        start("cuda")
+        init_distributed("cuda")
 
 
 def test_a_port_in_use_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch):
@@ -76,13 +84,13 @@ def test_a_port_in_use_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch
         }.items():
             monkeypatch.setenv(name, str(value))
         with pytest.raises(ValueError, match=f"port 127.0.0.1:{port} is in use"):
-            start("cpu")
+            init_distributed("cpu")
 
 
 def test_a_broken_environment_is_an_error_that_names_the_variable(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(ValueError, match="environment variable RANK must be a whole number, got 'first'"):
-        start("cpu")
+        init_distributed("cpu")
 
 
 def test_a_rank_without_a_world_size_is_said_in_one_line(tmp_path: Path):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from utils.distributed import World, any_ranks
-from utils.optim import LossScaler, build_optimizer, finish_gradients, load_optimizer
+from utils.optim import LossScaler, build_optimizer, load_optimizer, unscale_and_clip_grad_norm_
 
 
 def _net(gradient_scale: float = 1.0) -> nn.Module:
@@ -21,7 +21,7 @@ def _net(gradient_scale: float = 1.0) -> nn.Module:
 def test_scaled_gradients_come_out_as_torch_clips_the_plain_ones(clip_norm: float):
     plain, scaled = _net(), _net(1024.0)
     expected_norm = nn.utils.clip_grad_norm_(plain.parameters(), clip_norm or float("inf"))
-    norm = finish_gradients(scaled, scale=1024.0, clip_norm=clip_norm)
+    norm = unscale_and_clip_grad_norm_(scaled, scale=1024.0, clip_norm=clip_norm)
     torch.testing.assert_close(norm, expected_norm)
     for a, b in zip(scaled.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
@@ -31,7 +31,7 @@ def test_scaled_gradients_come_out_as_torch_clips_the_plain_ones(clip_norm: floa
 def test_one_bad_gradient_shows_in_the_norm(bad: float):
     net = _net()
     next(net.parameters()).grad[0, 0] = bad
-    assert not finish_gradients(net, 1.0, 5.0).isfinite()
+    assert not unscale_and_clip_grad_norm_(net, 1.0, 5.0).isfinite()
 
 
 def test_scaler_halves_at_an_overflow_and_doubles_after_its_interval():
@@ -80,7 +80,7 @@ def _overflow_on_one_rank(rank: int, world_size: int) -> None:
     before = [p.detach().clone() for p in net.parameters()]
     if rank == 1:
         next(net.parameters()).grad.fill_(float("inf"))
-    (overflow,) = any_ranks([not bool(finish_gradients(net, scaler.scale, 5.0).isfinite())], world)
+    (overflow,) = any_ranks([not bool(unscale_and_clip_grad_norm_(net, scaler.scale, 5.0).isfinite())], world)
     assert overflow
     if not overflow:
         optimizer.step()

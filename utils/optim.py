@@ -211,7 +211,7 @@ def _parse_factors(module: nn.Module, texts: Sequence[str]) -> dict[str, float]:
     return factors
 
 
-def finish_gradients(module: nn.Module, scale: float, clip_norm: float) -> Tensor:
+def unscale_and_clip_grad_norm_(module: nn.Module, scale: float, clip_norm: float) -> Tensor:
     """Divide module's gradients by scale and clip them to the L2 norm clip_norm (0: no clipping); return the norm before.
 
     One pass over the gradients does both. The norm is inf or nan if any gradient is, and then the gradients are useless.

@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def ordered(function: Callable[[Item], Result], items: Iterable[Item], threads: int, ahead: int = 16) -> Iterator[Result]:
+def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int, ahead: int = 16) -> Iterator[Result]:
     """Yield function(item) for each item, in order; `ahead` items per thread are under way, whatever the number of items.
 
     An exception of the function is raised where its result would have come; what was not begun is then dropped.

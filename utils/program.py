@@ -93,7 +93,7 @@ def _say(line: str) -> None:
     print(one_line(line), file=sys.stderr, flush=True)
 
 
-def guarded(run: Callable[[], None]) -> int:
+def run_main(run: Callable[[], None]) -> int:
     """Run a program; return its exit status. An error is one line, said once where all ranks have the same.
 
     Names of files and people that the program prints are shown without control characters.

@@ -38,7 +38,7 @@ from utils.checkpoint.format import (
 from utils.checkpoint.tensor_file import write_object
 from utils.cli import int_in_range, make_parser, progress
 from utils.optim import freeze
-from utils.program import guarded
+from utils.program import run_main
 
 from .checkpoint_files import HEAD_NAMES, HEADS, Rows
 from .network import kind_of, own, recognise, their_optimizer, whole_lr
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int_in_range(1, 99999), default=8, help="processes of arcface_torch (default 8)")
     parser.add_argument("--era", choices=tuple(HEADS), default="checkpoint_gpu", help="layout (default checkpoint_gpu)")
     options = parser.parse_args(arguments)
-    return guarded(lambda: convert(options))
+    return run_main(lambda: convert(options))
 
 
 def convert(options: argparse.Namespace) -> None:

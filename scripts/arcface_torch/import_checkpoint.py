@@ -27,16 +27,16 @@ from utils.checkpoint.format import (
     BACKBONE,
     TRAINER,
     checkpoint_path,
+    commit,
     list_checkpoints,
     partial_path,
-    seal,
     shard_name,
     step_of,
 )
 from utils.checkpoint.tensor_file import Planned, write_object, write_planned, write_tensors
 from utils.cli import int_in_range, make_parser, progress
 from utils.optim import LossScaler
-from utils.program import guarded
+from utils.program import run_main
 
 from .checkpoint_files import HEAD_NAMES, HEADS, LAST_STEP, Rows, Source, check_split, missing_ranks, read_source
 from .network import Network, kind_of, our_optimizer, recognise
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--ranks", type=int_in_range(1, 99999), default=1, help="files for the class centres (default 1; any number reads)"
     )
     options = parser.parse_args(arguments)
-    return guarded(lambda: convert(options))
+    return run_main(lambda: convert(options))
 
 
 def convert(options: argparse.Namespace) -> None:
@@ -224,7 +224,7 @@ def write(run: Path, network: Network, centres: Centres, trainer: dict[str, Any]
                 files[name] = {**write_planned(folder / name, centres.planned(*slots, bar.update)), "slots": list(slots)}
         files[BACKBONE] = write_tensors(folder / BACKBONE, network.model.state_dict())
         files[TRAINER] = write_object(folder / TRAINER, trainer)
-        seal(folder, final, {**facts, "files": files})
+        commit(folder, final, {**facts, "files": files})
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError) and error.filename is None:

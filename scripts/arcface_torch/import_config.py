@@ -23,7 +23,7 @@ from backbones import list_backbones
 from configs import load_config
 from losses import build_margin
 from utils.cli import int_in_range, make_parser
-from utils.program import guarded
+from utils.program import run_main
 
 from .config_file import Given, default_values, read_config
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--power", type=float, default=2.0, help="of the schedule (default 2, of the published runs)")
     parser.add_argument("--out", type=Path, help="YAML file to write (default: the screen)")
     options = parser.parse_args(arguments)
-    return guarded(lambda: convert(options))
+    return run_main(lambda: convert(options))
 
 
 def convert(options: argparse.Namespace) -> None:

@@ -32,7 +32,7 @@ import torch
 import tqdm
 
 from utils.cli import int_in_range, make_parser, progress
-from utils.program import guarded
+from utils.program import run_main
 
 from . import fuzz_inputs_config, fuzz_inputs_images, fuzz_inputs_runs, fuzz_inputs_sets
 from .fuzz_cases import Outcome, run_cases
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("fuzz_finds"), help="folder for what was found (default fuzz_finds)")
     parser.add_argument("--json", type=Path, help="write counts and finds to this file")
     options = parser.parse_args(arguments)
-    return guarded(lambda: fuzz(options))
+    return run_main(lambda: fuzz(options))
 
 
 def fuzz(options: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ from data.recordio.image_record import IndexedRecordFile, unpack
 from data.tar_dataset import TarDataset
 from eval.pair_sets.csv_and_folders import read_pairs as read_pair_set
 from utils.image import IMAGE_SIZE, decode_rgb, decode_rgb_into
-from utils.program import guarded
+from utils.program import run_main
 
 from .fuzz_files import Case, Entry
 from .fuzz_grammar import Rng
@@ -53,12 +53,12 @@ def make_case(name: str, entry: Input, seed: int, number: int) -> Case:
 
 def records(words: list[str]) -> int:
     """Read the record file train.rec in every way."""
-    return guarded(lambda: read_records(Path(words[0])))
+    return run_main(lambda: read_records(Path(words[0])))
 
 
 def pairs(words: list[str]) -> int:
     """Read a verification set and decode its images."""
-    return guarded(lambda: read_pairs(Path(words[0])))
+    return run_main(lambda: read_pairs(Path(words[0])))
 
 
 def image(words: list[str]) -> int:
@@ -70,12 +70,12 @@ def image(words: list[str]) -> int:
         decode_rgb_into(data, pixels)
         decode_rgb(data)
 
-    return guarded(run)
+    return run_main(run)
 
 
 def images_of_set(words: list[str]) -> int:
     """Open a set of any kind and decode all its images."""
-    return guarded(lambda: _decode_all(open_set(words[0])))
+    return run_main(lambda: _decode_all(open_set(words[0])))
 
 
 def cached_set(words: list[str]) -> int:
@@ -87,7 +87,7 @@ def cached_set(words: list[str]) -> int:
         shutil.copyfile("cache.index", path)
         _decode_all(TarDataset("tar", "cache"))
 
-    return guarded(run)
+    return run_main(run)
 
 
 def _decode_all(dataset: FaceDataset) -> None:

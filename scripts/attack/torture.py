@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from utils.cli import int_in_range, make_parser, progress
-from utils.program import guarded
+from utils.program import run_main
 
 from .torture_blows import GOES_ON, KINDS, PHASES, Blow, await_end, await_progress, draw, judge, odd_rank, strike, wait_for
 from .torture_checks import History, check_resumed, check_said, wait_until, weights_of
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("torture_finds"), help="folder for finds")
     parser.add_argument("--json", type=Path, help="write counts and finds to this file")
     options = parser.parse_args(arguments)
-    return guarded(lambda: torture(options))
+    return run_main(lambda: torture(options))
 
 
 def torture(options: argparse.Namespace) -> None:

@@ -39,7 +39,7 @@ from utils.cli import make_parser
 from utils.image import IMAGE_SIZE
 from utils.memory import BackboneMemory, backbone_memory
 from utils.optim import AUTOCAST, build_optimizer
-from utils.program import guarded
+from utils.program import run_main
 
 from .device_rates import CARDS, Rates, head_dtype, rates_of
 from .head import peak_bytes
@@ -77,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
-        return guarded(lambda: _worker(options, json.loads(options.worker)))
-    return guarded(lambda: capacity(options))
+        return run_main(lambda: _worker(options, json.loads(options.worker)))
+    return run_main(lambda: capacity(options))
 
 
 def capacity(options: argparse.Namespace) -> None:

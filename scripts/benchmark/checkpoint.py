@@ -36,14 +36,14 @@ from losses import build_margin
 from partial_fc import PartialFC
 from partial_fc.shard import shard_range
 from scripts import checkpoint as tool
-from utils.checkpoint.format import checkpoint_path, seal, shard_name, softmax_reader
+from utils.checkpoint.format import checkpoint_path, commit, shard_name, softmax_reader
 from utils.checkpoint.resume import trainer_state
 from utils.checkpoint.tensor_file import BLOCK, write_tensors
-from utils.checkpoint.writer import CheckpointWriter, Keep
+from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
 from utils.cli import make_parser
 from utils.distributed import World
 from utils.optim import LossScaler, build_optimizer
-from utils.program import guarded
+from utils.program import run_main
 
 _DIM = 512
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")
     parser.add_argument("--json", type=Path, help="write all figures there")
     options = parser.parse_args(arguments)
-    return guarded(lambda: benchmark(options))
+    return run_main(lambda: benchmark(options))
 
 
 def benchmark(options: argparse.Namespace) -> None:
@@ -82,10 +82,10 @@ def measure_save(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     steps = iter(range(1000))
 
     def save_in_place() -> None:
-        with CheckpointWriter(folder / "ours", world, Keep(last=1, best=0), background=False) as writer:
+        with CheckpointWriter(folder / "ours", world, RetentionPolicy(last=1, best=0), background=False) as writer:
             writer.save(next(steps), **state)
 
-    writer = CheckpointWriter(folder / "ours", world, Keep(last=1, best=0))
+    writer = CheckpointWriter(folder / "ours", world, RetentionPolicy(last=1, best=0))
     for number in range(options.rounds + 1):
         alone.append(_products_per_second(until=_after(0.5)))
         os.sync()
@@ -132,7 +132,7 @@ def training_state(name: str, classes: int) -> dict[str, Any]:
     return {
         "backbone": backbone.state_dict(),
         "softmax": head.shard_state(),
-        "slots": (head.start, head.stop),
+        "slots": (head.first_slot, head.end_slot),
         "trainer": trainer_state(backbone, margin, optimizer, LossScaler(enabled=False)),
         "facts": {"score": None, "identity": {"num_classes": classes, "seed": 0}},
     }
@@ -189,7 +189,7 @@ def measure_resharding(options: argparse.Namespace, folder: Path) -> dict[str, f
         files[shard_name(rank, 2)] = write_tensors(final / shard_name(rank, 2), tensors) | {"slots": [start, stop]}
         del tensors
     saved = final.with_name("step_00000002")
-    seal(final, saved, {"step": 2, "identity": {"num_classes": classes, "seed": 0}, "files": files})
+    commit(final, saved, {"step": 2, "identity": {"num_classes": classes, "seed": 0}, "files": files})
     start, stop = shard_range(classes, 1, 3)
     share = (stop - start) * (2 * _DIM + 1) * 4
     found: dict[str, float] = {"share_bytes": share}

@@ -42,7 +42,7 @@ from data.recordio.writer import RecordSetWriter
 from data.sampler import SampleOrder
 from scripts.demo.make_data import Picture, draw_all
 from utils.cli import make_parser
-from utils.program import guarded
+from utils.program import run_main
 
 from .augmentation import measure_augment
 from .baselines.data import decoders, plain_loader
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")
     parser.add_argument("--json", type=Path, help="write all figures there")
     options = parser.parse_args(arguments)
-    return guarded(lambda: benchmark(options))
+    return run_main(lambda: benchmark(options))
 
 
 def benchmark(options: argparse.Namespace) -> None:

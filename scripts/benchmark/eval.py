@@ -30,8 +30,8 @@ from eval.pair_sets.bin_file import PairSet, read_bin, write_bin
 from eval.verification import fold_accuracy, verify
 from utils import distributed
 from utils.cli import make_parser
-from utils.distributed import start_local
-from utils.program import guarded
+from utils.distributed import init_local
+from utils.program import run_main
 
 from .baselines.eval import plain_embed, plain_numbers
 from .data import make_faces
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")
     parser.add_argument("--json", type=Path, help="write all figures there")
     options = parser.parse_args(arguments)
-    return guarded(lambda: benchmark(options))
+    return run_main(lambda: benchmark(options))
 
 
 def benchmark(options: argparse.Namespace) -> None:
@@ -124,7 +124,7 @@ def make_set(folder: Path, pairs: int) -> None:
 
 
 def _rank(rank: int, options: argparse.Namespace, folder: str) -> None:
-    world = start_local(rank, options.processes, "cpu", f"{folder}/rendezvous")
+    world = init_local(rank, options.processes, "cpu", f"{folder}/rendezvous")
     torch.manual_seed(0)
     model = build_backbone("r18", 128, 0.25)
     shared = build_backbone("r18", 128, 0.25).to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -35,7 +35,7 @@ from partial_fc.sampling import draw_active
 from utils import distributed
 from utils.cli import make_parser
 from utils.log import peak_memory_gib
-from utils.program import guarded
+from utils.program import run_main
 
 from .baselines.heads import PlainHead
 
@@ -72,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
-        return guarded(lambda: work(json.loads(options.worker)))
-    return guarded(lambda: benchmark(options))
+        return run_main(lambda: work(json.loads(options.worker)))
+    return run_main(lambda: benchmark(options))
 
 
 def benchmark(options: argparse.Namespace) -> None:
@@ -161,7 +161,7 @@ def _run(case: dict[str, Any]) -> dict[str, Any]:
 def work(case: dict[str, Any]) -> None:
     """Measure one case in this process, and write the figures if it is rank 0."""
     rank, ranks = int(os.environ["BENCHMARK_RANK"]), case["ranks"]
-    world = distributed.start_local(rank, ranks, case["device"], case["rendezvous"])
+    world = distributed.init_local(rank, ranks, case["device"], case["rendezvous"])
     torch.manual_seed(rank)
     device = world.device
     if case["head"] == "bare":

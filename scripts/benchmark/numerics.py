@@ -28,7 +28,7 @@ from tqdm import tqdm
 from losses import build_margin
 from partial_fc import PartialFC, RowSGD
 from utils.cli import make_parser
-from utils.program import guarded
+from utils.program import run_main
 
 _BATCH, _DIM, _LR = 512, 256, 0.02
 _NEAREST = "bf16, round to nearest"
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.quick:
         options.classes, options.steps, options.seeds = 4096, 40, 1
-    return guarded(lambda: compare(options))
+    return run_main(lambda: compare(options))
 
 
 def compare(options: argparse.Namespace) -> None:

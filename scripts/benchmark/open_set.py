@@ -19,7 +19,7 @@ from pathlib import Path
 from data.record_dataset import RecordDataset
 from data.recordio.index import read_index
 from utils.cli import make_parser
-from utils.program import guarded
+from utils.program import run_main
 
 from .baselines.data import index_as_dict
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("set", type=Path, help="folder with train.rec and train.idx")
     parser.add_argument("cache", type=Path, help="folder for the parsed index")
     options = parser.parse_args(arguments)
-    return guarded(lambda: measure(options.way, options.set, options.cache))
+    return run_main(lambda: measure(options.way, options.set, options.cache))
 
 
 def measure(way: str, folder: Path, cache: Path) -> None:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from utils.cli import make_parser
-from utils.program import guarded
+from utils.program import run_main
 
 from .baselines.heads import PlainHead
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="written by python -m scripts.benchmark.head --json FILE")
     parser.add_argument("folder", type=Path, help="where the pictures go")
     options = parser.parse_args(arguments)
-    return guarded(lambda: _plot_file(options.file, options.folder))
+    return run_main(lambda: _plot_file(options.file, options.folder))
 
 
 def _plot_file(file: Path, folder: Path) -> None:

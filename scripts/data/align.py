@@ -27,8 +27,8 @@ from utils.alignment import align, check_points
 from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.files import find_files, read_bytes
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb, image_size
-from utils.parallel import ordered
-from utils.program import guarded
+from utils.parallel import map_in_order
+from utils.program import run_main
 from utils.text import one_line
 
 from .landmarks import points_of, read_landmarks, report_padding
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="of the JPEG (default 95)")
     add_threads(parser)
     options = parser.parse_args(arguments)
-    return guarded(lambda: align_all(options))
+    return run_main(lambda: align_all(options))
 
 
 def align_all(options: argparse.Namespace) -> None:
@@ -92,7 +92,7 @@ def align_all(options: argparse.Namespace) -> None:
         unfinished.replace(target)
         return True, padding
 
-    done = list(progress(ordered(work, jobs, options.threads), len(jobs), "aligning", "picture"))
+    done = list(progress(map_in_order(work, jobs, options.threads), len(jobs), "aligning", "picture"))
     written = sum(new for new, _ in done)
     report_padding(options.out, {name: padding for name, (_, padding) in zip(names, done, strict=True)})
     print(

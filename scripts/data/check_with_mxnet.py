@@ -26,7 +26,7 @@ import numpy as np
 from data.recordio.image_record import IndexedRecordFile, unpack
 from utils.cli import int_in_range, make_parser, progress
 from utils.image import decode_rgb
-from utils.program import guarded
+from utils.program import run_main
 
 _ROOT = Path(__file__).parents[2]
 _SHOWN = 20  # differences that are printed
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--venv", type=Path, default=_ROOT / ".venv-mxnet", help="environment of mxnet (default .venv-mxnet)")
     parser.add_argument("--python", default=sys.executable, help="Python 3.8 to 3.11 to make it with (default: this one)")
     options = parser.parse_args(arguments)
-    return guarded(lambda: check(options))
+    return run_main(lambda: check(options))
 
 
 def check(options: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from eval.pair_sets.bin_file import write_bin
 from eval.pair_sets.csv_and_folders import read_pairs, write_safetensors
 from utils.cli import make_parser
-from utils.program import guarded
+from utils.program import run_main
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", choices=("safetensors", "bin"), default="safetensors", help="default safetensors")
     parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
     options = parser.parse_args(arguments)
-    return guarded(lambda: convert(options))
+    return run_main(lambda: convert(options))
 
 
 def convert(options: argparse.Namespace) -> None:

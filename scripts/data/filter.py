@@ -24,7 +24,7 @@ from data.base import FaceDataset
 from data.recordio.writer import RecordSetWriter
 from utils.cli import int_in_range, make_parser, progress
 from utils.files import read_text
-from utils.program import guarded
+from utils.program import run_main
 
 from .rec_to_folder import parse_classes
 from .sets import open_set_of
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="of --max-images")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
     options = parser.parse_args(arguments)
-    return guarded(lambda: select(options))
+    return run_main(lambda: select(options))
 
 
 def select(options: argparse.Namespace) -> None:

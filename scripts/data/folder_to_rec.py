@@ -26,8 +26,8 @@ import numpy as np
 from data.recordio.writer import RecordSetWriter
 from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.image import IMAGE_SIZE
-from utils.parallel import ordered
-from utils.program import guarded
+from utils.parallel import map_in_order
+from utils.program import run_main
 
 from .landmarks import points_of, read_landmarks, report_padding
 from .pictures import BadPicture, Picture, Rules, encode, list_identities
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
     add_threads(parser)
     options = parser.parse_args(arguments)
-    return guarded(lambda: convert(options))
+    return run_main(lambda: convert(options))
 
 
 def convert(options: argparse.Namespace) -> None:
@@ -76,7 +76,7 @@ def convert(options: argparse.Namespace) -> None:
     skipped: list[BadPicture] = []
     padding: dict[str, float] = {}
     with RecordSetWriter(options.out, not options.shuffled, options.size, options.overwrite) as writer:
-        results = ordered(lambda picture: (picture, encode(picture, rules)), pictures, options.threads)
+        results = map_in_order(lambda picture: (picture, encode(picture, rules)), pictures, options.threads)
         labels = _Labels(options.shuffled)
         for picture, image in progress(results, len(pictures), "writing", "picture"):
             if isinstance(image, BadPicture):

@@ -32,8 +32,8 @@ from eval.pair_sets.bin_file import PairSet, read_bin
 from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.files import shown
 from utils.image import IMAGE_SIZE, decode_rgb
-from utils.parallel import ordered
-from utils.program import guarded
+from utils.parallel import map_in_order
+from utils.program import run_main
 
 from .inspect_page import Copy, Findings, write_page
 from .scan import MIN_CORRELATION, Scan, candidates, correlation, dhash, equal_groups, scan
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_threads(parser)
     options = parser.parse_args(arguments)
-    return guarded(lambda: inspect(options))
+    return run_main(lambda: inspect(options))
 
 
 def inspect(options: argparse.Namespace) -> None:
@@ -95,7 +95,7 @@ def find_copies(dataset: FaceDataset, scanned: Scan, options: argparse.Namespace
         return Copy(first, second, "near", correlation(*(decode_rgb(dataset.sample(index)[0]) for index in (first, second))))
 
     checked = pairs[: options.confirm]
-    compared = progress(ordered(compare, checked, options.threads), len(checked), "comparing", "pair")
+    compared = progress(map_in_order(compare, checked, options.threads), len(checked), "comparing", "pair")
     return copies + [copy for copy in compared if copy.likeness >= MIN_CORRELATION], len(pairs) - len(checked)
 
 
@@ -106,7 +106,7 @@ def find_overlap(dataset: FaceDataset, scanned: Scan, test: PairSet, options: ar
     def read(index: int) -> int:
         return dhash(decode_rgb(test.images[index]))
 
-    hashes = progress(ordered(read, size, options.threads), len(size), f"reading {test.name}", "image")
+    hashes = progress(map_in_order(read, size, options.threads), len(size), f"reading {test.name}", "image")
     good = np.flatnonzero(scanned.faces)
     pairs = candidates(scanned.dhash[good], np.array(list(hashes), dtype=np.uint64))
 
@@ -117,7 +117,7 @@ def find_overlap(dataset: FaceDataset, scanned: Scan, test: PairSet, options: ar
         return Copy(index, other, "equal" if data == test.images[other] else "near", likeness)
 
     checked = pairs[: options.confirm]
-    compared = progress(ordered(compare, checked, options.threads), len(checked), f"comparing with {test.name}", "pair")
+    compared = progress(map_in_order(compare, checked, options.threads), len(checked), f"comparing with {test.name}", "pair")
     return [copy for copy in compared if copy.likeness >= MIN_CORRELATION]
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from data.mixture import MixedDataset, Source, class_maps
 from utils.cli import make_parser
-from utils.program import guarded
+from utils.program import run_main
 
 from .filter import copy_set
 from .sets import open_set_of
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--labels", default="offset", help="offset, same, or a file of lines 'source label class'")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
     options = parser.parse_args(arguments)
-    return guarded(lambda: merge(options))
+    return run_main(lambda: merge(options))
 
 
 def merge(options: argparse.Namespace) -> None:

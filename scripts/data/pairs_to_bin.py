@@ -31,7 +31,7 @@ from eval.pair_sets.sample import FOLDS, sample_pairs
 from utils.cli import int_in_range, make_parser, progress
 from utils.files import read_bytes
 from utils.image import IMAGE_SIZE, decode_rgb
-from utils.program import guarded
+from utils.program import run_main
 
 from .sets import open_set_of
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kind.add_argument("--any-size", action="store_true", help=f"allow pictures that are not {IMAGE_SIZE} x {IMAGE_SIZE}")
         kind.add_argument("--overwrite", action="store_true", help="replace OUT")
     options = parser.parse_args(arguments)
-    return guarded(lambda: make(options))
+    return run_main(lambda: make(options))
 
 
 def make(options: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from data.record_dataset import RecordDataset
 from utils.cli import int_in_range, make_parser, progress
-from utils.program import guarded
+from utils.program import run_main
 
 _SUFFIXES = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"BM": ".bmp", b"RIFF": ".webp"}
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--classes", default="", help="A:B for labels A to B - 1, or a list A,B,C (default: all)")
     parser.add_argument("--limit", type=int_in_range(0), default=0, help="pictures of an identity, 0 = all")
     options = parser.parse_args(arguments)
-    return guarded(lambda: extract(options))
+    return run_main(lambda: extract(options))
 
 
 def extract(options: argparse.Namespace) -> None:

@@ -29,8 +29,8 @@ from data.recordio.writer import RecordSetWriter
 from data.salvage import Sound, choose_keys, find_sound, read_headers, read_sound, unusable
 from utils.cli import add_threads, make_parser, progress
 from utils.image import decode_rgb
-from utils.parallel import ordered
-from utils.program import guarded
+from utils.parallel import map_in_order
+from utils.program import run_main
 
 _SHOWN = 10  # faults that are printed
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for a copy of what is sound; reads and decodes every image")
     add_threads(parser)
     options = parser.parse_args(arguments)
-    return guarded(lambda: repair(options))
+    return run_main(lambda: repair(options))
 
 
 def repair(options: argparse.Namespace) -> None:
@@ -170,7 +170,7 @@ def _copy(
     left_out = []
     # without header record: that form wants every class in turn, which fails where one lost all of its images
     with RecordSetWriter(options.out, header=False, num_classes=num_classes) as writer:
-        found = ordered(read, images.tolist(), options.threads)
+        found = map_in_order(read, images.tolist(), options.threads)
         for place, (payload, reason) in enumerate(progress(found, len(images), "copying", "image")):
             if reason:
                 left_out.append((int(sound.offsets[images[place]]), reason))

@@ -17,7 +17,7 @@ import numpy as np
 from data.base import FaceDataset
 from utils.cli import progress
 from utils.image import decode_rgb
-from utils.parallel import ordered
+from utils.parallel import map_in_order
 
 _CHUNK = 64  # images of one task
 _BANDS = 4  # overlapping quarters of the hash, 32 bits each, by which candidates are found
@@ -85,7 +85,7 @@ def scan(dataset: FaceDataset, indices: np.ndarray, threads: int, hashes: bool =
         return bad
 
     with progress([], count, what, "image") as bar:
-        for begin, bad in zip(range(0, count, _CHUNK), ordered(read, range(0, count, _CHUNK), threads), strict=True):
+        for begin, bad in zip(range(0, count, _CHUNK), map_in_order(read, range(0, count, _CHUNK), threads), strict=True):
             result.bad += bad
             bar.update(min(_CHUNK, count - begin))
     return result

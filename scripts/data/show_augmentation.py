@@ -23,7 +23,7 @@ from configs import load_config
 from data.augment import OPERATIONS, Augment
 from utils.cli import int_in_range, make_parser
 from utils.image import IMAGE_SIZE
-from utils.program import guarded
+from utils.program import run_main
 from utils.report.contact_sheet import sheet
 
 from .sets import open_set_of
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--columns", type=int_in_range(1, 100), default=8, help="pictures (default 8)")
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="of pictures and changes (default 0)")
     options = parser.parse_intermixed_args(arguments)
-    return guarded(lambda: show(options))
+    return run_main(lambda: show(options))
 
 
 def show(options: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from data.record_dataset import RecordDataset
 from data.recordio.writer import RecordSetWriter
 from utils.cli import int_in_range, make_parser, progress
-from utils.program import guarded
+from utils.program import run_main
 from utils.randomness import permute
 
 _AHEAD = 4096  # images that the storage is told of at once
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="another seed is another order (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
     options = parser.parse_args(arguments)
-    return guarded(lambda: shuffle(options))
+    return run_main(lambda: shuffle(options))
 
 
 def shuffle(options: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from eval.pair_sets.bin_file import write_bin
 from eval.pair_sets.sample import FOLDS, most_pairs, sample_pairs
 from utils.cli import int_in_range, make_parser
-from utils.program import guarded
+from utils.program import run_main
 
 from .filter import copy_set
 from .sets import open_set_of
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="another seed holds out others (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace what OUT has")
     options = parser.parse_args(arguments)
-    return guarded(lambda: split(options))
+    return run_main(lambda: split(options))
 
 
 def split(options: argparse.Namespace) -> None:

@@ -24,8 +24,8 @@ from eval.pair_sets.csv_and_folders import read_pairs
 from utils.cli import add_threads, make_parser, progress
 from utils.files import shown
 from utils.image import IMAGE_SIZE
-from utils.parallel import ordered
-from utils.program import guarded
+from utils.parallel import map_in_order
+from utils.program import run_main
 from utils.text import printable
 
 from .scan import is_plain, scan
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bad", type=Path, help="CSV file for the bad images (of one training set)")
     add_threads(parser)
     options = parser.parse_args(arguments)
-    return guarded(lambda: verify(options))
+    return run_main(lambda: verify(options))
 
 
 def verify(options: argparse.Namespace) -> None:
@@ -107,7 +107,7 @@ def _verify_pairs(path: Path, threads: int) -> int:
         return f"{path}: image {index} is of one colour, or nearly" if plain else ""
 
     size = range(len(pairs.images))
-    bad = [reason for reason in progress(ordered(read, size, threads), len(size), "reading", "image") if reason]
+    bad = [reason for reason in progress(map_in_order(read, size, threads), len(size), "reading", "image") if reason]
     for reason in bad[:_SHOWN]:
         print(f"BAD  {printable(reason)}")
     return len(bad)

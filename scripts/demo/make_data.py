@@ -30,7 +30,7 @@ from tqdm import tqdm
 from data.recordio.writer import RecordSetWriter
 from eval.pair_sets.bin_file import write_bin
 from utils.cli import make_parser
-from utils.program import guarded
+from utils.program import run_main
 
 from .faces import draw_face
 from .identity import sample_identity, sample_shot, sample_yaw
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a dataset that was made with other arguments")
     options = parser.parse_args(arguments)
-    return guarded(lambda: make(options))
+    return run_main(lambda: make(options))
 
 
 def make(options: argparse.Namespace) -> None:

@@ -25,7 +25,7 @@ from configs.values import read_yaml
 from scripts.plot_run import Series, columns, read_series
 from utils.cli import make_parser
 from utils.files import MAX_SMALL_TEXT, read_text, shown
-from utils.program import guarded
+from utils.program import run_main
 from utils.report.contact_sheet import set_colours
 from utils.report.page import Page
 from utils.text import label_text, markdown_table, markdown_text
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", type=Path, nargs="+", help="run folders, or folders of python -m eval --report")
     parser.add_argument("--out", type=Path, default=Path("comparison"), help="folder of the comparison (default ./comparison)")
     options = parser.parse_args(arguments)
-    return guarded(lambda: compare(options))
+    return run_main(lambda: compare(options))
 
 
 def compare(options: argparse.Namespace) -> None:

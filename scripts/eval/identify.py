@@ -32,11 +32,11 @@ from eval.networks import add_network_arguments, load_network, require_same_file
 from scripts.data.sets import open_set_of
 from utils import distributed
 from utils.cli import make_parser, progress
-from utils.distributed import World, together
+from utils.distributed import World, raise_on_all_ranks
 from utils.distributed.agreement import digest
 from utils.image import IMAGE_SIZE
 from utils.optim import AUTOCAST
-from utils.program import guarded
+from utils.program import run_main
 
 _RANKS = (1, 5, 10, 20)
 _FPIR = (0.001, 0.01, 0.1)
@@ -50,14 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--probes", type=Path, required=True, help="the pictures that are searched")
     parser.add_argument("--json", type=Path, help="write the numbers there")
     options = parser.parse_args(arguments)
-    return guarded(lambda: run(options))
+    return run_main(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
     """Embed both sides on all ranks; search and print on rank 0."""
-    world = distributed.start(options.device, setting="--device ")
+    world = distributed.init_distributed(options.device, setting="--device ")
     require_same_options(options, world)
-    with together(world):
+    with raise_on_all_ranks(world):
         network = load_network(options, build_backbone)
         sets = [open_set_of(path) for path in (*options.gallery, options.probes)]
         names = [people_of(dataset) for dataset in sets]

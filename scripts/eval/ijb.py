@@ -31,11 +31,11 @@ from eval.templates import TemplateSet, pool_templates, published_tar, read_temp
 from utils import distributed
 from utils.alignment import align
 from utils.cli import make_parser, progress
-from utils.distributed import together
+from utils.distributed import raise_on_all_ranks
 from utils.files import read_bytes, read_text
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb
 from utils.optim import AUTOCAST
-from utils.program import guarded
+from utils.program import run_main
 
 _GALLERIES = {"ijbb": ("S1", "S2"), "ijbc": ("G1", "G2")}
 _RANKS = (1, 5, 10)
@@ -52,14 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write all numbers there")
     parser.add_argument("--scores", type=Path, help="write the score of every template pair to this .npy file")
     options = parser.parse_args(arguments)
-    return guarded(lambda: run(options))
+    return run_main(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
     """Embed all images on all ranks; pool, score and print on rank 0."""
-    world = distributed.start(options.device, setting="--device ")
+    world = distributed.init_distributed(options.device, setting="--device ")
     require_same_options(options, world)
-    with together(world):
+    with raise_on_all_ranks(world):
         network = load_network(options, build_backbone)
         name = options.set or _find_set(options.root)
         lists = read_template_set(options.root, name)

@@ -86,7 +86,7 @@ def shard_name(rank: int, world_size: int) -> str:
     return f"softmax_{rank:05d}_of_{world_size:05d}.safetensors"
 
 
-def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
+def commit(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     """Make a complete checkpoint of a folder that holds all files the manifest names: write that, flush, rename.
 
     Raises:

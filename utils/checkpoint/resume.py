@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from utils.distributed import World, all_gather_objects, together
+from utils.distributed import World, all_gather_objects, raise_on_all_ranks
 from utils.optim import LossScaler, load_optimizer, tensor_fault
 
 from . import format as ckpt
@@ -23,14 +23,14 @@ from .tensor_file import flush
 _HOLDER = ".holder"  # names the job that has the lock
 
 
-class Start(NamedTuple):
+class ResumePlan(NamedTuple):
     """Where a run begins."""
 
     checkpoint: Path | None  # to resume from, None = anew
-    news: list[str]  # what a user should know: leftovers removed, damaged checkpoints put aside
+    warnings: list[str]  # what a user should know: leftovers removed, damaged checkpoints put aside
 
 
-def prepare_run_folder(folder: Path, saving: Any, config_text: str, identity: dict[str, Any], world: World) -> Start:
+def prepare_run_folder(folder: Path, saving: Any, config_text: str, identity: dict[str, Any], world: World) -> ResumePlan:
     """Lock and make the run folder with its config.yaml, and choose the checkpoint to resume from; the same on all ranks.
 
     Args:
@@ -41,29 +41,29 @@ def prepare_run_folder(folder: Path, saving: Any, config_text: str, identity: di
     Raises:
         SharedError: on every rank.
     """
-    start, holder = Start(None, []), ""
-    with together(world):
+    start, holder = ResumePlan(None, []), ""
+    with raise_on_all_ranks(world):
         if world.rank == 0:
             holder = _hold(folder)
-            start.news.extend(ckpt.remove_unfinished(folder))
-            start = start._replace(checkpoint=choose_checkpoint(folder, saving.resume, identity, start.news))
+            start.warnings.extend(ckpt.remove_unfinished(folder))
+            start = start._replace(checkpoint=choose_checkpoint(folder, saving.resume, identity, start.warnings))
     start, holder = all_gather_objects((start, holder), world)[0]
     while saving.verify and start.checkpoint is not None:
         found = ckpt.check_hashes(start.checkpoint, world.rank, world.world_size)
         faults = [line for lines in all_gather_objects(found, world) for line in lines]
         if not faults:
             break
-        with together(world):
+        with raise_on_all_ranks(world):
             if saving.resume != "auto":
                 raise ValueError("; ".join(faults))
             if world.rank == 0:
-                start.news.extend(faults)
-                start = start._replace(checkpoint=_next_older(folder, start.checkpoint, start.news, identity))
+                start.warnings.extend(faults)
+                start = start._replace(checkpoint=_next_older(folder, start.checkpoint, start.warnings, identity))
         start = all_gather_objects(start, world)[0]
-    with together(world):
+    with raise_on_all_ranks(world):
         if world.rank == 0:
             _write_config(folder, config_text, start.checkpoint)
-    with together(world):
+    with raise_on_all_ranks(world):
         if not (folder / _HOLDER).is_file() or (folder / _HOLDER).read_text() != holder:
             raise ValueError(f"run.output: {folder} is another one here than on rank 0; several machines need a shared folder")
         if start.checkpoint is not None:
@@ -115,11 +115,11 @@ def _lock(handle: int) -> None:
             time.sleep(0.2)
 
 
-def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any], news: list[str]) -> Path | None:
+def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any], warnings: list[str]) -> Path | None:
     """Return the checkpoint that checkpoint.resume means for this run, after checking that it fits; None = start anew.
 
     A path begins a run; once that has checkpoints of its own, the same path means the same as `auto`.
-    With `auto`, checkpoints that are not whole are passed over and put aside under another name, which `news` then tells.
+    With `auto`, checkpoints that are not whole are passed over and put aside under another name, which `warnings` then tells.
 
     Raises:
         ValueError: there is none that can be used, or it is of another run.
@@ -129,8 +129,8 @@ def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any], news:
         resume = "auto"
     if resume == "auto":
         for path in ckpt.list_without_manifest(folder):  # or the save at this step would find the name taken, in every attempt
-            news.append(f"checkpoint {path.name} has no manifest.json any more")
-            _put_aside(path, news)
+            warnings.append(f"checkpoint {path.name} has no manifest.json any more")
+            _put_aside(path, warnings)
     if resume == "never" and found:
         raise ValueError(
             f"checkpoint.resume=never, but {folder} holds {len(found)} checkpoint(s), which would mix with new ones; "
@@ -142,8 +142,8 @@ def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any], news:
         try:
             ckpt.read_manifest(found[-1])
         except ValueError as error:
-            news.append(str(error))
-            return _next_older(folder, found[-1], news, identity)
+            warnings.append(str(error))
+            return _next_older(folder, found[-1], warnings, identity)
         chosen = found[-1]
     else:
         try:
@@ -161,23 +161,23 @@ def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any], news:
     return chosen
 
 
-def _next_older(folder: Path, damaged: Path, news: list[str], identity: dict[str, Any]) -> Path:
+def _next_older(folder: Path, damaged: Path, warnings: list[str], identity: dict[str, Any]) -> Path:
     """Return the newest checkpoint before a damaged one that is whole; the damaged ones are put aside, not deleted."""
     aside = [damaged]
     for path in reversed([path for path in ckpt.list_checkpoints(folder) if path.name < damaged.name]):
         try:
             ckpt.read_manifest(path)
         except ValueError as error:
-            news.append(str(error))
+            warnings.append(str(error))
             aside.append(path)
             continue
         _check_identity(path, identity)
         for bad in aside:
-            _put_aside(bad, news)
-        news.append(f"resuming from {path.name}, an older one: the steps since are trained again")
+            _put_aside(bad, warnings)
+        warnings.append(f"resuming from {path.name}, an older one: the steps since are trained again")
         return path
     raise ValueError(
-        f"no checkpoint of {folder} is whole: {'; '.join(news)}. Restore one from a copy, or start anew under another run.name"
+        f"no checkpoint of {folder} is whole: {'; '.join(warnings)}. Restore one from a copy, or start anew under another run.name"
     )
 
 
@@ -192,13 +192,13 @@ def _began_with(checkpoint: Path, resume: str) -> bool:
         return False
 
 
-def _put_aside(checkpoint: Path, news: list[str]) -> None:
+def _put_aside(checkpoint: Path, warnings: list[str]) -> None:
     try:
         aside = checkpoint.rename(checkpoint.with_name(f"damaged_{checkpoint.name}_{time.strftime('%Y%m%d_%H%M%S')}"))
     except OSError as error:
-        news.append(f"checkpoint {checkpoint} is damaged and cannot be put aside: {error.strerror}; move it away by hand")
+        warnings.append(f"checkpoint {checkpoint} is damaged and cannot be put aside: {error.strerror}; move it away by hand")
         return
-    news.append(f"checkpoint {checkpoint.name} is damaged and was put aside as {aside}")
+    warnings.append(f"checkpoint {checkpoint.name} is damaged and was put aside as {aside}")
 
 
 def _check_identity(chosen: Path, identity: dict[str, Any]) -> None:

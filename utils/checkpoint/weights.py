@@ -23,7 +23,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return read_backbone(find_checkpoint(path))
 
 
-def fill(model: nn.Module, weights: dict[str, Tensor], source: str, hint: str) -> nn.Module:
+def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str, hint: str) -> nn.Module:
     """Load the weights into the model; a wrong architecture is one line that names the first difference, and gives the hint."""
     expected = model.state_dict()
     weights = {name.removeprefix("module."): value for name, value in weights.items()}  # of a wrapped network
@@ -46,6 +46,6 @@ def load_initial(backbone: nn.Module, path: Path) -> None:
         weights = read_weights(path)
     except ValueError as error:
         raise ValueError(f"init.backbone: {error}") from None
-    fill(backbone, weights, f"init.backbone {path}", "check the section backbone")
+    load_weights(backbone, weights, f"init.backbone {path}", "check the section backbone")
     if not is_finite(backbone):
         raise ValueError(f"init.backbone: {path} holds numbers that are not finite; take an earlier checkpoint")

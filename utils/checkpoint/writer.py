@@ -23,12 +23,12 @@ from utils.distributed import SharedError, World, all_gather_objects
 from utils.huge_pages import with_huge_pages
 from utils.memory import available_bytes
 
-from .format import BACKBONE, TRAINER, checkpoint_path, partial_path, seal, shard_name
+from .format import BACKBONE, TRAINER, checkpoint_path, commit, partial_path, shard_name
 from .retention import prune
 from .tensor_file import NotFiniteError, write_object, write_tensors
 
 
-class Keep(NamedTuple):
+class RetentionPolicy(NamedTuple):
     """Which checkpoints stay when a new one is complete."""
 
     last: int = 2  # newest
@@ -53,7 +53,7 @@ class CheckpointWriter:
         self,
         run_folder: Path,
         world: World,
-        keep: Keep,
+        keep: RetentionPolicy,
         background: bool = True,
         max_failed: int = 0,
         warn: Callable[[str], object] = print,
@@ -188,7 +188,7 @@ class CheckpointWriter:
 
     def _complete(self, manifest: dict[str, Any]) -> dict[str, Any]:
         if self.world.rank == 0:
-            seal(self._partial, self._final, manifest)
+            commit(self._partial, self._final, manifest)
             try:
                 return {"warnings": prune(self.run_folder, self.keep.last, self.keep.every, self.keep.best)}
             except (OSError, ValueError) as error:  # the new one is complete all the same

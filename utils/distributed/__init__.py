@@ -44,7 +44,7 @@ class World(NamedTuple):
     store: Any = None  # the key-value store by which the processes met, where there are several
 
 
-def start(device: str, threads: int = 0, timeout_minutes: float = 30.0, setting: str = "run.device=") -> World:
+def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.0, setting: str = "run.device=") -> World:
     """Join the other processes if there are any, choose the device, set the CPU threads; return this process's place.
 
     Args:
@@ -85,7 +85,7 @@ def start(device: str, threads: int = 0, timeout_minutes: float = 30.0, setting:
     return World(rank, world_size, local_rank, local_world_size, chosen, store)
 
 
-def start_local(rank: int, world_size: int, device: str, rendezvous: str) -> World:
+def init_local(rank: int, world_size: int, device: str, rendezvous: str) -> World:
     """Join world_size processes of this machine that meet through a file, for programs that start their own processes.
 
     Args:
@@ -118,7 +118,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def together(world: World) -> Iterator[None]:
+def raise_on_all_ranks(world: World) -> Iterator[None]:
     """Run a block on every rank; if it raises ValueError or OSError on any, raise SharedError on all, naming the ranks.
 
     Any other exception goes on by itself on its own rank, once the others know of it. The block itself must not communicate: a

@@ -20,7 +20,7 @@ _BLOCK = 65536  # centres read at once
 _SAMPLE = 4096  # centres whose norm is taken for that of all
 
 
-class Started(NamedTuple):
+class InitCounts(NamedTuple):
     """How many of this rank's class centres came from where."""
 
     kept: int
@@ -32,7 +32,7 @@ class Started(NamedTuple):
 
 
 @torch.no_grad()
-def start_centres(head: PartialFC, source_path: str, class_map: str, class_means: ClassMeans | None) -> Started:
+def init_centres(head: PartialFC, source_path: str, class_map: str, class_means: ClassMeans | None) -> InitCounts:
     """Fill this rank's centres before the first step; the same centres on any number of ranks.
 
     Centres of the source keep their norm, which says how fast they turn. New ones get the mean norm of the source's, or, where
@@ -89,7 +89,7 @@ def start_centres(head: PartialFC, source_path: str, class_map: str, class_means
             centres[torch.from_numpy(rows[found])] = (means[torch.from_numpy(found)] * norm).to(centres)
             filled += int(found.sum())
     head.state.refresh_norms()
-    return Started(len(kept), filled, len(new) - filled)
+    return InitCounts(len(kept), filled, len(new) - filled)
 
 
 def _open(path: str) -> CentreSource:
