@@ -32,7 +32,7 @@ from eval.monitor import check_names, score_and_log
 from eval.pair_sets.bin_file import PairSet
 from losses import build_margin
 from losses.first_loss import judge_first_loss
-from partial_fc import PartialFC, build_head, check_head_fits
+from partial_fc import PartialFC, build_head, check_head_fits, head_config
 from partial_fc.init_centres import InitCounts, init_centres
 from utils import distributed
 from utils.checkpoint.resume import changed_keys, prepare_run_folder, restore, trainer_state
@@ -93,14 +93,15 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     margin = build_margin(**config.loss)
     classes, dim, seed = dataset.num_classes, config.backbone.embedding_size, config.run.seed
     settings = ("name", "lr", "momentum", "weight_decay", "beta2", "eps", "lr_factors")
+    of_head = head_config(config.head, config.optimizer, autocast, world.device)
     free = min(distributed.all_gather_objects(available_bytes(world), world))  # so that all ranks say the same
     with raise_on_all_ranks(world):
         freeze(backbone, config.backbone.freeze)
         optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in settings})
         moments, rows = 2 if config.optimizer.name == "adamw" else 1, batch_size // accumulation
         beside = backbone_memory(backbone, autocast, moments).total(rows // world.world_size)
-        check_head_fits(classes, dim, world, config.head, config.optimizer, autocast, rows, accumulation, beside, free)
-    head = build_head(margin, classes, dim, world, seed, config.head, config.optimizer, autocast)
+        check_head_fits(classes, dim, world, of_head, rows, accumulation, beside, free)
+    head = build_head(margin, classes, dim, world, seed, of_head)
     scaler = LossScaler(enabled=autocast is torch.float16)
 
     # ---- resume, or begin with the weights of another training

@@ -17,7 +17,7 @@ CHOICES = {
     "init.new_classes": ("images", "random"),
     "loss.gradient": ("exact", "straight_through"),
     "head.sampling": ("uniform", "neighbours"),
-    "head.state": ("exact", "lean", "tiny"),
+    "head.storage": ("exact", "lean", "tiny"),
     "head.optimizer": ("same", "sgd", "adamw"),
     "head.inactive_rows": ("keep", "decay"),
     "head.matmul_dtype": ("auto", "fp32", "bf16"),

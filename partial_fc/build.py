@@ -6,61 +6,48 @@ import torch
 
 from utils.distributed import World
 
+from .config import HeadConfig
 from .head import PartialFC
 from .kernels import choose_kernels
-from .memory import HeadShape, check_fits
+from .memory import HeadMemory, check_fits
 from .row_optimizer import RowAdamW, RowOptimizer, RowSGD
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build_head(
-    margin: Any,
-    num_classes: int,
-    embedding_size: int,
-    world: World,
-    seed: int,
-    head: Any,
-    optimizer: Any,
-    autocast: torch.dtype | None,
-) -> PartialFC:
-    """Return the head of this rank.
+def head_config(head: Any, optimizer: Any, autocast: torch.dtype | None, device: torch.device) -> HeadConfig:
+    """Return what the sections `head` and `optimizer` of the configuration say; see configs/base.yaml.
 
     Args:
-        head, optimizer: those sections of the configuration; see configs/base.yaml.
         autocast: what the backbone computes in; bfloat16 makes head.matmul_dtype=auto take it too.
     """
-    return PartialFC(
-        margin,
-        num_classes,
-        embedding_size,
-        world.rank,
-        world.world_size,
-        seed,
+    return HeadConfig(
         sample_rate=head.sample_rate,
         optimizer=build_row_optimizer(head, optimizer),
-        state=head.state,
+        storage=head.storage,
         inactive_rows=head.inactive_rows,
         sampling=head.sampling,
         num_neighbours=head.neighbours,
         neighbours_every=head.neighbours_every,
         filter_above=head.interclass_filtering_threshold or None,
-        matmul_dtype=matmul_dtype(head.matmul_dtype, autocast, world.device),
+        matmul_dtype=matmul_dtype(head.matmul_dtype, autocast, device),
         wire_dtype=_DTYPES[head.wire_dtype],
         chunk=head.chunk,
         cache_mb=head.cache_mb,
         kernels=head.kernels,
-        device=world.device,
     )
+
+
+def build_head(margin: Any, num_classes: int, embedding_size: int, world: World, seed: int, config: HeadConfig) -> PartialFC:
+    """Return the head of this rank."""
+    return PartialFC(margin, num_classes, embedding_size, world.rank, world.world_size, seed, config, world.device)
 
 
 def check_head_fits(
     num_classes: int,
     embedding_size: int,
     world: World,
-    head: Any,
-    optimizer: Any,
-    autocast: torch.dtype | None,
+    config: HeadConfig,
     rows: int,
     accumulation: int,
     others: int,
@@ -73,21 +60,8 @@ def check_head_fits(
         others: bytes that the backbone needs beside.
         free: bytes that the process with the least free memory may still take (utils.memory.available_bytes).
     """
-    shape = HeadShape(
-        embedding_size,
-        rows,
-        head.state,
-        build_row_optimizer(head, optimizer),
-        head.sample_rate,
-        matmul_dtype(head.matmul_dtype, autocast, world.device),
-        accumulation,
-        head.cache_mb,
-        head.chunk,
-        head.neighbours if head.sampling == "neighbours" else 0,
-        head.inactive_rows,
-        choose_kernels(head.kernels, world.device, embedding_size),
-    )
-    check_fits(shape, num_classes, world.world_size, free, others)
+    kernels = choose_kernels(config.kernels, world.device, embedding_size)
+    check_fits(HeadMemory(embedding_size, rows, config, accumulation, kernels), num_classes, world.world_size, free, others)
 
 
 def build_row_optimizer(head: Any, optimizer: Any) -> RowOptimizer:

@@ -21,16 +21,17 @@ from torch import Tensor, nn
 
 from utils.randomness import derive
 
+from .centre_store import CentreStore, Read
 from .collectives import Collectives
-from .kernels import choose_kernels, update_rows, why_plain
-from .loss import ReadyGradient, row_factors, sums_over_shards
+from .config import HeadConfig
+from .kernels import build_kernels, choose_kernels, why_plain
+from .loss import ReadyGradient, sample_factors, sums_over_shards
 from .neighbours import NeighbourGraph
-from .row_optimizer import LazyDecay, RowAdamW, RowOptimizer, RowSGD
+from .row_optimizer import LazyDecay
 from .sampling import draw_active, num_active
 from .shard import check_labels, classes_of_slots, shard_range, slots_of_classes
 from .side_stream import SideStream
 from .softmax import Batch, Chunk, TwoPass, auto_chunk, constant_shift, plan_chunks, unit_rows
-from .state import CentreState, Read
 from .workspace import Workspace
 
 MEBI = 1 << 20
@@ -40,12 +41,12 @@ class _Step(NamedTuple):
     """What begin_step decided and the forwards since left behind, until step() uses it."""
 
     number: int
-    slots: np.ndarray  # (A, B) slot of each row's class, all ranks
-    owners: list[np.ndarray]  # per micro-batch: the rows whose class lies here, (n,)
+    slots: np.ndarray  # (A, B) slot of each sample's class, all ranks
+    owners: list[np.ndarray]  # per micro-batch: the samples whose class lies here, (n,)
     chunks: list[Chunk]
     batches: list[Batch]
     factors: list[Tensor]
-    targets: list[Tensor]
+    grad_targets: list[Tensor]
     losses: list[Tensor]
 
 
@@ -58,19 +59,7 @@ class PartialFC(nn.Module):
         embedding_size: D.
         rank, world_size: this process among those that share the classes.
         seed: of the slots, the first centres, the sampling and the rounding.
-        sample_rate: share of the centres in each step's softmax, in (0, 1].
-        optimizer: RowSGD or RowAdamW, of the centres.
-        state: "exact", "lean" or "tiny", how centres and moments are stored; see state.py.
-        inactive_rows: "keep" leaves the centres that a step did not sample as they are, as in the papers; "decay" does to them
-            what a dense optimizer would have done.
-        sampling: "uniform", or "neighbours": up to half of the negatives are the classes nearest to the batch's own.
-        num_neighbours, neighbours_every: classes kept per class, and optimizer steps between rebuilds of that graph.
-        filter_above: negatives with a larger cosine are left out, as likely to be the same person; None = none are.
-        matmul_dtype: float32 or bfloat16, of the matrix products; sums are float32.
-        wire_dtype: float32 or bfloat16, of the embeddings and their gradients on their way between ranks.
-        chunk: classes handled at once; 0 = what suits the device.
-        cache_mb: MiB for exponentials that the second pass need not compute again.
-        kernels: "auto" = C on the CPU and Triton on CUDA where they can be had, otherwise "plain" torch.
+        config: storage, sampling, arithmetic and optimizer of the centres.
         device: where the shard lives.
     """
 
@@ -82,19 +71,7 @@ class PartialFC(nn.Module):
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
-        sample_rate: float = 1.0,
-        optimizer: RowOptimizer | None = None,
-        state: str = "exact",
-        inactive_rows: str = "keep",
-        sampling: str = "uniform",
-        num_neighbours: int = 10,
-        neighbours_every: int = 1000,
-        filter_above: float | None = None,
-        matmul_dtype: torch.dtype = torch.float32,
-        wire_dtype: torch.dtype = torch.float32,
-        chunk: int = 0,
-        cache_mb: int = 128,
-        kernels: str = "auto",
+        config: HeadConfig | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
@@ -105,37 +82,38 @@ class PartialFC(nn.Module):
         self.margin, device = margin, torch.device(device)
         self.num_classes, self.embedding_size = num_classes, embedding_size
         self.rank, self.world_size, self.seed = rank, world_size, seed
-        self.sample_rate, self.wire_dtype = sample_rate, wire_dtype
-        self.optimizer = RowSGD() if optimizer is None else optimizer
+        self.config = config = HeadConfig() if config is None else config
+        self.optimizer = config.optimizer
         self.first_slot, self.end_slot = shard_range(num_classes, rank, world_size)
-        self.chunk = min(chunk or auto_chunk(device.type, matmul_dtype), self.end_slot - self.first_slot)
+        self.num_slots = self.end_slot - self.first_slot
+        self.chunk = min(config.chunk or auto_chunk(device.type, config.matmul_dtype), self.num_slots)
         self.collectives = Collectives(world_size)
-        self.workspace = Workspace(device, cache_mb * MEBI, choose_kernels(kernels, device, embedding_size))
+        self.kernels = build_kernels(choose_kernels(config.kernels, device, embedding_size))
+        self.workspace = Workspace(device, config.cache_mb * MEBI, self.kernels)
         self.warnings: tuple[str, ...] = ()  # what a user should know
-        if reason := why_plain(kernels, device, embedding_size):
+        if reason := why_plain(config.kernels, device, embedding_size):
             missing = "C" if device.type == "cpu" else "Triton"
             self.warnings = (
                 f"head: plain torch does the work of the {missing} kernels, so its steps take longer, up to 2.4 times on "
                 f"a CPU: {reason}. head.kernels=plain asks for that and says no more",
             )
-        # at rate 1 every row is updated in every step, so there is nothing to catch up with
-        self._decay = LazyDecay(self.optimizer) if inactive_rows == "decay" and sample_rate < 1 else None
-        count_updates = isinstance(self.optimizer, RowAdamW) or self._decay is not None
-        self.state = CentreState(
-            self.end_slot - self.first_slot,
+        self._decay = LazyDecay(self.optimizer) if config.decays else None
+        self.centre_store = CentreStore(
+            self.num_slots,
             embedding_size,
-            state,
-            second_moment=isinstance(self.optimizer, RowAdamW),
-            count_updates=count_updates,
+            config.storage,
+            second_moment=config.has_second_moment,
+            count_updates=config.counts_updates,
             block=self.chunk,
             workspace=self.workspace,
         )
-        self.state.fill_initial(self.first_slot, seed)
-        self._passes = TwoPass(margin, self.state, self.workspace, matmul_dtype, filter_above)
+        self.centre_store.fill_initial(self.first_slot, seed)
+        self._passes = TwoPass(margin, self.centre_store, self.workspace, config.matmul_dtype, config.filter_above)
         self._shift = constant_shift(margin, num_classes)
         self._graph: NeighbourGraph | None = None
-        if sampling == "neighbours" and num_classes > 1:
-            self._graph = NeighbourGraph(num_classes, rank, num_neighbours, neighbours_every, self.collectives, device)
+        if config.sampling == "neighbours" and num_classes > 1:
+            graph = (config.num_neighbours, config.neighbours_every)
+            self._graph = NeighbourGraph(num_classes, rank, *graph, self.collectives, device)
         self._beside = SideStream(device)
         self.positive_cosine = torch.zeros((), device=device)
         self._current: _Step | None = None
@@ -144,23 +122,22 @@ class PartialFC(nn.Module):
 
     @property
     def centres(self) -> Tensor:
-        """This rank's centres as stored, (stop - start, D), in slot order."""
-        return self.state.tensors["centres"]
+        """This rank's centres as stored, (num_slots, D), in slot order."""
+        return self.centre_store.tensors["centres"]
 
     @property
     def momentum(self) -> Tensor:
-        """This rank's momentum as stored, (stop - start, D)."""
-        return self.state.tensors["momentum"]
+        """This rank's momentum as stored, (num_slots, D)."""
+        return self.centre_store.tensors["momentum"]
 
     def describe(self) -> str:
         """Return a line for the log: what the head is and how it computes."""
-        kernels = {"c": "C kernels", "triton": "Triton kernels", "plain": "plain torch"}[self.workspace.kernels]
         size, dtype = (
-            (self.end_slot - self.first_slot) * self.state.bytes_per_row / MEBI,
+            (self.num_slots) * self.centre_store.bytes_per_row / MEBI,
             str(self._passes.dtype).removeprefix("torch."),
         )
-        here = f"{self.end_slot - self.first_slot} here in {size:.1f} MiB ({self.state.form})"
-        return f"head: {self.num_classes} classes, {here}, {dtype} products, {kernels}"
+        here = f"{self.num_slots} here in {size:.1f} MiB ({self.centre_store.form})"
+        return f"head: {self.num_classes} classes, {here}, {dtype} products, {self.kernels.words}"
 
     def begin_step(self, labels: Tensor, step: int) -> None:
         """Share the labels of one optimizer step, check them, and draw the active classes. A collective call.
@@ -181,13 +158,13 @@ class PartialFC(nn.Module):
         self._number, self._classes = step, np.unique(slots)
         if self._graph is not None and self._graph.is_due(step):
             self._beside.wait()
-            self._graph.rebuild(self.state, self._passes.dtype)
+            self._graph.rebuild(self.centre_store, self._passes.dtype)
         near = None if self._graph is None else self._graph.near(self._classes)
         draw_seed = derive(self.seed, "active", step, self.rank)
-        active = draw_active(np.unique(local[here]), self.end_slot - self.first_slot, self.sample_rate, draw_seed, near)
+        active = draw_active(np.unique(local[here]), self.num_slots, self.config.sample_rate, draw_seed, near)
         owners = [np.flatnonzero(mask) for mask in here]
-        own = [(rows, local[micro, rows]) for micro, rows in enumerate(owners)]
-        chunks = plan_chunks(active, own, self.chunk, self.workspace.device)
+        targets = [(samples, local[micro, samples]) for micro, samples in enumerate(owners)]
+        chunks = plan_chunks(active, targets, self.chunk, self.workspace.device)
         self._current = _Step(step, slots, owners, chunks, [], [], [], [])
 
     def num_people(self) -> int:
@@ -202,7 +179,7 @@ class PartialFC(nn.Module):
         for rank in range(self.world_size):
             start, stop = shard_range(self.num_classes, rank, self.world_size)
             positives = int(np.sum((self._classes >= start) & (self._classes < stop)))
-            total += num_active(stop - start, positives, self.sample_rate)
+            total += num_active(stop - start, positives, self.config.sample_rate)
         return total
 
     def active_rows(self) -> np.ndarray:
@@ -239,35 +216,36 @@ class PartialFC(nn.Module):
         if len(current.batches) != len(current.slots):
             raise ValueError(f"head: step() after {len(current.batches)} of {len(current.slots)} micro-batches")
         finite = torch.stack(current.losses).isfinite().all().reshape(1)
-        # a Triton kernel reads the flag where it lies; otherwise the host has to
-        apply = finite if self.workspace.kernels == "triton" and self._decay is None else None
+        # Triton kernels read the flag where it lies; for others the host has to
+        apply = finite if self.kernels.reads_flag and self._decay is None else None
         self._current = None
         if apply is None and not bool(finite):
             return False
         share = 1.0 / len(current.batches)
         factors = [factor * share for factor in current.factors]
-        targets = [target * share for target in current.targets]
+        grad_targets = [grad * share for grad in current.grad_targets]
         seed = derive(self.seed, "rounding", current.number, self.rank)
         self._begin_noise("rounding", current.number)
-        with self._beside.run(keep=(current, factors, targets, apply)):
-            passes = self._passes.gradients(current.batches, factors, targets, current.chunks)
-            for number, (chunk, gradient, own) in enumerate(passes):
-                update_rows(self.optimizer, self.state, chunk.select, gradient, own, lr, seed + number, apply)
+        with self._beside.run(keep=(current, factors, grad_targets, apply)):
+            passes = self._passes.gradients(current.batches, factors, grad_targets, current.chunks)
+            for number, (chunk, gradient, target) in enumerate(passes):
+                where = (self.centre_store, chunk.select)
+                self.kernels.update_rows(self.optimizer, *where, gradient, target, lr, seed + number, apply)
             if self._decay is not None:
                 self._decay.record(lr)
                 if self._decay.is_long():
-                    self._decay.catch_up_all(self.state, self.chunk)
+                    self._decay.catch_up_all(self.centre_store, self.chunk)
         return True
 
     @torch.no_grad()
     def shard_state(self) -> dict[str, Tensor]:
-        """Return this rank's rows by name, (stop - start, ...) each, in slot order; rows that lag are brought up to date."""
+        """Return this rank's rows by name, (num_slots, ...) each, in slot order; rows that lag are brought up to date."""
         self._beside.wait()
         if self._decay is not None:
             self._begin_noise("all rows", self._number)
-            self._decay.catch_up_all(self.state, self.chunk)
-        rows = {**self.state.tensors, "inverse_norms": self.state.inverse_norms}
-        if isinstance(self.optimizer, RowSGD):
+            self._decay.catch_up_all(self.centre_store, self.chunk)
+        rows = {**self.centre_store.tensors, "inverse_norms": self.centre_store.inverse_norms}
+        if not self.config.has_second_moment:
             rows.pop("updates", None)  # says only how far rows lag, which is nothing now
         if self._graph is not None:
             rows["neighbours"] = self._graph.slots
@@ -277,12 +255,12 @@ class PartialFC(nn.Module):
     def load_rows(self, read: Read) -> None:
         """Fill this shard from read(start slot, stop slot) -> tensors by name, of any world size and state format."""
         also = {} if self._graph is None else {"neighbours": self._graph.slots}
-        self.state.read_rows(lambda low, high: read(self.first_slot + low, self.first_slot + high), also)
+        self.centre_store.read_rows(lambda low, high: read(self.first_slot + low, self.first_slot + high), also)
         if self._decay is not None:
-            self._decay.resume(self.state)
+            self._decay.resume(self.centre_store)
 
     def shard_classes(self) -> np.ndarray:
-        """Return the class (label) of each of this shard's rows, (stop - start,) int64."""
+        """Return the class (label) of each of this shard's rows, (num_slots,) int64."""
         return classes_of_slots(np.arange(self.first_slot, self.end_slot), self.num_classes, self.seed)
 
     def _step(self) -> _Step:
@@ -294,40 +272,42 @@ class PartialFC(nn.Module):
         """Return (mean loss, its gradient for this rank's (b, D) embeddings), and keep what step() needs."""
         step = self._step()
         if micro == 0:
-            self._begin_passes(step, rows=len(embeddings) * self.world_size)
-        everyone = self.collectives.all_gather(embeddings.to(self.wire_dtype)).float()
+            self._begin_passes(step, samples=len(embeddings) * self.world_size)
+        everyone = self.collectives.all_gather(embeddings.to(self.config.wire_dtype)).float()
         mine = slice(self.rank * len(embeddings), (self.rank + 1) * len(embeddings))
         unit, norm = unit_rows(everyone)
-        own = torch.from_numpy(step.owners[micro]).to(unit.device)
-        own_slots = torch.from_numpy(step.slots[micro, step.owners[micro]] - self.first_slot).to(unit.device)
-        own_centres = self.centres[own_slots].float() * self.state.inverse_norms[own_slots, None]
+        here = torch.from_numpy(step.owners[micro]).to(unit.device)  # the samples whose class lies here
+        rows = torch.from_numpy(step.slots[micro, step.owners[micro]] - self.first_slot).to(unit.device)
+        target_centres = self.centres[rows].float() * self.centre_store.inverse_norms[rows, None]
         cosine = unit.new_zeros(len(unit))
-        cosine[own] = (unit[own] * own_centres).sum(dim=1)
+        cosine[here] = (unit[here] * target_centres).sum(dim=1)
         batch, z_sum, u_sum, by_target = sums_over_shards(
             self._passes, self.collectives, Batch(unit, cosine, 0.0), self._shift, step.chunks, micro
         )
-        rows = row_factors(self.margin, batch.target_cosine, norm.squeeze(1), z_sum, by_target, batch.shift, self._passes.gain)
-        gradient = u_sum.mul_(rows.negatives[:, None])
-        gradient.index_add_(0, own, own_centres * rows.target[own, None])
-        gradient = self.collectives.reduce_scatter(gradient.to(self.wire_dtype)).float()
+        factors = sample_factors(
+            self.margin, batch.target_cosine, norm.squeeze(1), z_sum, by_target, batch.shift, self._passes.gain
+        )
+        gradient = u_sum.mul_(factors.negatives[:, None])
+        gradient.index_add_(0, here, target_centres * factors.grad_target_cosine[here, None])
+        gradient = self.collectives.reduce_scatter(gradient.to(self.config.wire_dtype)).float()
         gradient = (gradient - unit[mine] * (gradient * unit[mine]).sum(dim=1, keepdim=True)) / norm[mine]
-        if rows.by_norm is not None:
-            gradient += unit[mine] * rows.by_norm[mine, None]
+        if factors.grad_norm is not None:
+            gradient += unit[mine] * factors.grad_norm[mine, None]
         step.batches.append(batch)
-        step.factors.append(rows.negatives)
-        step.targets.append(rows.target)
-        step.losses.append(rows.loss)
+        step.factors.append(factors.negatives)
+        step.grad_targets.append(factors.grad_target_cosine)
+        step.losses.append(factors.loss)
         self.positive_cosine = batch.target_cosine.mean()
-        return rows.loss, gradient
+        return factors.loss, gradient
 
-    def _begin_passes(self, step: _Step, rows: int) -> None:
+    def _begin_passes(self, step: _Step, samples: int) -> None:
         self._beside.wait()  # the buffers and the centres may be in use by the step before
-        self._passes.begin(step.chunks, rows, len(step.slots))
+        self._passes.begin(step.chunks, samples, len(step.slots))
         if self._decay is not None:
             self._begin_noise("catch up", step.number)
             for chunk in step.chunks:
-                self._decay.catch_up(self.state, chunk.select)
+                self._decay.catch_up(self.centre_store, chunk.select)
 
     def _begin_noise(self, purpose: str, number: int) -> None:
-        if self.state.noise is not None:
-            self.state.noise.begin(derive(self.seed, purpose, number, self.rank))
+        if self.centre_store.noise is not None:
+            self.centre_store.noise.begin(derive(self.seed, purpose, number, self.rank))

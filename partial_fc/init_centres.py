@@ -88,7 +88,7 @@ def init_centres(head: PartialFC, source_path: str, class_map: str, class_means:
             means, found = class_means(labels[rows])
             centres[torch.from_numpy(rows[found])] = (means[torch.from_numpy(found)] * norm).to(centres)
             filled += int(found.sum())
-    head.state.refresh_norms()
+    head.centre_store.refresh_norms()
     return InitCounts(len(kept), filled, len(new) - filled)
 
 

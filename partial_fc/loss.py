@@ -1,6 +1,6 @@
-"""From the sums over all shards to the loss of each row, and to the factors that turn the sums into gradients.
+"""From the sums over all shards to the loss of each sample, and to the factors that turn the sums into gradients.
 
-Shapes: B = rows of the global (micro-)batch, D = embedding size.
+Shapes: B = samples of the global (micro-)batch, D = embedding size.
 """
 
 from collections.abc import Callable
@@ -13,59 +13,59 @@ from .collectives import Collectives
 from .softmax import Batch, Chunk, MarginLike, TwoPass
 
 
-class RowFactors(NamedTuple):
-    """What softmax.py's formulas need of each row, fp32."""
+class SampleFactors(NamedTuple):
+    """What softmax.py's formulas need of each sample, fp32."""
 
-    loss: Tensor  # (), the mean over the rows
+    loss: Tensor  # (), the mean over the samples
     negatives: Tensor  # (B,) gain exp(K - lse_i) / B
-    target: Tensor  # (B,) dL/d(target cosine)
-    by_norm: Tensor | None  # (B,) dL/d(norm of the embedding), for margins that depend on it
+    grad_target_cosine: Tensor  # (B,)
+    grad_norm: Tensor | None  # (B,), by the norm of the embedding, for margins that depend on it
 
 
-def row_factors(
+def sample_factors(
     margin: MarginLike, cosine: Tensor, norm: Tensor, z_sum: Tensor, by_target: Tensor, shift: float | Tensor, gain: float
-) -> RowFactors:
+) -> SampleFactors:
     """Return the mean loss and the factors of its gradients.
 
     Args:
-        cosine, norm: (B,) of each row with its own class's centre, and of its embedding.
+        cosine, norm: (B,) of each sample with the centre of its target class, and of its embedding.
         z_sum, by_target: (B,) sum_j E_ij and sum_j E_ij dz_ij/dt_i over the negatives of all shards.
         shift: K, a constant or (B,).
         gain: factor that U and the gradients of the centres lack; see TwoPass.gain.
     """
-    num_rows = len(cosine)
+    num_samples = len(cosine)
     with torch.enable_grad():
         cosine, norm = cosine.detach().requires_grad_(), norm.detach().requires_grad_()
         logit = margin.target(cosine, norm)
     log_z = torch.log(z_sum) + shift
     lse = torch.logaddexp(log_z, logit.detach())
     loss = (lse - logit.detach()).mean()
-    by_logit = -torch.exp(log_z - lse) / num_rows  # (p - 1) / B without cancellation
-    by_cosine, by_norm = torch.autograd.grad(logit, (cosine, norm), by_logit, allow_unused=True)
-    factor = torch.exp(shift - lse) / num_rows
-    target = factor * by_target + (0.0 if by_cosine is None else by_cosine)
-    return RowFactors(loss, factor * gain, target, by_norm)
+    by_logit = -torch.exp(log_z - lse) / num_samples  # (p - 1) / B without cancellation
+    grad_cosine, grad_norm = torch.autograd.grad(logit, (cosine, norm), by_logit, allow_unused=True)
+    factor = torch.exp(shift - lse) / num_samples
+    grad_target_cosine = factor * by_target + (0.0 if grad_cosine is None else grad_cosine)
+    return SampleFactors(loss, factor * gain, grad_target_cosine, grad_norm)
 
 
 def sums_over_shards(
     passes: TwoPass, collectives: Collectives, batch: Batch, shift: float | None, chunks: list[Chunk], micro: int
 ) -> tuple[Batch, Tensor, Tensor, Tensor]:
-    """Return the batch with every row's target cosine and K; Z and sum_j E dz/dt (B,) over all shards; U (B, D) of this one.
+    """Return the batch with every sample's target cosine and K; Z and sum_j E dz/dt (B,) over all shards; U (B, D) of this one.
 
-    One all-reduce, of (Z, target cosine), where nothing in the chunks depends on the row's own class.
+    One all-reduce, of (Z, target cosine), where nothing in the chunks depends on the target class.
 
     Args:
-        batch: with the target cosines of the rows whose class lies here, 0 elsewhere.
-        shift: K, or None if the rows' maxima must be found first.
+        batch: with the target cosines of the samples whose class lies here, 0 elsewhere.
+        shift: K, or None if the samples' maxima must be found first.
     """
     if shift is not None and passes.margin.linear_negatives:
         batch = batch._replace(shift=shift)
         z_sum, u_sum, by_target = passes.forward(batch, chunks, micro)
         z_sum, cosine = collectives.sum(torch.stack([z_sum, batch.target_cosine]))
         return batch._replace(target_cosine=cosine), z_sum, u_sum, by_target
-    collectives.sum(batch.target_cosine)  # the chunks need every row's target cosine, or its maximum
+    collectives.sum(batch.target_cosine)  # the chunks need every sample's target cosine, or its maximum
     if shift is None:
-        batch = batch._replace(shift=collectives.max(passes.row_maximum(batch, chunks, micro)))
+        batch = batch._replace(shift=collectives.max(passes.sample_maximum(batch, chunks, micro)))
     else:
         batch = batch._replace(shift=shift)
     z_sum, u_sum, by_target = passes.forward(batch, chunks, micro)

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .centre_store import CentreStore
 from .collectives import Collectives
 from .shard import shard_range
-from .state import CentreState
 
 _BLOCK = 4096  # centres compared with as many others at once
 
@@ -47,15 +47,15 @@ class NeighbourGraph:
         return step > 0 and step % self.every == 0
 
     @torch.no_grad()
-    def rebuild(self, state: CentreState, dtype: torch.dtype) -> None:
+    def rebuild(self, store: CentreStore, dtype: torch.dtype) -> None:
         """Find all neighbours anew from the present centres, with products in dtype. A collective call."""
         device = self.slots.device
         best = torch.full((len(self.slots), self.k), -torch.inf, device=device)
-        for first, others in self._blocks_of_all_ranks(state, dtype):
+        for first, others in self._blocks_of_all_ranks(store, dtype):
             numbers = torch.arange(first, first + len(others), device=device)
             for low in range(0, len(self.slots), _BLOCK):
                 rows = slice(low, min(low + _BLOCK, len(self.slots)))
-                cosine = (state.unit_rows(rows, dtype) @ others.t()).float()
+                cosine = (store.unit_rows(rows, dtype) @ others.t()).float()
                 mine = torch.arange(self.first_slot + rows.start, self.first_slot + rows.stop, device=device)
                 itself = (mine >= first) & (mine < first + len(others))
                 cosine[itself, (mine - first)[itself]] = -torch.inf
@@ -84,14 +84,14 @@ class NeighbourGraph:
         rows = shared.astype(np.int64) - 1 - self.first_slot
         return rows[(rows >= 0) & (rows < self.end_slot - self.first_slot)]
 
-    def _blocks_of_all_ranks(self, state: CentreState, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    def _blocks_of_all_ranks(self, store: CentreStore, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
         """Yield (first slot, unit centres (q, D)) of every rank's shard in turn, the same on all ranks."""
         for source in range(self.collectives.world_size):
             start, stop = shard_range(self.num_classes, source, self.collectives.world_size)
             for low in range(start, stop, _BLOCK):
                 high = min(low + _BLOCK, stop)
                 if source == self.rank:
-                    block = state.unit_rows(slice(low - start, high - start), dtype).clone()
+                    block = store.unit_rows(slice(low - start, high - start), dtype).clone()
                 else:
-                    block = torch.empty(high - low, state.dim, dtype=dtype, device=self.slots.device)
+                    block = torch.empty(high - low, store.dim, dtype=dtype, device=self.slots.device)
                 yield low, self.collectives.broadcast(block, source)

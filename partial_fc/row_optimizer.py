@@ -18,23 +18,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .state import CentreState, Select
+from .centre_store import CentreStore, Select
 
 
 class RowSGD(NamedTuple):
     momentum: float = 0.9
     weight_decay: float = 5e-4
 
-    def update(self, state: CentreState, select: Select, gradient: Tensor, lr: float) -> None:
+    def update(self, store: CentreStore, select: Select, gradient: Tensor, lr: float) -> None:
         """Update the selected centres from gradient (c, D) fp32, that of their unit vectors."""
-        rows, inverse = state.load("centres", select), state.inverse_norms[select]
-        along = _dot(state, gradient, rows) * inverse.square()
-        momentum = state.load("momentum", select).mul_(self.momentum)
+        rows, inverse = store.load("centres", select), store.inverse_norms[select]
+        along = _dot(store, gradient, rows) * inverse.square()
+        momentum = store.load("momentum", select).mul_(self.momentum)
         momentum.addcmul_(gradient, inverse[:, None])
         momentum.addcmul_(rows, (self.weight_decay - along * inverse)[:, None])
         rows.add_(momentum, alpha=-lr)
-        state.store("momentum", select, momentum)
-        state.store_centres(select, rows)
+        store.save("momentum", select, momentum)
+        store.save_centres(select, rows)
 
 
 class RowAdamW(NamedTuple):
@@ -43,18 +43,18 @@ class RowAdamW(NamedTuple):
     eps: float = 1e-8
     weight_decay: float = 0.05
 
-    def update(self, state: CentreState, select: Select, gradient: Tensor, lr: float) -> None:
+    def update(self, store: CentreStore, select: Select, gradient: Tensor, lr: float) -> None:
         """Update the selected centres from gradient (c, D) fp32, that of their unit vectors; gradient is overwritten."""
-        rows, inverse = state.load("centres", select), state.inverse_norms[select]
-        along = _dot(state, gradient, rows) * inverse.square()
+        rows, inverse = store.load("centres", select), store.inverse_norms[select]
+        along = _dot(store, gradient, rows) * inverse.square()
         gradient.mul_(inverse[:, None]).addcmul_(rows, (-along * inverse)[:, None])
-        momentum = state.load("momentum", select).lerp_(gradient, 1.0 - self.beta1)
-        variance = state.load("variance", select).mul_(self.beta2).addcmul_(gradient, gradient, value=1.0 - self.beta2)
-        count = state.tensors["updates"][select].double() + 1.0
+        momentum = store.load("momentum", select).lerp_(gradient, 1.0 - self.beta1)
+        variance = store.load("variance", select).mul_(self.beta2).addcmul_(gradient, gradient, value=1.0 - self.beta2)
+        count = store.tensors["updates"][select].double() + 1.0
         self._move(rows, momentum, variance, count, torch.full_like(inverse, lr), scratch=gradient)
-        state.store("momentum", select, momentum)
-        state.store("variance", select, variance)
-        state.store_centres(select, rows)
+        store.save("momentum", select, momentum)
+        store.save("variance", select, variance)
+        store.save_centres(select, rows)
 
     def _move(self, rows: Tensor, momentum: Tensor, variance: Tensor, count: Tensor, lr: Tensor, scratch: Tensor) -> None:
         """Apply the last formula above with a learning rate (c,) and a number of updates (c,) of each row's own."""
@@ -100,40 +100,40 @@ class LazyDecay:
         """Return whether all rows should be brought up to date now."""
         return len(self._rates) >= self._LONGEST
 
-    def catch_up(self, state: CentreState, select: Select) -> None:
+    def catch_up(self, store: CentreStore, select: Select) -> None:
         """Do to the selected rows the updates that they missed."""
-        seen = state.tensors["updates"][select]
+        seen = store.tensors["updates"][select]
         if not self._rates or bool((seen == self.count).all()):
             return
-        rows, momentum = state.load("centres", select), state.load("momentum", select)
+        rows, momentum = store.load("centres", select), store.load("momentum", select)
         if isinstance(self.optimizer, RowSGD):
             table = np.concatenate([self._products, np.eye(2)[None]]).reshape(-1, 4)
             by_row = torch.from_numpy(table).to(rows)[(seen - self._base).long()]
             ww, wm, mw, mm = by_row[:, :, None].unbind(dim=1)
-            before = state.workspace.buffer("scratch", tuple(rows.shape), torch.float32).copy_(rows)
+            before = store.workspace.buffer("scratch", tuple(rows.shape), torch.float32).copy_(rows)
             rows.mul_(ww).addcmul_(momentum, wm)
             momentum.mul_(mm).addcmul_(before, mw)
         else:
-            variance = state.load("variance", select)
-            self._follow(self.optimizer, state, rows, momentum, variance, seen)
-            state.store("variance", select, variance)
-        state.store("momentum", select, momentum)
-        state.store_centres(select, rows)
-        state.tensors["updates"][select] = self.count
+            variance = store.load("variance", select)
+            self._follow(self.optimizer, store, rows, momentum, variance, seen)
+            store.save("variance", select, variance)
+        store.save("momentum", select, momentum)
+        store.save_centres(select, rows)
+        store.tensors["updates"][select] = self.count
 
-    def catch_up_all(self, state: CentreState, block: int) -> None:
+    def catch_up_all(self, store: CentreStore, block: int) -> None:
         """Bring every row up to date, `block` rows at a time, and forget the past."""
-        for low in range(0, state.num_rows, block):
-            self.catch_up(state, slice(low, min(low + block, state.num_rows)))
+        for low in range(0, store.num_rows, block):
+            self.catch_up(store, slice(low, min(low + block, store.num_rows)))
         self.restart(self.count)
 
-    def resume(self, state: CentreState) -> None:
+    def resume(self, store: CentreStore) -> None:
         """Take up counting after loading rows that are all up to date.
 
         Raises:
             ValueError: they have seen different numbers of updates.
         """
-        updates = state.tensors["updates"]
+        updates = store.tensors["updates"]
         if isinstance(self.optimizer, RowSGD):  # saves no counts: its rows need none
             updates.zero_()
         if int(updates.min()) != int(updates.max()):
@@ -144,9 +144,9 @@ class LazyDecay:
         self.restart(int(updates.max()))
 
     def _follow(
-        self, adamw: RowAdamW, state: CentreState, rows: Tensor, momentum: Tensor, variance: Tensor, seen: Tensor
+        self, adamw: RowAdamW, store: CentreStore, rows: Tensor, momentum: Tensor, variance: Tensor, seen: Tensor
     ) -> None:
-        scratch = state.workspace.buffer("scratch", tuple(rows.shape), torch.float32)
+        scratch = store.workspace.buffer("scratch", tuple(rows.shape), torch.float32)
         for number in range(int(seen.min()), self.count):
             missed = seen <= number
             momentum.mul_(torch.where(missed, adamw.beta1, 1.0)[:, None])
@@ -155,6 +155,6 @@ class LazyDecay:
             adamw._move(rows, momentum, variance, torch.full_like(lr, number + 1.0, dtype=torch.float64), lr, scratch)
 
 
-def _dot(state: CentreState, first: Tensor, second: Tensor) -> Tensor:
+def _dot(store: CentreStore, first: Tensor, second: Tensor) -> Tensor:
     """Return the (c,) dot products of rows; a product in a buffer and its sum cost half of torch.linalg.vecdot on the CPU."""
-    return torch.mul(first, second, out=state.workspace.buffer("scratch", tuple(first.shape), torch.float32)).sum(dim=1)
+    return torch.mul(first, second, out=store.workspace.buffer("scratch", tuple(first.shape), torch.float32)).sum(dim=1)

@@ -4,15 +4,15 @@ Neither the logits nor the gradient of the centres is ever whole: memory is O(B 
 the cache of exponentials, which has a budget.
 
     forward   z = margin.negatives(x . w), E = exp(z - K), Z_i = sum_j E_ij, U_i = sum_j E_ij dz_ij/dcos w_j
-              over every class but the row's own; then, with the own logit t_i, lse_i = log(exp(log Z_i + K) + exp(t_i)),
-              loss_i = lse_i - t_i and dL/dx_i = exp(K - lse_i) U_i / B + (own class)
-    update    dL/dw_j = sum_i exp(K - lse_i) E_ij dz_ij/dcos x_i / B + (own class), for unit w_j
+              over every class but the target; then, with the target logit t_i, lse_i = log(exp(log Z_i + K) + exp(t_i)),
+              loss_i = lse_i - t_i and dL/dx_i = exp(K - lse_i) U_i / B + (target class)
+    update    dL/dw_j = sum_i exp(K - lse_i) E_ij dz_ij/dcos x_i / B + (target class), for unit w_j
 
-The own class is masked out of the chunks and computed apart, so 1 - p_i = exp(log Z_i + K - lse_i) does not cancel. Where
-negatives are scale * cosine, dz/dcos is the scale, which goes into the factors of the rows instead of into E. exp(K - lse_i)
-goes into the small matrix of embeddings, not into E. So each element of E is touched by the exponential alone.
-Shapes: B = rows of the global (micro-)batch, D = embedding size, c = classes of one chunk. x and w are unit rows; E is (c, B):
-that way round the products read their operands as they lie.
+The target class is masked out of the chunks and computed apart, so 1 - p_i = exp(log Z_i + K - lse_i) does not cancel. Where
+negatives are scale * cosine, dz/dcos is the scale, which goes into the factors of the samples instead of into E. exp(K - lse_i)
+goes into the small matrix of embeddings, not into E. So only the exponential touches the elements of E.
+Shapes: B = samples of the global (micro-)batch, D = embedding size, c = classes of one chunk. x and w are unit vectors; E is
+(c, B), so neither product needs a transpose.
 """
 
 import itertools
@@ -24,15 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels import exponentials
+from .centre_store import CentreStore, Select
 from .sampling import ActiveSet
-from .state import CentreState, Select
 from .workspace import Workspace
 
 # exp must stay inside fp32 (and bf16), whose normal numbers end at exp(88.7) and exp(-87.3)
 _LARGEST, _SMALLEST = 80.0, -87.0
 _GRANULE = 256  # rows of bf16 products are a multiple of it
-_NO_NEGATIVE = -1e30  # the largest logit of a row without negatives
+_NO_NEGATIVE = -1e30  # the largest logit of a sample without negatives
 
 
 class MarginLike(Protocol):
@@ -49,11 +48,11 @@ class MarginLike(Protocol):
 
 
 class Chunk(NamedTuple):
-    """Active local slots that are handled at once, and where the rows of each micro-batch have their own class among them."""
+    """Active local slots that are handled at once, and where samples of each micro-batch have their target class among them."""
 
     select: Select  # a run of slots (a view of the centres) or single slots (a copy)
     size: int
-    own: list[tuple[Tensor, Tensor]]  # per micro-batch: (columns, rows), int64
+    targets: list[tuple[Tensor, Tensor]]  # per micro-batch: (class_index, sample_index), int64
 
 
 class Batch(NamedTuple):
@@ -64,11 +63,13 @@ class Batch(NamedTuple):
     shift: float | Tensor  # K, a constant or (B,)
 
 
-def plan_chunks(active: ActiveSet, own: list[tuple[np.ndarray, np.ndarray]], size: int, device: torch.device) -> list[Chunk]:
+def plan_chunks(
+    active: ActiveSet, targets: list[tuple[np.ndarray, np.ndarray]], size: int, device: torch.device
+) -> list[Chunk]:
     """Return the active slots in chunks of at most `size`.
 
     Args:
-        own: per micro-batch (rows, slots): the rows whose class this shard holds and its local slot.
+        targets: per micro-batch (samples, slots): the samples whose target class this shard holds, and its local slot.
     """
     pieces: list[tuple[int, int] | np.ndarray] = []
     for start, stop in active.runs:
@@ -77,13 +78,13 @@ def plan_chunks(active: ActiveSet, own: list[tuple[np.ndarray, np.ndarray]], siz
     sizes = [piece[1] - piece[0] if isinstance(piece, tuple) else len(piece) for piece in pieces]
     begins = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     shares = []
-    for rows, slots in own:
+    for samples, slots in targets:
         places = active.places(slots)
         order = np.argsort(places, kind="stable")
         cuts = np.searchsorted(places[order], begins)
         in_chunk = places[order] - np.repeat(begins[:-1], np.diff(cuts))
-        columns, rows_there = _to(in_chunk, device), _to(rows[order], device)
-        shares.append([(columns[low:high], rows_there[low:high]) for low, high in itertools.pairwise(cuts)])
+        class_index, sample_index = _to(in_chunk, device), _to(samples[order], device)
+        shares.append([(class_index[low:high], sample_index[low:high]) for low, high in itertools.pairwise(cuts)])
     chunks = []
     for number, (piece, count) in enumerate(zip(pieces, sizes, strict=True)):
         select = slice(*piece) if isinstance(piece, tuple) else _to(piece, device)
@@ -100,7 +101,7 @@ def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 def constant_shift(margin: MarginLike, num_classes: int) -> float | None:
     """Return K such that exp(logit - K) and its sum over all classes stay in fp32's range, whatever the cosines are.
 
-    None: there is no such constant, the logits are too far apart; then the rows' maxima must be found first.
+    None: there is no such constant, the logits are too far apart; then the samples' maxima must be found first.
     """
     bound = margin.logit_bound
     shift = max(0.0, bound + math.log(num_classes) - _LARGEST)
@@ -133,32 +134,32 @@ class TwoPass:
         limit: leave negatives with a larger cosine out of the softmax, as likely to be the same person (interclass filter).
     """
 
-    def __init__(self, margin: MarginLike, state: CentreState, workspace: Workspace, dtype: torch.dtype, limit: float | None):
-        self.margin, self.state, self.workspace, self.dtype = margin, state, workspace, dtype
+    def __init__(self, margin: MarginLike, store: CentreStore, workspace: Workspace, dtype: torch.dtype, limit: float | None):
+        self.margin, self.centre_store, self.workspace, self.dtype = margin, store, workspace, dtype
         self.logit_limit = None if limit is None else limit * margin.scale
         self.limit = limit
         self._cached: dict[tuple[int, int], Tensor] = {}
 
-    def begin(self, chunks: list[Chunk], rows: int, num_micro: int) -> None:
-        """Make ready for the passes of one step, of num_micro micro-batches with `rows` rows each."""
+    def begin(self, chunks: list[Chunk], samples: int, num_micro: int) -> None:
+        """Make ready for the passes of one step, of num_micro micro-batches with so many samples each."""
         self._cached.clear()
         self.workspace.begin_cache(
-            num_micro * sum(padded_rows(chunk.size, self.dtype) * rows * self.dtype.itemsize + 64 for chunk in chunks)
+            num_micro * sum(padded_rows(chunk.size, self.dtype) * samples * self.dtype.itemsize + 64 for chunk in chunks)
         )
 
-    def row_maximum(self, batch: Batch, chunks: list[Chunk], micro: int) -> Tensor:
+    def sample_maximum(self, batch: Batch, chunks: list[Chunk], micro: int) -> Tensor:
         """Return the (B,) largest negative logit over this shard's active classes, -1e30 where there is none."""
         maximum = batch.unit.new_full((len(batch.unit),), _NO_NEGATIVE)
         operand = self._operand(batch)
         for chunk in chunks:
-            logits = torch.mm(self.state.unit_rows(chunk.select, self.dtype), operand).float()
+            logits = torch.mm(self.centre_store.unit_rows(chunk.select, self.dtype), operand).float()
             logits = self._negatives(batch, logits)
-            logits[chunk.own[micro]] = _NO_NEGATIVE
+            logits[chunk.targets[micro]] = _NO_NEGATIVE
             maximum = torch.maximum(maximum, logits.amax(dim=0))
         return maximum
 
     def forward(self, batch: Batch, chunks: list[Chunk], micro: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this shard's Z (B,), U (B, D) and sum_j E_ij dz_ij/dt_i (B,), all fp32, over the negatives of each row.
+        """Return this shard's Z (B,), U (B, D) and sum_j E_ij dz_ij/dt_i (B,), all fp32, over the negatives of each sample.
 
         For linear negatives U lacks its factor, the scale; see `gain`.
         """
@@ -167,7 +168,7 @@ class TwoPass:
         by_target = torch.zeros_like(z_sum)
         operand = self._operand(batch)
         for number, chunk in enumerate(chunks):
-            unit = self.state.unit_rows(chunk.select, self.dtype, padded_rows(chunk.size, self.dtype))
+            unit = self.centre_store.unit_rows(chunk.select, self.dtype, padded_rows(chunk.size, self.dtype))
             cached = self.workspace.cache((len(unit), len(batch.unit)), self.dtype)
             if cached is not None:
                 self._cached[micro, number] = cached
@@ -184,18 +185,18 @@ class TwoPass:
         return self.margin.scale if self.margin.linear_negatives else 1.0
 
     def gradients(
-        self, batches: list[Batch], factors: list[Tensor], targets: list[Tensor], chunks: list[Chunk]
+        self, batches: list[Batch], factors: list[Tensor], grad_targets: list[Tensor], chunks: list[Chunk]
     ) -> Iterator[tuple[Chunk, Tensor, tuple[Tensor, Tensor, Tensor]]]:
-        """Yield (chunk, gradient (c, D) of its unit centres, own part) for each chunk; the gradient lies in a buffer.
+        """Yield (chunk, gradient (c, D) of its unit centres, target part) for each chunk; the gradient lies in a buffer.
 
-        The own part, (columns, rows, values (B, D)), is still to be added: values[rows] to gradient[columns]. The caller may
-        update the chunk's centres before it asks for the next chunk.
+        The target part, (class_index, sample_index, values (B, D)), is still to be added: values[sample_index] to
+        gradient[class_index]. The caller may update the chunk's centres before it asks for the next chunk.
 
         Args:
-            batches, factors, targets: per micro-batch the batch, gain exp(K - lse_i) / B (B,), and dL/d(target cosine) (B,).
+            batches, factors, grad_targets: of each micro-batch: gain exp(K - lse_i) / B (B,), and dL/d(target cosine) (B,).
         """
         scaled = [(batch.unit * factor[:, None]).to(self.dtype) for batch, factor in zip(batches, factors, strict=True)]
-        own_scaled = [batch.unit * target[:, None] for batch, target in zip(batches, targets, strict=True)]
+        of_targets = [batch.unit * grad[:, None] for batch, grad in zip(batches, grad_targets, strict=True)]
         operands = [self._operand(batch) for batch in batches]
         for number, chunk in enumerate(chunks):
             shape = (padded_rows(chunk.size, self.dtype), scaled[0].shape[1])
@@ -204,19 +205,19 @@ class TwoPass:
             for micro, batch in enumerate(batches):
                 weighted = self._cached.get((micro, number))
                 if weighted is None:
-                    unit = self.state.unit_rows(chunk.select, self.dtype, shape[0]) if unit is None else unit
+                    unit = self.centre_store.unit_rows(chunk.select, self.dtype, shape[0]) if unit is None else unit
                     weighted = self._weighted(batch, operands[micro], unit, chunk, micro, None, None, None)
                 product = torch.mm(weighted, scaled[micro], out=self.workspace.buffer("product", shape, self.dtype))
                 if len(batches) == 1:
-                    yield chunk, product[: chunk.size], (*chunk.own[0], own_scaled[0])
+                    yield chunk, product[: chunk.size], (*chunk.targets[0], of_targets[0])
                     break
                 if total is None:
                     total = self.workspace.buffer("total", shape, torch.float32).zero_()
-                columns, rows = chunk.own[micro]
-                total.add_(product).index_add_(0, columns, own_scaled[micro][rows])
+                class_index, sample_index = chunk.targets[micro]
+                total.add_(product).index_add_(0, class_index, of_targets[micro][sample_index])
             if total is not None:
-                nothing = chunk.own[0][0][:0]
-                yield chunk, total[: chunk.size], (nothing, nothing, own_scaled[0])
+                nothing = chunk.targets[0][0][:0]
+                yield chunk, total[: chunk.size], (nothing, nothing, of_targets[0])
 
     def _operand(self, batch: Batch) -> Tensor:
         """Return the (D, B) factor of the products with unit centres: they give logits if linear, otherwise cosines."""
@@ -249,25 +250,26 @@ class TwoPass:
             z_sum = self.workspace.buffer("unused", (operand.shape[1],), torch.float32)
         torch.mm(unit, operand, out=out)
         out[chunk.size :].zero_()
-        real, own = out[: chunk.size], chunk.own[micro]
+        real, kernels, where = out[: chunk.size], self.workspace.kernels, chunk.targets[micro]
         if self.margin.linear_negatives:
-            exponentials(real, own, batch.shift, self.logit_limit, z_sum, self.workspace)
+            kernels.exponentials(real, where, batch.shift, self.logit_limit, z_sum, self.workspace)
             return out
         with torch.enable_grad():
             cosine = real.float().t().detach().requires_grad_()  # (B, c)
             target = batch.target_cosine[:, None].clone().requires_grad_()
             logits = self.margin.negatives(cosine, target)
         exp = logits.detach().float().t().clone(memory_format=torch.contiguous_format)
-        exponentials(exp, own, batch.shift, None, z_sum if self.limit is None else torch.zeros_like(z_sum), self.workspace)
+        unlimited = z_sum if self.limit is None else torch.zeros_like(z_sum)
+        kernels.exponentials(exp, where, batch.shift, None, unlimited, self.workspace)
         if self.limit is not None:
             exp.masked_fill_(cosine.detach().t() > self.limit, 0.0)
             z_sum += exp.sum(dim=0)
-        by_cosine, by_own = torch.autograd.grad(logits, (cosine, target), exp.t().to(logits.dtype), allow_unused=True)
-        if by_target is not None and by_own is not None:
-            by_target += by_own.squeeze(1)
-        if by_cosine is None:
+        grad_cosine, grad_target = torch.autograd.grad(logits, (cosine, target), exp.t().to(logits.dtype), allow_unused=True)
+        if by_target is not None and grad_target is not None:
+            by_target += grad_target.squeeze(1)
+        if grad_cosine is None:
             return out.zero_()
-        real.copy_(by_cosine.t())
+        real.copy_(grad_cosine.t())
         return out
 
 

@@ -4,21 +4,25 @@ A fresh tensor of a few megabytes costs more in page faults than the arithmetic 
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from utils.huge_pages import with_huge_pages
 
+if TYPE_CHECKING:  # they take the workspace as an argument
+    from .kernels.plain import PlainKernels
+
 
 class Workspace:
     """Named buffers, and room for at most cache_bytes of one step's exponentials, on one device.
 
     Args:
-        kernels: what works on them, see kernels.choose_kernels.
+        kernels: what works on them, see kernels/__init__.py.
     """
 
-    def __init__(self, device: torch.device, cache_bytes: int, kernels: str = "plain") -> None:
+    def __init__(self, device: torch.device, cache_bytes: int, kernels: "PlainKernels") -> None:
         self.device = device
         self.kernels = kernels
         self.cache_bytes = cache_bytes

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from losses import build_margin, list_margins
 from losses.margin import Margin
-from partial_fc import PartialFC, RowAdamW, RowSGD
+from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
 from partial_fc.kernels import KERNELS
 from partial_fc.softmax import auto_chunk
 
@@ -34,7 +34,7 @@ def test_loss_and_gradients_at_real_size_are_exact(margin_name: str, kernels: st
     margin, centres = _margin(margin_name), all_centres(20_000, 512, seed=3)
     x, labels = near_their_centres(centres, rows)
     x.requires_grad_()
-    head = PartialFC(margin, num_classes, dim, seed=3, optimizer=RowSGD(0.0, 0.0), kernels=kernels)
+    head = PartialFC(margin, num_classes, dim, seed=3, config=HeadConfig(optimizer=RowSGD(0.0, 0.0), kernels=kernels))
     before = head.centres.clone()
     head.begin_step(labels[None], 0)
     loss = head(x)
@@ -57,7 +57,13 @@ def _train_beside_dense(
     centres = all_centres(num_classes, dim, seed=5)
     dense = DenseHead(margin, centres, optimizer)
     head = PartialFC(
-        margin, num_classes, dim, rank, world_size, 5, sample_rate, optimizer, chunk=16, cache_mb=0, kernels=kernels
+        margin,
+        num_classes,
+        dim,
+        rank,
+        world_size,
+        5,
+        HeadConfig(sample_rate, optimizer, chunk=16, cache_mb=0, kernels=kernels),
     )
     share = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
     loss_bound, gradient_bound = head_bounds(64.0, dim, rows)
@@ -117,7 +123,9 @@ def _one_step(head: PartialFC, x: Tensor, labels: Tensor) -> tuple[float, Tensor
 def _compare_odd_case(centres: Tensor, x: Tensor, labels: Tensor, kernels: str, scale: float = 64.0) -> None:
     """Put these centres into a head and compare a step with the dense one."""
     margin = build_margin("cosface", scale, 0.4, 1, 0, 0)
-    head = PartialFC(margin, len(centres), centres.shape[1], optimizer=RowSGD(0.0, 0.0), chunk=8, kernels=kernels)
+    head = PartialFC(
+        margin, len(centres), centres.shape[1], config=HeadConfig(optimizer=RowSGD(0.0, 0.0), chunk=8, kernels=kernels)
+    )
     order = torch.from_numpy(head.shard_classes())
     rows = {"centres": centres[order], "momentum": torch.zeros_like(centres)}
     head.load_rows(lambda low, high: {name: tensor[low:high] for name, tensor in rows.items()})
@@ -153,7 +161,7 @@ def test_duplicate_centres_and_a_batch_of_one_class(kernels: str):
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_zero_embeddings_and_zero_centres_give_finite_numbers_and_move_nothing_else(kernels: str):
     margin = build_margin("arcface", 64.0, 0.5, 1, 0, 0)
-    head = PartialFC(margin, 30, 16, optimizer=RowSGD(0.0, 0.0), kernels=kernels)
+    head = PartialFC(margin, 30, 16, config=HeadConfig(optimizer=RowSGD(0.0, 0.0), kernels=kernels))
     centres = head.centres.clone()
     centres[7] = 0.0
     rows = {"centres": centres, "momentum": torch.zeros_like(centres)}
@@ -172,7 +180,9 @@ def _by_class(head: PartialFC) -> Tensor:
 
 
 def _shard_without_positives(rank: int, world_size: int) -> None:
-    head = PartialFC(_margin("arcface"), 40, 16, rank, world_size, seed=1, sample_rate=0.2, optimizer=RowSGD(0.0, 0.0))
+    head = PartialFC(
+        _margin("arcface"), 40, 16, rank, world_size, seed=1, config=HeadConfig(sample_rate=0.2, optimizer=RowSGD(0.0, 0.0))
+    )
     slots = torch.arange(4)  # all in rank 0's shard
     centres = all_centres(40, 16, 1)
     everywhere = PartialFC(_margin("arcface"), 40, 16, seed=1)
@@ -198,7 +208,7 @@ def test_a_shard_without_any_positive(run_ranks: Callable[..., None]):
 
 
 def test_more_positives_than_the_budget_are_all_active():
-    head = PartialFC(_margin("arcface"), 60, 16, sample_rate=0.05)
+    head = PartialFC(_margin("arcface"), 60, 16, config=HeadConfig(sample_rate=0.05))
     centres = all_centres(60, 16, 0)
     x, labels = near_their_centres(centres, 40)
     head.begin_step(labels[None], 0)
@@ -220,7 +230,11 @@ def test_two_bf16_micro_batches_are_near_the_dense_softmax(cache_mb: int, kernel
     margin, centres = _margin("cosface"), all_centres(3000, 128, seed=3)
     x, labels = near_their_centres(centres, 64)
     head = PartialFC(
-        margin, 3000, 128, seed=3, optimizer=RowSGD(0.0, 0.0), matmul_dtype=torch.bfloat16, cache_mb=cache_mb, kernels=kernels
+        margin,
+        3000,
+        128,
+        seed=3,
+        config=HeadConfig(optimizer=RowSGD(0.0, 0.0), matmul_dtype=torch.bfloat16, cache_mb=cache_mb, kernels=kernels),
     )
     before = head.centres.clone()
     head.begin_step(labels.view(2, 32), 0)
@@ -243,7 +257,7 @@ def test_negatives_above_the_filter_are_left_out(kernels: str):
     margin, centres = _margin("cosface"), all_centres(200, 16, seed=3)
     x, labels = near_their_centres(centres, 16)
     x.requires_grad_()
-    head = PartialFC(margin, 200, 16, seed=3, filter_above=0.4, optimizer=RowSGD(0.0, 0.0), kernels=kernels)
+    head = PartialFC(margin, 200, 16, seed=3, config=HeadConfig(filter_above=0.4, optimizer=RowSGD(0.0, 0.0), kernels=kernels))
     before = head.centres.clone()
     head.begin_step(labels[None], 0)
     loss = head(x)
@@ -287,7 +301,7 @@ def _wire(rank: int, world_size: int) -> None:
     mine = slice(rank * 4, rank * 4 + 4)
     gradients = []
     for dtype in (torch.float32, torch.bfloat16):
-        head = PartialFC(_margin("cosface"), 50, 32, rank, world_size, wire_dtype=dtype)
+        head = PartialFC(_margin("cosface"), 50, 32, rank, world_size, config=HeadConfig(wire_dtype=dtype))
         part = x[mine].clone().requires_grad_()
         head.begin_step(labels[mine][None], 0)
         head(part).backward()
@@ -304,7 +318,7 @@ def test_bf16_on_the_wire_is_near_fp32(run_ranks: Callable[..., None]):
 def test_buffers_do_not_grow_after_the_first_step_nor_with_the_classes():
     held = []
     for num_classes in (5_000, 40_000):
-        head = PartialFC(_margin("cosface"), num_classes, 32, cache_mb=0, chunk=512)
+        head = PartialFC(_margin("cosface"), num_classes, 32, config=HeadConfig(cache_mb=0, chunk=512))
         sizes = []
         for step in range(3):
             head.begin_step(torch.arange(16)[None], step)

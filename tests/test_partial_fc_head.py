@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from losses import build_margin
 from losses.margin import Margin
-from partial_fc import PartialFC, RowSGD
+from partial_fc import HeadConfig, PartialFC, RowSGD
 from partial_fc.shard import initial_centres, shard_range, slots_of_classes
 
 pytestmark = pytest.mark.numeric
@@ -80,7 +80,7 @@ def _compare_with_dense(rank: int, world_size: int, num_classes: int, margin_nam
     centres = _all_centres(num_classes, seed=3)
     embeddings, labels = _data(num_classes, rows * world_size, centres)
     mine = slice(rank * rows, (rank + 1) * rows)
-    head = PartialFC(margin, num_classes, D, rank, world_size, seed=3, optimizer=RowSGD(0.0, 0.0), chunk=3)
+    head = PartialFC(margin, num_classes, D, rank, world_size, seed=3, config=HeadConfig(optimizer=RowSGD(0.0, 0.0), chunk=3))
     before = head.centres.clone()
     x = embeddings[mine].clone().requires_grad_()
     head.begin_step(labels[mine][None], 0)
@@ -120,7 +120,7 @@ def test_bent_negatives_norms_and_wide_scales_equal_the_dense_softmax_on_two_ran
 
 def _train_head(rank: int, world_size: int, sample_rate: float, accumulation: int, steps: int = 3) -> PartialFC:
     centres = _all_centres(29, seed=3)
-    head = PartialFC(_margin("arcface"), 29, D, rank, world_size, seed=3, sample_rate=sample_rate, chunk=4)
+    head = PartialFC(_margin("arcface"), 29, D, rank, world_size, seed=3, config=HeadConfig(sample_rate=sample_rate, chunk=4))
     share = 12 // (world_size * accumulation)
     for step in range(steps):
         embeddings, labels = _data(29, 12, centres, step)
@@ -161,7 +161,7 @@ def test_world_size_changes_neither_training_nor_who_hears_of_a_wrong_label(run_
 
 
 def test_only_active_rows_move_when_sampling():
-    head = PartialFC(_margin("cosface"), 200, D, sample_rate=0.1, chunk=8)
+    head = PartialFC(_margin("cosface"), 200, D, config=HeadConfig(sample_rate=0.1, chunk=8))
     before = head.centres.clone()
     labels = torch.tensor([[3, 77, 77, 150]])
     head.begin_step(labels, 0)
@@ -175,7 +175,7 @@ def test_only_active_rows_move_when_sampling():
 
 
 def test_sampled_loss_is_the_dense_softmax_over_the_active_classes():
-    head = PartialFC(_margin("cosface"), 200, D, sample_rate=0.1, chunk=8, optimizer=RowSGD(0.0, 0.0))
+    head = PartialFC(_margin("cosface"), 200, D, config=HeadConfig(sample_rate=0.1, chunk=8, optimizer=RowSGD(0.0, 0.0)))
     labels = torch.tensor([3, 77, 77, 150])
     embeddings = torch.randn(4, D, generator=torch.Generator().manual_seed(0))
     centres = head.centres.clone()
@@ -193,7 +193,7 @@ def test_bf16_products_stay_within_their_known_error():
     embeddings, labels = _data(500, 32, centres)
     losses = []
     for dtype in (torch.float32, torch.bfloat16):
-        head = PartialFC(_margin("cosface"), 500, D, seed=3, matmul_dtype=dtype)
+        head = PartialFC(_margin("cosface"), 500, D, seed=3, config=HeadConfig(matmul_dtype=dtype))
         head.begin_step(labels[None], 0)
         losses.append(head(embeddings).item())
     # half a bf16 step of the largest negative's logit, less over the mean of 32 rows; no negative's cosine is above 0.999

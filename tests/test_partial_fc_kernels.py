@@ -13,7 +13,7 @@ from rounding import FP32_UNIT, rounding_bound
 from tiny_runs import run_train, tiny_run
 from torch import Tensor
 
-from partial_fc.kernels import _why_no_triton, choose_kernels, exponentials, why_plain
+from partial_fc.kernels import _why_no_triton, build_kernels, choose_kernels, why_plain
 from partial_fc.kernels import cpu as cpu_kernels
 from partial_fc.workspace import Workspace
 
@@ -28,7 +28,7 @@ def _both(logits: Tensor, shift: float, limit: float | None) -> list[tuple[Tenso
     own, results = (torch.tensor([0, 2]), torch.tensor([3, 5])), []
     for kernels in ("c", "plain"):
         copy, sums = logits.clone(), torch.ones(logits.shape[1])
-        exponentials(copy, own, shift, limit, sums, Workspace(CPU, 0, kernels))
+        build_kernels(kernels).exponentials(copy, own, shift, limit, sums, Workspace(CPU, 0, build_kernels(kernels)))
         results.append((copy, sums))
     return results
 
@@ -72,10 +72,11 @@ def test_unit_rows_are_rounded_to_the_nearest(source: torch.dtype, target: torch
     centres = torch.randn(7, 45).to(source)
     inverse = 1 / centres.float().norm(dim=1)
     expected = (centres.float() * inverse[:, None]).to(target)
-    for index in (None, torch.tensor([6, 0, 3])):
-        unit = torch.empty(7 if index is None else 3, 45, dtype=target)
-        cpu_kernels.unit_rows(centres, inverse, index, unit)
-        assert torch.equal(unit, expected if index is None else expected[index])
+    for select in (slice(0, 7), torch.tensor([6, 0, 3])):
+        unit = torch.empty(7 if isinstance(select, slice) else 3, 45, dtype=target)
+        kernels = build_kernels("c")
+        kernels.unit_rows(centres, inverse, select, unit, Workspace(CPU, 0, kernels))
+        assert torch.equal(unit, expected[select])
 
 
 @pytest.mark.numeric

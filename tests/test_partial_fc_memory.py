@@ -5,10 +5,10 @@ import torch
 
 from backbones import build_backbone
 from losses import build_margin
-from partial_fc import PartialFC, RowAdamW, RowSGD
+from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
+from partial_fc.centre_store import FORMATS
 from partial_fc.kernels import KERNELS
-from partial_fc.memory import HeadShape, check_fits
-from partial_fc.state import FORMATS
+from partial_fc.memory import HeadMemory, check_fits
 from utils.memory import backbone_memory
 
 D, ROWS = 64, 32
@@ -24,42 +24,40 @@ def test_the_model_is_what_a_head_holds(
 ):
     num_classes = 20_000
     margin = build_margin("cosface", 64.0, 0.4, 1, 0, 0)
-    head = PartialFC(
-        margin, num_classes, D, sample_rate=sample_rate, optimizer=optimizer, state=state, matmul_dtype=dtype,
-        cache_mb=cache_mb, chunk=2048, kernels=kernels, inactive_rows="decay",
-    )  # fmt: skip
+    config = HeadConfig(
+        sample_rate, optimizer, state, "decay", matmul_dtype=dtype, chunk=2048, cache_mb=cache_mb, kernels=kernels
+    )
+    head = PartialFC(margin, num_classes, D, config=config)
     for step in range(2):
         head.begin_step(torch.randint(num_classes, (accumulation, ROWS)), step)
         for micro in range(accumulation):
             head(torch.randn(ROWS, D), micro)
         head.step(0.1)
-    shape = HeadShape(
-        D, ROWS, state, optimizer, sample_rate, dtype, accumulation, cache_mb, 2048, 0, "decay", head.workspace.kernels
-    )
-    assert shape.bytes_per_class == head.state.bytes_per_row
-    held = head.workspace.bytes_held + (0 if head.state.noise is None else head.state.noise.bytes_held)
-    model = shape.shared_bytes(num_classes)
+    memory = HeadMemory(D, ROWS, config, accumulation, head.kernels.name)
+    assert memory.bytes_per_class == head.centre_store.bytes_per_row
+    held = head.workspace.bytes_held + (0 if head.centre_store.noise is None else head.centre_store.noise.bytes_held)
+    model = memory.shared_bytes(num_classes)
     assert 0.75 * model < held <= model  # the model counts small tensors besides, and never too little
 
 
 @pytest.mark.parametrize("state", FORMATS)
 def test_the_largest_number_that_fits_is_the_largest(state: str):
-    shape = HeadShape(512, 1024, state)
+    memory = HeadMemory(512, 1024, HeadConfig(storage=state))
     for budget in (1 << 28, 1 << 30, 5 << 30):
-        most = shape.classes_in(budget)
-        assert shape.bytes_for(most) <= budget < shape.bytes_for(most + 1)
-    assert shape.classes_in(1000) == 0
+        most = memory.classes_in(budget)
+        assert memory.bytes_for(most) <= budget < memory.bytes_for(most + 1)
+    assert memory.classes_in(1000) == 0
 
 
 def test_a_run_that_cannot_fit_is_told_what_would():
-    shape = HeadShape(512, 1024)
-    check_fits(shape, 6_000_000, 1, 32 << 30, 6 << 30)
-    with pytest.raises(ValueError, match=r"8000000 classes over 1 .* head.state=lean .* 2 processes instead of 1"):
-        check_fits(shape, 8_000_000, 1, 32 << 30, 6 << 30)
-    check_fits(shape._replace(state="lean"), 8_000_000, 1, 32 << 30, 6 << 30)
-    check_fits(shape, 8_000_000, 2, 32 << 30, 6 << 30)
+    memory = HeadMemory(512, 1024)
+    check_fits(memory, 6_000_000, 1, 32 << 30, 6 << 30)
+    with pytest.raises(ValueError, match=r"8000000 classes over 1 .* head.storage=lean .* 2 processes instead of 1"):
+        check_fits(memory, 8_000_000, 1, 32 << 30, 6 << 30)
+    check_fits(memory._replace(config=HeadConfig(storage="lean")), 8_000_000, 1, 32 << 30, 6 << 30)
+    check_fits(memory, 8_000_000, 2, 32 << 30, 6 << 30)
     with pytest.raises(ValueError, match=r"smaller train.batch_size or backbone"):
-        check_fits(shape, 1000, 1, 1 << 30, 2 << 30)
+        check_fits(memory, 1000, 1, 1 << 30, 2 << 30)
 
 
 def test_the_backbone_probe_counts_what_autograd_keeps_and_moves_nothing():

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from scipy import stats
 
 from losses import build_margin
-from partial_fc import PartialFC
+from partial_fc import HeadConfig, PartialFC
 from partial_fc.sampling import ActiveSet, draw_active
 from partial_fc.shard import initial_centres
 from utils.randomness import derive
@@ -93,10 +93,8 @@ def test_places_number_the_active_slots_in_the_order_of_the_chunks():
 def _graph(rank: int, world_size: int) -> None:
     """Compare the graph over the shards with all cosines at once."""
     num_classes, dim, k = 61, 12, 5
-    head = PartialFC(
-        build_margin("cosface", 64.0, 0.4, 1, 0, 0), num_classes, dim, rank, world_size, 3, 0.5, sampling="neighbours",
-        num_neighbours=k, neighbours_every=2,
-    )  # fmt: skip
+    config = HeadConfig(0.5, sampling="neighbours", num_neighbours=k, neighbours_every=2)
+    head = PartialFC(build_margin("cosface", 64.0, 0.4, 1, 0, 0), num_classes, dim, rank, world_size, 3, config)
     centres = F.normalize(initial_centres(0, num_classes, dim, 3))
     cosine = centres @ centres.t()
     cosine.fill_diagonal_(-2)

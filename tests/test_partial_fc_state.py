@@ -12,10 +12,10 @@ from saving import save_now
 from torch import Tensor
 
 from losses import build_margin
-from partial_fc import PartialFC, RowAdamW, RowSGD
+from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
+from partial_fc.centre_store import FORMATS
 from partial_fc.kernels import KERNELS
 from partial_fc.rounding import Noise, quantise_rows, round_to_bfloat16_
-from partial_fc.state import FORMATS
 from utils.checkpoint import format as ckpt
 from utils.checkpoint.tensor_file import write_tensors
 from utils.distributed import World
@@ -62,9 +62,17 @@ def test_int8_rows_are_exact_on_average_and_keep_their_largest():
     assert bool(((total / draws - rows.double()).abs() <= 0.02 * scale[:, None]).all())  # 4 standard errors of a coin are 0.014
 
 
-def _head(state: str, kernels: str = "auto", optimizer: RowSGD | RowAdamW | None = None, **more: object) -> PartialFC:
+def _head(
+    state: str,
+    kernels: str = "auto",
+    optimizer: RowSGD | RowAdamW | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    **more: object,
+) -> PartialFC:
     margin = build_margin("cosface", 32.0, 0.3, 1, 0, 0)
-    return PartialFC(margin, NUM_CLASSES, D, seed=3, optimizer=optimizer, state=state, kernels=kernels, **more)  # type: ignore[arg-type]
+    config = HeadConfig(optimizer=optimizer or RowSGD(), storage=state, kernels=kernels, **more)  # type: ignore[arg-type]
+    return PartialFC(margin, NUM_CLASSES, D, rank, world_size, 3, config)
 
 
 def _train(head: PartialFC, steps: range, lr: float = 0.05) -> None:
@@ -107,7 +115,7 @@ def test_one_update_lands_on_a_neighbour_and_on_average_on_the_exact_result(
         assert bool(((stored == low) | (stored == high)).float().mean() > 0.999)
         total += stored
         norms = torch.linalg.vector_norm(stored, dim=1)
-        torch.testing.assert_close(head.state.inverse_norms, 1 / norms, rtol=rounding_bound(torch.float32, D), atol=0)
+        torch.testing.assert_close(head.centre_store.inverse_norms, 1 / norms, rtol=rounding_bound(torch.float32, D), atol=0)
     nearest = exact.centres.bfloat16().float()
     step = (high - low).abs().double().clamp_min(1e-30)
     bias = ((total / draws - exact.centres.double()) / step).mean().abs()
@@ -119,8 +127,8 @@ def test_one_update_lands_on_a_neighbour_and_on_average_on_the_exact_result(
 
 @pytest.mark.parametrize(("state", "bytes_per_class"), [("exact", 4100), ("lean", 2052), ("tiny", 1544)])
 def test_bytes_per_class_are_as_promised(state: str, bytes_per_class: int):
-    head = PartialFC(build_margin("cosface", 32.0, 0.3, 1, 0, 0), 100, 512, state=state)
-    assert head.state.bytes_per_row == bytes_per_class
+    head = PartialFC(build_margin("cosface", 32.0, 0.3, 1, 0, 0), 100, 512, config=HeadConfig(storage=state))
+    assert head.centre_store.bytes_per_row == bytes_per_class
     assert sum(tensor.nbytes for tensor in head.shard_state().values()) == 100 * bytes_per_class
 
 
@@ -186,10 +194,13 @@ def test_every_format_continues_from_every_other(tmp_path: Path, source: str, ta
     after.load_rows(ckpt.softmax_reader(path))
     tolerance = 0.0 if source == target else 2**-8  # half a step of bf16, relative
     assert (
-        relative(after.state.load("centres", slice(0, NUM_CLASSES)), before.state.load("centres", slice(0, NUM_CLASSES)))
+        relative(
+            after.centre_store.load("centres", slice(0, NUM_CLASSES)),
+            before.centre_store.load("centres", slice(0, NUM_CLASSES)),
+        )
         <= tolerance
     )
-    saved, loaded = (head.state.load("momentum", slice(0, NUM_CLASSES)).clone() for head in (before, after))
+    saved, loaded = (head.centre_store.load("momentum", slice(0, NUM_CLASSES)).clone() for head in (before, after))
     step = saved.abs().amax(dim=1, keepdim=True) / 127
     limit = 0.5 * step if "tiny" in (source, target) and source != target else 2**-8 * saved.abs()
     assert bool(((saved - loaded).abs() <= limit * 1.01 + 1e-12).all())
@@ -223,14 +234,16 @@ def _dense_decay(optimizer: RowSGD | RowAdamW, rates: list[float]) -> tuple[Tens
 @pytest.mark.parametrize("optimizer", [RowSGD(0.9, 5e-2), RowAdamW(0.9, 0.95, 1e-3, 0.1)])
 @pytest.mark.parametrize("missed", [1, 7, 300])
 def test_lazy_decay_does_what_the_dense_optimizer_does_to_rows_without_a_gradient(optimizer: RowSGD | RowAdamW, missed: int):
+    from partial_fc.centre_store import CentreStore
+    from partial_fc.kernels.plain import PlainKernels
     from partial_fc.row_optimizer import LazyDecay
-    from partial_fc.state import CentreState
     from partial_fc.workspace import Workspace
 
     rates = [0.1 / (1 + 0.1 * number) for number in range(missed + 1)]
-    state = CentreState(3, 4, "exact", isinstance(optimizer, RowAdamW), True, 3, Workspace(torch.device("cpu"), 0))
+    workspace = Workspace(torch.device("cpu"), 0, PlainKernels())
+    state = CentreStore(3, 4, "exact", isinstance(optimizer, RowAdamW), True, 3, workspace)
     first_weight, first_momentum = _dense_decay(optimizer, rates[:1])
-    state.store_centres(slice(0, 3), state.load("centres", slice(0, 3)).copy_(first_weight))
+    state.save_centres(slice(0, 3), state.load("centres", slice(0, 3)).copy_(first_weight))
     state.tensors["momentum"].copy_(first_momentum)
     if isinstance(optimizer, RowAdamW):
         state.tensors["variance"].fill_((1 - optimizer.beta2) * 0.09)
@@ -272,4 +285,4 @@ def test_sampling_with_decay_equals_a_dense_optimizer_over_all_rows():
     rows = head.shard_state()
     assert relative(rows["centres"], weight.detach()[order]) < 30**0.5 * gradient_bound
     assert relative(rows["momentum"], dense.state[weight]["momentum_buffer"][order]) < 30**0.5 * gradient_bound
-    assert np.unique(head.state.tensors["updates"].numpy()).tolist() == [30]
+    assert np.unique(head.centre_store.tensors["updates"].numpy()).tolist() == [30]

@@ -15,8 +15,8 @@ from rounding import rounding_bound
 from torch import Tensor
 
 from losses import build_margin
-from partial_fc import PartialFC, RowAdamW, RowSGD
-from partial_fc.kernels import _why_no_triton
+from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
+from partial_fc.kernels import _why_no_triton, build_kernels
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the import: Triton's own library is decorated then
@@ -319,8 +319,10 @@ def test_a_head_on_triton_trains_as_one_on_plain_torch(device: torch.device, opt
     heads = []
     for name in ("plain", "triton"):
         margin = build_margin("arcface", 64.0, 0.5, 1, 0, 0)
-        head = PartialFC(margin, 90, 24, sample_rate=0.5, optimizer=optimizer, chunk=32, kernels="plain", device=device)
-        head.workspace.kernels = name
+        head = PartialFC(
+            margin, 90, 24, device=device, config=HeadConfig(sample_rate=0.5, optimizer=optimizer, chunk=32, kernels="plain")
+        )
+        head.kernels = head.workspace.kernels = build_kernels(name)
         for step in range(3):
             head.begin_step(torch.arange(step, step + 6)[None], step)
             embeddings = _normal(6, 24, seed=step)

@@ -57,7 +57,7 @@ def test_nothing_happens_on_import(path: Path):
     allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
     for node in ast.parse(path.read_text()).body:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+        main = isinstance(node, ast.If) and re.search("__name__|TYPE_CHECKING", ast.unparse(node.test))
         assert isinstance(node, allowed) or docstring or main, f"{path}:{node.lineno}"
 
 

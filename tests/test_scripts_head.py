@@ -45,11 +45,11 @@ def test_plain_heads_compute_the_same_gradients(run_ranks: Callable[..., None], 
 
 def test_the_benchmark_measures_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "result.json"
-    small = ["--classes", "700", "--batch", "16", "--steps", "1", "--sample-rate", "1", "--state", "lean", "--matmul", "fp32"]
+    small = ["--classes", "700", "--batch", "16", "--steps", "1", "--sample-rate", "1", "--storage", "lean", "--matmul", "fp32"]
     assert benchmark_head.main([*small, "--json", str(file), "--plot", str(tmp_path)]) == 0
     result = json.loads(file.read_text())
     plain, leaner, ours = result["rows"]
-    assert (plain["head"], leaner["head"], ours["head"], ours["state"]) == ("tutorial", "target-only", "ours", "lean")
+    assert (plain["head"], leaner["head"], ours["head"], ours["storage"]) == ("tutorial", "target-only", "ours", "lean")
     assert ours["time_ratio"] == pytest.approx(plain["step_ms"] / ours["step_ms"])
     assert ours["memory_ratio_target_only"] == pytest.approx(leaner["bytes_per_identity"] / ours["bytes_per_identity"])
     assert {path.name for path in tmp_path.glob("*.png")} == {"head_time.png", "head_memory.png", "head_roofline.png"}
@@ -68,7 +68,7 @@ def test_capacity_agrees_with_what_is_found_here(tmp_path: Path):
         "16",
         "--embedding-size",
         "64",
-        "--state",
+        "--storage",
         "exact",
         "--device",
         "cpu",
@@ -86,7 +86,7 @@ def test_capacity_says_when_nothing_fits(capsys: pytest.CaptureFixture[str]):
 
 
 def _capacity(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = capacity.main(["--backbone", "none", "--embedding-size", "64", "--state", "exact", *arguments])
+    status = capacity.main(["--backbone", "none", "--embedding-size", "64", "--storage", "exact", *arguments])
     return status, *capsys.readouterr()
 
 

@@ -307,9 +307,9 @@ def test_a_head_that_does_not_fit_ends_before_training_with_what_would(
     said = capsys.readouterr().err
     assert said.startswith("error: head: ") and len(said.splitlines()) == 1
     assert re.search(
-        r"in head.state=exact need [\d.]+ GiB each beside [\d.]+ GiB of the backbone, but [\d.]+ GiB are free", said
+        r"in head.storage=exact need [\d.]+ GiB each beside [\d.]+ GiB of the backbone, but [\d.]+ GiB are free", said
     )
-    assert "What would fit: head.state=lean" in said and "or 2 processes instead of 1" in said
+    assert "What would fit: head.storage=lean" in said and "or 2 processes instead of 1" in said
     assert train.main(tiny_run(dataset, tmp_path, *_classes(10**12))) == 1  # lean would not do either
     said = capsys.readouterr().err
     assert re.search(r"What would fit: \d+ processes instead of 1$", said.strip())

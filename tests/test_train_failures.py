@@ -54,7 +54,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(
             "backbone.safetensors: ",
         ),
         (["optimizer.lr=1e20", "head.lr_factor=1e25"], "softmax_00000_of_00001.safetensors: centres"),
-        (["optimizer.lr=1e20", "head.lr_factor=1e25", "head.state=tiny"], "softmax_00000_of_00001.safetensors: "),
+        (["optimizer.lr=1e20", "head.lr_factor=1e25", "head.storage=tiny"], "softmax_00000_of_00001.safetensors: "),
     ],
 )
 def test_numbers_that_are_not_finite_are_never_saved_and_stop_the_run(

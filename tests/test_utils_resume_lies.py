@@ -178,7 +178,7 @@ def test_a_lie_about_the_loss_scale_is_one_line(dataset: Path, tmp_path: Path):
 
 def test_a_lie_in_the_rows_of_class_centres_is_one_line(dataset: Path, tmp_path: Path):
     """With AdamW, sampled negatives by neighbours and the format that has most tensors."""
-    overrides = ["head.optimizer=adamw", "head.state=tiny", "head.sample_rate=0.5", "head.sampling=neighbours"]
+    overrides = ["head.optimizer=adamw", "head.storage=tiny", "head.sample_rate=0.5", "head.sampling=neighbours"]
     overrides += ["head.neighbours_every=1", "head.neighbours=3"]
     arguments = tiny_run(dataset, tmp_path, "train.max_steps=2", "eval.targets=[]", *overrides)
     assert train.main([*arguments, "run.name=sound"]) == 0

@@ -1,8 +1,8 @@
-"""Builds cpu_kernels.c with the system's C compiler at the first use, and calls it on tensors.
+"""Builds cpu.c with the system's C compiler at the first use, and calls it on tensors.
 
 The library is kept in the user's cache folder, by the hash of source, compiler and processor, so later runs start at once.
 Where there is no compiler (or not Linux, or a processor that it fails on), `load` returns None, `why_missing` says why, and the
-plain torch code of kernels.py does the same work in more sweeps over memory. The library links to no OpenMP runtime of its own:
+plain torch code of plain.py does the same work in more sweeps over memory. The library links to no OpenMP runtime of its own:
 it takes the functions of the one that torch has loaded, so both share their threads.
 """
 
@@ -23,6 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from partial_fc.centre_store import CentreStore, Select
+from partial_fc.row_optimizer import RowOptimizer, RowSGD
+from partial_fc.workspace import Workspace
+
+from .plain import PlainKernels
 
 _SOURCE = Path(__file__).with_name("cpu.c")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -99,62 +105,67 @@ def why_unsuited(dim: int) -> str:
     return f"rows of {dim} numbers are longer than {_LARGEST_DIM}" if dim > _LARGEST_DIM else why_missing()
 
 
-def unit_rows(centres: Tensor, inverse: Tensor, index: Tensor | None, unit: Tensor) -> None:
-    """Write centres * inverse into unit (c, D); index (c,) int64 picks rows, None: centres and inverse are those rows."""
-    assert centres.is_contiguous() and inverse.is_contiguous() and unit.is_contiguous()
-    _library().unit_rows(
-        *(centres.data_ptr(), _KINDS[centres.dtype], inverse.data_ptr(), _pointer(index)),
-        *(len(unit), unit.shape[1], unit.data_ptr(), _KINDS[unit.dtype]),
-    )
+class CKernels(PlainKernels):
+    """The kernels of cpu.c; see PlainKernels for the arguments."""
 
+    name = "c"
+    words = "C kernels"
 
-def exponentials(
-    logits: Tensor, own: tuple[Tensor, Tensor], shift: float, limit: float | None, z_sum: Tensor, partial: Tensor
-) -> None:
-    """See kernels.exponentials; partial is (threads, B) fp32 scratch."""
-    columns, rows = own
-    assert logits.is_contiguous() and z_sum.is_contiguous() and partial.is_contiguous()
-    _library().exponentials(
-        *(logits.data_ptr(), _KINDS[logits.dtype], *logits.shape, columns.data_ptr(), rows.data_ptr(), len(rows)),
-        *(shift, _NO_LIMIT if limit is None else limit, z_sum.data_ptr(), partial.data_ptr(), len(partial)),
-    )
+    def unit_rows(self, centres: Tensor, inverse_norms: Tensor, select: Select, unit: Tensor, workspace: Workspace) -> None:
+        index, run = (select, slice(None)) if isinstance(select, Tensor) else (None, select)
+        stored, inverse = centres[run], inverse_norms[run]
+        assert stored.is_contiguous() and inverse.is_contiguous() and unit.is_contiguous()
+        _library().unit_rows(
+            *(stored.data_ptr(), _KINDS[stored.dtype], inverse.data_ptr(), _pointer(index)),
+            *(len(unit), unit.shape[1], unit.data_ptr(), _KINDS[unit.dtype]),
+        )
 
+    def exponentials(
+        self,
+        logits: Tensor,
+        target: tuple[Tensor, Tensor],
+        shift: float | Tensor,
+        limit: float | None,
+        z_sum: Tensor,
+        workspace: Workspace,
+    ) -> None:
+        if isinstance(shift, Tensor):
+            super().exponentials(logits, target, shift, limit, z_sum, workspace)
+            return
+        partial = workspace.buffer("partial", (torch.get_num_threads(), logits.shape[1]), torch.float32)
+        class_index, sample_index = target
+        assert logits.is_contiguous() and z_sum.is_contiguous()
+        _library().exponentials(
+            *(logits.data_ptr(), _KINDS[logits.dtype], *logits.shape),
+            *(class_index.data_ptr(), sample_index.data_ptr(), len(sample_index)),
+            *(shift, _NO_LIMIT if limit is None else limit, z_sum.data_ptr(), partial.data_ptr(), len(partial)),
+        )
 
-def update_rows(
-    tensors: dict[str, Tensor],
-    inverse: Tensor,
-    select: slice | Tensor,
-    gradient: Tensor,
-    own: tuple[Tensor, Tensor, Tensor],
-    adamw: bool,
-    settings: tuple[float, float, float, float, float],
-    seed: int,
-) -> None:
-    """Update the selected rows in place; see cpu_kernels.c.
-
-    Args:
-        own: (columns, rows, values (B, D) fp32): gradient row columns[n] lacks values row rows[n]; columns ascend.
-        settings: lr, beta1 (momentum), beta2, eps, weight decay.
-    """
-    centres, momentum, variance = tensors["centres"], tensors["momentum"], tensors.get("variance")
-    columns, rows, values = own
-    assert all(tensor.is_contiguous() for tensor in (*tensors.values(), inverse, gradient, values, columns, rows))
-    _library().update_rows(
-        *(centres.data_ptr(), _KINDS[centres.dtype], momentum.data_ptr(), _KINDS[momentum.dtype]),
-        *(_pointer(tensors.get("momentum_scale")), _pointer(variance), 0 if variance is None else _KINDS[variance.dtype]),
-        *(_pointer(tensors.get("updates")), inverse.data_ptr(), None if isinstance(select, slice) else select.data_ptr()),
-        *(select.start if isinstance(select, slice) else 0, len(gradient), gradient.shape[1], gradient.data_ptr()),
-        *(
-            _KINDS[gradient.dtype],
-            values.data_ptr(),
-            columns.data_ptr(),
-            rows.data_ptr(),
-            len(rows),
-            int(adamw),
-            *settings,
-            seed,
-        ),
-    )
+    def update_rows(
+        self,
+        optimizer: RowOptimizer,
+        store: CentreStore,
+        select: Select,
+        gradient: Tensor,
+        target: tuple[Tensor, Tensor, Tensor],
+        lr: float,
+        seed: int,
+        apply: Tensor | None,
+    ) -> None:
+        sgd, tensors, inverse = isinstance(optimizer, RowSGD), store.tensors, store.inverse_norms
+        settings = (optimizer.momentum, 0.0, 0.0, optimizer.weight_decay) if isinstance(optimizer, RowSGD) else optimizer
+        centres, momentum, variance = tensors["centres"], tensors["momentum"], tensors.get("variance")
+        class_index, sample_index, values = target
+        touched = (*tensors.values(), inverse, gradient, values, class_index, sample_index)
+        assert all(tensor.is_contiguous() for tensor in touched)
+        _library().update_rows(
+            *(centres.data_ptr(), _KINDS[centres.dtype], momentum.data_ptr(), _KINDS[momentum.dtype]),
+            *(_pointer(tensors.get("momentum_scale")), _pointer(variance), 0 if variance is None else _KINDS[variance.dtype]),
+            *(_pointer(tensors.get("updates")), inverse.data_ptr(), None if isinstance(select, slice) else select.data_ptr()),
+            *(select.start if isinstance(select, slice) else 0, len(gradient), gradient.shape[1], gradient.data_ptr()),
+            *(_KINDS[gradient.dtype], values.data_ptr(), class_index.data_ptr(), sample_index.data_ptr(), len(sample_index)),
+            *(int(not sgd), lr, *settings, seed),
+        )
 
 
 def _library() -> ctypes.CDLL:

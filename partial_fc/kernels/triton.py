@@ -1,6 +1,6 @@
-"""The elementwise work of the head's two passes on CUDA, each in one sweep over memory; Triton kernels called by kernels.py.
+"""The elementwise work of the head's two passes on CUDA, each in one sweep over memory; cuda.py calls it.
 
-The same arithmetic as the plain torch code in kernels.py and row_optimizer.py. With w a centre, v = 1 / |w|, g = dL / d(w v):
+The same arithmetic as the plain torch code in plain.py and row_optimizer.py. With w a centre, v = 1 / |w|, g = dL / d(w v):
 
     exp_mask_sum    E = exp(z - K), 0 for own classes and above the limit;  Z_i += sum_j E_ji
     sgd_update      G = v g - t v w,  t = v^2 (g . w);  m <- mu m + G + weight_decay w;  w <- w - lr m

@@ -1,14 +1,14 @@
 """Tell how many identities fit, and estimate how long a step takes at the least.
 
-Prints, for each head.state, the most identities from the memory model (partial_fc/memory.py and a forward pass that notes what
-the backbone keeps). Step times are estimates from arithmetic and memory traffic at peak rates, a lower bound: the rates of
+Prints, for each head.storage, the most identities from the memory model (partial_fc/memory.py, and a forward pass that notes
+what the backbone keeps). Step times are estimates from arithmetic and memory traffic at peak rates, a lower bound: the rates of
 --card, from its data sheet; those of --tflops and --bandwidth; or those measured on this device, where it is a GPU or --device
 says so. Without any of these there are no step times. --find measures how many identities fit: it trains one full step per
 candidate number of identities on this device, each in a process of its own, until it knows the largest to about 2 %.
 
 Examples:
   python -m scripts.benchmark.capacity --gpus 8 --card v100 --precision fp16 --backbone r50 --batch 128
-  python -m scripts.benchmark.capacity --gpus 8 --memory 32 --tflops 300 --bandwidth 2000 --state lean
+  python -m scripts.benchmark.capacity --gpus 8 --memory 32 --tflops 300 --bandwidth 2000 --storage lean
   python -m scripts.benchmark.capacity --memory 2 --backbone mbf --batch 32 --device cpu --find --quick
 """
 
@@ -30,10 +30,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from backbones import build_backbone, list_backbones
 from losses import build_margin
-from partial_fc import PartialFC, RowAdamW, RowSGD
+from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
+from partial_fc.centre_store import FORMATS
 from partial_fc.kernels import choose_kernels
-from partial_fc.memory import HeadShape
-from partial_fc.state import FORMATS
+from partial_fc.memory import HeadMemory
 from utils import distributed
 from utils.cli import make_parser
 from utils.image import IMAGE_SIZE
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--width", type=float, default=1.0, help="factor on the backbone's channels")
     parser.add_argument("--embedding-size", type=int, default=512, help="D, numbers per face")
     parser.add_argument("--batch", type=int, default=128, help="images per process and step (default 128)")
-    parser.add_argument("--state", nargs="+", choices=tuple(FORMATS), default=list(FORMATS), help="head.state, each a line")
+    parser.add_argument("--storage", nargs="+", choices=tuple(FORMATS), default=list(FORMATS), help="head.storage, each a line")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="of backbone and class centres")
     parser.add_argument("--sample-rate", type=float, default=1.0, help="head.sample_rate")
     parser.add_argument("--precision", choices=tuple(AUTOCAST), default="bf16", help="of backbone and head (default bf16)")
@@ -108,19 +108,20 @@ def capacity(options: argparse.Namespace) -> None:
     )
     print(f"{rates.words if rates else _NO_RATES}\n")
     times = f" {'head ms':>8} {'backbone ms':>12}" if rates else ""
-    print(f"{'state':<6} {'B/identity':>10} {'identities':>12}{times}" + ("  found here" if options.find else ""))
+    print(f"{'storage':<7} {'B/identity':>10} {'identities':>12}{times}" + ("  found here" if options.find else ""))
     rows = []
-    for state in options.state:
-        shape = _shape(options, state, device)
-        local = shape.classes_in(budget - others)
-        row: dict[str, Any] = {"state": state, "bytes_per_identity": shape.bytes_per_class, "identities": local * options.gpus}
-        line = f"{state:<6} {shape.bytes_per_class:>10} {local * options.gpus:>12,}"
+    for storage in options.storage:
+        head = _memory(options, storage, device)
+        local = head.classes_in(budget - others)
+        size = head.bytes_per_class
+        row: dict[str, Any] = {"storage": storage, "bytes_per_identity": size, "identities": local * options.gpus}
+        line = f"{storage:<7} {size:>10} {local * options.gpus:>12,}"
         if rates:
-            head, body = _step_ms(options, shape, local, memory, flops, rates)
-            row |= {"head_ms": head, "backbone_ms": body}
-            line += f" {head:>8.1f} {body:>12.1f}"
+            head_ms, body_ms = _step_ms(options, head, local, memory, flops, rates)
+            row |= {"head_ms": head_ms, "backbone_ms": body_ms}
+            line += f" {head_ms:>8.1f} {body_ms:>12.1f}"
         if options.find:
-            row["found_per_process"] = _find(options, state, local, device)
+            row["found_per_process"] = _find(options, storage, local, device)
             line += (
                 f"  {row['found_per_process']:,} per process ({row['found_per_process'] / max(1, local):.2f} of the model's)"
             )
@@ -140,17 +141,19 @@ def _for_gpu(options: argparse.Namespace, device: torch.device) -> bool:
     return device.type == "cuda" or bool(options.card) or not (options.device == "cpu" or options.find)
 
 
-def _shape(options: argparse.Namespace, state: str, device: torch.device) -> HeadShape:
-    return HeadShape(
-        dim=options.embedding_size,
-        rows=options.batch * options.gpus,
-        state=state,
-        optimizer=RowAdamW() if options.optimizer == "adamw" else RowSGD(),
+def _head_config(options: argparse.Namespace, storage: str) -> HeadConfig:
+    return HeadConfig(
         sample_rate=options.sample_rate,
+        optimizer=RowAdamW() if options.optimizer == "adamw" else RowSGD(),
+        storage=storage,
         matmul_dtype=head_dtype(options),
         cache_mb=options.cache_mb,
-        kernels="triton" if _for_gpu(options, device) else choose_kernels("auto", device, options.embedding_size),
     )
+
+
+def _memory(options: argparse.Namespace, storage: str, device: torch.device) -> HeadMemory:
+    kernels = "triton" if _for_gpu(options, device) else choose_kernels("auto", device, options.embedding_size)
+    return HeadMemory(options.embedding_size, options.batch * options.gpus, _head_config(options, storage), kernels=kernels)
 
 
 def _backbone(options: argparse.Namespace) -> tuple[BackboneMemory, int]:
@@ -167,7 +170,7 @@ def _backbone(options: argparse.Namespace) -> tuple[BackboneMemory, int]:
 
 def _step_ms(
     options: argparse.Namespace,
-    shape: HeadShape,
+    head: HeadMemory,
     local: int,
     memory: BackboneMemory,
     flops: int,
@@ -175,16 +178,16 @@ def _step_ms(
 ) -> tuple[float, float]:
     """Return lower bounds of head and backbone: their arithmetic, and their memory traffic, one after the other."""
     active = max(1, round(options.sample_rate * local))
-    size = shape.matmul_dtype.itemsize
-    cached = min(1.0, shape.cache_mb * 2**20 / (active * shape.rows * size))
-    products = (6 * cached + 8 * (1 - cached)) * shape.rows * active * shape.dim
-    traffic = active * (2.5 * shape.bytes_per_class + 2 * cached * shape.rows * size)  # states: read twice, the centres thrice
-    head = products / (rates.head_tflops * 1e12) + traffic / (rates.bandwidth * 1e9)
-    body = options.batch * (flops / (rates.backbone_tflops * 1e12) + 4 * memory.per_image / (rates.bandwidth * 1e9))
-    return 1e3 * head, 1e3 * body
+    size = head.config.matmul_dtype.itemsize
+    cached = min(1.0, head.config.cache_mb * 2**20 / (active * head.rows * size))
+    products = (6 * cached + 8 * (1 - cached)) * head.rows * active * head.dim
+    traffic = active * (2.5 * head.bytes_per_class + 2 * cached * head.rows * size)  # states: read twice, the centres thrice
+    head_seconds = products / (rates.head_tflops * 1e12) + traffic / (rates.bandwidth * 1e9)
+    body_seconds = options.batch * (flops / (rates.backbone_tflops * 1e12) + 4 * memory.per_image / (rates.bandwidth * 1e9))
+    return 1e3 * head_seconds, 1e3 * body_seconds
 
 
-def _find(options: argparse.Namespace, state: str, guess: int, device: torch.device) -> int:
+def _find(options: argparse.Namespace, storage: str, guess: int, device: torch.device) -> int:
     """Return the most identities of one process that train a step within the memory, by bisection around the model's guess."""
     low, high = 0, max(64, 2 * guess)
     probes = [max(32, guess), int(0.97 * guess), int(1.03 * guess)]  # the model should be near: look close to it first
@@ -192,16 +195,16 @@ def _find(options: argparse.Namespace, state: str, guess: int, device: torch.dev
         probe = probes.pop(0) if probes else (low + high) // 2
         if not low < probe < high:
             continue
-        fits = _fits(options, state, probe, device)
-        print(f"  {probe:,} identities, {state}: {'fits' if fits else 'does not fit'}", file=sys.stderr, flush=True)
+        fits = _fits(options, storage, probe, device)
+        print(f"  {probe:,} identities, {storage}: {'fits' if fits else 'does not fit'}", file=sys.stderr, flush=True)
         low, high = (probe, high) if fits else (low, probe)
     return low
 
 
-def _fits(options: argparse.Namespace, state: str, local: int, device: torch.device) -> bool:
+def _fits(options: argparse.Namespace, storage: str, local: int, device: torch.device) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "peak"
-        case = {"state": state, "local": local, "device": device.type, "result": str(result)}
+        case = {"storage": storage, "local": local, "device": device.type, "result": str(result)}
         command = [sys.executable, "-m", "scripts.benchmark.capacity", *_arguments(options), "--worker", json.dumps(case)]
         process = subprocess.run(command, env=os.environ, capture_output=True, text=True)
         if process.returncode == 0 and result.is_file():
@@ -224,22 +227,11 @@ def _worker(options: argparse.Namespace, case: dict[str, Any]) -> None:
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * _GIB / torch.cuda.mem_get_info()[1]))
     margin = build_margin("arcface", 64.0, 0.5, 1.0, 0.0, 0.0)
-    row_optimizer = RowAdamW() if options.optimizer == "adamw" else RowSGD()
     rows, dim = options.batch * options.gpus, options.embedding_size
     torch.mm(torch.ones(64, 64, device=device), torch.ones(64, 64, device=device))
     before = peak_bytes(device)
-    head = PartialFC(
-        margin,
-        case["local"],
-        dim,
-        sample_rate=options.sample_rate,
-        optimizer=row_optimizer,
-        state=case["state"],
-        matmul_dtype=head_dtype(options),
-        cache_mb=options.cache_mb,
-        device=device,
-    )
-    for tensor in head.state.tensors.values():  # on the CPU untouched zeros take no memory; in training all are touched
+    head = PartialFC(margin, case["local"], dim, config=_head_config(options, case["storage"]), device=device)
+    for tensor in head.centre_store.tensors.values():  # on the CPU untouched zeros take no memory; in training all are touched
         tensor[:] = tensor[:]
     embeddings = torch.randn(rows, dim, device=device).requires_grad_()
     labels = torch.randint(case["local"], (1, rows))

@@ -219,11 +219,12 @@ def _measure_one(process: int, name: str, saved: str, classes: int, queue: Any) 
 
 def _reshard_by_slices(saved: str, classes: int) -> list[Tensor]:
     """As a training resumes: its own rows only, in blocks, into the memory where they stay."""
-    from partial_fc.state import CentreState
+    from partial_fc.centre_store import CentreStore
+    from partial_fc.kernels.plain import PlainKernels
     from partial_fc.workspace import Workspace
 
     start, stop = shard_range(classes, 1, 3)
-    state = CentreState(stop - start, _DIM, "exact", False, False, 4096, Workspace(torch.device("cpu"), 0))
+    state = CentreStore(stop - start, _DIM, "exact", False, False, 4096, Workspace(torch.device("cpu"), 0, PlainKernels()))
     read = softmax_reader(Path(saved))
     state.read_rows(lambda low, high: read(start + low, start + high), {})
     return list(state.tensors.values())

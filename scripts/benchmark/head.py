@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from losses import build_margin
-from partial_fc import PartialFC
+from partial_fc import HeadConfig, PartialFC
 from partial_fc.sampling import draw_active
 from utils import distributed
 from utils.cli import make_parser
@@ -54,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample-rate", type=float, nargs="+", help="default: 1 up to 100000 classes, 0.1 and 1 above")
     parser.add_argument("--batch", type=int, default=512, help="global batch (default 512)")
     parser.add_argument(
-        "--state", nargs="+", choices=("exact", "lean", "tiny"), help="default: exact in fp32, all three in bf16"
+        "--storage", nargs="+", choices=("exact", "lean", "tiny"), help="default: exact in fp32, all three in bf16"
     )
     parser.add_argument(
-        "--matmul", nargs="+", choices=tuple(_DTYPES), help="with --state: dtypes of the products (default both)"
+        "--matmul", nargs="+", choices=tuple(_DTYPES), help="with --storage: dtypes of the products (default both)"
     )
     parser.add_argument("--kernels", choices=("auto", "plain"), default="auto", help="plain: without the C or Triton kernels")
     parser.add_argument("--chunk", type=int, default=0, help="classes at once, 0 = what suits the device")
@@ -83,8 +83,8 @@ def benchmark(options: argparse.Namespace) -> None:
         options.sample_rate = options.sample_rate or [1.0, 0.1]
     device = distributed.choose_device(options.device, 0).type
     pairs = list(_OURS)
-    if options.state or options.matmul:
-        pairs = [(s, m) for s in options.state or ("exact", "lean", "tiny") for m in options.matmul or ("fp32", "bf16")]
+    if options.storage or options.matmul:
+        pairs = [(s, m) for s in options.storage or ("exact", "lean", "tiny") for m in options.matmul or ("fp32", "bf16")]
     common = {key: getattr(options, key) for key in ("batch", "kernels", "chunk", "cache_mb", "world_size", "steps")}
     common["device"] = device
     bare = {name: _run(common | {"head": "bare", "matmul": name, "classes": 100_000}) for name in {m for _, m in pairs}}
@@ -104,8 +104,8 @@ def benchmark(options: argparse.Namespace) -> None:
                 plain[kind] = _run(case | {"head": kind})
                 rows.append({"head": kind} | case | plain[kind])
                 _print_row(rows[-1])
-            for state, matmul in pairs:
-                row = {"head": "ours"} | case | {"state": state, "matmul": matmul}
+            for storage, matmul in pairs:
+                row = {"head": "ours"} | case | {"storage": storage, "matmul": matmul}
                 row |= _run(row)
                 row["useful_gflops"] = 6 * options.batch * classes * rate * _DIM / row["step_ms"] / 1e6
                 row["share_of_bare_products"] = row["useful_gflops"] / bare[matmul]["gflops"]
@@ -134,7 +134,7 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def _print_row(row: dict[str, Any]) -> None:
-    name = f"ours {row['state']} {row['matmul']}" if row["head"] == "ours" else f"plain, {row['head']}"
+    name = f"ours {row['storage']} {row['matmul']}" if row["head"] == "ours" else f"plain, {row['head']}"
     ratios = "".join(
         f"{row[key]:>{width}.2f}" if key in row else " " * width
         for key, width in (("time_ratio", 8), ("memory_ratio", 9), ("share_of_bare_products", 9))
@@ -208,13 +208,15 @@ def _our_step(case: dict[str, Any], rank: int, embeddings: torch.Tensor, labels:
         _DIM,
         rank,
         case["ranks"],
-        sample_rate=case["sample_rate"],
-        state=case["state"],
-        matmul_dtype=_DTYPES[case["matmul"]],
-        chunk=case["chunk"],
-        cache_mb=case["cache_mb"],
-        kernels=case["kernels"],
         device=embeddings.device,
+        config=HeadConfig(
+            sample_rate=case["sample_rate"],
+            storage=case["storage"],
+            matmul_dtype=_DTYPES[case["matmul"]],
+            chunk=case["chunk"],
+            cache_mb=case["cache_mb"],
+            kernels=case["kernels"],
+        ),
     )
 
     def step(number: int) -> None:

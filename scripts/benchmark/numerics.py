@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from losses import build_margin
-from partial_fc import PartialFC, RowSGD
+from partial_fc import HeadConfig, PartialFC, RowSGD
 from utils.cli import make_parser
 from utils.program import run_main
 
@@ -36,8 +36,8 @@ _NEAREST = "bf16, round to nearest"
 # name -> arguments of PartialFC; the nearest-rounding variant is made here, since the head has no such format
 CASES: dict[str, dict[str, Any]] = {
     "exact": {},
-    "lean": {"state": "lean"},
-    "tiny": {"state": "tiny"},
+    "lean": {"storage": "lean"},
+    "tiny": {"storage": "tiny"},
     _NEAREST: {},
     "uniform, rate 0.2": {"sample_rate": 0.2},
     "neighbours, rate 0.2": {"sample_rate": 0.2, "sampling": "neighbours", "num_neighbours": 4, "neighbours_every": 30},
@@ -113,7 +113,7 @@ def train(
 ) -> dict[str, float]:
     """Train the centres; return the figures on held-out embeddings."""
     margin = build_margin("arcface", 64.0, 0.5, 1.0, 0.0, 0.0)
-    head = PartialFC(margin, len(task.means), _DIM, seed=seed, optimizer=RowSGD(0.9, 5e-4), **arguments)
+    head = PartialFC(margin, len(task.means), _DIM, seed=seed, config=HeadConfig(optimizer=RowSGD(0.9, 5e-4), **arguments))
     generator = torch.Generator().manual_seed(3 + seed)
     for step in tqdm(range(steps), leave=False, ncols=80):
         embeddings, labels = task.draw(generator, _BATCH)
@@ -122,7 +122,7 @@ def train(
         head.step(_LR * (1.0 - step / steps))
         if nearest:
             head.centres.copy_(head.centres.bfloat16())
-            head.state.refresh_norms()
+            head.centre_store.refresh_norms()
     return score(head, *held_out)
 
 

@@ -68,7 +68,7 @@ def plot(rows: list[dict[str, Any]], bare: dict[str, Any], folder: Path) -> None
 
 def name_of(row: dict[str, Any]) -> str:
     """Return what a row is called in tables and pictures."""
-    return f"ours {row['state']} {row['matmul']}" if row["head"] == "ours" else f"plain, {row['head']}"
+    return f"ours {row['storage']} {row['matmul']}" if row["head"] == "ours" else f"plain, {row['head']}"
 
 
 def _figure(columns: int) -> Any:
@@ -130,7 +130,7 @@ def _traffic(row: dict[str, Any]) -> float:
         with _Traffic() as counter:
             head.step(embeddings, labels)
         return counter.bytes / (_COUNTED * row["sample_rate"])
-    centre, moment = {"exact": (4, 4), "lean": (2, 2), "tiny": (2, 1)}[row["state"]]
+    centre, moment = {"exact": (4, 4), "lean": (2, 2), "tiny": (2, 1)}[row["storage"]]
     exponentials = 2 * row["batch"] * (4 if row["matmul"] == "fp32" else 2)
     return _DIM * (3 * centre + 2 * moment) + exponentials  # centres read twice and written, momentum read and written
 

@@ -177,7 +177,7 @@ def _next_older(folder: Path, damaged: Path, warnings: list[str], identity: dict
         warnings.append(f"resuming from {path.name}, an older one: the steps since are trained again")
         return path
     raise ValueError(
-        f"no checkpoint of {folder} is whole: {'; '.join(warnings)}. Restore one from a copy, or start anew under another run.name"
+        f"no checkpoint of {folder} is whole: {'; '.join(warnings)}. Restore one from a copy, or start anew by another run.name"
     )
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from utils.huge_pages import with_huge_pages
 
-from .kernels import cpu as cpu_kernels
 from .rounding import Noise, quantise_rows, round_to_bfloat16_
 from .shard import initial_blocks
 from .workspace import Workspace
@@ -33,7 +32,7 @@ _SMALLEST_NORM = 1e-12
 _LAST_STEP = 99_999_999  # that the name of a checkpoint's folder can tell
 
 
-class CentreState:
+class CentreStore:
     """Centres and moments of n classes in one format.
 
     Args:
@@ -93,24 +92,9 @@ class CentreState:
         count = len(select) if isinstance(select, Tensor) else select.stop - select.start
         whole = self.workspace.buffer("unit", (max(count, padded), self.dim), dtype)
         whole[count:].zero_()
-        self._write_unit_rows(select, whole[:count])
+        kernels = self.workspace.kernels
+        kernels.unit_rows(self.tensors["centres"], self.inverse_norms, select, whole[:count], self.workspace)
         return whole
-
-    def _write_unit_rows(self, select: Select, unit: Tensor) -> None:
-        if self.workspace.kernels == "c":
-            index, run = (select, slice(None)) if isinstance(select, Tensor) else (None, select)
-            cpu_kernels.unit_rows(self.tensors["centres"][run], self.inverse_norms[run], index, unit)
-            return
-        stored, inverse = self.tensors["centres"][select], self.inverse_norms[select][:, None]
-        if stored.dtype == unit.dtype == torch.float32 or stored.is_cuda:
-            torch.mul(stored, inverse, out=unit)
-            return
-        # on the CPU mixed dtypes go through temporaries that cost more than these two passes
-        scratch = self.workspace.buffer("scratch", tuple(stored.shape), torch.float32)
-        if stored.dtype == torch.float32:
-            unit.copy_(torch.mul(stored, inverse, out=scratch))
-        else:
-            unit.copy_(scratch.copy_(stored).mul_(inverse))
 
     def load(self, name: str, select: Select) -> Tensor:
         """Return rows (c, D) of centres, momentum or variance as fp32: the storage itself where it can be, else a buffer."""
@@ -122,7 +106,7 @@ class CentreState:
             rows.mul_(self.tensors[f"{name}_scale"][select][:, None])
         return rows
 
-    def store(self, name: str, select: Select, rows: Tensor) -> None:
+    def save(self, name: str, select: Select, rows: Tensor) -> None:
         """Store what `load` gave, after it was changed. fp32 `rows` may be rounded in place to what was stored."""
         target = self.tensors[name]
         if target.dtype == torch.float32:
@@ -140,9 +124,9 @@ class CentreState:
             quantise_rows(rows, self.noise, quantised, scale, scratch)
             target[select], self.tensors[f"{name}_scale"][select] = quantised, scale
 
-    def store_centres(self, select: Select, rows: Tensor) -> None:
+    def save_centres(self, select: Select, rows: Tensor) -> None:
         """Store changed centres (c, D) and 1 / norm of what is stored, rounding included."""
-        self.store("centres", select, rows)
+        self.save("centres", select, rows)
         norms = torch.linalg.vector_norm(rows, dim=1).clamp_min_(_SMALLEST_NORM)
         self.inverse_norms[select] = norms.reciprocal_()
 

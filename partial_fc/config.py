@@ -1,0 +1,57 @@
+"""What a head is, beside its margin, its classes and its place among the ranks: one description for the head and its memory."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from .row_optimizer import RowAdamW, RowOptimizer, RowSGD
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """How a head stores, samples, computes and updates its class centres.
+
+    Args:
+        sample_rate: share of the centres in each step's softmax, in (0, 1].
+        optimizer: RowSGD or RowAdamW, of the centres.
+        storage: "exact", "lean" or "tiny", how centres and moments are stored; see centre_store.py.
+        inactive_rows: "keep" leaves the centres that a step did not sample as they are, as in the papers; "decay" does to them
+            what a dense optimizer would have done.
+        sampling: "uniform", or "neighbours": up to half of the negatives are the classes nearest to the batch's own.
+        num_neighbours, neighbours_every: classes kept per class, and optimizer steps between rebuilds of that graph.
+        filter_above: negatives with a larger cosine are left out, as likely to be the same person; None = none are.
+        matmul_dtype: float32 or bfloat16, of the matrix products; sums are float32.
+        wire_dtype: float32 or bfloat16, of the embeddings and their gradients on their way between ranks.
+        chunk: classes handled at once; 0 = what suits the device.
+        cache_mb: MiB for exponentials that the second pass need not compute again.
+        kernels: "auto" = C on the CPU and Triton on CUDA where they can be had, otherwise "plain" torch.
+    """
+
+    sample_rate: float = 1.0
+    optimizer: RowOptimizer = field(default_factory=RowSGD)
+    storage: str = "exact"
+    inactive_rows: str = "keep"
+    sampling: str = "uniform"
+    num_neighbours: int = 10
+    neighbours_every: int = 1000
+    filter_above: float | None = None
+    matmul_dtype: torch.dtype = torch.float32
+    wire_dtype: torch.dtype = torch.float32
+    chunk: int = 0
+    cache_mb: int = 128
+    kernels: str = "auto"
+
+    @property
+    def decays(self) -> bool:
+        """Whether rows lag behind and are caught up; at rate 1 every row is updated in every step, so none does."""
+        return self.inactive_rows == "decay" and self.sample_rate < 1
+
+    @property
+    def has_second_moment(self) -> bool:
+        """Whether the optimizer keeps a second moment of each centre."""
+        return isinstance(self.optimizer, RowAdamW)
+
+    @property
+    def counts_updates(self) -> bool:
+        """Whether each centre keeps the number of its updates."""
+        return self.has_second_moment or self.decays
