@@ -72,7 +72,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     total_steps = config.train.max_steps or max(1, int(config.train.epochs * dataset.num_images / batch_size))
     warmup_steps = round(config.schedule.warmup_epochs * dataset.num_images / batch_size)
     facts = {
-        "identity": {
+        "run_signature": {
             "backbone": [config.backbone.name, config.backbone.embedding_size, config.backbone.width],
             "num_classes": dataset.num_classes,
             "num_images": dataset.num_images,
@@ -83,7 +83,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         "config": as_plain(config),
     }
     folder, saving = Path(config.run.output) / config.run.name, config.checkpoint
-    resume_from, warnings = prepare_run_folder(folder, saving, dump_config(config), facts["identity"], world)
+    resume_from, warnings = prepare_run_folder(folder, saving, dump_config(config), facts["run_signature"], world)
 
     # ---- build
     autocast = AUTOCAST[config.train.precision]

@@ -88,7 +88,7 @@ def show(options: argparse.Namespace) -> None:
         score = manifest.get("score")
         print(f"{path}")
         print(f"  step {manifest['step']}, score {'none' if score is None else f'{score:.4f}'}, {size / 2**20:.1f} MiB")
-        for key, value in manifest.get("identity", {}).items():
+        for key, value in manifest.get("run_signature", {}).items():
             print(f"  {key:<14}{value!s:.300}")
         for name, entry in sorted(files.items()):
             slots = f"slots {entry['slots'][0]} to {entry['slots'][1] - 1}" if "slots" in entry else ""
@@ -134,7 +134,7 @@ def check(checkpoint: Path) -> list[str]:
         if start != reached:
             faults.append(f"class slots {min(start, reached)} to {max(start, reached) - 1} are in no file, or in two")
         reached = stop
-    classes = manifest.get("identity", {}).get("num_classes", reached)
+    classes = manifest.get("run_signature", {}).get("num_classes", reached)
     if reached != classes:
         faults.append(f"class slots {reached} to {classes - 1} are in no file")
     return faults

@@ -33,7 +33,7 @@ def _save(rank: int, world_size: int, folder: str, step: int, shift: float) -> N
         k: v + shift if v.is_floating_point() else v + step for k, v in build_backbone("r18", 16, 0.125).state_dict().items()
     }
     start, stop = shard_range(CLASSES, rank, world_size)
-    facts = {"identity": {"num_classes": CLASSES, "seed": SEED}, "score": 0.5}
+    facts = {"run_signature": {"num_classes": CLASSES, "seed": SEED}, "score": 0.5}
     world = World(rank, world_size, rank, world_size, torch.device("cpu"))
     softmax = {"centres": _centres()[start:stop], "momentum": torch.zeros(stop - start, DIM)}
     save_now(Path(folder), step, weights, softmax, (start, stop), {"optimizer": {}}, facts, world)

@@ -120,7 +120,7 @@ def test_every_class_keeps_its_centre_and_momentum(tmp_path: Path, era: str, ran
     assert {name: value.shape for name, value in read_backbone(found).items()} == {n: v.shape for n, v in weights.items()}
     assert all(torch.equal(value, weights[name]) for name, value in read_backbone(found).items())
     manifest = read_manifest(found)
-    assert manifest["identity"] == {"backbone": ["r18", DIM, 0.125], "num_classes": CLASSES, "seed": SEED}
+    assert manifest["run_signature"] == {"backbone": ["r18", DIM, 0.125], "num_classes": CLASSES, "seed": SEED}
     assert manifest["step"] == (40 if era == "checkpoint_gpu" else 0) and manifest["world_size"] == 2
     assert checkpoint.check(found) == []
     said = capsys.readouterr().out
@@ -328,7 +328,7 @@ def test_the_published_networks_are_recognised(tmp_path: Path, name: str):
     (tmp_path / "theirs").mkdir()
     torch.save(build_backbone(name, 32, 0.25).state_dict(), tmp_path / "theirs" / "backbone.pth")
     found = _imported(tmp_path / "theirs", tmp_path / "run", "--num-classes", "3", "--fill", "random", "--step", "9")
-    assert read_manifest(found)["identity"]["backbone"] == [name, 32, 0.25] and found.name == "step_00000009"
+    assert read_manifest(found)["run_signature"]["backbone"] == [name, 32, 0.25] and found.name == "step_00000009"
 
 
 def test_a_checkpoint_of_that_step_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -273,7 +273,7 @@ def test_files_of_another_kind_are_one_line_that_names_the_key(
         shutil.copytree(newest, tmp_path / name)
         manifest = json.loads((newest / "manifest.json").read_text())
         if name == "no_identity":
-            del manifest["identity"]
+            del manifest["run_signature"]
         else:
             manifest["files"] = {key: entry for key, entry in manifest["files"].items() if "slots" not in entry}
         (tmp_path / name / "manifest.json").write_text(json.dumps(manifest))

@@ -48,6 +48,29 @@ def _run_and_kill(num_processes: int, arguments: list[str], metrics: Path, after
     assert started.wait().returncode == -signal.SIGKILL
 
 
+def test_a_checkpoint_of_the_older_layout_goes_on_to_the_same_bits(dataset: Path, tmp_path: Path):
+    overrides = ["head.sample_rate=0.5", "head.storage=lean", "eval.targets=[]", "checkpoint.every=4", "train.epochs=1"]
+    run, whole = tmp_path / "older", tmp_path / "whole"
+    assert train.main(tiny_run(dataset, tmp_path, *overrides, "run.name=whole")) == 0
+    shutil.copytree(whole, run)
+    newest, *_ = list_checkpoints(run)
+    for path in list_checkpoints(run)[1:]:
+        shutil.rmtree(path)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    manifest["format"], manifest["identity"] = 1, manifest.pop("run_signature")  # as the first version wrote them
+    manifest["config"]["head"]["state"] = manifest["config"]["head"].pop("storage")
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    resumed = run_train(1, tiny_run(dataset, tmp_path, *overrides, "run.name=older"))
+    assert resumed.returncode == 0 and "resumed from" in resumed.stdout, resumed.stderr
+    assert "changed since" not in resumed.stdout
+    expected, found = final_weights(whole), final_weights(run)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    for path in list_checkpoints(run)[1:]:
+        shutil.rmtree(path)
+    other_seed = run_train(1, tiny_run(dataset, tmp_path, *overrides, "run.name=older", "run.seed=3"))
+    assert other_seed.returncode == 1 and "seed was" in other_seed.stderr
+
+
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_run_killed_and_resumed_ends_with_the_same_bits(dataset: Path, tmp_path: Path, num_processes: int):
     overrides = ["head.sample_rate=0.5", "backbone.dropout=0.2", "train.epochs=2.5", "eval.every=6", IRESNET, *AUGMENTED]

@@ -151,7 +151,7 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, name: str, dam
         lambda manifest: {**manifest, "files": {"x": {"size": 1, "slots": 8}}},
         lambda manifest: {key: value for key, value in manifest.items() if key != "step"},
         lambda manifest: {**manifest, "score": "high"},
-        lambda manifest: {**manifest, "identity": 3},
+        lambda manifest: {**manifest, "run_signature": 3},
     ],
 )
 def test_a_manifest_that_lies_is_one_line(tmp_path: Path, tampering: Callable[[Any], Any]):

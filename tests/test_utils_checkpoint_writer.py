@@ -242,7 +242,7 @@ def test_every_file_operation_of_a_start_may_fail_and_loses_nothing(tmp_path: Pa
 
     def make(run: Path) -> None:
         for step in (1, 2, 3):
-            save_now(run, step=step, **{**_state(step), "facts": {"identity": {"seed": 1}}}, world=ALONE)
+            save_now(run, step=step, **{**_state(step), "facts": {"run_signature": {"seed": 1}}}, world=ALONE)
         (ckpt.checkpoint_path(run, 3) / "trainer.pt").unlink()
         (run / "checkpoints" / ".step_00000004.partial").mkdir()
         (run / "checkpoints" / ".step_00000004.partial" / "backbone.safetensors").write_text("half")

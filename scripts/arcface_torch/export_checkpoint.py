@@ -101,7 +101,7 @@ def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
         raise ValueError(f"checkpoint {checkpoint}: optimizer.lr of its configuration must be a rate, got {initial_lr!r:.80}")
     if era == "checkpoint_gpu" and ("variance" in rows.tensors) != (kind_of(optimizer) == "adamw"):
         notes.append("backbone and class centres have different optimizers here; moments of the centres are left out")
-    epoch = epochs_done(manifest["identity"], step)
+    epoch = epochs_done(manifest["run_signature"], step)
     if era == "checkpoint_gpu" and epoch is None:
         notes.append("the checkpoint does not tell how long an epoch is; epoch is 0, so arcface_torch runs all of them again")
     write_object(out / ("backbone.pth" if era == "backbone.pth" else "model.pt"), backbone)
@@ -147,10 +147,10 @@ def _names(checkpoint: Path, config: dict[str, Any], section: str, key: str) -> 
     return found
 
 
-def epochs_done(identity: dict[str, Any], step: int) -> int | None:
+def epochs_done(run_signature: dict[str, Any], step: int) -> int | None:
     """Return the finished epochs after so many steps, None if the length of one is not known."""
     try:
-        return step // max(1, int(identity["num_images"]) // int(identity["batch_size"]))
+        return step // max(1, int(run_signature["num_images"]) // int(run_signature["batch_size"]))
     except KeyError:
         return None
 

@@ -134,7 +134,7 @@ def training_state(name: str, classes: int) -> dict[str, Any]:
         "softmax": head.shard_state(),
         "slots": (head.first_slot, head.end_slot),
         "trainer": trainer_state(backbone, margin, optimizer, LossScaler(enabled=False)),
-        "facts": {"score": None, "identity": {"num_classes": classes, "seed": 0}},
+        "facts": {"score": None, "run_signature": {"num_classes": classes, "seed": 0}},
     }
 
 
@@ -189,7 +189,7 @@ def measure_resharding(options: argparse.Namespace, folder: Path) -> dict[str, f
         files[shard_name(rank, 2)] = write_tensors(final / shard_name(rank, 2), tensors) | {"slots": [start, stop]}
         del tensors
     saved = final.with_name("step_00000002")
-    commit(final, saved, {"step": 2, "identity": {"num_classes": classes, "seed": 0}, "files": files})
+    commit(final, saved, {"step": 2, "run_signature": {"num_classes": classes, "seed": 0}, "files": files})
     start, stop = shard_range(classes, 1, 3)
     share = (stop - start) * (2 * _DIM + 1) * 4
     found: dict[str, float] = {"share_bytes": share}

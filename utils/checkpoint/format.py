@@ -27,7 +27,7 @@ from utils.files import check_file
 
 from .tensor_file import HASH, file_hash, flush, load_plain, read_tensors, write_text
 
-FORMAT = 1
+FORMAT = 2  # of the manifest; 1 called the run's signature "identity", and head.storage head.state
 ReadRows = Callable[[int, int], dict[str, Tensor]]  # (first slot, last slot) -> rows of each tensor by name
 _LARGEST_MANIFEST = 64 << 20  # bytes; that of 10,000 ranks has 2 MB
 _MANIFEST, BACKBONE, TRAINER = "manifest.json", "backbone.safetensors", "trainer.pt"
@@ -132,7 +132,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / _MANIFEST
     try:
         check_file(path, _LARGEST_MANIFEST)
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = _upgrade(json.loads(path.read_text(encoding="utf-8")))
         fault = _manifest_fault(manifest)
     except (OSError, ValueError, RecursionError) as error:
         fault = str(error)
@@ -148,6 +148,18 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
             state = "missing" if actual is None else f"{actual} bytes, {size} were written"
             raise ValueError(f"checkpoint {checkpoint}: {name} is {state}")
     return dict(manifest)
+
+
+def _upgrade(manifest: Any) -> Any:
+    """Return a manifest of format 1 as this program writes it; runs outlive versions of a program. Others stay as they are."""
+    if not isinstance(manifest, dict) or manifest.get("format") != 1 or type(manifest["format"]) is not int:
+        return manifest
+    upgraded = {{"identity": "run_signature"}.get(key, key): value for key, value in manifest.items()} | {"format": FORMAT}
+    config = upgraded.get("config")
+    if isinstance(config, dict) and isinstance(config.get("head"), dict):
+        head = {{"state": "storage"}.get(key, key): value for key, value in config["head"].items()}
+        upgraded["config"] = {**config, "head": head}
+    return upgraded
 
 
 def _manifest_fault(manifest: Any) -> str:
@@ -166,12 +178,12 @@ def _manifest_fault(manifest: Any) -> str:
         return f"score must be a number or null, got {score!r:.80}"
     if not whole(manifest.get("world_size", 1), 1, 10**6):
         return f"world_size must be a whole number above 0, got {manifest['world_size']!r:.80}"
-    for key in ("files", "identity", "config"):
+    for key in ("files", "run_signature", "config"):
         if not isinstance(manifest.get(key, {} if key != "files" else None), dict):
             return f"{key} must be an object, got {manifest.get(key)!r:.80}"
-    for key, value in manifest.get("identity", {}).items():
+    for key, value in manifest.get("run_signature", {}).items():
         if key in ("num_classes", "num_images", "batch_size", "seed") and not whole(value, 0, 2**63 - 1):
-            return f"identity.{key} must be a whole number from 0, got {value!r:.80}"
+            return f"run_signature.{key} must be a whole number from 0, got {value!r:.80}"
     for key, section in manifest.get("config", {}).items():
         if not isinstance(section, dict):
             return f"config.{key} must be an object, got {section!r:.80}"
@@ -219,12 +231,12 @@ def class_order(checkpoint: Path) -> tuple[int, int]:
         ValueError: the manifest does not tell them.
     """
     try:
-        identity = read_manifest(checkpoint)["identity"]
-        return int(identity["num_classes"]), int(identity["seed"])
+        signature = read_manifest(checkpoint)["run_signature"]
+        return int(signature["num_classes"]), int(signature["seed"])
     except (KeyError, TypeError):
         raise ValueError(
-            f"checkpoint {checkpoint}: {_MANIFEST} does not tell num_classes and seed of its training (identity), so its class "
-            "centres have no labels"
+            f"checkpoint {checkpoint}: {_MANIFEST} does not tell num_classes and seed (run_signature), so its class centres "
+            "have no labels"
         ) from None
 
 

@@ -30,13 +30,13 @@ class ResumePlan(NamedTuple):
     warnings: list[str]  # what a user should know: leftovers removed, damaged checkpoints put aside
 
 
-def prepare_run_folder(folder: Path, saving: Any, config_text: str, identity: dict[str, Any], world: World) -> ResumePlan:
+def prepare_run_folder(folder: Path, saving: Any, config_text: str, run_signature: dict[str, Any], world: World) -> ResumePlan:
     """Lock and make the run folder with its config.yaml, and choose the checkpoint to resume from; the same on all ranks.
 
     Args:
         saving: the section `checkpoint` of the configuration: resume says auto, never, or the path of a checkpoint or run
             folder; verify, to also compare the hashes of the chosen checkpoint's files, which the ranks share.
-        identity: what the checkpoint must agree with.
+        run_signature: what the checkpoint must agree with.
 
     Raises:
         SharedError: on every rank.
@@ -46,7 +46,7 @@ def prepare_run_folder(folder: Path, saving: Any, config_text: str, identity: di
         if world.rank == 0:
             holder = _hold(folder)
             start.warnings.extend(ckpt.remove_unfinished(folder))
-            start = start._replace(checkpoint=choose_checkpoint(folder, saving.resume, identity, start.warnings))
+            start = start._replace(checkpoint=choose_checkpoint(folder, saving.resume, run_signature, start.warnings))
     start, holder = all_gather_objects((start, holder), world)[0]
     while saving.verify and start.checkpoint is not None:
         found = ckpt.check_hashes(start.checkpoint, world.rank, world.world_size)
@@ -58,7 +58,7 @@ def prepare_run_folder(folder: Path, saving: Any, config_text: str, identity: di
                 raise ValueError("; ".join(faults))
             if world.rank == 0:
                 start.warnings.extend(faults)
-                start = start._replace(checkpoint=_next_older(folder, start.checkpoint, start.warnings, identity))
+                start = start._replace(checkpoint=_next_older(folder, start.checkpoint, start.warnings, run_signature))
         start = all_gather_objects(start, world)[0]
     with raise_on_all_ranks(world):
         if world.rank == 0:
@@ -115,7 +115,7 @@ def _lock(handle: int) -> None:
             time.sleep(0.2)
 
 
-def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any], warnings: list[str]) -> Path | None:
+def choose_checkpoint(folder: Path, resume: str, run_signature: dict[str, Any], warnings: list[str]) -> Path | None:
     """Return the checkpoint that checkpoint.resume means for this run, after checking that it fits; None = start anew.
 
     A path begins a run; once that has checkpoints of its own, the same path means the same as `auto`.
@@ -143,7 +143,7 @@ def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any], warni
             ckpt.read_manifest(found[-1])
         except ValueError as error:
             warnings.append(str(error))
-            return _next_older(folder, found[-1], warnings, identity)
+            return _next_older(folder, found[-1], warnings, run_signature)
         chosen = found[-1]
     else:
         try:
@@ -157,11 +157,11 @@ def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any], warni
                 f"checkpoint.resume={resume} is step {step}, but {folder} holds later checkpoints up to "
                 f"{newer[-1].name}, which would be overwritten; choose another run.name"
             )
-    _check_identity(chosen, identity)
+    _check_signature(chosen, run_signature)
     return chosen
 
 
-def _next_older(folder: Path, damaged: Path, warnings: list[str], identity: dict[str, Any]) -> Path:
+def _next_older(folder: Path, damaged: Path, warnings: list[str], run_signature: dict[str, Any]) -> Path:
     """Return the newest checkpoint before a damaged one that is whole; the damaged ones are put aside, not deleted."""
     aside = [damaged]
     for path in reversed([path for path in ckpt.list_checkpoints(folder) if path.name < damaged.name]):
@@ -171,7 +171,7 @@ def _next_older(folder: Path, damaged: Path, warnings: list[str], identity: dict
             warnings.append(str(error))
             aside.append(path)
             continue
-        _check_identity(path, identity)
+        _check_signature(path, run_signature)
         for bad in aside:
             _put_aside(bad, warnings)
         warnings.append(f"resuming from {path.name}, an older one: the steps since are trained again")
@@ -201,9 +201,9 @@ def _put_aside(checkpoint: Path, warnings: list[str]) -> None:
     warnings.append(f"checkpoint {checkpoint.name} is damaged and was put aside as {aside}")
 
 
-def _check_identity(chosen: Path, identity: dict[str, Any]) -> None:
-    saved = ckpt.read_manifest(chosen).get("identity", {})
-    for key, value in identity.items():
+def _check_signature(chosen: Path, run_signature: dict[str, Any]) -> None:
+    saved = ckpt.read_manifest(chosen).get("run_signature", {})
+    for key, value in run_signature.items():
         if key in saved and saved[key] != value:  # a checkpoint that was imported does not know all
             if key == "labels":  # hashes, which tell a reader nothing
                 raise ValueError(
