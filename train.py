@@ -18,8 +18,8 @@ import torch
 from easydict import EasyDict
 from torch import nn
 
-from backbones import build_backbone
-from configs import as_plain, dump_config, load_config, shared_settings
+from backbones import backbone_arguments, build_backbone, check_backbone
+from configs import NamedSection, as_plain, dump_config, load_config, shared_settings
 from data import build_dataset
 from data.augment import Augment, prepare
 from data.bad_batch import write_bad_batch
@@ -30,7 +30,7 @@ from eval.embed import class_means
 from eval.evaluate import check_metric, load_pair_sets
 from eval.monitor import check_names, score_and_log
 from eval.pair_sets.bin_file import PairSet
-from losses import build_margin
+from losses import build_margin, margin_arguments
 from losses.first_loss import judge_first_loss
 from partial_fc import PartialFC, build_head, check_head_fits, head_config
 from partial_fc.init_centres import InitCounts, init_centres
@@ -49,6 +49,8 @@ from utils.optim import AUTOCAST, LossScaler, build_optimizer, freeze, is_finite
 from utils.program import StoppedError, StopSignal, run_main
 from utils.randomness import derive
 from utils.schedule import learning_rate
+
+NAMED = {"backbone": NamedSection(backbone_arguments, check_backbone), "loss": NamedSection(margin_arguments, build_margin)}
 
 
 def train(config: EasyDict, stop: StopSignal) -> None:
@@ -88,7 +90,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     # ---- build
     autocast = AUTOCAST[config.train.precision]
     torch.manual_seed(derive(config.run.seed, "backbone"))
-    backbone = build_backbone(**{key: config.backbone[key] for key in ("name", "embedding_size", "width", "dropout")})
+    backbone = build_backbone(**{key: config.backbone[key] for key in ("name", *backbone_arguments(config.backbone.name))})
     backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     margin = build_margin(**config.loss)
     classes, dim, seed = dataset.num_classes, config.backbone.embedding_size, config.run.seed
@@ -261,7 +263,6 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             speed.pause(time.perf_counter() - pause)
             watch.at(done, "waiting for data")
 
-        # ---- finish
         log.info(f"finished {total_steps} steps; checkpoints, log and figures are in {folder}")
 
 
@@ -311,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
 
     def run() -> None:
-        config = load_config(options.config, options.overrides)
+        config = load_config(options.config, options.overrides, NAMED)
         if options.print_config:
             print(dump_config(config), end="")
         elif options.check:

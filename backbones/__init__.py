@@ -4,14 +4,16 @@ Every network takes (b, 3, 112, 112), RGB, (x - 127.5) / 127.5, and returns (b, 
 normalised: the head and the evaluation do that.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import nn
 
 from utils.suggest import did_you_mean
 
-from .iresnet import IResNet
+from .iresnet import IResNet, check_head, scale_channels
 from .mobilefacenet import MobileFaceNet
 
 BACKBONES: dict[str, Callable[..., nn.Module]] = {
@@ -29,14 +31,35 @@ def list_backbones() -> list[str]:
     return list(BACKBONES)
 
 
-def build_backbone(name: str, embedding_size: int = 512, width: float = 1.0, dropout: float = 0.0) -> nn.Module:
+def backbone_arguments(name: str) -> dict[str, Any]:
+    """Return the arguments of the network of that name, with their defaults.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in BACKBONES:
+        raise ValueError(f"name must be one of {', '.join(BACKBONES)}, got '{name}'.{did_you_mean(name, BACKBONES)}")
+    return {key: parameter.default for key, parameter in inspect.signature(BACKBONES[name]).parameters.items()}
+
+
+def check_backbone(name: str, embedding_size: int, width: float, dropout: float, **others: Any) -> None:
+    """Raise ValueError unless these arguments, which all networks have, are in their ranges; without building one."""
+    check_head(embedding_size, dropout)
+    scale_channels(64, width)
+
+
+def build_backbone(
+    name: str, embedding_size: int = 512, width: float = 1.0, dropout: float = 0.0, **arguments: Any
+) -> nn.Module:
     """Return a freshly initialised network from (b, 3, 112, 112) images to (b, embedding_size) fp32 embeddings.
 
     Args:
         width: factor on the channel counts, each rounded to a multiple of 8, 16 at least; 1 is the published network.
         dropout: probability before the last linear layer, while training.
+        arguments: those that this network alone has.
+
+    Raises:
+        ValueError: there is none of that name, or an argument is out of its range.
     """
-    if name not in BACKBONES:
-        hint = did_you_mean(name, BACKBONES)
-        raise ValueError(f"backbone.name must be one of {', '.join(BACKBONES)}, got '{name}'.{hint}")
-    return BACKBONES[name](embedding_size=embedding_size, width=width, dropout=dropout)
+    backbone_arguments(name)
+    return BACKBONES[name](embedding_size=embedding_size, width=width, dropout=dropout, **arguments)

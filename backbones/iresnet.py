@@ -21,8 +21,8 @@ _OUTPUT_SIDE = 7  # 112 halved by each of the four stages
 
 def scale_channels(channels: int, width: float) -> int:
     """Return channels * width, rounded to the nearest multiple of 8 and at least 16."""
-    if not (math.isfinite(width) and width > 0):
-        raise ValueError(f"backbone.width must be a number above 0 (1 = the published network), got {width}")
+    if not 0 < width <= 1000:  # false of nan
+        raise ValueError(f"width must be a number above 0 and at most 1000 (1 = the published network), got {width}")
     # 16: torch 2.13's fp32 gradient of a strided 1 x 1 convolution over 8 channels ends the process on some CPUs
     return max(16, 8 * math.floor(channels * width / 8 + 0.5))
 
@@ -42,10 +42,10 @@ class PReLU(nn.PReLU):
 
 def check_head(embedding_size: int, dropout: float) -> None:
     """Raise ValueError for an embedding size or a dropout probability that no head can have."""
-    if embedding_size < 1:
-        raise ValueError(f"backbone.embedding_size must be 1 or more (512 is usual), got {embedding_size}")
+    if not 1 <= embedding_size <= 65536:
+        raise ValueError(f"embedding_size must be from 1 to 65536 (512 is usual), got {embedding_size}")
     if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"backbone.dropout must be in [0, 1), a probability of dropping, got {dropout}")
+        raise ValueError(f"dropout must be in [0, 1), a probability of dropping, got {dropout}")
 
 
 def check_images(images: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Configuration: `load_config` reads YAML over the schema in base.yaml and checks keys, types and rules."""
 
 from .loader import as_plain, dump_config, load_config
+from .named import NamedSection
 from .shared import shared_settings
 
-__all__ = ["as_plain", "dump_config", "load_config", "shared_settings"]
+__all__ = ["NamedSection", "as_plain", "dump_config", "load_config", "shared_settings"]

@@ -1,11 +1,13 @@
 """Read a run's YAML, its `_base_` files and the command line's overrides into one read-only EasyDict.
 
 base.yaml lies under every config and is the schema: its keys are all the keys there are, and the type of each default is the
-type of the key, by which values.py reads what was written. Errors are ValueErrors that name the file or override, the key, the
-rule, the value and, for a typo, the nearest key.
+type of the key, by which values.py reads what was written. In a named section, such as `loss`, the key `name` picks a class,
+whose arguments are keys as well. Errors are ValueErrors that name the file or override, the key, the rule, the value and, for a
+typo, the nearest key.
 """
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from easydict import EasyDict
 from utils.files import MAX_SMALL_TEXT, read_text
 from utils.suggest import nearest
 
+from .named import SECTIONS, Given, NamedSection, fill_named, take_arguments
 from .rules import ENTRIES, check_rules
 from .values import Loader, Plain, is_nothing, read_yaml, shown, typed
 
@@ -46,25 +49,30 @@ class Config(EasyDict):
     __delattr__ = __delitem__ = __ior__ = pop = popitem = clear = update = setdefault = _refuse
 
 
-def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> EasyDict:
+def load_config(
+    path: str | Path, overrides: list[str] | tuple[str, ...] = (), named: Mapping[str, NamedSection] | None = None
+) -> EasyDict:
     """Return the merged, checked, read-only configuration of a run.
 
     Args:
         path: a YAML file; `_base_: other.yaml` in it (relative to it) is read first.
         overrides: `section.key=value`, the value in YAML, as on the command line; they pass the same checks.
+        named: what checks the sections of named.py; without it their arguments are left out, for tools that need none of them.
 
     Raises:
         ValueError: a missing file, a key that does not exist, a wrong type, or a rule between keys that is broken.
     """
     path = Path(path)
     tree = _read(SCHEMA, yaml.SafeLoader)
-    for layer in _layers(path, ()):
-        _merge(tree, _read(layer), str(layer))
-    for override in overrides:
-        _merge(tree, _parse_override(override), f"override {override!r}")
+    layers = [(number, _read(file), str(file)) for number, file in enumerate(_layers(path, ()))]
+    layers += [(len(layers), _parse_override(override), f"override {override!r}") for override in overrides]
+    given: Given = {section: {} for section in SECTIONS}
+    for number, layer, source in layers:
+        _merge(tree, take_arguments(layer, tree, given, number, source), source)
     if not tree["run"]["name"]:
         tree["run"]["name"] = path.stem
     check_rules(tree)
+    fill_named(tree, given, named or {})
     return _to_config(tree)
 
 

@@ -15,7 +15,6 @@ CHOICES = {
     "data.shuffle": ("full", "block"),
     "data.on_bad_record": ("error", "skip"),
     "init.new_classes": ("images", "random"),
-    "loss.gradient": ("exact", "straight_through"),
     "head.sampling": ("uniform", "neighbours"),
     "head.storage": ("exact", "lean", "tiny"),
     "head.optimizer": ("same", "sgd", "adamw"),
@@ -52,8 +51,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "augment.jpeg_quality": (1, 95),
     "augment.cutout": (0, 1),
     "augment.cutout_side": (0.01, 1),
-    "backbone.embedding_size": (1, 65536),
-    "backbone.dropout": (0, 0.99),
     "init.images_per_class": (1, 100_000),
     "head.sample_rate": (0, 1),
     "head.neighbours": (1, 1000),
@@ -84,9 +81,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "log.every": (1, 2**40),
 }
 
-_LARGEST = {"run.timeout_minutes": 1e6, "backbone.width": 1000, "train.epochs": 1e6}
+_LARGEST = {"run.timeout_minutes": 1e6, "train.epochs": 1e6}
 # must be above 0 and at most _LARGEST, or 1e30
-POSITIVE = ("run.timeout_minutes", "backbone.width", "loss.scale", "head.sample_rate", "optimizer.eps", "train.epochs")
+POSITIVE = ("run.timeout_minutes", "head.sample_rate", "optimizer.eps", "train.epochs")
 
 
 def check_rules(tree: dict[str, Any]) -> None:

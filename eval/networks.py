@@ -135,7 +135,10 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
                 raise ValueError(
                     f"--trust-code is for a program; with --backbone {path} is read as weights. Leave one of them out"
                 )
-            model = build_backbone(options.backbone, options.embedding_size, options.width)
+            try:
+                model = build_backbone(options.backbone, options.embedding_size, options.width)
+            except ValueError as error:
+                raise ValueError(f"--backbone, --embedding-size, --width: {error}") from None
             return Network(load_weights(model, read_tensors(path), str(path), _HINT), str(path), {})
         return Network(open_foreign(path, options.threads, options.trust_code), str(path), {})
     if not path.exists():
@@ -157,7 +160,10 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
     if type(seed) is not int or not 0 <= seed <= 2**62:
         raise ValueError(f"checkpoint {checkpoint}: run.seed of its configuration must be a whole number, got {seed!r:.80}")
     torch.manual_seed(derive(seed, "backbone"))  # as train.py does before it builds
-    model = build_backbone(str(section.get("name")), size, width)
+    try:
+        model = build_backbone(str(section.get("name")), size, width)
+    except ValueError as error:
+        raise ValueError(f"checkpoint {checkpoint}: the backbone of its configuration: {error}") from None
     if options.untrained:
         return Network(model, f"{section['name']} before training", config)
     model = load_weights(model, read_backbone(checkpoint), str(checkpoint), _HINT)

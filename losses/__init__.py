@@ -1,6 +1,8 @@
 """Margins by name: what separates one face recognition loss from another. See margin.py for what a head may rely on."""
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 from utils.suggest import did_you_mean
 
@@ -9,11 +11,10 @@ from .combined import Combined
 from .cosface import CosFace
 from .margin import Margin
 
-# name -> (class, the arguments it takes besides scale and gradient)
-MARGINS: dict[str, tuple[Callable[..., Margin], tuple[str, ...]]] = {
-    "arcface": (ArcFace, ("margin",)),
-    "cosface": (CosFace, ("margin",)),
-    "combined": (Combined, ("m1", "m2", "m3")),
+MARGINS: dict[str, Callable[..., Margin]] = {
+    "arcface": ArcFace,
+    "cosface": CosFace,
+    "combined": Combined,
 }
 
 
@@ -22,11 +23,22 @@ def list_margins() -> list[str]:
     return list(MARGINS)
 
 
-def build_margin(name: str, scale: float, margin: float, m1: float, m2: float, m3: float, gradient: str = "exact") -> Margin:
-    """Return the margin of that name. arcface and cosface read `margin`, combined reads m1, m2 and m3."""
+def margin_arguments(name: str) -> dict[str, Any]:
+    """Return the arguments of the margin of that name, with their defaults.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
     if name not in MARGINS:
-        hint = did_you_mean(name, MARGINS)
-        raise ValueError(f"loss.name must be one of {', '.join(MARGINS)}, got '{name}'.{hint}")
-    values = {"margin": margin, "m1": m1, "m2": m2, "m3": m3}
-    margin_class, arguments = MARGINS[name]
-    return margin_class(scale=scale, gradient=gradient, **{key: values[key] for key in arguments})
+        raise ValueError(f"name must be one of {', '.join(MARGINS)}, got '{name}'.{did_you_mean(name, MARGINS)}")
+    return {key: parameter.default for key, parameter in inspect.signature(MARGINS[name]).parameters.items()}
+
+
+def build_margin(name: str, **arguments: Any) -> Margin:
+    """Return the margin of that name; its class documents the arguments.
+
+    Raises:
+        ValueError: there is none of that name, or an argument is out of its range.
+    """
+    margin_arguments(name)
+    return MARGINS[name](**arguments)

@@ -22,7 +22,7 @@ class ArcFace(Margin):
     def __init__(self, scale: float = 64.0, margin: float = 0.5, gradient: str = "exact") -> None:
         super().__init__(scale, gradient)
         if not 0.0 <= margin <= math.pi / 2:
-            raise ValueError(f"loss.margin must be in [0, pi / 2] for arcface (radians, not degrees), got {margin}")
+            raise ValueError(f"margin must be in [0, pi / 2] for arcface (radians, not degrees), got {margin}")
         self.margin = float(margin)
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:

@@ -25,11 +25,11 @@ class Combined(Margin):
     def __init__(self, scale: float = 64.0, m1: float = 1.0, m2: float = 0.3, m3: float = 0.2, gradient: str = "exact") -> None:
         super().__init__(scale, gradient)
         if not (math.isfinite(m1) and m1 >= 1.0):
-            raise ValueError(f"loss.m1 must be 1 or more (a factor on the angle; 1 leaves it as it is), got {m1}")
+            raise ValueError(f"m1 must be 1 or more (a factor on the angle; 1 leaves it as it is), got {m1}")
         if not 0.0 <= m2 <= math.pi / 2:
-            raise ValueError(f"loss.m2 must be in [0, pi / 2] (radians, not degrees), got {m2}")
+            raise ValueError(f"m2 must be in [0, pi / 2] (radians, not degrees), got {m2}")
         if not 0.0 <= m3 < 1.0:
-            raise ValueError(f"loss.m3 must be in [0, 1) (a cosine, not an angle), got {m3}")
+            raise ValueError(f"m3 must be in [0, 1) (a cosine, not an angle), got {m3}")
         self.m1, self.m2, self.m3 = float(m1), float(m2), float(m3)
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ class CosFace(Margin):
     def __init__(self, scale: float = 64.0, margin: float = 0.4, gradient: str = "exact") -> None:
         super().__init__(scale, gradient)
         if not 0.0 <= margin < 1.0:
-            raise ValueError(f"loss.margin must be in [0, 1) for cosface (a cosine, not an angle), got {margin}")
+            raise ValueError(f"margin must be in [0, 1) for cosface (a cosine, not an angle), got {margin}")
         self.margin = float(margin)
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:

@@ -42,9 +42,9 @@ class Margin(nn.Module):
     def __init__(self, scale: float = 64.0, gradient: str = "exact") -> None:
         super().__init__()
         if not (math.isfinite(scale) and scale > 0):
-            raise ValueError(f"loss.scale must be a number above 0 (64 is usual), got {scale}")
+            raise ValueError(f"scale must be a number above 0 (64 is usual), got {scale}")
         if gradient not in GRADIENTS:
-            raise ValueError(f"loss.gradient must be one of {', '.join(GRADIENTS)}, got '{gradient}'")
+            raise ValueError(f"gradient must be one of {', '.join(GRADIENTS)}, got '{gradient}'")
         self.scale = float(scale)
         self.gradient = gradient
 

@@ -1,14 +1,20 @@
+import functools
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+import losses
 import train
-from configs import as_plain, dump_config, load_config
+from backbones import backbone_arguments, list_backbones
+from configs import as_plain, dump_config
+from configs import load_config as load_any_config
 from configs.loader import SCHEMA
+from losses import list_margins, margin_arguments
 from utils.suggest import nearest
 
+load_config = functools.partial(load_any_config, named=train.NAMED)
 CONFIGS = sorted(path for path in SCHEMA.parent.glob("*.yaml") if path != SCHEMA)
 
 
@@ -29,7 +35,7 @@ def test_every_config_says_its_command_and_only_what_differs(path: Path):
     config = load_config(path)
     for section, keys in own.items():
         for key in keys:
-            assert config[section][key] != below[section][key], f"{section}.{key} repeats the value below it"
+            assert config[section][key] != below[section].get(key), f"{section}.{key} repeats the value below it"
 
 
 def _load(tmp_path: Path, text: str, *overrides: str):
@@ -195,7 +201,7 @@ def test_the_page_about_configuration_is_true(tmp_path: Path, capsys: pytest.Cap
     arguments = re.search(r"^python train.py configs/mine.yaml (.*) --print-config$", page, re.M).group(1).split()
     assert train.main([str(folder / "mine.yaml"), *arguments, "--print-config"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
-    expected = yaml.safe_load(SCHEMA.read_text())
+    expected = as_plain(load_config(SCHEMA))
     for name, value in {
         "data.num_classes": 93431, "data.num_images": 5179510, "train.precision": "fp16",  # the file below
         "backbone.name": "r100", "optimizer.lr": 0.05, "eval.targets": ["lfw"],  # the file
@@ -210,6 +216,77 @@ def test_the_page_about_configuration_is_true(tmp_path: Path, capsys: pytest.Cap
     assert len(examples) >= 9
     (tmp_path / "again.yaml").write_text(yaml.safe_dump(printed))  # config.yaml of a run folder is a config
     assert as_plain(load_config(tmp_path / "again.yaml")) == printed
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("", [], {"name": "arcface", "scale": 64.0, "margin": 0.5, "gradient": "exact"}),
+        ("loss: {name: cosface}", [], {"name": "cosface", "scale": 64.0, "margin": 0.4, "gradient": "exact"}),
+        ("loss: {margin: 0.2, scale: 32}", ["loss.name=cosface"], {"name": "cosface", "scale": 32.0, "margin": 0.2}),
+        ("loss: {margin: 0.2}", ["loss.m3=0.1", "loss.name=combined"], {"name": "combined", "m1": 1.0, "m2": 0.3, "m3": 0.1}),
+        ("loss: {name: combined, m2: 0.1}", ["loss.name=arcface"], {"name": "arcface", "margin": 0.5}),
+        ("loss: {name: combined, m2: 0.1}", ["loss.m1=1.1"], {"name": "combined", "m1": 1.1, "m2": 0.1, "m3": 0.2}),
+    ],
+)
+def test_a_loss_has_the_arguments_of_its_class(tmp_path: Path, text: str, overrides: list[str], expected: dict[str, object]):
+    loss = _load(tmp_path, text, *overrides).loss
+    assert {key: loss[key] for key in expected} == expected
+    assert set(loss) == {"name", *margin_arguments(loss.name)}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "loss.marginn=0.2",
+            "no key 'loss.marginn'. Did you mean loss.margin? loss.name=arcface takes scale, margin, gradient",
+        ),
+        ("loss.m1=2", "no key 'loss.m1'. loss.name=arcface takes scale, margin, gradient"),
+        ("loss.name=arcfase", "loss.name must be one of arcface, cosface, combined, got 'arcfase'. Did you mean arcface?"),
+        ("loss.margin=wide", "loss.margin must be a number, got 'wide'"),
+        ("loss.margin=28.6", "loss.margin must be in [0, pi / 2] for arcface (radians, not degrees), got 28.6"),
+        ("loss.gradient=none", "loss.gradient must be one of exact, straight_through, got 'none'"),
+        ("backbone.dept=3", "no key 'backbone.dept'. backbone.name=r50 takes embedding_size, width, dropout"),
+        ("backbone.width=0", "backbone.width must be a number above 0"),
+        ("backbone.embedding_size=2.5", "backbone.embedding_size must be a whole number, got 2.5"),
+        ("backbone.name=vit_b", "backbone.name must be one of r18, r34, r50, r100, r200, mbf, got 'vit_b'."),
+    ],
+)
+def test_an_argument_that_its_class_does_not_take_is_one_line(tmp_path: Path, override: str, words: str):
+    with pytest.raises(ValueError) as found:
+        _load(tmp_path, "", override)
+    assert words in str(found.value) and "\n" not in str(found.value)
+
+
+def test_a_new_loss_is_a_class_with_arguments_and_no_key_of_base_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Leaning(losses.Margin):
+        def __init__(self, scale: float = 16.0, lean: float = 0.25, steps: int = 3, shy: bool = False) -> None:
+            super().__init__(scale)
+            if lean < 0:
+                raise ValueError(f"lean must be 0 or more, got {lean}")
+
+    monkeypatch.setitem(losses.MARGINS, "leaning", Leaning)
+    loss = _load(tmp_path, "loss: {name: leaning, steps: 5}", "loss.shy=on").loss
+    assert dict(loss) == {"name": "leaning", "scale": 16.0, "lean": 0.25, "steps": 5, "shy": True}
+    with pytest.raises(ValueError, match=r"loss\.steps must be a whole number, got 0\.5"):
+        _load(tmp_path, "loss: {name: leaning}", "loss.steps=0.5")
+    with pytest.raises(ValueError, match=r"loss\.lean must be 0 or more, got -1\.0"):
+        _load(tmp_path, "loss: {name: leaning}", "loss.lean=-1")
+
+
+def test_the_page_has_each_loss_and_backbone_with_its_arguments_and_their_defaults():
+    page = (SCHEMA.parent.parent / "docs" / "configuration.md").read_text()
+    rows = {row.split("|")[1].strip(" `"): row for row in page.splitlines() if row.startswith("| `")}
+    for name in list_margins():
+        assert re.findall(r"`(\w+)=([\w.]+)`", rows[f"loss.name={name}"]) == [
+            (k, f"{v}") for k, v in margin_arguments(name).items()
+        ]
+    for name in list_backbones():
+        row = next(
+            row for title, row in rows.items() if title.startswith("backbone.name=") and name in re.findall(r"\w+", title)
+        )
+        assert re.findall(r"`(\w+)=([\w.]+)`", row.split("|")[2]) == [(k, f"{v}") for k, v in backbone_arguments(name).items()]
 
 
 def test_check_opens_data_and_sets_and_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -12,7 +12,7 @@ from losses.margin import Margin
 
 
 def _arcface(scale: float = 64.0) -> Margin:
-    return build_margin("arcface", scale, 0.5, 1, 0, 0)
+    return build_margin("arcface", scale=scale, margin=0.5)
 
 
 def _first_loss(margin: Margin, num_classes: int, dim: int, batch: int, alike: float, seed: int) -> float:
@@ -47,7 +47,7 @@ def test_a_wrong_scale_margin_or_number_of_classes_is_found():
     margin = _arcface()
     for loss in (
         _first_loss(_arcface(32.0), 8000, 512, 256, 1.0, 0),
-        _first_loss(build_margin("cosface", 64.0, 0.35, 1, 0, 0), 8000, 512, 256, 1.0, 0),
+        _first_loss(build_margin("cosface", scale=64.0, margin=0.35), 8000, 512, 256, 1.0, 0),
         _first_loss(margin, 1000, 512, 256, 1.0, 0),
     ):
         text, sound = judge_first_loss(loss, margin, 8000, 512, 256)

@@ -24,7 +24,7 @@ RATES = {"sgd": 1e-2, "adamw": 1e-4}
 
 
 def _margin(name: str) -> Margin:
-    return build_margin(name, 64.0, 0.4, 1.0, 0.3, 0.2)
+    return build_margin(name, **({} if name == "combined" else {"margin": 0.4}))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -122,7 +122,7 @@ def _one_step(head: PartialFC, x: Tensor, labels: Tensor) -> tuple[float, Tensor
 
 def _compare_odd_case(centres: Tensor, x: Tensor, labels: Tensor, kernels: str, scale: float = 64.0) -> None:
     """Put these centres into a head and compare a step with the dense one."""
-    margin = build_margin("cosface", scale, 0.4, 1, 0, 0)
+    margin = build_margin("cosface", scale=scale, margin=0.4)
     head = PartialFC(
         margin, len(centres), centres.shape[1], config=HeadConfig(optimizer=RowSGD(0.0, 0.0), chunk=8, kernels=kernels)
     )
@@ -160,7 +160,7 @@ def test_duplicate_centres_and_a_batch_of_one_class(kernels: str):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_zero_embeddings_and_zero_centres_give_finite_numbers_and_move_nothing_else(kernels: str):
-    margin = build_margin("arcface", 64.0, 0.5, 1, 0, 0)
+    margin = build_margin("arcface", scale=64.0, margin=0.5)
     head = PartialFC(margin, 30, 16, config=HeadConfig(optimizer=RowSGD(0.0, 0.0), kernels=kernels))
     centres = head.centres.clone()
     centres[7] = 0.0

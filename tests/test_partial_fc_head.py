@@ -49,8 +49,8 @@ def _margin(name: str) -> Margin:
     if name == "norm":
         return NormScaled(32.0)
     if name == "wide":  # exp(300) is not finite in fp32: the row maximum must be used
-        return build_margin("cosface", 300.0, 0.3, 1, 0, 0)
-    return build_margin(name, 64.0, 0.4, 1.0, 0.3, 0.2)
+        return build_margin("cosface", scale=300.0, margin=0.3)
+    return build_margin(name, **({} if name == "combined" else {"margin": 0.4}))
 
 
 def _all_centres(num_classes: int, seed: int) -> Tensor:

@@ -23,7 +23,7 @@ def test_the_model_is_what_a_head_holds(
     state: str, dtype: torch.dtype, sample_rate: float, accumulation: int, cache_mb: int, optimizer: RowSGD, kernels: str
 ):
     num_classes = 20_000
-    margin = build_margin("cosface", 64.0, 0.4, 1, 0, 0)
+    margin = build_margin("cosface", scale=64.0, margin=0.4)
     config = HeadConfig(
         sample_rate, optimizer, state, "decay", matmul_dtype=dtype, chunk=2048, cache_mb=cache_mb, kernels=kernels
     )

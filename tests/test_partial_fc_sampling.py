@@ -94,7 +94,7 @@ def _graph(rank: int, world_size: int) -> None:
     """Compare the graph over the shards with all cosines at once."""
     num_classes, dim, k = 61, 12, 5
     config = HeadConfig(0.5, sampling="neighbours", num_neighbours=k, neighbours_every=2)
-    head = PartialFC(build_margin("cosface", 64.0, 0.4, 1, 0, 0), num_classes, dim, rank, world_size, 3, config)
+    head = PartialFC(build_margin("cosface", scale=64.0, margin=0.4), num_classes, dim, rank, world_size, 3, config)
     centres = F.normalize(initial_centres(0, num_classes, dim, 3))
     cosine = centres @ centres.t()
     cosine.fill_diagonal_(-2)

@@ -70,7 +70,7 @@ def _head(
     world_size: int = 1,
     **more: object,
 ) -> PartialFC:
-    margin = build_margin("cosface", 32.0, 0.3, 1, 0, 0)
+    margin = build_margin("cosface", scale=32.0, margin=0.3)
     config = HeadConfig(optimizer=optimizer or RowSGD(), storage=state, kernels=kernels, **more)  # type: ignore[arg-type]
     return PartialFC(margin, NUM_CLASSES, D, rank, world_size, 3, config)
 
@@ -127,7 +127,7 @@ def test_one_update_lands_on_a_neighbour_and_on_average_on_the_exact_result(
 
 @pytest.mark.parametrize(("state", "bytes_per_class"), [("exact", 4100), ("lean", 2052), ("tiny", 1544)])
 def test_bytes_per_class_are_as_promised(state: str, bytes_per_class: int):
-    head = PartialFC(build_margin("cosface", 32.0, 0.3, 1, 0, 0), 100, 512, config=HeadConfig(storage=state))
+    head = PartialFC(build_margin("cosface", scale=32.0, margin=0.3), 100, 512, config=HeadConfig(storage=state))
     assert head.centre_store.bytes_per_row == bytes_per_class
     assert sum(tensor.nbytes for tensor in head.shard_state().values()) == 100 * bytes_per_class
 

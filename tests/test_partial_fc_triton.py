@@ -318,7 +318,7 @@ def test_offsets_of_more_than_32_bits_reach_the_last_rows(device: torch.device) 
 def test_a_head_on_triton_trains_as_one_on_plain_torch(device: torch.device, optimizer: RowSGD | RowAdamW) -> None:
     heads = []
     for name in ("plain", "triton"):
-        margin = build_margin("arcface", 64.0, 0.5, 1, 0, 0)
+        margin = build_margin("arcface", scale=64.0, margin=0.5)
         head = PartialFC(
             margin, 90, 24, device=device, config=HeadConfig(sample_rate=0.5, optimizer=optimizer, chunk=32, kernels="plain")
         )

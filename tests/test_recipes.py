@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import train
 from configs import load_config
 from configs.loader import SCHEMA
 from scripts.arcface_torch import import_config as import_arcface_config
@@ -42,7 +43,7 @@ def test_a_recipe_is_what_the_importer_makes_of_its_source(name: str, tmp_path: 
     theirs, imported = tmp_path / "theirs.py", tmp_path / "imported.yaml"
     theirs.write_text("config = edict()\n" + "".join(f"config.{key} = {value!r}\n" for key, value in given.items()))
     assert import_arcface_config.main([str(theirs), "--gpus", str(gpus), "--out", str(imported)]) == 0
-    ours, other = load_config(SCHEMA.with_name(f"{name}.yaml")), load_config(imported)
+    ours, other = (load_config(path, (), train.NAMED) for path in (SCHEMA.with_name(f"{name}.yaml"), imported))
     for section in ("backbone", "loss", "head", "optimizer", "schedule", "train", "eval"):
         assert ours[section] == other[section], section
     assert (ours.data.num_classes, ours.data.num_images) == (other.data.num_classes, other.data.num_images)

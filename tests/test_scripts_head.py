@@ -19,7 +19,7 @@ NUM_CLASSES, D, ROWS = 60, 24, 12
 
 
 def _plain_equals_dense(rank: int, world_size: int) -> None:
-    margin, centres = build_margin("arcface", 64.0, 0.5, 1, 0, 0), all_centres(NUM_CLASSES, D, 0)
+    margin, centres = build_margin("arcface", scale=64.0, margin=0.5), all_centres(NUM_CLASSES, D, 0)
     embeddings, labels = (part[2:] for part in near_their_centres(centres, ROWS + 2))  # at cosine 1 the tutorials' is NaN
     share, rows = NUM_CLASSES // world_size, slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
     x, w = embeddings.double().requires_grad_(), centres.double().requires_grad_()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import train
 from configs import load_config
 from scripts.arcface_torch import import_config as import_arcface_config
 
@@ -39,7 +40,7 @@ def _convert(folder: Path, text: str, *more: str, gpus: int = 8) -> Any:
     out = folder / "ours.yaml"
     out.unlink(missing_ok=True)
     assert import_arcface_config.main([str(folder / "theirs.py"), "--gpus", str(gpus), "--out", str(out), *more]) == 0
-    return load_config(out)
+    return load_config(out, (), train.NAMED)
 
 
 def _error(folder: Path, capsys: pytest.CaptureFixture[str], text: str, *more: str) -> str:

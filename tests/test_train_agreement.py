@@ -52,7 +52,7 @@ def _write_labels(folder: Path, shift: int, more: bytes = b"") -> None:
 def _train_expecting(words: str, config: str, overrides: list[str]) -> None:
     started = time.monotonic()
     with pytest.raises(SharedError, match=words):
-        train.train(train.load_config(config, overrides), train.StopSignal())
+        train.train(train.load_config(config, overrides, train.NAMED), train.StopSignal())
     assert time.monotonic() - started < 10  # a second or two, on a machine with nothing else to do
 
 
@@ -89,7 +89,7 @@ def _disagree(rank: int, world_size: int, dataset: str, output: str) -> None:
     # another place, other resources, and a path in place of a name: the same run
     own = ["data.threads=3", f"eval.targets=[{dataset}/tiny.bin]", f"data.index_cache={output}/{rank}"]
     shared = [f"run.output={output}", "train.max_steps=2"]
-    train.train(train.load_config(config, [*rest, *shared, *(own if rank == 2 else [])]), train.StopSignal())
+    train.train(train.load_config(config, [*rest, *shared, *(own if rank == 2 else [])], train.NAMED), train.StopSignal())
 
 
 def test_a_rank_with_other_settings_or_data_is_named_on_all_ranks(

@@ -291,7 +291,7 @@ def _overflow_on_rank_1(rank: int, world_size: int, dataset: str, output: str) -
     overrides = ["train.precision=fp16", "train.max_steps=5", "train.batch_size=4", "eval.targets=[]"]
     (Path(output) / str(rank)).mkdir()
     config, *rest = tiny_run(Path(dataset), Path(output) / str(rank), *overrides, f"run.output={output}")
-    train.train(train.load_config(config, rest), train.StopSignal())
+    train.train(train.load_config(config, rest, train.NAMED), train.StopSignal())
     for states in (weights, centres):  # before the update of each step: that of the third did not take place, on any rank
         assert [torch.equal(states[step], states[step + 1]) for step in range(4)] == [False, False, True, False]
     ends = torch.cat([parameter.detach().reshape(-1) for parameter in backbones[-1].parameters()])

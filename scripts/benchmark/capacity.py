@@ -226,7 +226,7 @@ def _worker(options: argparse.Namespace, case: dict[str, Any]) -> None:
     device = torch.device(case["device"])
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * _GIB / torch.cuda.mem_get_info()[1]))
-    margin = build_margin("arcface", 64.0, 0.5, 1.0, 0.0, 0.0)
+    margin = build_margin("arcface", scale=64.0, margin=0.5)
     rows, dim = options.batch * options.gpus, options.embedding_size
     torch.mm(torch.ones(64, 64, device=device), torch.ones(64, 64, device=device))
     before = peak_bytes(device)

@@ -127,7 +127,7 @@ def training_state(name: str, classes: int) -> dict[str, Any]:
     for parameter in backbone.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    margin = build_margin("cosface", 64.0, 0.4, 1, 0, 0)
+    margin = build_margin("cosface", scale=64.0, margin=0.4)
     head = PartialFC(margin, classes, _DIM)
     return {
         "backbone": backbone.state_dict(),

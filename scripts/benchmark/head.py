@@ -203,7 +203,7 @@ def _plain_step(case: dict[str, Any], rank: int, embeddings: torch.Tensor, label
 
 def _our_step(case: dict[str, Any], rank: int, embeddings: torch.Tensor, labels: torch.Tensor) -> Callable[[int], Any]:
     head = PartialFC(
-        build_margin("arcface", 64.0, 0.5, 1.0, 0.0, 0.0),
+        build_margin("arcface", scale=64.0, margin=0.5),
         case["classes"],
         _DIM,
         rank,

@@ -112,7 +112,7 @@ def train(
     task: Task, arguments: dict[str, Any], nearest: bool, seed: int, steps: int, held_out: tuple[Tensor, Tensor]
 ) -> dict[str, float]:
     """Train the centres; return the figures on held-out embeddings."""
-    margin = build_margin("arcface", 64.0, 0.5, 1.0, 0.0, 0.0)
+    margin = build_margin("arcface", scale=64.0, margin=0.5)
     head = PartialFC(margin, len(task.means), _DIM, seed=seed, config=HeadConfig(optimizer=RowSGD(0.9, 5e-4), **arguments))
     generator = torch.Generator().manual_seed(3 + seed)
     for step in tqdm(range(steps), leave=False, ncols=80):
