@@ -4,7 +4,6 @@ CONFIG is a YAML file that names what differs from configs/base.yaml, where ever
 Example: python train.py configs/ms1mv3_r50.yaml data.path=/data/ms1m-retinaface-t1 optimizer.lr=0.05 train.epochs=2
 
 One process or many, CPU or CUDA, run the same lines. The optimizer step is the one clock: whatever is periodic counts in it.
-Shapes: b = images of this rank in one micro-batch, A = micro-batches per optimizer step, D = embedding size.
 """
 
 import functools
@@ -12,40 +11,32 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from easydict import EasyDict
-from torch import nn
+from torch import Tensor
 
-from backbones import backbone_arguments, build_backbone, check_backbone
-from configs import NamedSection, as_plain, dump_config, load_config, shared_settings
-from data import build_dataset
-from data.augment import Augment, prepare
+from backbones import backbone_arguments, check_backbone
+from configs import NamedSection, dump_config, load_config
+from data.augment import Augment
 from data.bad_batch import write_bad_batch
-from data.base import FaceDataset
 from data.loader import Loader
-from data.sampler import SampleOrder, Samples, check_batch
-from eval.embed import class_means
-from eval.evaluate import check_metric, load_pair_sets
-from eval.monitor import check_names, score_and_log
-from eval.pair_sets.bin_file import PairSet
+from eval.monitor import Evaluator
 from losses import build_margin, margin_arguments
 from losses.first_loss import judge_first_loss
-from partial_fc import PartialFC, build_head, check_head_fits, head_config
-from partial_fc.init_centres import InitCounts, init_centres
+from partial_fc.init_centres import InitCounts
+from training.model import Model, build_model, resume_or_init
+from training.setup import Setup, open_data, set_up
+from training.step import forward_backward, update
 from utils import distributed
-from utils.checkpoint.resume import changed_keys, prepare_run_folder, restore, trainer_state
+from utils.checkpoint.resume import changed_keys
 from utils.checkpoint.retention import best_score
-from utils.checkpoint.weights import load_initial
 from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
 from utils.cli import make_parser
-from utils.distributed import SharedError, World, raise_on_all_ranks
-from utils.distributed.agreement import require_equal, require_same_program
+from utils.distributed import SharedError
 from utils.distributed.watchdog import Watchdog
 from utils.log import RunLog, Speed, peak_memory_gib
-from utils.memory import available_bytes, backbone_memory
-from utils.optim import AUTOCAST, LossScaler, build_optimizer, freeze, is_finite, set_training, unscale_and_clip_grad_norm_
+from utils.optim import is_finite, set_training, unscale_and_clip_grad_norm_
 from utils.program import StoppedError, StopSignal, run_main
 from utils.randomness import derive
 from utils.schedule import learning_rate
@@ -54,252 +45,181 @@ NAMED = {"backbone": NamedSection(backbone_arguments, check_backbone), "loss": N
 
 
 def train(config: EasyDict, stop: StopSignal) -> None:
-    """Run one training from its configuration: set up, build, resume, loop, finish."""
-    # ---- set up: processes, data, verification sets, run folder; whatever is wrong is said before anything is trained
-    # a minute more than the watchdog's, which knows where the others are and is to speak first
-    world = distributed.init_distributed(config.run.device, config.run.threads, config.run.timeout_minutes + 1)
-    unlike = require_same_program(shared_settings(as_plain(config)), world)
-    batch_size, accumulation = config.train.batch_size, config.train.accumulation
-    data = config.data
-    for first in (True, False):  # one process of each machine parses the data, the others map what it found
-        with raise_on_all_ranks(world):
-            if (world.local_rank == 0) is first:
-                dataset, pair_sets = open_data(config, world.world_size)
-    seen = {**dataset.fingerprint(), **{f"hash of {pair_set.name}": pair_set.digest() for pair_set in pair_sets}}
-    require_equal(seen, world, "data.path and eval.path must hold the same data for all processes; copy them again")
-    order = SampleOrder(
-        dataset.num_images, batch_size, config.run.seed, data.flip, data.shuffle, data.block, data.window, dataset.epoch_indices
-    )
-    share = {"rank": world.rank, "world_size": world.world_size, "accumulation": accumulation}  # of each global batch
-    total_steps = config.train.max_steps or max(1, int(config.train.epochs * dataset.num_images / batch_size))
-    warmup_steps = round(config.schedule.warmup_epochs * dataset.num_images / batch_size)
-    facts = {
-        "run_signature": {
-            "backbone": [config.backbone.name, config.backbone.embedding_size, config.backbone.width],
-            "num_classes": dataset.num_classes,
-            "num_images": dataset.num_images,
-            "batch_size": batch_size,
-            "seed": config.run.seed,
-            "labels": seen["hash of the labels"],
-        },
-        "config": as_plain(config),
-    }
-    folder, saving = Path(config.run.output) / config.run.name, config.checkpoint
-    resume_from, warnings = prepare_run_folder(folder, saving, dump_config(config), facts["run_signature"], world)
-
-    # ---- build
-    autocast = AUTOCAST[config.train.precision]
-    torch.manual_seed(derive(config.run.seed, "backbone"))
-    backbone = build_backbone(**{key: config.backbone[key] for key in ("name", *backbone_arguments(config.backbone.name))})
-    backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    margin = build_margin(**config.loss)
-    classes, dim, seed = dataset.num_classes, config.backbone.embedding_size, config.run.seed
-    settings = ("name", "lr", "momentum", "weight_decay", "beta2", "eps", "lr_factors")
-    of_head = head_config(config.head, config.optimizer, autocast, world.device)
-    free = min(distributed.all_gather_objects(available_bytes(world), world))  # so that all ranks say the same
-    with raise_on_all_ranks(world):
-        freeze(backbone, config.backbone.freeze)
-        optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in settings})
-        moments, rows = 2 if config.optimizer.name == "adamw" else 1, batch_size // accumulation
-        beside = backbone_memory(backbone, autocast, moments).total(rows // world.world_size)
-        check_head_fits(classes, dim, world, of_head, rows, accumulation, beside, free)
-    head = build_head(margin, classes, dim, world, seed, of_head)
-    scaler = LossScaler(enabled=autocast is torch.float16)
-
-    # ---- resume, or begin with the weights of another training
-    start_step, started = 0, InitCounts(0, 0, 0)
-    with raise_on_all_ranks(world):
-        if resume_from is not None:
-            start_step = restore(resume_from, backbone, margin, optimizer, scaler, head.load_rows)
-        elif config.init.backbone:
-            started = start_from(config, backbone, head, dataset, world, autocast)
+    """Run one training from its configuration: set up, build, resume, loop."""
+    setup = set_up(config)
+    model = build_model(config, setup)
+    start_step, counts = resume_or_init(config, setup, model)
+    world, total_steps, saving = setup.world, setup.total_steps, config.checkpoint
     torch.backends.cudnn.benchmark = True  # from here on every batch has the same shape
-    model = distributed.as_data_parallel(backbone, world)
-    best = distributed.all_gather_objects(best_score(folder, facts) if world.rank == 0 else None, world)[0]
-    set_training(backbone, config.backbone.freeze_norm, config.backbone.freeze)
+    parallel = distributed.as_data_parallel(model.backbone, world)
+    best = distributed.all_gather_objects(best_score(setup.folder, setup.facts) if world.rank == 0 else None, world)[0]
+    set_training(model.backbone, config.backbone.freeze_norm, config.backbone.freeze)
 
     keep = RetentionPolicy(saving.keep_last, saving.keep_every, saving.keep_best)
     with (
-        RunLog(folder, world.rank, start_step, total_steps, batch_size / dataset.num_images) as log,
-        CheckpointWriter(folder, world, keep, saving.background, saving.max_failed_saves, log.warn) as writer,
+        RunLog(setup.folder, world.rank, start_step, total_steps, setup.epochs_per_step) as log,
+        CheckpointWriter(setup.folder, world, keep, saving.background, saving.max_failed_saves, log.warn) as writer,
         Watchdog(world, config.run.timeout_minutes) as watch,
     ):
-        log.info(dataset.describe())
-        for line in (*dataset.warnings, *unlike, *warnings):
-            log.warn(line)
-        log.info(
-            f"{config.run.name}: {total_steps} steps of {batch_size} images, {world.world_size} x {world.device.type}, "
-            f"{sum(p.numel() for p in backbone.parameters()) / 1e6:.2f} M backbone parameters, {dataset.num_classes} classes"
-        )
-        log.info(head.describe())
-        for line in head.warnings:
-            log.warn(line)
-        if resume_from is None and config.init.backbone:
-            total = InitCounts(*map(sum, zip(*distributed.all_gather_objects(started, world), strict=True)))
-            log.info(f"starting from {config.init.backbone}; class centres: {total}")
-        if resume_from is not None:
-            log.info(f"resumed from {resume_from} after step {start_step}")
-            for line in changed_keys(resume_from, facts["config"]):
-                log.info(line)
+        introduce(config, setup, model, counts, start_step, log)
         if start_step >= total_steps:
             log.info("training is complete already; nothing to do. Raise train.epochs, or choose another run.name")
             return
-
-        def score(step: int) -> float | None:
-            """Evaluate all sets after `step` optimizer steps; return what checkpoints are compared by."""
-            watch.at(step, "evaluating", limited=False)
-            settings, title = (config.eval.batch_size, autocast, data.threads), f"{config.run.name} after step {step}"
-            at_end = folder if step == total_steps else None
-            return score_and_log(backbone, pair_sets, world, settings, config.eval.metric, log, step, title, at_end)
-
-        def save(step: int, selection: float | None, last: bool = False) -> None:
-            watch.at(step, "saving", limited=False)
-            distributed.broadcast_module(backbone, world)
-            trainer, slots = trainer_state(backbone, margin, optimizer, scaler), (head.first_slot, head.end_slot)
-            known = {**facts, "score": selection}
-            writer.save(step, backbone.state_dict(), head.shard_state(), slots, trainer, known, last)
-
+        settings = (config.eval.batch_size, model.autocast, config.data.threads)
+        sets, metric, name = setup.pair_sets, config.eval.metric, config.run.name
+        evaluator = Evaluator(model.backbone, sets, world, settings, metric, log, name, total_steps, setup.folder)
+        meter = Meter(config, setup, model, log)
         if config.eval.at_start and start_step == 0:
-            score(0)
-
-        # ---- loop
-        def samples(step: int) -> Samples:
-            return order.samples(step, **share)
-
-        ahead = functools.partial(order.read_ahead, first_step=start_step, **share)
-        steps, augment = (start_step, total_steps), Augment(config.augment, config.run.seed)
-        loader = Loader(dataset, samples, *steps, data.threads, data.prefetch, world.device, ahead, augment)
-
-        def not_finite(what: str) -> SharedError:
-            words = write_bad_batch(folder, step, what, dataset, samples(step), outputs, world)
-            return SharedError(
-                f"{what} in step {step}; stopped before it reached the weights. {words}. Checkpoints in {folder} hold finite "
-                "numbers only; lower optimizer.lr or lengthen schedule.warmup_epochs"
-            )
-
-        speed, loss_sum, loss_count, stop.can_save = Speed(batch_size), 0.0, 0, True
+            watch.at(0, "evaluating", limited=False)
+            evaluator.score(0)
+        ahead = functools.partial(setup.order.read_ahead, first_step=start_step, **setup.share)
+        augment, data = Augment(config.augment, config.run.seed), config.data
+        steps = (start_step, total_steps, data.threads, data.prefetch, world.device)
+        loader = Loader(setup.dataset, setup.samples, *steps, ahead, augment)
+        stop.can_save = True
         watch.at(start_step, "waiting for data")
         for step, batch in enumerate(loader, start_step):
+            # ---- one optimizer step
             watch.at(step, "training")
-            lr = learning_rate(step, config.optimizer.lr, total_steps, warmup_steps, config.schedule.power)
-            for group in optimizer.param_groups:
-                group["lr"] = lr * group["lr_factor"]
             torch.manual_seed(derive(config.run.seed, "step", step, world.rank))  # dropout; so a resumed run draws the same
-            head.begin_step(batch.labels.view(accumulation, -1), step)
-            optimizer.zero_grad(set_to_none=True)
-            loss, outputs = 0.0, []
-            micro_batches = zip(batch.images.chunk(accumulation), batch.mirrored.chunk(accumulation), strict=True)
-            for micro, (images, mirrored) in enumerate(micro_batches):
-                last = micro == accumulation - 1
-                with distributed.gradients_shared(model, now=last):
-                    with torch.autocast(world.device.type, dtype=autocast, enabled=autocast is not None):
-                        embeddings = model(prepare(images, mirrored))  # (b, D)
-                    micro_loss = head(embeddings.float(), micro)
-                    # the head's gradient is that of the global mean; x world_size cancels the mean that DDP takes
-                    (micro_loss * (world.world_size * scaler.scale / accumulation)).backward()
-                loss += float(micro_loss.detach()) / accumulation
-                outputs.append(embeddings.detach())
+            loss, embeddings = forward_backward(model, parallel, batch, step, config.train.accumulation, world)
             if not math.isfinite(loss):
-                raise not_finite(f"the loss is {loss}")
+                raise not_finite(f"the loss is {loss}", step, setup, embeddings)
             if step == 0 and not config.init.backbone:
-                text, sound = judge_first_loss(loss, margin, head.num_active(), dim, head.num_people())
-                (log.info if sound else log.warn)(text)
-            norm = unscale_and_clip_grad_norm_(backbone, scaler.scale, config.optimizer.clip_norm)
+                judge_loss(loss, model, config.backbone.embedding_size, log)
+            grad_norm = unscale_and_clip_grad_norm_(model.backbone, model.scaler.scale, config.optimizer.clip_norm)
             timed = saving.every_minutes > 0 and writer.minutes_since_save() >= saving.every_minutes and world.rank == 0
             overflow, stopping, writing, timed = distributed.any_ranks(
-                [not bool(norm.isfinite()), bool(stop.name), writer.is_writing, timed], world
+                [not bool(grad_norm.isfinite()), bool(stop.name), writer.is_writing, timed], world
             )
             writer.advance(writing)
-            if overflow and not (scaler.enabled and scaler.scale > 2.0**-10):
-                raise not_finite("the gradient is not finite")
+            if overflow and not (model.scaler.enabled and model.scaler.scale > 2.0**-10):
+                raise not_finite("the gradient is not finite", step, setup, embeddings)
+            lr = learning_rate(step, config.optimizer.lr, total_steps, setup.warmup_steps, config.schedule.power)
             if not overflow:  # of fp16; an optimizer step is that of backbone and centres, or none
-                head.step(lr * config.head.lr_factor)
-                optimizer.step()
-            scaler.update(overflow)
+                update(model, lr, lr * config.head.lr_factor)
+            model.scaler.update(overflow)
 
             # ---- after the step: `done` optimizer steps are finished
             done = step + 1
-            speed.count()
-            loss_sum, loss_count = loss_sum + loss, loss_count + 1
-            log.advance(done, loss)
+            meter.count(done, loss)
             if done % config.log.every == 0 or done == total_steps:
-                images_per_second, data_wait = speed.lap(loader.waited)
-                numbers = {
-                    "loss": loss_sum / loss_count,
-                    "lr": lr,
-                    "grad_norm": float(norm),
-                    "positive_cosine": float(head.positive_cosine),
-                    "images_per_second": images_per_second,
-                    "data_wait": data_wait,
-                    "memory_gib": peak_memory_gib(world.device),
-                }
-                if scaler.enabled:
-                    numbers["loss_scale"] = scaler.scale
-                log.train(done, numbers, speed.eta(total_steps - done))
-                loss_sum, loss_count = 0.0, 0
-                if data.on_bad_record == "skip":
-                    for line in itertools.chain(*distributed.all_gather_objects(dataset.take_warnings(), world)):
-                        log.warn(line)
-            pause = time.perf_counter()
-            selection = None
+                meter.report(done, lr, grad_norm, loader.waited)
+            pause, score = time.perf_counter(), None
             stopping = stopping and done < total_steps
             if is_due(done, config.eval.every, total_steps if config.eval.at_end else 0) and not stopping:
+                watch.at(done, "evaluating", limited=False)
                 try:
-                    selection = score(done)
-                except ValueError:  # on every rank; what was trained is not lost with it, unless it is worth nothing
-                    if is_finite(backbone):
-                        save(done, None, last=True)
+                    score = evaluator.score(done)
+                except ValueError:  # on every rank: save before re-raising, unless the weights are not finite
+                    if is_finite(model.backbone):
+                        save(done, None, setup, model, writer, watch, last=True)
                     raise
-            new_best = saving.keep_best > 0 and selection is not None and (best is None or selection > best)
-            best = selection if new_best else best
+            new_best = saving.keep_best > 0 and score is not None and (best is None or score > best)
+            best = score if new_best else best
             if stopping or timed or new_best or is_due(done, saving.every, total_steps):
-                save(done, selection, last=stopping or done == total_steps)
+                save(done, score, setup, model, writer, watch, last=stopping or done == total_steps)
             if stopping:
-                again = "checkpoint.resume=auto" if saving.resume == "never" else "the same command"
-                cause = stop.name or "a signal to another process"
-                raise StoppedError(
-                    f"{cause}: saved after step {done} of {total_steps}; {again} goes on from there", stop.status
-                )
-            speed.pause(time.perf_counter() - pause)
+                raise stopped(stop, saving.resume, done, total_steps)
+            meter.speed.pause(time.perf_counter() - pause)
             watch.at(done, "waiting for data")
+        log.info(f"finished {total_steps} steps; checkpoints, log and figures are in {setup.folder}")
 
-        log.info(f"finished {total_steps} steps; checkpoints, log and figures are in {folder}")
+
+def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, start_step: int, log: RunLog) -> None:
+    """Log what the run is made of, and where it begins. A collective call."""
+    world, dataset = setup.world, setup.dataset
+    log.info(dataset.describe())
+    for line in setup.warnings:
+        log.warn(line)
+    parameters = sum(parameter.numel() for parameter in model.backbone.parameters()) / 1e6
+    log.info(
+        f"{config.run.name}: {setup.total_steps} steps of {config.train.batch_size} images, {world.world_size} x "
+        f"{world.device.type}, {parameters:.2f} M backbone parameters, {dataset.num_classes} classes"
+    )
+    log.info(model.head.describe())
+    for line in model.head.warnings:
+        log.warn(line)
+    if setup.resume_from is None and config.init.backbone:
+        total = InitCounts(*map(sum, zip(*distributed.all_gather_objects(counts, world), strict=True)))
+        log.info(f"starting from {config.init.backbone}; class centres: {total}")
+    if setup.resume_from is not None:
+        log.info(f"resumed from {setup.resume_from} after step {start_step}")
+        for line in changed_keys(setup.resume_from, setup.facts["config"]):
+            log.info(line)
 
 
-def open_data(config: EasyDict, num_processes: int) -> tuple[FaceDataset, list[PairSet]]:
-    """Return the training data and the verification sets, after checking what can be checked of them before training."""
-    data = config.data
-    check_batch(config.train.batch_size, config.train.accumulation, num_processes)
-    cache = {"auto": str(Path(config.run.output) / "index_cache"), "off": None}.get(data.index_cache, data.index_cache)
-    dataset = build_dataset(data, config.run.seed, cache)
-    pair_sets = load_pair_sets(config.eval.path or data.path, config.eval.targets)
-    check_names(pair_sets)
-    check_metric(pair_sets, config.eval.metric)
-    return dataset, pair_sets
+def judge_loss(loss: float, model: Model, embedding_size: int, log: RunLog) -> None:
+    """Log whether the loss of the first step is that of an untrained network."""
+    text, sound = judge_first_loss(loss, model.margin, model.head.num_active(), embedding_size, model.head.num_people())
+    (log.info if sound else log.warn)(text)
+
+
+def not_finite(what: str, step: int, setup: Setup, embeddings: Sequence[Tensor]) -> SharedError:
+    """Write down the batch of a loss or gradient that is not finite, and return the error for it. A collective call."""
+    words = write_bad_batch(setup.folder, step, what, setup.dataset, setup.samples(step), embeddings, setup.world)
+    return SharedError(
+        f"{what} in step {step}; stopped before it reached the weights. {words}. Checkpoints in {setup.folder} hold finite "
+        "numbers only; lower optimizer.lr or lengthen schedule.warmup_epochs"
+    )
+
+
+def save(
+    step: int, score: float | None, setup: Setup, model: Model, writer: CheckpointWriter, watch: Watchdog, last: bool
+) -> None:
+    """Begin to save a checkpoint after `step` optimizer steps; wait for its end if it is the last one."""
+    watch.at(step, "saving", limited=False)
+    distributed.broadcast_module(model.backbone, setup.world)
+    slots, facts = (model.head.first_slot, model.head.end_slot), {**setup.facts, "score": score}
+    writer.save(step, model.backbone.state_dict(), model.head.shard_state(), slots, model.trainer_state(), facts, last)
+
+
+def stopped(stop: StopSignal, resume: str, done: int, total_steps: int) -> StoppedError:
+    """Return the error that ends a run which was told to stop and has saved."""
+    again = "checkpoint.resume=auto" if resume == "never" else "the same command"
+    cause = stop.name or "a signal to another process"
+    return StoppedError(f"{cause}: saved after step {done} of {total_steps}; {again} goes on from there", stop.status)
+
+
+class Meter:
+    """Collects the numbers of training between two lines of the log."""
+
+    def __init__(self, config: EasyDict, setup: Setup, model: Model, log: RunLog) -> None:
+        self.config, self.setup, self.model, self.log = config, setup, model, log
+        self.speed = Speed(config.train.batch_size)
+        self._loss_sum, self._count = 0.0, 0
+
+    def count(self, done: int, loss: float) -> None:
+        """Note an optimizer step."""
+        self.speed.count()
+        self._loss_sum, self._count = self._loss_sum + loss, self._count + 1
+        self.log.advance(done, loss)
+
+    def report(self, done: int, lr: float, grad_norm: Tensor, waited: float) -> None:
+        """Log the numbers since the last report, and what the dataset has to say. A collective call."""
+        images_per_second, data_wait = self.speed.lap(waited)
+        numbers = {
+            "loss": self._loss_sum / self._count,
+            "lr": lr,
+            "grad_norm": float(grad_norm),
+            "positive_cosine": float(self.model.head.positive_cosine),
+            "images_per_second": images_per_second,
+            "data_wait": data_wait,
+            "memory_gib": peak_memory_gib(self.setup.world.device),
+        }
+        if self.model.scaler.enabled:
+            numbers["loss_scale"] = self.model.scaler.scale
+        self.log.train(done, numbers, self.speed.eta(self.setup.total_steps - done))
+        self._loss_sum, self._count = 0.0, 0
+        if self.config.data.on_bad_record == "skip":
+            warnings = distributed.all_gather_objects(self.setup.dataset.take_warnings(), self.setup.world)
+            for line in itertools.chain(*warnings):
+                self.log.warn(line)
 
 
 def is_due(done: int, every: int, total_steps: int) -> bool:
+    """Return whether something periodic is due after `done` steps: after each `every` of them (0 = never), and at the end."""
     return done == total_steps or (every > 0 and done % every == 0)
-
-
-def start_from(
-    config: EasyDict, backbone: nn.Module, head: PartialFC, dataset: FaceDataset, world: World, autocast: torch.dtype | None
-) -> InitCounts:
-    """Fill backbone and class centres from another training, as the section `init` says; return how many of this rank's are."""
-    init = config.init
-    load_initial(backbone, Path(init.backbone))
-    means = functools.partial(
-        class_means,
-        backbone,
-        dataset.pixels_and_label,
-        dataset.labels(),
-        per_class=init.images_per_class,
-        device=world.device,
-        batch_size=config.eval.batch_size,
-        autocast=autocast,
-        threads=config.data.threads,
-    )
-    return init_centres(head, init.head, init.classes, means if init.new_classes == "images" else None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

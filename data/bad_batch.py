@@ -1,4 +1,4 @@
-"""What was in the batch whose loss was not finite, for who looks for the cause."""
+"""Write down the batch behind a loss that is not finite."""
 
 import json
 from collections.abc import Sequence

@@ -30,7 +30,7 @@ class Decodes(Protocol):
     def decode_into(self, index: int, out: np.ndarray) -> int: ...
 
 
-class Batch(NamedTuple):
+class LoadedBatch(NamedTuple):
     """One rank's images of one optimizer step, on the device."""
 
     images: Tensor  # (n, H, W, 3) uint8 RGB
@@ -91,7 +91,7 @@ class Loader:
         self.threads, self.prefetch, self.device, self.augment = threads, prefetch, device, augment
         self.waited = 0.0  # seconds in which the consumer waited for a batch, the first one aside
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[LoadedBatch]:
         pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decoder")
         reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         ahead: deque[Future[None]] = deque()
@@ -119,7 +119,7 @@ class Loader:
         try:
             for _ in range(self.prefetch):
                 submit()
-            shipped: tuple[_Job, Batch] | None = None
+            shipped: tuple[_Job, LoadedBatch] | None = None
             first = True
             while pending or shipped:
                 asked = time.perf_counter()
@@ -155,21 +155,21 @@ class _Shipping:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start(self, job: _Job) -> tuple[_Job, Batch]:
+    def start(self, job: _Job) -> tuple[_Job, LoadedBatch]:
         """Wait until the batch is decoded, and start its copy to the device. An error of a decoder thread is raised here."""
         for part in job.parts:
             part.result()
         labels, mirrored = torch.from_numpy(job.buffer.labels.copy()), torch.from_numpy(job.samples.mirrored)
         if self.stream is None:
-            return job, Batch(job.buffer.images, labels, mirrored)
+            return job, LoadedBatch(job.buffer.images, labels, mirrored)
         with torch.cuda.stream(self.stream):
             images = job.buffer.images.to(self.device, non_blocking=True)
             mirrored = mirrored.pin_memory().to(self.device, non_blocking=True)
             job.buffer.copied = torch.cuda.Event()
             job.buffer.copied.record(self.stream)
-        return job, Batch(images, labels, mirrored)
+        return job, LoadedBatch(images, labels, mirrored)
 
-    def arrive(self, job: _Job, batch: Batch) -> Batch:
+    def arrive(self, job: _Job, batch: LoadedBatch) -> LoadedBatch:
         """Return the batch, to be used on the current stream, which waits for the copy.
 
         Without record_stream the allocator could give the memory, which belongs to the stream of the copies, to the next

@@ -1,4 +1,4 @@
-"""Evaluation while a network trains: score all sets, log their numbers and curves, return what checkpoints are compared by."""
+"""Evaluation while a network trains: its sets, their numbers and curves, and the score that checkpoints are compared by."""
 
 import time
 from collections.abc import Sequence
@@ -27,41 +27,50 @@ def check_names(sets: Sequence[PairSet]) -> None:
             )
 
 
-def score_and_log(
-    backbone: nn.Module,
-    sets: Sequence[PairSet],
-    world: World,
-    settings: tuple[int, torch.dtype | None, int],
-    metric: str,
-    log: RunLog,
-    step: int,
-    title: str,
-    summary_folder: Path | None = None,
-) -> float | None:
-    """Evaluate all sets after `step` optimizer steps; return their score in `metric`, equal on all ranks, None without sets.
+class Evaluator:
+    """Scores a backbone on all sets while it trains.
 
     Args:
         settings: batch size per rank, autocast dtype, decoder threads.
         metric: as for `selection_score`.
-        title: of the figures.
-        summary_folder: where results.json, results.md and verification.png go; None = nowhere.
-
-    Raises:
-        ValueError: on every rank, naming the set that cannot be scored.
+        name: of the run, for the title of the figures.
+        last_step: after which results.json, results.md and verification.png go to `folder`.
     """
-    if not sets:
-        return None
-    started = time.perf_counter()
-    broadcast_module(backbone, world)
-    results = dict(evaluate(backbone, sets, world, *settings))
-    for name, result in results.items():
-        log.record(step, name, scalars(result))
-    log.info(f"evaluation after step {step}, {time.perf_counter() - started:.1f} s\n{format_table(results)}")
-    if world.rank == 0:
-        picture = overview(results, title)
-        log.picture(step, "verification", picture)
-        if summary_folder is not None:
-            with log.tolerant("the summary"):
-                write_summary(summary_folder, picture, results)
-    # processors of two kinds may round differently, and the ranks must agree on which checkpoint is the best
-    return all_gather_objects(selection_score(results, metric), world)[0]
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        sets: Sequence[PairSet],
+        world: World,
+        settings: tuple[int, torch.dtype | None, int],
+        metric: str,
+        log: RunLog,
+        name: str,
+        last_step: int,
+        folder: Path,
+    ) -> None:
+        self.backbone, self.sets, self.world, self.settings = backbone, sets, world, settings
+        self.metric, self.log, self.name, self.last_step, self.folder = metric, log, name, last_step, folder
+
+    def score(self, step: int) -> float | None:
+        """Evaluate all sets after `step` optimizer steps; return their score in the metric, equal on all ranks. None = no sets.
+
+        Raises:
+            ValueError: on every rank, naming the set that cannot be scored.
+        """
+        if not self.sets:
+            return None
+        started = time.perf_counter()
+        broadcast_module(self.backbone, self.world)
+        results = dict(evaluate(self.backbone, self.sets, self.world, *self.settings))
+        for name, result in results.items():
+            self.log.record(step, name, scalars(result))
+        self.log.info(f"evaluation after step {step}, {time.perf_counter() - started:.1f} s\n{format_table(results)}")
+        if self.world.rank == 0:
+            picture = overview(results, f"{self.name} after step {step}")
+            self.log.picture(step, "verification", picture)
+            if step == self.last_step:
+                with self.log.tolerant("the summary"):
+                    write_summary(self.folder, picture, results)
+        # processors of two kinds may round differently, and the ranks must agree on which checkpoint is the best
+        return all_gather_objects(selection_score(results, self.metric), self.world)[0]

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+GLUE = {"scripts", "training", "utils"}
 LEAVES = {"backbones", "configs", "data", "eval", "losses", "partial_fc"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = {"configs/base.py", "configs/ms1mv3_r50.py", "configs/mine.yaml"}  # files of arcface_torch, and of a user
 TESTS = sorted((ROOT / "tests").glob("test_*.py"))
 PROGRAMS = [ROOT / "train.py", ROOT / "eval" / "__main__.py", *sorted((ROOT / "scripts").rglob("*.py"))]
-SOURCES = [ROOT / "train.py", *(path for name in sorted(LEAVES | {"utils", "scripts"}) for path in (ROOT / name).rglob("*.py"))]
+SOURCES = [ROOT / "train.py", *(path for name in sorted(LEAVES | GLUE) for path in (ROOT / name).rglob("*.py"))]
 
 
 def _imports(path: Path) -> set[str]:
@@ -29,12 +30,14 @@ def _imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_one_way(path: Path):
-    packages = {name.split(".")[0] for name in _imports(path)} & (LEAVES | {"utils", "scripts", "train"})
+    packages = {name.split(".")[0] for name in _imports(path)} & (LEAVES | GLUE | {"train"})
     home = path.relative_to(ROOT).parts[0]
     if path == ROOT / "eval" / "__main__.py":
         assert packages <= {"utils", "eval", "backbones"}
     elif path in PROGRAMS:
         assert "train" not in packages
+    elif home == "training":
+        assert not packages & {"scripts", "train"}
     elif home == "utils":
         assert packages <= {"utils"}
     else:
@@ -114,14 +117,14 @@ def test_the_list_of_utils_is_closed():
 def test_every_package_is_listed_for_installation():
     text = (ROOT / "pyproject.toml").read_text()
     listed = re.findall(r'"(\w+)\*"', re.search(r"^include = \[(.*)\]", text, re.M).group(1))
-    assert set(listed) == LEAVES | {"utils", "scripts"}  # with the packages inside them
+    assert set(listed) == LEAVES | GLUE  # with the packages inside them
     assert all((path.parent / "__init__.py").is_file() for path in SOURCES if path.parent != ROOT)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_a_page_names_only_files_and_programs_that_exist(page: Path):
     text = page.read_text()
-    rooms = "|".join(sorted(LEAVES | {"docs", "scripts", "utils"}))
+    rooms = "|".join(sorted(LEAVES | GLUE | {"docs"}))
     named = set(re.findall(rf"\b(?:{rooms})/[\w/.-]+\.(?:py|sh|sbatch|c|md|yaml)\b", text)) - OTHERS
     assert not [name for name in named if not (ROOT / name).is_file()]
     modules = set(re.findall(r"\bscripts(?:\.\w+)+", text))

@@ -100,7 +100,7 @@ def test_a_rank_with_other_settings_or_data_is_named_on_all_ranks(
 
 
 def _copy_program(folder: Path) -> Path:
-    for name in ("backbones", "configs", "data", "eval", "losses", "partial_fc", "scripts", "utils"):
+    for name in ("backbones", "configs", "data", "eval", "losses", "partial_fc", "scripts", "training", "utils"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     return Path(shutil.copy(ROOT / "train.py", folder))
 

@@ -20,6 +20,7 @@ from tiny_runs import ROOT, command_of, descendants, read_metrics, run_train, ti
 
 import train
 from eval import monitor
+from training import model, step
 from utils.checkpoint.format import list_checkpoints, step_of
 from utils.checkpoint.tensor_file import read_tensors
 from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
@@ -101,7 +102,7 @@ def test_moments_and_rates_that_are_not_finite_are_never_saved(tmp_path: Path, t
 def test_a_bad_batch_is_written_down_with_the_record_that_spoilt_it(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    whole, calls = train.prepare, 0
+    whole, calls = step.prepare, 0
 
     def spoil(images: torch.Tensor, mirrored: torch.Tensor) -> torch.Tensor:
         nonlocal calls
@@ -111,7 +112,7 @@ def test_a_bad_batch_is_written_down_with_the_record_that_spoilt_it(
             pixels[3] = float("nan")
         return pixels
 
-    monkeypatch.setattr(train, "prepare", spoil)
+    monkeypatch.setattr(step, "prepare", spoil)
     overrides = ["backbone.freeze_norm=true", "eval.targets=[]", "optimizer.lr=1e-3"]  # so that no row sees another
     assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 1
     said = capsys.readouterr().err
@@ -280,14 +281,14 @@ def _overflow_on_rank_1(rank: int, world_size: int, dataset: str, output: str) -
         centres.append(torch.cat([rows.reshape(-1).clone() for rows in heads[0].shard_state().values()]))  # momentum too
         return torch.full_like(norm, float("inf")) if rank == 1 and calls == 3 else norm
 
-    whole = train.build_head
+    whole = model.build_head
 
     def build_head(*arguments: object) -> torch.nn.Module:
         heads.append(whole(*arguments))
         return heads[0]
 
-    train.build_head, train.unscale_and_clip_grad_norm_ = build_head, overflowing
-    train.LossScaler = functools.partial(LossScaler, initial=256.0)  # small enough not to overflow by itself
+    model.build_head, train.unscale_and_clip_grad_norm_ = build_head, overflowing
+    model.LossScaler = functools.partial(LossScaler, initial=256.0)  # small enough not to overflow by itself
     overrides = ["train.precision=fp16", "train.max_steps=5", "train.batch_size=4", "eval.targets=[]"]
     (Path(output) / str(rank)).mkdir()
     config, *rest = tiny_run(Path(dataset), Path(output) / str(rank), *overrides, f"run.output={output}")

@@ -13,12 +13,14 @@ from tiny_runs import IRESNET, NUM_CLASSES, NUM_IMAGES, face, read_metrics, run_
 from tiny_runs import tiny_run as run_of
 
 import train
+from backbones import build_backbone
+from data import build_dataset
 from data.recordio.image_record import RecordWriter, pack
 from partial_fc.centre_source import open_centres, read_class_map
 from scripts import checkpoint as tool
 from scripts.arcface_torch import export_checkpoint as export
 from utils.checkpoint.format import list_checkpoints, read_backbone, read_trainer
-from utils.optim import load_optimizer
+from utils.optim import build_optimizer, freeze, load_optimizer
 
 SHORT = ["eval.targets=[]", "schedule.power=0", "checkpoint.every=1", "checkpoint.keep_last=99"]
 
@@ -92,10 +94,10 @@ def test_new_people_get_the_mean_of_their_images_and_known_ones_keep_their_centr
     for label in range(NUM_CLASSES):
         assert torch.equal(new[14 - label], old[label])
     # by hand: the first three images of each new label, one at a time
-    backbone = train.build_backbone("r18", 16, 0.125)
+    backbone = build_backbone("r18", 16, 0.125)
     backbone.load_state_dict(read_backbone(list_checkpoints(run)[-1]))
     backbone.eval()
-    dataset = train.build_dataset(train.load_config(tiny_run(source / "more", tmp_path)[0]).data, 0, None)
+    dataset = build_dataset(train.load_config(tiny_run(source / "more", tmp_path)[0]).data, 0, None)
     for label in (0, 1, 2):
         rows = np.flatnonzero(dataset.labels() == label)[:3]
         pixels = torch.stack([torch.from_numpy(dataset.pixels_and_label(int(row))[0]) for row in rows])
@@ -134,10 +136,10 @@ def test_a_replaced_bad_image_enters_no_mean(source: Path, tmp_path: Path, capsy
     skip = ["data.on_bad_record=skip", "data.max_bad_fraction=0.3", "optimizer.lr=0", "train.max_steps=1"]
     assert train.main(tiny_run(tmp_path / "bad", tmp_path, *SHORT, *init, *skip)) == 0
     assert "12 kept, 2 from images, 1 at random" in capsys.readouterr().out
-    backbone = train.build_backbone("r18", 16, 0.125)
+    backbone = build_backbone("r18", 16, 0.125)
     backbone.load_state_dict(read_backbone(list_checkpoints(run)[-1]))
     backbone.eval()
-    dataset = train.build_dataset(train.load_config(tiny_run(tmp_path / "bad", tmp_path)[0]).data, 0, None)
+    dataset = build_dataset(train.load_config(tiny_run(tmp_path / "bad", tmp_path)[0]).data, 0, None)
     rows = np.flatnonzero(dataset.labels() == 0)[3:]  # the good ones
     pixels = torch.stack([torch.from_numpy(dataset.pixels_and_label(int(row))[0]) for row in rows])
     with torch.inference_mode():
@@ -201,9 +203,9 @@ def test_a_fine_tuned_run_goes_to_arcface_torch_with_its_moments(
     assert export.main([str(tmp_path / "tiny"), str(tmp_path / "theirs"), "--ranks", "1"]) == 0
     assert "backbone.freeze and optimizer.lr_factors have no counterpart" in capsys.readouterr().out
     newest = list_checkpoints(tmp_path / "tiny")[-1]
-    backbone = train.build_backbone("r18", 16, 0.125)
-    train.freeze(backbone, ["layer1", "layer3.0.bn1"])
-    ours = train.build_optimizer(backbone, "sgd", 0.05, 0.9, 5e-4, lr_factors=["conv1=0.1", "layer2=0.5", "fc=0"])
+    backbone = build_backbone("r18", 16, 0.125)
+    freeze(backbone, ["layer1", "layer3.0.bn1"])
+    ours = build_optimizer(backbone, "sgd", 0.05, 0.9, 5e-4, lr_factors=["conv1=0.1", "layer2=0.5", "fc=0"])
     load_optimizer(ours, read_trainer(newest)["optimizer"])
     theirs = torch.load(tmp_path / "theirs" / "checkpoint_gpu_0.pt", weights_only=True)["state_optimizer"]
     for number, (name, parameter) in enumerate(backbone.named_parameters()):

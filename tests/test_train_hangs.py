@@ -118,7 +118,8 @@ def _is_locked(folder: Path) -> bool:
 _DEAF = {
     # in C++ code, where no signal is handled: it connects to a store that is gone, and tries again for ever
     "setting up": """
-whole = train.prepare_run_folder
+from training import setup
+whole = setup.prepare_run_folder
 def prepare(*arguments):
     found, parent = whole(*arguments), os.getppid()
     open({marker!r} + os.environ["RANK"], "w").close()
@@ -126,7 +127,7 @@ def prepare(*arguments):
         time.sleep(0.01)
     arguments[-1].store.clone()
     time.sleep(1000)
-train.prepare_run_folder = prepare
+setup.prepare_run_folder = prepare
 """,
     # torchrun is gone before the worker could ask for a signal
     "importing": """

@@ -167,12 +167,13 @@ def _interrupted(tmp_path: Path, patch: str, arguments: list[str], times: int) -
 
 def test_a_second_ctrl_c_stops_at_once_without_saving(dataset: Path, tmp_path: Path):
     slow_step = """
-whole = train.prepare
+from training import step
+whole = step.prepare
 def prepare(images, mirrored):
     print("here", flush=True)
     time.sleep(30)
     return whole(images, mirrored)
-train.prepare = prepare
+step.prepare = prepare
 """
     started = time.monotonic()
     status, said = _interrupted(tmp_path, slow_step, tiny_run(dataset, tmp_path, "eval.targets=[]"), 2)
@@ -183,12 +184,13 @@ train.prepare = prepare
 
 def test_ctrl_c_before_the_first_step_stops_at_once_and_promises_nothing(dataset: Path, tmp_path: Path):
     slow_start = """
-whole = train.build_dataset
+from training import setup
+whole = setup.build_dataset
 def build_dataset(*arguments):
     print("here", flush=True)
     time.sleep(30)
     return whole(*arguments)
-train.build_dataset = build_dataset
+setup.build_dataset = build_dataset
 """
     status, said = _interrupted(tmp_path, slow_start, tiny_run(dataset, tmp_path, "eval.targets=[]"), 1)
     assert status == 130

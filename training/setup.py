@@ -1,0 +1,98 @@
+"""What a run is set up with: processes, data, verification sets, folder. Whatever is wrong is said before anything trains."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from easydict import EasyDict
+
+from configs import as_plain, dump_config, shared_settings
+from data import build_dataset
+from data.base import FaceDataset
+from data.sampler import SampleOrder, Samples, check_batch
+from eval.evaluate import check_metric, load_pair_sets
+from eval.monitor import check_names
+from eval.pair_sets.bin_file import PairSet
+from utils.checkpoint.resume import prepare_run_folder
+from utils.distributed import World, init_distributed, raise_on_all_ranks
+from utils.distributed.agreement import require_equal, require_same_program
+
+
+class Setup(NamedTuple):
+    """A run before its first step."""
+
+    world: World
+    dataset: FaceDataset
+    pair_sets: list[PairSet]
+    order: SampleOrder
+    share: dict[str, int]  # this rank's part of each global batch
+    total_steps: int
+    epochs_per_step: float
+    warmup_steps: int
+    folder: Path
+    facts: dict[str, Any]  # what its checkpoints tell of it
+    resume_from: Path | None
+    warnings: list[str]
+
+    def samples(self, step: int) -> Samples:
+        """Return this rank's samples of an optimizer step."""
+        return self.order.samples(step, **self.share)
+
+
+def set_up(config: EasyDict) -> Setup:
+    """Start the processes' group, open data and verification sets, make the run folder, and choose the checkpoint to resume.
+
+    Raises:
+        SharedError: on every rank, naming what is wrong.
+    """
+    # one minute beyond the watchdog, which reports first
+    world = init_distributed(config.run.device, config.run.threads, config.run.timeout_minutes + 1)
+    unlike = require_same_program(shared_settings(as_plain(config)), world)
+    for first in (True, False):  # one process of each machine parses the data, the others map what it found
+        with raise_on_all_ranks(world):
+            if (world.local_rank == 0) is first:
+                dataset, pair_sets = open_data(config, world.world_size)
+    seen = {**dataset.fingerprint(), **{f"hash of {pair_set.name}": pair_set.digest() for pair_set in pair_sets}}
+    require_equal(seen, world, "data.path and eval.path must hold the same data for all processes; copy them again")
+    data, batch_size, seed = config.data, config.train.batch_size, config.run.seed
+    order = SampleOrder(
+        dataset.num_images, batch_size, seed, data.flip, data.shuffle, data.block, data.window, dataset.epoch_indices
+    )
+    facts = {
+        "run_signature": {
+            "backbone": [config.backbone.name, config.backbone.embedding_size, config.backbone.width],
+            "num_classes": dataset.num_classes,
+            "num_images": dataset.num_images,
+            "batch_size": batch_size,
+            "seed": seed,
+            "labels": seen["hash of the labels"],
+        },
+        "config": as_plain(config),
+    }
+    folder = Path(config.run.output) / config.run.name
+    plan = prepare_run_folder(folder, config.checkpoint, dump_config(config), facts["run_signature"], world)
+    return Setup(
+        world,
+        dataset,
+        pair_sets,
+        order,
+        {"rank": world.rank, "world_size": world.world_size, "accumulation": config.train.accumulation},
+        config.train.max_steps or max(1, int(config.train.epochs * dataset.num_images / batch_size)),
+        batch_size / dataset.num_images,
+        round(config.schedule.warmup_epochs * dataset.num_images / batch_size),
+        folder,
+        facts,
+        plan.checkpoint,
+        [*dataset.warnings, *unlike, *plan.warnings],
+    )
+
+
+def open_data(config: EasyDict, num_processes: int) -> tuple[FaceDataset, list[PairSet]]:
+    """Return the training data and the verification sets, after checking what can be checked of them before training."""
+    data = config.data
+    check_batch(config.train.batch_size, config.train.accumulation, num_processes)
+    cache = {"auto": str(Path(config.run.output) / "index_cache"), "off": None}.get(data.index_cache, data.index_cache)
+    dataset = build_dataset(data, config.run.seed, cache)
+    pair_sets = load_pair_sets(config.eval.path or data.path, config.eval.targets)
+    check_names(pair_sets)
+    check_metric(pair_sets, config.eval.metric)
+    return dataset, pair_sets
