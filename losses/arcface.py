@@ -3,10 +3,11 @@
 Source: Deng et al., "ArcFace", CVPR 2019, https://arxiv.org/abs/1801.07698, Eq. 3. Beyond theta + m = pi, where the
 cosine would rise again and reward a larger angle, the logit is s (cos theta - m sin m), which falls on: the rule of the
 authors' first code.
-Shapes: B = rows, the global batch.
+Shapes: B = samples, the global batch.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ class ArcFace(Margin):
             raise ValueError(f"margin must be in [0, pi / 2] for arcface (radians, not degrees), got {margin}")
         self.margin = float(margin)
 
-    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
-        """Return the (B,) logits of each row's own class, from its cosine (B,); the norm (B,) is not used."""
+    def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
+        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         cosine = at_least_float32(cosine)
         cos_m, sin_m = math.cos(self.margin), math.sin(self.margin)
         with torch.no_grad():

@@ -4,10 +4,11 @@ Source: Deng et al., "ArcFace", CVPR 2019, https://arxiv.org/abs/1801.07698, Eq.
 cosine rises again where x = m1 theta + m2 exceeds pi; in its place stands psi(x) = (-1)^k cos(x) - 2k with
 k = floor(x / pi) (Liu et al., "SphereFace", CVPR 2017, https://arxiv.org/abs/1704.08063, Section 3.3), which is cos(x)
 up to pi, is continuous, and never rises.
-Shapes: B = rows, the global batch.
+Shapes: B = samples, the global batch.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +33,8 @@ class Combined(Margin):
             raise ValueError(f"m3 must be in [0, 1) (a cosine, not an angle), got {m3}")
         self.m1, self.m2, self.m3 = float(m1), float(m2), float(m3)
 
-    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
-        """Return the (B,) logits of each row's own class, from its cosine (B,); the norm (B,) is not used."""
+    def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
+        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         cosine = at_least_float32(cosine)
         with torch.no_grad():
             x = self.m1 * cosine.clamp(-1.0, 1.0).acos() + self.m2

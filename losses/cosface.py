@@ -1,8 +1,10 @@
 """CosFace: subtract a fixed margin from the target cosine.
 
 Source: Wang et al., "CosFace", CVPR 2018, https://arxiv.org/abs/1801.09414, Eq. 4.
-Shapes: B = rows, the global batch.
+Shapes: B = samples, the global batch.
 """
+
+from typing import Any
 
 from torch import Tensor
 
@@ -21,6 +23,6 @@ class CosFace(Margin):
             raise ValueError(f"margin must be in [0, 1) for cosface (a cosine, not an angle), got {margin}")
         self.margin = float(margin)
 
-    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
-        """Return the (B,) logits of each row's own class, from its cosine (B,); the norm (B,) is not used."""
+    def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
+        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         return self.scale * (at_least_float32(cosine) - self.margin)

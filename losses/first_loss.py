@@ -39,8 +39,10 @@ def expected_first_loss(margin: Margin, num_active: int, embedding_size: int, nu
     generator = torch.Generator().manual_seed(0)
     deviation = 1.0 / math.sqrt(embedding_size)
     norm = torch.full((4096,), math.sqrt(embedding_size))
-    targets = margin.target(torch.randn(4096, generator=generator) * deviation, norm)
-    at_zero = float(margin.target(torch.zeros(1), norm[:1])[0])
+    cosines = torch.randn(4096, generator=generator) * deviation
+    state = margin.observe(cosines, norm)
+    targets = margin.target(cosines, norm, state)
+    at_zero = float(margin.target(torch.zeros(1), norm[:1], state)[0])
     variance = (margin.scale * deviation) ** 2
     if num_active > _DRAWN_CLASSES and variance <= math.log(num_active):
         mean = math.log(num_active) + variance / 2

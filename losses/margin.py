@@ -2,10 +2,12 @@
 
 Source: the losses of Wang et al. (CosFace), Deng et al. (ArcFace), Liu et al. (SphereFace) and their successors all are
 cross-entropy on logits that are a function of the cosines, and differ in that function alone.
-Shapes: B = rows, the global batch; K = classes of one chunk of the head.
+Shapes: B = samples, the global batch; K = classes of one chunk of the head.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +22,15 @@ _DERIVATIVE_EPS = 1e-5
 class Margin(nn.Module):
     """Maps cosines to logits. It knows no ranks, no labels and no class weights; subclasses define `target`.
 
+    A margin with statistics of the batch, such as the mean cosine, defines `observe` and `commit` as well. In an optimizer step
+
+        state = margin.observe(target_cosine, norm)       # once for each micro-batch; changes nothing
+        margin.target(..., state), margin.negatives(..., state)
+        margin.commit([state of each micro-batch])        # once, where the step updates the centres
+
     What a head may rely on:
-    - `target` and `negatives` are functions of their arguments and of the margin's buffers alone, row by row, and
-      change no buffer: the head may call them on any rows and any chunk of classes, and again in the backward pass.
+    - `target` and `negatives` are functions of their arguments alone, sample by sample, and change no buffer: the head may call
+      them on any samples and any chunk of classes, and again in the update.
     - `target` is differentiable by autograd with respect to `cosine`; its values and derivatives are finite for every
       finite cosine, rounding errors beyond [-1, 1] included, and it never falls when the cosine rises. It computes in
       fp32 or better, whatever autocast is on and whatever comes in.
@@ -30,8 +38,8 @@ class Margin(nn.Module):
       value; a cosine that rounding puts beyond 1 may exceed it in proportion.
     - Where `linear_negatives` is true, `negatives(cosine, ...)` is `scale * cosine` exactly, and the head may put the
       scale into a matrix product instead of calling it. Otherwise its derivative comes from autograd.
-    - State that a margin keeps lies in its buffers, where `state_dict` and `.to(device)` find it, and is equal on all
-      ranks, since it is computed from the global batch.
+    - What a margin keeps between steps lies in its buffers, where `state_dict` and `.to(device)` find it. It is equal on all
+      ranks, since `observe` is given the global batch.
 
     Args:
         scale: radius s of the sphere the logits live on.
@@ -48,13 +56,28 @@ class Margin(nn.Module):
         self.scale = float(scale)
         self.gradient = gradient
 
-    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
-        """Return the (B,) logits of each row's own class, from its cosine (B,) and its embedding's norm (B,)."""
-        raise NotImplementedError(f"{type(self).__name__} must define target(cosine, norm)")
+    def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
+        """Return the (B,) logits of the target classes, from their cosines (B,) and the norms of the embeddings (B,)."""
+        raise NotImplementedError(f"{type(self).__name__} must define target(cosine, norm, state)")
 
-    def negatives(self, cosine: Tensor, target_cosine: Tensor) -> Tensor:
-        """Return the (B, K) logits of other classes, from their cosines (B, K) and the rows' own cosines (B, 1)."""
+    def negatives(self, cosine: Tensor, target_cosine: Tensor, state: Any = None) -> Tensor:
+        """Return the (B, K) logits of other classes, from their cosines (B, K) and those of the target classes (B, 1)."""
         return self.scale * cosine
+
+    def observe(self, target_cosine: Tensor, norm: Tensor) -> Any:
+        """Return what target and negatives need to know of a micro-batch, from its cosines and norms (B,) without gradient.
+
+        The buffers are those of the last optimizer step for every micro-batch, so that accumulation changes no sample's margin.
+        """
+        return None
+
+    def commit(self, states: Sequence[Any]) -> None:
+        """Update the buffers from what `observe` returned for the micro-batches of an optimizer step."""
+
+    @property
+    def observes(self) -> bool:
+        """True where the margin defines `observe`."""
+        return type(self).observe is not Margin.observe
 
     @property
     def logit_bound(self) -> float:

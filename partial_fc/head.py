@@ -54,7 +54,7 @@ class PartialFC(nn.Module):
     """Margin softmax over num_classes identities, of which this rank holds a balanced shard.
 
     Args:
-        margin: maps cosines to logits (losses.Margin); its `scale`, `logit_bound` and methods are used.
+        margin: maps cosines to logits (losses.Margin). It moves to the device with the head.
         num_classes: C, at least world_size.
         embedding_size: D.
         rank, world_size: this process among those that share the classes.
@@ -79,7 +79,8 @@ class PartialFC(nn.Module):
             raise ValueError(
                 f"head: {num_classes} classes cannot be shared by {world_size} processes; each needs one. Start fewer processes"
             )
-        self.margin, device = margin, torch.device(device)
+        device = torch.device(device)
+        self.margin = margin.to(device)
         self.num_classes, self.embedding_size = num_classes, embedding_size
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.config = config = HeadConfig() if config is None else config
@@ -216,11 +217,13 @@ class PartialFC(nn.Module):
         if len(current.batches) != len(current.slots):
             raise ValueError(f"head: step() after {len(current.batches)} of {len(current.slots)} micro-batches")
         finite = torch.stack(current.losses).isfinite().all().reshape(1)
-        # Triton kernels read the flag where it lies; for others the host has to
-        apply = finite if self.kernels.reads_flag and self._decay is None else None
+        # Triton kernels read the flag where it lies; for others, and for statistics of a margin, the host has to
+        apply = finite if self.kernels.reads_flag and self._decay is None and not self.margin.observes else None
         self._current = None
         if apply is None and not bool(finite):
             return False
+        if self.margin.observes:
+            self.margin.commit([batch.state for batch in current.batches])
         share = 1.0 / len(current.batches)
         factors = [factor * share for factor in current.factors]
         grad_targets = [grad * share for grad in current.grad_targets]
@@ -282,11 +285,9 @@ class PartialFC(nn.Module):
         cosine = unit.new_zeros(len(unit))
         cosine[here] = (unit[here] * target_centres).sum(dim=1)
         batch, z_sum, u_sum, by_target = sums_over_shards(
-            self._passes, self.collectives, Batch(unit, cosine, 0.0), self._shift, step.chunks, micro
+            self._passes, self.collectives, Batch(unit, cosine, 0.0), norm.squeeze(1), self._shift, step.chunks, micro
         )
-        factors = sample_factors(
-            self.margin, batch.target_cosine, norm.squeeze(1), z_sum, by_target, batch.shift, self._passes.gain
-        )
+        factors = sample_factors(self.margin, batch, norm.squeeze(1), z_sum, by_target, self._passes.gain)
         gradient = u_sum.mul_(factors.negatives[:, None])
         gradient.index_add_(0, here, target_centres * factors.grad_target_cosine[here, None])
         gradient = self.collectives.reduce_scatter(gradient.to(self.config.wire_dtype)).float()

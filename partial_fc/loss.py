@@ -23,20 +23,19 @@ class SampleFactors(NamedTuple):
 
 
 def sample_factors(
-    margin: MarginLike, cosine: Tensor, norm: Tensor, z_sum: Tensor, by_target: Tensor, shift: float | Tensor, gain: float
+    margin: MarginLike, batch: Batch, norm: Tensor, z_sum: Tensor, by_target: Tensor, gain: float
 ) -> SampleFactors:
     """Return the mean loss and the factors of its gradients.
 
     Args:
-        cosine, norm: (B,) of each sample with the centre of its target class, and of its embedding.
+        norm: (B,) of the embeddings.
         z_sum, by_target: (B,) sum_j E_ij and sum_j E_ij dz_ij/dt_i over the negatives of all shards.
-        shift: K, a constant or (B,).
         gain: factor that U and the gradients of the centres lack; see TwoPass.gain.
     """
-    num_samples = len(cosine)
+    num_samples, shift = len(norm), batch.shift
     with torch.enable_grad():
-        cosine, norm = cosine.detach().requires_grad_(), norm.detach().requires_grad_()
-        logit = margin.target(cosine, norm)
+        cosine, norm = batch.target_cosine.detach().requires_grad_(), norm.detach().requires_grad_()
+        logit = margin.target(cosine, norm, batch.state)
     log_z = torch.log(z_sum) + shift
     lse = torch.logaddexp(log_z, logit.detach())
     loss = (lse - logit.detach()).mean()
@@ -48,22 +47,30 @@ def sample_factors(
 
 
 def sums_over_shards(
-    passes: TwoPass, collectives: Collectives, batch: Batch, shift: float | None, chunks: list[Chunk], micro: int
+    passes: TwoPass,
+    collectives: Collectives,
+    batch: Batch,
+    norm: Tensor,
+    shift: float | None,
+    chunks: list[Chunk],
+    micro: int,
 ) -> tuple[Batch, Tensor, Tensor, Tensor]:
-    """Return the batch with every sample's target cosine and K; Z and sum_j E dz/dt (B,) over all shards; U (B, D) of this one.
+    """Return the batch with target cosines, K and state; Z and sum_j E dz/dt (B,) over all shards; U (B, D) of this one.
 
     One all-reduce, of (Z, target cosine), where nothing in the chunks depends on the target class.
 
     Args:
         batch: with the target cosines of the samples whose class lies here, 0 elsewhere.
+        norm: (B,) of the embeddings.
         shift: K, or None if the samples' maxima must be found first.
     """
     if shift is not None and passes.margin.linear_negatives:
         batch = batch._replace(shift=shift)
         z_sum, u_sum, by_target = passes.forward(batch, chunks, micro)
         z_sum, cosine = collectives.sum(torch.stack([z_sum, batch.target_cosine]))
-        return batch._replace(target_cosine=cosine), z_sum, u_sum, by_target
+        return batch._replace(target_cosine=cosine, state=passes.margin.observe(cosine, norm)), z_sum, u_sum, by_target
     collectives.sum(batch.target_cosine)  # the chunks need every sample's target cosine, or its maximum
+    batch = batch._replace(state=passes.margin.observe(batch.target_cosine, norm))
     if shift is None:
         batch = batch._replace(shift=collectives.max(passes.sample_maximum(batch, chunks, micro)))
     else:

@@ -17,8 +17,8 @@ Shapes: B = samples of the global (micro-)batch, D = embedding size, c = classes
 
 import itertools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -43,8 +43,12 @@ class MarginLike(Protocol):
     def logit_bound(self) -> float: ...
     @property
     def linear_negatives(self) -> bool: ...
-    def target(self, cosine: Tensor, norm: Tensor) -> Tensor: ...
-    def negatives(self, cosine: Tensor, target_cosine: Tensor) -> Tensor: ...
+    @property
+    def observes(self) -> bool: ...
+    def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor: ...
+    def negatives(self, cosine: Tensor, target_cosine: Tensor, state: Any = None) -> Tensor: ...
+    def observe(self, target_cosine: Tensor, norm: Tensor) -> Any: ...
+    def commit(self, states: Sequence[Any]) -> None: ...
 
 
 class Chunk(NamedTuple):
@@ -61,6 +65,7 @@ class Batch(NamedTuple):
     unit: Tensor  # (B, D) fp32
     target_cosine: Tensor  # (B,) fp32
     shift: float | Tensor  # K, a constant or (B,)
+    state: Any = None  # what the margin observed of it; the same in a chunk that is computed again
 
 
 def plan_chunks(
@@ -227,7 +232,7 @@ class TwoPass:
         """Return the negative logits (c, B) from what the product with _operand gave."""
         if self.margin.linear_negatives:
             return product
-        return self.margin.negatives(product.t(), batch.target_cosine[:, None]).t()
+        return self.margin.negatives(product.t(), batch.target_cosine[:, None], batch.state).t()
 
     def _weighted(
         self,
@@ -257,7 +262,7 @@ class TwoPass:
         with torch.enable_grad():
             cosine = real.float().t().detach().requires_grad_()  # (B, c)
             target = batch.target_cosine[:, None].clone().requires_grad_()
-            logits = self.margin.negatives(cosine, target)
+            logits = self.margin.negatives(cosine, target, batch.state)
         exp = logits.detach().float().t().clone(memory_format=torch.contiguous_format)
         unlimited = z_sum if self.limit is None else torch.zeros_like(z_sum)
         kernels.exponentials(exp, where, batch.shift, None, unlimited, self.workspace)

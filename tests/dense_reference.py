@@ -27,12 +27,14 @@ def dense_loss(
     """Return the mean margin softmax loss over the active classes (C,) bool, without negatives whose cosine exceeds limit."""
     cosine = F.normalize(embeddings) @ F.normalize(centres).t()
     own = cosine.gather(1, labels[:, None])
-    logits = margin.negatives(cosine, own)
+    norm = embeddings.norm(dim=1)
+    state = margin.observe(own.squeeze(1).detach(), norm.detach())
+    logits = margin.negatives(cosine, own, state)
     if limit is not None:
         logits = logits.masked_fill(cosine > limit, -torch.inf)
     if active is not None:
         logits = logits.masked_fill(~active, -torch.inf)
-    logits = logits.scatter(1, labels[:, None], margin.target(own.squeeze(1), embeddings.norm(dim=1))[:, None])
+    logits = logits.scatter(1, labels[:, None], margin.target(own.squeeze(1), norm, state)[:, None])
     return F.cross_entropy(logits, labels)
 
 

@@ -1,13 +1,15 @@
 """The sharded, chunked, sampled head against a dense softmax over the joined batch in float64."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from dense_reference import relative
-from rounding import bf16_half_step, head_bounds
+from rounding import bf16_half_step, head_bounds, rounding_bound
 from torch import Tensor, nn
 
 from losses import build_margin
@@ -24,10 +26,10 @@ THREE_STEPS = 3**0.5 * head_bounds(64.0, D, 12)[1]  # of the centres, relative; 
 class HardNegatives(Margin):
     """MV-Softmax's rule: a negative that is nearer than the target minus 0.35 is pushed up; so negatives are not linear."""
 
-    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
+    def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
         return self.scale * (cosine - 0.35)
 
-    def negatives(self, cosine: Tensor, target_cosine: Tensor) -> Tensor:
+    def negatives(self, cosine: Tensor, target_cosine: Tensor, state: Any = None) -> Tensor:
         bent = torch.where(cosine > target_cosine - 0.35, 1.2 * cosine + 0.2, cosine)
         return (self.scale * bent + 0.5 * target_cosine).contiguous()  # a margin may return any layout
 
@@ -39,11 +41,45 @@ class HardNegatives(Margin):
 class NormScaled(Margin):
     """A target that depends on the embedding's norm, as AdaFace's and MagFace's do."""
 
-    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
+    def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
         return self.scale * (cosine - 0.1) * (1 + 0.01 * norm)
 
 
+class Running(Margin):
+    """Its target and its negatives depend on running means over the batches, as CurricularFace's and AdaFace's do."""
+
+    def __init__(self, scale: float = 32.0) -> None:
+        super().__init__(scale)
+        self.register_buffer("cosine", torch.tensor(0.1))
+        self.register_buffer("norm", torch.tensor(4.0))
+
+    def observe(self, target_cosine: Tensor, norm: Tensor) -> Any:
+        return torch.lerp(self.cosine, target_cosine.mean(), 0.3), torch.lerp(self.norm, norm.mean(), 0.3)
+
+    def commit(self, states: Sequence[Any]) -> None:
+        for buffer, values in zip((self.cosine, self.norm), zip(*states, strict=True), strict=True):
+            buffer.copy_(torch.stack(values).mean())
+
+    def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
+        return self.scale * (cosine - 0.02 * norm / state[1])
+
+    def negatives(self, cosine: Tensor, target_cosine: Tensor, state: Any = None) -> Tensor:
+        return self.scale * torch.where(cosine > target_cosine, cosine * (state[0] + 0.9), cosine)
+
+    @property
+    def logit_bound(self) -> float:
+        return 1.9 * self.scale
+
+
+class RunningTarget(Running):
+    """Negatives are linear, so that the head sums Z and the target cosines at once."""
+
+    negatives = Margin.negatives
+
+
 def _margin(name: str) -> Margin:
+    if name.startswith("running"):
+        return RunningTarget() if name == "running_target" else Running()
     if name == "hard_negatives":
         return HardNegatives(32.0)
     if name == "norm":
@@ -62,8 +98,10 @@ def _all_centres(num_classes: int, seed: int) -> Tensor:
 def _dense_loss(margin: Margin, embeddings: Tensor, centres: Tensor, labels: Tensor) -> Tensor:
     cosine = F.normalize(embeddings) @ F.normalize(centres).t()
     own = cosine.gather(1, labels[:, None])
-    logits = margin.negatives(cosine, own)
-    logits = logits.scatter(1, labels[:, None], margin.target(own.squeeze(1), embeddings.norm(dim=1))[:, None])
+    norm = embeddings.norm(dim=1)
+    state = margin.observe(own.squeeze(1).detach().float(), norm.detach().float())
+    logits = margin.negatives(cosine, own, state)
+    logits = logits.scatter(1, labels[:, None], margin.target(own.squeeze(1), norm, state)[:, None])
     return F.cross_entropy(logits, labels)
 
 
@@ -77,6 +115,7 @@ def _data(num_classes: int, rows: int, centres: Tensor, step: int = 0) -> tuple[
 
 def _compare_with_dense(rank: int, world_size: int, num_classes: int, margin_name: str) -> None:
     margin, rows = _margin(margin_name), 6
+    as_before = copy.deepcopy(margin)  # a margin's statistics move with the head's step
     centres = _all_centres(num_classes, seed=3)
     embeddings, labels = _data(num_classes, rows * world_size, centres)
     mine = slice(rank * rows, (rank + 1) * rows)
@@ -89,7 +128,7 @@ def _compare_with_dense(rank: int, world_size: int, num_classes: int, margin_nam
     head.step(lr=1.0)
 
     dense_x, dense_w = embeddings.double().requires_grad_(), centres.double().requires_grad_()
-    expected = _dense_loss(margin, dense_x, dense_w, labels)
+    expected = _dense_loss(as_before, dense_x, dense_w, labels)
     expected.backward()
     loss_bound, gradient_bound = head_bounds(margin.logit_bound, D, rows * world_size)
     assert loss.item() == pytest.approx(expected.item(), abs=loss_bound)
@@ -104,13 +143,13 @@ def test_loss_and_both_gradients_equal_the_dense_softmax_with_seven_classes(run_
     run_ranks(_compare_with_dense, world_size, 7, "arcface")
 
 
-@pytest.mark.parametrize("margin_name", ["cosface", "combined", "hard_negatives", "norm", "wide"])
+@pytest.mark.parametrize("margin_name", ["cosface", "combined", "hard_negatives", "norm", "wide", "running", "running_target"])
 def test_every_kind_of_margin_equals_the_dense_softmax(margin_name: str):
     _compare_with_dense(0, 1, 50, margin_name)
 
 
 def _compare_two_kinds(rank: int, world_size: int) -> None:
-    for margin_name in ("hard_negatives", "norm", "wide"):
+    for margin_name in ("hard_negatives", "norm", "wide", "running", "running_target"):
         _compare_with_dense(rank, world_size, 11, margin_name)
 
 
@@ -142,6 +181,60 @@ def test_three_steps_equal_torch_sgd_on_the_dense_softmax():
         _dense_loss(_margin("arcface"), embeddings.double(), weight, labels).backward()
         optimizer.step()
     assert relative(head.centres, weight.detach()[torch.from_numpy(head.shard_classes())]) < THREE_STEPS
+
+
+def _statistics(rank: int, world_size: int, accumulation: int, cache_mb: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the running means after some steps, and the centres in class order as far as this rank has them."""
+    margin, centres = Running(), _all_centres(29, seed=3)
+    config = HeadConfig(optimizer=RowSGD(0.0, 0.0), chunk=4, cache_mb=cache_mb)
+    head = PartialFC(margin, 29, D, rank, world_size, 3, config)
+    share = 12 // (world_size * accumulation)
+    for step in range(steps):
+        embeddings, labels = _data(29, 12, centres, step)
+        blocks = [slice((a * world_size + rank) * share, (a * world_size + rank + 1) * share) for a in range(accumulation)]
+        head.begin_step(torch.stack([labels[block] for block in blocks]), step)
+        for micro, block in enumerate(blocks):
+            before = margin.cosine.clone()
+            head(embeddings[block], micro)
+            assert torch.equal(margin.cosine, before)  # every micro-batch sees what the last step left
+        head.step(lr=1e-3)
+    return margin.cosine.clone(), margin.norm.clone(), head.centres
+
+
+def _compare_statistics(rank: int, world_size: int) -> None:
+    start, stop = shard_range(29, rank, world_size)
+    bound = rounding_bound(torch.float32, 12 + D)  # a mean of 12 cosines, each a sum of D terms, all of them below 1
+    # after a step with accumulation the centres differ: each micro-batch has a mean of its own
+    for accumulation, steps in ((1, 2), (2, 1)):
+        cosine, norm, centres = _statistics(0, 1, 1, 128, steps)
+        assert float(cosine) != pytest.approx(0.1) and float(norm) != pytest.approx(4.0)
+        for cache_mb in (0, 128):  # 0: every chunk is computed again for the update
+            mine = _statistics(rank, world_size, accumulation, cache_mb, steps)
+            assert abs(float(mine[0] - cosine)) < 4 * bound and abs(float(mine[1] / norm) - 1) < 4 * bound
+            if accumulation == 1:
+                assert relative(mine[2], centres[start:stop]) < THREE_STEPS
+    shared = [torch.empty_like(mine[0]) for _ in range(world_size)]
+    if world_size > 1:
+        torch.distributed.all_gather(shared, mine[0])
+        assert all(torch.equal(one, mine[0]) for one in shared)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_statistics_of_a_margin_are_those_of_the_global_batch_and_counted_once_a_step(
+    run_ranks: Callable[..., None], world_size: int
+):
+    run_ranks(_compare_statistics, world_size)
+
+
+def test_statistics_of_a_step_that_is_not_finite_are_dropped():
+    margin = Running()
+    head = PartialFC(margin, 29, D)
+    head.begin_step(torch.arange(4)[None], 0)
+    embeddings = torch.randn(4, D)
+    embeddings[0, 0] = torch.inf
+    head(embeddings)
+    assert not head.step(0.1)
+    assert float(margin.cosine) == pytest.approx(0.1) and float(margin.norm) == 4.0
 
 
 @pytest.mark.parametrize("accumulation", [2, 3])

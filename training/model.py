@@ -49,7 +49,7 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     torch.manual_seed(derive(seed, "backbone"))
     backbone = build_backbone(**{key: config.backbone[key] for key in ("name", *backbone_arguments(config.backbone.name))})
     backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    margin = build_margin(**config.loss).to(world.device)
+    margin = build_margin(**config.loss)
     classes, dim = setup.dataset.num_classes, config.backbone.embedding_size
     settings = ("name", "lr", "momentum", "weight_decay", "beta2", "eps", "lr_factors")
     of_head = head_config(config.head, config.optimizer, autocast, world.device)

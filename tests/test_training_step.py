@@ -1,0 +1,58 @@
+"""The terms of a loss on several ranks give the gradient of the whole batch on one."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from rounding import rounding_bound
+from torch import nn
+
+from training.step import LossTerm, backward
+from utils import distributed
+from utils.distributed import World
+
+pytestmark = pytest.mark.numeric
+
+SAMPLES, DIM = 12, 5
+
+
+def _gradient(world: World, rank: int, world_size: int, loss_scale: float, accumulation: int) -> tuple[float, torch.Tensor]:
+    """Return the loss and the gradient of a linear layer, from a term over all ranks and one of a rank's own samples."""
+    torch.manual_seed(0)
+    images, layer = torch.randn(SAMPLES, DIM), nn.Linear(DIM, 1)
+    model = distributed.as_data_parallel(layer, world)
+    share, loss = SAMPLES // (world_size * accumulation), 0.0
+    for micro_step in range(accumulation):
+        begin = (micro_step * world_size + rank) * share
+        with distributed.gradients_shared(model, now=micro_step == accumulation - 1):
+            out = model(images[begin : begin + share])
+            head = (out**2).sum() / (share * world_size)  # this rank's part of a mean over the global micro-batch
+            terms = [LossTerm("head", head, True), LossTerm("penalty", out.abs().mean(), False, weight=0.3)]
+            loss += backward(terms, world_size, loss_scale, accumulation) / accumulation
+    assert layer.weight.grad is not None
+    return loss, layer.weight.grad / loss_scale
+
+
+def _compare(rank: int, world_size: int) -> None:
+    alone, own = World(0, 1, 0, 1, torch.device("cpu")), World(rank, world_size, rank, world_size, torch.device("cpu"))
+    _, expected = _gradient(alone, 0, 1, 1.0, 1)
+    bound = rounding_bound(torch.float32, SAMPLES) * float(expected.abs().max())
+    for loss_scale, accumulation in ((1.0, 1), (256.0, 1), (1.0, 2)):
+        _, gradient = _gradient(own, rank, world_size, loss_scale, accumulation)
+        assert float((gradient - expected).abs().max()) < 8 * bound
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_terms_over_all_ranks_and_of_each_rank_add_up_to_the_gradient_of_the_whole_batch(
+    run_ranks: Callable[..., None], world_size: int
+):
+    run_ranks(_compare, world_size)
+
+
+def test_the_loss_is_the_weighted_sum_and_an_empty_one_is_refused():
+    weight = torch.ones(1, requires_grad=True)
+    terms = [LossTerm("a", 2 * weight.sum(), True), LossTerm("b", 3 * weight.sum(), False, weight=0.5)]
+    assert backward(terms, 4) == 3.5
+    assert weight.grad is not None and float(weight.grad) == 2 * 4 + 1.5  # the mean of DDP over 4 ranks makes it 2 + 1.5 / 4
+    with pytest.raises(AssertionError, match="at least one term"):
+        backward([], 1)
