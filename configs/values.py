@@ -49,6 +49,7 @@ class Loader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping, after checking that its keys are names that stand once."""
         if not isinstance(node, yaml.MappingNode):
             raise ValueError(f"line {node.start_mark.line + 1}: a tag says mapping, but there is none; leave out the tag")
         seen = set()
@@ -62,6 +63,7 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Return the next node; too many repetitions are refused."""
         if self.check_event(yaml.AliasEvent):  # nine levels of nine make a billion values
             self.num_aliases += 1
             if self.num_aliases > _MOST_ALIASES:

@@ -71,6 +71,7 @@ class ForeignNetwork(nn.Module):
         return file_hash(self.path)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return (b, D) fp32 embeddings of (b, 3, 112, 112) images."""
         try:
             output = self.model(images)
         except Exception as error:  # of any kind: it is not our code. TorchScript ends with what is wrong

@@ -30,10 +30,12 @@ class IdentificationResult:
 
     @property
     def num_mated(self) -> int:
+        """Probes whose person is in the gallery."""
         return int(np.count_nonzero(self.rank))
 
     @property
     def num_unmated(self) -> int:
+        """Probes whose person is not in the gallery."""
         return len(self.rank) - self.num_mated
 
     def rank_rate(self, k: int) -> float | None:

@@ -210,5 +210,6 @@ class OtherInput(nn.Module):
         self.model, self.bgr, self.mean, self.std = model, bgr, mean, std
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return (b, D) embeddings of (b, 3, 112, 112) images in this project's scale."""
         pixels = images.flip(1) if self.bgr else images
         return self.model((pixels * 127.5 + (127.5 - self.mean)) / self.std)

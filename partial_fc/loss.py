@@ -88,11 +88,13 @@ class ReadyGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, embeddings: Tensor, compute: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+        """Return the loss, and keep its gradient."""
         loss, gradient = compute(embeddings.detach().float())
         ctx.save_for_backward(gradient.to(embeddings.dtype))
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient that forward kept, times that of the loss."""
         (gradient,) = ctx.saved_tensors
         return gradient * grad_outputs[0], None

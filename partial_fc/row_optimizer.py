@@ -22,6 +22,8 @@ from .centre_store import CentreStore, Select
 
 
 class RowSGD(NamedTuple):
+    """SGD with momentum and weight decay, row by row."""
+
     momentum: float = 0.9
     weight_decay: float = 5e-4
 
@@ -38,6 +40,8 @@ class RowSGD(NamedTuple):
 
 
 class RowAdamW(NamedTuple):
+    """AdamW, row by row; each row counts its own updates."""
+
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8

@@ -133,6 +133,7 @@ class RunLog:
         self._show(text)
 
     def warn(self, text: str) -> None:
+        """Log a warning."""
         self.info(f"WARNING: {text}")
 
     def advance(self, step: int, loss: float) -> None:
@@ -197,6 +198,7 @@ class Speed:
         self.waited = 0.0
 
     def count(self) -> None:
+        """Note an optimizer step."""
         self.steps += 1
         self.total_steps += 1
 

@@ -18,6 +18,7 @@ class BackboneMemory(NamedTuple):
     per_image: int  # what the forward pass keeps for the backward pass, and the gradients in flight
 
     def total(self, images: int) -> int:
+        """Return the bytes for a batch of so many images."""
         return self.parameters + images * self.per_image
 
 

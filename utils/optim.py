@@ -259,6 +259,7 @@ class LossScaler:
             self.scale, self.good_steps = self.scale * 2, 0
 
     def state_dict(self) -> dict[str, float]:
+        """Return what load_state_dict takes; nothing where the scaler is off."""
         return {"scale": self.scale, "good_steps": self.good_steps} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -52,6 +52,7 @@ class PrintableOutput:
         self._stream = stream
 
     def write(self, text: str) -> int:
+        """Write a text without control characters."""
         return self._stream.write(printable(text, keep="\n\r\t"))
 
     def __getattr__(self, name: str) -> Any:

@@ -39,6 +39,7 @@ class Dtype:
         self.big_endian = False
 
     def set_state(self, state: object) -> None:
+        """Ignore what a pickle adds to a dtype."""
         if not isinstance(state, tuple) or len(state) < 5 or any(part is not None for part in state[2:5]):
             raise UnsafePickleError("it holds an array with fields")
         self.big_endian = state[1] in (">", b">")

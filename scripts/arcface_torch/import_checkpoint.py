@@ -152,6 +152,7 @@ class Centres:
 
     @property
     def num_tensors(self) -> int:
+        """Centres, and the moments that the files have."""
         return 1 + len(self._others)
 
     def planned(self, start: int, stop: int, advance: Callable[[int], object]) -> dict[str, Planned]:

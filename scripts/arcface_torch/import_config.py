@@ -233,6 +233,7 @@ class Translation:
         return lines
 
     def command(self, config: str) -> str:
+        """Return the command line that starts this configuration on as many processes."""
         start = "python" if self.gpus == 1 else f"torchrun --nproc_per_node={self.gpus}"
         if self.gpus > 8 and self.gpus % 8 == 0:
             start = f"torchrun --nnodes={self.gpus // 8} --nproc_per_node=8 ..."

@@ -80,6 +80,7 @@ class Tally:
     finds: Counter[str] = field(default_factory=Counter)  # by kind
 
     def add(self, outcome: Outcome) -> None:
+        """Count the outcome of a case."""
         self.cases += 1
         self.read += outcome.kind == "read"
         self.refused += outcome.kind == "refused"

@@ -65,6 +65,7 @@ class Outcome(NamedTuple):
 
     @property
     def is_find(self) -> bool:
+        """Whether the case was neither read nor refused."""
         return self.kind not in ("read", "refused")
 
 

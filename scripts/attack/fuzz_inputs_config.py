@@ -51,30 +51,30 @@ def _yaml_tree(sound: Sound, rng: Rng) -> Case:
     return Case(["train", "tiny.yaml", str(pick(rng, ("--check", "--print-config")))], files)
 
 
+# fmt: off
+_TAGS = (
+    "python/object/apply:os.system", "python/name:os.system", "python/module:os", "int", "float", "binary", "set",
+    "omap", "timestamp", "bool", "null", "merge", "x", "",
+)
+_SCALARS = (
+    "010", "0b11", "1:30:00", "190:20:30.15", "1_000", "+.inf", ".NaN", "1e5", "1.e+5", "~", "yes", "2001-99-99",
+    "2001-12-14t21:59:43.10-05:00", "0o17", "-0", "=", "<<",
+)
+_SIGNS = (
+    "'", '"', "|", ">", "%", "@", "`", "*x", "&", "!", "? ", "- -", "a: b: c", "\t", "#", "\x00", "\x85", "\ufeff",
+    '"\\ud800"', '"\\x1b[2J"',
+)
+# fmt: on
+
+
 def _bad_yaml(rng: Rng) -> str:
     """Return a value in YAML as no program writes it."""
     depth = int(pick(rng, (3, 60, 1500, 20000)))
     laughs = "&a0 [x]" + "".join(f", &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, int(pick(rng, (3, 12, 40)))))
-    tags = (
-        "python/object/apply:os.system",
-        "python/name:os.system",
-        "python/module:os",
-        "int",
-        "float",
-        "binary",
-        "set",
-        "omap",
-        "timestamp",
-        "bool",
-        "null",
-        "merge",
-        "x",
-        "",
-    )
     words = ("[touch ../marker]", "x", "{a: b}", "3", '""')
     forms = (
-        f"!!{pick(rng, tags)} {pick(rng, words)}",
-        f"!<tag:yaml.org,2002:{pick(rng, tags)}> [touch ../marker]",
+        f"!!{pick(rng, _TAGS)} {pick(rng, words)}",
+        f"!<tag:yaml.org,2002:{pick(rng, _TAGS)}> [touch ../marker]",
         "[" * depth + "]" * int(pick(rng, (depth, depth - 1))),
         "{a: " * depth + "1" + "}" * depth,
         f"[{laughs}]",
@@ -85,57 +85,8 @@ def _bad_yaml(rng: Rng) -> str:
         "{? {a: b} : 3}",
         "9" * int(pick(rng, (30, 400, 5000, 100_000))),
         f"0x{'f' * int(pick(rng, (20, 5000)))}",
-        str(
-            pick(
-                rng,
-                (
-                    "010",
-                    "0b11",
-                    "1:30:00",
-                    "190:20:30.15",
-                    "1_000",
-                    "+.inf",
-                    ".NaN",
-                    "1e5",
-                    "1.e+5",
-                    "~",
-                    "yes",
-                    "2001-99-99",
-                    "2001-12-14t21:59:43.10-05:00",
-                    "0o17",
-                    "-0",
-                    "=",
-                    "<<",
-                ),
-            )
-        ),
-        str(
-            pick(
-                rng,
-                (
-                    "'",
-                    '"',
-                    "|",
-                    ">",
-                    "%",
-                    "@",
-                    "`",
-                    "*x",
-                    "&",
-                    "!",
-                    "? ",
-                    "- -",
-                    "a: b: c",
-                    "\t",
-                    "#",
-                    "\x00",
-                    "\x85",
-                    "\ufeff",
-                    '"\\ud800"',
-                    '"\\x1b[2J"',
-                ),
-            )
-        ),
+        str(pick(rng, _SCALARS)),
+        str(pick(rng, _SIGNS)),
     )
     return str(pick(rng, forms))
 

@@ -31,6 +31,7 @@ class Page:
         self._contents = -1  # place among the parts
 
     def section(self, heading: str) -> None:
+        """Begin a section, which the list of contents names."""
         self._headings.append(heading)
         self._parts.append(f'<h2 id="section-{len(self._headings)}">{html.escape(heading)}</h2>')
 
@@ -44,6 +45,7 @@ class Page:
         self._parts.append("")
 
     def text(self, text: str, note: bool = False) -> None:
+        """Add a paragraph; a note is set apart."""
         self._parts.append(f'<p class="note">{html.escape(text)}</p>' if note else f"<p>{html.escape(text)}</p>")
 
     def table(self, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -1,0 +1,135 @@
+"""Draw the rooms of this repository and who imports whom: python -m scripts.architecture docs/images/architecture.png
+
+A room is a program, a package at the root, or a folder of scripts. Rooms lie in layers. A room may import those of the layers
+below it, and none beside or above it; folders of scripts may use one another, which the picture names. It is made of the import
+statements, and an import against the rule is an error.
+
+Example: python -m scripts.architecture docs/images/architecture.png
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.architecture")
+
+import argparse
+import ast
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from utils.cli import make_parser
+from utils.program import run_main
+
+_ROOT = Path(__file__).parents[1]
+# (title, rooms), from top to bottom; a room is a path below the root, and has what lies in no room below that path
+LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "programs put the parts together",
+        (
+            *("train.py", "eval/__main__.py", "scripts", "scripts/data", "scripts/eval", "scripts/benchmark"),
+            *("scripts/arcface_torch", "scripts/demo", "scripts/attack", "scripts/launch"),
+        ),
+    ),
+    ("what train.py is made of", ("training",)),
+    ("parts know nothing of one another", ("configs", "backbones", "losses", "partial_fc", "data", "eval")),
+    ("everybody may use", ("utils",)),
+)
+_COLOURS = ("#f6dfb8", "#f3ead2", "#d5e6f6", "#dff0df")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and draw; return the exit status."""
+    parser = make_parser("python -m scripts.architecture", __doc__)
+    parser.add_argument("out", type=Path, help="PNG file")
+    options = parser.parse_args(arguments)
+    return run_main(lambda: draw(options))
+
+
+def draw(options: argparse.Namespace) -> None:
+    """Write the picture."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
+    from matplotlib.figure import Figure
+
+    if wrong := wrong_arrows():
+        raise ValueError(f"imports go downwards only, but {'; '.join(wrong)}. Move what both need into a layer below")
+    within = [f"{start} uses {end}" for start, end in sorted(room_arrows()) if layer_of(start) == layer_of(end) == 0]
+    figure = Figure(figsize=(11, 5.2), dpi=100)
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, 11), ylim=(0, 5.2))
+    axes.axis("off")
+    y = 5.1
+    for number, (title, rooms) in enumerate(LAYERS):
+        rows = [rooms[begin : begin + 5] for begin in range(0, len(rooms), 5)] if number == 0 else [rooms]
+        height = 0.45 + 0.5 * len(rows) + 0.2 * (number == 0)
+        y -= height
+        axes.axhspan(y, y + height, xmin=0.01, xmax=0.99, facecolor=_COLOURS[number], edgecolor="white", linewidth=3)
+        axes.text(0.25, y + height - 0.26, title, fontsize=10, color="0.3")
+        if number == 0:
+            axes.text(5.5, y + 0.1, "; ".join(within), fontsize=8, color="0.3", ha="center")
+        for line, row in enumerate(rows):
+            for place, room in enumerate(row):
+                x = 11 * (place + 0.5) / len(row)
+                box = {"boxstyle": "round,pad=0.4", "facecolor": "white", "edgecolor": "0.55"}
+                axes.text(x, y + height - 0.65 - 0.5 * line, room, ha="center", va="center", fontsize=10, bbox=box)
+        if number < len(LAYERS) - 1:
+            arrow = {"arrowstyle": "-|>", "linewidth": 2}
+            axes.annotate("", xy=(10.3, y - 0.3), xytext=(10.3, y + 0.15), arrowprops=arrow, zorder=3)
+        y -= 0.12
+    figure.savefig(options.out)
+
+
+def wrong_arrows() -> list[str]:
+    """Return the imports against the rule: upwards, or sideways but for folders of scripts."""
+    arrows = sorted(room_arrows())
+    wrong = [(a, b) for a, b in arrows if layer_of(b) < layer_of(a) or (layer_of(a) == layer_of(b) and "scripts" not in a)]
+    return [f"{start} imports {end}" for start, end in wrong]
+
+
+def layer_of(room: str) -> int:
+    """Return the layer of a room, 0 at the top."""
+    return next(number for number, (_, rooms) in enumerate(LAYERS) if room in rooms)
+
+
+def room_arrows() -> dict[tuple[str, str], int]:
+    """Return how many files of one room import from another, by (importing room, imported room)."""
+    arrows: dict[tuple[str, str], int] = {}
+    for path in _sources():
+        imported = {_room_of(file) for name in _imports(path) if (file := _file_of(name)) is not None}
+        for room in imported - {_room_of(path)}:
+            arrows[_room_of(path), room] = arrows.get((_room_of(path), room), 0) + 1
+    return arrows
+
+
+def _sources() -> Iterator[Path]:
+    roots = sorted({Path(room).parts[0] for _, rooms in LAYERS for room in rooms})
+    for root in roots:
+        yield from [_ROOT / root] if root.endswith(".py") else sorted((_ROOT / root).rglob("*.py"))
+
+
+def _room_of(path: Path) -> str:
+    """Return the room of a file, the one with the longest path above it."""
+    inside = path.relative_to(_ROOT)
+    places = [room for _, rooms in LAYERS for room in rooms if inside.is_relative_to(room)]
+    return max(places, key=len)
+
+
+def _file_of(module: str) -> Path | None:
+    """Return the file of a module of this repository; of a name in a module, that of the module."""
+    parts = module.split(".")
+    for count in range(len(parts), 0, -1):
+        path = _ROOT.joinpath(*parts[:count])
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
