@@ -1,5 +1,7 @@
 """An independent head for tests: float64, all logits whole, autograd, every row updated by the textbook formula."""
 
+import copy
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -42,7 +44,7 @@ class DenseHead:
     """All classes on one process. Rows that are not active keep centres and moments, as head.inactive_rows=keep says."""
 
     def __init__(self, margin: Margin, centres: Tensor, optimizer: RowSGD | RowAdamW) -> None:
-        self.margin, self.optimizer = margin, optimizer
+        self.margin, self.optimizer = copy.deepcopy(margin), optimizer  # with statistics of its own
         self.centres = centres.double()
         self.momentum, self.variance = torch.zeros_like(self.centres), torch.zeros_like(self.centres)
         self.updates = torch.zeros(len(centres), 1, dtype=torch.float64)
@@ -53,6 +55,8 @@ class DenseHead:
         loss = dense_loss(self.margin, x, w, labels, active)
         loss.backward()
         assert x.grad is not None and w.grad is not None
+        cosine = (F.normalize(x) * F.normalize(w)[labels]).sum(dim=1).detach()
+        self.margin.commit([self.margin.observe(cosine, x.detach().norm(dim=1))])
         rows = torch.ones(len(w), dtype=torch.bool) if active is None else active
         self._update(rows, w.grad[rows], lr)
         return loss.item(), x.grad, w.grad

@@ -243,7 +243,7 @@ def test_a_loss_has_the_arguments_of_its_class(tmp_path: Path, text: str, overri
             "no key 'loss.marginn'. Did you mean loss.margin? loss.name=arcface takes scale, margin, gradient",
         ),
         ("loss.m1=2", "no key 'loss.m1'. loss.name=arcface takes scale, margin, gradient"),
-        ("loss.name=arcfase", "loss.name must be one of arcface, cosface, combined, got 'arcfase'. Did you mean arcface?"),
+        ("loss.name=arcfase", f"loss.name must be one of {', '.join(list_margins())}, got 'arcfase'. Did you mean arcface?"),
         ("loss.margin=wide", "loss.margin must be a number, got 'wide'"),
         ("loss.margin=28.6", "loss.margin must be in [0, pi / 2] for arcface (radians, not degrees), got 28.6"),
         ("loss.gradient=none", "loss.gradient must be one of exact, straight_through, got 'none'"),
