@@ -44,7 +44,7 @@ class DenseHead:
     """All classes on one process. Rows that are not active keep centres and moments, as head.inactive_rows=keep says."""
 
     def __init__(self, margin: Margin, centres: Tensor, optimizer: RowSGD | RowAdamW) -> None:
-        self.margin, self.optimizer = copy.deepcopy(margin), optimizer  # with statistics of its own
+        self.margin, self.optimizer = copy.deepcopy(margin).double(), optimizer  # with statistics of its own
         self.centres = centres.double()
         self.momentum, self.variance = torch.zeros_like(self.centres), torch.zeros_like(self.centres)
         self.updates = torch.zeros(len(centres), 1, dtype=torch.float64)
