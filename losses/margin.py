@@ -65,7 +65,7 @@ class Margin(nn.Module):
         return self.scale * cosine
 
     def observe(self, target_cosine: Tensor, norm: Tensor) -> Any:
-        """Return what target and negatives need to know of a micro-batch, from its cosines and norms (B,) without gradient.
+        """Return what target and negatives need to know of a micro-batch, from its cosines and norms (B,), fp32.
 
         The buffers are those of the last optimizer step for every micro-batch, so that accumulation changes no sample's margin.
         """

@@ -24,7 +24,7 @@ def _build(name: str, **changes: Any) -> Margin:
 
 def _value_and_slope(margin: Margin, cosine: Tensor) -> tuple[Tensor, Tensor]:
     leaf = cosine.clone().requires_grad_()
-    state = margin.observe(cosine, torch.ones_like(cosine)) if len(cosine) else None
+    state = margin.observe(cosine.float(), torch.ones(len(cosine))) if len(cosine) else None
     logits = margin.target(leaf, torch.ones_like(leaf), state)
     (slope,) = torch.autograd.grad(logits.sum(), leaf)
     return logits.detach(), slope
@@ -60,7 +60,7 @@ def test_exact_slope_equals_finite_differences(name: str) -> None:
     cosine, step = theta.cos(), 1e-6
     _, slope = _value_and_slope(margin, cosine)
     norm = torch.ones_like(cosine)
-    state = margin.observe(cosine, norm)
+    state = margin.observe(cosine.float(), norm.float())
     expected = (margin.target(cosine + step, norm, state) - margin.target(cosine - step, norm, state)) / (2 * step)
     torch.testing.assert_close(
         slope, expected, rtol=1e-5, atol=1e-4
