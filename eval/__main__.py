@@ -26,7 +26,7 @@ from utils import distributed
 from utils.cli import make_parser
 from utils.distributed import World, raise_on_all_ranks
 from utils.files import shown
-from utils.optim import AUTOCAST
+from utils.precision import AUTOCAST
 from utils.program import run_main
 
 from .evaluate import evaluate, load_pair_sets

@@ -22,7 +22,7 @@ from utils.checkpoint.tensor_file import read_tensors
 from utils.checkpoint.weights import load_weights
 from utils.distributed import World, raise_on_all_ranks
 from utils.distributed.agreement import digest_tensors, require_equal, require_same_program
-from utils.optim import AUTOCAST
+from utils.precision import AUTOCAST
 from utils.randomness import derive
 from utils.text import one_line
 

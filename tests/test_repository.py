@@ -150,6 +150,7 @@ def test_the_list_of_utils_is_closed():
         "optim",
         "parallel",
         "program",
+        "precision",
         "randomness",
     }
     assert found == packages | modules | {"schedule", "suggest", "text", "__init__"}

@@ -25,7 +25,8 @@ from utils.checkpoint.format import list_checkpoints, step_of
 from utils.checkpoint.tensor_file import read_tensors
 from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
 from utils.distributed import SharedError, World
-from utils.optim import LossScaler, unscale_and_clip_grad_norm_
+from utils.optim import unscale_and_clip_grad_norm_
+from utils.precision import LossScaler
 
 
 @pytest.fixture(scope="module")

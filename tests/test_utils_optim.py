@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from utils.distributed import World, any_ranks
-from utils.optim import LossScaler, build_optimizer, load_optimizer, unscale_and_clip_grad_norm_
+from utils.optim import build_optimizer, load_optimizer, unscale_and_clip_grad_norm_
+from utils.precision import LossScaler
 
 
 def _net(gradient_scale: float = 1.0) -> nn.Module:

@@ -18,7 +18,8 @@ from utils.checkpoint.resume import restore, trainer_state
 from utils.checkpoint.weights import load_initial
 from utils.distributed import all_gather_objects, raise_on_all_ranks
 from utils.memory import available_bytes, backbone_memory
-from utils.optim import AUTOCAST, LossScaler, build_optimizer, freeze
+from utils.optim import build_optimizer, freeze
+from utils.precision import AUTOCAST, LossScaler
 from utils.randomness import derive
 
 from .setup import Setup

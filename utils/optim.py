@@ -1,4 +1,4 @@
-"""The backbone's optimizer, the gradient norm with clipping, and the loss scaler of fp16."""
+"""The backbone's optimizer: its parameters and their factors, what it saves and loads, and the gradient norm with clipping."""
 
 import inspect
 from collections.abc import Sequence
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from .checkpoint.tensor_file import overlaps
 
 _LAST_STEP = 99_999_999  # that the name of a checkpoint's folder can tell
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # train.precision -> dtype of the forward pass
 
 
 def build_optimizer(
@@ -231,52 +230,6 @@ def set_training(module: nn.Module, freeze_norm: bool, frozen: Sequence[str] = (
     for path, part in module.named_modules():
         if (freeze_norm and isinstance(part, nn.modules.batchnorm._BatchNorm)) or any(_lies_in(path, name) for name in frozen):
             part.eval()
-
-
-class LossScaler:
-    """Dynamic loss scale for fp16: halved at an overflow, doubled after `interval` good steps.
-
-    The caller decides what an overflow is and agrees on it over the ranks (a gradient norm that is not finite on any of them),
-    so that the scale and the skipped steps are equal everywhere. torch's GradScaler keeps that flag to each process.
-    Disabled (fp32, bf16), the scale is 1 for ever.
-    """
-
-    def __init__(self, enabled: bool, initial: float = 65536.0, interval: int = 2000) -> None:
-        self.enabled = enabled
-        self.scale = initial if enabled else 1.0
-        self.interval = interval
-        self.good_steps = 0
-
-    def update(self, overflow: bool) -> None:
-        """Adapt the scale after one optimizer step."""
-        if not self.enabled:
-            return
-        if overflow:
-            self.scale, self.good_steps = self.scale / 2, 0
-            return
-        self.good_steps += 1
-        if self.good_steps >= self.interval:
-            self.scale, self.good_steps = self.scale * 2, 0
-
-    def state_dict(self) -> dict[str, float]:
-        """Return what load_state_dict takes; nothing where the scaler is off."""
-        return {"scale": self.scale, "good_steps": self.good_steps} if self.enabled else {}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take up a saved state; that of a run without a scaler (fp32, bf16) says nothing, and the initial scale stays.
-
-        Raises:
-            ValueError: it is out of range, or no number.
-        """
-        if not isinstance(state, dict):
-            raise ValueError(f"scaler must hold scale and good_steps, got {type(state).__name__}")
-        if self.enabled and state:
-            scale, good_steps = state["scale"], state["good_steps"]
-            if type(scale) not in (int, float) or not 0 < scale < 1e38:
-                raise ValueError(f"scaler: scale must be a number above 0 and below 1e38, got {scale!r:.80}")
-            if type(good_steps) is not int or not 0 <= good_steps < self.interval:
-                raise ValueError(f"scaler: good_steps must be a whole number below {self.interval}, got {good_steps!r:.80}")
-            self.scale, self.good_steps = float(scale), good_steps
 
 
 def is_finite(module: nn.Module) -> bool:

@@ -35,7 +35,7 @@ from utils.checkpoint.format import (
 )
 from utils.checkpoint.tensor_file import Planned, write_object, write_planned, write_tensors
 from utils.cli import int_in_range, make_parser, progress
-from utils.optim import LossScaler
+from utils.precision import LossScaler
 from utils.program import run_main
 
 from .checkpoint_files import HEAD_NAMES, HEADS, LAST_STEP, Rows, Source, check_split, missing_ranks, read_source

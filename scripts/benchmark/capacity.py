@@ -38,7 +38,8 @@ from utils import distributed
 from utils.cli import make_parser
 from utils.image import IMAGE_SIZE
 from utils.memory import BackboneMemory, backbone_memory
-from utils.optim import AUTOCAST, build_optimizer
+from utils.optim import build_optimizer
+from utils.precision import AUTOCAST
 from utils.program import run_main
 
 from .device_rates import CARDS, Rates, head_dtype, rates_of

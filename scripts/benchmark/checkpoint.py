@@ -42,7 +42,8 @@ from utils.checkpoint.tensor_file import BLOCK, write_tensors
 from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
 from utils.cli import make_parser
 from utils.distributed import World
-from utils.optim import LossScaler, build_optimizer
+from utils.optim import build_optimizer
+from utils.precision import LossScaler
 from utils.program import run_main
 
 _DIM = 512

@@ -35,7 +35,7 @@ from utils.cli import make_parser, progress
 from utils.distributed import World, raise_on_all_ranks
 from utils.distributed.agreement import digest
 from utils.image import IMAGE_SIZE
-from utils.optim import AUTOCAST
+from utils.precision import AUTOCAST
 from utils.program import run_main
 
 _RANKS = (1, 5, 10, 20)

@@ -34,7 +34,7 @@ from utils.cli import make_parser, progress
 from utils.distributed import raise_on_all_ranks
 from utils.files import read_bytes, read_text
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb
-from utils.optim import AUTOCAST
+from utils.precision import AUTOCAST
 from utils.program import run_main
 
 _GALLERIES = {"ijbb": ("S1", "S2"), "ijbc": ("G1", "G2")}

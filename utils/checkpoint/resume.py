@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from utils.distributed import World, all_gather_objects, raise_on_all_ranks
-from utils.optim import LossScaler, load_optimizer, tensor_fault
+from utils.optim import load_optimizer, tensor_fault
+from utils.precision import LossScaler
 
 from . import format as ckpt
 from .tensor_file import flush
