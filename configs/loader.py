@@ -18,7 +18,7 @@ from utils.files import MAX_SMALL_TEXT, read_text
 from utils.suggest import nearest
 
 from .named import SECTIONS, Given, NamedSection, fill_named, take_arguments
-from .rules import ENTRIES, check_rules
+from .rules import ENTRIES, RENAMED, check_rules
 from .values import Loader, Plain, is_nothing, read_yaml, shown, typed
 
 SCHEMA = Path(__file__).with_name("base.yaml")
@@ -165,6 +165,8 @@ def _merge(tree: dict[str, Any], layer: dict[str, Any], source: str, prefix: str
         name = f"{prefix}{key}"
         if name == "_base_":
             continue
+        if name in RENAMED:
+            raise ValueError(f"{source}: {name} is called {RENAMED[name]} now")
         if key not in tree:
             raise ValueError(f"{source}: no key {name!r}.{_nearest(tree, prefix, str(key))}")
         if isinstance(tree[key], dict):

@@ -9,6 +9,8 @@ SOURCES = ("recordio", "folder", "list", "tar", "synthetic")
 # key -> what each entry of this list may hold, with its default
 ENTRIES: dict[str, dict[str, Any]] = {"data.sources": {"path": "", "source": "recordio", "repeat": 1.0}}
 
+RENAMED = {"head.state": "head.storage"}
+
 CHOICES = {
     "run.device": ("auto", "cpu", "cuda"),
     "data.source": SOURCES,

@@ -96,7 +96,7 @@ def test_without_a_known_gpu_there_are_no_step_times_but_the_reason(capsys: pyte
     status, out, _ = _capacity(capsys, "--gpus", "8", "--memory", "2", "--json", str(file))
     assert status == 0 and "no step times: the GPU in mind is not known" in out and " ms" not in out
     found = json.loads(file.read_text())
-    assert found["rates"] is None and set(found["rows"][0]) == {"state", "bytes_per_identity", "identities"}
+    assert found["rates"] is None and set(found["rows"][0]) == {"storage", "bytes_per_identity", "identities"}
 
 
 def test_step_times_of_a_card_are_arithmetic_at_its_peak_and_say_so(capsys: pytest.CaptureFixture[str], tmp_path: Path):

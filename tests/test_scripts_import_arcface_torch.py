@@ -412,7 +412,7 @@ def test_a_run_of_ours_is_exported_for_resume(tmp_path: Path, form: str):
         f"run: {{output: {tmp_path}, name: ours, threads: 1}}\n"
         f"data: {{source: synthetic, num_classes: {CLASSES}, num_images: 32}}\n"
         "backbone: {name: r18, width: 0.125, embedding_size: 16}\n"
-        f"head: {{state: {form}}}\n"
+        f"head: {{storage: {form}}}\n"
         "train: {batch_size: 8, epochs: 2, max_steps: 4}\n"
         "eval: {at_end: false}\n"
     )

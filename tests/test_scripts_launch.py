@@ -128,7 +128,7 @@ def _worker(pid: int, rank: int) -> int | None:
 @pytest.mark.parametrize("script", [MACHINE, MACHINES, SLURM], ids=lambda path: path.name)
 def test_a_launch_file_explains_itself_and_names_what_is_missing(script: Path, config: Path):
     done = subprocess.run(["bash", script, "--help"], capture_output=True, text=True, env=_environment())
-    assert done.returncode == 0 and f"scripts/{script.name} configs/" in done.stdout and len(done.stdout) > 500
+    assert done.returncode == 0 and f"scripts/launch/{script.name} configs/" in done.stdout and len(done.stdout) > 500
     assert "set -euo" not in done.stdout
     for variables, arguments, message in [
         ({}, [], "no config given"),
