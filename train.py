@@ -1,6 +1,6 @@
 """Train a face recognition network: python train.py CONFIG, or torchrun --nproc_per_node=N train.py CONFIG.
 
-CONFIG is a YAML file that names what differs from configs/base.yaml, where every key is explained; see docs/configuration.md.
+CONFIG is a YAML file that names what differs from configs/base.yaml, where the keys are explained; see docs/configuration.md.
 Example: python train.py configs/ms1mv3_r50.yaml data.path=/data/ms1m-retinaface-t1 optimizer.lr=0.05 train.epochs=2
 
 One process or many, CPU or CUDA, run the same lines. The optimizer step is the one clock: whatever is periodic counts in it.
@@ -27,7 +27,7 @@ from losses.first_loss import judge_first_loss
 from partial_fc.init_centres import InitCounts
 from training.model import Model, build_model, resume_or_init
 from training.setup import Setup, open_data, set_up
-from training.step import forward_backward, update
+from training.step import forward_backward
 from utils import distributed
 from utils.checkpoint.resume import changed_keys
 from utils.checkpoint.retention import best_score
@@ -36,7 +36,7 @@ from utils.cli import make_parser
 from utils.distributed import SharedError
 from utils.distributed.watchdog import Watchdog
 from utils.log import RunLog, Speed, peak_memory_gib
-from utils.optim import is_finite, set_training, unscale_and_clip_grad_norm_
+from utils.optim import is_finite, set_learning_rate, set_training, unscale_and_clip_grad_norm_
 from utils.program import StoppedError, StopSignal, run_main
 from utils.randomness import derive
 from utils.schedule import learning_rate
@@ -66,9 +66,8 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             log.info("training is complete already; nothing to do. Raise train.epochs, or choose another run.name")
             return
         settings = (config.eval.batch_size, model.autocast, config.data.threads)
-        sets, metric, name = setup.pair_sets, config.eval.metric, config.run.name
-        evaluator = Evaluator(model.backbone, sets, world, settings, metric, log, name, total_steps, setup.folder)
-        meter = Meter(config, setup, model, log)
+        of_run = (config.eval.metric, log, config.run.name, total_steps, setup.folder)
+        evaluator = Evaluator(model.backbone, setup.pair_sets, world, settings, *of_run)
         if config.eval.at_start and start_step == 0:
             watch.at(0, "evaluating", limited=False)
             evaluator.score(0)
@@ -76,11 +75,13 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         augment, data = Augment(config.augment, config.run.seed), config.data
         steps = (start_step, total_steps, data.threads, data.prefetch, world.device)
         loader = Loader(setup.dataset, setup.samples, *steps, ahead, augment)
-        stop.can_save = True
+        meter, stop.can_save = Meter(config, setup, model, log), True
         watch.at(start_step, "waiting for data")
         for step, batch in enumerate(loader, start_step):
             # ---- one optimizer step
             watch.at(step, "training")
+            lr = learning_rate(step, config.optimizer.lr, total_steps, setup.warmup_steps, config.schedule.power)
+            set_learning_rate(model.optimizer, lr)
             torch.manual_seed(derive(config.run.seed, "step", step, world.rank))  # dropout; so a resumed run draws the same
             loss, embeddings = forward_backward(model, parallel, batch, step, config.train.accumulation, world)
             if not math.isfinite(loss):
@@ -95,9 +96,9 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             writer.advance(writing)
             if overflow and not (model.scaler.enabled and model.scaler.scale > 2.0**-10):
                 raise not_finite("the gradient is not finite", step, setup, embeddings)
-            lr = learning_rate(step, config.optimizer.lr, total_steps, setup.warmup_steps, config.schedule.power)
             if not overflow:  # of fp16; an optimizer step is that of backbone and centres, or none
-                update(model, lr, lr * config.head.lr_factor)
+                model.head.step(lr * config.head.lr_factor)
+                model.optimizer.step()
             model.scaler.update(overflow)
 
             # ---- after the step: `done` optimizer steps are finished
@@ -105,8 +106,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             meter.count(done, loss)
             if done % config.log.every == 0 or done == total_steps:
                 meter.report(done, lr, grad_norm, loader.waited)
-            pause, score = time.perf_counter(), None
-            stopping = stopping and done < total_steps
+            pause, score, stopping = time.perf_counter(), None, stopping and done < total_steps
             if is_due(done, config.eval.every, total_steps if config.eval.at_end else 0) and not stopping:
                 watch.at(done, "evaluating", limited=False)
                 try:

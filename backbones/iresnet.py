@@ -44,8 +44,8 @@ def check_head(embedding_size: int, dropout: float) -> None:
     """Raise ValueError for an embedding size or a dropout probability that no head can have."""
     if not 1 <= embedding_size <= 65536:
         raise ValueError(f"embedding_size must be from 1 to 65536 (512 is usual), got {embedding_size}")
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout must be in [0, 1), a probability of dropping, got {dropout}")
+    if not 0.0 <= dropout <= 0.99:
+        raise ValueError(f"dropout must be from 0 to 0.99, a probability of dropping, got {dropout}")
 
 
 def check_images(images: Tensor) -> None:

@@ -17,7 +17,7 @@ from easydict import EasyDict
 from utils.files import MAX_SMALL_TEXT, read_text
 from utils.suggest import nearest
 
-from .named import SECTIONS, Given, NamedSection, fill_named, take_arguments
+from .named import SECTIONS, Given, GivenSection, NamedSection, fill_named, take_arguments
 from .rules import ENTRIES, RENAMED, check_rules
 from .values import Loader, Plain, is_nothing, read_yaml, shown, typed
 
@@ -66,13 +66,15 @@ def load_config(
     tree = _read(SCHEMA, yaml.SafeLoader)
     layers = [(number, _read(file), str(file)) for number, file in enumerate(_layers(path, ()))]
     layers += [(len(layers), _parse_override(override), f"override {override!r}") for override in overrides]
-    given: Given = {section: {} for section in SECTIONS}
+    picked = {section: tree[section]["name"] for section in SECTIONS}
+    given: Given = {section: GivenSection([], {}) for section in SECTIONS}
+    known = {name: {**tree[name], **section.arguments(picked[name])} for name, section in (named or {}).items()}
     for number, layer, source in layers:
-        _merge(tree, take_arguments(layer, tree, given, number, source), source)
+        _merge(tree, take_arguments(layer, tree, given, number, source), source, known=known)
     if not tree["run"]["name"]:
         tree["run"]["name"] = path.stem
     check_rules(tree)
-    fill_named(tree, given, named or {})
+    fill_named(tree, given, named or {}, picked)
     return _to_config(tree)
 
 
@@ -159,8 +161,14 @@ def _parse_override(override: str) -> dict[str, Any]:
     return tree
 
 
-def _merge(tree: dict[str, Any], layer: dict[str, Any], source: str, prefix: str = "") -> None:
-    """Write layer's values over tree's in place, after checking that each key exists and keeps its type."""
+def _merge(
+    tree: dict[str, Any], layer: dict[str, Any], source: str, prefix: str = "", known: dict[str, Any] | None = None
+) -> None:
+    """Write layer's values over tree's in place, after checking that each key exists and keeps its type.
+
+    Args:
+        known: sections that have more keys than `tree`, for the hint at a key without its section.
+    """
     for key, value in layer.items():
         name = f"{prefix}{key}"
         if name == "_base_":
@@ -168,7 +176,7 @@ def _merge(tree: dict[str, Any], layer: dict[str, Any], source: str, prefix: str
         if name in RENAMED:
             raise ValueError(f"{source}: {name} is called {RENAMED[name]} now")
         if key not in tree:
-            raise ValueError(f"{source}: no key {name!r}.{_nearest(tree, prefix, str(key))}")
+            raise ValueError(f"{source}: no key {name!r}.{_nearest({**tree, **(known or {})}, prefix, str(key))}")
         if isinstance(tree[key], dict):
             if not isinstance(value, dict):
                 raise ValueError(f"{source}: {name} is a section, got {shown(value)}; set a key in it: {name}.KEY=VALUE")

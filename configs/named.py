@@ -29,47 +29,60 @@ class _Argument(NamedTuple):
     source: str  # for errors
 
 
-Given = dict[str, dict[str, _Argument]]  # by section and key; "name" tells where the class was picked
+class GivenSection(NamedTuple):
+    """What files and overrides say of a named section."""
+
+    picks: list[tuple[int, str]]  # (layer, name) of each time that a class was picked
+    arguments: dict[str, _Argument]  # the last one of each key
+
+
+Given = dict[str, GivenSection]
 
 
 def take_arguments(layer: dict[str, Any], tree: dict[str, Any], given: Given, number: int, source: str) -> dict[str, Any]:
     """Return a layer without the arguments of named sections, which go into `given`: their class is known at the end only."""
     rest = dict(layer)
-    for section, arguments in given.items():
+    for section, (picks, arguments) in given.items():
         values = layer.get(section)
         if not isinstance(values, dict):
             continue
         known = {key: value for key, value in values.items() if key in tree[section]}
         arguments |= {str(key): _Argument(value, number, source) for key, value in values.items() if key not in known}
         if "name" in known:
-            arguments["name"] = _Argument(known["name"], number, source)
+            picks.append((number, str(known["name"])))
         rest[section] = known
     return rest
 
 
-def fill_named(tree: dict[str, Any], given: Given, named: Mapping[str, NamedSection]) -> None:
+def fill_named(tree: dict[str, Any], given: Given, named: Mapping[str, NamedSection], schema: Mapping[str, str]) -> None:
     """Write the arguments of the classes that were picked into the sections of `tree`, and check them.
+
+    Args:
+        schema: the classes that base.yaml picks, by section.
 
     Raises:
         ValueError: an unknown class or argument, a value of another type, or one that the class refuses.
     """
     for section, (arguments_of, check) in named.items():
-        values, found = tree[section], dict(given[section])
-        picked = found.pop("name", _Argument(values["name"], -1, ""))
+        values, (picks, found) = tree[section], given[section]
         try:
             defaults = arguments_of(values["name"])
+            # the classes that each layer was written for; an argument of a class that another one has replaced is left out
+            picked = [(-1, schema[section]), *picks]
+            classes = {layer: [name for number, name in picked if number <= layer][-1] for _, layer, _ in found.values()}
+            taken = {layer: arguments_of(name) for layer, name in classes.items()}
         except ValueError as error:
             raise ValueError(f"{section}.{error}") from None
         for key, (value, layer, source) in found.items():
-            if key not in defaults:
-                if layer < picked.layer:
-                    continue  # for the class that a file below had picked
-                near = nearest(key, [*defaults, *values])
-                hint = f" Did you mean {section}.{near}?" if near else ""
-                takes = ", ".join(defaults)
-                raise ValueError(f"{source}: no key '{section}.{key}'.{hint} {section}.name={values['name']} takes {takes}")
             name = f"{section}.{key}"
-            values[key] = typed(defaults[key], value, name, f"{source}: {name}")
+            if key not in defaults and key not in taken[layer]:
+                near = nearest(key, [*taken[layer], *values])
+                hint = f" Did you mean {section}.{near}?" if near else ""
+                takes = ", ".join(taken[layer])
+                raise ValueError(f"{source}: no key {name!r}.{hint} {section}.name={classes[layer]} takes {takes}")
+            read = typed(defaults[key] if key in defaults else taken[layer][key], value, name, f"{source}: {name}")
+            if key in defaults:
+                values[key] = read
         ours = {key: values.pop(key, default) for key, default in defaults.items()}
         tree[section] = {"name": values.pop("name"), **ours, **values}
         try:

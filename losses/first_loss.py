@@ -10,6 +10,7 @@ independent, so their part falls with the batch. The first term does not: an unt
 same embedding, so all of them see nearly the same sum.
 """
 
+import copy
 import math
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ def expected_first_loss(margin: Margin, num_active: int, embedding_size: int, nu
         num_active: classes in the softmax, over all ranks.
         num_people: different classes among the images of the batch.
     """
+    margin = copy.deepcopy(margin).cpu()  # its statistics may lie on the GPU
     generator = torch.Generator().manual_seed(0)
     deviation = 1.0 / math.sqrt(embedding_size)
     norm = torch.full((4096,), math.sqrt(embedding_size))

@@ -5,12 +5,13 @@ cross-entropy on logits that are a function of the cosines, and differ in that f
 Shapes: B = samples, the global batch; K = classes of one chunk of the head.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from utils.suggest import did_you_mean
 
 GRADIENTS = ("exact", "straight_through")
 
@@ -49,10 +50,12 @@ class Margin(nn.Module):
 
     def __init__(self, scale: float = 64.0, gradient: str = "exact") -> None:
         super().__init__()
-        if not (math.isfinite(scale) and scale > 0):
-            raise ValueError(f"scale must be a number above 0 (64 is usual), got {scale}")
+        if not 0 < scale <= 1e30:  # false of nan
+            raise ValueError(f"scale must be a number above 0 and at most 1e30 (64 is usual), got {scale}")
         if gradient not in GRADIENTS:
-            raise ValueError(f"gradient must be one of {', '.join(GRADIENTS)}, got '{gradient}'")
+            raise ValueError(
+                f"gradient must be one of {', '.join(GRADIENTS)}, got '{gradient}'.{did_you_mean(gradient, GRADIENTS)}"
+            )
         self.scale = float(scale)
         self.gradient = gradient
 

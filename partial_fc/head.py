@@ -10,7 +10,7 @@ so centres have no .grad: their gradient exists for one chunk at a time, inside 
 backbone's backward; called before it on CUDA, it runs beside it on a stream of its own. Gradients are those of the mean loss
 over the global batch; a data-parallel backbone averages over the ranks, so the caller multiplies its loss by world_size.
 
-Shapes: b = rows of this rank per micro-batch, B = b * world_size, D = embedding size, A = micro-batches.
+Shapes: b = samples of this rank per micro-batch, B = b * world_size, D = embedding size, A = micro-batches.
 """
 
 from typing import Any, NamedTuple
@@ -134,7 +134,7 @@ class PartialFC(nn.Module):
     def describe(self) -> str:
         """Return a line for the log: what the head is and how it computes."""
         size, dtype = (
-            (self.num_slots) * self.centre_store.bytes_per_row / MEBI,
+            self.num_slots * self.centre_store.bytes_per_row / MEBI,
             str(self._passes.dtype).removeprefix("torch."),
         )
         here = f"{self.num_slots} here in {size:.1f} MiB ({self.centre_store.form})"
@@ -256,7 +256,7 @@ class PartialFC(nn.Module):
 
     @torch.no_grad()
     def load_rows(self, read: Read) -> None:
-        """Fill this shard from read(start slot, stop slot) -> tensors by name, of any world size and state format."""
+        """Fill this shard from read(start slot, stop slot) -> tensors by name, of any world size and storage."""
         also = {} if self._graph is None else {"neighbours": self._graph.slots}
         self.centre_store.read_rows(lambda low, high: read(self.first_slot + low, self.first_slot + high), also)
         if self._decay is not None:

@@ -260,6 +260,28 @@ def test_an_argument_that_its_class_does_not_take_is_one_line(tmp_path: Path, ov
     assert words in str(found.value) and "\n" not in str(found.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("loss: {margn: 0.3}", "run.yaml: no key 'loss.margn'. Did you mean loss.margin? loss.name=arcface takes"),
+        ("loss: {margin: abc}", "run.yaml: loss.margin must be a number, got 'abc'"),
+        ("loss: {name: cosface, m1: 2}", "run.yaml: no key 'loss.m1'. loss.name=cosface takes"),
+    ],
+)
+@pytest.mark.parametrize("override", ["loss.name=arcface", "loss.name=combined"])
+def test_a_mistake_in_a_file_is_found_whatever_class_is_picked_above_it(tmp_path: Path, text: str, words: str, override: str):
+    if "m1" in text and override.endswith("combined"):
+        pytest.skip("combined takes m1, so it stays")
+    with pytest.raises(ValueError) as found:
+        _load(tmp_path, text, override)
+    assert words in str(found.value)
+
+
+def test_an_argument_without_its_section_is_found_in_it(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"no key 'margin'\. Did you mean loss\.margin\?"):
+        _load(tmp_path, "", "margin=0.3")
+
+
 def test_a_new_loss_is_a_class_with_arguments_and_no_key_of_base_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class Leaning(losses.Margin):
         def __init__(self, scale: float = 16.0, lean: float = 0.25, steps: int = 3, shy: bool = False) -> None:

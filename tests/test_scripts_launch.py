@@ -166,7 +166,7 @@ def test_the_processes_are_as_many_as_the_visible_gpus(tmp_path: Path):
         assert done.stdout == f"{count}\n", (lines, variables, done.stderr)
 
 
-@pytest.mark.parametrize("launcher", ["launch_machine.sh", "torchrun"])
+@pytest.mark.parametrize("launcher", ["machine.sh", "torchrun"])
 def test_a_run_on_one_machine_resumes_by_itself_when_a_process_is_killed(config: Path, tmp_path: Path, launcher: str):
     total, log, run = 16, tmp_path / "output.txt", tmp_path / "tiny"
     plain = [

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward over its micro-batches, and the update of backbone and class centres.
+"""The gradients of one optimizer step: forward and backward over its micro-batches.
 
 Shapes: b = images of this rank in one micro-batch, A = micro-batches per optimizer step, D = embedding size.
 """
@@ -41,14 +41,13 @@ def backward(terms: Iterable[LossTerm], world_size: int, loss_scale: float = 1.0
     the gradient of a global mean has to be summed over the ranks: times world_size cancels the mean.
     """
     total: Tensor | None = None
-    loss = 0.0
+    terms = list(terms)
     for term in terms:
         scale = term.weight * ((world_size if term.over_all_ranks else 1) * loss_scale / accumulation)
         total = term.value * scale if total is None else total + term.value * scale
-        loss += term.weight * float(term.value.detach())
     assert total is not None, "a loss has at least one term"
     total.backward()
-    return loss
+    return sum(term.weight * float(term.value.detach()) for term in terms)  # after: the host waits for the device here
 
 
 def forward_backward(
@@ -72,11 +71,3 @@ def forward_backward(
             loss += backward(terms, world.world_size, model.scaler.scale, accumulation) / accumulation
         outputs.append(embeddings.detach())
     return loss, outputs
-
-
-def update(model: Model, lr: float, head_lr: float) -> None:
-    """Move backbone and class centres by the gradients that forward_backward left."""
-    model.head.step(head_lr)
-    for group in model.optimizer.param_groups:
-        group["lr"] = lr * group["lr_factor"]
-    model.optimizer.step()

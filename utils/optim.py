@@ -224,6 +224,12 @@ def unscale_and_clip_grad_norm_(module: nn.Module, scale: float, clip_norm: floa
     return norm
 
 
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give each group of parameters the rate `lr` times its factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_factor"]
+
+
 def set_training(module: nn.Module, freeze_norm: bool, frozen: Sequence[str] = ()) -> None:
     """Put a network into training mode, but for BatchNorm statistics if asked for, and for the frozen parts."""
     module.train()

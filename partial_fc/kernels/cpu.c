@@ -1,6 +1,6 @@
-/* The elementwise work of the head's two passes on the CPU, each in one sweep over memory; built and called by cpu_kernels.py.
+/* The elementwise work of the head's two passes on the CPU, each in one sweep over memory; built and called by cpu.py.
 
-   The same arithmetic as the plain torch code in kernels.py, state.py and row_optimizer.py, which is its reference; torch
+   The same arithmetic as the plain torch code in plain.py, centre_store.py and row_optimizer.py, which is its reference; torch
    needs a sweep for every operation, and sweeps over memory are what an elementwise step costs.
    Threads are those of the OpenMP runtime that torch has loaded. Work is cut into equal runs of rows, so results depend on
    the number of threads only where sums over rows are joined (exponentials), and never on timing. */

@@ -5,8 +5,12 @@ if __name__ == "__main__":
 
 import json
 from pathlib import Path
+from typing import Any
 
 import yaml
+
+from backbones import backbone_arguments
+from losses import list_margins, margin_arguments
 
 from .fuzz_files import Case, Entry
 from .fuzz_grammar import TEXTS, Rng, change_tree, damage, pick, value
@@ -30,7 +34,7 @@ def inputs() -> dict[str, Input]:
 
 def _yaml_tree(sound: Sound, rng: Rng) -> Case:
     """Return a case with a configuration that is well-formed YAML of wrong values."""
-    base = yaml.safe_load(_BASE.read_text())
+    base = _keys()
     section = str(pick(rng, sorted(base)))
     tree = yaml.safe_load(CONFIG)
     tree.setdefault(section, {})
@@ -49,6 +53,15 @@ def _yaml_tree(sound: Sound, rng: Rng) -> Case:
         text = json.dumps({section: {key: None}})
     files: dict[str, Entry] = {"tiny.yaml": text.encode("utf-8", "surrogatepass"), "other.yaml": b"_base_: tiny.yaml\n"}
     return Case(["train", "tiny.yaml", str(pick(rng, ("--check", "--print-config")))], files)
+
+
+def _keys() -> dict[str, Any]:
+    """Return all keys with their defaults, those of every loss and backbone too."""
+    base: dict[str, Any] = yaml.safe_load(_BASE.read_text())
+    for name in list_margins():
+        base["loss"] |= margin_arguments(name)
+    base["backbone"] |= backbone_arguments(base["backbone"]["name"])
+    return base
 
 
 # fmt: off
@@ -93,7 +106,7 @@ def _bad_yaml(rng: Rng) -> str:
 
 def _yaml_text(sound: Sound, rng: Rng) -> Case:
     """Return a case with a configuration in which YAML itself is turned against the reader."""
-    base = yaml.safe_load(_BASE.read_text())
+    base = _keys()
     section = str(pick(rng, sorted(base)))
     place = (f"{section}: {{{pick(rng, sorted(base[section]))}: ", "}", f"{section}: ", "", "", "", "? ", "\n: 1")
     start = 2 * int(rng.integers(4))
@@ -129,7 +142,7 @@ _NUMBERS = (
 
 def _overrides(sound: Sound, rng: Rng) -> Case:
     """Return a case whose command line lies."""
-    base = yaml.safe_load(_BASE.read_text())
+    base = _keys()
     words = []
     for _ in range(int(rng.integers(1, 4))):
         section = str(pick(rng, sorted(base)))

@@ -161,7 +161,10 @@ def _backbone(options: argparse.Namespace) -> tuple[BackboneMemory, int]:
     """Return (its memory, operations of forward and backward per image)."""
     if options.backbone == "none":
         return BackboneMemory(0, 0), 0
-    backbone = build_backbone(options.backbone, options.embedding_size, options.width, 0.0)
+    try:
+        backbone = build_backbone(options.backbone, options.embedding_size, options.width, 0.0)
+    except ValueError as error:
+        raise ValueError(f"--backbone, --embedding-size, --width: {error}") from None
     moments = 2 if options.optimizer == "adamw" else 1
     memory = backbone_memory(backbone, AUTOCAST[options.precision], moments)
     with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -123,7 +123,10 @@ def measure_save(options: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 def training_state(name: str, classes: int) -> dict[str, Any]:
     """Return the arguments of a save for a network with all moments and class centres."""
-    backbone = build_backbone(name, _DIM)
+    try:
+        backbone = build_backbone(name, _DIM)
+    except ValueError as error:
+        raise ValueError(f"--backbone: {error}") from None
     optimizer = build_optimizer(backbone, "sgd", 0.1, 0.9, 5e-4)
     for parameter in backbone.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -33,7 +33,7 @@ from utils.program import run_main
 _BATCH, _DIM, _LR = 512, 256, 0.02
 _NEAREST = "bf16, round to nearest"
 
-# name -> arguments of PartialFC; the nearest-rounding variant is made here, since the head has no such format
+# name -> arguments of HeadConfig; the nearest-rounding variant is made here, since the head has no such format
 CASES: dict[str, dict[str, Any]] = {
     "exact": {},
     "lean": {"storage": "lean"},

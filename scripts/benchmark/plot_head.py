@@ -50,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plot_file(file: Path, folder: Path) -> None:
     try:
         result = json.loads(file.read_text())
-        rows, bare = result["rows"], result["bare"]
-    except (OSError, ValueError, KeyError) as error:
+        rows, bare = [{"storage": row.get("state", ""), **row} for row in result["rows"]], result["bare"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file}: is no result of scripts.benchmark.head ({error}); write one with --json") from None
     plot(rows, bare, folder)
 

@@ -7,7 +7,7 @@
         manifest.json                        written last: step, slot ranges, what the run is, sizes and hashes
 
 Everything is written into a hidden folder beside, flushed to the disk and renamed, so a folder with its final name is whole
-whatever was killed when (checkpoint_writer.py). Reading checks the sizes of all files, and their hashes only on request.
+whatever was killed when (writer.py). Reading checks the sizes of all files, and their hashes only on request.
 """
 
 import errno
