@@ -16,16 +16,15 @@ import torch
 from easydict import EasyDict
 from torch import Tensor
 
-from backbones import backbone_arguments, check_backbone
-from configs import NamedSection, dump_config, load_config
+from configs import dump_config, load_config
 from data.augment import Augment
 from data.bad_batch import write_bad_batch
 from data.loader import Loader
 from eval.monitor import Evaluator
-from losses import build_margin, margin_arguments
 from losses.first_loss import judge_first_loss
 from partial_fc.init_centres import InitCounts
 from training.model import Model, build_model, resume_or_init
+from training.sections import NAMED
 from training.setup import Setup, open_data, set_up
 from training.step import forward_backward
 from utils import distributed
@@ -40,8 +39,6 @@ from utils.optim import is_finite, set_learning_rate, set_training, unscale_and_
 from utils.program import StoppedError, StopSignal, run_main
 from utils.randomness import derive
 from utils.schedule import learning_rate
-
-NAMED = {"backbone": NamedSection(backbone_arguments, check_backbone), "loss": NamedSection(margin_arguments, build_margin)}
 
 
 def train(config: EasyDict, stop: StopSignal) -> None:

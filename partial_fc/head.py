@@ -89,8 +89,8 @@ class PartialFC(nn.Module):
         self.num_slots = self.end_slot - self.first_slot
         self.chunk = min(config.chunk or auto_chunk(device.type, config.matmul_dtype), self.num_slots)
         self.collectives = Collectives(world_size)
-        self.kernels = build_kernels(choose_kernels(config.kernels, device, embedding_size))
-        self.workspace = Workspace(device, config.cache_mb * MEBI, self.kernels)
+        kernels = build_kernels(choose_kernels(config.kernels, device, embedding_size))
+        self.workspace = Workspace(device, config.cache_mb * MEBI, kernels)
         self.warnings: tuple[str, ...] = ()  # what a user should know
         if reason := why_plain(config.kernels, device, embedding_size):
             missing = "C" if device.type == "cpu" else "Triton"
@@ -138,7 +138,7 @@ class PartialFC(nn.Module):
             str(self._passes.dtype).removeprefix("torch."),
         )
         here = f"{self.num_slots} here in {size:.1f} MiB ({self.centre_store.form})"
-        return f"head: {self.num_classes} classes, {here}, {dtype} products, {self.kernels.words}"
+        return f"head: {self.num_classes} classes, {here}, {dtype} products, {self.workspace.kernels.words}"
 
     def begin_step(self, labels: Tensor, step: int) -> None:
         """Share the labels of one optimizer step, check them, and draw the active classes. A collective call.
@@ -218,7 +218,7 @@ class PartialFC(nn.Module):
             raise ValueError(f"head: step() after {len(current.batches)} of {len(current.slots)} micro-batches")
         finite = torch.stack(current.losses).isfinite().all().reshape(1)
         # Triton kernels read the flag where it lies; for others, and for statistics of a margin, the host has to
-        apply = finite if self.kernels.reads_flag and self._decay is None and not self.margin.observes else None
+        apply = finite if self.workspace.kernels.reads_flag and self._decay is None and not self.margin.observes else None
         self._current = None
         if apply is None and not bool(finite):
             return False
@@ -233,7 +233,7 @@ class PartialFC(nn.Module):
             passes = self._passes.gradients(current.batches, factors, grad_targets, current.chunks)
             for number, (chunk, gradient, target) in enumerate(passes):
                 where = (self.centre_store, chunk.select)
-                self.kernels.update_rows(self.optimizer, *where, gradient, target, lr, seed + number, apply)
+                self.workspace.kernels.update_rows(self.optimizer, *where, gradient, target, lr, seed + number, apply)
             if self._decay is not None:
                 self._decay.record(lr)
                 if self._decay.is_long():

@@ -33,7 +33,7 @@ def test_the_model_is_what_a_head_holds(
         for micro in range(accumulation):
             head(torch.randn(ROWS, D), micro)
         head.step(0.1)
-    memory = HeadMemory(D, ROWS, config, accumulation, head.kernels.name)
+    memory = HeadMemory(D, ROWS, config, accumulation, head.workspace.kernels.name)
     assert memory.bytes_per_class == head.centre_store.bytes_per_row
     held = head.workspace.bytes_held + (0 if head.centre_store.noise is None else head.centre_store.noise.bytes_held)
     model = memory.shared_bytes(num_classes)

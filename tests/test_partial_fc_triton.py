@@ -322,7 +322,7 @@ def test_a_head_on_triton_trains_as_one_on_plain_torch(device: torch.device, opt
         head = PartialFC(
             margin, 90, 24, device=device, config=HeadConfig(sample_rate=0.5, optimizer=optimizer, chunk=32, kernels="plain")
         )
-        head.kernels = head.workspace.kernels = build_kernels(name)
+        head.workspace.kernels = build_kernels(name)
         for step in range(3):
             head.begin_step(torch.arange(step, step + 6)[None], step)
             embeddings = _normal(6, 24, seed=step)

@@ -19,18 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from backbones import backbone_arguments, check_backbone, list_backbones
-from configs import NamedSection, load_config
-from losses import build_margin, margin_arguments
+from backbones import list_backbones
+from configs import load_config
+from training.sections import NAMED
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 
 from .config_file import Given, default_values, read_config
 
-_NAMED = {
-    "backbone": NamedSection(backbone_arguments, check_backbone),
-    "loss": NamedSection(margin_arguments, build_margin),
-}
 # key there: why nothing here comes of it
 _DROPPED = {
     "resume": "resuming needs no key: the same command goes on",
@@ -73,7 +69,7 @@ def convert(options: argparse.Namespace) -> None:
         trial = Path(folder) / f"{name}.yaml"
         trial.write_text(text, encoding="utf-8")
         try:
-            load_config(trial, (), _NAMED)
+            load_config(trial, (), NAMED)
         except ValueError as error:
             raise ValueError(f"{options.file}: cannot be converted: {str(error).replace(str(trial), name)}") from None
     if options.out is None:

@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from utils.checkpoint.tensor_file import HASH
 
 from .fuzz_files import Case, Entry
-from .fuzz_grammar import Rng, change_tree, changed_save, damage, evil_pickle, evil_zip, pick, tensor
+from .fuzz_grammar import Rng, change_tree, changed_save, damage, evil_pickle, evil_zip, pick, saved, tensor
 from .fuzz_inputs import Input, Maker, Sound
 from .fuzz_inputs_sets import changed_header
 from .fuzz_seeds import CHECKPOINT, CONFIG, files_below
@@ -186,8 +186,6 @@ def _init(weights: dict[str, bytes]) -> Maker:
 
 
 def _saved(tree: Any) -> bytes:
-    from .fuzz_grammar import saved
-
     try:
         return saved(tree)
     except (RuntimeError, NotImplementedError, UnicodeEncodeError, RecursionError):
