@@ -6,26 +6,23 @@ Example: python train.py configs/ms1mv3_r50.yaml data.path=/data/ms1m-retinaface
 One process or many, CPU or CUDA, run the same lines. The optimizer step is the one clock: whatever is periodic counts in it.
 """
 
-import functools
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from easydict import EasyDict
 from torch import Tensor
 
 from configs import dump_config, load_config
-from data.augment import Augment
 from data.bad_batch import write_bad_batch
-from data.loader import Loader
 from eval.monitor import Evaluator
 from losses.first_loss import judge_first_loss
 from partial_fc.init_centres import InitCounts
 from training.model import Model, build_model, resume_or_init
 from training.sections import NAMED
-from training.setup import Setup, open_data, set_up
+from training.setup import Setup, open_data, open_loaders, set_up
 from training.step import forward_backward
 from utils import distributed
 from utils.checkpoint.resume import changed_keys
@@ -35,7 +32,7 @@ from utils.cli import make_parser
 from utils.distributed import SharedError
 from utils.distributed.watchdog import Watchdog
 from utils.log import RunLog, Speed, peak_memory_gib
-from utils.optim import is_finite, set_learning_rate, set_training, unscale_and_clip_grad_norm_
+from utils.optim import describe_groups, is_finite, set_learning_rate, set_training, unscale_and_clip_grad_norm_
 from utils.program import StoppedError, StopSignal, run_main
 from utils.randomness import derive
 from utils.schedule import learning_rate
@@ -68,23 +65,20 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         if config.eval.at_start and start_step == 0:
             watch.at(0, "evaluating", limited=False)
             evaluator.score(0)
-        ahead = functools.partial(setup.order.read_ahead, first_step=start_step, **setup.share)
-        augment, data = Augment(config.augment, config.run.seed), config.data
-        steps = (start_step, total_steps, data.threads, data.prefetch, world.device)
-        loader = Loader(setup.dataset, setup.samples, *steps, ahead, augment)
+        loaders = open_loaders(config, setup, start_step)
         meter, stop.can_save = Meter(config, setup, model, log), True
         watch.at(start_step, "waiting for data")
-        for step, batch in enumerate(loader, start_step):
+        for step, batches in enumerate(zip(*loaders, strict=True), start_step):
             # ---- one optimizer step
             watch.at(step, "training")
             lr = learning_rate(step, config.optimizer.lr, total_steps, setup.warmup_steps, config.schedule.power)
             set_learning_rate(model.optimizer, lr)
             torch.manual_seed(derive(config.run.seed, "step", step, world.rank))  # dropout; so a resumed run draws the same
-            loss, embeddings = forward_backward(model, parallel, batch, step, config.train.accumulation, world)
-            if not math.isfinite(loss):
-                raise not_finite(f"the loss is {loss}", step, setup, embeddings)
+            result = forward_backward(model, parallel, setup.tasks, batches, step, config.train.accumulation, world)
+            if not math.isfinite(result.loss):
+                raise not_finite(f"the loss is {result.loss}", step, setup, result.embeddings)
             if step == 0 and not config.init.backbone:
-                judge_loss(loss, model, config.backbone.embedding_size, log)
+                judge_losses(result.losses, model, config.backbone.embedding_size, log)
             grad_norm = unscale_and_clip_grad_norm_(model.backbone, model.scaler.scale, config.optimizer.clip_norm)
             timed = saving.every_minutes > 0 and writer.minutes_since_save() >= saving.every_minutes and world.rank == 0
             overflow, stopping, writing, timed = distributed.any_ranks(
@@ -92,17 +86,18 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             )
             writer.advance(writing)
             if overflow and not (model.scaler.enabled and model.scaler.scale > 2.0**-10):
-                raise not_finite("the gradient is not finite", step, setup, embeddings)
+                raise not_finite("the gradient is not finite", step, setup, result.embeddings)
             if not overflow:  # of fp16; an optimizer step is that of backbone and centres, or none
-                model.head.step(lr * config.head.lr_factor)
+                for head in model.heads.values():
+                    head.step(lr * config.head.lr_factor)
                 model.optimizer.step()
             model.scaler.update(overflow)
 
             # ---- after the step: `done` optimizer steps are finished
             done = step + 1
-            meter.count(done, loss)
+            meter.count(done, result.loss)
             if done % config.log.every == 0 or done == total_steps:
-                meter.report(done, lr, grad_norm, loader.waited)
+                meter.report(done, lr, grad_norm, sum(loader.waited for loader in loaders))
             pause, score, stopping = time.perf_counter(), None, stopping and done < total_steps
             if is_due(done, config.eval.every, total_steps if config.eval.at_end else 0) and not stopping:
                 watch.at(done, "evaluating", limited=False)
@@ -125,18 +120,22 @@ def train(config: EasyDict, stop: StopSignal) -> None:
 
 def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, start_step: int, log: RunLog) -> None:
     """Log what the run is made of, and where it begins. A collective call."""
-    world, dataset = setup.world, setup.dataset
-    log.info(dataset.describe())
+    world = setup.world
+    for task in setup.tasks:
+        log.info(task.dataset.describe())
     for line in setup.warnings:
         log.warn(line)
     parameters = sum(parameter.numel() for parameter in model.backbone.parameters()) / 1e6
     log.info(
         f"{config.run.name}: {setup.total_steps} steps of {config.train.batch_size} images, {world.world_size} x "
-        f"{world.device.type}, {parameters:.2f} M backbone parameters, {dataset.num_classes} classes"
+        f"{world.device.type}, {parameters:.2f} M backbone parameters, {setup.tasks[0].dataset.num_classes} classes"
     )
-    log.info(model.head.describe())
-    for line in model.head.warnings:
-        log.warn(line)
+    for line in describe_groups(model.optimizer):
+        log.info(line)
+    for head in model.heads.values():
+        log.info(head.describe())
+        for line in head.warnings:
+            log.warn(line)
     if setup.resume_from is None and config.init.backbone:
         total = InitCounts(*map(sum, zip(*distributed.all_gather_objects(counts, world), strict=True)))
         log.info(f"starting from {config.init.backbone}; class centres: {total}")
@@ -146,18 +145,24 @@ def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, 
             log.info(line)
 
 
-def judge_loss(loss: float, model: Model, embedding_size: int, log: RunLog) -> None:
-    """Log whether the loss of the first step is that of an untrained network."""
-    text, sound = judge_first_loss(loss, model.margin, model.head.num_active(), embedding_size, model.head.num_people())
-    (log.info if sound else log.warn)(text)
+def judge_losses(losses: Mapping[str, float], model: Model, embedding_size: int, log: RunLog) -> None:
+    """Log whether the losses of the first step are those of an untrained network."""
+    for name, loss in losses.items():
+        head = model.heads[name]
+        text, sound = judge_first_loss(loss, head.margin, head.num_active(), embedding_size, head.num_people())
+        (log.info if sound else log.warn)(text)
 
 
-def not_finite(what: str, step: int, setup: Setup, embeddings: Sequence[Tensor]) -> SharedError:
-    """Write down the batch of a loss or gradient that is not finite, and return the error for it. A collective call."""
-    words = write_bad_batch(setup.folder, step, what, setup.dataset, setup.samples(step), embeddings, setup.world)
+def not_finite(what: str, step: int, setup: Setup, embeddings: Sequence[Sequence[Tensor]]) -> SharedError:
+    """Write down the batch behind a non-finite loss or gradient, and return the error for it. A collective call."""
+    words = []
+    for task, rows in zip(setup.tasks, embeddings, strict=True):
+        path = setup.folder / f"bad_batch_step_{step:08d}{f'_{task.name}' if len(setup.tasks) > 1 else ''}.json"
+        samples = task.order.samples(step, **setup.share)
+        words.append(write_bad_batch(path, step, what, task.dataset, samples, rows, setup.world))
     return SharedError(
-        f"{what} in step {step}; stopped before it reached the weights. {words}. Checkpoints in {setup.folder} hold finite "
-        "numbers only; lower optimizer.lr or lengthen schedule.warmup_epochs"
+        f"{what} in step {step}; stopped before it reached the weights. {'. '.join(words)}. Checkpoints in "
+        f"{setup.folder} hold finite numbers only; lower optimizer.lr or lengthen schedule.warmup_epochs"
     )
 
 
@@ -167,8 +172,8 @@ def save(
     """Begin to save a checkpoint after `step` optimizer steps; wait for its end if it is the last one."""
     watch.at(step, "saving", limited=False)
     distributed.broadcast_module(model.backbone, setup.world)
-    slots, facts = (model.head.first_slot, model.head.end_slot), {**setup.facts, "score": score}
-    writer.save(step, model.backbone.state_dict(), model.head.shard_state(), slots, model.trainer_state(), facts, last)
+    files = {name: part.state() for name, part in model.saved_states().items()}
+    writer.save(step, files, {**setup.facts, "score": score}, last)
 
 
 def stopped(stop: StopSignal, resume: str, done: int, total_steps: int) -> StoppedError:
@@ -199,7 +204,7 @@ class Meter:
             "loss": self._loss_sum / self._count,
             "lr": lr,
             "grad_norm": float(grad_norm),
-            "positive_cosine": float(self.model.head.positive_cosine),
+            "positive_cosine": float(torch.stack([head.positive_cosine for head in self.model.heads.values()]).mean()),
             "images_per_second": images_per_second,
             "data_wait": data_wait,
             "memory_gib": peak_memory_gib(self.setup.world.device),
@@ -209,7 +214,8 @@ class Meter:
         self.log.train(done, numbers, self.speed.eta(self.setup.total_steps - done))
         self._loss_sum, self._count = 0.0, 0
         if self.config.data.on_bad_record == "skip":
-            warnings = distributed.all_gather_objects(self.setup.dataset.take_warnings(), self.setup.world)
+            mine = [line for task in self.setup.tasks for line in task.dataset.take_warnings()]
+            warnings = distributed.all_gather_objects(mine, self.setup.world)
             for line in itertools.chain(*warnings):
                 self.log.warn(line)
 

@@ -174,7 +174,7 @@ def _merge(
         if name == "_base_":
             continue
         if name in RENAMED:
-            raise ValueError(f"{source}: {name} is called {RENAMED[name]} now")
+            raise ValueError(f"{source}: {name} is now {RENAMED[name]}")
         if key not in tree:
             raise ValueError(f"{source}: no key {name!r}.{_nearest({**tree, **(known or {})}, prefix, str(key))}")
         if isinstance(tree[key], dict):

@@ -7,9 +7,15 @@ from utils.suggest import did_you_mean
 SOURCES = ("recordio", "folder", "list", "tar", "synthetic")
 
 # key -> what each entry of this list may hold, with its default
-ENTRIES: dict[str, dict[str, Any]] = {"data.sources": {"path": "", "source": "recordio", "repeat": 1.0}}
+ENTRIES: dict[str, dict[str, Any]] = {
+    "data.sources": {"path": "", "source": "recordio", "repeat": 1.0},
+    "optimizer.rules": {"match": "", "lr_factor": 1.0, "weight_decay": -1.0},
+}
 
-RENAMED = {"head.state": "head.storage"}
+RENAMED = {
+    "head.state": "head.storage",
+    "optimizer.lr_factors": "optimizer.rules, a list of entries like {match: layer1, lr_factor: 0.1}",
+}
 
 CHOICES = {
     "run.device": ("auto", "cpu", "cuda"),
@@ -124,6 +130,7 @@ def _check_run_name(name: str) -> None:
 def _check_across(tree: dict[str, Any]) -> None:
     data, train, schedule = tree["data"], tree["train"], tree["schedule"]
     _check_sources(data)
+    _check_parameter_rules(tree["optimizer"]["rules"])
     init = tree["init"]
     if init["head"] and not init["backbone"]:
         raise ValueError(
@@ -155,6 +162,17 @@ def _check_across(tree: dict[str, Any]) -> None:
         )
     if len(set(tree["eval"]["targets"])) != len(tree["eval"]["targets"]):
         raise ValueError(f"eval.targets names a set twice: {', '.join(tree['eval']['targets'])}")
+
+
+def _check_parameter_rules(rules: list[dict[str, Any]]) -> None:
+    for number, rule in enumerate(rules):
+        name, decay = f"optimizer.rules[{number}]", rule["weight_decay"]
+        if not rule["match"]:
+            raise ValueError(f"{name}.match must name a part of the backbone, a pattern, norms or biases, got ''")
+        if not 0 <= rule["lr_factor"] <= 1e30:
+            raise ValueError(f"{name}.lr_factor must be 0 or more, got {rule['lr_factor']}")
+        if decay != -1 and not 0 <= decay <= 1e30:
+            raise ValueError(f"{name}.weight_decay must be 0 or more, or -1 for optimizer.weight_decay, got {decay}")
 
 
 def _check_sources(data: dict[str, Any]) -> None:

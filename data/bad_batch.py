@@ -1,4 +1,4 @@
-"""Write down the batch behind a loss that is not finite."""
+"""Write down the batch behind a non-finite loss or gradient."""
 
 import json
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from .sampler import Samples
 
 
 def write_bad_batch(
-    run_folder: Path, step: int, why: str, dataset: FaceDataset, samples: Samples, embeddings: Sequence[Tensor], world: World
+    path: Path, step: int, why: str, dataset: FaceDataset, samples: Samples, embeddings: Sequence[Tensor], world: World
 ) -> str:
-    """Write the record keys of a global batch to bad_batch_step_00000012.json in the run folder; collective.
+    """Write the record keys of a global batch to the JSON file `path`; collective.
 
     Args:
         samples: this rank's samples of the step.
@@ -32,7 +32,6 @@ def write_bad_batch(
     ]
     everyone = [entry for entries in all_gather_objects(mine, world) for entry in entries]
     bad = [entry["record"] for entry in everyone if not entry["embedding_finite"]]
-    path = run_folder / f"bad_batch_step_{step:08d}.json"
     where = f"are in {path}"
     if world.rank == 0:
         try:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from utils.checkpoint.format import find_checkpoint, is_checkpoint, list_checkpoints, read_backbone, read_manifest
+from utils.checkpoint.format import find_checkpoint, is_checkpoint, list_checkpoints, read_manifest
+from utils.checkpoint.reading import read_backbone
 from utils.checkpoint.retention import best_checkpoint
 from utils.checkpoint.tensor_file import read_tensors
 from utils.checkpoint.weights import load_weights
@@ -28,8 +29,9 @@ from utils.text import one_line
 
 from .foreign_networks import ForeignNetwork, open_foreign
 
-BuildBackbone = Callable[[str, int, float], nn.Module]
+BuildBackbone = Callable[..., nn.Module]
 _HINT = "check --backbone, --embedding-size, --width"
+_COMMON_KEYS = ("name", "embedding_size", "width", "dropout", "freeze", "freeze_norm")  # others are of one backbone alone
 
 
 class Network(NamedTuple):
@@ -111,7 +113,7 @@ def load_network(options: argparse.Namespace, build_backbone: BuildBackbone) -> 
     """Return the network that the command line names.
 
     Args:
-        build_backbone: returns a new backbone, given its name, embedding size and width.
+        build_backbone: returns a new backbone, given its name, embedding size, width and the arguments it alone has.
 
     Raises:
         ValueError: nothing there, weights that do not fit, or a file that cannot be read.
@@ -160,9 +162,10 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
     if type(seed) is not int or not 0 <= seed <= 2**62:
         raise ValueError(f"checkpoint {checkpoint}: run.seed of its configuration must be a whole number, got {seed!r:.80}")
     torch.manual_seed(derive(seed, "backbone"))  # as train.py does before it builds
+    more = {key: value for key, value in section.items() if key not in _COMMON_KEYS}
     try:
-        model = build_backbone(str(section.get("name")), size, width)
-    except ValueError as error:
+        model = build_backbone(str(section.get("name")), size, width, **more)
+    except (ValueError, TypeError) as error:  # of an argument that the class does not take
         raise ValueError(f"checkpoint {checkpoint}: the backbone of its configuration: {error}") from None
     if options.untrained:
         return Network(model, f"{section['name']} before training", config)

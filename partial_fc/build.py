@@ -52,16 +52,21 @@ def check_head_fits(
     accumulation: int,
     others: int,
     free: int,
-) -> None:
-    """Raise ValueError, with what would fit, if the memory of one process does not hold its share of the head.
+) -> int:
+    """Return the bytes that one process's share of the head takes, after checking that they are there.
 
     Args:
         rows: of the global micro-batch.
-        others: bytes that the backbone needs beside.
+        others: bytes that the backbone and other heads need.
         free: bytes that the process with the least free memory may still take (utils.memory.available_bytes).
+
+    Raises:
+        ValueError: it does not fit, with what would.
     """
     kernels = choose_kernels(config.kernels, world.device, embedding_size)
-    check_fits(HeadMemory(embedding_size, rows, config, accumulation, kernels), num_classes, world.world_size, free, others)
+    memory = HeadMemory(embedding_size, rows, config, accumulation, kernels)
+    check_fits(memory, num_classes, world.world_size, free, others)
+    return memory.bytes_for(-(-num_classes // world.world_size))
 
 
 def build_row_optimizer(head: Any, optimizer: Any) -> RowOptimizer:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.checkpoint.format import class_order, find_checkpoint, shards_of
+from utils.checkpoint.format import find_checkpoint
+from utils.checkpoint.reading import class_order, shards_of
 from utils.checkpoint.tensor_file import is_plain, load_plain, mapped_tensor
 from utils.files import read_text
 

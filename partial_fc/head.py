@@ -84,7 +84,6 @@ class PartialFC(nn.Module):
         self.num_classes, self.embedding_size = num_classes, embedding_size
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.config = config = HeadConfig() if config is None else config
-        self.optimizer = config.optimizer
         self.first_slot, self.end_slot = shard_range(num_classes, rank, world_size)
         self.num_slots = self.end_slot - self.first_slot
         self.chunk = min(config.chunk or auto_chunk(device.type, config.matmul_dtype), self.num_slots)
@@ -98,7 +97,7 @@ class PartialFC(nn.Module):
                 f"head: plain torch does the work of the {missing} kernels, so its steps take longer, up to 2.4 times on "
                 f"a CPU: {reason}. head.kernels=plain asks for that and says no more",
             )
-        self._decay = LazyDecay(self.optimizer) if config.decays else None
+        self._decay = LazyDecay(config.optimizer) if config.decays else None
         self.centre_store = CentreStore(
             self.num_slots,
             embedding_size,
@@ -183,12 +182,6 @@ class PartialFC(nn.Module):
             total += num_active(stop - start, positives, self.config.sample_rate)
         return total
 
-    def active_rows(self) -> np.ndarray:
-        """Return which of this shard's rows are in the softmax of the step begun, (n,) int64."""
-        parts = [chunk.select for chunk in self._step().chunks]
-        rows = [np.arange(p.start, p.stop) if isinstance(p, slice) else p.cpu().numpy() for p in parts]
-        return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
-
     def forward(self, embeddings: Tensor, micro: int = 0) -> Tensor:
         """Return the scalar mean loss over all ranks' rows of micro-batch number `micro`, equal on all ranks.
 
@@ -233,7 +226,7 @@ class PartialFC(nn.Module):
             passes = self._passes.gradients(current.batches, factors, grad_targets, current.chunks)
             for number, (chunk, gradient, target) in enumerate(passes):
                 where = (self.centre_store, chunk.select)
-                self.workspace.kernels.update_rows(self.optimizer, *where, gradient, target, lr, seed + number, apply)
+                self.workspace.kernels.update_rows(self.config.optimizer, *where, gradient, target, lr, seed + number, apply)
             if self._decay is not None:
                 self._decay.record(lr)
                 if self._decay.is_long():

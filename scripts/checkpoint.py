@@ -19,6 +19,7 @@ if __name__ == "__main__" and not __package__:
 
 import argparse
 import functools
+import itertools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,18 +33,18 @@ from torch import Tensor
 from partial_fc.centre_source import open_centres
 from partial_fc.shard import shard_range
 from utils.checkpoint.format import (
-    check_hashes,
+    SOFTMAX,
     checkpoint_path,
     commit,
     find_checkpoint,
     is_checkpoint,
     list_checkpoints,
     partial_path,
-    read_backbone,
     read_manifest,
     shard_name,
-    softmax_reader,
+    slots_by_head,
 )
+from utils.checkpoint.reading import check_hashes, read_backbone, shard_reader, slot_faults
 from utils.checkpoint.tensor_file import Planned, flush, write_planned, write_tensors
 from utils.cli import int_in_range, make_parser, progress
 from utils.program import run_main
@@ -92,13 +93,11 @@ def show(options: argparse.Namespace) -> None:
             print(f"  {key:<14}{value!s:.300}")
         for name, entry in sorted(files.items()):
             slots = f"slots {entry['slots'][0]} to {entry['slots'][1] - 1}" if "slots" in entry else ""
-            print(f"  {name:<42}{int(entry['size']) / 2**20:10.1f} MiB  {slots}{_tensors(path / name)}")
+            print(f"  {name:<42}{int(entry['size']) / 2**20:10.1f} MiB  {slots}{_tensors(path / name) if slots else ''}")
 
 
 def _tensors(path: Path) -> str:
-    """Return the names, types and shapes of the rows in a file of class centres, "" for other files."""
-    if not path.name.startswith("softmax_"):
-        return ""
+    """Return the names, types and shapes of the rows in a file of class centres."""
     try:
         with safe_open(path, framework="pt") as file:
             parts = [(name, file.get_slice(name)) for name in sorted(file.keys())]
@@ -128,15 +127,10 @@ def check(checkpoint: Path) -> list[str]:
     total = sum(int(entry["size"]) for entry in manifest["files"].values())
     with progress([], total, checkpoint.name, "B") as bar:
         faults = check_hashes(checkpoint, progress=bar.update)
-    ranges = sorted(tuple(entry["slots"]) for entry in manifest["files"].values() if "slots" in entry)
-    reached = 0
-    for start, stop in ranges:
-        if start != reached:
-            faults.append(f"class slots {min(start, reached)} to {max(start, reached) - 1} are in no file, or in two")
-        reached = stop
-    classes = manifest.get("run_signature", {}).get("num_classes", reached)
-    if reached != classes:
-        faults.append(f"class slots {reached} to {classes - 1} are in no file")
+    for head, files in {SOFTMAX: {}, **slots_by_head(manifest)}.items():
+        slots = max((stop for _, stop in files.values()), default=0)
+        classes = manifest.get("run_signature", {}).get("num_classes", slots) if head == SOFTMAX else slots
+        faults += [f"{head}: {line}" for line in slot_faults(files.values(), 0, classes)]
     return faults
 
 
@@ -144,11 +138,12 @@ def reshard(options: argparse.Namespace) -> None:
     """Write a checkpoint with its class centres in another number of files, some rows at a time."""
     source = find_checkpoint(options.path)
     manifest = read_manifest(source)
-    slots = max((entry["slots"][1] for entry in manifest["files"].values() if "slots" in entry), default=0)
+    heads = {head: max(stop for _, stop in files.values()) for head, files in slots_by_head(manifest).items()}
+    fewest = min(heads.values(), default=0)
     if is_checkpoint(options.out):
         raise ValueError(f"{options.out} is a checkpoint itself; choose a run folder")
-    if options.ranks > slots:
-        raise ValueError(f"{source}: {slots} class centres cannot be shared by {options.ranks} files; each needs one")
+    if options.ranks > fewest:
+        raise ValueError(f"{source}: {fewest} class centres cannot be shared by {options.ranks} files; each needs one")
     final = checkpoint_path(options.out, int(manifest["step"]))
     partial = partial_path(final)
     if final.exists():
@@ -161,15 +156,14 @@ def reshard(options: argparse.Namespace) -> None:
             shutil.copyfile(source / name, partial / name)
             flush(partial / name)
             files[name] = entry
-    read = softmax_reader(source)
-    with progress([], slots, "resharding", "class") as bar:
-        for rank in range(options.ranks):
-            start, stop = shard_range(slots, rank, options.ranks)
-            name = shard_name(rank, options.ranks)
+    with progress([], sum(heads.values()), "resharding", "class") as bar:
+        for head, rank in itertools.product(heads, range(options.ranks)):
+            start, stop = shard_range(heads[head], rank, options.ranks)
+            name, read = shard_name(rank, options.ranks, head), shard_reader(source, head)
             files[name] = write_planned(partial / name, _planned_rows(read, start, stop, bar.update)) | {"slots": [start, stop]}
     facts = {key: value for key, value in manifest.items() if key not in ("format", "files")}
     commit(partial, final, {**facts, "world_size": options.ranks, "files": files})
-    print(f"{final}: step {manifest['step']}, {slots} class centres in {options.ranks} file(s)")
+    print(f"{final}: step {manifest['step']}, {sum(heads.values())} class centres in {len(heads) * options.ranks} file(s)")
 
 
 def _planned_rows(
@@ -178,7 +172,7 @@ def _planned_rows(
     """Return what write_planned needs to write the slots [start, stop), reading some rows at a time.
 
     Args:
-        read: of softmax_reader.
+        read: of shard_reader.
         progress: called with the number of slots that were read since the last call, once for all tensors of a row.
     """
 

@@ -5,9 +5,20 @@ from typing import Any
 
 from torch import Tensor
 
-from utils.checkpoint.format import checkpoint_path
-from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
+from utils.checkpoint.format import BACKBONE, SOFTMAX, TRAINER, checkpoint_path
+from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy, Shard
 from utils.distributed import World
+
+
+def as_files(
+    backbone: dict[str, Tensor],
+    softmax: dict[str, Tensor],
+    slots: tuple[int, int],
+    trainer: dict[str, Any],
+    facts: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the arguments of CheckpointWriter.save for a run with one head."""
+    return {"files": {BACKBONE: backbone, TRAINER: trainer, SOFTMAX: Shard(softmax, slots)}, "facts": facts}
 
 
 def save_now(
@@ -21,7 +32,7 @@ def save_now(
     world: World,
     keep: RetentionPolicy | None = None,
 ) -> Path:
-    """Save one checkpoint and wait for it; collective. Return its folder. Arguments and errors as in CheckpointWriter.save."""
+    """Save one checkpoint and wait for it; collective. Return its folder. Errors as in CheckpointWriter.save."""
     writer = CheckpointWriter(run_folder, world, keep or RetentionPolicy(last=1 << 30), background=False)
-    writer.save(step, backbone, softmax, slots, trainer, facts, last=True)
+    writer.save(step, **as_files(backbone, softmax, slots, trainer, facts), last=True)
     return checkpoint_path(run_folder, step)

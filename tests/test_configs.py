@@ -62,7 +62,7 @@ def test_overrides_win_over_the_file_and_the_file_over_its_base(tmp_path: Path):
         ("trian: {epochs: 3}\n", [], r"no key 'trian'. Did you mean train\?"),
         ("train: {epoch: 3}\n", [], r"no key 'train.epoch'. Did you mean train.epochs\?"),
         ("lr: 0.1\n", [], r"Did you mean optimizer.lr\?"),
-        ("head: {state: lean}\n", [], r"head.state is called head.storage now"),
+        ("head: {state: lean}\n", [], r"head.state is now head.storage"),
         ("train: {batch_size: many}\n", [], "train.batch_size must be a whole number, got 'many'"),
         ("train: {batch_size: 1.5}\n", [], "train.batch_size must be a whole number, got 1.5"),
         ("train: {batch_size: true}\n", [], "train.batch_size must be a whole number, got true"),

@@ -17,6 +17,7 @@ from partial_fc.centre_store import FORMATS
 from partial_fc.kernels import KERNELS
 from partial_fc.rounding import Noise, quantise_rows, round_to_bfloat16_
 from utils.checkpoint import format as ckpt
+from utils.checkpoint import reading
 from utils.checkpoint.tensor_file import write_tensors
 from utils.distributed import World
 
@@ -150,7 +151,7 @@ def test_a_saved_and_loaded_head_goes_on_to_the_same_bits(
     _train(whole, range(5), lr=1e-2)
     path = _save(whole, tmp_path, 5)
     _train(whole, range(5, 9), lr=1e-2)
-    again.load_rows(ckpt.softmax_reader(path))
+    again.load_rows(reading.shard_reader(path))
     _train(again, range(5, 9), lr=1e-2)
     expected, got = whole.shard_state(), again.shard_state()
     assert expected.keys() == got.keys()
@@ -176,7 +177,7 @@ def test_shards_of_any_number_of_ranks_hold_the_same_rows_to_the_bit(
         files = {}
         for rank in range(world_size):
             head = _head(state, optimizer=optimizer, rank=rank, world_size=world_size, **more)
-            head.load_rows(ckpt.softmax_reader(last))
+            head.load_rows(reading.shard_reader(last))
             name = ckpt.shard_name(rank, world_size)
             files[name] = write_tensors(final / name, head.shard_state()) | {"slots": [head.first_slot, head.end_slot]}
         ckpt.commit(final, final.with_name(f"step_{10 + step:08d}"), {"step": 10 + step, "files": files})
@@ -191,7 +192,7 @@ def test_every_format_continues_from_every_other(tmp_path: Path, source: str, ta
     before, after = _head(source), _head(target)
     _train(before, range(4))
     path = _save(before, tmp_path, 4)
-    after.load_rows(ckpt.softmax_reader(path))
+    after.load_rows(reading.shard_reader(path))
     tolerance = 0.0 if source == target else 2**-8  # half a step of bf16, relative
     assert (
         relative(
@@ -212,7 +213,7 @@ def test_a_checkpoint_of_the_other_optimizer_is_refused(tmp_path: Path):
     for made_by, asked, words in [(RowSGD(), RowAdamW(), "by sgd, not adamw"), (RowAdamW(), RowSGD(), "by adamw, not sgd")]:
         path = _save(_head("exact", optimizer=made_by), tmp_path / words, 1)
         with pytest.raises(ValueError, match=words):
-            _head("exact", optimizer=asked).load_rows(ckpt.softmax_reader(path))
+            _head("exact", optimizer=asked).load_rows(reading.shard_reader(path))
 
 
 def _dense_decay(optimizer: RowSGD | RowAdamW, rates: list[float]) -> tuple[Tensor, Tensor]:

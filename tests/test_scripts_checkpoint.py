@@ -15,7 +15,7 @@ from backbones import build_backbone
 from partial_fc.shard import classes_of_slots, shard_range
 from scripts import checkpoint
 from scripts.benchmark import checkpoint as benchmark_checkpoint
-from utils.checkpoint.format import read_backbone, softmax_reader
+from utils.checkpoint.reading import read_backbone, shard_reader
 from utils.distributed import World
 
 CLASSES, DIM, SEED = 11, 4, 5
@@ -68,7 +68,7 @@ def test_resharding_there_and_back_gives_the_same_bytes(run_folder: Path, tmp_pa
         assert checkpoint.main(["verify", str(out)]) == 0
         last = out / "checkpoints" / "step_00000007"
         assert len(list(last.glob("softmax_*"))) == ranks
-        rows = softmax_reader(last)(0, CLASSES)
+        rows = shard_reader(last)(0, CLASSES)
         assert torch.equal(rows["centres"], _centres()) and not rows["momentum"].any()
     before, after = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (original, last))
     manifests = [json.loads(files.pop("manifest.json")) for files in (before, after)]
@@ -165,8 +165,11 @@ def test_the_benchmark_of_checkpoints_reports_its_figures(tmp_path: Path, capsys
     assert benchmark_checkpoint.main(small) == 0
     found = json.loads((tmp_path / "out").read_text())
     state = benchmark_checkpoint.training_state("mbf", 3000)
-    trained = sum(moments["momentum_buffer"].nbytes for moments in state["trainer"]["optimizer"]["state"].values())
-    assert found["save"]["bytes"] == sum(t.nbytes for p in ("backbone", "softmax") for t in state[p].values()) + trained
+    trained = sum(moments["momentum_buffer"].nbytes for moments in state["trainer.pt"]["optimizer"]["state"].values())
+    assert (
+        found["save"]["bytes"]
+        == sum(t.nbytes for p in (state["backbone.safetensors"], state["softmax"].rows) for t in p.values()) + trained
+    )
     assert 0 < found["save"]["wait"] < found["save"]["complete"]
     assert found["resharding"]["share_bytes"] == 1000 * (2 * 512 + 1) * 4
     assert "times as long" in capsys.readouterr().out and [path.name for path in tmp_path.iterdir()] == ["out"]

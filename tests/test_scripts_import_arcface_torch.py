@@ -19,7 +19,8 @@ from scripts import checkpoint
 from scripts.arcface_torch import export_checkpoint as export_arcface_torch
 from scripts.arcface_torch import import_checkpoint as import_arcface_torch
 from scripts.arcface_torch.checkpoint_files import load
-from utils.checkpoint.format import list_checkpoints, read_backbone, read_manifest, read_trainer, softmax_reader
+from utils.checkpoint.format import list_checkpoints, read_manifest
+from utils.checkpoint.reading import read_backbone, read_trainer, shard_reader
 
 CLASSES, DIM, SEED = 11, 16, 2048
 ERAS = ("backbone.pth", "softmax_fc_gpu", "checkpoint_gpu")
@@ -105,7 +106,7 @@ def _imported(source: Path, run: Path, *more: str) -> Path:
 def _of_class(found: Path, label: int, name: str, num_classes: int = CLASSES) -> Tensor:
     """Return the row of one class, found by its slot alone."""
     slot = int(slots_of_classes(np.array([label]), num_classes, SEED)[0])
-    return softmax_reader(found)(slot, slot + 1)[name][0]
+    return shard_reader(found)(slot, slot + 1)[name][0]
 
 
 @pytest.mark.parametrize(("era", "ranks"), [(era, ranks) for era in ERAS for ranks in (1, 3)])
@@ -230,7 +231,7 @@ def test_a_backbone_alone_needs_and_takes_new_centres(tmp_path: Path, capsys: py
     assert "rank_0_softmax_weight.pt: is missing" in _error(capsys, tmp_path / "theirs", tmp_path / "run")
     found = _imported(tmp_path / "theirs", tmp_path / "run", "--num-classes", "5", "--fill", "random")
     assert "3 files have a backbone; the last is taken, 10backbone.pth" in capsys.readouterr().out
-    assert torch.equal(softmax_reader(found)(0, 5)["centres"], initial_centres(0, 5, DIM, SEED))
+    assert torch.equal(shard_reader(found)(0, 5)["centres"], initial_centres(0, 5, DIM, SEED))
 
 
 def test_several_kinds_in_one_folder_need_a_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -357,7 +358,7 @@ def test_training_goes_on_from_an_imported_checkpoint(tmp_path: Path, kind: str)
     assert f"resumed from {imported} after step 40" in log
     newest = list_checkpoints(imported.parent.parent)[-1]
     assert newest.name == "step_00000042"
-    before, after = (softmax_reader(path)(0, CLASSES)["centres"] for path in (imported, newest))
+    before, after = (shard_reader(path)(0, CLASSES)["centres"] for path in (imported, newest))
     assert not torch.equal(before, after)
     torch.testing.assert_close(before, after, rtol=0, atol=0.2)
 

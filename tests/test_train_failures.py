@@ -23,7 +23,7 @@ from eval import monitor
 from training import model, step
 from utils.checkpoint.format import list_checkpoints, step_of
 from utils.checkpoint.tensor_file import read_tensors
-from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
+from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy, Shard
 from utils.distributed import SharedError, World
 from utils.optim import unscale_and_clip_grad_norm_
 from utils.precision import LossScaler
@@ -81,12 +81,13 @@ def _save_centres_of_rank_1(rank: int, world_size: int, folder: Path) -> None:
     world = World(rank, world_size, rank, world_size, torch.device("cpu"))
     for dtype in (torch.float32, torch.bfloat16):
         centres = torch.full((5, 4), 3e38, dtype=dtype)  # their sum overflows, but each is finite
+        files = {"softmax": Shard({"centres": centres}, (5 * rank, 5 * rank + 5))}
         with CheckpointWriter(folder, world, RetentionPolicy(), max_failed=9) as writer:
-            writer.save(3, {}, {"centres": centres}, (5 * rank, 5 * rank + 5), {}, {}, last=True)
+            writer.save(3, files, {}, last=True)
             if rank == 1:
                 centres[4, 3] = -torch.inf
             with pytest.raises(SharedError, match=r"rank 1: softmax_00001_of_00002\.safetensors: centres holds numbers"):
-                writer.save(4, {}, {"centres": centres}, (5 * rank, 5 * rank + 5), {}, {}, last=True)
+                writer.save(4, files, {}, last=True)
         assert [step_of(path) for path in list_checkpoints(folder)] == [3]
         folder = folder / "bf16"
 

@@ -1,6 +1,7 @@
 """Beginning with the weights of another training: its network, its class centres, new people, frozen and slow parts."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from data.recordio.image_record import RecordWriter, pack
 from partial_fc.centre_source import open_centres, read_class_map
 from scripts import checkpoint as tool
 from scripts.arcface_torch import export_checkpoint as export
-from utils.checkpoint.format import list_checkpoints, read_backbone, read_trainer
-from utils.optim import build_optimizer, freeze, load_optimizer
+from utils.checkpoint.format import list_checkpoints
+from utils.checkpoint.reading import read_backbone, read_trainer
+from utils.checkpoint.trainer import load_optimizer
+from utils.optim import ParameterRule, build_optimizer, freeze
 
 SHORT = ["eval.targets=[]", "schedule.power=0", "checkpoint.every=1", "checkpoint.keep_last=99"]
 
@@ -149,13 +152,16 @@ def test_a_replaced_bad_image_enters_no_mean(source: Path, tmp_path: Path, capsy
     torch.testing.assert_close(found, expected, rtol=0, atol=network_bound())
 
 
+SLOW = "optimizer.rules=[{match: layer3.1, lr_factor: 0.5}, {match: layer3, lr_factor: 0.1}, {match: fc, lr_factor: 0}]"
+
+
 @pytest.mark.numeric
 def test_frozen_parts_stay_and_slow_parts_move_less(source: Path, tmp_path: Path):
     before = read_backbone(list_checkpoints(source / "tiny")[-1])
     init = [f"init.backbone={source / 'tiny'}", "train.max_steps=1", "optimizer.weight_decay=0", "optimizer.clip_norm=0"]
     frozen = ["backbone.freeze=[conv1, bn1, prelu, layer1, layer2.0]"]
     ends = {}
-    for name, more in {"plain": [], "slow": ["optimizer.lr_factors=[layer3=0.1, layer3.1=0.5, fc=0]"]}.items():
+    for name, more in {"plain": [], "slow": [SLOW]}.items():
         assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init, *frozen, *more, f"run.name={name}")) == 0
         ends[name] = read_backbone(list_checkpoints(tmp_path / name)[-1])
     plain, slow = ends["plain"], ends["slow"]
@@ -173,7 +179,7 @@ def test_frozen_parts_stay_and_slow_parts_move_less(source: Path, tmp_path: Path
 
 def test_a_fine_tuning_resumes_to_the_same_bits_and_with_other_factors(source: Path, tmp_path: Path):
     init = [f"init.backbone={source / 'tiny'}", f"init.head={source / 'tiny'}", "backbone.freeze=[layer1]"]
-    factors = "optimizer.lr_factors=[layer2=0.1]"
+    factors = "optimizer.rules=[{match: layer2, lr_factor: 0.1}]"
     for steps in (3, 6):
         assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init, factors, f"train.max_steps={steps}")) == 0
     assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init, factors, "train.max_steps=6", "run.name=whole")) == 0
@@ -182,6 +188,28 @@ def test_a_fine_tuning_resumes_to_the_same_bits_and_with_other_factors(source: P
     assert (
         train.main(tiny_run(source / "data", tmp_path, *SHORT, *init, "train.max_steps=7")) == 0
     )  # one group of parameters now
+
+
+def test_the_table_of_rules_is_logged_and_a_run_goes_on_under_others(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The last rules have no effect, but number the parameters in another order."""
+    rules = "optimizer.rules=[{match: biases}, {match: layer2, weight_decay: 0.0005}]"
+    run = tiny_run(source / "data", tmp_path, *SHORT, "train.max_steps=6", "checkpoint.every=3")
+    for name in ("whole", "tiny"):
+        assert train.main([*run, f"run.name={name}"]) == 0
+    shutil.rmtree(list_checkpoints(tmp_path / "tiny")[-1])
+    capsys.readouterr()
+    assert train.main([*run, rules]) == 0
+    said = capsys.readouterr().out
+    table = [line.split() for line in said.splitlines() if line.startswith("optimizer, ")]
+    assert [line[1] for line in table] == ["biases:", "layer2:", "all"] and "optimizer.rules was []" in said
+    trainable = [p for p in build_backbone("r18", 16, 0.125).parameters() if p.requires_grad]
+    counts = [int(re.search(r"(\d+) parameters", " ".join(line))[1]) for line in table]
+    numbers = [int(re.search(r"([\d,]+) numbers", " ".join(line))[1].replace(",", "")) for line in table]
+    assert sum(counts) == len(trainable) and sum(numbers) == sum(parameter.numel() for parameter in trainable)
+    ends = [read_backbone(list_checkpoints(tmp_path / name)[-1]) for name in ("whole", "tiny")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
 def test_other_frozen_parts_are_no_way_to_resume(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -197,16 +225,19 @@ def test_other_frozen_parts_are_no_way_to_resume(source: Path, tmp_path: Path, c
 def test_a_fine_tuned_run_goes_to_arcface_torch_with_its_moments(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    parts = ["backbone.freeze=[layer1, layer3.0.bn1]", "optimizer.lr_factors=[conv1=0.1, layer2=0.5, fc=0]"]
+    rules = [ParameterRule("norms", weight_decay=0.0), ParameterRule("layer2", 0.5), ParameterRule("fc", 0.0)]
+    entries = "[{match: norms, weight_decay: 0}, {match: layer2, lr_factor: 0.5}, {match: fc, lr_factor: 0}]"
+    parts = ["backbone.freeze=[layer1, layer3.0.bn1]", f"optimizer.rules={entries}"]
     init = [f"init.backbone={source / 'tiny'}", f"init.head={source / 'tiny'}", "train.max_steps=2"]
     assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init, *parts)) == 0
     assert export.main([str(tmp_path / "tiny"), str(tmp_path / "theirs"), "--ranks", "1"]) == 0
-    assert "backbone.freeze and optimizer.lr_factors have no counterpart" in capsys.readouterr().out
+    assert "backbone.freeze and optimizer.rules have no counterpart" in capsys.readouterr().out
     newest = list_checkpoints(tmp_path / "tiny")[-1]
     backbone = build_backbone("r18", 16, 0.125)
     freeze(backbone, ["layer1", "layer3.0.bn1"])
-    ours = build_optimizer(backbone, "sgd", 0.05, 0.9, 5e-4, lr_factors=["conv1=0.1", "layer2=0.5", "fc=0"])
-    load_optimizer(ours, read_trainer(newest)["optimizer"])
+    ours = build_optimizer(backbone, "sgd", 0.05, 0.9, 5e-4, rules=rules)
+    trainer = read_trainer(newest)
+    load_optimizer(ours, trainer["optimizer"], backbone, trainer["trained"])
     theirs = torch.load(tmp_path / "theirs" / "checkpoint_gpu_0.pt", weights_only=True)["state_optimizer"]
     for number, (name, parameter) in enumerate(backbone.named_parameters()):
         assert (number in theirs["state"]) == parameter.requires_grad, name
@@ -230,10 +261,21 @@ def test_a_fine_tuned_run_goes_to_arcface_torch_with_its_moments(
             ["backbone.freeze=[conv1, bn1, prelu, layer1, layer2, layer3, layer4, bn2, fc, features]"],
             "no parameter is trainable",
         ),
-        (["optimizer.lr_factors=[layer1]"], "must be 'part=factor'"),
-        (["optimizer.lr_factors=[layr1=2]"], "no part 'layr1'"),
-        (["optimizer.lr_factors=[layer1=0.5, layer1=0.1]"], "layer1 has two factors, 0.5 and 0.1"),
-        (["optimizer.lr_factors=[layer1.0=0.5]", "backbone.freeze=[layer1]"], "layer1.0 does not train; take it out"),
+        (
+            ["optimizer.lr_factors=[layer1=0.1]"],
+            "is now optimizer.rules, a list of entries like {match: layer1, lr_",
+        ),
+        (["optimizer.rules=[layer1]"], "must be a list of entries like {match, lr_factor, weight_decay}"),
+        (["optimizer.rules=[{lr_factor: 0.1}]"], "optimizer.rules[0].match must name a part of the backbone"),
+        (["optimizer.rules=[{match: fc, lr_factor: -1}]"], "optimizer.rules[0].lr_factor must be 0 or more, got -1"),
+        (["optimizer.rules=[{match: fc, weight_decay: -2}]"], "optimizer.rules[0].weight_decay must be 0 or more, or -1"),
+        (["optimizer.rules=[{match: layr1}]"], "optimizer.rules: this backbone has no part 'layr1'"),
+        (["optimizer.rules=[{match: '*.gamma'}]"], "optimizer.rules: this backbone has no part '*.gamma'"),
+        (
+            ["optimizer.rules=[{match: layer1}, {match: layer1.0}]"],
+            "match 'layer1.0': all that it matches is matched by",
+        ),
+        (["optimizer.rules=[{match: layer1.0}]", "backbone.freeze=[layer1]"], "all that it matches is frozen; take the rule"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -28,7 +28,8 @@ def _gradient(world: World, rank: int, world_size: int, loss_scale: float, accum
             out = model(images[begin : begin + share])
             head = (out**2).sum() / (share * world_size)  # this rank's part of a mean over the global micro-batch
             terms = [LossTerm("head", head, True), LossTerm("penalty", out.abs().mean(), False, weight=0.3)]
-            loss += backward(terms, world_size, loss_scale, accumulation) / accumulation
+            values = backward(terms, world_size, loss_scale, accumulation)
+            loss += (values["head"] + 0.3 * values["penalty"]) / accumulation
     assert layer.weight.grad is not None
     return loss, layer.weight.grad / loss_scale
 
@@ -49,10 +50,10 @@ def test_terms_over_all_ranks_and_of_each_rank_add_up_to_the_gradient_of_the_who
     run_ranks(_compare, world_size)
 
 
-def test_the_loss_is_the_weighted_sum_and_an_empty_one_is_refused():
+def test_the_gradient_is_that_of_the_weighted_sum_and_an_empty_loss_is_refused():
     weight = torch.ones(1, requires_grad=True)
     terms = [LossTerm("a", 2 * weight.sum(), True), LossTerm("b", 3 * weight.sum(), False, weight=0.5)]
-    assert backward(terms, 4) == 3.5
+    assert backward(terms, 4) == {"a": 2.0, "b": 3.0}
     assert weight.grad is not None and float(weight.grad) == 2 * 4 + 1.5  # the mean of DDP over 4 ranks makes it 2 + 1.5 / 4
     with pytest.raises(AssertionError, match="at least one term"):
         backward([], 1)

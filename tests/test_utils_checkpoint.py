@@ -9,7 +9,7 @@ import torch
 from saving import save_now
 
 from utils.checkpoint import format as ckpt
-from utils.checkpoint import retention
+from utils.checkpoint import reading, retention
 from utils.checkpoint import writer as checkpoint_writer
 from utils.checkpoint.tensor_file import read_tensors
 from utils.distributed import World, raise_on_all_ranks
@@ -34,8 +34,8 @@ def test_what_is_saved_is_read_back(tmp_path: Path):
     assert sorted(p.name for p in path.iterdir()) == [
         "backbone.safetensors", "manifest.json", "softmax_00000_of_00001.safetensors", "trainer.pt",
     ]  # fmt: skip
-    assert ckpt.read_backbone(path)["steps"].item() == 5
-    assert ckpt.read_trainer(path)["optimizer"]["state"][0]["momentum_buffer"].tolist() == [1, 1]
+    assert reading.read_backbone(path)["steps"].item() == 5
+    assert reading.read_trainer(path)["optimizer"]["state"][0]["momentum_buffer"].tolist() == [1, 1]
     assert ckpt.read_manifest(path)["step"] == 7
 
 
@@ -43,10 +43,10 @@ def _save_and_read_slices(rank: int, world_size: int, folder: str) -> None:
     world = World(rank, world_size, rank, world_size, torch.device("cpu"))
     path = _save(Path(folder), world)
     for low, high in [(0, NUM_SLOTS), (3, 9), (2, 3), (10, 11)]:  # whatever another world size asks for
-        rows = ckpt.softmax_reader(path)(low, high)
+        rows = reading.shard_reader(path)(low, high)
         assert torch.equal(rows["centres"], CENTRES[low:high]) and torch.equal(rows["momentum"], -CENTRES[low:high])
-    with pytest.raises(ValueError, match="slots 11 to 12"):
-        ckpt.softmax_reader(path)(9, 12)
+    with pytest.raises(ValueError, match="slots 11 to 11 are in no file"):
+        reading.shard_reader(path)(9, 12)
     # a rank that cannot write: an error on all, and what was there stays
     if rank == 1:
         original, checkpoint_writer.write_tensors = checkpoint_writer.write_tensors, _no_space
@@ -69,7 +69,7 @@ def test_any_range_of_slots_is_read_whatever_number_of_ranks_wrote(
     run_ranks: Callable[..., None], tmp_path: Path, world_size: int
 ):
     if world_size == 1:
-        rows = ckpt.softmax_reader(_save(tmp_path, ALONE))(4, 6)
+        rows = reading.shard_reader(_save(tmp_path, ALONE))(4, 6)
         assert torch.equal(rows["centres"], CENTRES[4:6])
     else:
         run_ranks(_save_and_read_slices, world_size, str(tmp_path))
@@ -131,12 +131,12 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, name: str, dam
         data[-1] ^= 1
         file.write_bytes(data)
     if damage == "flipped":  # hashes are compared on request
-        assert ckpt.check_hashes(path) == [f"checkpoint {path}: {name} is damaged: its hash differs from the manifest's"]
-        shares = [ckpt.check_hashes(path, share, 2) for share in (0, 1)]
+        assert reading.check_hashes(path) == [f"checkpoint {path}: {name} is damaged: its hash differs from the manifest's"]
+        shares = [reading.check_hashes(path, share, 2) for share in (0, 1)]
         assert sorted(map(len, shares)) == [0, 1]
         return
     with pytest.raises(ValueError, match=f"{name} is (missing|{len(data) - 1} bytes, {len(data)} were written)"):
-        ckpt.read_backbone(path), ckpt.read_trainer(path), ckpt.softmax_reader(path)(0, NUM_SLOTS)
+        reading.read_backbone(path), reading.read_trainer(path), reading.shard_reader(path)(0, NUM_SLOTS)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ def test_a_file_that_the_disk_cannot_read_is_damaged(tmp_path: Path, monkeypatch
     def bad_sector(path: Path, kind: str, progress: object) -> str:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(ckpt, "file_hash", bad_sector)
-    found = ckpt.check_hashes(path)
+    monkeypatch.setattr(reading, "file_hash", bad_sector)
+    found = reading.check_hashes(path)
     assert len(found) == 3 and all("it cannot be read (Input/output error)" in line for line in found)
 
 
@@ -183,7 +183,7 @@ def test_a_trainer_file_with_flipped_bytes_is_one_line(tmp_path: Path):
     for place in range(0, len(whole), 2):
         (path / "trainer.pt").write_bytes(whole[:place] + bytes([whole[place] ^ 0x15]) + whole[place + 1 :])
         try:
-            ckpt.read_trainer(path)
+            reading.read_trainer(path)
         except ValueError as error:
             refused += 1
             assert "trainer.pt cannot be read" in str(error) and "\n" not in str(error)
@@ -225,10 +225,10 @@ def test_checkpoints_with_the_hash_of_earlier_versions_verify(tmp_path: Path):
         del entry["xxh3_128"]
         entry["sha256"] = hashlib.sha256((path / name).read_bytes()).hexdigest()
     (path / "manifest.json").write_text(json.dumps(manifest))
-    assert ckpt.check_hashes(path) == []
+    assert reading.check_hashes(path) == []
     manifest["files"]["trainer.pt"]["sha256"] = "0"
     (path / "manifest.json").write_text(json.dumps(manifest))
-    assert len(ckpt.check_hashes(path)) == 1
+    assert len(reading.check_hashes(path)) == 1
     del manifest["files"]["trainer.pt"]["sha256"]  # none at all is no proof
     (path / "manifest.json").write_text(json.dumps(manifest))
-    assert len(ckpt.check_hashes(path)) == 1
+    assert len(reading.check_hashes(path)) == 1

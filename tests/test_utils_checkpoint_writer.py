@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from faulty_disk import Disk, faulty
-from saving import save_now
+from saving import as_files, save_now
 
 from utils.checkpoint import format as ckpt
+from utils.checkpoint import reading
 from utils.checkpoint import writer as checkpoint_writer
 from utils.checkpoint.resume import prepare_run_folder
 from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
@@ -41,10 +42,10 @@ def _check_whole(run: Path, world_size: int = 1) -> list[int]:
     steps = []
     for path in ckpt.list_checkpoints(run):
         step = ckpt.step_of(path)
-        assert ckpt.check_hashes(path) == []
-        assert ckpt.read_backbone(path)["w"].unique().tolist() == [step]
-        assert ckpt.softmax_reader(path)(0, 2 * world_size)["centres"].unique().tolist() == [step]
-        assert ckpt.read_trainer(path)["optimizer"]["state"][0]["momentum_buffer"].unique().tolist() == [step]
+        assert reading.check_hashes(path) == []
+        assert reading.read_backbone(path)["w"].unique().tolist() == [step]
+        assert reading.shard_reader(path)(0, 2 * world_size)["centres"].unique().tolist() == [step]
+        assert reading.read_trainer(path)["optimizer"]["state"][0]["momentum_buffer"].unique().tolist() == [step]
         steps.append(step)
     return steps
 
@@ -57,7 +58,7 @@ def _operations_of_a_save(run: Path) -> int:
     save_now(run, step=1, **_state(1), world=ALONE)
     save_now(run, step=2, **_state(2), world=ALONE)
     with faulty(Disk()) as disk:  # the third save also prunes the first
-        _writer(run, background=False).save(3, **_state(3), last=True)
+        _writer(run, background=False).save(3, **as_files(**_state(3)), last=True)
     assert {"open", "write", "fsync", "rename", "mkdir", "rmdir", "unlink"} <= set(disk.done)
     return len(disk.done)
 
@@ -73,21 +74,21 @@ def test_every_file_operation_may_fail(tmp_path: Path, error: int):
         warnings: list[str] = []
         writer = _writer(run, background=False, max_failed=1, warn=warnings.append)
         with faulty(Disk(number, error)):
-            writer.save(3, **_state(3))
+            writer.save(3, **as_files(**_state(3)))
         steps = _check_whole(run)
         assert 2 in steps and warnings, number
         if 3 not in steps:
             failures += 1
             assert steps == [1, 2] and "step_00000003 could not be saved" in warnings[0]
             assert os.strerror(error) in warnings[0] and "Training goes on" in warnings[0]
-        writer.save(4, **_state(4))
+        writer.save(4, **as_files(**_state(4)))
         assert writer.failed == 0 and _check_whole(run)[-1] == 4
     assert failures > total // 2  # the rest struck the pruning, after the checkpoint was whole
 
 
 def _save_and_die(run: Path, number: int) -> None:
     with faulty(Disk(number, error=0)):
-        _writer(run, background=False).save(3, **_state(3), last=True)
+        _writer(run, background=False).save(3, **as_files(**_state(3)), last=True)
 
 
 def test_the_writer_may_be_killed_at_every_file_operation(tmp_path: Path):
@@ -120,7 +121,7 @@ def test_a_disk_that_takes_a_part_of_each_write_gets_all(tmp_path: Path):
 def test_training_may_change_everything_while_a_save_is_written(tmp_path: Path):
     state, gate = _state(7), threading.Event()
     with faulty(Disk(before=lambda name: gate.wait(30))), _writer(tmp_path) as writer:
-        writer.save(7, **state)
+        writer.save(7, **as_files(**state))
         for tensors in (state["backbone"], state["softmax"], state["trainer"]["optimizer"]["state"][0]):
             for tensor in tensors.values():
                 tensor.fill_(-1)
@@ -139,7 +140,7 @@ def test_a_state_on_the_gpu_may_change_as_soon_as_save_returns(tmp_path: Path):
         for step in (1, 2):  # the second save goes through the pinned memory of the first
             state = _state(step)
             tensors = {kind: {name: tensor.cuda() for name, tensor in state[kind].items()} for kind in ("backbone", "softmax")}
-            writer.save(step, **{**state, **tensors})
+            writer.save(step, **as_files(**{**state, **tensors}))
             for tensor in (*tensors["backbone"].values(), *tensors["softmax"].values()):
                 tensor.fill_(-1)
     assert _check_whole(tmp_path) == [1, 2]
@@ -148,7 +149,7 @@ def test_a_state_on_the_gpu_may_change_as_soon_as_save_returns(tmp_path: Path):
 def test_a_save_that_comes_too_early_waits_for_the_one_before(tmp_path: Path):
     with _writer(tmp_path, keep=RetentionPolicy(last=5)) as writer:
         for step in (1, 2, 3):
-            writer.save(step, **_state(step))
+            writer.save(step, **as_files(**_state(step)))
     assert _check_whole(tmp_path) == [1, 2, 3]
 
 
@@ -162,20 +163,20 @@ def test_so_many_saves_in_a_row_may_fail_and_the_last_one_must_not(tmp_path: Pat
     for step in (1, 2):
         monkeypatch.setattr(checkpoint_writer, "write_tensors", full)
         for failing in (10 * step, 10 * step + 1):
-            writer.save(failing, **_state(failing))
+            writer.save(failing, **as_files(**_state(failing)))
             writer.finish()
         monkeypatch.setattr(checkpoint_writer, "write_tensors", whole)
-        writer.save(step, **_state(step))  # one that works, and the count begins anew
+        writer.save(step, **as_files(**_state(step)))  # one that works, and the count begins anew
         writer.finish()
     assert _check_whole(tmp_path) == [1, 2] and len(warnings) == 4
     monkeypatch.setattr(checkpoint_writer, "write_tensors", full)
     with pytest.raises(SharedError, match=r"step_00000003 could not be saved \(rank 0: .*No space left"):
-        writer.save(3, **_state(3), last=True)
+        writer.save(3, **as_files(**_state(3)), last=True)
     for step in (4, 5):
         writer.failed = 0 if step == 4 else writer.failed
-        writer.save(step, **_state(step))
+        writer.save(step, **as_files(**_state(step)))
         writer.finish()
-    writer.save(6, **_state(6))
+    writer.save(6, **as_files(**_state(6)))
     with pytest.raises(SharedError, match="the ones before are untouched"):
         writer.finish()
     assert _check_whole(tmp_path) == [1, 2]
@@ -185,7 +186,7 @@ def test_without_memory_for_a_copy_training_waits(tmp_path: Path, monkeypatch: p
     warnings: list[str] = []
     monkeypatch.setattr(checkpoint_writer, "available_bytes", lambda world: 100)
     with _writer(tmp_path, warn=warnings.append) as writer:
-        writer.save(3, **_state(3))
+        writer.save(3, **as_files(**_state(3)))
         assert not writer.is_writing and "no memory for a copy" in warnings[0]
     assert _check_whole(tmp_path) == [3]
 
@@ -198,9 +199,9 @@ def test_memory_that_is_not_to_be_had_after_all_costs_waiting_and_no_more(tmp_pa
     with _writer(tmp_path, warn=warnings.append) as writer:
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty_like", refused)
-            writer.save(3, **_state(3))
+            writer.save(3, **as_files(**_state(3)))
         assert not writer.is_writing and "no memory for a copy" in warnings[0]
-        writer.save(4, **_state(4))
+        writer.save(4, **as_files(**_state(4)))
     assert _check_whole(tmp_path) == [3, 4] and len(warnings) == 1
 
 
@@ -221,7 +222,7 @@ def _steps_of_ranks(rank: int, world_size: int, folder: str) -> None:
                 writer.finish()  # each save is complete before the fault changes
                 bad = step in (12, 24) and rank == world_size - 1
                 checkpoint_writer.write_tensors = full if bad else whole
-                writer.save(step, **_state(step, world))
+                writer.save(step, **as_files(**_state(step, world)))
     assert _check_whole(run, world_size) == [6, 18, 30]
     assert len(warnings) == 2 and f"step_00000012 could not be saved (rank {world_size - 1}: " in warnings[0]
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from backbones import build_backbone
+from utils.checkpoint.trainer import load_optimizer
 from utils.distributed import World, any_ranks
-from utils.optim import build_optimizer, load_optimizer, unscale_and_clip_grad_norm_
+from utils.optim import ParameterRule, build_optimizer, set_learning_rate, unscale_and_clip_grad_norm_
 from utils.precision import LossScaler
 
 
@@ -73,6 +75,66 @@ def test_frozen_parameters_stay_out_of_the_optimizer():
         build_optimizer(net, "sgd", 0.1, 0.9, 0.0)
 
 
+RULES = [
+    ParameterRule("norms", weight_decay=0.0),
+    ParameterRule("biases", lr_factor=2.0, weight_decay=0.0),
+    ParameterRule("*.prelu.weight", weight_decay=0.0),
+    ParameterRule("layer3.1", 0.5),
+    ParameterRule("layer3", 0.1),
+]
+
+
+def _expected_rule(path: str, owner: nn.Module) -> tuple[float, float]:
+    """Return the factor and the weight decay that RULES give a parameter, by the kind of its module and its name."""
+    if isinstance(owner, (nn.BatchNorm1d, nn.BatchNorm2d)):
+        return 1.0, 0.0
+    if path.endswith(".bias"):
+        return 2.0, 0.0
+    if isinstance(owner, nn.PReLU) and path.count(".") > 1:
+        return 1.0, 0.0
+    return (0.5 if path.startswith("layer3.1.") else 0.1 if path.startswith("layer3.") else 1.0), 5e-4
+
+
+def test_each_parameter_is_in_the_group_of_the_first_rule_that_matches_it():
+    backbone = build_backbone("r18", 16, 0.125)
+    optimizer = build_optimizer(backbone, "sgd", 0.1, 0.9, 5e-4, rules=RULES)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name, _ in backbone.named_parameters()}
+    names = {parameter: name for name, parameter in backbone.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found[names[parameter]].append((group["lr_factor"], group["weight_decay"]))
+    for name, parameter in backbone.named_parameters():
+        owner = backbone.get_submodule(name.rpartition(".")[0])
+        assert found[name] == ([_expected_rule(name, owner)] if parameter.requires_grad else []), name
+    assert [group["match"] for group in optimizer.param_groups] == [*(rule.match for rule in RULES), ""]
+    assert len({tuple(values) for values in found.values()}) == 6  # the test reaches all of them, and what does not train
+
+
+@pytest.mark.numeric
+def test_rules_move_the_parameters_as_groups_made_by_hand():
+    """No weight decay on biases, as in most recipes of vision transformers, and a slow first layer."""
+    ours, theirs = _net(), _net()
+    theirs.load_state_dict(ours.state_dict())
+    rules = [ParameterRule("biases", weight_decay=0.0), ParameterRule("0", lr_factor=0.1)]
+    optimizer = build_optimizer(ours, "sgd", 0.5, 0.9, 0.01, rules=rules)
+    by_hand = torch.optim.SGD(
+        [
+            {"params": [theirs[0].bias, theirs[1].bias], "weight_decay": 0.0},
+            {"params": [theirs[0].weight], "lr": 0.05},
+            {"params": [theirs[1].weight]},
+        ],
+        lr=0.5,
+        momentum=0.9,
+        weight_decay=0.01,
+    )
+    for _ in range(3):
+        set_learning_rate(optimizer, 0.5)
+        optimizer.step()
+        by_hand.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def _overflow_on_one_rank(rank: int, world_size: int) -> None:
     """Two replicas, an infinite gradient on rank 1 alone: all must skip the step and halve the scale."""
     world = World(rank, world_size, rank, world_size, torch.device("cpu"))
@@ -112,7 +174,7 @@ def test_moments_that_were_saved_in_another_layout_go_on_alike(name: str):
                         "state": {k: {n: v.contiguous() for n, v in m.items()} for k, m in state["state"].items()},
                     }
                 optimizer = build_optimizer(module, name, 0.1, 0.9, 0.0)
-                load_optimizer(optimizer, state)
+                load_optimizer(optimizer, state, module)
             module.zero_grad()
             module(torch.randn(2, 5, 6, 6).to(memory_format=torch.channels_last)).square().sum().backward()
             optimizer.step()

@@ -98,8 +98,11 @@ COMMON = {
     "no optimizer": lambda trainer: trainer.pop("optimizer"),
     "no scaler": lambda trainer: trainer.pop("scaler"),
     "scaler a list": _set("scaler", [1.0]),
-    "margin a tensor": _set("margin", {"more": torch.zeros(3)}),
-    "margin text": _set("margin", "none"),
+    "margin a tensor": _set("margins", {"softmax": {"more": torch.zeros(3)}}),
+    "margins text": _set("margins", "none"),
+    "margin text": _set("margins", {"softmax": "none"}),
+    "no margin": _set("margins", {}),
+    "another margin": _set("margins", {"other": {}}),
     "trained text": _set("trained", "all of it"),
     "trained numbers": _set("trained", [1, None]),
 }

@@ -18,7 +18,8 @@ import torch.multiprocessing as mp
 import train
 from data.recordio.image_record import RecordWriter, pack
 from eval.pair_sets.bin_file import write_bin
-from utils.checkpoint.format import list_checkpoints, read_backbone, softmax_reader
+from utils.checkpoint.format import list_checkpoints
+from utils.checkpoint.reading import read_backbone, shard_reader
 
 ROOT = Path(__file__).parent.parent
 NUM_CLASSES, NUM_IMAGES = 12, 60
@@ -68,7 +69,7 @@ def read_metrics(run: Path, kind: str = "train") -> dict[int, dict[str, float]]:
 
 def final_weights(run: Path) -> dict[str, torch.Tensor]:
     newest = list_checkpoints(run)[-1]
-    return {**read_backbone(newest), **softmax_reader(newest)(0, NUM_CLASSES)}
+    return {**read_backbone(newest), **shard_reader(newest)(0, NUM_CLASSES)}
 
 
 def command_of(num_processes: int, arguments: list[str]) -> list[str]:

@@ -1,6 +1,8 @@
-"""What a run trains: backbone, margin, head and their optimizers, built, and resumed or begun with other weights."""
+"""What a run trains: backbone, heads and their optimizers, built, and resumed or begun with other weights."""
 
+import contextlib
 import functools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,14 +13,16 @@ from torch import nn
 from backbones import backbone_arguments, build_backbone
 from eval.embed import class_means
 from losses import build_margin
-from losses.margin import Margin
 from partial_fc import PartialFC, build_head, check_head_fits, head_config
 from partial_fc.init_centres import InitCounts, init_centres
-from utils.checkpoint.resume import restore, trainer_state
+from utils.checkpoint.format import BACKBONE, TRAINER
+from utils.checkpoint.resume import SavedState, restore
+from utils.checkpoint.trainer import TrainerState
 from utils.checkpoint.weights import load_initial
+from utils.checkpoint.writer import Shard
 from utils.distributed import all_gather_objects, raise_on_all_ranks
 from utils.memory import available_bytes, backbone_memory
-from utils.optim import build_optimizer, freeze
+from utils.optim import ParameterRule, build_optimizer, freeze
 from utils.precision import AUTOCAST, LossScaler
 from utils.randomness import derive
 
@@ -29,15 +33,25 @@ class Model(NamedTuple):
     """All that training changes."""
 
     backbone: nn.Module
-    margin: Margin
     optimizer: torch.optim.Optimizer
-    head: PartialFC
+    heads: dict[str, PartialFC]  # by the name of their task
     scaler: LossScaler
     autocast: torch.dtype | None
 
-    def trainer_state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides backbone and class centres."""
-        return trainer_state(self.backbone, self.margin, self.optimizer, self.scaler)
+    def saved_states(self) -> dict[str, SavedState]:
+        """Return all parts of a checkpoint by name; what is added here is saved, and loaded by a run that resumes."""
+        trainer = TrainerState(
+            self.backbone, {name: head.margin for name, head in self.heads.items()}, self.optimizer, self.scaler
+        )
+        return {
+            BACKBONE: SavedState(self.backbone.state_dict, self.backbone.load_state_dict),
+            TRAINER: SavedState(trainer.state, trainer.load),
+            **{name: SavedState(functools.partial(_shard, head), head.load_rows) for name, head in self.heads.items()},
+        }
+
+
+def _shard(head: PartialFC) -> Shard:
+    return Shard(head.shard_state(), (head.first_slot, head.end_slot))
 
 
 def build_model(config: EasyDict, setup: Setup) -> Model:
@@ -50,19 +64,39 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     torch.manual_seed(derive(seed, "backbone"))
     backbone = build_backbone(**{key: config.backbone[key] for key in ("name", *backbone_arguments(config.backbone.name))})
     backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    margin = build_margin(**config.loss)
-    classes, dim = setup.dataset.num_classes, config.backbone.embedding_size
-    settings = ("name", "lr", "momentum", "weight_decay", "beta2", "eps", "lr_factors")
+    dim, settings = config.backbone.embedding_size, ("name", "lr", "momentum", "weight_decay", "beta2", "eps")
     of_head = head_config(config.head, config.optimizer, autocast, world.device)
     free = min(all_gather_objects(available_bytes(world), world))  # so that all ranks say the same
     with raise_on_all_ranks(world):
-        freeze(backbone, config.backbone.freeze)
-        optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in settings})
+        with _of_key("backbone.freeze"):
+            freeze(backbone, config.backbone.freeze)
+        with _of_key("optimizer.rules"):
+            rules = parameter_rules(config.optimizer.rules)
+            optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in settings}, rules=rules)
         moments, samples = 2 if config.optimizer.name == "adamw" else 1, config.train.batch_size // config.train.accumulation
         beside = backbone_memory(backbone, autocast, moments).total(samples // world.world_size)
-        check_head_fits(classes, dim, world, of_head, samples, config.train.accumulation, beside, free)
-    head = build_head(margin, classes, dim, world, seed, of_head)
-    return Model(backbone, margin, optimizer, head, LossScaler(enabled=autocast is torch.float16), autocast)
+        for task in setup.tasks:
+            classes = task.dataset.num_classes
+            beside += check_head_fits(classes, dim, world, of_head, samples, config.train.accumulation, beside, free)
+    heads = {}
+    for number, task in enumerate(setup.tasks):
+        of_task = seed if number == 0 else derive(seed, "head", task.name)
+        heads[task.name] = build_head(build_margin(**config.loss), task.dataset.num_classes, dim, world, of_task, of_head)
+    return Model(backbone, optimizer, heads, LossScaler(enabled=autocast is torch.float16), autocast)
+
+
+def parameter_rules(entries: Iterable[Any]) -> list[ParameterRule]:
+    """Return the rules of the key optimizer.rules."""
+    return [ParameterRule(e.match, e.lr_factor, None if e.weight_decay == -1 else e.weight_decay) for e in entries]
+
+
+@contextlib.contextmanager
+def _of_key(key: str) -> Iterator[None]:
+    """Name the key of the configuration that a ValueError is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
 
 
 def resume_or_init(config: EasyDict, setup: Setup, model: Model) -> tuple[int, InitCounts]:
@@ -73,26 +107,25 @@ def resume_or_init(config: EasyDict, setup: Setup, model: Model) -> tuple[int, I
     """
     with raise_on_all_ranks(setup.world):
         if setup.resume_from is not None:
-            parts = (model.backbone, model.margin, model.optimizer, model.scaler, model.head.load_rows)
-            return restore(setup.resume_from, *parts), InitCounts(0, 0, 0)
+            return restore(setup.resume_from, model.saved_states()), InitCounts(0, 0, 0)
         if config.init.backbone:
             return 0, _init(config, setup, model)
     return 0, InitCounts(0, 0, 0)
 
 
 def _init(config: EasyDict, setup: Setup, model: Model) -> InitCounts:
-    """Fill backbone and class centres from another training, as the section `init` says."""
-    init, dataset = config.init, setup.dataset
+    """Fill the backbone and the class centres of the first task from another training, as the section `init` says."""
+    init, task = config.init, setup.tasks[0]
     load_initial(model.backbone, Path(init.backbone))
     means = functools.partial(
         class_means,
         model.backbone,
-        dataset.pixels_and_label,
-        dataset.labels(),
+        task.dataset.pixels_and_label,
+        task.dataset.labels(),
         per_class=init.images_per_class,
         device=setup.world.device,
         batch_size=config.eval.batch_size,
         autocast=model.autocast,
         threads=config.data.threads,
     )
-    return init_centres(model.head, init.head, init.classes, means if init.new_classes == "images" else None)
+    return init_centres(model.heads[task.name], init.head, init.classes, means if init.new_classes == "images" else None)

@@ -1,5 +1,6 @@
-"""What a run is set up with: processes, data, verification sets, folder. Whatever is wrong is said before anything trains."""
+"""What a run is set up with: processes, tasks, verification sets, folder. Every mistake is reported before anything trains."""
 
+import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,23 +8,40 @@ from easydict import EasyDict
 
 from configs import as_plain, dump_config, shared_settings
 from data import build_dataset
+from data.augment import Augment
 from data.base import FaceDataset
-from data.sampler import SampleOrder, Samples, check_batch
+from data.loader import Loader
+from data.sampler import SampleOrder, check_batch
 from eval.evaluate import check_metric, load_pair_sets
 from eval.monitor import check_names
 from eval.pair_sets.bin_file import PairSet
+from utils.checkpoint.format import SOFTMAX
 from utils.checkpoint.resume import prepare_run_folder
 from utils.distributed import World, init_distributed, raise_on_all_ranks
 from utils.distributed.agreement import require_equal, require_same_program
+
+
+class Task(NamedTuple):
+    """Identities to tell apart, and the images of them: a head of its own is trained on each task.
+
+    Args:
+        name: of its head, and of the head's files in a checkpoint.
+        order: which sample stands at which place of which step.
+        weight: factor on its loss.
+    """
+
+    name: str
+    dataset: FaceDataset
+    order: SampleOrder
+    weight: float = 1.0
 
 
 class Setup(NamedTuple):
     """A run before its first step."""
 
     world: World
-    dataset: FaceDataset
+    tasks: list[Task]  # steps and epochs are those of the first
     pair_sets: list[PairSet]
-    order: SampleOrder
     share: dict[str, int]  # this rank's part of each global batch
     total_steps: int
     epochs_per_step: float
@@ -32,10 +50,6 @@ class Setup(NamedTuple):
     facts: dict[str, Any]  # what its checkpoints tell of it
     resume_from: Path | None
     warnings: list[str]
-
-    def samples(self, step: int) -> Samples:
-        """Return this rank's samples of an optimizer step."""
-        return self.order.samples(step, **self.share)
 
 
 def set_up(config: EasyDict) -> Setup:
@@ -72,9 +86,8 @@ def set_up(config: EasyDict) -> Setup:
     plan = prepare_run_folder(folder, config.checkpoint, dump_config(config), facts["run_signature"], world)
     return Setup(
         world,
-        dataset,
+        [Task(SOFTMAX, dataset, order)],
         pair_sets,
-        order,
         {"rank": world.rank, "world_size": world.world_size, "accumulation": config.train.accumulation},
         config.train.max_steps or max(1, int(config.train.epochs * dataset.num_images / batch_size)),
         batch_size / dataset.num_images,
@@ -84,6 +97,18 @@ def set_up(config: EasyDict) -> Setup:
         plan.checkpoint,
         [*dataset.warnings, *unlike, *plan.warnings],
     )
+
+
+def open_loaders(config: EasyDict, setup: Setup, start_step: int) -> list[Loader]:
+    """Return the loader of each task, from the step `start_step` to the last."""
+    data, share = config.data, setup.share
+    steps = (start_step, setup.total_steps, data.threads, data.prefetch, setup.world.device)
+    loaders = []
+    for task in setup.tasks:
+        samples = functools.partial(task.order.samples, **share)
+        ahead = functools.partial(task.order.read_ahead, first_step=start_step, **share)
+        loaders.append(Loader(task.dataset, samples, *steps, ahead, Augment(config.augment, config.run.seed)))
+    return loaders
 
 
 def open_data(config: EasyDict, num_processes: int) -> tuple[FaceDataset, list[PairSet]]:

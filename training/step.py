@@ -3,7 +3,7 @@
 Shapes: b = images of this rank in one micro-batch, A = micro-batches per optimizer step, D = embedding size.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from utils import distributed
 from utils.distributed import World
 
 from .model import Model
+from .setup import Task
 
 
 class LossTerm(NamedTuple):
@@ -34,8 +35,8 @@ class LossTerm(NamedTuple):
     weight: float = 1.0
 
 
-def backward(terms: Iterable[LossTerm], world_size: int, loss_scale: float = 1.0, accumulation: int = 1) -> float:
-    """Run the backward pass of the sum of terms, times loss_scale / accumulation; return the sum itself, of this rank.
+def backward(terms: Iterable[LossTerm], world_size: int, loss_scale: float = 1.0, accumulation: int = 1) -> dict[str, float]:
+    """Run the backward pass of the weighted sum of terms, times loss_scale / accumulation; return the terms' values by name.
 
     DDP takes the mean of the gradients over the ranks, which is right for means over a rank's own samples. What is a part of
     the gradient of a global mean has to be summed over the ranks: times world_size cancels the mean.
@@ -47,27 +48,65 @@ def backward(terms: Iterable[LossTerm], world_size: int, loss_scale: float = 1.0
         total = term.value * scale if total is None else total + term.value * scale
     assert total is not None, "a loss has at least one term"
     total.backward()
-    return sum(term.weight * float(term.value.detach()) for term in terms)  # after: the host waits for the device here
+    return {term.name: float(term.value.detach()) for term in terms}  # after: the host waits for the device here
+
+
+class StepResult(NamedTuple):
+    """What an optimizer step computed besides the gradients.
+
+    Args:
+        loss: the weighted sum of the terms.
+        losses: the mean loss of each task over the global batch, by its name.
+        embeddings: of each task, those of each micro-batch (b, D), in the order of the batches.
+    """
+
+    loss: float
+    losses: dict[str, float]
+    embeddings: list[list[Tensor]]
 
 
 def forward_backward(
-    model: Model, parallel: nn.Module, batch: LoadedBatch, step: int, accumulation: int, world: World
-) -> tuple[float, list[Tensor]]:
-    """Leave the gradients of an optimizer step in backbone and head; return the mean loss, and A times the embeddings (b, D).
+    model: Model,
+    parallel: nn.Module,
+    tasks: Sequence[Task],
+    batches: Sequence[LoadedBatch],
+    step: int,
+    accumulation: int,
+    world: World,
+) -> StepResult:
+    """Leave the gradients of an optimizer step in backbone and heads.
 
     Args:
         parallel: the backbone behind distributed.as_data_parallel.
+        batches: this rank's images of the step, of each task.
         step: number of the optimizer step.
     """
-    model.head.begin_step(batch.labels.view(accumulation, -1), step)
+    for task, batch in zip(tasks, batches, strict=True):
+        model.heads[task.name].begin_step(batch.labels.view(accumulation, -1), step)
     model.optimizer.zero_grad(set_to_none=True)
-    loss, outputs = 0.0, []
-    micro_batches = zip(batch.images.chunk(accumulation), batch.mirrored.chunk(accumulation), strict=True)
-    for micro_step, (images, mirrored) in enumerate(micro_batches):
+    total, losses = 0.0, dict.fromkeys((task.name for task in tasks), 0.0)
+    outputs: list[list[Tensor]] = [[] for _ in tasks]
+    images = [batch.images.chunk(accumulation) for batch in batches]
+    mirrored = [batch.mirrored.chunk(accumulation) for batch in batches]
+    for micro_step in range(accumulation):
         with distributed.gradients_shared(parallel, now=micro_step == accumulation - 1):
             with torch.autocast(world.device.type, dtype=model.autocast, enabled=model.autocast is not None):
-                embeddings = parallel(prepare(images, mirrored))
-            terms = [LossTerm("head", model.head(embeddings.float(), micro_step), over_all_ranks=True)]
-            loss += backward(terms, world.world_size, model.scaler.scale, accumulation) / accumulation
-        outputs.append(embeddings.detach())
-    return loss, outputs
+                embeddings = _embed(parallel, [(i[micro_step], m[micro_step]) for i, m in zip(images, mirrored, strict=True)])
+            terms = []
+            for task, given, kept in zip(tasks, embeddings, outputs, strict=True):
+                loss = model.heads[task.name](given, micro_step)
+                terms.append(LossTerm(task.name, loss, over_all_ranks=True, weight=task.weight))
+                kept.append(given.detach())
+            values = backward(terms, world.world_size, model.scaler.scale, accumulation)
+        total += sum(term.weight * values[term.name] for term in terms) / accumulation
+        losses = {name: losses[name] + values[name] / accumulation for name in losses}
+    return StepResult(total, losses, outputs)
+
+
+def _embed(parallel: nn.Module, parts: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
+    """Return the float embeddings (b, D) of each part, from one forward pass, as DDP wants it, over the images of all."""
+    if len(parts) == 1:
+        return [parallel(prepare(*parts[0])).float()]
+    images = torch.cat([prepare(*part) for part in parts])
+    embeddings: Tensor = parallel(images).float()
+    return embeddings.split([len(pixels) for pixels, _ in parts])

@@ -1,15 +1,29 @@
-"""The backbone's optimizer: its parameters and their factors, what it saves and loads, and the gradient norm with clipping."""
+"""The backbone's optimizer: the rules that give each parameter its learning rate and weight decay, and the gradient norm."""
 
+import fnmatch
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .checkpoint.tensor_file import overlaps
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
-_LAST_STEP = 99_999_999  # that the name of a checkpoint's folder can tell
+
+class ParameterRule(NamedTuple):
+    """The learning rate and weight decay of the parameters that it matches.
+
+    Args:
+        match: the name of a module or parameter, for it and all that lies in it; or a pattern with *, ? or [], for whole names
+            of parameters; or `norms` (all parameters of normalisation layers) or `biases` (all parameters called bias).
+        lr_factor: factor on the learning rate, 0 or more.
+        weight_decay: None = that of the optimizer.
+    """
+
+    match: str
+    lr_factor: float = 1.0
+    weight_decay: float | None = None
 
 
 def build_optimizer(
@@ -20,36 +34,81 @@ def build_optimizer(
     weight_decay: float,
     beta2: float = 0.999,
     eps: float = 1e-8,
-    lr_factors: Sequence[str] = (),
+    rules: Sequence[ParameterRule] = (),
 ) -> torch.optim.Optimizer:
-    """Return SGD or AdamW over every trainable parameter of module, weight decay on all of them as in the published recipes.
+    """Return SGD or AdamW over every trainable parameter of module.
 
-    Each group has a key `lr_factor`, by which whoever sets the learning rate multiplies it. The parameters are in the order of
-    the module, however many groups there are.
+    The first rule that matches a parameter holds; the others have weight decay as given, as in the published recipes. Each
+    rule is a group of the optimizer, with the keys `match` and `lr_factor`, by which `set_learning_rate` multiplies the rate.
 
     Args:
         name: sgd or adamw.
         momentum: of SGD; beta1 of AdamW.
-        lr_factors: `part=factor`; a parameter takes that of the longest name that it lies in, for example layer1.0=0.1.
 
     Raises:
-        ValueError: no parameter trains, or there is no such part.
+        ValueError: no parameter trains, or a rule holds for none.
     """
-    factors = _parse_factors(module, lr_factors)
-    parameters: list[dict[str, Any]] = []
-    for path, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            factor = factors[max((part for part in factors if _lies_in(path, part)), key=len)]
-            if not parameters or parameters[-1]["lr_factor"] != factor:
-                parameters.append({"params": [], "lr_factor": factor})
-            parameters[-1]["params"].append(parameter)
-    if not parameters:
-        raise ValueError("backbone.freeze: no parameter is trainable; name fewer parts")
+    groups = _groups(module, [*rules, ParameterRule("")], weight_decay)
     leave_compiler_out()
     # fused: on CPU 3 times as fast as the loop and 6 times as fast as foreach
     if name == "adamw":
-        return _AdamW(parameters, lr=lr, betas=(momentum, beta2), eps=eps, weight_decay=weight_decay, fused=True)
-    return _SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
+        return _AdamW(groups, lr=lr, betas=(momentum, beta2), eps=eps, weight_decay=weight_decay, fused=True)
+    return _SGD(groups, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
+
+
+def _groups(module: nn.Module, rules: Sequence[ParameterRule], weight_decay: float) -> list[dict[str, Any]]:
+    """Return the optimizer's groups: each trainable parameter in that of the first rule which matches it."""
+    trainable = {path: parameter for path, parameter in module.named_parameters() if parameter.requires_grad}
+    if not trainable:
+        raise ValueError("no parameter is trainable")
+    of_norms = {
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules()
+        if isinstance(part, _NORMS)
+        for name, _ in part.named_parameters(recurse=False)
+    }
+    groups, left = [], dict(trainable)
+    for rule in rules:
+        matched = [path for path, _ in module.named_parameters() if _matches(rule.match, path, of_norms)]
+        if rule.match and not any(path in left for path in matched):
+            if not matched:
+                _check_part(module, rule.match)
+            why = "is matched by a rule before it" if any(path in trainable for path in matched) else "is frozen"
+            raise ValueError(f"match {rule.match!r}: all that it matches {why}; take the rule out")
+        decay = weight_decay if rule.weight_decay is None else rule.weight_decay
+        own = [left.pop(path) for path in matched if path in left]
+        if own:
+            groups.append({"params": own, "match": rule.match, "lr_factor": rule.lr_factor, "weight_decay": decay})
+    return groups
+
+
+def _matches(match: str, path: str, of_norms: set[str]) -> bool:
+    if match in ("", "norms"):
+        return not match or path in of_norms
+    if match == "biases":
+        return path.rpartition(".")[2] == "bias"
+    return fnmatch.fnmatchcase(path, match) if any(letter in match for letter in "*?[") else _lies_in(path, match)
+
+
+def describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return a line for the log about each group: what it matches, how much that is, its rate and its weight decay."""
+    rows = []
+    for group in optimizer.param_groups:
+        name = group["match"] or ("all others" if len(optimizer.param_groups) > 1 else "all")
+        numbers = sum(parameter.numel() for parameter in group["params"])
+        rows.append((name, f"{len(group['params'])}", f"{numbers:,}", f"{group['lr_factor']:g}", f"{group['weight_decay']:g}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    return [
+        f"optimizer, {name + ':':<{widths[0] + 1}} {count:>{widths[1]}} parameters, {numbers:>{widths[2]}} numbers, "
+        f"lr x {factor:>{widths[3]}}, weight decay {decay:>{widths[4]}}"
+        for name, count, numbers, factor, decay in rows
+    ]
+
+
+def optimizer_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of the parameters that train, in the order in which the optimizer numbers them."""
+    names = {parameter: path for path, parameter in module.named_parameters()}
+    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def leave_compiler_out() -> None:
@@ -83,88 +142,6 @@ class _AdamW(torch.optim.AdamW):
         return inspect.unwrap(torch.optim.AdamW.step)(self, closure)
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], names: Sequence[str] = ()) -> None:
-    """Load a saved state, but keep this optimizer's own settings: the configuration decides, not the file.
-
-    Args:
-        names: of the parameters that train, in their order, for an error.
-
-    Raises:
-        ValueError: the state is of another kind of optimizer, or its moments are not those of these parameters.
-    """
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    kind = set(settings[0]) - {"lr_factor"}
-    if any(set(saved) - {"params", "lr_factor"} != kind for saved in state["param_groups"]):
-        raise ValueError("the checkpoint is of another optimizer; set optimizer.name to what it was, or start anew")
-    # the groups may have changed with optimizer.lr_factors; the parameters and their order have not
-    saved_order = [number for group in state["param_groups"] for number in group["params"]]
-    here = optimizer.state_dict()["param_groups"]
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    if len(saved_order) != len(weights):
-        raise ValueError(
-            f"the checkpoint's optimizer holds {len(saved_order)} parameters, {len(weights)} "
-            "train here; set backbone.freeze to what it was"
-        )
-    if not all(type(number) is int for number in saved_order) or len(set(saved_order)) < len(saved_order):
-        raise ValueError("its param_groups do not name each parameter once, by a whole number")
-    _check_moments(isinstance(optimizer, torch.optim.AdamW), weights, saved_order, state["state"], names)
-    moments = {place: state["state"][number] for place, number in enumerate(saved_order) if number in state["state"]}
-    optimizer.load_state_dict({"state": moments, "param_groups": here})
-    # the fused step goes through memory as it lies, so a moment must lie there as its weight does (channels last)
-    for weight, kept in optimizer.state.items():
-        for name, moment in kept.items():
-            if moment.ndim and moment.stride() != weight.stride():
-                kept[name] = torch.empty_like(weight, dtype=moment.dtype).copy_(moment)
-    for group, mine in zip(optimizer.param_groups, settings, strict=True):
-        group.update(mine)
-
-
-def _check_moments(
-    is_adamw: bool, weights: Sequence[Tensor], order: Sequence[int], state: dict[int, Any], names: Sequence[str]
-) -> None:
-    """Raise ValueError unless a saved state holds just the moments that the fused step reads, for all weights or for none.
-
-    The step trusts what it is given: a moment of another size makes it write beyond the end of the memory.
-    """
-    keys = {"exp_avg", "exp_avg_sq", "step"} if is_adamw else {"momentum_buffer"}
-    if not isinstance(state, dict) or (state and set(state) != set(order)):
-        raise ValueError("its moments are not of the parameters that its param_groups name")
-    if not state:
-        return
-    for place, (number, weight) in enumerate(zip(order, weights, strict=True)):
-        who, kept = names[place] if place < len(names) else f"parameter {place}", state[number]
-        if not isinstance(kept, dict) or set(kept) != keys:
-            found = ", ".join(sorted(map(str, kept))) if isinstance(kept, dict) else type(kept).__name__
-            raise ValueError(f"{who} has the moments {found or 'none'}, needed are {', '.join(sorted(keys))}")
-        for name in sorted(keys):
-            shape, dtype = ((), torch.float32) if name == "step" else (tuple(weight.shape), weight.dtype)
-            if fault := tensor_fault(kept[name], shape, dtype):
-                raise ValueError(f"{name} of {who} {fault}")
-            smallest = float(kept[name].min()) if name in ("step", "exp_avg_sq") and kept[name].numel() else 0.0
-            if smallest < 0 or (name == "step" and not smallest <= _LAST_STEP):
-                raise ValueError(f"{name} of {who} is out of range: {smallest:g}")
-
-
-def tensor_fault(value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Return what keeps a value that was read from a file from being a tensor of this shape and dtype, "" if nothing does.
-
-    A sound one is dense, on the CPU, finite, and has memory of its own for each of its numbers.
-    """
-    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:
-        return f"is no plain tensor but {getattr(value, 'layout', type(value).__name__)}"
-    if tuple(value.shape) != shape:
-        return f"is {tuple(value.shape)}, must be {shape}"
-    if value.dtype != dtype:
-        return f"holds {value.dtype}, must be {dtype}"
-    if value.device.type != "cpu":
-        return f"has no numbers, it is on the device {value.device.type}"
-    if overlaps(value):
-        return f"has memory for {value.untyped_storage().nbytes() // value.element_size()} numbers, must be {value.numel()}"
-    if value.is_floating_point() and not bool(value.isfinite().all()):
-        return "holds numbers that are not finite"
-    return ""
-
-
 def freeze(module: nn.Module, parts: Sequence[str]) -> None:
     """Keep parts of a network as they are: their parameters no longer require a gradient.
 
@@ -172,42 +149,25 @@ def freeze(module: nn.Module, parts: Sequence[str]) -> None:
         parts: names of modules or parameters as in its state dict, each with all that lies in it.
 
     Raises:
-        ValueError: there is no such part.
+        ValueError: there is no such part, or no parameter is left that trains.
     """
     for part in parts:
-        _check_part(module, part, "backbone.freeze")
+        _check_part(module, part)
     for path, parameter in module.named_parameters():
         if any(_lies_in(path, part) for part in parts):
             parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError("no parameter is trainable; freeze fewer parts")
 
 
 def _lies_in(path: str, part: str) -> bool:
-    return not part or path == part or path.startswith(f"{part}.")
+    return path == part or path.startswith(f"{part}.")
 
 
-def _check_part(module: nn.Module, part: str, key: str) -> None:
+def _check_part(module: nn.Module, part: str) -> None:
     if not any(_lies_in(path, part) for path, _ in module.named_parameters()):
         parts = ", ".join(name for name, _ in module.named_children())
-        raise ValueError(f"{key}: this backbone has no part {part!r} that could train; its parts are {parts}")
-
-
-def _parse_factors(module: nn.Module, texts: Sequence[str]) -> dict[str, float]:
-    factors = {"": 1.0}
-    for text in texts:
-        part, equals, number = text.partition("=")
-        try:
-            factor = float(number)
-        except ValueError:
-            factor = -1.0
-        if not (equals and part and 0 <= factor < float("inf")):
-            raise ValueError(f"optimizer.lr_factors: must be 'part=factor' with a factor of 0 or more, got {text!r}")
-        _check_part(module, part, "optimizer.lr_factors")
-        if factors.get(part, factor) != factor:
-            raise ValueError(f"optimizer.lr_factors: {part} has two factors, {factors[part]:g} and {factor:g}; keep one")
-        if not any(parameter.requires_grad for path, parameter in module.named_parameters() if _lies_in(path, part)):
-            raise ValueError(f"optimizer.lr_factors: {part} does not train; take it out, or out of backbone.freeze")
-        factors[part] = factor
-    return factors
+        raise ValueError(f"this backbone has no part {part!r} that could train; its parts are {parts}")
 
 
 def unscale_and_clip_grad_norm_(module: nn.Module, scale: float, clip_norm: float) -> Tensor:

@@ -26,15 +26,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from partial_fc.shard import shard_range, slots_of_classes
-from utils.checkpoint.format import (
-    BACKBONE,
-    class_order,
-    find_checkpoint,
-    read_backbone,
-    read_manifest,
-    read_trainer,
-    shards_of,
-)
+from utils.checkpoint.format import BACKBONE, find_checkpoint, read_manifest
+from utils.checkpoint.reading import class_order, read_backbone, read_trainer, shards_of
 from utils.checkpoint.tensor_file import write_object
 from utils.cli import int_in_range, make_parser, progress
 from utils.optim import freeze
@@ -89,13 +82,14 @@ def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
     model = recognise(read_backbone(checkpoint), checkpoint / BACKBONE).model
     backbone = {name: own(value) for name, value in model.state_dict().items()}
     rows = SavedRows(checkpoint, classes)
-    optimizer = read_trainer(checkpoint)["optimizer"]
+    trainer = read_trainer(checkpoint)
+    optimizer = trainer["optimizer"]
     lr, notes = whole_lr(optimizer), []
     config = manifest.get("config", {})
-    frozen, factors = _names(checkpoint, config, "backbone", "freeze"), _names(checkpoint, config, "optimizer", "lr_factors")
+    frozen = _names(checkpoint, config, "backbone", "freeze")
     freeze(model, frozen)
-    if era == "checkpoint_gpu" and (frozen or factors):
-        notes.append("backbone.freeze and optimizer.lr_factors have no counterpart there: all parts train, with the same rate")
+    if era == "checkpoint_gpu" and (frozen or len(optimizer["param_groups"]) > 1):
+        notes.append("backbone.freeze and optimizer.rules have no counterpart there: all parts train, with the same rate")
     initial_lr = config.get("optimizer", {}).get("lr")
     if initial_lr is not None and (type(initial_lr) not in (int, float) or not 0 <= initial_lr < 1e30):
         raise ValueError(f"checkpoint {checkpoint}: optimizer.lr of its configuration must be a rate, got {initial_lr!r:.80}")
@@ -127,7 +121,7 @@ def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
                 "global_step": step,
                 "state_dict_backbone": backbone,
                 "state_dict_softmax_fc": {"weight": weight},
-                "state_optimizer": their_optimizer(model, optimizer, moments, int(updates.max()), initial_lr),
+                "state_optimizer": their_optimizer(model, trainer, moments, int(updates.max()), initial_lr),
                 # only where it stands; how long and how steep it is, its own configuration says
                 "state_lr_scheduler": {"last_epoch": step, "_step_count": step + 1, "_last_lr": [lr, lr]},
             }

@@ -1,7 +1,7 @@
 """Networks and optimizers of arcface_torch in terms of this project: which backbone a state dict is, and whose moment is whose.
 
 Its optimizer numbers all parameters of the backbone, the frozen features.weight included, and then the class centres; this
-project's has the trainable parameters of the backbone alone. Both go in the order of the network.
+project's has the trainable parameters of the backbone alone, in the order of the network but for the rules of optimizer.rules.
 """
 
 if __name__ == "__main__":
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from backbones import build_backbone, list_backbones
+from utils.checkpoint.trainer import trained_names
 from utils.optim import build_optimizer
 
 from .checkpoint_files import MOMENTS
@@ -114,36 +115,39 @@ def our_optimizer(
 
 
 def their_optimizer(
-    model: nn.Module, saved: dict[str, Any], centres: dict[str, Tensor], updates: int, initial_lr: float | None
+    model: nn.Module, trainer: dict[str, Any], centres: dict[str, Tensor], updates: int, initial_lr: float | None
 ) -> dict[str, Any]:
     """Return the state dict of arcface_torch's optimizer.
 
     Args:
         model: what trained in it requires a gradient, as in the run that saved.
-        saved: the state dict of ours.
+        trainer: what trainer.pt of ours holds.
         centres: moments of the class centres of one rank by our names, (n, D) each.
         updates: of the class centres, for AdamW.
     """
-    kind, numbers = kind_of(saved), iter([number for group in saved["param_groups"] for number in group["params"]])
+    saved = trainer["optimizer"]
+    kind, order = kind_of(saved), [number for group in saved["param_groups"] for number in group["params"]]
+    numbers = dict(zip(trainer.get("trained") or trained_names(model), order, strict=True))
     state: dict[int, dict[str, Any]] = {}
-    parameters = list(model.parameters())
-    for index, parameter in enumerate(parameters):
+    parameters = list(model.named_parameters())
+    for index, (name, parameter) in enumerate(parameters):
         if parameter.requires_grad:
-            entry = saved["state"].get(next(numbers), {})
+            entry = saved["state"].get(numbers[name], {})
             if entry:
-                state[index] = {name: own(value) if isinstance(value, Tensor) else value for name, value in entry.items()}
+                state[index] = {key: own(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
     last = len(parameters)
     if set(MOMENTS[kind].values()) == set(centres):
         state[last] = {theirs: centres[ours] for theirs, ours in MOMENTS[kind].items()}
         if kind == "adamw":
             state[last]["step"] = torch.tensor(float(updates))
-    group = {**saved["param_groups"][0], "lr": whole_lr(saved), "foreach": None, "fused": None}
+    group = {**saved["param_groups"][-1], "lr": whole_lr(saved), "foreach": None, "fused": None}  # the last has no rule
+    group = {key: value for key, value in group.items() if key not in ("lr_factor", "match")}
     group["initial_lr"] = group["lr"] if initial_lr is None else initial_lr
     return {"state": state, "param_groups": [{**group, "params": list(range(last))}, {**group, "params": [last]}]}
 
 
 def whole_lr(saved: dict[str, Any]) -> float:
-    """Return the learning rate of a saved optimizer of ours, without optimizer.lr_factors."""
+    """Return the learning rate of a saved optimizer of ours, without the factors of optimizer.rules."""
     pairs = [(float(group["lr"]), float(group.get("lr_factor", 1.0))) for group in saved["param_groups"]]
     lr, factor = min(pairs, key=lambda pair: abs(pair[1] - 1.0))  # one without a factor, where there is one
     return lr / factor if factor else 0.0

@@ -36,10 +36,11 @@ from losses import build_margin
 from partial_fc import PartialFC
 from partial_fc.shard import shard_range
 from scripts import checkpoint as tool
-from utils.checkpoint.format import checkpoint_path, commit, shard_name, softmax_reader
-from utils.checkpoint.resume import trainer_state
+from utils.checkpoint.format import BACKBONE, SOFTMAX, TRAINER, checkpoint_path, commit, shard_name
+from utils.checkpoint.reading import shard_reader
 from utils.checkpoint.tensor_file import BLOCK, write_tensors
-from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
+from utils.checkpoint.trainer import TrainerState
+from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy, Shard
 from utils.cli import make_parser
 from utils.distributed import World
 from utils.optim import build_optimizer
@@ -75,8 +76,9 @@ def benchmark(options: argparse.Namespace) -> None:
 def measure_save(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Compare saves of a real training state."""
     state = training_state(options.backbone, options.classes)
-    size = sum(t.nbytes for part in (state["backbone"], state["softmax"]) for t in part.values())
-    size += sum(t.nbytes for moments in state["trainer"]["optimizer"]["state"].values() for t in moments.values())
+    size = sum(t.nbytes for part in (state[BACKBONE], state[SOFTMAX].rows) for t in part.values())
+    size += sum(t.nbytes for moments in state[TRAINER]["optimizer"]["state"].values() for t in moments.values())
+    facts = {"score": None, "run_signature": {"num_classes": options.classes, "seed": 0}}
     world = World(0, 1, 0, 1, torch.device("cpu"))
     seconds: dict[str, list[float]] = {name: [] for name in ("wait", "complete", "inline", "plain", "flushed", "bare")}
     alone, beside = [], []
@@ -84,14 +86,14 @@ def measure_save(options: argparse.Namespace, folder: Path) -> dict[str, float]:
 
     def save_in_place() -> None:
         with CheckpointWriter(folder / "ours", world, RetentionPolicy(last=1, best=0), background=False) as writer:
-            writer.save(next(steps), **state)
+            writer.save(next(steps), state, facts)
 
     writer = CheckpointWriter(folder / "ours", world, RetentionPolicy(last=1, best=0))
     for number in range(options.rounds + 1):
         alone.append(_products_per_second(until=_after(0.5)))
         os.sync()
         begun = time.perf_counter()
-        writer.save(next(steps), **state)
+        writer.save(next(steps), state, facts)
         waited = time.perf_counter() - begun
         rate = _products_per_second(until=lambda: not writer.is_writing)
         writer.finish()
@@ -122,7 +124,7 @@ def measure_save(options: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 
 def training_state(name: str, classes: int) -> dict[str, Any]:
-    """Return the arguments of a save for a network with all moments and class centres."""
+    """Return the files of a save for a network with all moments and class centres."""
     try:
         backbone = build_backbone(name, _DIM)
     except ValueError as error:
@@ -134,16 +136,14 @@ def training_state(name: str, classes: int) -> dict[str, Any]:
     margin = build_margin("cosface", scale=64.0, margin=0.4)
     head = PartialFC(margin, classes, _DIM)
     return {
-        "backbone": backbone.state_dict(),
-        "softmax": head.shard_state(),
-        "slots": (head.first_slot, head.end_slot),
-        "trainer": trainer_state(backbone, margin, optimizer, LossScaler(enabled=False)),
-        "facts": {"score": None, "run_signature": {"num_classes": classes, "seed": 0}},
+        BACKBONE: backbone.state_dict(),
+        SOFTMAX: Shard(head.shard_state(), (head.first_slot, head.end_slot)),
+        TRAINER: TrainerState(backbone, {SOFTMAX: margin}, optimizer, LossScaler(enabled=False)).state(),
     }
 
 
 def _plain_save(state: dict[str, Any], path: Path, flush: bool) -> None:
-    torch.save({name: state[name] for name in ("backbone", "softmax", "trainer")}, path)
+    torch.save({**state, SOFTMAX: state[SOFTMAX].rows}, path)
     if flush:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
@@ -229,7 +229,7 @@ def _reshard_by_slices(saved: str, classes: int) -> list[Tensor]:
 
     start, stop = shard_range(classes, 1, 3)
     state = CentreStore(stop - start, _DIM, "exact", False, False, 4096, Workspace(torch.device("cpu"), 0, PlainKernels()))
-    read = softmax_reader(Path(saved))
+    read = shard_reader(Path(saved))
     state.read_rows(lambda low, high: read(start + low, start + high), {})
     return list(state.tensors.values())
 

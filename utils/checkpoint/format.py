@@ -2,35 +2,31 @@
 
     checkpoints/step_00012000/
         backbone.safetensors                 parameters and buffers
-        softmax_00003_of_00008.safetensors   a rank's class centres and their momentum, rows in slot order
+        softmax_00003_of_00008.safetensors   a rank's class centres and their momentum, rows in slot order; a head has its name
         trainer.pt                           optimizer and loss scaler; tensors and plain values only
         manifest.json                        written last: step, slot ranges, what the run is, sizes and hashes
 
-Everything is written into a hidden folder beside, flushed to the disk and renamed, so a folder with its final name is whole
-whatever was killed when (writer.py). Reading checks the sizes of all files, and their hashes only on request.
+All files are written into a hidden folder, flushed to the disk, and the folder is renamed (writer.py). So a folder with its
+final name is complete, whichever process was killed at whatever moment. reading.py reads the files.
 """
 
 import errno
 import json
 import math
 import os
+import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-
 from utils.files import check_file
 
-from .tensor_file import HASH, file_hash, flush, load_plain, read_tensors, write_text
+from .tensor_file import HASH, flush, write_text
 
 FORMAT = 2  # of the manifest; 1 called the run's signature "identity", and head.storage head.state
-ReadRows = Callable[[int, int], dict[str, Tensor]]  # (first slot, last slot) -> rows of each tensor by name
 _LARGEST_MANIFEST = 64 << 20  # bytes; that of 10,000 ranks has 2 MB
 _MANIFEST, BACKBONE, TRAINER = "manifest.json", "backbone.safetensors", "trainer.pt"
+SOFTMAX = "softmax"  # the head of a run that has one
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -81,17 +77,27 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def shard_name(rank: int, world_size: int) -> str:
-    """Return the name of the file with a rank's class centres."""
-    return f"softmax_{rank:05d}_of_{world_size:05d}.safetensors"
+def shard_name(rank: int, world_size: int, head: str = SOFTMAX) -> str:
+    """Return the name of the file with a rank's class centres of a head."""
+    return f"{head}_{rank:05d}_of_{world_size:05d}.safetensors"
+
+
+def slots_by_head(manifest: dict[str, Any]) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return for each head of a checkpoint its files and the slots [start, stop) in each, in the order of the slots."""
+    heads: dict[str, dict[str, tuple[int, int]]] = {}
+    for name, entry in sorted(manifest["files"].items(), key=lambda item: item[1].get("slots", [])):
+        found = re.fullmatch(r"(.+)_\d{5,}_of_\d{5,}\.safetensors", name)
+        if found and "slots" in entry:
+            heads.setdefault(found[1], {})[name] = (entry["slots"][0], entry["slots"][1])
+    return heads
 
 
 def commit(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     """Make a complete checkpoint of a folder that holds all files the manifest names: write that, flush, rename.
 
     Raises:
-        OSError: it cannot be written, a file is not there as it was written (by a machine that sees another folder under this
-            path), or there is a checkpoint of that name, which is never overwritten.
+        OSError: it cannot be written; or a file is missing or has another size (another machine wrote it, and this path is
+            another folder there); or there is a checkpoint of that name, which is never overwritten.
     """
     for name, entry in manifest["files"].items():
         file = partial / name
@@ -110,16 +116,16 @@ def commit(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
 
 
 def remove_unfinished(run_folder: Path) -> list[str]:
-    """Delete what saves that were killed left behind; return a line about each. Only for who holds the run folder's lock."""
+    """Delete partial checkpoints of killed saves; return a line about each. The caller holds the run folder's lock."""
     lines = []
     for leftover in sorted((run_folder / "checkpoints").glob(".step_*")):
         try:
             shutil.rmtree(leftover)
-        except OSError as error:  # another user's: it is in nobody's way but for its room, and that of a save at its step
+        except OSError as error:  # it belongs to another user: it takes room, and blocks only a save at its own step
             lines.append(f"checkpoint: the leftover {leftover} cannot be deleted: {error.strerror}; delete it by hand")
             continue
         if leftover.suffix == ".partial":
-            lines.append(f"checkpoint {leftover.name[1:-8]} was not finished when the run ended; removed what there was of it")
+            lines.append(f"checkpoint {leftover.name[1:-8]} was not finished when the run ended; deleted its partial files")
     return lines
 
 
@@ -163,7 +169,7 @@ def _upgrade(manifest: Any) -> Any:
 
 
 def _manifest_fault(manifest: Any) -> str:
-    """Return what in a manifest is not as every program takes it for granted, "" if nothing is."""
+    """Return the first thing in a manifest that breaks what all programs rely on, "" if nothing does."""
 
     def whole(value: Any, low: int, high: int) -> bool:
         return type(value) is int and low <= value <= high
@@ -206,121 +212,3 @@ def _manifest_fault(manifest: Any) -> str:
         if slots[0] >= slots[1]:
             return f"the slots of {name} are {slots[0]} to {slots[1]}"
     return ""
-
-
-def shards_of(checkpoint: Path, num_classes: int) -> list[tuple[tuple[int, int], str]]:
-    """Return ((first slot, last slot), file name) of all files with class centres, in the order of the slots.
-
-    Raises:
-        ValueError: they do not hold each of num_classes slots once.
-    """
-    files = read_manifest(checkpoint)["files"].items()
-    shards = sorted(((entry["slots"][0], entry["slots"][1]), name) for name, entry in files if "slots" in entry)
-    reached = 0
-    for (start, stop), _ in shards:
-        reached = stop if start == reached else -1
-    if reached != num_classes:
-        raise ValueError(f"checkpoint {checkpoint}: its files do not hold each of the {num_classes} class centres once")
-    return shards
-
-
-def class_order(checkpoint: Path) -> tuple[int, int]:
-    """Return (number of classes, seed), which say what slot a class has.
-
-    Raises:
-        ValueError: the manifest does not tell them.
-    """
-    try:
-        signature = read_manifest(checkpoint)["run_signature"]
-        return int(signature["num_classes"]), int(signature["seed"])
-    except (KeyError, TypeError):
-        raise ValueError(
-            f"checkpoint {checkpoint}: {_MANIFEST} does not tell num_classes and seed (run_signature), so its class centres "
-            "have no labels"
-        ) from None
-
-
-def check_hashes(
-    checkpoint: Path, share: int = 0, shares: int = 1, progress: Callable[[int], object] = lambda count: None
-) -> list[str]:
-    """Return a line for each file whose contents are not what was written.
-
-    Args:
-        share, shares: look only at this one of so many equal shares of the files, as several ranks do.
-        progress: called with the number of bytes read since the last call.
-    """
-    lines = []
-    for name, entry in sorted(read_manifest(checkpoint)["files"].items())[share::shares]:
-        try:
-            kind = HASH if HASH in entry else "sha256"
-            if file_hash(checkpoint / name, kind, progress) != entry.get(kind):
-                lines.append(f"checkpoint {checkpoint}: {name} is damaged: its hash differs from the manifest's")
-        except OSError as error:  # as of a bad sector: damaged too
-            lines.append(f"checkpoint {checkpoint}: {name} is damaged: it cannot be read ({error.strerror})")
-    return lines
-
-
-def read_backbone(checkpoint: Path) -> dict[str, Tensor]:
-    """Return the backbone's state dict, on the CPU."""
-    return read_tensors(_file(checkpoint, BACKBONE))
-
-
-def read_trainer(checkpoint: Path) -> dict[str, Any]:
-    """Return the optimizer's and scaler's state, on the CPU; only tensors and plain values are ever loaded."""
-    try:
-        state: dict[str, Any] = load_plain(_file(checkpoint, TRAINER))
-    except Exception as error:  # of a damaged file the unpickler raises nearly anything
-        first_line = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"checkpoint {checkpoint}: {TRAINER} cannot be read: {type(error).__name__}: {first_line}") from None
-    return state
-
-
-def softmax_reader(checkpoint: Path) -> Callable[..., dict[str, Tensor]]:
-    """Return read(start, stop[, name]): the rows of those slots, whatever number of ranks wrote them; no other rows are read.
-
-    Raises:
-        ValueError: by read, if the saved shards do not cover the range, or are damaged.
-    """
-    manifest = read_manifest(checkpoint)
-    shards = {name: entry["slots"] for name, entry in manifest["files"].items() if "slots" in entry}
-
-    def read(start: int, stop: int, only: str = "") -> dict[str, Tensor]:
-        parts: dict[str, list[Tensor]] = {}
-        covered = start
-        for name, (low, high) in sorted(shards.items(), key=lambda item: item[1]):
-            first, last = max(low, start), min(high, stop)
-            if first >= last:
-                continue
-            if first != covered:
-                break
-            covered = last
-            try:
-                with safe_open(checkpoint / name, framework="pt") as file:
-                    for key in [only] if only else file.keys():
-                        rows = file.get_slice(key)
-                        shape = rows.get_shape()
-                        if shape[:1] != [high - low]:
-                            raise ValueError(
-                                f"checkpoint {checkpoint}: {name} is damaged: its {key} must have {high - low} rows, "
-                                f"and has the shape {tuple(shape)}"
-                            )
-                        parts.setdefault(key, []).append(rows[first - low : last - low])
-            except (OSError, SafetensorError) as error:
-                raise ValueError(f"checkpoint {checkpoint}: {name} cannot be read: {error}") from None
-        if covered != stop:
-            raise ValueError(f"checkpoint {checkpoint}: class slots {covered} to {stop} are in none of its softmax files")
-        unlike = [key for key, blocks in parts.items() if len({(block.dtype, block.shape[1:]) for block in blocks}) > 1]
-        if unlike:
-            raise ValueError(
-                f"checkpoint {checkpoint}: {unlike[0]} has other types or widths in one softmax file than in another"
-            )
-        return {key: blocks[0] if len(blocks) == 1 else torch.cat(blocks) for key, blocks in parts.items()}
-
-    return read
-
-
-def _file(checkpoint: Path, name: str) -> Path:
-    """Return the path of one of the checkpoint's files, after checking the sizes of all."""
-    if name not in read_manifest(checkpoint)["files"]:
-        raise ValueError(f"checkpoint {checkpoint}: its manifest names no {name}")
-    return checkpoint / name

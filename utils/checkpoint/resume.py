@@ -7,18 +7,14 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-
 from utils.distributed import World, all_gather_objects, raise_on_all_ranks
-from utils.optim import load_optimizer, tensor_fault
-from utils.precision import LossScaler
 
 from . import format as ckpt
+from .reading import check_hashes, read_file
 from .tensor_file import flush
 
 _HOLDER = ".holder"  # names the job that has the lock
@@ -50,7 +46,7 @@ def prepare_run_folder(folder: Path, saving: Any, config_text: str, run_signatur
             start = start._replace(checkpoint=choose_checkpoint(folder, saving.resume, run_signature, start.warnings))
     start, holder = all_gather_objects((start, holder), world)[0]
     while saving.verify and start.checkpoint is not None:
-        found = ckpt.check_hashes(start.checkpoint, world.rank, world.world_size)
+        found = check_hashes(start.checkpoint, world.rank, world.world_size)
         faults = [line for lines in all_gather_objects(found, world) for line in lines]
         if not faults:
             break
@@ -250,79 +246,29 @@ def _write_config(folder: Path, text: str, resumed: Path | None) -> None:
         raise ValueError(f"run.output: the run folder {folder} cannot be written: {error.strerror}") from None
 
 
-def restore(
-    path: Path,
-    backbone: nn.Module,
-    margin: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: LossScaler,
-    load_rows: Callable[[ckpt.ReadRows], None],
-) -> int:
-    """Load everything from a checkpoint; return the optimizer steps it had finished.
+class SavedState(NamedTuple):
+    """A part of a checkpoint: how its state is had, and how it is taken up again."""
 
-    Args:
-        load_rows: fills this rank's class centres from read(start slot, stop slot).
+    state: Callable[[], Any]  # what CheckpointWriter.save is given
+    load: Callable[[Any], object]  # takes what read_file returns
+
+
+def restore(path: Path, parts: Mapping[str, SavedState]) -> int:
+    """Load every part from a checkpoint; return the optimizer steps it had finished.
 
     Raises:
-        ValueError: it does not fit, or cannot be read.
+        ValueError: a part is not there, cannot be read, or does not fit.
     """
     try:
-        trainer, weights = ckpt.read_trainer(path), ckpt.read_backbone(path)
+        states = {name: read_file(path, name) for name in parts}
     except ValueError as error:
         raise ValueError(f"{error}. With checkpoint.verify=true a damaged checkpoint is put aside for the one before") from None
-    try:
-        backbone.load_state_dict(weights)
-        _load_margin(margin, trainer.get("margin", {}))
-    except (ValueError, RuntimeError, TypeError, AttributeError) as error:
-        raise ValueError(f"checkpoint {path}: does not fit this network: {str(error).splitlines()[-1].strip()}") from None
-    try:
-        _check_trained(backbone, trainer.get("trained"))
-        load_optimizer(optimizer, trainer["optimizer"], _trained(backbone))
-        scaler.load_state_dict(trainer["scaler"])
-    except KeyError as error:
-        raise ValueError(f"checkpoint {path}: its trainer.pt has no {error}") from None
-    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"checkpoint {path}: its optimizer does not fit this one: {error}") from None
-    try:
-        load_rows(ckpt.softmax_reader(path))
-    except ValueError as error:
-        raise (error if str(error).startswith("checkpoint ") else ValueError(f"checkpoint {path}: {error}")) from None
-    except (KeyError, RuntimeError, TypeError) as error:
-        raise ValueError(f"checkpoint {path}: its class centres do not fit this run: {error}") from None
+    for name, part in parts.items():
+        try:
+            part.load(states.pop(name))
+        except (ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+            words = f"it has no {error}" if isinstance(error, KeyError) else (str(error).splitlines() or [""])[-1].strip()
+            if words.startswith("checkpoint "):
+                raise
+            raise ValueError(f"checkpoint {path}: its {name} does not fit this run: {words}") from None
     return int(ckpt.read_manifest(path)["step"])
-
-
-def _load_margin(margin: nn.Module, saved: Any) -> None:
-    """Load the statistics of a margin.
-
-    Raises:
-        ValueError: naming the one that is not as this margin has it.
-    """
-    own = margin.state_dict()
-    if not isinstance(saved, dict) or set(saved) != set(own):
-        found = ", ".join(sorted(map(str, saved))) if isinstance(saved, dict) else type(saved).__name__
-        raise ValueError(f"the margin of trainer.pt has {found or 'nothing'}, this one has {', '.join(own) or 'nothing'}")
-    for name, value in saved.items():
-        if fault := tensor_fault(value, tuple(own[name].shape), own[name].dtype):
-            raise ValueError(f"margin: {name} {fault}")
-    margin.load_state_dict(saved)
-
-
-def _check_trained(backbone: nn.Module, saved: list[str] | None) -> None:
-    """Raise ValueError if other parameters train now than did: equal blocks would take one another's moments."""
-    changed = sorted(set(saved) ^ set(_trained(backbone))) if saved is not None else []  # None: an older or imported one
-    if changed:
-        was, now = ("trained", "does not") if changed[0] in (saved or ()) else ("did not train", "does")
-        raise ValueError(f"{changed[0]} {was} then and {now} here; set backbone.freeze to what it was")
-
-
-def _trained(backbone: nn.Module) -> list[str]:
-    return [name for name, parameter in backbone.named_parameters() if parameter.requires_grad]
-
-
-def trainer_state(
-    backbone: nn.Module, margin: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler
-) -> dict[str, Any]:
-    """Return what `restore` finds in a checkpoint's trainer.pt."""
-    state = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "margin": margin.state_dict()}
-    return {**state, "trained": _trained(backbone)}

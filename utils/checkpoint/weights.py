@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from utils.optim import is_finite
 
-from .format import find_checkpoint, read_backbone
+from .format import find_checkpoint
+from .reading import read_backbone
 from .tensor_file import read_tensors
 
 

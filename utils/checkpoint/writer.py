@@ -1,9 +1,9 @@
 """Saving checkpoints while training goes on.
 
-A save copies the state to host memory, which is all that training waits for; a thread of each rank then writes its part into a
-hidden folder. The optimizer step's own collective tells when all are done: the ranks exchange sizes and hashes, and a thread
-of rank 0 writes the manifest, renames the folder to its final name and prunes old checkpoints. So no thread communicates, and
-a checkpoint that was not finished, whatever was killed when, is a hidden folder that the next start removes.
+A save copies the state to host memory, and training waits for nothing more. A thread of each rank then writes the rank's part
+into a hidden folder. The collective of each optimizer step tells when all ranks are done. The ranks then exchange sizes and
+hashes, and a thread of rank 0 writes the manifest, renames the folder to its final name and prunes old checkpoints. So no
+thread communicates, and an unfinished checkpoint is a hidden folder, which the next start deletes.
 """
 
 import os
@@ -23,7 +23,7 @@ from utils.distributed import SharedError, World, all_gather_objects
 from utils.huge_pages import with_huge_pages
 from utils.memory import available_bytes
 
-from .format import BACKBONE, TRAINER, checkpoint_path, commit, partial_path, shard_name
+from .format import checkpoint_path, commit, partial_path, shard_name
 from .retention import prune
 from .tensor_file import NotFiniteError, write_object, write_tensors
 
@@ -31,21 +31,32 @@ from .tensor_file import NotFiniteError, write_object, write_tensors
 class RetentionPolicy(NamedTuple):
     """Which checkpoints stay when a new one is complete."""
 
-    last: int = 2  # newest
-    every: int = 0  # those of every so many optimizer steps; 0 = none for its step
-    best: int = 1  # highest scores
+    last: int = 2  # so many newest
+    every: int = 0  # also every N-th optimizer step; 0 disables
+    best: int = 1  # also so many with the highest scores
+
+
+class Shard(NamedTuple):
+    """A rank's rows of what all ranks hold together, such as the class centres of a head.
+
+    Args:
+        rows: tensors by name, (stop - start, ...) each.
+        slots: [start, stop), whose rows they are.
+    """
+
+    rows: dict[str, Tensor]
+    slots: tuple[int, int]
 
 
 class CheckpointWriter:
     """Saves the checkpoints of one run. All methods are collective unless they say otherwise.
 
-    A failed save (full disk, missing right) is a warning, and training goes on with the checkpoints it has, until more than
-    max_failed saves in a row have failed. Numbers that are not finite are never sealed; as training on from them is worth
-    nothing, the run stops at once.
+    A failed save (a full disk, a missing right) is a warning, and training goes on until more than max_failed saves in a row
+    have failed. Numbers that are not finite are never saved: the run stops at once, because no training recovers from them.
 
     Args:
-        background: write beside training, which takes memory for a second copy of this rank's state on the host. Where that
-            is not free, and where this is false, training waits for the disk instead.
+        background: write beside training, from a second copy of this rank's state in host memory. If this is false, or the
+            host has no room for the copy, training waits for the disk instead.
         warn: shows a line to the user.
     """
 
@@ -73,7 +84,7 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Complete what was begun, if all ranks come here: a run that stops of a bad loss must not lose its last checkpoint."""
+        """Complete the save under way if all ranks come here: a run that stops at a bad loss must not lose its checkpoint."""
         if error is None or self.world.world_size == 1 or isinstance(error, SharedError):
             try:
                 self.finish()
@@ -91,24 +102,15 @@ class CheckpointWriter:
         """Return the minutes since the last save began. Not collective."""
         return (time.monotonic() - self.saved_at) / 60
 
-    def save(
-        self,
-        step: int,
-        backbone: dict[str, Tensor],
-        softmax: dict[str, Tensor],
-        slots: tuple[int, int],
-        trainer: dict[str, Any],
-        facts: dict[str, Any],
-        last: bool = False,
-    ) -> None:
+    def save(self, step: int, files: dict[str, Any], facts: dict[str, Any], last: bool = False) -> None:
         """Begin to save; return when the tensors may change again.
 
         Args:
-            backbone: names to tensors, equal on all ranks; rank 0 writes them.
-            softmax: this rank's rows, (n_r, ...) each, of the slots [start, stop) in `slots`.
-            trainer: tensors and plain values, equal on all ranks; rank 0 writes them.
-            facts: what a resuming run must share (classes, embedding size, ...), and what people want to know (score).
-            last: no other save follows that could make up for this one: return when it is complete, and allow no failure.
+            files: states by name, as reading.read_file gives them back: tensors by name for NAME.safetensors and plain values
+                for NAME.pt, which are equal on all ranks, so rank 0 writes them; or a Shard, of which each rank writes its
+                own, for a name without a suffix.
+            facts: what a resumed run must share (classes, embedding size, ...), and what people want to know (score).
+            last: no later save can make up for this one: return when it is complete, and allow no failure.
 
         Raises:
             SharedError: on every rank, if more than max_failed saves have failed in a row, or numbers are not finite.
@@ -119,19 +121,16 @@ class CheckpointWriter:
         self._final = checkpoint_path(self.run_folder, step)
         self._partial = partial = partial_path(self._final)
         self._manifest = {"step": step, "world_size": world.world_size, **facts}
-        files: list[tuple[str, Callable[[Path, Any], dict[str, Any]], Any]] = []
-        files.append((shard_name(world.rank, world.world_size), write_tensors, softmax))
-        if world.rank == 0:
-            files += [(BACKBONE, write_tensors, backbone), (TRAINER, write_object, trainer)]
-        background = self.background and (bool(self._copies) or _has_room(files, world))
+        states, slots = _this_ranks_files(files, world)
+        background = self.background and (bool(self._copies) or _has_room(states, world))
         if background:
             try:
-                # the memory is kept for the next save: to take it anew costs several times the copy
-                self._copies = {name: _on_host(state, self._copies.get(name)) for name, _, state in files}
-                files = [(name, write, self._copies[name]) for name, write, _ in files]
+                # the memory is kept for the next save: to allocate it again costs several times the copy
+                self._copies = {name: _on_host(state, self._copies.get(name)) for name, state in states.items()}
+                states = self._copies
                 if world.device.type == "cuda":
                     torch.cuda.synchronize(world.device)
-            except (MemoryError, RuntimeError):  # torch has its own error for memory that is not to be had, pinned or not
+            except (MemoryError, RuntimeError):  # torch raises an error of its own for memory, pinned or not
                 background, self._copies = False, {}
         if background != self.background:
             self.warn("checkpoint: no memory for a copy of the state, so training waits until it is on the disk")
@@ -139,9 +138,11 @@ class CheckpointWriter:
         def write_parts() -> dict[str, Any]:
             partial.mkdir(parents=True, exist_ok=True)
             written: dict[str, Any] = {}
-            for name, write, state in files:
+            for name, state in states.items():
+                write = write_tensors if name.endswith(".safetensors") else write_object
                 written[name] = write(partial / name, state)
-            written[shard_name(world.rank, world.world_size)]["slots"] = list(slots)
+                if name in slots:
+                    written[name]["slots"] = list(slots[name])
             return written
 
         self._job = self._pool.submit(write_parts) if background else _at_once(write_parts)
@@ -149,7 +150,7 @@ class CheckpointWriter:
             self.finish()
 
     def advance(self, any_writing: bool) -> None:
-        """Take the next step of the save under way, if there is one and no rank still writes.
+        """Take the next step of the save under way, unless there is none or a rank still writes.
 
         Args:
             any_writing: whether `is_writing` held on any rank, the same answer on all of them.
@@ -177,7 +178,7 @@ class CheckpointWriter:
             self._job = self._pool.submit(self._complete, manifest)
 
     def finish(self) -> None:
-        """Wait until what was begun is complete.
+        """Wait until the save under way is complete.
 
         Raises:
             SharedError: as for `save`.
@@ -212,8 +213,20 @@ class CheckpointWriter:
         )
 
 
+def _this_ranks_files(files: dict[str, Any], world: World) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
+    """Return the states that this rank writes by file name, and the slots of those that are shards."""
+    states, slots = {}, {}
+    for name, state in files.items():
+        if isinstance(state, Shard):
+            file = shard_name(world.rank, world.world_size, name)
+            states[file], slots[file] = state
+        elif world.rank == 0:
+            states[name] = state
+    return states, slots
+
+
 def _be_nice() -> None:
-    """Let training go first where processors are short; on Linux a thread, with those it starts, has a niceness of its own."""
+    """Give training precedence where processors are short; on Linux a niceness belongs to a thread and those it starts."""
     if sys.platform.startswith("linux"):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)  # a quarter of a contended core
 

@@ -1,0 +1,172 @@
+"""Reading checkpoints: their files by name, and class centres by slot, whatever number of ranks wrote them.
+
+Opening a file checks the sizes of all files of its checkpoint; hashes are compared only on request.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .format import BACKBONE, SOFTMAX, TRAINER, read_manifest, slots_by_head
+from .tensor_file import HASH, file_hash, load_plain, read_tensors
+
+ReadRows = Callable[[int, int], dict[str, Tensor]]  # (first slot, last slot) -> rows of each tensor by name
+
+
+def read_file(checkpoint: Path, name: str) -> Any:
+    """Return a part of a checkpoint as CheckpointWriter.save was given it, on the CPU.
+
+    Args:
+        name: `NAME.safetensors` for tensors by name, `NAME.pt` for plain values, or the name of a head, for which a function
+            read(start, stop) is returned that reads the rows of these slots.
+
+    Raises:
+        ValueError: the checkpoint has no such part, or it cannot be read.
+    """
+    if name.endswith(".safetensors"):
+        return read_tensors(_file(checkpoint, name))
+    return _read_plain(checkpoint, name) if name.endswith(".pt") else shard_reader(checkpoint, name)
+
+
+def read_backbone(checkpoint: Path) -> dict[str, Tensor]:
+    """Return the backbone's state dict, on the CPU."""
+    return read_tensors(_file(checkpoint, BACKBONE))
+
+
+def read_trainer(checkpoint: Path) -> dict[str, Any]:
+    """Return the optimizer's and scaler's state, on the CPU; only tensors and plain values are ever loaded."""
+    state: dict[str, Any] = _read_plain(checkpoint, TRAINER)
+    return state
+
+
+def _read_plain(checkpoint: Path, name: str) -> Any:
+    try:
+        return load_plain(_file(checkpoint, name))
+    except Exception as error:  # of a damaged file the unpickler raises nearly anything
+        first_line = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"checkpoint {checkpoint}: {name} cannot be read: {type(error).__name__}: {first_line}") from None
+
+
+def shards_of(checkpoint: Path, num_classes: int, head: str = SOFTMAX) -> list[tuple[tuple[int, int], str]]:
+    """Return ((first slot, last slot), file name) of all files with class centres of a head, in the order of the slots.
+
+    Raises:
+        ValueError: they do not hold each of num_classes slots once.
+    """
+    files = slots_by_head(read_manifest(checkpoint)).get(head, {})
+    if slot_faults(files.values(), 0, num_classes):
+        raise ValueError(f"checkpoint {checkpoint}: its files do not hold each of the {num_classes} class centres once")
+    return [(slots, name) for name, slots in files.items()]
+
+
+def slot_faults(ranges: Iterable[tuple[int, int]], start: int, stop: int) -> list[str]:
+    """Return a line for each run of slots in [start, stop) that none or several of the ranges hold, or that lie beyond.
+
+    Args:
+        ranges: (first slot, last slot) of each file, sorted.
+    """
+    lines, reached = [], start
+    for low, high in ranges:
+        if low != reached:
+            where = "no file" if low > reached else "two files"
+            lines.append(f"class slots {min(low, reached)} to {max(low, reached) - 1} are in {where}")
+        reached = high
+    if reached < stop:
+        lines.append(f"class slots {reached} to {stop - 1} are in no file")
+    elif reached > stop:
+        lines.append(f"class slots {stop} to {reached - 1} are of no class")
+    return lines
+
+
+def class_order(checkpoint: Path) -> tuple[int, int]:
+    """Return (number of classes, seed), which say what slot a class has.
+
+    Raises:
+        ValueError: the manifest does not tell them.
+    """
+    try:
+        signature = read_manifest(checkpoint)["run_signature"]
+        return int(signature["num_classes"]), int(signature["seed"])
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"checkpoint {checkpoint}: manifest.json does not tell num_classes and seed (run_signature), so its class centres "
+            "have no labels"
+        ) from None
+
+
+def shard_reader(checkpoint: Path, head: str = SOFTMAX) -> Callable[..., dict[str, Tensor]]:
+    """Return read(start, stop[, name]): a head's rows of these slots, whatever number of ranks wrote them; it reads no others.
+
+    Raises:
+        ValueError: by read, if the saved shards do not cover the range, or are damaged.
+    """
+    shards = slots_by_head(read_manifest(checkpoint)).get(head, {})
+
+    def read(start: int, stop: int, only: str = "") -> dict[str, Tensor]:
+        parts: dict[str, list[Tensor]] = {}
+        wanted = {name: (low, high) for name, (low, high) in shards.items() if max(low, start) < min(high, stop)}
+        clipped = [(max(low, start), min(high, stop)) for low, high in wanted.values()]
+        if faults := slot_faults(clipped, start, stop):
+            raise ValueError(f"checkpoint {checkpoint}: of {head}, {faults[0]}")
+        for (name, slots), (first, last) in zip(wanted.items(), clipped, strict=True):
+            for key, rows in _read_rows(checkpoint, name, slots, first, last, only).items():
+                parts.setdefault(key, []).append(rows)
+        unlike = [key for key, blocks in parts.items() if len({(block.dtype, block.shape[1:]) for block in blocks}) > 1]
+        if unlike:
+            raise ValueError(
+                f"checkpoint {checkpoint}: {unlike[0]} has other types or widths in one file of {head} than in another"
+            )
+        return {key: blocks[0] if len(blocks) == 1 else torch.cat(blocks) for key, blocks in parts.items()}
+
+    return read
+
+
+def _read_rows(checkpoint: Path, name: str, slots: tuple[int, int], first: int, last: int, only: str = "") -> dict[str, Tensor]:
+    """Return the rows of the slots [first, last) in one file, which holds `slots`, of all its tensors or of `only` one."""
+    low, high = slots
+    found = {}
+    try:
+        with safe_open(checkpoint / name, framework="pt") as file:
+            for key in [only] if only else file.keys():
+                rows = file.get_slice(key)
+                shape = rows.get_shape()
+                if shape[:1] != [high - low]:
+                    raise ValueError(
+                        f"checkpoint {checkpoint}: {name} is damaged: its {key} must have {high - low} rows, "
+                        f"and has the shape {tuple(shape)}"
+                    )
+                found[key] = rows[first - low : last - low]
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"checkpoint {checkpoint}: {name} cannot be read: {error}") from None
+    return found
+
+
+def check_hashes(
+    checkpoint: Path, share: int = 0, shares: int = 1, progress: Callable[[int], object] = lambda count: None
+) -> list[str]:
+    """Return a line for each file whose contents are not what was written.
+
+    Args:
+        share, shares: look only at this one of so many equal shares of the files, as several ranks do.
+        progress: called with the number of bytes read since the last call.
+    """
+    lines = []
+    for name, entry in sorted(read_manifest(checkpoint)["files"].items())[share::shares]:
+        try:
+            kind = HASH if HASH in entry else "sha256"
+            if file_hash(checkpoint / name, kind, progress) != entry.get(kind):
+                lines.append(f"checkpoint {checkpoint}: {name} is damaged: its hash differs from the manifest's")
+        except OSError as error:  # as of a bad sector: damaged too
+            lines.append(f"checkpoint {checkpoint}: {name} is damaged: it cannot be read ({error.strerror})")
+    return lines
+
+
+def _file(checkpoint: Path, name: str) -> Path:
+    """Return the path of one of the checkpoint's files, after checking the sizes of all."""
+    if name not in read_manifest(checkpoint)["files"]:
+        raise ValueError(f"checkpoint {checkpoint}: its manifest names no {name}")
+    return checkpoint / name
