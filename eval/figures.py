@@ -3,13 +3,13 @@
 Each set has one colour in all of them (utils.report.contact_sheet.set_colours); impostor pairs are gray.
 """
 
-import io
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from utils.report.contact_sheet import set_colours
+from utils.report.figure import make_figure, png_of
 from utils.text import label_text
 
 from .verification import VerificationResult
@@ -34,7 +34,7 @@ def overview(results: Results, title: str) -> bytes:
     _draw_roc(axes[0], results)
     _draw_all_similarities(axes[1:], results)
     figure.suptitle(label_text(title))
-    return _png(figure)
+    return png_of(figure)
 
 
 def curves(results: Results) -> bytes:
@@ -42,14 +42,14 @@ def curves(results: Results) -> bytes:
     figure, axes = _figure(2, 5.5, 4.2)
     _draw_roc(axes[0], results)
     _draw_det(axes[1], results)
-    return _png(figure)
+    return png_of(figure)
 
 
 def similarities(results: Results) -> bytes:
     """Draw the histograms of genuine and impostor pairs of each set, with its thresholds."""
     figure, axes = _figure(len(results), 4.6)
     _draw_all_similarities(axes, results)
-    return _png(figure)
+    return png_of(figure)
 
 
 def folds(results: Results) -> bytes:
@@ -66,7 +66,7 @@ def folds(results: Results) -> bytes:
         axis.set_ylim(max(-0.5, values.min() - margin), min(100.5, values.max() + margin))
         axis.set_xticks(np.arange(1, len(accuracy) + 1))
         axis.grid(alpha=0.3)
-    return _png(figure)
+    return png_of(figure)
 
 
 def norms(results: Results) -> bytes:
@@ -78,7 +78,7 @@ def norms(results: Results) -> bytes:
         axes[0].hist(result.norms, 60, histtype="step", color=colours[name], label=label)
     axes[0].set(xlabel="norm of the raw embedding", ylabel="images")
     axes[0].legend(fontsize=8)
-    return _png(figure)
+    return png_of(figure)
 
 
 def _draw_roc(axis: Any, results: Results) -> None:
@@ -162,14 +162,10 @@ def _figure(count: int, width: float, height: float = 3.6, in_a_row: int = 3, ab
 
     The margins are fixed: a layout that measures all texts takes half of the drawing time, while all ranks wait.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import; no window, no global state
-    from matplotlib.figure import Figure
-
     columns = min(count, in_a_row)
     rows = -(-count // columns)
     wide, high = width * columns, height * rows + above
-    figure = Figure(figsize=(wide, high), dpi=110)
-    FigureCanvasAgg(figure)
+    figure = make_figure(wide, high)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     left, right, bottom, top = _MARGINS
     figure.subplots_adjust(
@@ -183,9 +179,3 @@ def _figure(count: int, width: float, height: float = 3.6, in_a_row: int = 3, ab
     for axis in axes[count:]:
         axis.set_visible(False)
     return figure, axes[:count]
-
-
-def _png(figure: Any) -> bytes:
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()

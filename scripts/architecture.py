@@ -17,6 +17,7 @@ from pathlib import Path
 
 from utils.cli import make_parser
 from utils.program import run_main
+from utils.report.figure import make_figure
 
 _ROOT = Path(__file__).parents[1]
 # (title, rooms), from top to bottom; a room is a path below the root, and has what lies in no room below that path
@@ -45,14 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def draw(options: argparse.Namespace) -> None:
     """Write the picture."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
-    from matplotlib.figure import Figure
-
     if wrong := wrong_arrows():
         raise ValueError(f"imports go downwards only, but {'; '.join(wrong)}. Move what both need into a layer below")
     within = [f"{start} uses {end}" for start, end in sorted(room_arrows()) if layer_of(start) == layer_of(end) == 0]
-    figure = Figure(figsize=(11, 5.2), dpi=100)
-    FigureCanvasAgg(figure)
+    figure = make_figure(11, 5.2, dpi=100)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, 11), ylim=(0, 5.2))
     axes.axis("off")

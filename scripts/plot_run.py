@@ -17,6 +17,7 @@ from utils.cli import make_parser
 from utils.files import read_text
 from utils.program import run_main
 from utils.report.contact_sheet import set_colours
+from utils.report.figure import make_figure
 from utils.text import label_text
 
 Series = dict[str, dict[str, dict[int, float]]]  # kind -> name -> step -> value
@@ -40,13 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def plot(run: Path) -> None:
     """Write run/training.png from run/metrics.jsonl."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import; no window, no global state
-    from matplotlib.figure import Figure
-
     series = read_series(run / "metrics.jsonl")
     train = series.pop("train", {})
-    figure = Figure(figsize=(12, 6.4), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(12, 6.4, layout="constrained")
     axes = figure.subplots(2, 3).ravel()
     for axis, (key, title) in zip(axes, _PANELS, strict=False):
         axis.plot(*columns(train.get(key, {})), color="black", linewidth=1)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from utils.cli import make_parser
 from utils.program import run_main
+from utils.report.figure import make_figure
 
 from .baselines.heads import PlainHead
 
@@ -71,18 +72,9 @@ def name_of(row: dict[str, Any]) -> str:
     return f"ours {row['storage']} {row['matmul']}" if row["head"] == "ours" else f"plain, {row['head']}"
 
 
-def _figure(columns: int) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import; no window, no global state
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.2 * columns + 1.6, 4), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _curves(rows: list[dict[str, Any]], path: Path, value: Any, label: str) -> None:
     rates = sorted({row["sample_rate"] for row in rows}, reverse=True)
-    figure = _figure(len(rates))
+    figure = make_figure(5.2 * len(rates) + 1.6, 4, layout="constrained")
     for number, rate in enumerate(rates):
         axes = figure.add_subplot(1, len(rates), number + 1)
         chosen = [row for row in rows if row["sample_rate"] == rate]
@@ -136,7 +128,7 @@ def _traffic(row: dict[str, Any]) -> float:
 
 
 def _roofline(rows: list[dict[str, Any]], bare: dict[str, Any], path: Path) -> None:
-    figure = _figure(1)
+    figure = make_figure(6.8, 4, layout="constrained")
     axes = figure.add_subplot()
     bandwidth = max(result["copy_gbs"] for result in bare.values())
     low, high = 1.0, 1000.0

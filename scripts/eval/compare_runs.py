@@ -12,7 +12,6 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("error: start it from the root of the clone with python -m scripts.eval.compare_runs")
 
 import argparse
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from utils.cli import make_parser
 from utils.files import MAX_SMALL_TEXT, read_text, shown
 from utils.program import run_main
 from utils.report.contact_sheet import set_colours
+from utils.report.figure import make_figure, png_of
 from utils.report.page import Page
 from utils.text import label_text, markdown_table, markdown_text
 
@@ -211,17 +211,13 @@ def _shown(values: Sequence[float | None], factor: float, marks: Sequence[bool])
 
 def draw(runs: Sequence[Run]) -> bytes:
     """Return the PNG of the overlaid curves."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import; no window, no global state
-    from matplotlib.figure import Figure
-
     drawn = (name for run in runs for name, found in run.results.items() if found.get("roc", {}).get("far"))
     sets = list(dict.fromkeys(drawn))
     colours = set_colours(sets)
     count = 2 + len(sets)
     columns_of_panels = min(count, 3)
     rows = -(-count // columns_of_panels)
-    figure = Figure(figsize=(4.4 * columns_of_panels, 3.8 * rows), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(4.4 * columns_of_panels, 3.8 * rows, layout="constrained")
     panels = figure.subplots(rows, columns_of_panels, squeeze=False).ravel()
     for axis in panels[count:]:
         axis.set_visible(False)
@@ -248,9 +244,7 @@ def draw(runs: Sequence[Run]) -> bytes:
         axis.grid(alpha=0.3, which="both")
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
+    return png_of(figure)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 Shapes: H, W = height and width of a face in pixels.
 """
 
-import io
 from collections.abc import Iterable, Sequence
 
 import cv2
 import numpy as np
+
+from .figure import make_figure, png_of
 
 _GAP, _CAPTION = 4, 18  # pixels
 _BETWEEN_PAIRS = 28  # pixels
@@ -77,12 +78,9 @@ def _resized(picture: np.ndarray, side: int) -> np.ndarray:
 
 def histograms(images_per_identity: np.ndarray, num_bytes: np.ndarray) -> bytes:
     """Return a PNG of two histograms: identities by their number of images, images by the size of their file in kB."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import; no window, no global state
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import MaxNLocator  # slow to import
 
-    figure = Figure(figsize=(9.0, 3.2), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(9.0, 3.2, layout="constrained")
     left, right = figure.subplots(1, 2)
     top = int(images_per_identity.max(initial=1))
     edges = np.unique(np.geomspace(1, top + 1, 40).astype(int)) if top > 40 else np.arange(1, top + 2)
@@ -95,6 +93,4 @@ def histograms(images_per_identity: np.ndarray, num_bytes: np.ndarray) -> bytes:
     left.legend()
     right.hist(num_bytes / 1000, 40, color="tab:gray")
     right.set(xlabel="size of an image file, kB", ylabel="images")
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
+    return png_of(figure)
