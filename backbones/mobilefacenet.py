@@ -64,7 +64,7 @@ class Stage(nn.Module):
         return self.layers(x)
 
 
-class Head(nn.Module):
+class EmbeddingLayers(nn.Module):
     """Global depth-wise convolution, linear layer and batch normalisation: feature map to embedding."""
 
     def __init__(self, channels: int, embedding_size: int, dropout: float) -> None:
@@ -106,7 +106,7 @@ class MobileFaceNet(nn.Module):
             ]
         )
         self.conv_sep = ConvBlock(c256, c512)
-        self.features = Head(c512, embedding_size, dropout)
+        self.features = EmbeddingLayers(c512, embedding_size, dropout)
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -33,7 +33,7 @@ class Sound(NamedTuple):
     damage: list[tuple[int, int]]  # (first byte, byte after the last) of what belongs to no sound record
 
 
-class Headers(NamedTuple):
+class SalvagedHeaders(NamedTuple):
     """What the headers of n records say, as far as it can be told from one part; -1 or nan where the record is too short."""
 
     flags: np.ndarray  # (n,) int64
@@ -92,7 +92,7 @@ def _join_parts(starts: np.ndarray, ends: np.ndarray, flags: np.ndarray, size: i
     return Sound(begins, first == last, list(zip(*(edge.tolist() for edge in edges), strict=True)))
 
 
-def read_headers(path: str | os.PathLike[str], sound: Sound) -> Headers:
+def read_headers(path: str | os.PathLike[str], sound: Sound) -> SalvagedHeaders:
     """Return what the headers of the sound records (n,) say."""
     data = np.memmap(path, dtype=np.uint8, mode="r")
     words = data[: len(data) // 4 * 4].view("<u4")
@@ -121,7 +121,7 @@ def read_headers(path: str | os.PathLike[str], sound: Sound) -> Headers:
             sizes[i] = len(record) - _HEADER - 4 * flags[i]
             two = np.frombuffer(record[_HEADER : _HEADER + 8].ljust(8, b"\0"), "<f4")
             labels[i] = two if flags[i] else (label, np.nan)
-    return Headers(flags, labels, ids, sizes)
+    return SalvagedHeaders(flags, labels, ids, sizes)
 
 
 def read_sound(data: np.ndarray, offset: int) -> bytes:
@@ -136,7 +136,7 @@ def read_sound(data: np.ndarray, offset: int) -> bytes:
         offset += 8 + (length + 3 & ~3)
 
 
-def find_header_record(headers: Headers) -> int | None:
+def find_header_record(headers: SalvagedHeaders) -> int | None:
     """Return which of the records is the header record of insightface's form, or None.
 
     It holds [a, b] and no image: a is one more than the number of images, b is a plus the number of identity records. Both
@@ -149,7 +149,7 @@ def find_header_record(headers: Headers) -> int | None:
     return int(matches[-1]) if len(matches) else None
 
 
-def choose_keys(headers: Headers) -> np.ndarray:
+def choose_keys(headers: SalvagedHeaders) -> np.ndarray:
     """Return the keys (n,) int64 of all records of a sound file, in its order, as its writer most likely gave them.
 
     The id in each record is its key in sets that insightface's and mxnet's tools wrote, and is taken where all ids differ. Else
@@ -172,7 +172,7 @@ def choose_keys(headers: Headers) -> np.ndarray:
     return ids if alike else keys
 
 
-def unusable(headers: Headers, num_classes: int | None) -> dict[int, str]:
+def unusable(headers: SalvagedHeaders, num_classes: int | None) -> dict[int, str]:
     """Return record -> reason for the sound records that no set may have: too short, without image, or of a wrong label."""
     values, images = headers.labels[:, 0], headers.payload_sizes > 0
     with np.errstate(invalid="ignore"):

@@ -45,7 +45,7 @@ def test_the_training_set_reads_back_in_header_form(folder: Path):
     assert [dataset.label(index) for index in range(15)] == [index // 3 for index in range(15)]
     pixels = np.empty((112, 112, 3), np.uint8)
     assert dataset.decode_into(7, pixels) == 2
-    assert np.array_equal(pixels, decode_rgb(demo.draw_jpeg(demo.Picture(1, "train", 2, 1))))
+    assert np.array_equal(pixels, decode_rgb(demo.draw_jpeg(demo.DrawnPicture(1, "train", 2, 1))))
 
 
 @pytest.mark.parametrize("kind", demo.SETS)
@@ -65,12 +65,12 @@ def test_a_set_has_balanced_folds_of_identities_that_no_other_fold_and_no_traini
 def test_the_same_arguments_draw_the_same_bytes_with_any_number_of_processes(folder: Path, tmp_path: Path):
     assert demo.main(["--out", str(tmp_path), "--processes", "1", *SMALL]) == 0
     assert _digests(tmp_path) == _digests(folder)
-    pictures = [demo.Picture(1, "demo_wild", 7, number) for number in range(64)]
+    pictures = [demo.DrawnPicture(1, "demo_wild", 7, number) for number in range(64)]
     assert list(demo.draw_all(pictures, 2)) == [demo.draw_jpeg(picture) for picture in pictures]
 
 
 def test_another_seed_or_identity_or_number_is_another_picture():
-    base = demo.Picture(1, "train", 3, 4)
+    base = demo.DrawnPicture(1, "train", 3, 4)
     jpegs = {demo.draw_jpeg(base._replace(**change)) for change in ({}, {"seed": 2}, {"identity": 4}, {"number": 5})}
     assert len(jpegs) == 4
 

@@ -54,7 +54,7 @@ class Shard(NamedTuple):
     updates: int = 0  # of AdamW
 
 
-class Source(NamedTuple):
+class ArcfaceCheckpoint(NamedTuple):
     """What a folder holds."""
 
     era: str
@@ -115,7 +115,7 @@ def load(path: Path) -> Any:
     return value
 
 
-def read_source(folder: Path, era: str | None) -> Source:
+def read_arcface_checkpoint(folder: Path, era: str | None) -> ArcfaceCheckpoint:
     """Return what a folder holds; with `era`, only files of that kind are looked at.
 
     Raises:
@@ -143,10 +143,10 @@ def read_source(folder: Path, era: str | None) -> Source:
         shards.append(Shard(path, weight, moments))
     if shards and not all(shard.moments for shard in shards):
         notes.append("no momentum was saved for the class centres of some ranks; theirs starts at zero")
-    return Source(chosen, state_dict(load(backbone_path), backbone_path), backbone_path, shards, None, None, notes)
+    return ArcfaceCheckpoint(chosen, state_dict(load(backbone_path), backbone_path), backbone_path, shards, None, None, notes)
 
 
-def _read_full(first: Path, heads: list[Path], names: list[str], notes: list[str]) -> Source:
+def _read_full(first: Path, heads: list[Path], names: list[str], notes: list[str]) -> ArcfaceCheckpoint:
     """Return the contents of checkpoint_gpu_{r}.pt files."""
     shards, steps, optimizer, backbone = [], [], None, None
     for path in heads:
@@ -172,7 +172,7 @@ def _read_full(first: Path, heads: list[Path], names: list[str], notes: list[str
     if "model.pt" in names:
         notes.append(f"the backbone is that of {first.name}; model.pt is not read")
     assert backbone is not None
-    return Source("checkpoint_gpu", backbone, first, shards, optimizer, steps[0], notes)
+    return ArcfaceCheckpoint("checkpoint_gpu", backbone, first, shards, optimizer, steps[0], notes)
 
 
 def _head_moments(saved: Any, weight: Tensor, path: Path) -> tuple[dict[str, Tensor], int, str]:
@@ -211,7 +211,7 @@ def _weight(value: Any, path: Path) -> Tensor:
     return weight.detach()
 
 
-def check_split(source: Source, embedding_size: int) -> int:
+def check_split(source: ArcfaceCheckpoint, embedding_size: int) -> int:
     """Return the number of classes of all shards, after checking that they are those of one run.
 
     Raises:
@@ -237,7 +237,7 @@ def check_split(source: Source, embedding_size: int) -> int:
     return sum(lengths)
 
 
-def missing_ranks(source: Source, num_classes: int) -> str:
+def missing_ranks(source: ArcfaceCheckpoint, num_classes: int) -> str:
     """Return the name of the first file that is missing if the shards are the first of more ranks, else ""."""
     lengths = [len(shard.weight) for shard in source.shards]
     for world_size in range(len(lengths) + 1, num_classes // max(lengths, default=num_classes) + 2):

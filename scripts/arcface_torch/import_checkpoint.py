@@ -38,8 +38,17 @@ from utils.cli import int_in_range, make_parser, progress
 from utils.precision import LossScaler
 from utils.program import run_main
 
-from .checkpoint_files import HEAD_NAMES, HEADS, LAST_STEP, Rows, Source, check_split, missing_ranks, read_source
-from .network import Network, kind_of, our_optimizer, recognise
+from .checkpoint_files import (
+    HEAD_NAMES,
+    HEADS,
+    LAST_STEP,
+    ArcfaceCheckpoint,
+    Rows,
+    check_split,
+    missing_ranks,
+    read_arcface_checkpoint,
+)
+from .network import RecognisedBackbone, kind_of, our_optimizer, recognise
 
 _ROWS_AT_ONCE = 1 << 14  # class centres
 
@@ -69,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def convert(options: argparse.Namespace) -> None:
     """Read, check, write, and say what comes next."""
-    source = read_source(options.source, options.era)
+    source = read_arcface_checkpoint(options.source, options.era)
     network = recognise(source.backbone, source.backbone_path)
     found = check_split(source, network.embedding_size)
     num_classes = options.num_classes or found
@@ -107,7 +116,7 @@ def convert(options: argparse.Namespace) -> None:
     print(f"next: {command(options.run, network, num_classes, options.seed, kind)}")
 
 
-def check_counts(source: Source, found: int, num_classes: int, options: argparse.Namespace) -> None:
+def check_counts(source: ArcfaceCheckpoint, found: int, num_classes: int, options: argparse.Namespace) -> None:
     """Raise ValueError unless there is a centre for every class, or --fill says what to do about the others."""
     if found > num_classes:
         raise ValueError(f"{options.source}: holds {found} class centres, more than --num-classes {num_classes}; correct that")
@@ -136,7 +145,7 @@ class Centres:
         adamw: also a second moment and the number of updates of each row.
     """
 
-    def __init__(self, source: Source, num_classes: int, dim: int, seed: int, adamw: bool) -> None:
+    def __init__(self, source: ArcfaceCheckpoint, num_classes: int, dim: int, seed: int, adamw: bool) -> None:
         shards = source.shards
         self.num_classes, self.dim, self.seed = num_classes, dim, seed
         self.found = sum(len(shard.weight) for shard in shards)
@@ -205,7 +214,7 @@ def _finite_rows(rows: Rows, name: str, classes_of: Callable[[int, int], np.ndar
     return values
 
 
-def write(run: Path, network: Network, centres: Centres, trainer: dict[str, Any], facts: dict[str, Any]) -> Path:
+def write(run: Path, network: RecognisedBackbone, centres: Centres, trainer: dict[str, Any], facts: dict[str, Any]) -> Path:
     """Write the checkpoint; return its folder, which has that name only when it is complete."""
     final = checkpoint_path(run, facts["step"])
     if final.exists():
@@ -234,7 +243,7 @@ def write(run: Path, network: Network, centres: Centres, trainer: dict[str, Any]
     return final
 
 
-def command(run: Path, network: Network, num_classes: int, seed: int, kind: str) -> str:
+def command(run: Path, network: RecognisedBackbone, num_classes: int, seed: int, kind: str) -> str:
     """Return the command that goes on from the new checkpoint; CONFIG stands for the run's configuration."""
     settings = {
         "run.output": (str(run.parent), "work_dirs"),

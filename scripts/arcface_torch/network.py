@@ -23,7 +23,7 @@ from .checkpoint_files import MOMENTS
 _FULL_WIDTH = 512  # channels of the last convolution at width 1, of every backbone
 
 
-class Network(NamedTuple):
+class RecognisedBackbone(NamedTuple):
     """A backbone and what build_backbone made it of."""
 
     name: str
@@ -32,7 +32,7 @@ class Network(NamedTuple):
     model: nn.Module
 
 
-def recognise(state: dict[str, Tensor], path: Path) -> Network:
+def recognise(state: dict[str, Tensor], path: Path) -> RecognisedBackbone:
     """Return the network with this state, loaded with strict=True.
 
     Raises:
@@ -56,7 +56,7 @@ def recognise(state: dict[str, Tensor], path: Path) -> Network:
         for key, value in state.items():
             if value.is_floating_point() and not bool(value.isfinite().all()):
                 raise ValueError(f"{path}: {key} is not finite; that training had diverged. Take an earlier checkpoint")
-        return Network(name, embedding_size, width, model)
+        return RecognisedBackbone(name, embedding_size, width, model)
     raise ValueError(
         f"{path}: its {len(state)} entries are those of none of {', '.join(list_backbones())}; "
         "other networks (vit_*, r2060, mbf_large, ...) have no counterpart here"
@@ -69,7 +69,7 @@ def kind_of(saved: Mapping[str, Any]) -> str:
 
 
 def our_optimizer(
-    network: Network, saved: dict[str, Any] | None, names: Iterable[str], path: Path
+    network: RecognisedBackbone, saved: dict[str, Any] | None, names: Iterable[str], path: Path
 ) -> tuple[torch.optim.Optimizer, str]:
     """Return the backbone's optimizer with the moments of arcface_torch's saved one, and a line about what was found.
 

@@ -35,7 +35,7 @@ from utils.program import run_main
 
 from .torture_blows import GOES_ON, KINDS, PHASES, Blow, await_end, await_progress, draw, judge, odd_rank, strike, wait_for
 from .torture_checks import History, check_resumed, check_said, wait_until, weights_of
-from .torture_runs import CLASSES, LIMIT_MINUTES, STEPS, Life, Nest, Place
+from .torture_runs import CLASSES, LIMIT_MINUTES, STEPS, Life, Nest, TorturePlace
 
 _LONGEST = 180.0  # seconds that an unbroken training may take
 
@@ -89,7 +89,7 @@ def torture(options: argparse.Namespace) -> None:
         raise ValueError("--minutes, --kills or --run must say how long; --minutes 10 is a beginning")
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing that was started stays behind
     with tempfile.TemporaryDirectory(prefix="torture_") as folder:
-        torturer = Torturer(options, Place(Path(folder)))
+        torturer = Torturer(options, TorturePlace(Path(folder)))
         try:
             torturer.torture()
         finally:
@@ -107,7 +107,7 @@ def torture(options: argparse.Namespace) -> None:
 class Torturer:
     """Runs, blows and finds of one call."""
 
-    def __init__(self, options: argparse.Namespace, place: Place) -> None:
+    def __init__(self, options: argparse.Namespace, place: TorturePlace) -> None:
         self.options, self.place = options, place
         place.make()
         self.nest = Nest()

@@ -12,7 +12,7 @@ import time
 from typing import NamedTuple
 
 from .torture_checks import wait_until
-from .torture_runs import LIMIT_MINUTES, STEPS, Life, Place
+from .torture_runs import LIMIT_MINUTES, STEPS, Life, TorturePlace
 
 PHASES = ("start", "step", "save", "evaluation")
 # how often each is drawn
@@ -77,7 +77,7 @@ def draw(rng: random.Random, processes: int, kinds: list[str]) -> Blow:
     return Blow(kind, "step" if kind == "stop_rank" else phase, times, part, rank, limits[part < 0.7], odd)
 
 
-def odd_rank(blow: Blow, place: Place) -> tuple[int, str] | None:
+def odd_rank(blow: Blow, place: TorturePlace) -> tuple[int, str] | None:
     """Return the rank that gets another value, and which, if the blow is that ranks disagree."""
     if blow.kind != "disagree":
         return None

@@ -64,7 +64,7 @@ def draw_data(folder: Path, shift: int = 0) -> None:
     write_bin(folder / "tiny.bin", [draw_face(who, 900 + place) for place, who in enumerate(people)], same)
 
 
-class Place(NamedTuple):
+class TorturePlace(NamedTuple):
     """Where a torturer keeps its files."""
 
     work: Path
@@ -131,7 +131,14 @@ class Life:
     """
 
     def __init__(
-        self, place: Place, run: str, processes: int, number: int, nest: Nest | None, overrides: list[str], odd: Any = None
+        self,
+        place: TorturePlace,
+        run: str,
+        processes: int,
+        number: int,
+        nest: Nest | None,
+        overrides: list[str],
+        odd: Any = None,
     ) -> None:
         self.processes, self.nest = processes, nest
         self.folder = place.work / "runs" / run

@@ -40,7 +40,7 @@ from data.loader import Loader
 from data.record_dataset import RecordDataset
 from data.recordio.writer import RecordSetWriter
 from data.sampler import SampleOrder
-from scripts.demo.make_data import Picture, draw_all
+from scripts.demo.make_data import DrawnPicture, draw_all
 from utils.cli import make_parser
 from utils.program import run_main
 
@@ -208,7 +208,7 @@ def _paired(rates: dict[str, list[float]], ours: str, plain: str) -> float:
 def make_faces(folder: Path, count: int) -> None:
     """Draw up to 512 faces and write a set of `count` records with them in turn."""
     distinct = min(count, 512)
-    images = list(draw_all([Picture(1, "train", i // 8, i % 8) for i in range(distinct)], 0))
+    images = list(draw_all([DrawnPicture(1, "train", i // 8, i % 8) for i in range(distinct)], 0))
     with RecordSetWriter(folder, header=False) as writer:
         for index in range(count):
             writer.add(index % 16, images[index % distinct])

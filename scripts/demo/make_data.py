@@ -44,7 +44,7 @@ PROFILE_YAW = (0.7, 1.0)  # radians: 40 to 57 degrees
 FIRST_VERIFICATION_IDENTITY = 1_000_000  # training identities lie below, so no one is in both
 
 
-class Picture(NamedTuple):
+class DrawnPicture(NamedTuple):
     """What one picture is a function of."""
 
     seed: int
@@ -106,7 +106,7 @@ def make(options: argparse.Namespace) -> None:
 def write_training_set(out: Path, options: argparse.Namespace, bar: tqdm) -> None:
     """Write train.rec, train.idx and property, in header form."""
     people, each = options.identities, options.images_per_identity
-    pictures = [Picture(options.seed, "train", person, number) for person in range(people) for number in range(each)]
+    pictures = [DrawnPicture(options.seed, "train", person, number) for person in range(people) for number in range(each)]
     with RecordSetWriter(out, overwrite=True) as writer:
         for number, jpeg in enumerate(draw_all(pictures, options.processes)):
             writer.add(number // each, jpeg)
@@ -117,7 +117,9 @@ def write_verification_set(out: Path, kind: str, options: argparse.Namespace, ba
     """Write one .bin of FOLDS contiguous folds, half of the pairs genuine, identities in one fold only."""
     base = FIRST_VERIFICATION_IDENTITY + SETS.index(kind) * FOLDS * IDENTITIES_PER_FOLD
     identities = range(base, base + FOLDS * IDENTITIES_PER_FOLD)
-    pictures = [Picture(options.seed, kind, person, number) for person in identities for number in range(IMAGES_PER_IDENTITY)]
+    pictures = [
+        DrawnPicture(options.seed, kind, person, number) for person in identities for number in range(IMAGES_PER_IDENTITY)
+    ]
     jpegs = {}
     for picture, jpeg in zip(pictures, draw_all(pictures, options.processes), strict=True):
         jpegs[picture.identity, picture.number] = jpeg
@@ -158,7 +160,7 @@ def people_alike(people: Sequence[int], seed: int, share: float) -> set[frozense
     return {frozenset(pair) for pair in pairs[: round(share * len(pairs))]}
 
 
-def draw_all(pictures: Sequence[Picture], processes: int) -> Iterator[bytes]:
+def draw_all(pictures: Sequence[DrawnPicture], processes: int) -> Iterator[bytes]:
     """Yield the pictures as JPEG files, in order, drawn by several processes."""
     processes = processes or os.cpu_count() or 1
     if processes == 1 or len(pictures) < 64:
@@ -168,14 +170,14 @@ def draw_all(pictures: Sequence[Picture], processes: int) -> Iterator[bytes]:
         yield from pool.imap(draw_jpeg, pictures, chunksize=16)
 
 
-def draw_jpeg(picture: Picture) -> bytes:
+def draw_jpeg(picture: DrawnPicture) -> bytes:
     """Return one picture as a JPEG file."""
     pixels, quality = draw(picture)
     encoded = cv2.imencode(".jpg", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
     return bytes(encoded.tobytes())
 
 
-def draw(picture: Picture) -> tuple[np.ndarray, int]:
+def draw(picture: DrawnPicture) -> tuple[np.ndarray, int]:
     """Return the (112, 112, 3) uint8 RGB pixels and the JPEG quality of one picture."""
     seed, kind, identity, number = picture
     rng = np.random.default_rng([seed, 2, identity, number])
@@ -195,12 +197,12 @@ def write_preview(path: Path, options: argparse.Namespace) -> None:
     """Write a contact sheet: eight training identities, a row each; then genuine pairs of each verification set."""
     columns = min(10, options.images_per_identity)
     rows = [
-        [draw(Picture(options.seed, "train", person, number))[0] for number in range(columns)]
+        [draw(DrawnPicture(options.seed, "train", person, number))[0] for number in range(columns)]
         for person in range(min(8, options.identities))
     ]
     for kind in SETS:
         base = FIRST_VERIFICATION_IDENTITY + SETS.index(kind) * FOLDS * IDENTITIES_PER_FOLD
-        rows.append([draw(Picture(options.seed, kind, base + i // 2, i % 2))[0] for i in range(columns)])
+        rows.append([draw(DrawnPicture(options.seed, kind, base + i // 2, i % 2))[0] for i in range(columns)])
     sheet = np.concatenate([np.concatenate(row, axis=1) for row in rows])
     cv2.imwrite(str(path), cv2.cvtColor(sheet, cv2.COLOR_RGB2BGR))
 
