@@ -14,7 +14,7 @@ import numpy as np
 
 from utils.distributed.agreement import digest
 from utils.files import find_files, read_bytes, shown
-from utils.image import IMAGE_SIZE
+from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES
 from utils.randomness import derive
 
 from .base import FaceDataset
@@ -24,7 +24,6 @@ from .record_dataset import RecordDataset
 from .tar_dataset import TarDataset
 from .tolerant import TolerantDataset
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")  # of image files, in any case
 _CHUNK = 1 << 16  # file names hashed at once
 _NAMED = 5  # folders or endings that a message names
 
@@ -37,7 +36,7 @@ class FolderDataset(FaceDataset):
         if not self.root.is_dir():
             raise ValueError(f"no folder {folder}. Give a folder with one sub-folder of images per identity")
         try:
-            found = find_files(folder, SUFFIXES)
+            found = find_files(folder, IMAGE_SUFFIXES)
         except OSError as error:
             raise ValueError(f"{shown(folder)}: cannot be read: {error.strerror}") from None
         if not (found.folders or found.passed):
@@ -94,10 +93,9 @@ def _first(names: Sequence[str], between: str = ", ") -> str:
 
 def no_image_below(folder: Path) -> str:
     """Return what to tell a user whose folder holds no image: which endings its files have, and which are known."""
-    endings = Counter(
-        os.path.splitext(name)[1].lower() or "none" for _, _, names in os.walk(folder) for name in names if name[0] != "."
-    )
-    known = f"known are {' '.join(SUFFIXES)}"
+    names = (os.path.basename(file) for file in find_files(folder, ("",), top=True).files)
+    endings = Counter(os.path.splitext(name)[1].lower() or "none" for name in names if name[0] != ".")
+    known = f"known are {' '.join(IMAGE_SUFFIXES)}"
     if not endings:
         return f"{folder}: no image in it or below it, no file at all ({known})"
     seen = ", ".join(f"{shown(ending)} ({count})" for ending, count in endings.most_common(_NAMED))

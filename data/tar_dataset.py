@@ -15,11 +15,11 @@ import numpy as np
 from tqdm import tqdm
 
 from utils.files import check_file, shown
+from utils.image import IMAGE_SUFFIXES
 
 from .base import FaceDataset
 from .index_cache import Arrays, DamagedCacheError, Facts, cache_path, read_cache, stamp, write_cache
 
-_SUFFIXES = ("jpg", "jpeg", "png", "bmp", "webp")
 _MAX_EXTENSION = 1 << 20  # bytes of a long name or of extended attributes
 _MAX_CLASSES = 10**8
 _MAX_CHAIN = 8  # headers that belong to one member
@@ -116,7 +116,7 @@ def _index_shards(files: Sequence[Path]) -> dict[str, np.ndarray]:
             names += os.fsencode(name)
             ends.append(len(names))
     if not rows:
-        raise ValueError(f"{files[0].parent}: the shards hold no image ({' '.join(_SUFFIXES)}) with a .cls beside it")
+        raise ValueError(f"{files[0].parent}: the shards hold no image ({' '.join(IMAGE_SUFFIXES)}) with a .cls beside it")
     table = np.array(rows, dtype=np.int64)
     return {
         "shards": table[:, 0].astype(np.int32),
@@ -192,7 +192,7 @@ def _samples_of(path: Path) -> list[tuple[str, int, int, int]]:
                 if not member.isreg() or not stem:
                     continue
                 sample = f"{folder}/{stem}"
-                if suffix.lower() in _SUFFIXES:
+                if f".{suffix.lower()}" in IMAGE_SUFFIXES:
                     if sample in images:
                         raise ValueError(f"{path}: {shown(member.name)}: a second image of this name; give each its own")
                     images[sample] = (member.name, member.offset_data, member.size)

@@ -244,6 +244,9 @@ def test_a_folder_without_known_endings_says_which_it_has(tmp_path: Path, capsys
     for name in ("ann/1.pgm", "ann/2.PGM", "ben/1.pgm", "ben/notes.txt"):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_bytes(b"P5 1 1 255 x")
+    (tmp_path / "ben").mkdir()
+    (tmp_path / "ben" / "3.ppm").write_bytes(b"P6 1 1 255 xxx")
+    (tmp_path / "in" / "cy").symlink_to(tmp_path / "ben")  # searched for images, so its endings count as well
     (tmp_path / "points.csv").write_text("a,1,2,3,4,5,6,7,8,9,10\n")
     arguments = {
         align_faces: (tmp_path / "in", tmp_path / "points.csv", tmp_path / "out"),
@@ -251,7 +254,7 @@ def test_a_folder_without_known_endings_says_which_it_has(tmp_path: Path, capsys
         pairs_to_bin: ("sample", tmp_path / "in", tmp_path / "out.bin"),
     }[program]  # type: ignore[index]
     said = _fails(capsys, program, *arguments)
-    assert ".pgm (3), .txt (1)" in said and ".jpg" in said and ".webp" in said and str(tmp_path / "in") in said
+    assert ".pgm (3), .txt (1), .ppm (1)" in said and ".jpg" in said and ".webp" in said and str(tmp_path / "in") in said
 
 
 # ---- rec_to_folder

@@ -18,6 +18,8 @@ from torch import Tensor
 # mxnet ignores the EXIF orientation of a JPEG; face sets were made with it, so a reader must do the same.
 _DECODE_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")  # of image files, in any case
+IMAGE_STARTS = {b"\xff\xd8\xff": ".jpg", b"\x89PNG\r\n\x1a\n": ".png", b"BM": ".bmp", b"RIFF": ".webp"}  # first bytes: suffix
 IMAGE_SIZE = 112  # pixels, height and width
 MAX_PIXELS = 1 << 22  # of an image in a set; far more than any face needs, and 12 MB
 # of a photograph that is yet to be cropped: what the largest phone cameras give. OpenCV takes 6 bytes a pixel to decode one, or

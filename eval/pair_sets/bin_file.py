@@ -17,13 +17,13 @@ import numpy as np
 
 from utils.distributed.agreement import digest
 from utils.files import check_file, shown
-from utils.image import IMAGE_SIZE, MAX_PIXELS, check_size, decode_rgb, image_size
+from utils.image import IMAGE_SIZE, IMAGE_STARTS, MAX_PIXELS, check_size, decode_rgb, image_size
 
 from .pickle_values import Array, UnsafePickleError
 from .safe_pickle import load
 
 _MAX_FILE_SIZE = 1 << 32  # bytes; the published sets have about 10^8
-_IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"RIFF")  # JPEG, PNG, BMP, WebP
+_IMAGE_STARTS = tuple(IMAGE_STARTS)
 _KNOWN_STARTS = {
     b"version https://git-lfs": "a Git LFS pointer, not the file itself: fetch it with `git lfs pull`",
     b"<": "a web page, not the file: download it again",

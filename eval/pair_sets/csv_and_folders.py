@@ -15,12 +15,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from utils.files import check_file, find_files, read_bytes, read_text, shown
+from utils.image import IMAGE_SUFFIXES
 
 from .bin_file import PairSet, read_bin
 from .sample import FOLDS, most_pairs, sample_pairs
 
 SUFFIXES = (".bin", ".safetensors", ".csv", "")  # the last: a folder of people
-_PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 _SAMPLED = 6000  # pairs, as LFW has
 _TYPES = {"bytes": np.uint8, "ends": np.int64, "first": np.int64, "second": np.int64, "same": np.bool_}
 
@@ -99,7 +99,7 @@ def read_list(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
 def read_folder(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
     """Return pairs drawn from a folder with a sub-folder of pictures for each person: balanced, in ten folds."""
     try:
-        below = find_files(path, _PICTURES).by_folder()
+        below = find_files(path, IMAGE_SUFFIXES).by_folder()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     people = list(below)

@@ -22,11 +22,11 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from data.datasets import SUFFIXES, no_image_below, passed_over
+from data.datasets import no_image_below, passed_over
 from utils.alignment import align, check_points
 from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.files import find_files, read_bytes
-from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb, image_size
+from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES, MAX_PHOTO_PIXELS, decode_rgb, image_size
 from utils.parallel import map_in_order
 from utils.program import run_main
 from utils.text import one_line
@@ -57,7 +57,7 @@ def align_all(options: argparse.Namespace) -> None:
     if not options.folder.is_dir():
         raise ValueError(f"{options.folder}: no such folder of pictures")
     known = read_landmarks(options.landmarks)
-    found = find_files(options.folder, SUFFIXES, top=True)
+    found = find_files(options.folder, IMAGE_SUFFIXES, top=True)
     for line in passed_over(options.folder, found.passed):
         print(f"warning: {one_line(line)}", file=sys.stderr)
     names = found.files

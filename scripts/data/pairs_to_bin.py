@@ -30,7 +30,7 @@ from eval.pair_sets.csv_and_folders import read_csv, read_lines
 from eval.pair_sets.sample import FOLDS, sample_pairs
 from utils.cli import int_in_range, make_parser, progress
 from utils.files import read_bytes
-from utils.image import IMAGE_SIZE, decode_rgb
+from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES, decode_rgb
 from utils.program import run_main
 
 from .sets import open_set_of
@@ -117,7 +117,7 @@ def read_lfw(folder: Path, path: Path) -> list[Pair]:
     """Return the pairs of a pairs.txt: "name 1 4" is genuine, "name 1 other 2" is not; the first line counts them."""
 
     def picture(name: str, number: str) -> Path:
-        found = [folder / name / f"{name}_{int(number):04d}{suffix}" for suffix in (".jpg", ".png", ".jpeg")]
+        found = [folder / name / f"{name}_{int(number):04d}{suffix}" for suffix in IMAGE_SUFFIXES]
         return next((file for file in found if file.is_file()), found[0])
 
     pairs: list[Pair] = []

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from data.datasets import SUFFIXES, no_image_below, passed_over
+from data.datasets import no_image_below, passed_over
 from utils.alignment import align, check_points
 from utils.files import find_files, read_bytes, read_text
-from utils.image import MAX_PHOTO_PIXELS, decode_rgb
+from utils.image import IMAGE_SUFFIXES, MAX_PHOTO_PIXELS, decode_rgb
 from utils.text import one_line
 
 from .landmarks import is_number
@@ -58,7 +58,7 @@ def list_identities(folder: Path, min_images: int = 1) -> tuple[list[Picture], l
     """Return the pictures of a folder with a sub-folder per identity, the names of these, and how many had too few images."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give one with a sub-folder of pictures for each identity")
-    found = find_files(folder, SUFFIXES)
+    found = find_files(folder, IMAGE_SUFFIXES)
     for line in passed_over(folder, found.passed):
         print(f"warning: {one_line(line)}", file=sys.stderr)
     if not found.folders:

@@ -17,9 +17,8 @@ import numpy as np
 
 from data.record_dataset import RecordDataset
 from utils.cli import int_in_range, make_parser, progress
+from utils.image import IMAGE_STARTS
 from utils.program import run_main
-
-_SUFFIXES = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"BM": ".bmp", b"RIFF": ".webp"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +46,7 @@ def extract(options: argparse.Namespace) -> None:
         if options.limit and counts[label] > options.limit:
             continue
         data = bytes(dataset.sample(index)[0])
-        suffix = next((suffix for start, suffix in _SUFFIXES.items() if data.startswith(start)), ".bin")
+        suffix = next((suffix for start, suffix in IMAGE_STARTS.items() if data.startswith(start)), ".bin")
         target = options.out / f"{label:06d}" / f"{dataset.record_key(index)}{suffix}"
         if target.is_file() and target.stat().st_size == len(data):
             continue
