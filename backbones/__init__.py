@@ -61,5 +61,8 @@ def build_backbone(
     Raises:
         ValueError: there is none of that name, or an argument is out of its range.
     """
-    backbone_arguments(name)
+    taken = backbone_arguments(name)
+    unknown = [key for key in arguments if key not in taken]
+    if unknown:
+        raise ValueError(f"{name} has no argument {unknown[0]!r}; it has {', '.join(taken)}")
     return BACKBONES[name](embedding_size=embedding_size, width=width, dropout=dropout, **arguments)

@@ -5,8 +5,7 @@ Shapes: N = images, H = W = 112.
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from utils.distributed.agreement import digest
 from utils.files import find_files, read_bytes, shown
 from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES
 from utils.randomness import derive
+from utils.text import prefix_errors
 
 from .base import FaceDataset
 from .list_dataset import ListDataset
@@ -163,10 +163,10 @@ def build_dataset(data: Mapping[str, Any], seed: int, cache: str | None) -> Face
         parts = []
         for number, part in enumerate(data["sources"]):
             parts.append(_open_source(part["source"], part["path"], f"data.sources: source {number}", data, seed, cache))
-        with _of_key("data.labels"):
+        with prefix_errors("data.labels"):
             maps = class_maps([part.num_classes for part in parts], data["labels"])
         repeats = [part["repeat"] for part in data["sources"]]
-        with _of_key("data.sources"):
+        with prefix_errors("data.sources"):
             dataset = MixedDataset([Source(*triple) for triple in zip(parts, repeats, maps, strict=True)], seed)
     else:
         dataset = _open_source(data["source"], data["path"], "data.path", data, seed, cache)
@@ -177,15 +177,6 @@ def build_dataset(data: Mapping[str, Any], seed: int, cache: str | None) -> Face
     if data["on_bad_record"] == "skip":
         return TolerantDataset(dataset, seed, data["max_bad_fraction"])
     return dataset
-
-
-@contextmanager
-def _of_key(key: str) -> Iterator[None]:
-    """Name the configuration key in front of an error of a part, which knows nothing of configurations."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from None
 
 
 def open_set(path: str | os.PathLike[str], cache: str | None = None) -> FaceDataset:
@@ -212,5 +203,5 @@ def _open_source(source: str, path: str, key: str, data: Mapping[str, Any], seed
     }
     if source not in sources:
         raise ValueError(f"data.source must be one of {', '.join(sources)}, got '{source}'")
-    with _of_key("data.num_classes, data.num_images" if source == "synthetic" else key):
+    with prefix_errors("data.num_classes, data.num_images" if source == "synthetic" else key):
         return sources[source]()

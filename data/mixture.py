@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from utils.files import read_text
+from utils.files import read_numbers
 from utils.randomness import derive, permute
 
 from .base import FaceDataset
@@ -123,18 +123,8 @@ def class_maps(counts: Sequence[int], rule: str) -> list[np.ndarray]:
 def _read_class_maps(path: Path, counts: Sequence[int]) -> list[np.ndarray]:
     if not path.is_file():
         raise ValueError(f"labels must be offset, same, or a file of lines 'source label class'; there is no file {path}")
-    try:
-        lines = read_text(path).split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'no UTF-8 text'}") from None
     maps = [np.full(count, -1, dtype=np.int64) for count in counts]
-    for number, line in enumerate(lines, 1):
-        words = line.split("#")[0].split()
-        if not words:
-            continue
-        if len(words) != 3 or not all(word.isascii() and word.isdigit() and len(word) < 9 for word in words):
-            raise ValueError(f"{path}: line {number} must be 'source label class', three integers from 0 on")
-        source, label, target = map(int, words)
+    for number, (source, label, target) in read_numbers(path, "source label class"):
         if source >= len(counts) or label >= counts[source]:
             raise ValueError(f"{path}: line {number}: there is no label {label} in a source {source} (sources count from 0)")
         if maps[source][label] not in (-1, target):

@@ -25,7 +25,7 @@ from utils.distributed import World, raise_on_all_ranks
 from utils.distributed.agreement import digest_tensors, require_equal, require_same_program
 from utils.precision import AUTOCAST
 from utils.randomness import derive
-from utils.text import one_line
+from utils.text import one_line, prefix_errors
 
 from .foreign_networks import ForeignNetwork, open_foreign
 
@@ -137,10 +137,8 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
                 raise ValueError(
                     f"--trust-code is for a program; with --backbone {path} is read as weights. Leave one of them out"
                 )
-            try:
+            with prefix_errors("--backbone, --embedding-size, --width"):
                 model = build_backbone(options.backbone, options.embedding_size, options.width)
-            except ValueError as error:
-                raise ValueError(f"--backbone, --embedding-size, --width: {error}") from None
             return Network(load_weights(model, read_tensors(path), str(path), _HINT), str(path), {})
         return Network(open_foreign(path, options.threads, options.trust_code), str(path), {})
     if not path.exists():
@@ -163,10 +161,8 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
         raise ValueError(f"checkpoint {checkpoint}: run.seed of its configuration must be a whole number, got {seed!r:.80}")
     torch.manual_seed(derive(seed, "backbone"))  # as train.py does before it builds
     more = {key: value for key, value in section.items() if key not in _COMMON_KEYS}
-    try:
+    with prefix_errors(f"checkpoint {checkpoint}: the backbone of its configuration"):
         model = build_backbone(str(section.get("name")), size, width, **more)
-    except (ValueError, TypeError) as error:  # of an argument that the class does not take
-        raise ValueError(f"checkpoint {checkpoint}: the backbone of its configuration: {error}") from None
     if options.untrained:
         return Network(model, f"{section['name']} before training", config)
     model = load_weights(model, read_backbone(checkpoint), str(checkpoint), _HINT)

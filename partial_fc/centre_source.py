@@ -3,7 +3,6 @@
 Shapes: C = classes there, D = embedding size, n = classes asked for.
 """
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from torch import Tensor
 from utils.checkpoint.format import find_checkpoint
 from utils.checkpoint.reading import class_order, shards_of
 from utils.checkpoint.tensor_file import is_plain, load_plain, mapped_tensor
-from utils.files import read_text
+from utils.files import read_numbers
 
 from .shard import slots_of_classes
 
@@ -89,31 +88,20 @@ def read_class_map(path: Path, num_old: int, num_new: int) -> np.ndarray:
     """Return for each label here the label it has in another training, (num_new,) int64, -1 for none.
 
     Args:
-        path: UTF-8 text, a line `old new` for each class that both have; empty lines and lines that begin with # count for
-            nothing.
+        path: UTF-8 text, a line `old new` for each class that both have; # begins a comment.
 
     Raises:
         ValueError: naming the line.
     """
     old_of_new = np.full(num_new, -1, dtype=np.int64)
-    try:
-        lines = read_text(path).splitlines()  # editors of Windows begin a file with a mark
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"init.classes: {path} cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
-            continue
-        if len(words) != 2 or not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
-            raise ValueError(f"init.classes: {path}, line {number}: expected 'old new', two labels, got {line[:80]!r}")
-        old, new = int(words[0]), int(words[1])
+    for number, (old, new) in read_numbers(path, "old new"):
         if old >= num_old or new >= num_new:
             raise ValueError(
-                f"init.classes: {path}, line {number}: labels must be below {num_old} (old) and {num_new} (new), got {line!r}"
+                f"{path}: line {number}: labels must be below {num_old} (old) and {num_new} (new), got {old} and {new}"
             )
         if old_of_new[new] >= 0:
-            raise ValueError(f"init.classes: {path}, line {number}: label {new} has an old label already, {old_of_new[new]}")
+            raise ValueError(f"{path}: line {number}: label {new} has an old label already, {old_of_new[new]}")
         old_of_new[new] = old
     if not (old_of_new >= 0).any():
-        raise ValueError(f"init.classes: {path} maps no class")
+        raise ValueError(f"{path}: maps no class")
     return old_of_new

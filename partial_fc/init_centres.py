@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .centre_source import CentreSource, open_centres, read_class_map
+from utils.text import prefix_errors
+
+from .centre_source import open_centres, read_class_map
 from .head import PartialFC
 
 ClassMeans = Callable[[np.ndarray], tuple[Tensor, np.ndarray]]  # labels (n,) -> (n, D) directions, (n,) bool: has any image
@@ -46,8 +48,13 @@ def init_centres(head: PartialFC, source_path: str, class_map: str, class_means:
     Raises:
         ValueError: the source does not fit.
     """
-    source = _open(source_path) if source_path else None
-    old_of_new = read_class_map(Path(class_map), source.num_classes, head.num_classes) if source and class_map else None
+    source = old_of_new = None
+    if source_path:
+        with prefix_errors("init.head"):
+            source = open_centres(Path(source_path))
+        if class_map:
+            with prefix_errors("init.classes"):
+                old_of_new = read_class_map(Path(class_map), source.num_classes, head.num_classes)
     labels = head.shard_classes()
     old = np.full(len(labels), -1, dtype=np.int64)
     centres = head.centres
@@ -90,13 +97,6 @@ def init_centres(head: PartialFC, source_path: str, class_map: str, class_means:
             filled += int(found.sum())
     head.centre_store.refresh_norms()
     return InitCounts(len(kept), filled, len(new) - filled)
-
-
-def _open(path: str) -> CentreSource:
-    try:
-        return open_centres(Path(path))
-    except ValueError as error:
-        raise ValueError(f"init.head: {error}") from None
 
 
 def _scale(head: PartialFC, rows: np.ndarray, norm: float) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.cli import make_parser
-from utils.files import read_text
+from utils.files import read_lines
 from utils.program import run_main
 from utils.report.contact_sheet import set_colours
 from utils.report.figure import make_figure
@@ -93,13 +93,9 @@ def read_series(path: Path) -> Series:
     """
     if not path.exists():
         raise ValueError(f"no {path}: give the folder of a run that has begun")
-    try:
-        lines = read_text(path, encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: is no UTF-8 text, so it is not the metrics of a run") from None
     series: Series = {}
     reached = 0
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(path), 1):
         try:
             record: dict[str, Any] = json.loads(line)
             step, kind = int(record.pop("step")), str(record.pop("kind"))

@@ -255,7 +255,7 @@ def test_a_fine_tuned_run_goes_to_arcface_torch_with_its_moments(
         (["init.backbone=RUN", "backbone.width=0.25"], "conv1.weight is (16, 16, 3, 3), this backbone has it (32,"),
         (["init.backbone=RUN", "init.head=/nowhere"], "init.head: no run folder, checkpoint or matrix"),
         (["init.backbone=RUN", "init.head=RUN", "data.path=MORE"], "has 12 classes, the data 15; say with init.classes"),
-        (["init.backbone=RUN", "init.head=RUN", "init.classes=/nowhere"], "init.classes: /nowhere cannot be read"),
+        (["init.backbone=RUN", "init.head=RUN", "init.classes=/nowhere"], "init.classes: /nowhere: cannot be read"),
         (["backbone.freeze=[layer9]"], "backbone.freeze: this backbone has no part 'layer9'"),
         (
             ["backbone.freeze=[conv1, bn1, prelu, layer1, layer2, layer3, layer4, bn2, fc, features]"],
@@ -353,10 +353,10 @@ def test_a_map_of_classes_is_checked_line_by_line(tmp_path: Path):
     for text, message in [
         ("0 1\n0 1\n", "line 2: label 1 has an old label already"),
         ("0 1\n5 2\n", "line 2: labels must be below 5"),
-        ("0 1 2\n", "line 1: expected 'old new'"),
-        ("a b\n", "line 1: expected 'old new'"),
-        ("\u00b2 1\n", "line 1: expected 'old new'"),
-        (f"1 {'9' * 5000}\n", "line 1: expected 'old new'"),
+        ("0 1 2\n", "line 1 must be 'old new'"),
+        ("a b\n", "line 1 must be 'old new'"),
+        ("\u00b2 1\n", "line 1 must be 'old new'"),
+        (f"1 {'9' * 5000}\n", "line 1 must be 'old new'"),
         ("# nothing\n", "maps no class"),
     ]:
         (tmp_path / "map.txt").write_text(text)

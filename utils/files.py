@@ -1,12 +1,15 @@
 """Files of a user: regular ones of a bounded size, found below a folder by one rule for links, and named in plain text.
 
 A pipe in a list would be waited for without end, and /dev/zero read until memory is full. So whatever a user names is looked
-at before it is opened. All errors are OSError with words for a person in `strerror`, like those of the system.
+at before it is opened. Errors are OSError with words for a person in `strerror`, like those of the system; `read_lines` and
+`read_numbers` raise ValueError of one line.
 """
 
 import errno
 import os
+import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,6 +82,40 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_TEXT, encoding:
         UnicodeDecodeError: it is not in this encoding.
     """
     return read_bytes(path, max_bytes).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_lines(path: str | os.PathLike[str]) -> list[str]:
+    """Return the lines of a UTF-8 text, without their ends and without the mark that editors of Windows begin a file with.
+
+    Raises:
+        ValueError: the file cannot be read, or is no UTF-8 text.
+    """
+    try:
+        return read_text(path).splitlines()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: cannot be read: no UTF-8 text") from None
+
+
+def read_numbers(path: str | os.PathLike[str], columns: str) -> Iterator[tuple[int, list[int]]]:
+    """Yield (line number, whole numbers) of each line of a table; # begins a comment, and empty lines count for nothing.
+
+    Args:
+        columns: their names, for example "source label class".
+
+    Raises:
+        ValueError: as for `read_lines`, or naming the first line that is wrong.
+    """
+    for number, line in enumerate(read_lines(path), 1):
+        words = line.split("#")[0].split()
+        if not words:
+            continue
+        if len(words) != len(columns.split()) or not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
+            raise ValueError(
+                f"{path}: line {number} must be '{columns}', {len(columns.split())} whole numbers, got {line.strip()[:80]!r}"
+            )
+        yield number, [int(word) for word in words]
 
 
 def shown(path: str | bytes | os.PathLike[str]) -> str:

@@ -6,7 +6,8 @@ Markdown a bar adds a column and <img> an element. So control characters are sho
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 # an underscore inside a word, and a star between blanks, are no marks
@@ -27,6 +28,15 @@ def one_line(message: object) -> str:
     if len(text) > _LONGEST:  # a value of a million digits that was given for a key, say
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     return printable(text)
+
+
+@contextmanager
+def prefix_errors(setting: str) -> Iterator[None]:
+    """Name a key or a flag in front of an error of a part, which knows nothing of configurations and command lines."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{setting}: {error}") from None
 
 
 def markdown_table(rows: Sequence[Sequence[object]]) -> str:

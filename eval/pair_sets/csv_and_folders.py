@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from utils.files import check_file, find_files, read_bytes, read_text, shown
+from utils.files import check_file, find_files, read_bytes, read_lines, shown
 from utils.image import IMAGE_SUFFIXES
 
 from .bin_file import PairSet, read_bin
@@ -134,11 +134,3 @@ def read_csv(folder: Path, path: Path) -> list[tuple[Path, Path, bool]]:
     if not pairs:
         raise ValueError(f"{path}: names no pair; each line must be 'path1,path2,same', same 0 or 1")
     return pairs
-
-
-def read_lines(path: Path) -> list[str]:
-    """Return the lines of a text file."""
-    try:
-        return read_text(path).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'no UTF-8 text'}") from None

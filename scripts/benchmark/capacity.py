@@ -41,6 +41,7 @@ from utils.memory import BackboneMemory, backbone_memory
 from utils.optim import build_optimizer
 from utils.precision import AUTOCAST
 from utils.program import run_main
+from utils.text import prefix_errors
 
 from .device_rates import CARDS, Rates, head_dtype, rates_of
 from .head import peak_bytes
@@ -161,10 +162,8 @@ def _backbone(options: argparse.Namespace) -> tuple[BackboneMemory, int]:
     """Return (its memory, operations of forward and backward per image)."""
     if options.backbone == "none":
         return BackboneMemory(0, 0), 0
-    try:
+    with prefix_errors("--backbone, --embedding-size, --width"):
         backbone = build_backbone(options.backbone, options.embedding_size, options.width, 0.0)
-    except ValueError as error:
-        raise ValueError(f"--backbone, --embedding-size, --width: {error}") from None
     moments = 2 if options.optimizer == "adamw" else 1
     memory = backbone_memory(backbone, AUTOCAST[options.precision], moments)
     with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -46,6 +46,7 @@ from utils.distributed import World
 from utils.optim import build_optimizer
 from utils.precision import LossScaler
 from utils.program import run_main
+from utils.text import prefix_errors
 
 _DIM = 512
 
@@ -125,10 +126,8 @@ def measure_save(options: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 def training_state(name: str, classes: int) -> dict[str, Any]:
     """Return the files of a save for a network with all moments and class centres."""
-    try:
+    with prefix_errors("--backbone"):
         backbone = build_backbone(name, _DIM)
-    except ValueError as error:
-        raise ValueError(f"--backbone: {error}") from None
     optimizer = build_optimizer(backbone, "sgd", 0.1, 0.9, 5e-4)
     for parameter in backbone.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -23,7 +23,7 @@ import numpy as np
 from data.base import FaceDataset
 from data.recordio.writer import RecordSetWriter
 from utils.cli import int_in_range, make_parser, progress
-from utils.files import read_text
+from utils.files import read_lines
 from utils.program import run_main
 
 from .rec_to_folder import parse_classes
@@ -78,12 +78,8 @@ def select(options: argparse.Namespace) -> None:
 
 def read_indices(path: Path, count: int) -> np.ndarray:
     """Return the indices in the first column of a CSV or text file; a first line without a number is its header."""
-    try:
-        lines = read_text(path).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'no UTF-8 text'}") from None
     found = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(path), 1):
         word = line.replace(",", " ").split()[:1]
         if not word or (number == 1 and not word[0].isdigit()):
             continue

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.files import read_text
+from utils.files import read_lines
 
 MUCH_PADDING = 0.4  # share of an aligned face that lies outside its picture, from which on it is reported
 
@@ -23,13 +23,7 @@ def read_landmarks(path: Path) -> dict[str, np.ndarray]:
     Names may stand in several columns, which are joined by "_" (001,smiling is 001_smiling). Where a header names the columns
     (..._x and ..._y, or x1 y1 x2 ...), it tells their order; without one they are x1 y1 x2 y2 ... Further columns are ignored.
     """
-    try:
-        lines = read_text(path).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path}: the landmarks cannot be read: {getattr(error, 'strerror', None) or 'no UTF-8 text'}"
-        ) from None
-    rows = [(number, _columns(line)) for number, line in enumerate(lines, 1) if line.strip()]
+    rows = [(number, _columns(line)) for number, line in enumerate(read_lines(path), 1) if line.strip()]
     order: list[int] | None = None
     if rows and sum(map(is_number, rows[0][1])) < 10:
         order = _header_order(rows[0][1])

@@ -23,6 +23,7 @@ import numpy as np
 from data.mixture import MixedDataset, Source, class_maps
 from utils.cli import make_parser
 from utils.program import run_main
+from utils.text import prefix_errors
 
 from .filter import copy_set
 from .sets import open_set_of
@@ -46,10 +47,8 @@ def merge(options: argparse.Namespace) -> None:
     if any(options.out.resolve() == path.resolve() for path in options.sets):
         raise ValueError(f"{options.out}: the new set must not be written over one of the old; choose another folder")
     parts = [open_set_of(path) for path in options.sets]
-    try:
+    with prefix_errors("--labels"):
         maps = class_maps([part.num_classes for part in parts], options.labels)
-    except ValueError as error:
-        raise ValueError(f"--labels: {error}") from None
     mixed = MixedDataset([Source(part, 1, classes) for part, classes in zip(parts, maps, strict=True)], 0)
     copy_set(mixed, np.arange(mixed.num_stored), options.out, options.overwrite)
 

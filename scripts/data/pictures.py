@@ -13,7 +13,7 @@ import numpy as np
 
 from data.datasets import no_image_below, passed_over
 from utils.alignment import align, check_points
-from utils.files import find_files, read_bytes, read_text
+from utils.files import find_files, read_bytes, read_lines
 from utils.image import IMAGE_SUFFIXES, MAX_PHOTO_PIXELS, decode_rgb
 from utils.text import one_line
 
@@ -83,11 +83,7 @@ def read_list(path: Path) -> Iterator[Picture]:
 
     Paths are relative to the folder of the list. insightface's landmarks are five x, then five y.
     """
-    try:
-        lines = read_text(path, encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: the list cannot be read: {getattr(error, 'strerror', None) or 'no UTF-8 text'}") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(path), 1):
         columns = line.rstrip("\r").split("\t")
         if not line.strip():
             continue

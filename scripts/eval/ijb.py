@@ -32,7 +32,7 @@ from utils import distributed
 from utils.alignment import align
 from utils.cli import make_parser, progress
 from utils.distributed import raise_on_all_ranks
-from utils.files import read_bytes, read_text
+from utils.files import read_bytes, read_lines
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb
 from utils.precision import AUTOCAST
 from utils.program import run_main
@@ -150,7 +150,7 @@ def search(vectors: np.ndarray, numbers: np.ndarray, gallery: Path, probe: Path)
 def read_people(path: Path, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (rows of the templates, subjects) of a CSV file whose first columns are template_id and subject_id."""
     rows = []
-    for number, line in enumerate(read_text(path, encoding="utf-8").splitlines()[1:], 2):
+    for number, line in enumerate(read_lines(path)[1:], 2):
         words = line.split(",")
         if len(words) < 2 or not words[0].strip().isdigit() or not words[1].strip().isdigit():
             raise ValueError(f"{path}: line {number} must begin with template_id,subject_id, two whole numbers")
