@@ -14,9 +14,7 @@ from utils.distributed import World
 from .embed import embed_images
 from .pair_sets.bin_file import PairSet
 from .pair_sets.csv_and_folders import SUFFIXES, read_pairs
-from .verification import VerificationResult, fuse_views, mean_norm, pair_distances, row_norms, verify
-
-NUM_FOLDS = 10
+from .verification import FOLDS, VerificationResult, fuse_views, mean_norm, pair_distances, row_norms, verify
 
 
 def load_pair_sets(
@@ -47,8 +45,8 @@ def load_pair_sets(
     sets = []
     for name, path in zip(_distinct_names(paths), paths, strict=True):
         pair_set = dataclasses.replace(read_pairs(path, name), path=str(path))
-        if len(pair_set.same) < NUM_FOLDS:
-            raise ValueError(f"{setting}: {path} has {len(pair_set.same)} pairs; {NUM_FOLDS}-fold accuracy needs {NUM_FOLDS}")
+        if len(pair_set.same) < FOLDS:
+            raise ValueError(f"{setting}: {path} has {len(pair_set.same)} pairs; {FOLDS}-fold accuracy needs {FOLDS}")
         sets.append(pair_set)
     return sets
 
@@ -132,7 +130,7 @@ def verify_views(pair_set: PairSet, plain: np.ndarray, mirrored: np.ndarray) -> 
     distances = pair_distances(alone[first], alone[second])
     norm = mean_norm(plain, mirrored)
     return verify(
-        fused[first], fused[second], pair_set.same, NUM_FOLDS, xnorm=norm, plain_distances=distances, norms=row_norms(plain)
+        fused[first], fused[second], pair_set.same, FOLDS, xnorm=norm, plain_distances=distances, norms=row_norms(plain)
     )
 
 

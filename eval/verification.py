@@ -14,6 +14,7 @@ import numpy as np
 
 from .operating_points import FAR_TARGETS, OperatingPoint, exact_fold_accuracy, minimum_dcf, operating_points
 
+FOLDS = 10  # of the published protocol, by which every set is scored
 _ACCURACY_THRESHOLDS = (4.0, 0.01)  # end (exclusive), step
 _VAL_THRESHOLDS = (4.0, 0.001)
 _ROWS_AT_ONCE = 256  # float64 differences of so many rows stay in the processor's cache
@@ -98,7 +99,7 @@ def verify(
     embeddings_a: np.ndarray,
     embeddings_b: np.ndarray,
     same: np.ndarray,
-    num_folds: int = 10,
+    num_folds: int = FOLDS,
     *,
     xnorm: float,
     plain_distances: np.ndarray | None = None,
@@ -144,7 +145,7 @@ def verify(
     )
 
 
-def fold_accuracy(distances: np.ndarray, same: np.ndarray, num_folds: int = 10) -> tuple[np.ndarray, np.ndarray]:
+def fold_accuracy(distances: np.ndarray, same: np.ndarray, num_folds: int = FOLDS) -> tuple[np.ndarray, np.ndarray]:
     """Return (F,) accuracies of the held-out folds and their (F,) thresholds, from distances (P,) and labels (P,)."""
     thresholds = np.arange(0, *_ACCURACY_THRESHOLDS)
     accepted_genuine, accepted_impostor, sizes = _count_accepted(distances, same, num_folds, thresholds)
@@ -157,7 +158,7 @@ def fold_accuracy(distances: np.ndarray, same: np.ndarray, num_folds: int = 10) 
 
 
 def val_at_far(
-    distances: np.ndarray, same: np.ndarray, far_target: float = 1e-3, num_folds: int = 10
+    distances: np.ndarray, same: np.ndarray, far_target: float = 1e-3, num_folds: int = FOLDS
 ) -> tuple[float, float, float] | None:
     """Return the protocol's (VAL, its standard deviation, FAR): TAR and FAR on held-out folds, from distances (P,).
 

@@ -17,8 +17,9 @@ from safetensors.numpy import load_file, save
 from utils.files import check_file, find_files, read_bytes, read_lines, shown
 from utils.image import IMAGE_SUFFIXES
 
+from ..verification import FOLDS
 from .bin_file import PairSet, read_bin
-from .sample import FOLDS, most_pairs, sample_pairs
+from .sample import most_pairs, sample_pairs
 
 SUFFIXES = (".bin", ".safetensors", ".csv", "")  # the last: a folder of people
 _SAMPLED = 6000  # pairs, as LFW has

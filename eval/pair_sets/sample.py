@@ -7,8 +7,6 @@ import itertools
 
 import numpy as np
 
-FOLDS = 10  # of the published protocol, by which every .bin file is scored
-
 
 def most_pairs(labels: np.ndarray, folds: int, seed: int) -> int:
     """Return how many pairs `sample_pairs` can draw from these labels (n,) at most."""

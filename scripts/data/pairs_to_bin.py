@@ -27,7 +27,8 @@ import numpy as np
 
 from eval.pair_sets.bin_file import write_bin
 from eval.pair_sets.csv_and_folders import read_csv
-from eval.pair_sets.sample import FOLDS, sample_pairs
+from eval.pair_sets.sample import sample_pairs
+from eval.verification import FOLDS
 from utils.cli import int_in_range, make_parser, progress
 from utils.files import read_bytes, read_lines
 from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES, decode_rgb

@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from eval.pair_sets.bin_file import write_bin
-from eval.pair_sets.sample import FOLDS, most_pairs, sample_pairs
+from eval.pair_sets.sample import most_pairs, sample_pairs
+from eval.verification import FOLDS
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 

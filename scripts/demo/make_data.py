@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from data.recordio.writer import RecordSetWriter
 from eval.pair_sets.bin_file import write_bin
+from eval.verification import FOLDS
 from utils.cli import make_parser
 from utils.program import run_main
 
@@ -36,7 +37,6 @@ from .faces import draw_face
 from .identity import sample_identity, sample_shot, sample_yaw
 
 SETS = ("demo_wild", "demo_profile", "demo_aged")
-FOLDS = 10
 IDENTITIES_PER_FOLD = 10
 IMAGES_PER_IDENTITY = 6  # of a verification set; where two kinds are compared, even numbers are of one, odd of the other
 PAIRS_PER_FOLD = 80  # half genuine, half impostor
