@@ -8,6 +8,7 @@ The JSON holds the size and the modification time of each source file, so a set 
 memory maps: processes that open the same cache share its pages, and only pages that are used take memory.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -45,6 +46,43 @@ def cache_path(folder: Path, source: Path) -> Path:
 
 class DamagedCacheError(ValueError):
     """A cache of this stamp whose bytes are not those that were written."""
+
+
+def open_index(
+    cache: str | os.PathLike[str] | None,
+    files: Sequence[Path],
+    names: Sequence[str],
+    is_sound: Callable[[Facts, Arrays], bool],
+    parse: Callable[[], tuple[Facts, Arrays]],
+) -> tuple[Facts, Arrays, tuple[str, ...]]:
+    """Return (facts, arrays) of a set, from the folder `cache` where it has them, else parsed and kept there; and warnings.
+
+    Args:
+        cache: None or "" = parse, and keep nothing.
+        files: that the set is made of; the cache has its name from the first.
+        names: of the arrays.
+        is_sound: see `read_cache`.
+        parse: reads the set itself.
+    """
+    if not cache:
+        return *parse(), ()
+    wanted, path = stamp(files), cache_path(Path(cache), files[0])
+    warnings: tuple[str, ...] = ()
+    try:
+        found = read_cache(path, wanted, names, is_sound)
+        if found is not None:
+            return *found, ()
+    except DamagedCacheError as error:
+        warnings = (str(error),)
+    parsed = parse()
+    try:
+        write_cache(path, wanted, *parsed)
+    except OSError as error:
+        return *parsed, (*warnings, f"{path}: the index cannot be kept here: {error.strerror}; it is made anew at each start")
+    found = None
+    with contextlib.suppress(DamagedCacheError):  # another process may write it at this moment
+        found = read_cache(path, wanted, names, is_sound)  # from now on the pages are those that other processes map, too
+    return *(found or parsed), warnings
 
 
 def read_cache(

@@ -9,12 +9,11 @@ Labels are float32, exact below 2^24, and so are a and b: in a larger set they a
 rest by what the records hold; a small set's header must then agree. Shapes: n = records, N = images.
 """
 
-import contextlib
+import functools
 import os
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -22,7 +21,7 @@ from tqdm import tqdm
 from utils.files import MAX_SMALL_TEXT, read_bytes, shown
 
 from .base import FaceDataset
-from .index_cache import Arrays, DamagedCacheError, Facts, cache_path, read_cache, stamp, write_cache
+from .index_cache import Arrays, Facts, open_index
 from .recordio.container import RecordFile
 from .recordio.image_record import Headers, IndexedRecordFile, is_ascending, unpack
 
@@ -30,18 +29,7 @@ _FLOAT_LIMIT = 1 << 24  # from here on a float32 may stand for several integers
 _MAX_SPAN = 1 << 20  # bytes between two images beyond which a record's length is looked up first
 _CHUNK = 1 << 18  # images looked at together
 _GAP = 1 << 18  # bytes between two images that are read along, because a disk reads on faster than it seeks
-
-
 _ARRAYS = ("offsets", "labels", "keys")
-
-
-class SetIndex(NamedTuple):
-    """What opening a set finds out: where its images are, in the order of the file, and some facts for people."""
-
-    offsets: np.ndarray  # (N,) int64
-    labels: np.ndarray  # (N,) int32
-    keys: np.ndarray  # (N,) int64; (0,) if they count up from the first
-    facts: dict[str, Any]  # first_key, num_records, num_classes, description, warnings
 
 
 class RecordDataset(FaceDataset):
@@ -57,15 +45,17 @@ class RecordDataset(FaceDataset):
         if not rec_path.is_file():
             raise ValueError(f"no file {rec_path}. Give the folder that holds train.rec, train.idx and property")
         self._file = RecordFile(rec_path)
-        index, warnings = _open_index(rec_path, Path(cache) if cache else None)
-        self.warnings = (*index.facts.get("warnings", ()), *warnings)
-        self._offsets, self._labels, self._facts = index.offsets, index.labels, index.facts
-        self._keys = (
-            index.keys if len(index.keys) else range(index.facts["first_key"], index.facts["first_key"] + len(index.labels))
+        files = [rec_path, rec_path.with_suffix(".idx"), rec_path.with_name("property")]
+        facts, arrays, warnings = open_index(
+            cache, files, _ARRAYS, functools.partial(_can_be_index, rec_path.stat().st_size), lambda: _index_set(rec_path)
         )
-        self._ahead = 2 * (self._file.size // index.facts["num_records"])  # bytes that hold most records
-        self.num_images = len(index.labels)
-        self.num_classes = int(index.facts["num_classes"])
+        self.warnings = (*facts.get("warnings", ()), *warnings)
+        self._facts, self._offsets, self._labels = facts, arrays["offsets"], arrays["labels"]
+        self.num_images = len(self._labels)
+        self.num_classes = int(facts["num_classes"])
+        first = facts["first_key"]
+        self._keys = arrays["keys"] if len(arrays["keys"]) else range(first, first + self.num_images)
+        self._ahead = 2 * (self._file.size // facts["num_records"])  # bytes that hold most records
 
     def describe(self) -> str:
         return str(self._facts["description"])
@@ -131,39 +121,12 @@ def _can_be_index(size: int, facts: Facts, arrays: Arrays) -> bool:
     )
 
 
-def _open_index(rec_path: Path, cache: Path | None) -> tuple[SetIndex, tuple[str, ...]]:
-    """Return the index of a set, from the cache if it has it, and warnings."""
-    if cache is None:
-        return _index_set(rec_path), ()
-    wanted = stamp([rec_path, rec_path.with_suffix(".idx"), rec_path.with_name("property")])
-    path = cache_path(cache, rec_path)
-    warnings: tuple[str, ...] = ()
+def _index_set(rec_path: Path) -> tuple[Facts, Arrays]:
+    """Return what opening a set finds out, from its files: all headers are read, all labels checked.
 
-    def is_sound(facts: Facts, arrays: Arrays) -> bool:
-        return _can_be_index(rec_path.stat().st_size, facts, arrays)
-
-    try:
-        found = read_cache(path, wanted, _ARRAYS, is_sound)
-        if found is not None:
-            return SetIndex(**found[1], facts=found[0]), ()
-    except DamagedCacheError as error:
-        warnings = (str(error),)
-    index = _index_set(rec_path)
-    try:
-        write_cache(path, wanted, index.facts, {name: getattr(index, name) for name in _ARRAYS})
-    except OSError as error:
-        return index, (
-            *warnings,
-            f"{cache}: the index of {rec_path} cannot be kept here: {error.strerror}; it is made anew at each start",
-        )
-    found = None
-    with contextlib.suppress(DamagedCacheError):  # another process may write it at this moment
-        found = read_cache(path, wanted, _ARRAYS, is_sound)  # from now on the pages are those that other processes map, too
-    return index if found is None else SetIndex(**found[1], facts=found[0]), warnings
-
-
-def _index_set(rec_path: Path) -> SetIndex:
-    """Return the index of a set from its files: all headers are read, all labels checked."""
+    Facts: first_key, num_records, num_classes, description, warnings. Arrays, in the order of the file: offsets (N,) int64,
+    labels (N,) int32, keys (N,) int64, or (0,) if they count up from first_key.
+    """
     records = IndexedRecordFile(rec_path, rec_path.with_suffix(".idx"))
     labels = _read_labels(records)
     images = _select_images(labels, records.offsets)
@@ -200,7 +163,7 @@ def _index_set(rec_path: Path) -> SetIndex:
     }
     counted = all((np.diff(image_keys[i : i + _CHUNK + 1]) == 1).all() for i in range(0, len(image_keys) - 1, _CHUNK))
     keys = image_keys[:0] if counted else image_keys  # a large set has hundreds of megabytes of them
-    return SetIndex(records.offsets[images], image_labels, keys, facts)
+    return facts, {"offsets": records.offsets[images], "labels": image_labels, "keys": keys}
 
 
 def _select_images(labels: np.ndarray, offsets: np.ndarray) -> slice | np.ndarray:

@@ -18,7 +18,7 @@ from utils.files import check_file, shown
 from utils.image import IMAGE_SUFFIXES
 
 from .base import FaceDataset
-from .index_cache import Arrays, DamagedCacheError, Facts, cache_path, read_cache, stamp, write_cache
+from .index_cache import Arrays, Facts, open_index
 
 _MAX_EXTENSION = 1 << 20  # bytes of a long name or of extended attributes
 _MAX_CLASSES = 10**8
@@ -37,30 +37,13 @@ class TarDataset(FaceDataset):
         self.files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.tar"))
         if not self.files:
             raise ValueError(f"no *.tar in {path}. Give the folder that holds the shards, or one shard")
-        arrays = self._open(Path(cache) if cache else None)
+        _, arrays, self.warnings = open_index(
+            cache, self.files, _ARRAYS, self._is_sound, lambda: ({}, _index_shards(self.files))
+        )
         self._shards, self._offsets, self._sizes = arrays["shards"], arrays["offsets"], arrays["sizes"]
         self._labels, self._name_ends, self._names = arrays["labels"], arrays["name_ends"], arrays["names"]
         self.num_images = len(self._labels)
         self.num_classes = int(self._labels.max()) + 1
-
-    def _open(self, cache: Path | None) -> dict[str, np.ndarray]:
-        if cache is None:
-            return _index_shards(self.files)
-        wanted, path = stamp(self.files), cache_path(cache, self.files[0])
-        try:
-            found = read_cache(path, wanted, _ARRAYS, self._is_sound)
-            if found is not None:
-                return found[1]
-        except DamagedCacheError as error:
-            self.warnings = (str(error),)
-        arrays = _index_shards(self.files)
-        try:
-            write_cache(path, wanted, {}, arrays)
-        except OSError as error:
-            self.warnings += (
-                f"{cache}: the index of {self.path} cannot be kept here: {error.strerror}; it is made anew at each start",
-            )
-        return arrays
 
     def _is_sound(self, facts: Facts, arrays: Arrays) -> bool:
         """Return whether arrays of a cache can be the index of these shards."""
@@ -106,7 +89,7 @@ class TarDataset(FaceDataset):
         return data, int(self._labels[index])
 
 
-def _index_shards(files: Sequence[Path]) -> dict[str, np.ndarray]:
+def _index_shards(files: Sequence[Path]) -> Arrays:
     """Return shards (N,) int32, offsets (N,), sizes (N,) and name_ends (N,) int64, labels (N,) int32, names uint8."""
     rows: list[tuple[int, int, int, int]] = []
     names, ends = bytearray(), []

@@ -11,7 +11,7 @@ from pictures import jpeg, picture
 
 import train
 from data import record_dataset
-from data.index_cache import cache_path, read_cache, stamp, write_cache
+from data.index_cache import Arrays, Facts, cache_path, read_cache, stamp, write_cache
 from data.record_dataset import RecordDataset
 from data.recordio.writer import RecordSetWriter
 from eval.pair_sets.bin_file import write_bin
@@ -34,7 +34,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     calls: list[Path] = []
     original = record_dataset._index_set
 
-    def counted(rec_path: Path) -> record_dataset.SetIndex:
+    def counted(rec_path: Path) -> tuple[Facts, Arrays]:
         calls.append(rec_path)
         return original(rec_path)
 
