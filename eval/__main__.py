@@ -19,19 +19,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from backbones import build_backbone
-from utils import distributed
 from utils.cli import make_parser
-from utils.distributed import World, raise_on_all_ranks
+from utils.distributed import World
 from utils.files import shown
 from utils.precision import AUTOCAST
 from utils.program import run_main
 
 from .evaluate import evaluate, load_pair_sets
 from .html_report import write_report
-from .networks import Network, add_network_arguments, load_network, require_same_files, require_same_options
+from .networks import Network, add_network_arguments, open_network
 from .pair_sets.bin_file import PairSet
 from .report import format_table
 
@@ -56,15 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Evaluate as the command line says and print the table on rank 0."""
-    world = distributed.init_distributed(options.device, setting="--device ")
-    require_same_options(options, world)
-    with raise_on_all_ranks(world):
-        network = load_network(options, build_backbone)
-        pair_sets = _load_sets(options, network)
-    require_same_files(network, lambda: {f"hash of {pair_set.name}": pair_set.digest() for pair_set in pair_sets}, world)
-    model = network.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    results = {}
-    for target, result in evaluate(model, pair_sets, world, options.batch_size, AUTOCAST[options.precision], options.threads):
+    world, network, pair_sets = open_network(
+        options,
+        build_backbone,
+        lambda network: _load_sets(options, network),
+        lambda pair_sets: {f"hash of {pair_set.name}": pair_set.digest() for pair_set in pair_sets},
+    )
+    results, settings = {}, (options.batch_size, AUTOCAST[options.precision], options.threads)
+    for target, result in evaluate(network.model, pair_sets, world, *settings):
         results[target] = result
         if world.rank == 0 and len(pair_sets) > 1:
             print(f"{target}: {100 * result.accuracy:.2f} %", flush=True)

@@ -11,11 +11,12 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from utils import distributed
 from utils.checkpoint.format import find_checkpoint, is_checkpoint, list_checkpoints, read_manifest
 from utils.checkpoint.reading import read_backbone
 from utils.checkpoint.retention import best_checkpoint
@@ -29,6 +30,7 @@ from utils.text import one_line, prefix_errors
 
 from .foreign_networks import ForeignNetwork, open_foreign
 
+Read = TypeVar("Read")  # what a program evaluates a network on
 BuildBackbone = Callable[..., nn.Module]
 _HINT = "check --backbone, --embedding-size, --width"
 _COMMON_KEYS = ("name", "embedding_size", "width", "dropout", "freeze", "freeze_norm")  # others are of one backbone alone
@@ -74,13 +76,38 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA where there is one")
 
 
-def require_same_options(options: argparse.Namespace, world: World) -> None:
-    """Compare the options, by flag, and this program over all processes; other versions of torch are a warning.
+def open_network(
+    options: argparse.Namespace,
+    build_backbone: BuildBackbone,
+    read: Callable[["Network"], Read],
+    facts: Callable[[Read], Mapping[str, Any]],
+) -> tuple[World, "Network", Read]:
+    """Join the processes and read what a program evaluates: return (world, network on its device, what `read` returns).
 
-    Paths, and what a machine has of its own, may differ.
+    Args:
+        options: with those of `add_network_arguments`.
+        build_backbone: see `load_network`.
+        read: returns what the network is evaluated on.
+        facts: returns hashes and counts of that by name; called where there are several processes.
 
     Raises:
-        SharedError: on every rank, with each flag, value and rank.
+        ValueError: nothing there, or a file that does not fit or cannot be read.
+        SharedError: on every rank, where options, networks or sets differ between the processes.
+    """
+    world = distributed.init_distributed(options.device, setting="--device ")
+    _require_same_options(options, world)
+    with raise_on_all_ranks(world):
+        network = load_network(options, build_backbone)
+        found = read(network)
+    _require_same_files(network, lambda: facts(found), world)
+    model = network.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return world, network._replace(model=model), found
+
+
+def _require_same_options(options: argparse.Namespace, world: World) -> None:
+    """Compare the options, by flag, and this program over all processes; other versions of torch are a warning.
+
+    Paths, and what a machine has of its own, may differ. SharedError names each flag, value and rank.
     """
     own = {"run", "data", "report", "gallery", "probes", "root", "json", "scores", "device", "threads"}
     shared = {f"--{name.replace('_', '-')}": value for name, value in vars(options).items() if name not in own}
@@ -91,15 +118,8 @@ def require_same_options(options: argparse.Namespace, world: World) -> None:
             print(f"warning: {one_line(line)}", file=sys.stderr)
 
 
-def require_same_files(network: "Network", facts: Callable[[], Mapping[str, Any]], world: World) -> None:
-    """Compare the network and what else was read over all processes.
-
-    Args:
-        facts: returns hashes and counts by name; called where there are several processes.
-
-    Raises:
-        SharedError: on every rank, with each fact that differs.
-    """
+def _require_same_files(network: "Network", facts: Callable[[], Mapping[str, Any]], world: World) -> None:
+    """Compare the network, and the facts of what else was read, over all processes; SharedError names each that differs."""
     if world.world_size == 1:
         return
     model = network.model.model if isinstance(network.model, OtherInput) else network.model

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from backbones import build_backbone
@@ -28,11 +27,10 @@ from data.base import FaceDataset
 from data.datasets import FolderDataset
 from eval.embed import embed_sums
 from eval.identification import identify
-from eval.networks import add_network_arguments, load_network, require_same_files, require_same_options
+from eval.networks import Network, add_network_arguments, open_network
 from scripts.data.sets import open_set_of
-from utils import distributed
 from utils.cli import make_parser, progress
-from utils.distributed import World, raise_on_all_ranks
+from utils.distributed import World
 from utils.distributed.agreement import digest
 from utils.image import IMAGE_SIZE
 from utils.precision import AUTOCAST
@@ -55,24 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Embed both sides on all ranks; search and print on rank 0."""
-    world = distributed.init_distributed(options.device, setting="--device ")
-    require_same_options(options, world)
-    with raise_on_all_ranks(world):
-        network = load_network(options, build_backbone)
-        sets = [open_set_of(path) for path in (*options.gallery, options.probes)]
-        names = [people_of(dataset) for dataset in sets]
 
-    def facts() -> dict[str, object]:
-        whose = [*(f"gallery {number}" for number in range(1, len(sets))), "the probes"]
-        found: dict[str, object] = {}
-        for who, dataset, people in zip(whose, sets, names, strict=True):
-            found |= {f"{what} of {who}": value for what, value in dataset.fingerprint().items()}
-            found[f"hash of the people of {who}"] = digest(["\0".join(people.tolist()).encode("utf-8", "surrogateescape")])
-        return found
+    def read(network: Network) -> list[FaceDataset]:
+        return [open_set_of(path) for path in (*options.gallery, options.probes)]
 
-    require_same_files(network, facts, world)
-    model = network.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    vectors = [embed_set(model, dataset, world, options) for dataset in sets]
+    world, network, sets = open_network(options, build_backbone, read, _facts)
+    names = [people_of(dataset) for dataset in sets]
+    vectors = [embed_set(network.model, dataset, world, options) for dataset in sets]
     if world.rank != 0:
         return
     number_of = {name: number for number, name in enumerate(dict.fromkeys(np.concatenate(names).tolist()))}
@@ -96,6 +83,17 @@ def run(options: argparse.Namespace) -> None:
         print(f"  {key.replace('_', ' '):<28}{shown}")
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _facts(sets: Sequence[FaceDataset]) -> dict[str, object]:
+    """Return hashes and counts of the galleries and the probes, by name."""
+    whose = [*(f"gallery {number}" for number in range(1, len(sets))), "the probes"]
+    found: dict[str, object] = {}
+    for who, dataset in zip(whose, sets, strict=True):
+        found |= {f"{what} of {who}": value for what, value in dataset.fingerprint().items()}
+        people = "\0".join(people_of(dataset).tolist())
+        found[f"hash of the people of {who}"] = digest([people.encode("utf-8", "surrogateescape")])
+    return found
 
 
 def people_of(dataset: FaceDataset) -> np.ndarray:

@@ -20,18 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from backbones import build_backbone
 from eval.embed import embed_sums
 from eval.identification import identify
-from eval.networks import add_network_arguments, load_network, require_same_files, require_same_options
+from eval.networks import Network, add_network_arguments, open_network
 from eval.operating_points import FAR_TARGETS, operating_points
 from eval.templates import TemplateSet, pool_templates, published_tar, read_template_set, score_pairs
-from utils import distributed
 from utils.alignment import align
 from utils.cli import make_parser, progress
-from utils.distributed import raise_on_all_ranks
 from utils.files import read_bytes, read_lines
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb
 from utils.precision import AUTOCAST
@@ -57,21 +54,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Embed all images on all ranks; pool, score and print on rank 0."""
-    world = distributed.init_distributed(options.device, setting="--device ")
-    require_same_options(options, world)
-    with raise_on_all_ranks(world):
-        network = load_network(options, build_backbone)
+
+    def read(network: Network) -> tuple[str, TemplateSet]:
         name = options.set or _find_set(options.root)
-        lists = read_template_set(options.root, name)
-    require_same_files(network, lambda: {f"hash of the lists of {name}": lists.digest()}, world)
-    model = network.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return name, read_template_set(options.root, name)
+
+    world, network, (name, lists) = open_network(
+        options, build_backbone, read, lambda found: {f"hash of the lists of {found[0]}": found[1].digest()}
+    )
 
     def decode(index: int) -> np.ndarray:
         return read_face(options.root / "loose_crop" / lists.images[index], lists.points[index])
 
     with progress([], -(-len(lists.images) // world.world_size), "embedding", "image") as bar:
         features = embed_sums(
-            model,
+            network.model,
             decode,
             len(lists.images),
             world,
