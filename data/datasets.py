@@ -150,26 +150,38 @@ class SyntheticDataset(FaceDataset):
         return bank[first : first + size] ^ bank[second : second + size]
 
 
+# data.source -> what opens a set at a path, with a folder for its index; `synthetic` has no path, and build_dataset makes it
+SOURCES: dict[str, Callable[[str, str | None], FaceDataset]] = {
+    "recordio": RecordDataset,
+    "folder": lambda path, cache: FolderDataset(path),
+    "list": lambda path, cache: ListDataset(path),
+    "tar": TarDataset,
+}
+
+
 def build_dataset(data: Mapping[str, Any], seed: int, cache: str | None) -> FaceDataset:
     """Return the dataset that the section `data` of a config describes.
 
     Args:
         data: source, path, num_classes, num_images (0 takes what the data has, anything else must agree with it; synthetic
-            makes as many), sources, labels, on_bad_record and max_bad_fraction, as in configs/base.yaml.
+            makes as many), sources, labels, on_bad_record and max_bad_fraction, as configs/rules.py lets them through.
         cache: folder for the indices of large sets, None = none.
     """
     dataset: FaceDataset
     if data["sources"]:
         parts = []
         for number, part in enumerate(data["sources"]):
-            parts.append(_open_source(part["source"], part["path"], f"data.sources: source {number}", data, seed, cache))
+            parts.append(_open_source(part["source"], part["path"], f"data.sources: source {number}", cache))
         with prefix_errors("data.labels"):
             maps = class_maps([part.num_classes for part in parts], data["labels"])
         repeats = [part["repeat"] for part in data["sources"]]
         with prefix_errors("data.sources"):
             dataset = MixedDataset([Source(*triple) for triple in zip(parts, repeats, maps, strict=True)], seed)
+    elif data["source"] == "synthetic":
+        with prefix_errors("data.num_classes, data.num_images"):
+            dataset = SyntheticDataset(data["num_classes"], data["num_images"], seed)
     else:
-        dataset = _open_source(data["source"], data["path"], "data.path", data, seed, cache)
+        dataset = _open_source(data["source"], data["path"], "data.path", cache)
     for name, found in [("num_classes", dataset.num_classes), ("num_images", dataset.num_images)]:
         given = data[name]
         if given and given != found:
@@ -193,15 +205,6 @@ def open_set(path: str | os.PathLike[str], cache: str | None = None) -> FaceData
     return TarDataset(place, cache) if place.suffix == ".tar" else ListDataset(place)
 
 
-def _open_source(source: str, path: str, key: str, data: Mapping[str, Any], seed: int, cache: str | None) -> FaceDataset:
-    sources: dict[str, Callable[[], FaceDataset]] = {
-        "recordio": lambda: RecordDataset(path, cache),
-        "folder": lambda: FolderDataset(path),
-        "list": lambda: ListDataset(path),
-        "tar": lambda: TarDataset(path, cache),
-        "synthetic": lambda: SyntheticDataset(data["num_classes"], data["num_images"], seed),
-    }
-    if source not in sources:
-        raise ValueError(f"data.source must be one of {', '.join(sources)}, got '{source}'")
-    with prefix_errors("data.num_classes, data.num_images" if source == "synthetic" else key):
-        return sources[source]()
+def _open_source(source: str, path: str, key: str, cache: str | None) -> FaceDataset:
+    with prefix_errors(key):
+        return SOURCES[source](path, cache)

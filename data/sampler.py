@@ -11,13 +11,12 @@ block   blocks of images that lie together in the file come in random order, and
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from utils.randomness import derive, permute, uniform
 
-ORDERS = ("full", "block")
 _TOGETHER = 16  # steps computed at once: for a small batch numpy's calls cost more than their work
 
 
@@ -35,7 +34,7 @@ class SampleOrder:
     Args:
         flip: mirror each image with probability 1/2.
         epoch_indices: FaceDataset.epoch_indices, for a mixture of sets; positions are the samples by default.
-        shuffle: one of ORDERS.
+        shuffle: the order, see above.
         block, window: for `block`: images in a block, and blocks that are mixed with one another.
     """
 
@@ -45,17 +44,13 @@ class SampleOrder:
         batch_size: int,
         seed: int,
         flip: bool,
-        shuffle: str = "full",
+        shuffle: Literal["full", "block"] = "full",
         block: int = 1024,
         window: int = 64,
         epoch_indices: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
     ) -> None:
         if num_images < 1:
-            raise ValueError("data: the set has no images")
-        if shuffle not in ORDERS:
-            raise ValueError(f"data.shuffle must be one of {', '.join(ORDERS)}, got '{shuffle}'")
-        if block < 1 or window < 1:
-            raise ValueError(f"data.block and data.window must be at least 1, got {block} and {window}")
+            raise ValueError("the set has no images")
         self.num_images, self.batch_size, self.seed, self.flip = num_images, batch_size, seed, flip
         self.block, self.window_size = min(block, num_images), min(block, num_images) * window
         self.epoch_indices = epoch_indices

@@ -21,8 +21,6 @@ class TolerantDataset(FaceDataset):
     """A dataset whose bad samples are replaced, until more than `max_bad_fraction` of its images were found bad."""
 
     def __init__(self, dataset: FaceDataset, seed: int, max_bad_fraction: float) -> None:
-        if not 0.0 <= max_bad_fraction < 1.0:
-            raise ValueError(f"data.max_bad_fraction must be in [0, 1), a share of the images, got {max_bad_fraction}")
         self.dataset, self.seed, self.max_bad_fraction = dataset, seed, max_bad_fraction
         self.num_images, self.num_classes = dataset.num_images, dataset.num_classes
         self.warnings = dataset.warnings

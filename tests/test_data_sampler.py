@@ -103,12 +103,6 @@ def test_full_order_announces_nothing_in_bulk():
     assert not len(SampleOrder(1000, 10, 0, False).read_ahead(0, 0))
 
 
-@pytest.mark.parametrize(("keys", "message"), [({"shuffle": "sorted"}, "data.shuffle"), ({"block": 0}, "data.block")])
-def test_orders_that_do_not_exist_are_refused(keys: dict[str, object], message: str):
-    with pytest.raises(ValueError, match=message):
-        SampleOrder(10, 2, 0, False, **{"shuffle": "block", **keys})  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("wrong", [(8, 1, 3), (1024, 1, 6), (7, 7, 1), (1, 1, 1), (12, 4, 2), (1000, 8, 64), (512, 1, 512)])
 def test_a_batch_that_cannot_be_shared_is_an_error_whose_choices_all_work(wrong: tuple[int, int, int]):
     batch_size, accumulation, world_size = wrong
