@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_runs import write_dataset
+
+from configs import load_config
+from configs.loader import SCHEMA
 
 ROOT = Path(__file__).parent.parent
 
@@ -131,6 +135,49 @@ def test_torchrun_shows_its_purpose_and_the_options_of_torchrun(tmp_path: Path):
         [sys.executable, ROOT / "scripts/launch/torchrun.py", "--help"], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 0 and "without its traceback" in done.stdout and "--max-restarts" in done.stdout
+
+
+def _damage(folder: Path, what: str) -> None:
+    """Make a sound set one that no program takes."""
+    if what == "no set":
+        for path in folder.iterdir():
+            path.unlink()
+    elif what == "classes":
+        (folder / "property").write_text("5,112,112")
+    elif what == "index":
+        (folder / "train.idx").write_text("0\tx\n")
+    else:
+        (folder / "train.rec").write_bytes(b"")
+
+
+@pytest.mark.parametrize("what", ["no set", "classes", "index", "records"])
+def test_a_tool_names_no_key_of_a_configuration_that_its_user_did_not_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+):
+    """A set is the value of data.path in a training, and a word of the command line elsewhere."""
+    keys = {f"{section}.{key}" for section, entries in load_config(SCHEMA).items() for key in entries}
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write_dataset(folder)
+    _damage(folder, what)
+    start = ["configs/base.yaml", f"data.path={folder}", f"run.output={tmp_path}", "data.index_cache=off", "eval.targets=[]"]
+    assert importlib.import_module("train").main([*start, "--check"]) == 1
+    assert capsys.readouterr().err.startswith("error: data.path: ")
+    out = tmp_path / "out"
+    for module, arguments in {
+        "scripts.data.inspect": [folder, "--out", out],
+        "scripts.data.verify": [folder],
+        "scripts.data.filter": [folder, out],
+        "scripts.data.merge": [folder, folder, "--out", out],
+        "scripts.data.split": [folder, out],
+        "scripts.data.shuffle": [folder, out],
+        "scripts.data.rec_to_folder": [folder, out],
+        "scripts.data.show_augmentation": [folder, tmp_path / "sheet.png"],
+        "scripts.data.pairs_to_bin": ["sample", folder, tmp_path / "pairs.bin"],
+    }.items():
+        assert importlib.import_module(module).main(list(map(str, arguments))) == 1, module
+        said = capsys.readouterr().err
+        assert str(folder) in said and not [key for key in keys if key in said], f"{module}: {said}"
 
 
 def test_usage_of_train_says_that_overrides_are_optional(capsys: pytest.CaptureFixture[str]):

@@ -37,6 +37,28 @@ _DROPPED = {
     "dataset": "names a set; data.path does",
     "decay_epoch": "no steps in the learning rate; schedule.power",
 }
+# key here: key there that its value was made of, for those that configs/ may refuse
+_MADE_OF = {
+    "backbone.embedding_size": "embedding_size",
+    "data.num_classes": "num_classes",
+    "data.num_images": "num_image",
+    "data.path": "rec",
+    "eval.every": "verbose",
+    "eval.targets": "val_targets",
+    "head.interclass_filtering_threshold": "interclass_filtering_threshold",
+    "log.every": "frequent",
+    "loss.": "margin_list",
+    "optimizer.lr": "lr",
+    "optimizer.name": "optimizer",
+    "optimizer.weight_decay": "weight_decay",
+    "run.name": "output",
+    "run.output": "output",
+    "run.seed": "seed",
+    "schedule.warmup_epochs": "warmup_epoch",
+    "train.accumulation": "gradient_acc",
+    "train.batch_size": "batch_size",
+    "train.epochs": "num_epoch",
+}
 _SECRET = re.compile(r"key|token|secret|password", re.I)
 _OLD_MARGINS = {"arcface": [1.0, 0.5, 0.0], "cosface": [1.0, 0.0, 0.4]}  # the key `loss` of 2021
 
@@ -71,7 +93,8 @@ def convert(options: argparse.Namespace) -> None:
         try:
             load_config(trial, (), NAMED)
         except ValueError as error:
-            raise ValueError(f"{options.file}: cannot be converted: {str(error).replace(str(trial), name)}") from None
+            said = str(error).replace(f"{trial}: ", "").replace(str(trial), name)
+            raise ValueError(f"{_place_of(said, given) or options.file}: cannot be converted: {said}") from None
     if options.out is None:
         print(text, end="")
     else:
@@ -80,6 +103,12 @@ def convert(options: argparse.Namespace) -> None:
         print(f"{options.out}: written; start with {translation.command(str(options.out))}")
     for line in lost:
         print(f"note: {line}", file=sys.stderr)
+
+
+def _place_of(said: str, given: dict[str, Given]) -> str:
+    """Return line and key there of what an error says of a key here, "" where it names none."""
+    named = [(said.find(ours), theirs) for ours, theirs in _MADE_OF.items() if ours in said and theirs in given]
+    return f"{given[min(named)[1]].place}: config.{min(named)[1]}" if named else ""
 
 
 class Translation:
