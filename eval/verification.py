@@ -7,16 +7,14 @@ of equals. A prediction is a strict comparison, distance < threshold, everywhere
 Shapes: N = images, D = embedding size, P = pairs, F = folds, T = thresholds.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from .operating_points import FAR_TARGETS, OperatingPoint, exact_fold_accuracy, minimum_dcf, operating_points
+from .operating_points import OperatingPoint, exact_fold_accuracy, minimum_dcf, operating_points
 
 FOLDS = 10  # of the published protocol, by which every set is scored
 _ACCURACY_THRESHOLDS = (4.0, 0.01)  # end (exclusive), step
-_VAL_THRESHOLDS = (4.0, 0.001)
 _ROWS_AT_ONCE = 256  # float64 differences of so many rows stay in the processor's cache
 
 
@@ -155,43 +153,6 @@ def fold_accuracy(distances: np.ndarray, same: np.ndarray, num_folds: int = FOLD
     # Counts, not rates: the best threshold of the other folds is the same, and no rounding enters the comparison.
     best = np.argmax(correct.sum(axis=0) - correct, axis=1)  # (F,), the first of equals
     return correct[np.arange(num_folds), best] / num_pairs, thresholds[best]
-
-
-def val_at_far(
-    distances: np.ndarray, same: np.ndarray, far_target: float = 1e-3, num_folds: int = FOLDS
-) -> tuple[float, float, float] | None:
-    """Return the protocol's (VAL, its standard deviation, FAR): TAR and FAR on held-out folds, from distances (P,).
-
-    The threshold of a fold is where the FAR of the other folds, interpolated linearly between 0, 0.001, ..., 3.999, is
-    far_target: at a repeated FAR the last threshold begins a segment and the first ends one. None where a fold, or all
-    the others, lack one kind of pair.
-    """
-    thresholds = np.arange(0, *_VAL_THRESHOLDS)
-    _, accepted_impostor, sizes = _count_accepted(distances, same, num_folds, thresholds)
-    if (sizes == 0).any():
-        return None
-    num_train = sizes[:, 1].sum() - sizes[:, 1]  # (F,)
-    far_train = (accepted_impostor.sum(axis=0) - accepted_impostor) / num_train[:, None]  # (F, T), ascending
-    fold_of_pair = _fold_of_pair(same.size, num_folds)
-    rates = []
-    for fold, far in enumerate(far_train):
-        right = int(np.searchsorted(far, far_target, side="right"))  # the first threshold with a larger FAR
-        if right < far.size:
-            weight = (far_target - far[right - 1]) / (far[right] - far[right - 1])
-            threshold = thresholds[right - 1] + weight * (thresholds[right] - thresholds[right - 1])
-        else:
-            threshold = thresholds[-1] if far[-1] == far_target else 0.0  # 0: no threshold reaches the target
-        accepted, is_same = distances[fold_of_pair == fold] < threshold, same[fold_of_pair == fold]
-        rates.append((np.mean(accepted[is_same]), np.mean(accepted[~is_same])))
-    val, far_test = np.array(rates).T
-    return float(np.mean(val)), float(np.std(val)), float(np.mean(far_test))
-
-
-def true_accept_rates(
-    genuine: np.ndarray, impostor: np.ndarray, far_targets: Sequence[str] = FAR_TARGETS
-) -> dict[str, float | None]:
-    """Return FAR -> TAR from sorted distances, at the threshold with the largest FAR that is not above the target."""
-    return {point.target: point.tar for point in operating_points(genuine, impostor, far_targets)}
 
 
 def area_under_roc(genuine: np.ndarray, impostor: np.ndarray) -> float:

@@ -23,11 +23,6 @@ class Noise:
         self._tables: dict[str, Tensor] = {}  # made when first used
         self._offset = 0
 
-    @property
-    def bytes_held(self) -> int:
-        """Bytes of the tables."""
-        return sum(table.nbytes for table in self._tables.values())
-
     def begin(self, seed: int) -> None:
         """Set the seed of what follows, for example one of each optimizer step."""
         self._offset = seed % _VALUES

@@ -54,8 +54,3 @@ class Workspace:
         block = self._cache[self._used : self._used + size].view(dtype).view(shape)
         self._used += -(-size // 64) * 64  # rows of the next block start at a cache line
         return block
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes of all buffers and the cache."""
-        return sum(buffer.nbytes for buffer in self._buffers.values()) + self._cache.nbytes

@@ -92,6 +92,11 @@ def active_classes(head: PartialFC) -> Tensor:
     return active
 
 
+def bytes_of_workspace(head: PartialFC) -> int:
+    """Return the bytes of the head's buffers and of its cache of exponentials."""
+    return sum(buffer.nbytes for buffer in head.workspace._buffers.values()) + head.workspace._cache.nbytes
+
+
 def relative(value: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference over the norm of the expected, in float64."""
     return float((value.double() - expected.double()).norm() / expected.double().norm())

@@ -240,7 +240,7 @@ def test_reader_refuses_parts_that_join_to_2_to_the_29_bytes(tmp_path: Path) -> 
         file.seek(first, 1)
         file.write(struct.pack("<4sI", MAGIC, 3 << 29 | 0))
     with pytest.raises(ValueError, match="byte 0: the parts of this record add up"):
-        RecordFile(path).read_at(0)
+        RecordFile(path).read_until(0)
 
 
 def test_records_behind_4_gib_are_read(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_files_appear_only_when_the_writer_closes(tmp_path: Path) -> None:
 def test_a_part_that_goes_on_must_have_a_length_of_whole_words(tmp_path: Path) -> None:
     (tmp_path / "train.rec").write_bytes(struct.pack("<4sI4s4sI", MAGIC, 1 << 29 | 3, b"abc", MAGIC, 3 << 29))
     with pytest.raises(ValueError, match="byte 0: a part of 3 bytes does not fit here"):
-        RecordFile(tmp_path / "train.rec").read_at(0)
+        RecordFile(tmp_path / "train.rec").read_until(0)
 
 
 def _hashes(records: IndexedRecordFile) -> list[str]:

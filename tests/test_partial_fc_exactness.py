@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dense_reference import DenseHead, active_classes, all_centres, dense_loss, near_their_centres, relative
+from dense_reference import DenseHead, active_classes, all_centres, bytes_of_workspace, dense_loss, near_their_centres, relative
 from rounding import bf16_half_step, head_bounds, rounding_bound
 from torch import Tensor
 
@@ -325,7 +325,7 @@ def test_buffers_do_not_grow_after_the_first_step_nor_with_the_classes():
             head.begin_step(torch.arange(16)[None], step)
             head(torch.randn(16, 32))
             head.step(0.1)
-            sizes.append(head.workspace.bytes_held)
+            sizes.append(bytes_of_workspace(head))
         assert sizes[0] == sizes[2]
         held.append(sizes[0])
     assert held[0] == held[1] > 0

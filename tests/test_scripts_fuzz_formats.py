@@ -1,5 +1,6 @@
 """The fuzzer over all inputs finds nothing; broken readers are found, each kind of bad end; what it once found is mended."""
 
+import base64
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from tqdm import tqdm
 from scripts.attack import fuzz as fuzz_formats
 from scripts.attack import fuzz_inputs
 from scripts.attack.fuzz_cases import Outcome, find_program
-from scripts.attack.fuzz_files import Case, Fifo, Folder, Link, Place, dump_case, finds_below, load_case
+from scripts.attack.fuzz_files import Case, Entry, Fifo, Folder, Link, Place, dump_case
 from scripts.attack.fuzz_finds import minimise, run_one
 from scripts.attack.fuzz_grammar import saved
 from scripts.attack.fuzz_inputs import Input, make_case
@@ -196,6 +198,21 @@ def test_success_and_one_line_are_no_finds(tmp_path: Path, monkeypatch: pytest.M
     assert _outcome(_refuses_behind_a_bar, tmp_path / "c", monkeypatch).kind == "refused"
 
 
+def _load_entry(entry: Any) -> Entry:
+    if entry is None or isinstance(entry, str):
+        return entry if entry is None else entry.encode("ascii")
+    if "base64" in entry:
+        return base64.b64decode(entry["base64"])
+    return Link(entry["link"]) if "link" in entry else Fifo() if "fifo" in entry else Folder()
+
+
+def _load_case(path: Path) -> tuple[dict[str, Any], Case]:
+    """Return the facts and the case that `dump_case` wrote."""
+    tree = json.loads(path.read_text())
+    files = {name: _load_entry(entry) for name, entry in tree.pop("files").items()}
+    return tree, Case(tree.pop("command"), files)
+
+
 def test_a_find_is_made_small_and_kept_with_the_command_that_repeats_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -208,7 +225,7 @@ def test_a_find_is_made_small_and_kept_with_the_command_that_repeats_it(
     arguments = ["--inputs", "image", "--cases", "40", "--minutes", "1", "--out", str(tmp_path / "finds")]
     assert fuzz_formats.main(arguments) == 1
     said = capsys.readouterr().out
-    kept = [load_case(path) for path in (tmp_path / "finds").glob("*/case.json")]
+    kept = [_load_case(path) for path in (tmp_path / "finds").glob("*/case.json")]
     facts, case = next((facts, case) for facts, case in kept if case.command[0].endswith(":image"))
     assert facts["kind"].startswith("traceback: KeyError") and facts["repeat"] in said
     content = case.files["image"]
@@ -246,12 +263,12 @@ def test_no_case_holds_a_file_that_is_only_long():
 def test_cases_come_back_from_json(tmp_path: Path):
     files = {"a": b"text", "b": b"\xff\0", "c/d": None, "l": Link("/dev/zero"), "p": Fifo(), "f": Folder(), "\udcff": b""}
     (tmp_path / "case.json").write_text(dump_case(Case(["train", "x"], files), {"input": "list"}))
-    assert load_case(tmp_path / "case.json") == ({"input": "list"}, Case(["train", "x"], files))
+    assert _load_case(tmp_path / "case.json") == ({"input": "list"}, Case(["train", "x"], files))
 
 
-@pytest.mark.parametrize("path", list(finds_below(FINDS)), ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize("path", sorted(FINDS.glob("*/*.json")), ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_what_was_found_is_mended(path: Path, inputs: dict[str, Input], tmp_path: Path):
-    facts, case = load_case(path)
+    facts, case = _load_case(path)
     entry = inputs[facts["input"]]
     outcome = run_one(case, Place.below(tmp_path / "place"), entry.sound, entry.memory)
     assert not outcome.is_find, f"{outcome.kind}: {outcome.detail}"

@@ -89,10 +89,6 @@ class RecordFile:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._open().fileno(), offset, length, os.POSIX_FADV_WILLNEED)
 
-    def read_at(self, offset: int) -> bytes | memoryview:
-        """Return the record whose first part starts at byte `offset`."""
-        return self.read_until(offset)[0]
-
     def read_until(self, offset: int) -> tuple[bytes | memoryview, int]:
         """Return the record that starts at byte `offset`, and the byte after it and its padding."""
         return self._record(self.view, 0, offset)

@@ -7,7 +7,7 @@ import base64
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,18 +113,6 @@ def dump_case(case: Case, facts: Mapping[str, Any]) -> str:
     )
 
 
-def load_case(path: Path) -> tuple[dict[str, Any], Case]:
-    """Return what `dump_case` wrote: facts and case."""
-    tree = json.loads(path.read_text())
-    files = {name: _load(entry) for name, entry in tree.pop("files").items()}
-    return tree, Case(tree.pop("command"), files)
-
-
-def finds_below(folder: Path) -> Iterator[Path]:
-    """Yield the finds that are kept as fixtures, FOLDER/INPUT/NAME.json."""
-    return (path for path in sorted(folder.glob("*/*.json")) if os.path.isfile(path))
-
-
 def _dump(entry: Entry) -> Any:
     if isinstance(entry, bytes):
         try:
@@ -139,11 +127,3 @@ def _dump(entry: Entry) -> Any:
         if entry is not None
         else None
     )
-
-
-def _load(entry: Any) -> Entry:
-    if entry is None or isinstance(entry, str):
-        return entry if entry is None else entry.encode("ascii")
-    if "base64" in entry:
-        return base64.b64decode(entry["base64"])
-    return Link(entry["link"]) if "link" in entry else Fifo() if "fifo" in entry else Folder()

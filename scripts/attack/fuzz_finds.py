@@ -1,4 +1,4 @@
-"""What the fuzzer found: made small, written down, and read again."""
+"""What the fuzzer found: made small, and written down."""
 
 if __name__ == "__main__":
     raise SystemExit("error: scripts/attack/fuzz_finds.py is no program; python -m scripts lists them")
