@@ -1,20 +1,32 @@
 """List the programs: python -m scripts"""
 
 import ast
+import sys
 from pathlib import Path
+
+from utils.cli import leave_closed_output
 
 _ROOT = Path(__file__).parent
 
 
 def main() -> int:
-    """Print each program's name and purpose, the first line of its docstring, by folder; return the exit status."""
+    """List the programs; return the exit status."""
+    try:
+        list_programs()
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        return leave_closed_output(error)
+    return 0
+
+
+def list_programs() -> None:
+    """Print each program's name and purpose, the first line of its docstring, by folder."""
     for folder in [_ROOT, *sorted(path.parent for path in _ROOT.rglob("*/__init__.py"))]:
         programs = [line for path in sorted(folder.glob("*.py")) if (line := _line_of(path))]
         if programs:
             purpose, _, _ = _docstring_of(folder / "__init__.py").partition("\n")
             print(f"{'' if folder == _ROOT else chr(10)}{purpose}", *programs, sep="\n    ")
     print("\nEach explains itself with --help. Training: python train.py --help. Evaluation: python -m eval --help.")
-    return 0
 
 
 def _docstring_of(path: Path) -> str:

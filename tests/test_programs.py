@@ -4,8 +4,10 @@ import argparse
 import contextlib
 import importlib
 import io
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +130,17 @@ def test_the_list_of_programs_is_complete():
     done = subprocess.run([sys.executable, "-m", "scripts"], capture_output=True, text=True, cwd=ROOT)
     named = set(re.findall(r"^    python -m (scripts[.\w]+) ", done.stdout, re.M))
     assert done.returncode == 0 and named == {*PROGRAMS, "scripts.launch.torchrun"} and len(PROGRAMS) > 30
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("command", [["-m", "scripts"], ["train.py", "configs/base.yaml", "--print-config"]])
+def test_a_program_whose_output_nobody_reads_ends_quietly(command: list[str], buffered: bool):
+    reader, writer = os.pipe()
+    os.close(reader)  # as head does when it has its lines
+    environment = {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
+    done = subprocess.run([sys.executable, *command], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT, env=environment)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_torchrun_shows_its_purpose_and_the_options_of_torchrun(tmp_path: Path):

@@ -1,7 +1,9 @@
-"""What the command lines share: a parser whose --help shows the module's docstring and defaults, options, a progress bar."""
+"""What the command lines share: a parser whose --help shows docstring and defaults, options, a progress bar, an early end."""
 
 import argparse
 import os
+import select
+import signal
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -41,6 +43,20 @@ def make_parser(command: str, docstring: str | None) -> Parser:
 def progress(items: Iterable, total: int | None, what: str, unit: str) -> tqdm:
     """Return the items under a progress bar, which writes some lines only where no one watches."""
     return tqdm(items, total=total, desc=what, unit=unit, mininterval=0.1 if os.isatty(2) else 5.0)
+
+
+def leave_closed_output(error: BrokenPipeError) -> int:
+    """Return the exit status of a program whose output nobody reads any more, as with `| head`; what it still holds is dropped.
+
+    Raises:
+        BrokenPipeError: the error itself, where it is that of another pipe.
+    """
+    poll = select.poll()
+    poll.register(1, 0)
+    if not poll.poll(0):
+        raise error
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where Python writes what is left when it ends
+    return 128 + signal.SIGPIPE  # as shells give it
 
 
 def int_in_range(low: int, high: int | None = None) -> Callable[[str], int]:

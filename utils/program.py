@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from . import distributed
+from .cli import leave_closed_output
 from .distributed import LostPeerError, RendezvousError, SharedError
 from .distributed.parent import ask_to_die_with_parent, follow_parent
 from .text import PrintableOutput, one_line
@@ -107,6 +108,7 @@ def run_main(run: Callable[[], None]) -> int:
     try:
         with contextlib.redirect_stdout(PrintableOutput(sys.stdout)):
             run()
+        sys.stdout.flush()
         distributed.stop()
         return 0
     except SharedError as error:
@@ -117,6 +119,8 @@ def run_main(run: Callable[[], None]) -> int:
         _say(f"error: {f'rank {rank}: ' if several else ''}{error}")
         if "TORCHELASTIC_RUN_ID" in os.environ and not isinstance(error, RendezvousError):
             status = USER_ERROR
+    except BrokenPipeError as error:
+        status = leave_closed_output(error)
     except OSError as error:
         if error.filename is None or error.strerror is None:
             raise
