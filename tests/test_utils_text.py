@@ -9,7 +9,7 @@ import cv2
 import markdown
 import numpy as np
 import pytest
-from test_eval_program import CPU, _network, _write_set
+from test_eval_main import CPU, _network, _write_set
 from tiny_runs import tiny_run, write_dataset
 
 import train
