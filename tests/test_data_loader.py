@@ -1,10 +1,12 @@
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from data import loader as loader_module
 from data.augment import prepare
 from data.loader import Loader
 from data.sampler import SampleOrder
@@ -17,7 +19,8 @@ class Numbered:
 
     def __init__(self, broken: int = -1, slow: float = 0.0) -> None:
         self.broken, self.slow = broken, slow
-        self.prefetched: list[int] = []
+        self.prefetched: list[int] = []  # announced, when their batch is begun
+        self.decoded = 0
 
     def prefetch(self, index: int) -> None:
         self.prefetched.append(index)
@@ -30,7 +33,15 @@ class Numbered:
             raise ValueError(f"record {index} of numbered.rec: cannot be decoded")
         time.sleep(self.slow)
         out[...] = index % 256
+        self.decoded += 1
         return index
+
+    def settle(self) -> None:
+        """Wait until every image that was begun is decoded; for one decoder thread."""
+        deadline = time.monotonic() + 30
+        while self.decoded < len(self.prefetched):
+            assert time.monotonic() < deadline, "an image was begun and never decoded"
+            time.sleep(0.0005)
 
 
 def _loader(dataset: Numbered, threads: int, first: int = 0, last: int = 6, prefetch: int = 3) -> Loader:
@@ -63,11 +74,14 @@ def test_starting_in_the_middle_continues_the_order():
     assert [batch.labels.tolist() for batch in _loader(Numbered(), 2, first=4)] == whole[4:]
 
 
-def test_a_batch_in_use_is_not_overwritten_by_those_decoded_ahead():
-    for batch in _loader(Numbered(), 2, last=12, prefetch=1):
-        before = batch.images.clone()
-        time.sleep(0.002)
-        assert torch.equal(batch.images, before)
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_a_batch_in_use_is_not_overwritten_by_those_decoded_ahead(prefetch: int):
+    dataset, order = Numbered(), SampleOrder(100, batch_size=7, seed=4, flip=True)
+    for step, batch in enumerate(_loader(dataset, 1, last=12, prefetch=prefetch)):
+        dataset.settle()
+        assert dataset.decoded == 7 * min(step + prefetch, 12)  # so many batches ahead
+        expected = torch.from_numpy(order.samples(step).indices % 256)[:, None, None, None]
+        assert (batch.images == expected).all()
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -92,12 +106,48 @@ def test_a_broken_read_ahead_ends_the_loop():
         list(loader)
 
 
-def test_waiting_is_counted_where_the_decoder_is_the_slower_one():
-    slow, fast = _loader(Numbered(slow=0.003), 1, last=12), _loader(Numbered(), 1, last=12)
-    list(slow)
-    for _ in fast:
-        time.sleep(0.03)
-    assert slow.waited > 0.003 * 7 * 5 and fast.waited < 0.5 * slow.waited
+class Clock:
+    """Stands in for the clock of the loader: it goes on only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now, self.was_read = 0.0, threading.Event()
+
+    def perf_counter(self) -> float:
+        self.was_read.set()
+        return self.now
+
+
+class Slow(Numbered):
+    """Decoding a batch takes five seconds from the moment at which the loader begins to wait for it."""
+
+    def __init__(self, clock: Clock, batch_size: int) -> None:
+        super().__init__()
+        self.clock, self.batch_size = clock, batch_size
+
+    def decode_into(self, index: int, out: np.ndarray) -> int:
+        if self.decoded % self.batch_size == 0:
+            assert self.clock.was_read.wait(30), "the loader does not look at its clock before it waits"
+            self.clock.now += 5.0
+        return super().decode_into(index, out)
+
+
+def test_what_the_loop_waits_for_the_decoder_is_counted_but_for_the_first_batch(monkeypatch: pytest.MonkeyPatch):
+    clock = Clock()
+    monkeypatch.setattr(loader_module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    loader = _loader(Slow(clock, 7), 1, prefetch=1)  # a batch is begun when the one before is given back
+    for _ in loader:
+        clock.now += 60.0  # the work of the consumer is no waiting
+        clock.was_read.clear()
+    assert loader.waited == 5 * 5.0 and clock.now == 6 * 65.0
+
+
+def test_a_loop_that_is_slower_than_the_decoder_waits_for_nothing(monkeypatch: pytest.MonkeyPatch):
+    clock = Clock()
+    monkeypatch.setattr(loader_module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    loader = _loader(Numbered(), 1)
+    for _ in loader:
+        clock.now += 60.0
+    assert loader.waited == 0.0 and clock.now == 6 * 60.0
 
 
 @pytest.mark.numeric

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense_reference import all_centres, dense_loss, near_their_centres, relative
+import torch.nn.functional as F
+from dense_reference import DenseHead, all_centres, dense_loss, near_their_centres, relative
 from rounding import head_bounds
 
 from losses import build_margin
+from partial_fc import PartialFC, RowSGD
 from scripts.benchmark import capacity, plot_head
 from scripts.benchmark import head as benchmark_head
 from scripts.benchmark import numerics as compare_head_numerics
@@ -127,9 +129,42 @@ def test_a_card_gives_its_memory_and_its_limits(capsys: pytest.CaptureFixture[st
     assert _capacity(capsys, "--card", "v100", "--precision", "fp16")[0] == 0
 
 
-def test_the_comparison_of_formats_runs(tmp_path: Path):
-    file = tmp_path / "numerics.json"
-    assert compare_head_numerics.main(["--classes", "1024", "--steps", "3", "--seeds", "1", "--json", str(file)]) == 0
+@pytest.mark.numeric
+def test_the_comparison_scores_a_head_as_the_dense_softmax_does():
+    task = compare_head_numerics.make_task(96)
+    embeddings, labels = task.draw(torch.Generator().manual_seed(0), 64)
+    margin = build_margin("arcface", scale=64.0, margin=0.5)
+    found = compare_head_numerics.score(PartialFC(margin, 96, task.means.shape[1], seed=3), embeddings, labels)
+    centres = all_centres(96, task.means.shape[1], 3).double()
+    cosine = F.normalize(embeddings.double()) @ F.normalize(centres).t()
+    nearest = [max(cosine[i, k].item() for k in range(96) if k != label) for i, label in enumerate(labels.tolist())]
+    loss_bound, _ = head_bounds(64.0, task.means.shape[1], 64)
+    assert found["loss"] == pytest.approx(dense_loss(margin, embeddings.double(), centres, labels).item(), abs=loss_bound)
+    assert found["positive_cosine"] == pytest.approx(cosine[torch.arange(64), labels].mean().item(), abs=loss_bound / 64)
+    assert found["hardest_negative"] == pytest.approx(sum(nearest) / 64, abs=loss_bound / 64)
+
+
+@pytest.mark.numeric
+def test_the_comparison_trains_every_format_as_the_dense_head_and_sampled_classes_less(tmp_path: Path):
+    file, classes, steps = tmp_path / "numerics.json", 1024, 3
+    arguments = ["--classes", str(classes), "--steps", str(steps), "--seeds", "1", "--json", str(file)]
+    assert compare_head_numerics.main(arguments) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [row["case"] for row in rows] == list(compare_head_numerics.CASES)
-    assert all(0 < row["loss"] < 100 for row in rows)
+    task = compare_head_numerics.make_task(classes)
+    centres = all_centres(classes, task.means.shape[1], 0)
+    dense = DenseHead(build_margin("arcface", scale=64.0, margin=0.5), centres, RowSGD(0.9, 5e-4))
+    generator = torch.Generator().manual_seed(3)
+    for step in range(steps):
+        dense.step(*task.draw(generator, 512), 0.02 * (1 - step / steps))
+    embeddings, labels = task.draw(torch.Generator().manual_seed(77), 2048)
+    before, after = (
+        dense_loss(dense.margin, embeddings.double(), weight, labels).item() for weight in (centres.double(), dense.centres)
+    )
+    loss = {row["case"]: row["loss"] for row in rows}
+    assert loss["exact"] == pytest.approx(after, abs=steps**0.5 * head_bounds(64.0, 256, 512)[0])
+    for case in ("lean", "tiny", "bf16, round to nearest"):  # each rounds every number of a centre by 2^-8 of it at most
+        assert loss[case] == pytest.approx(after, abs=64.0 * 2**-8) and loss[case] != loss["exact"]
+    for case in ("uniform, rate 0.2", "neighbours, rate 0.2"):  # a class that is not drawn does not move
+        assert after + 64.0 * 2**-8 < loss[case] < before - 64.0 * 2**-8
+    assert [row["relative_to_exact"] for row in rows] == pytest.approx([value / loss["exact"] - 1 for value in loss.values()])

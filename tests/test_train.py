@@ -55,7 +55,8 @@ def test_training_learns_evaluates_and_leaves_a_complete_run_folder(dataset: Pat
     losses = [record["loss"] for record in read_metrics(run).values()]
     assert len(losses) == 6 * NUM_IMAGES // 8
     assert np.mean(losses[-5:]) < 0.5 * losses[0]
-    assert read_metrics(run, "tiny")[45]["accuracy"] >= 0.5
+    scored = read_metrics(run, "tiny")[45]  # a coin reaches 0.85 in one of 776 sets of 20 pairs
+    assert scored["accuracy"] >= 0.85 and scored["auc"] >= 0.9
     for name in ("config.yaml", "train.log", "results.json", "results.md", "verification.png", "tensorboard"):
         assert (run / name).exists(), name
     assert [int(path.name[5:]) for path in list_checkpoints(run)][-2:] == [44, 45]
