@@ -1,4 +1,7 @@
-"""An independent head for tests: float64, all logits whole, autograd, every row updated by the textbook formula."""
+"""The one independent head of the tests: float64, all logits whole, autograd, every row updated by the textbook formula.
+
+It takes margins in the type of its embeddings: `copy.deepcopy(margin).double()` where a margin keeps statistics.
+"""
 
 import copy
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from dense_reference import dense_loss
 
 from losses import build_margin
 from losses.first_loss import expected_first_loss, judge_first_loss
@@ -22,11 +23,7 @@ def _first_loss(margin: Margin, num_classes: int, dim: int, batch: int, alike: f
     common, own = (torch.randn(rows, dim, generator=generator, dtype=torch.float64) for rows in (1, batch))
     embeddings = F.normalize(math.sqrt(alike) * common + math.sqrt(1 - alike) * own)
     labels = torch.randperm(num_classes, generator=generator)[:batch]
-    cosine = embeddings @ centres.T
-    rows = torch.arange(batch)
-    logits = margin.scale * cosine
-    logits[rows, labels] = margin.target(cosine[rows, labels], torch.ones(batch, dtype=torch.float64))
-    return float(F.cross_entropy(logits, labels))
+    return float(dense_loss(margin, embeddings, centres, labels))
 
 
 @pytest.mark.parametrize("alike", [0.0, 1.0])

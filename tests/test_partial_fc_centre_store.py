@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from dense_reference import all_centres, near_their_centres, relative
+from dense_reference import active_classes, all_centres, dense_loss, near_their_centres, relative
 from rounding import head_bounds, rounding_bound
 from saving import save_now
 from torch import Tensor
@@ -267,8 +267,6 @@ def test_sampling_with_decay_equals_a_dense_optimizer_over_all_rows():
     order = torch.from_numpy(head.shard_classes())
     weight = torch.nn.Parameter(centres.double())
     dense = torch.optim.SGD([weight], 0.05, 0.9, weight_decay=1e-2)
-    from dense_reference import active_classes, dense_loss
-
     loss_bound, gradient_bound = head_bounds(32.0, D, 8)
     for step in range(30):
         x, labels = near_their_centres(centres, 8, step)

@@ -7,15 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from dense_reference import relative
+from dense_reference import all_centres, dense_loss, near_their_centres, relative
 from rounding import bf16_half_step, head_bounds, rounding_bound
 from torch import Tensor, nn
 
 from losses import build_margin
 from losses.margin import Margin
 from partial_fc import HeadConfig, PartialFC, RowSGD
-from partial_fc.shard import initial_centres, shard_range, slots_of_classes
+from partial_fc.shard import initial_centres, shard_range
 
 pytestmark = pytest.mark.numeric
 
@@ -89,35 +88,11 @@ def _margin(name: str) -> Margin:
     return build_margin(name, **({} if name == "combined" else {"margin": 0.4}))
 
 
-def _all_centres(num_classes: int, seed: int) -> Tensor:
-    """Return the (C, D) first centres in class order."""
-    slots = slots_of_classes(np.arange(num_classes), num_classes, seed)
-    return initial_centres(0, num_classes, D, seed)[torch.from_numpy(slots)]
-
-
-def _dense_loss(margin: Margin, embeddings: Tensor, centres: Tensor, labels: Tensor) -> Tensor:
-    cosine = F.normalize(embeddings) @ F.normalize(centres).t()
-    own = cosine.gather(1, labels[:, None])
-    norm = embeddings.norm(dim=1)
-    state = margin.observe(own.squeeze(1).detach().float(), norm.detach().float())
-    logits = margin.negatives(cosine, own, state)
-    logits = logits.scatter(1, labels[:, None], margin.target(own.squeeze(1), norm, state)[:, None])
-    return F.cross_entropy(logits, labels)
-
-
-def _data(num_classes: int, rows: int, centres: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
-    """Return (rows, D) embeddings near their centres, some far, and labels with repeats."""
-    generator = torch.Generator().manual_seed(step)
-    labels = torch.randint(num_classes, (rows,), generator=generator)
-    noise = torch.randn(rows, D, generator=generator)
-    return 5 * (F.normalize(centres[labels]) + torch.linspace(0, 1, rows)[:, None] * noise), labels
-
-
 def _compare_with_dense(rank: int, world_size: int, num_classes: int, margin_name: str) -> None:
     margin, rows = _margin(margin_name), 6
-    as_before = copy.deepcopy(margin)  # a margin's statistics move with the head's step
-    centres = _all_centres(num_classes, seed=3)
-    embeddings, labels = _data(num_classes, rows * world_size, centres)
+    as_before = copy.deepcopy(margin).double()  # a margin's statistics move with the head's step
+    centres = all_centres(num_classes, D, 3)
+    embeddings, labels = near_their_centres(centres, rows * world_size)
     mine = slice(rank * rows, (rank + 1) * rows)
     head = PartialFC(margin, num_classes, D, rank, world_size, seed=3, config=HeadConfig(optimizer=RowSGD(0.0, 0.0), chunk=3))
     before = head.centres.clone()
@@ -128,7 +103,7 @@ def _compare_with_dense(rank: int, world_size: int, num_classes: int, margin_nam
     head.step(lr=1.0)
 
     dense_x, dense_w = embeddings.double().requires_grad_(), centres.double().requires_grad_()
-    expected = _dense_loss(as_before, dense_x, dense_w, labels)
+    expected = dense_loss(as_before, dense_x, dense_w, labels)
     expected.backward()
     loss_bound, gradient_bound = head_bounds(margin.logit_bound, D, rows * world_size)
     assert loss.item() == pytest.approx(expected.item(), abs=loss_bound)
@@ -158,11 +133,11 @@ def test_bent_negatives_norms_and_wide_scales_equal_the_dense_softmax_on_two_ran
 
 
 def _train_head(rank: int, world_size: int, sample_rate: float, accumulation: int, steps: int = 3) -> PartialFC:
-    centres = _all_centres(29, seed=3)
+    centres = all_centres(29, D, 3)
     head = PartialFC(_margin("arcface"), 29, D, rank, world_size, seed=3, config=HeadConfig(sample_rate=sample_rate, chunk=4))
     share = 12 // (world_size * accumulation)
     for step in range(steps):
-        embeddings, labels = _data(29, 12, centres, step)
+        embeddings, labels = near_their_centres(centres, 12, step)
         blocks = [slice((a * world_size + rank) * share, (a * world_size + rank + 1) * share) for a in range(accumulation)]
         head.begin_step(torch.stack([labels[block] for block in blocks]), step)
         for micro, block in enumerate(blocks):
@@ -173,24 +148,24 @@ def _train_head(rank: int, world_size: int, sample_rate: float, accumulation: in
 
 def test_three_steps_equal_torch_sgd_on_the_dense_softmax():
     head = _train_head(0, 1, sample_rate=1.0, accumulation=1)
-    weight = nn.Parameter(_all_centres(29, seed=3).double())
+    weight = nn.Parameter(all_centres(29, D, 3).double())
     optimizer = torch.optim.SGD([weight], lr=1e-3, momentum=0.9, weight_decay=5e-4)
     for step in range(3):
-        embeddings, labels = _data(29, 12, _all_centres(29, seed=3), step)
+        embeddings, labels = near_their_centres(all_centres(29, D, 3), 12, step)
         optimizer.zero_grad()
-        _dense_loss(_margin("arcface"), embeddings.double(), weight, labels).backward()
+        dense_loss(_margin("arcface"), embeddings.double(), weight, labels).backward()
         optimizer.step()
     assert relative(head.centres, weight.detach()[torch.from_numpy(head.shard_classes())]) < THREE_STEPS
 
 
 def _statistics(rank: int, world_size: int, accumulation: int, cache_mb: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the running means after some steps, and the centres in class order as far as this rank has them."""
-    margin, centres = Running(), _all_centres(29, seed=3)
+    margin, centres = Running(), all_centres(29, D, 3)
     config = HeadConfig(optimizer=RowSGD(0.0, 0.0), chunk=4, cache_mb=cache_mb)
     head = PartialFC(margin, 29, D, rank, world_size, 3, config)
     share = 12 // (world_size * accumulation)
     for step in range(steps):
-        embeddings, labels = _data(29, 12, centres, step)
+        embeddings, labels = near_their_centres(centres, 12, step)
         blocks = [slice((a * world_size + rank) * share, (a * world_size + rank + 1) * share) for a in range(accumulation)]
         head.begin_step(torch.stack([labels[block] for block in blocks]), step)
         for micro, block in enumerate(blocks):
@@ -277,13 +252,13 @@ def test_sampled_loss_is_the_dense_softmax_over_the_active_classes():
     head.step(1.0)
     active = np.flatnonzero((head.centres != centres).any(dim=1).numpy())
     renumbered = np.searchsorted(active, np.argsort(head.shard_classes())[labels.numpy()])
-    expected = _dense_loss(_margin("cosface"), embeddings.double(), centres[active].double(), torch.from_numpy(renumbered))
+    expected = dense_loss(_margin("cosface"), embeddings.double(), centres[active].double(), torch.from_numpy(renumbered))
     assert loss.item() == pytest.approx(expected.item(), abs=head_bounds(64.0, D, 4)[0])
 
 
 def test_bf16_products_stay_within_their_known_error():
-    centres = _all_centres(500, seed=3)
-    embeddings, labels = _data(500, 32, centres)
+    centres = all_centres(500, D, 3)
+    embeddings, labels = near_their_centres(centres, 32)
     losses = []
     for dtype in (torch.float32, torch.bfloat16):
         head = PartialFC(_margin("cosface"), 500, D, seed=3, config=HeadConfig(matmul_dtype=dtype))
