@@ -49,11 +49,13 @@ def _write_labels(folder: Path, shift: int, more: bytes = b"") -> None:
             writer.write(key, pack(float(label), key, 0, face(key % NUM_CLASSES, key) + more))
 
 
-def _train_expecting(words: str, config: str, overrides: list[str]) -> None:
+def _train_expecting(words: str, config: str, overrides: list[str], run: Path) -> None:
+    """Train in this process; it must end with these words before the run has a folder."""
     started = time.monotonic()
     with pytest.raises(SharedError, match=words):
         train.train(train.load_config(config, overrides, train.NAMED), train.StopSignal())
-    assert time.monotonic() - started < 10  # a second or two, on a machine with nothing else to do
+    assert not run.exists()
+    assert time.monotonic() - started < 120  # no rank waits for another until run.timeout_minutes are over
 
 
 def _disagree(rank: int, world_size: int, dataset: str, output: str) -> None:
@@ -61,21 +63,22 @@ def _disagree(rank: int, world_size: int, dataset: str, output: str) -> None:
         os.environ[name] = str(value)
     (Path(output) / str(rank)).mkdir()
     config, *rest = tiny_run(Path(dataset), Path(output) / str(rank), f"run.output={output}", "train.batch_size=12")
+    run = Path(output) / "tiny"
     for setting, other in _SETTINGS.items():
         key, _, value = setting.partition("=")
         words = f"^the processes disagree: {key} is {other} on rank 0-1, {re.escape(value)} on rank 2. Fix: "
-        _train_expecting(words, config, [*rest, *([setting] if rank == 2 else [])])
+        _train_expecting(words, config, [*rest, *([setting] if rank == 2 else [])], run)
     copy = Path(output) / "copy"
     if rank == 2:
         shutil.copytree(dataset, copy)
         _write_labels(copy, 5)
         rest.append(f"data.path={copy}")
     words = r"^the processes disagree: hash of the labels is \w+ on rank 0-1, \w+ on rank 2. Fix: data.path"
-    _train_expecting(words, config, rest)
+    _train_expecting(words, config, rest, run)
     if rank == 2:  # the labels as they were, but longer records
         _write_labels(copy, 0, b"more")
     words = r"^the processes disagree: hash of the places of the images is \w+ on rank 0-1, \w+ on rank 2. Fix: data.path"
-    _train_expecting(words, config, rest)
+    _train_expecting(words, config, rest, run)
     if rank == 2:  # the records as they were, but one pair of the verification set is another
         write_dataset(copy)
         with open(copy / "tiny.bin", "r+b") as file:
@@ -83,7 +86,7 @@ def _disagree(rank: int, world_size: int, dataset: str, output: str) -> None:
             place = whole.index(b"\xff\xd8\xff") + 300
             file.seek(place)
             file.write(bytes([whole[place] ^ 1]))
-    _train_expecting(r"^the processes disagree: hash of tiny is \w+ on rank 0-1, \w+ on rank 2. Fix", config, rest)
+    _train_expecting(r"^the processes disagree: hash of tiny is \w+ on rank 0-1, \w+ on rank 2. Fix", config, rest, run)
     if rank == 2:
         write_dataset(copy)
     # another place, other resources, and a path in place of a name: the same run

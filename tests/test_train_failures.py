@@ -40,12 +40,14 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    overrides = ["optimizer.lr=1e30", "optimizer.clip_norm=0", "eval.targets=[]"]
+    """The weights are finite after step 0, though far too large: what they give in step 1 is not."""
+    overrides = ["optimizer.lr=1e30", "optimizer.clip_norm=0", "checkpoint.every=1", "eval.targets=[]"]
     assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 1
     error = capsys.readouterr().err
-    assert "is not finite in step" in error or "the loss is" in error
-    for path in list_checkpoints(tmp_path / "tiny"):
-        assert all(tensor.isfinite().all() for tensor in read_tensors(path / "backbone.safetensors").values())
+    assert re.match(r"error: the loss is (nan|inf) in step 1; stopped before it reached the weights\.", error), error
+    (saved,) = list_checkpoints(tmp_path / "tiny")
+    assert step_of(saved) == 1
+    assert all(tensor.isfinite().all() for tensor in read_tensors(saved / "backbone.safetensors").values())
 
 
 @pytest.mark.parametrize(
@@ -211,21 +213,22 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-def _with_a_bad_rank(tmp_path: Path, act: str, arguments: list[str]) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Train with two processes; rank 1 does `act` in the decoder when it has seen 40 images (its step 10)."""
+def _with_a_bad_rank(tmp_path: Path, act: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """Train with two processes; rank 1 does `act` in the decoder when it has seen 40 images (its step 10).
+
+    Both end within two minutes, or this raises; a collective would wait for 30.
+    """
     program = tmp_path / "bad_rank.py"
     program.write_text(_HANGS.format(root=str(ROOT), act=act))
     command = [*command_of(2, arguments)]
     command[command.index(str(ROOT / "train.py"))] = str(program)
-    started = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
-    return done, time.monotonic() - started
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
 
 
 def test_a_rank_that_hangs_ends_the_run_in_time_and_by_name(dataset: Path, tmp_path: Path):
     arguments = tiny_run(dataset, tmp_path, "run.timeout_minutes=0.1", "eval.targets=[]", "data.threads=1", "data.prefetch=1")
-    done, seconds = _with_a_bad_rank(tmp_path, "time.sleep(100)", arguments)
-    assert done.returncode != 0 and seconds < 110  # with the start, on a busy machine; a collective would wait 30 minutes
+    done = _with_a_bad_rank(tmp_path, "time.sleep(100)", arguments)
+    assert done.returncode != 0
     (late,) = {int(step) for step in re.findall(r"error: rank 1 in step (\d+), waiting for data, for 0.1 minutes", done.stderr)}
     assert f"error: rank 0 in step {late}, training, for 0.1 minutes" in done.stderr
     assert f"rank 1 was in step {late}, waiting for data" in done.stderr
@@ -240,10 +243,12 @@ def test_a_rank_that_hangs_ends_the_run_in_time_and_by_name(dataset: Path, tmp_p
         ("os.kill(os.getpid(), 9)", "rank 1 was in step"),
     ],
 )
-def test_a_rank_that_fails_or_dies_ends_the_others_in_seconds(dataset: Path, tmp_path: Path, act: str, said: str):
+def test_a_rank_that_fails_or_dies_ends_the_others_long_before_a_collective_would(
+    dataset: Path, tmp_path: Path, act: str, said: str
+):
     arguments = tiny_run(dataset, tmp_path, "eval.targets=[]", "data.threads=1", "data.prefetch=1")
-    done, seconds = _with_a_bad_rank(tmp_path, act, arguments)
-    assert done.returncode != 0 and seconds < 110  # with the start, on a busy machine; a collective would wait 30 minutes
+    done = _with_a_bad_rank(tmp_path, act, arguments)
+    assert done.returncode != 0
     assert said in done.stderr, done.stderr
     assert re.search(r"error: rank 0 in step \d+, \w+.*: another process ended", done.stderr), done.stderr
     assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")][-1] in (4, 8)
