@@ -1,5 +1,5 @@
-import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,21 +14,20 @@ def test_results_come_in_order_though_work_ends_in_another():
     assert list(map_in_order(slow, range(200), 4)) == [number * number for number in range(200)]
 
 
-def test_only_so_many_are_under_way():
-    begun = 0
-    lock = threading.Lock()
+def test_only_so_many_items_are_taken_ahead_of_the_results():
+    taken = 0
 
-    def count(number: int) -> int:
-        nonlocal begun
-        with lock:
-            begun += 1
-        return number
+    def items() -> Iterator[int]:
+        nonlocal taken
+        for number in range(10_000):
+            taken += 1
+            yield number
 
-    results = map_in_order(count, iter(range(10_000)), 2, ahead=8)
-    assert [next(results) for _ in range(5)] == [0, 1, 2, 3, 4]
-    time.sleep(0.05)
-    assert begun <= 5 + 2 * 8
+    results = map_in_order(lambda number: number, items(), 2, ahead=8)
+    for count in range(5):  # two threads of eight each, and one more for each result that went
+        assert next(results) == count and taken == 16 + count
     results.close()
+    assert taken == 20
 
 
 def test_an_exception_comes_where_its_result_would_have():
@@ -43,5 +42,5 @@ def test_an_exception_comes_where_its_result_would_have():
         next(results)
 
 
-def test_nothing_to_do():
+def test_no_items_give_no_results():
     assert list(map_in_order(str, [], 2)) == []
