@@ -1,4 +1,4 @@
-"""Shards of strangers: each damaged one is an error of one line that names it, in a moment and in little memory."""
+"""Shards of strangers: each damaged one is an error of one line that names it."""
 
 import io
 import tarfile

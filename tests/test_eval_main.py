@@ -216,8 +216,12 @@ def test_a_training_scores_sets_by_their_paths(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "tiny.bin").rename(tmp_path / "other" / "mine.bin")
     path = tmp_path / "other" / "mine"
     assert train.main(tiny_run(tmp_path, tmp_path, f"eval.targets=[{path}]", "train.max_steps=1")) == 0
-    assert read_metrics(tmp_path / "tiny", "mine")[1]["accuracy"] >= 0
-    assert main([str(tmp_path / "tiny"), *CPU]) == 0  # the run's configuration has the path too
+    seen = read_metrics(tmp_path / "tiny", "mine")[1]
+    capsys.readouterr()
+    assert main([str(tmp_path / "tiny"), *CPU, "--report", str(tmp_path / "out")]) == 0  # the run's configuration has the path
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert list(found) == ["mine"] and found["mine"]["num_genuine"] == found["mine"]["num_impostor"] == 10
+    assert found["mine"]["xnorm"] == pytest.approx(seen["xnorm"], rel=1e-3)  # the same weights on the same pictures
     capsys.readouterr()
     assert train.main(tiny_run(tmp_path, tmp_path, f"eval.targets=[{path}, {path}.bin]", "run.name=two")) == 1
     assert "eval.targets names a set twice" in capsys.readouterr().err

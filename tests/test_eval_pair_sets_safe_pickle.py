@@ -77,7 +77,7 @@ def _bad_files() -> dict[str, tuple[bytes, str]]:
         "cut": (_pickle(JPEGS, SAME)[:-100], "cut off"),
         "empty": (b"", "0 bytes"),
         "zeros": (bytes(1000), "no pickle"),
-        "random": (np.random.default_rng(0).bytes(1000), "it"),
+        "random": (np.random.default_rng(0).bytes(1000), "no pickle of plain data .opcode 0x5f at byte 0."),
         "stack empty": (b"\x80\x04a.", "damaged"),
         "stop only": (b".", "damaged"),
         "archive": (_archive(), "zip archive"),
@@ -102,39 +102,38 @@ def _bad_files() -> dict[str, tuple[bytes, str]]:
 BAD = _bad_files()
 
 _REFUSE_ALL = """
-import json, os, resource, sys, time
+import json, os, resource, sys
 from eval.pair_sets.bin_file import read_bin
 
 with open("/proc/self/statm") as file:
     in_use = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 resource.setrlimit(resource.RLIMIT_AS, (in_use + (256 << 20), -1))
 for path in sys.stdin.read().splitlines():
-    begin = time.perf_counter()
     try:
         read_bin(path)
         message = None
     except ValueError as error:
         message = str(error)
-    print(json.dumps([path, message, time.perf_counter() - begin]), flush=True)
+    print(json.dumps([path, message]), flush=True)
 """
 
 
 def _check_refusals(paths: list[Path]) -> dict[str, str]:
     """Open files in a process of little memory; return what was said of each, after the checks that hold for all."""
     before = set(Path("/tmp").glob("PWNED_BY_BIN_*"))
+    names = "\n".join(map(str, paths))
     result = subprocess.run(
-        [sys.executable, "-c", _REFUSE_ALL], input="\n".join(map(str, paths)), capture_output=True, text=True, cwd=ROOT
-    )
+        [sys.executable, "-c", _REFUSE_ALL], input=names, capture_output=True, text=True, cwd=ROOT, timeout=300
+    )  # a hang would take for ever
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(rows) == len(paths), f"died of {paths[len(rows)]}: {result.stderr[-1000:]}"
     assert set(Path("/tmp").glob("PWNED_BY_BIN_*")) == before, "a file ran its command"
-    for path, message, seconds in rows:
+    for path, message in rows:
         assert message is not None, f"{path} was read"
         assert message.startswith(f"{path}: "), message
         assert "\n" not in message
         assert len(message) < len(path) + 250
-        assert seconds < 60  # a hang would take for ever; a busy machine takes seconds
-    return {Path(path).name: message for path, message, _ in rows}
+    return {Path(path).name: message for path, message in rows}
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits memory as Linux does")

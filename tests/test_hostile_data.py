@@ -173,5 +173,5 @@ def test_names_that_are_no_utf8_are_skipped_by_the_rule_and_named_in_plain_text(
     assert train.main([*tiny_run(root, tmp_path), *overrides, "train.max_steps=3"]) == 0
     named = "bad\\xff\\x1b[2J.jpg: cannot be decoded"
     assert named in capsys.readouterr().out and named in (tmp_path / "tiny" / "train.log").read_text()
-    assert inspect_data.main([str(root), "--out", str(tmp_path / "report")]) in (0, 1)
+    assert inspect_data.main([str(root), "--out", str(tmp_path / "report")]) == 0
     assert "bad\\xff" in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
