@@ -1,14 +1,10 @@
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
 
 from backbones import build_backbone
 from utils.checkpoint.trainer import load_optimizer
-from utils.distributed import World, any_ranks
 from utils.optim import ParameterRule, build_optimizer, set_learning_rate, unscale_and_clip_grad_norm_
-from utils.precision import LossScaler
 
 
 def _net(gradient_scale: float = 1.0) -> nn.Module:
@@ -35,31 +31,6 @@ def test_one_bad_gradient_shows_in_the_norm(bad: float):
     net = _net()
     next(net.parameters()).grad[0, 0] = bad
     assert not unscale_and_clip_grad_norm_(net, 1.0, 5.0).isfinite()
-
-
-def test_scaler_halves_at_an_overflow_and_doubles_after_its_interval():
-    scaler = LossScaler(enabled=True, initial=1024.0, interval=3)
-    scales = []
-    for overflow in (False, False, True, False, False, False, False):
-        scaler.update(overflow)
-        scales.append(scaler.scale)
-    assert scales == [1024, 1024, 512, 512, 512, 1024, 1024]
-    again = LossScaler(enabled=True)
-    again.load_state_dict(scaler.state_dict())
-    assert again.state_dict() == scaler.state_dict()
-
-
-def test_disabled_scaler_stays_at_one():
-    scaler = LossScaler(enabled=False)
-    scaler.update(True)
-    scaler.load_state_dict({"scale": 8.0, "good_steps": 3})
-    assert scaler.scale == 1.0
-
-
-def test_a_scaler_that_begins_after_fp32_training_begins_with_its_initial_scale():
-    scaler = LossScaler(enabled=True, initial=64.0)
-    scaler.load_state_dict(LossScaler(enabled=False).state_dict())
-    assert scaler.scale == 64.0
 
 
 def test_frozen_parameters_stay_out_of_the_optimizer():
@@ -133,28 +104,6 @@ def test_rules_move_the_parameters_as_groups_made_by_hand():
         by_hand.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b)
-
-
-def _overflow_on_one_rank(rank: int, world_size: int) -> None:
-    """Two replicas, an infinite gradient on rank 1 alone, then none: both ranks hear of it, and of it alone."""
-    world = World(rank, world_size, rank, world_size, torch.device("cpu"))
-    scales, scaler = [], LossScaler(enabled=True, initial=64.0)
-    for bad_rank in (None, 1, None):
-        net = _net()
-        if rank == bad_rank:
-            next(net.parameters()).grad.fill_(float("inf"))
-        overflows_here = not bool(unscale_and_clip_grad_norm_(net, scaler.scale, 5.0).isfinite())
-        assert overflows_here == (rank == bad_rank)
-        (overflow,) = any_ranks([overflows_here], world)
-        assert overflow == (bad_rank is not None)
-        scaler.update(overflow)
-        scales.append(scaler.scale)
-    assert scales == [64.0, 32.0, 32.0]
-
-
-def test_an_overflow_on_one_rank_is_an_overflow_on_all_and_halves_their_scales(run_ranks: Callable[..., None]):
-    """That no weight moves in such a step: tests/test_train_failures.py."""
-    run_ranks(_overflow_on_one_rank, 2)
 
 
 @pytest.mark.numeric

@@ -1,0 +1,55 @@
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from utils.distributed import World, any_ranks
+from utils.optim import unscale_and_clip_grad_norm_
+from utils.precision import LossScaler
+
+
+def test_scaler_halves_at_an_overflow_and_doubles_after_its_interval():
+    scaler = LossScaler(enabled=True, initial=1024.0, interval=3)
+    scales = []
+    for overflow in (False, False, True, False, False, False, False):
+        scaler.update(overflow)
+        scales.append(scaler.scale)
+    assert scales == [1024, 1024, 512, 512, 512, 1024, 1024]
+    again = LossScaler(enabled=True)
+    again.load_state_dict(scaler.state_dict())
+    assert again.state_dict() == scaler.state_dict()
+
+
+def test_disabled_scaler_stays_at_one():
+    scaler = LossScaler(enabled=False)
+    scaler.update(True)
+    scaler.load_state_dict({"scale": 8.0, "good_steps": 3})
+    assert scaler.scale == 1.0
+
+
+def test_a_scaler_that_begins_after_fp32_training_begins_with_its_initial_scale():
+    scaler = LossScaler(enabled=True, initial=64.0)
+    scaler.load_state_dict(LossScaler(enabled=False).state_dict())
+    assert scaler.scale == 64.0
+
+
+def _overflow_on_one_rank(rank: int, world_size: int) -> None:
+    """Two replicas, an infinite gradient on rank 1 alone, then none: both ranks hear of it, and of it alone."""
+    world = World(rank, world_size, rank, world_size, torch.device("cpu"))
+    scales, scaler = [], LossScaler(enabled=True, initial=64.0)
+    for bad_rank in (None, 1, None):
+        layer = nn.Linear(3, 2)
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, float("inf") if rank == bad_rank else 1.0)
+        overflows_here = not bool(unscale_and_clip_grad_norm_(layer, scaler.scale, 5.0).isfinite())
+        assert overflows_here == (rank == bad_rank)
+        (overflow,) = any_ranks([overflows_here], world)
+        assert overflow == (bad_rank is not None)
+        scaler.update(overflow)
+        scales.append(scaler.scale)
+    assert scales == [64.0, 32.0, 32.0]
+
+
+def test_an_overflow_on_one_rank_is_an_overflow_on_all_and_halves_their_scales(run_ranks: Callable[..., None]):
+    """That no weight moves in such a step: tests/test_train_failures.py."""
+    run_ranks(_overflow_on_one_rank, 2)
