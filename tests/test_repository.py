@@ -198,6 +198,21 @@ def test_the_list_of_utils_is_closed():
     assert found == packages | modules | {"schedule", "suggest", "text", "__init__"}
 
 
+# what concerns several modules; everything else is named after the one it tests, or its folder
+TOPICS = {
+    "configs_hostile", "data_properties", "data_sources", "data_tar_damage", "docs_datasets", "eval_agreement", "hostile_data",
+    "partial_fc_exactness", "programs", "recipes", "repository", "train_agreement", "train_failures", "train_finetune",
+    "train_hangs", "train_resume",
+}  # fmt: skip
+
+
+def test_a_test_file_has_the_name_of_the_module_that_it_tests():
+    modules = {"_".join(part.strip("_") for part in path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
+    folders = {"_".join(path.parent.relative_to(ROOT).parts) for path in SOURCES}
+    names = {path.stem.removeprefix("test_") for path in TESTS}
+    assert names - TOPICS <= modules | folders and names >= TOPICS
+
+
 def test_every_package_is_listed_for_installation():
     text = (ROOT / "pyproject.toml").read_text()
     listed = re.findall(r'"(\w+)\*"', re.search(r"^include = \[(.*)\]", text, re.M).group(1))
