@@ -67,8 +67,9 @@ def test_a_single_process_that_was_stopped_for_longer_than_the_limit_trains_on(d
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, cwd="/", env={**os.environ, "MARK": str(mark)}
     ) as process:
+        deadline = time.monotonic() + 60
         while not mark.exists():
-            assert process.poll() is None
+            assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.005)
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(7)
