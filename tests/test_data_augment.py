@@ -92,7 +92,7 @@ def test_blur_is_a_gaussian(number: float):
     assert np.abs(_apply("blur", pixels, [number], blur_sigma=2.0) - expected).max() <= 3.0  # OpenCV cuts the tails off
 
 
-def test_grayscale_and_cutout():
+def test_grayscale_has_equal_channels_and_cutout_covers_its_square():
     pixels = _picture(2)
     gray = _apply("grayscale", pixels, [])
     assert (gray == gray[:, :, :1]).all()

@@ -60,7 +60,7 @@ def test_samples_come_from_their_source_with_their_class():
         assert dataset.key(index) == part.key(inside)
 
 
-def test_labels_by_rule_and_by_file(tmp_path: Path):
+def test_labels_become_classes_by_rule_or_by_file(tmp_path: Path):
     assert [m.tolist() for m in class_maps([2, 3], "offset")] == [[0, 1], [2, 3, 4]]
     assert [m.tolist() for m in class_maps([2, 3], "same")] == [[0, 1], [0, 1, 2]]
     path = tmp_path / "map.txt"

@@ -47,7 +47,7 @@ def test_rates_equal_a_walk_over_all_thresholds():
         assert found.tpir_at_fpir(fpir) == max(rates)
 
 
-def test_what_the_probes_cannot_tell():
+def test_rates_that_the_probes_cannot_tell_are_none():
     rng = np.random.default_rng(2)
     gallery = _unit(rng, 5)
     closed = identify(gallery, np.arange(5), gallery, np.arange(5))

@@ -34,7 +34,7 @@ def test_what_too_few_impostors_cannot_carry_is_not_measurable():
     assert all(point.tar is None for point in operating_points(genuine[:0], impostor))
 
 
-def test_separated_pairs():
+def test_separated_pairs_have_a_threshold_between_them():
     point = operating_points(np.array([0.1, 0.2]), np.array([1.0] * 10), ("1e-1",))[0]
     assert point.tar == 1.0 and point.far == 0.0 and 0.2 < point.threshold < 1.0  # ten equal impostors: none may pass
     everyone = operating_points(np.array([0.1]), np.array([1.0]), ("1",))[0]

@@ -31,7 +31,7 @@ def test_every_pair_there_is_can_be_drawn():
     assert len({frozenset(pair) for pair in zip(first[same].tolist(), second[same].tolist(), strict=True)}) == 12
 
 
-def test_the_seed_decides():
+def test_the_seed_decides_which_pairs_are_drawn():
     labels = np.repeat(np.arange(30), 4)
     one, again, other = (sample_pairs(labels, 100, 5, seed) for seed in (3, 3, 4))
     assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))

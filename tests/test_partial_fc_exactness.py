@@ -145,13 +145,13 @@ def _compare_odd_case(centres: Tensor, x: Tensor, labels: Tensor, kernels: str, 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("scale", [64.0, 100.0, 300.0])  # a constant 0, a constant or the rows' maximum is subtracted
-def test_all_cosines_one_or_minus_one(sign: float, scale: float, kernels: str):
+def test_cosines_of_one_and_minus_one_give_the_numbers_of_the_dense_head(sign: float, scale: float, kernels: str):
     direction = F.normalize(torch.randn(1, 16, generator=torch.Generator().manual_seed(1)))
     _compare_odd_case(direction.repeat(30, 1), sign * 3 * direction.repeat(6, 1), torch.arange(6), kernels, scale)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_duplicate_centres_and_a_batch_of_one_class(kernels: str):
+def test_duplicate_centres_and_a_batch_of_one_class_give_the_numbers_of_the_dense_head(kernels: str):
     centres = torch.randn(30, 16, generator=torch.Generator().manual_seed(2))
     centres[10:20] = centres[:10]
     x, labels = near_their_centres(centres, 8)
@@ -204,7 +204,7 @@ def _shard_without_positives(rank: int, world_size: int) -> None:
     assert relative(part.grad, torch.autograd.grad(expected, x)[0][mine]) < gradient_bound
 
 
-def test_a_shard_without_any_positive(run_ranks: Callable[..., None]):
+def test_a_shard_without_any_positive_has_its_part_in_loss_and_gradient(run_ranks: Callable[..., None]):
     run_ranks(_shard_without_positives, 2)
 
 
@@ -220,7 +220,7 @@ def test_more_positives_than_the_budget_are_all_active():
     assert loss.item() == pytest.approx(expected.item(), abs=head_bounds(64.0, 16, 40)[0])
 
 
-def test_fewer_classes_than_a_chunk_are_one_chunk():
+def test_fewer_classes_than_a_chunk_give_the_numbers_of_the_dense_head():
     assert auto_chunk("cpu", torch.float32) > 20
     _compare_odd_case(all_centres(20, 16, 0), *near_their_centres(all_centres(20, 16, 0), 6), kernels="auto")
 

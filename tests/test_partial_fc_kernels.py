@@ -58,7 +58,7 @@ def test_exponentials_equal_float64_and_plain_torch(
 
 @pytest.mark.numeric
 @needs_library
-def test_exponentials_at_the_ends_of_fp32():
+def test_exponentials_at_the_ends_of_fp32_equal_float64():
     logits = torch.tensor([[-200.0, -87.0, 88.0, 0.0, float("-inf"), 0.0]] * 3)
     (exp, _), _ = _both(logits, 0.0, None)
     torch.testing.assert_close(exp[1].double(), torch.exp(logits[1].double()), rtol=2**-17, atol=FP32_TINY)

@@ -96,7 +96,7 @@ def test_accumulation_counts_in_the_batch_and_in_the_periods(tmp_path: Path):
     assert "averaged; there they are summed" in (tmp_path / "ours.yaml").read_text()
 
 
-def test_synthetic_data_zero_sampling_and_old_keys(tmp_path: Path):
+def test_synthetic_data_zero_sampling_and_old_keys_are_converted(tmp_path: Path):
     text = HEADER + NEEDED.replace('"/d"', '"synthetic"') + "config.sample_rate = 0\nconfig.loss = 'cosface'\n"
     config = _convert(tmp_path, text + "config.momentum = 0.5\nconfig.output = 'out/x y'\nconfig.warmup_epoch = -1\n")
     assert (config.data.source, config.data.path, config.data.num_images) == ("synthetic", "", 50)

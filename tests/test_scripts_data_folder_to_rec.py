@@ -153,7 +153,7 @@ def test_align_faces_goes_on_where_it_was_interrupted(tmp_path: Path, capsys: py
         ("a,1,2,3,4,5,6,7,8,9,ten\n", "line 1"),
     ],
 )
-def test_landmark_files_that_say_too_little(tmp_path: Path, text: str, said: str):
+def test_landmark_files_that_say_too_little_are_refused_with_their_line(tmp_path: Path, text: str, said: str):
     (tmp_path / "points.csv").write_text(text)
     with pytest.raises(ValueError, match=said):
         read_landmarks(tmp_path / "points.csv")
@@ -274,7 +274,7 @@ def test_a_set_becomes_files_and_the_files_the_same_set(tmp_path: Path):
 
 
 @pytest.mark.parametrize("classes", ["9", "-1", "a:b", "1,x", "5:5"])
-def test_classes_that_do_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str], classes: str):
+def test_classes_that_do_not_exist_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], classes: str):
     _runs(folder_to_rec, folder_of_people(tmp_path / "people", [1, 1]), tmp_path / "set")
     assert "--classes" in _fails(capsys, rec_to_folder, tmp_path / "set", tmp_path / "out", f"--classes={classes}")
 
@@ -291,7 +291,7 @@ def _lfw(root: Path) -> Path:
     return root
 
 
-def test_lfw_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_pairs_of_lfw_are_the_lines_of_pairs_txt_and_a_wrong_one_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     root = _lfw(tmp_path / "lfw")
     _runs(pairs_to_bin, "lfw", root, root / "pairs.txt", tmp_path / "lfw.bin")
     pairs = read_bin(tmp_path / "lfw.bin")
@@ -305,7 +305,7 @@ def test_lfw_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "Ann_B_0009.jpg: no such file" in _fails(capsys, pairs_to_bin, "lfw", root, root / "pairs.txt", tmp_path / "b.bin")
 
 
-def test_cfp_pairs(tmp_path: Path):
+def test_pairs_of_cfp_are_those_of_its_lists(tmp_path: Path):
     root = tmp_path / "cfp"
     for letter in "FP":
         lines = []
@@ -328,7 +328,7 @@ def test_cfp_pairs(tmp_path: Path):
     assert pairs.images[pairs.second[2]] == (root / "Data/P/04.jpg").read_bytes()
 
 
-def test_csv_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_pairs_of_a_csv_file_are_its_lines_and_a_wrong_one_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     people = folder_of_people(tmp_path / "people", [2, 2])
     (tmp_path / "pairs.csv").write_text("first,second,same\nperson_0/0.jpg,person_0/1.jpg,1\nperson_0/0.jpg,person_1/1.jpg,0\n")
     _runs(pairs_to_bin, "csv", people, tmp_path / "pairs.csv", tmp_path / "own.bin")

@@ -279,7 +279,7 @@ def test_split_parts_share_no_one_and_lose_no_one(tmp_path: Path):
     assert split_data.main([*arguments[:2], "--held-out", "24", "--overwrite"]) == 1
 
 
-def test_merged_sets(tmp_path: Path, people: Path):
+def test_merged_sets_number_their_people_one_after_another_or_share_them(tmp_path: Path, people: Path):
     other = folder_of_people(tmp_path / "other", [2, 1])
     assert merge_data.main([str(people), str(other), "--out", str(tmp_path / "offset")]) == 0
     assert np.bincount(RecordDataset(tmp_path / "offset").labels()).tolist() == [3, 3, 2, 4, 2, 1]

@@ -255,9 +255,7 @@ def test_a_resumed_run_has_each_step_once_in_metrics_and_tensorboard(dataset: Pa
 def test_a_run_folder_in_use_is_refused(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments = tiny_run(dataset, tmp_path, "train.epochs=100", "eval.targets=[]")
     with subprocess.Popen(command_of(1, arguments), stdout=subprocess.DEVNULL, cwd="/") as process:
-        while not (tmp_path / "tiny" / "metrics.jsonl").is_file():
-            assert process.poll() is None
-            time.sleep(0.01)
+        _wait_for_steps(tmp_path / "tiny" / "metrics.jsonl", 1, process)
         assert train.main(arguments) == 1
         assert "is in use by another job" in capsys.readouterr().err
         process.kill()
@@ -379,7 +377,9 @@ def test_kills_at_random_moments_lose_no_checkpoint(dataset: Path, tmp_path: Pat
     assert list((run / "checkpoints").glob(".*")) == []
 
 
-def test_the_newest_checkpoint_is_damaged(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_damaged_checkpoints_are_put_aside_and_an_older_one_goes_on_to_the_same_bits(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """Put aside with a loud word, and an older one taken; to the same end as the unbroken run."""
     overrides = ["eval.targets=[]", "checkpoint.every=2", "checkpoint.keep_last=9"]
     assert train.main(tiny_run(dataset, tmp_path, *overrides, "run.name=whole")) == 0
@@ -462,7 +462,7 @@ def test_a_disk_that_is_full_for_a_while_costs_a_warning(
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
 
 
-def test_checkpoints_by_the_clock(dataset: Path, tmp_path: Path):
+def test_a_checkpoint_is_saved_whenever_its_minutes_are_over(dataset: Path, tmp_path: Path):
     overrides = ["eval.targets=[]", "checkpoint.every=0", "checkpoint.keep_last=99", "checkpoint.every_minutes=1e-5"]
     assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 0
     assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == list(range(1, 16))

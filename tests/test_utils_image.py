@@ -93,7 +93,7 @@ def test_the_size_is_read_from_the_header(kind: str, height: int, width: int):
 
 
 @pytest.mark.parametrize("mode", ["lossy", "lossless"])
-def test_the_size_of_a_webp(mode: str):
+def test_the_size_of_a_webp_is_read_from_its_header(mode: str):
     quality = [cv2.IMWRITE_WEBP_QUALITY, 101 if mode == "lossless" else 80]
     data = cv2.imencode(".webp", _pixels(50, 70), quality)[1].tobytes()
     assert image_size(data) == decode_rgb(data).shape[:2] == (50, 70)
