@@ -1,7 +1,7 @@
-"""The elementwise work of the two passes, in three forms that do the same: plain torch, C on the CPU, Triton on CUDA.
+"""The elementwise work of the two passes, in three equivalent implementations: plain torch, C on the CPU, Triton on CUDA.
 
-Plain torch runs anywhere and is the reference of the other two (tests/test_partial_fc_kernels.py, test_partial_fc_triton.py);
-they do in one sweep over memory what torch does in many. A fourth form is one class more, and a line in choose_kernels and in
+Plain torch runs anywhere and is the reference of the other two (tests/test_partial_fc_kernels.py, test_partial_fc_triton.py),
+which fuse its sweeps over memory into one. A fourth implementation needs a class, and a line in choose_kernels and in
 build_kernels.
 Shapes: c = classes of one chunk, B = samples of the global (micro-)batch, D = embedding size.
 """
@@ -16,11 +16,11 @@ from . import cpu
 from .plain import PlainKernels
 
 KERNELS = ("auto", "plain")
-_OLDEST_TRITON = (3, 5)  # the interpreter of 3.2 gives wrong numbers where the kernels round by chance
+_OLDEST_TRITON = (3, 5)  # the interpreter of 3.2 gives wrong numbers where the kernels round stochastically
 
 
 def choose_kernels(wanted: str, device: torch.device, dim: int) -> str:
-    """Return "c", "triton" or "plain": the fastest there is for the device if wanted is "auto", otherwise "plain"."""
+    """Return "c", "triton" or "plain": the fastest that the device supports if wanted is "auto", otherwise "plain"."""
     if wanted == "auto" and device.type == "cuda" and not _why_no_triton():
         return "triton"
     if wanted == "auto" and device.type == "cpu" and cpu.suits(dim):
@@ -31,14 +31,14 @@ def choose_kernels(wanted: str, device: torch.device, dim: int) -> str:
 def build_kernels(name: str) -> PlainKernels:
     """Return the kernels of this name, one of those that choose_kernels returns."""
     if name == "triton":
-        from .cuda import TritonKernels  # Triton is not there on every machine
+        from .cuda import TritonKernels  # Triton is not installed on every machine
 
         return TritonKernels()
     return cpu.CKernels() if name == "c" else PlainKernels()
 
 
 def why_plain(wanted: str, device: torch.device, dim: int) -> str:
-    """Return why plain torch has to do what faster kernels were wanted for, "" where it has not."""
+    """Return why plain torch replaces the faster kernels that were wanted, "" if it does not."""
     if wanted != "auto":
         return ""
     if device.type == "cuda":
@@ -48,7 +48,7 @@ def why_plain(wanted: str, device: torch.device, dim: int) -> str:
 
 @functools.cache
 def _why_no_triton() -> str:
-    """Return why Triton cannot be used, "" where it can; it comes with every CUDA build of torch."""
+    """Return why Triton cannot be used, "" if it can; it comes with every CUDA build of torch."""
     try:
         found = str(importlib.import_module("triton").__version__)
     except ImportError:

@@ -1,9 +1,9 @@
 /* The elementwise work of the head's two passes on the CPU, each in one sweep over memory; built and called by cpu.py.
 
-   The same arithmetic as the plain torch code in plain.py, centre_store.py and row_optimizer.py, which is its reference; torch
-   needs a sweep for every operation, and sweeps over memory are what an elementwise step costs.
-   Threads are those of the OpenMP runtime that torch has loaded. Work is cut into equal runs of rows, so results depend on
-   the number of threads only where sums over rows are joined (exponentials), and never on timing. */
+   The reference is the plain torch code in plain.py, centre_store.py and row_optimizer.py, which does the same arithmetic.
+   torch sweeps over memory once per operation, and these sweeps are the main cost of an elementwise step.
+   The threads belong to the OpenMP runtime that torch has loaded. Each thread gets an equal range of classes. Results depend on
+   the number of threads only where partial sums over the classes are added (exponentials), and never on timing. */
 
 #include <math.h>
 #include <omp.h>
@@ -42,7 +42,7 @@ static inline float exponential(float x) {
     return x < -87.0f ? 0.0f : (x > 88.5f ? INFINITY : value);
 }
 
-/* 32 random bits of a number; Wellons' lowbias32, https://nullprogram.com/blog/2018/07/31/ */
+/* Return 32 random bits, a hash of x; Wellons' lowbias32, https://nullprogram.com/blog/2018/07/31/ */
 static inline uint32_t hash(uint32_t x) {
     x ^= x >> 16; x *= 0x7feb352du; x ^= x >> 15; x *= 0x846ca68bu; x ^= x >> 16;
     return x;
@@ -66,14 +66,14 @@ static inline void load_row(const void *base, int kind, int64_t row, int64_t dim
     }
 }
 
-/* 32 random bits for each element of a row: 16 to round its centre, 16 to round its momentum. */
+/* 32 random bits per element of a row: 16 to round the centre, 16 to round the momentum. */
 static inline void random_row(uint32_t seed, int64_t dim, uint32_t *random) {
     #pragma omp simd
     for (int64_t j = 0; j < dim; j++) random[j] = hash(seed + (uint32_t)j * 0x9e3779b9u);
 }
 
-/* Store a row, rounding stochastically where the format is narrower than fp32; `values` becomes what was stored in bf16.
-   random >> shift are the bits used, so that two matrices are rounded independently. */
+/* Store a row, rounded stochastically if the format is narrower than fp32. With bf16, `values` is overwritten by the stored
+   values. The bits used are random >> shift, so that two matrices are rounded independently. */
 static inline void store_row(void *base, int kind, int64_t row, int64_t dim, float *scale, const uint32_t *random, int shift,
                              float *values) {
     if (kind == FLOAT32) {
@@ -106,11 +106,11 @@ static inline void store_row(void *base, int kind, int64_t row, int64_t dim, flo
     }
 }
 
-/* unit (rows, dim) = centres * inverse; index (rows) picks the centres, NULL: the first `rows` ones. */
-void unit_rows(const void *centres, int kind, const float *inverse, const int64_t *index, int64_t rows, int64_t dim,
+/* unit (classes, dim) = centres * inverse. index (classes) selects the centres; NULL selects the first `classes` centres. */
+void unit_rows(const void *centres, int kind, const float *inverse, const int64_t *index, int64_t classes, int64_t dim,
                void *unit, int unit_kind) {
     #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < rows; i++) {
+    for (int64_t i = 0; i < classes; i++) {
         int64_t row = index ? index[i] : i;
         float v = inverse[row];
         const float *in = (const float *)centres + row * dim;
@@ -133,32 +133,33 @@ void unit_rows(const void *centres, int kind, const float *inverse, const int64_
     }
 }
 
-/* logits (classes, rows) become E = exp(logits - shift), 0 at the own classes and above the limit; z_sum (rows) += sums of E.
-   partial: (threads, rows) scratch. */
-void exponentials(void *logits, int kind, int64_t classes, int64_t rows, const int64_t *own_columns, const int64_t *own_rows,
-                  int64_t num_own, float shift, float limit, float *z_sum, float *partial, int threads) {
-    for (int64_t n = 0; n < num_own; n++) {
-        int64_t at = own_columns[n] * rows + own_rows[n];
+/* Replace logits (classes, samples) by E = exp(logits - shift), 0 for target classes and above the limit. Add the sums of E to
+   z_sum (samples). partial: (threads, samples) scratch. */
+void exponentials(void *logits, int kind, int64_t classes, int64_t samples, const int64_t *class_index,
+                  const int64_t *sample_index, int64_t num_targets, float shift, float limit, float *z_sum, float *partial,
+                  int threads) {
+    for (int64_t n = 0; n < num_targets; n++) {
+        int64_t at = class_index[n] * samples + sample_index[n];
         if (kind == FLOAT32) ((float *)logits)[at] = -INFINITY;
         else ((uint16_t *)logits)[at] = 0xff80u;
     }
     #pragma omp parallel for schedule(static) num_threads(threads)
     for (int t = 0; t < threads; t++) {
-        float *sum = partial + (int64_t)t * rows;
-        memset(sum, 0, rows * sizeof(float));
+        float *sum = partial + (int64_t)t * samples;
+        memset(sum, 0, samples * sizeof(float));
         for (int64_t c = classes * t / threads; c < classes * (t + 1) / threads; c++) {
             if (kind == FLOAT32) {
-                float *z = (float *)logits + c * rows;
+                float *z = (float *)logits + c * samples;
                 #pragma omp simd
-                for (int64_t i = 0; i < rows; i++) {
+                for (int64_t i = 0; i < samples; i++) {
                     float e = z[i] > limit ? 0.0f : exponential(z[i] - shift);
                     z[i] = e;
                     sum[i] += e;
                 }
             } else {
-                uint16_t *z = (uint16_t *)logits + c * rows;
-                for (int64_t low = 0; low < rows; low += BLOCK) { /* one width of number per loop: twice as fast */
-                    int64_t count = rows - low < BLOCK ? rows - low : BLOCK;
+                uint16_t *z = (uint16_t *)logits + c * samples;
+                for (int64_t low = 0; low < samples; low += BLOCK) { /* one element width per loop: twice as fast */
+                    int64_t count = samples - low < BLOCK ? samples - low : BLOCK;
                     float e[BLOCK];
                     #pragma omp simd
                     for (int64_t i = 0; i < count; i++) e[i] = from_bits((uint32_t)z[low + i] << 16);
@@ -174,33 +175,34 @@ void exponentials(void *logits, int kind, int64_t classes, int64_t rows, const i
         }
     }
     for (int t = 0; t < threads; t++)
-        for (int64_t i = 0; i < rows; i++) z_sum[i] += partial[(int64_t)t * rows + i];
+        for (int64_t i = 0; i < samples; i++) z_sum[i] += partial[(int64_t)t * samples + i];
 }
 
-/* One step of SGD (adamw = 0) or AdamW for `rows` centres; see row_optimizer.py for the formulas.
-   gradient (rows, dim), of the unit centres, lacks the own-class part: own (batch, dim) fp32, whose row own_rows[n] is added to
-   gradient row own_columns[n]; own_columns ascend. first: number of the shard's row that index NULL starts from. */
+/* One step of SGD (adamw = 0) or AdamW for `classes` centres; see row_optimizer.py for the formulas.
+   gradient (classes, dim) of the unit centres lacks the part of the target classes. That part is target (samples, dim) fp32:
+   row sample_index[n] of it is added to row class_index[n] of gradient; class_index ascends. If index is NULL, the centres are
+   consecutive rows of the shard, starting at row `first`. */
 void update_rows(void *centres, int centre_kind, void *momentum, int momentum_kind, float *momentum_scale, void *variance,
-                 int variance_kind, int32_t *updates, float *inverse, const int64_t *index, int64_t first, int64_t rows,
-                 int64_t dim, const void *gradient, int gradient_kind, const float *own, const int64_t *own_columns,
-                 const int64_t *own_rows, int64_t num_own, int adamw, double lr, double beta1, double beta2, double eps,
+                 int variance_kind, int32_t *updates, float *inverse, const int64_t *index, int64_t first, int64_t classes,
+                 int64_t dim, const void *gradient, int gradient_kind, const float *target, const int64_t *class_index,
+                 const int64_t *sample_index, int64_t num_targets, int adamw, double lr, double beta1, double beta2, double eps,
                  double weight_decay, uint64_t seed) {
     float rate1 = (float)(1.0 - beta1), rate2 = (float)(1.0 - beta2);
     #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < rows; i++) {
+    for (int64_t i = 0; i < classes; i++) {
         float w[dim], m[dim], g[dim], s[adamw ? dim : 1];
         int64_t row = index ? index[i] : first + i;
         uint32_t random[centre_kind == FLOAT32 ? 1 : dim], start = row_seed(seed, row);
         load_row(centres, centre_kind, row, dim, 1.0f, w);
         load_row(momentum, momentum_kind, row, dim, momentum_scale ? momentum_scale[row] : 1.0f, m);
         load_row(gradient, gradient_kind, i, dim, 1.0f, g);
-        int64_t low = 0, high = num_own;
-        while (low < high) { /* the first n with own_columns[n] >= i */
+        int64_t low = 0, high = num_targets;
+        while (low < high) { /* the first n with class_index[n] >= i */
             int64_t middle = (low + high) / 2;
-            if (own_columns[middle] < i) low = middle + 1; else high = middle;
+            if (class_index[middle] < i) low = middle + 1; else high = middle;
         }
-        for (int64_t n = low; n < num_own && own_columns[n] == i; n++) {
-            const float *add = own + own_rows[n] * dim;
+        for (int64_t n = low; n < num_targets && class_index[n] == i; n++) {
+            const float *add = target + sample_index[n] * dim;
             #pragma omp simd
             for (int64_t j = 0; j < dim; j++) g[j] += add[j];
         }

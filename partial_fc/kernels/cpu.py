@@ -1,9 +1,9 @@
-"""Builds cpu.c with the system's C compiler at the first use, and calls it on tensors.
+"""Builds cpu.c with the system's C compiler at first use, and calls it on tensors.
 
-The library is kept in the user's cache folder, by the hash of source, compiler and processor, so later runs start at once.
-Where there is no compiler (or not Linux, or a processor that it fails on), `load` returns None, `why_missing` says why, and the
-plain torch code of plain.py does the same work in more sweeps over memory. The library links to no OpenMP runtime of its own:
-it takes the functions of the one that torch has loaded, so both share their threads.
+The library is stored in the user's cache folder under a hash of source, compiler and processor, so later runs start at once.
+Without a compiler (or outside Linux, or if the build fails), `load` returns None, `why_missing` says why, and the plain torch
+code of plain.py does the same work in more sweeps over memory. The library is not linked to an OpenMP runtime. It uses the one
+that torch has loaded, so both share their threads.
 """
 
 import atexit
@@ -33,7 +33,7 @@ from .plain import PlainKernels
 _SOURCE = Path(__file__).with_name("cpu.c")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-c"]
-_LARGEST_DIM = 16384  # rows lie on the stack of each thread
+_LARGEST_DIM = 16384  # each thread holds rows on its stack
 _NO_LIMIT = float("inf")
 
 _POINTER, _INT, _LONG, _FLOAT, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_double
@@ -46,7 +46,7 @@ _UPDATE_ROWS: list[Any] = [
 
 
 def load() -> ctypes.CDLL | None:
-    """Return the library, built if need be; None if it cannot be."""
+    """Return the library, and build it if necessary; None if it cannot be built."""
     return _load()[0]
 
 
@@ -68,7 +68,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     if shutil.which(compiler[0]) is None:
         return None, f"no C compiler {compiler[0]}; install gcc, or let the environment variable CC name one"
     reason = ""
-    for wide in (["-mprefer-vector-width=512"], []):  # some compilers do not know it; x86 only
+    for wide in (["-mprefer-vector-width=512"], []):  # x86 only, and some compilers do not know it
         for attempt in ("found or built", "built anew"):
             try:
                 path = _path(compiler, [*_FLAGS, *wide])
@@ -77,12 +77,12 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
                 return _typed(ctypes.CDLL(str(path))), ""
             except (OSError, AttributeError, subprocess.SubprocessError) as error:
                 reason = f"{shlex.join(compiler)} cannot build them: {_last_line(error)}"
-                continue  # a damaged file, too, is worth a second attempt
+                continue  # the second attempt also replaces a damaged file
     return None, reason
 
 
 def _last_line(error: Exception) -> str:
-    """Return what a compiler said last, or the error itself."""
+    """Return the last line of a compiler's output, or the error itself."""
     said = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
     lines = (said.decode(errors="replace") if isinstance(said, bytes) else said or "").strip().splitlines()
     return lines[-1].strip() if lines else " ".join(str(error).split())
@@ -96,12 +96,12 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def suits(dim: int) -> bool:
-    """Return whether the library is there and takes rows of this length."""
+    """Return whether the library is available and accepts rows of this length."""
     return not why_unsuited(dim)
 
 
 def why_unsuited(dim: int) -> str:
-    """Return why there is no library for rows of this length, "" if there is one."""
+    """Return why the library cannot be used for rows of this length, "" if it can."""
     return f"rows of {dim} numbers are longer than {_LARGEST_DIM}" if dim > _LARGEST_DIM else why_missing()
 
 
@@ -179,10 +179,10 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _path(compiler: list[str], flags: list[str]) -> Path:
-    """Return where the library for this source, compiler and processor is, or should be put."""
+    """Return the path of the library for this source, compiler and processor, built or not."""
     ask = functools.partial(subprocess.run, capture_output=True, text=True, check=True, timeout=60)
     version = ask([*compiler, "--version"]).stdout
-    # the macros name every instruction set that -march=native stands for here, also where /proc does not tell
+    # the macros name every instruction set that -march=native enables, even if /proc does not list them
     macros = ask([*compiler, *flags, "-dM", "-E", "-x", "c", os.devnull]).stdout
     parts = (_SOURCE.read_text(), " ".join(compiler), version, " ".join(flags), macros, _processor())
     name = f"cpu_kernels_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.so"
@@ -190,7 +190,7 @@ def _path(compiler: list[str], flags: list[str]) -> Path:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "face_head"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid() or not os.access(folder, os.W_OK):
-            raise PermissionError(f"{folder} is somebody else's")  # what is loaded from there would run as this user
+            raise PermissionError(f"{folder} belongs to another user")  # code loaded from there would run as this user
     except (OSError, RuntimeError):  # RuntimeError: there is no HOME, and this user has no name
         folder = Path(_private_folder())
     return folder / name
@@ -198,7 +198,7 @@ def _path(compiler: list[str], flags: list[str]) -> Path:
 
 @functools.cache
 def _private_folder() -> str:
-    """Return a new folder that goes when the process ends."""
+    """Return a new folder that is deleted when the process ends."""
     folder = tempfile.mkdtemp(prefix="face_head_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -209,12 +209,12 @@ def _build(compiler: list[str], flags: list[str], path: Path) -> None:
         objects, library = Path(work) / "kernels.o", Path(work) / path.name
         run = functools.partial(subprocess.run, capture_output=True, check=True, timeout=120)
         run([*compiler, *flags, str(_SOURCE), "-o", str(objects)])
-        run([*compiler, "-shared", str(objects), "-lm", "-o", str(library)])  # without -fopenmp: torch's runtime serves
-        library.replace(path)  # at once, so that no other process ever loads half a file
+        run([*compiler, "-shared", str(objects), "-lm", "-o", str(library)])  # without -fopenmp: torch's runtime is used
+        library.replace(path)  # atomic, so that no other process ever loads half a file
 
 
 def _processor() -> str:
-    """Return what tells processors apart: -march=native code must not run on another kind that shares the cache folder."""
+    """Return an identification of the processor: -march=native code must not run on another one that shares the cache."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))

@@ -1,4 +1,4 @@
-"""The Triton kernels of triton.py as the head calls them."""
+"""Calls the Triton kernels of triton.py for the head."""
 
 import torch
 from torch import Tensor

@@ -9,12 +9,12 @@ from partial_fc.workspace import Workspace
 
 
 class PlainKernels:
-    """Three sweeps over memory. Other kernels are subclasses: what they do not override is done here.
+    """Three sweeps over memory. Other kernels are subclasses and override some of the methods.
 
     Attributes:
         name: "plain", "c" or "triton".
-        words: the same for a log line.
-        reads_flag: whether update_rows reads `apply` where it lies, so that the host need not wait to know it.
+        words: the name in log lines.
+        reads_flag: whether update_rows reads `apply` on the device, without a host sync.
     """
 
     name = "plain"
@@ -27,7 +27,7 @@ class PlainKernels:
         if stored.dtype == unit.dtype == torch.float32 or stored.is_cuda:
             torch.mul(stored, inverse, out=unit)
             return
-        # on the CPU mixed dtypes go through temporaries that cost more than these two passes
+        # on the CPU torch handles mixed dtypes with temporaries, which cost more than these two passes
         scratch = workspace.buffer("scratch", tuple(stored.shape), torch.float32)
         if stored.dtype == torch.float32:
             unit.copy_(torch.mul(stored, inverse, out=scratch))
@@ -46,14 +46,14 @@ class PlainKernels:
         """Replace logits (c, B) by E = exp(logits - shift), 0 for target classes and above the limit; add its sums to z_sum.
 
         Args:
-            target: (class_index, sample_index), int64: where sample i of the batch has its target class in this chunk,
-                logits[class_index, sample_index] = 0.
+            target: (class_index, sample_index), int64: E[class_index[n], sample_index[n]] is set to 0, because this is the
+                target class of the sample.
             shift: K, one number or (B,).
             limit: logits above it are left out of the softmax (the interclass filter); None = none.
-            z_sum: fp32; takes the sums of the fp32 values, before E is rounded to the dtype of logits.
+            z_sum: (B,) fp32; the sums are of the fp32 values, before E is rounded to the dtype of logits.
         """
         exp = logits
-        if logits.dtype != torch.float32:  # exp and sum in fp32 through a buffer are faster than in bf16, and more exact
+        if logits.dtype != torch.float32:  # exp and sum in an fp32 buffer are faster than in bf16, and more exact
             exp = workspace.buffer("exp", tuple(logits.shape), torch.float32).copy_(logits)
         left_out = None if limit is None else exp > limit
         if isinstance(shift, Tensor) or shift:
@@ -81,9 +81,9 @@ class PlainKernels:
 
         Args:
             target: (class_index, sample_index, values (B, D) fp32), the part of the target classes: values[sample_index[n]]
-                belongs to gradient[class_index[n]]; class_index ascends.
+                is added to gradient[class_index[n]]; class_index ascends.
             seed: of the stochastic rounding in C and Triton.
-            apply: one number on the device, where reads_flag holds: if it is 0, nothing changes. None = apply.
+            apply: device flag, one number: 0 skips the update without a host sync. Only if reads_flag; None = update.
         """
         optimizer.update(store, select, whole_gradient(store, gradient, target), lr)
         if "updates" in store.tensors:
@@ -91,7 +91,7 @@ class PlainKernels:
 
 
 def whole_gradient(store: CentreStore, gradient: Tensor, target: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Return the gradient (c, D) in fp32, the part of the target classes included."""
+    """Return the gradient (c, D) in fp32, including the part of the target classes."""
     if gradient.dtype != torch.float32:
         gradient = store.workspace.buffer("gradient", tuple(gradient.shape), torch.float32).copy_(gradient)
     class_index, sample_index, values = target

@@ -2,14 +2,14 @@
 
 The same arithmetic as the plain torch code in plain.py and row_optimizer.py. With w a centre, v = 1 / |w|, g = dL / d(w v):
 
-    exp_mask_sum    E = exp(z - K), 0 for own classes and above the limit;  Z_i += sum_j E_ji
+    exp_mask_sum    E = exp(z - K), 0 for target classes and above the limit;  Z_i += sum_j E_ji
     sgd_update      G = v g - t v w,  t = v^2 (g . w);  m <- mu m + G + weight_decay w;  w <- w - lr m
     adamw_update    m <- beta1 m + (1 - beta1) G;  s <- beta2 s + (1 - beta2) G^2;
                     w <- (1 - lr weight_decay) w - lr (m / (1 - beta1^k)) / (sqrt(s / (1 - beta2^k)) + eps)
 
 Formats narrower than fp32 are rounded stochastically, so that a stored number is right on average (see rounding.py).
-The noise is Philox of (seed, row, column): it depends neither on the chunks nor on the order in which they are handled.
-Shapes: c = classes of one chunk, B = rows of the global (micro-)batch, n = classes of the shard, D = embedding size.
+The noise is Philox of (seed, row, column). It depends neither on the chunks nor on the order in which they are processed.
+Shapes: c = classes of one chunk, B = samples of the global (micro-)batch, n = classes of the shard, D = embedding size.
 """
 
 import math
@@ -22,31 +22,31 @@ from torch import Tensor
 _LARGEST_DIM = 4096  # one program holds a row in its registers
 _SMALLEST_NORM = tl.constexpr(1e-12)
 _ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass BigCrush, https://doi.org/10.1145/2063384.2063405, table 2
-_ROWS, _COLUMNS = tl.constexpr(8), tl.constexpr(256)  # what a program of exp_mask_sum holds at once
-_TILES = tl.constexpr(8)  # such tiles below each other per program; each program writes one row of partial sums
+_CLASSES, _SAMPLES = tl.constexpr(8), tl.constexpr(256)  # the tile that a program of exp_mask_sum holds at once
+_TILES = tl.constexpr(8)  # tiles of consecutive classes per program; each program writes one row of partial sums
 
 
-def exp_mask_sum(logits: Tensor, own: Tensor, shift: float | None, limit: float | None, z_sum: Tensor) -> None:
-    """Replace logits (c, B) by E = exp(logits - shift), 0 for own classes and above the limit; add E's sums to z_sum (B,).
+def exp_mask_sum(logits: Tensor, target: Tensor, shift: float | None, limit: float | None, z_sum: Tensor) -> None:
+    """Replace logits (c, B) by E = exp(logits - shift), 0 for target classes and above the limit; add E's sums to z_sum.
 
     Args:
         logits: fp32 or bf16; each row is contiguous. The arithmetic is fp32.
-        own: int32 (B,), the row of logits that is column i's own class; outside [0, c) where it lies in another chunk.
+        target: int32 (B,), the row of logits with the target class of sample i; outside [0, c) if it is in another chunk.
         shift: K; None = 0.
         limit: logits above it are left out of the softmax (the interclass filter); None = none.
-        z_sum: fp32; takes the sums of the fp32 values, before E is rounded to the dtype of logits.
+        z_sum: (B,) fp32; the sums are of the fp32 values, before E is rounded to the dtype of logits.
     """
-    num_rows, num_columns = logits.shape
-    assert logits.stride(1) == 1 or num_columns == 1, "each row of logits must be contiguous"
-    assert own.dtype == torch.int32 and z_sum.dtype == torch.float32
+    num_classes, num_samples = logits.shape
+    assert logits.stride(1) == 1 or num_samples == 1, "each row of logits must be contiguous"
+    assert target.dtype == torch.int32 and z_sum.dtype == torch.float32
     if not logits.numel():
         return
-    grid = (triton.cdiv(num_rows, _ROWS.value * _TILES.value), triton.cdiv(num_columns, _COLUMNS.value))
-    # one row per program and then a sum in a fixed order: atomics would add in whatever order the programs end
-    partial = torch.empty(grid[0], num_columns, dtype=torch.float32, device=logits.device)
+    grid = (triton.cdiv(num_classes, _CLASSES.value * _TILES.value), triton.cdiv(num_samples, _SAMPLES.value))
+    # one row of partial sums per program, then a sum in a fixed order; atomics would add in a varying order
+    partial = torch.empty(grid[0], num_samples, dtype=torch.float32, device=logits.device)
     with torch.cuda.device_of(logits):
-        numbers = (num_rows, num_columns, logits.stride(0), float(shift or 0.0), math.inf if limit is None else float(limit))
-        _exp_mask_sum_kernel[grid](logits, own, partial, *numbers)
+        numbers = (num_classes, num_samples, logits.stride(0), float(shift or 0.0), math.inf if limit is None else float(limit))
+        _exp_mask_sum_kernel[grid](logits, target, partial, *numbers)
     z_sum += partial.sum(dim=0)
 
 
@@ -69,9 +69,9 @@ def sgd_update(
         centres: (n, D) fp32 or bf16.
         momentum: (n, D) fp32, bf16, or int8 in units of momentum_scale (n,) fp32, which is None otherwise.
         inverse_norms: (n,) fp32, 1 / max(|w|, 1e-12) of the centres as stored; read and rewritten.
-        select: the first of c neighbouring rows, or c distinct rows (int64).
-        seed: of the stochastic rounding; its low 63 bits count.
-        apply: one number; where it is 0 nothing changes, and the host need not wait to know it.
+        select: the first of c consecutive rows, or c distinct rows (int64).
+        seed: of the stochastic rounding; only its low 63 bits are used.
+        apply: device flag, one number: 0 skips the update without a host sync.
     """
     states = [centres, momentum] if momentum_scale is None else [centres, momentum, momentum_scale]
     block, warps = _check(states, gradient, inverse_norms, select)
@@ -107,14 +107,14 @@ def adamw_update(
 
     Args:
         variance: (n, D) fp32 or bf16.
-        updates: (n,) int32, the number of updates of each row so far; k is one more. Counted on here.
+        updates: (n,) int32, the number of updates of each row so far; k is one more. Incremented here.
     """
     states = [centres, momentum, variance, updates] + ([] if momentum_scale is None else [momentum_scale])
     block, warps = _check(states, gradient, inverse_norms, select)
     if not len(gradient):
         return
     index, start = (select, 0) if isinstance(select, Tensor) else (None, select)
-    # differences and logarithms in double precision: 1 - 0.999 and log(0.999) in fp32 would be wrong in the fifth digit
+    # in double precision: 1 - 0.999 and log(0.999) in fp32 would be wrong in the fifth digit
     logs = [math.log(beta) if beta > 0.0 else -math.inf for beta in (beta1, beta2)]
     with torch.cuda.device_of(centres):
         _adamw_kernel[(len(gradient),)](
@@ -126,7 +126,7 @@ def adamw_update(
 
 
 def _check(states: list[Tensor], gradient: Tensor, inverse_norms: Tensor, select: int | Tensor) -> tuple[int, int]:
-    """Return the columns (a power of two) and warps of a program, after checking what the kernels take for granted."""
+    """Return the columns (a power of two) and warps of a program, after checking what the kernels assume."""
     num_rows, dim = states[0].shape
     assert dim <= _LARGEST_DIM, f"rows of at most {_LARGEST_DIM} numbers, got {dim}"
     assert all(tensor.is_contiguous() and len(tensor) == num_rows for tensor in [*states, inverse_norms])
@@ -140,25 +140,25 @@ def _check(states: list[Tensor], gradient: Tensor, inverse_norms: Tensor, select
 
 
 @triton.jit
-def _exp_mask_sum_kernel(logits, own, partial, num_rows, num_columns, stride, shift, limit):
-    columns = tl.program_id(1) * _COLUMNS + tl.arange(0, _COLUMNS)
-    inside = columns < num_columns
-    own_row = tl.load(own + columns, mask=inside, other=-1)
-    total = tl.zeros((_ROWS, _COLUMNS), tl.float32)
+def _exp_mask_sum_kernel(logits, target, partial, num_classes, num_samples, stride, shift, limit):
+    samples = tl.program_id(1) * _SAMPLES + tl.arange(0, _SAMPLES)
+    inside = samples < num_samples
+    target_class = tl.load(target + samples, mask=inside, other=-1)
+    total = tl.zeros((_CLASSES, _SAMPLES), tl.float32)
     for tile in range(_TILES):
-        rows = (tl.program_id(0) * _TILES + tile) * _ROWS + tl.arange(0, _ROWS)
-        places = logits + rows[:, None].to(tl.int64) * stride + columns[None, :]
-        mask = (rows < num_rows)[:, None] & inside[None, :]
+        classes = (tl.program_id(0) * _TILES + tile) * _CLASSES + tl.arange(0, _CLASSES)
+        places = logits + classes[:, None].to(tl.int64) * stride + samples[None, :]
+        mask = (classes < num_classes)[:, None] & inside[None, :]
         z = tl.load(places, mask=mask, other=float("-inf")).to(tl.float32)
-        left_out = (z > limit) | (rows[:, None] == own_row[None, :])
+        left_out = (z > limit) | (classes[:, None] == target_class[None, :])
         exponential = tl.where(left_out, 0.0, tl.exp(z - shift))
         tl.store(places, exponential.to(logits.dtype.element_ty), mask=mask)
         total += exponential
-    sums = partial + tl.program_id(0).to(tl.int64) * num_columns + columns
+    sums = partial + tl.program_id(0).to(tl.int64) * num_samples + samples
     tl.store(sums, tl.sum(total, axis=0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["start", "seed"])  # they change with every call; each kind would be compiled anew
+@triton.jit(do_not_specialize=["start", "seed"])  # they change with every call; specialising would recompile
 def _sgd_kernel(
     centres, momentum, scale, gradient, inverse_norms, index, apply, start, seed, lr, factor, decay, dim, block: tl.constexpr
 ):
@@ -231,7 +231,7 @@ def _row_number(index, start):
 
 @triton.jit
 def _gradient_of_centre(gradient, inverse_norms, row, columns, mask, w, dim):
-    """Return G from g: without its part along w, over the norm of w."""
+    """Return G: g without its component along w, divided by the norm of w."""
     g = tl.load(gradient + tl.program_id(0).to(tl.int64) * dim + columns, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(inverse_norms + row)
     along = tl.sum(g * w, axis=0) * v * v
@@ -241,7 +241,7 @@ def _gradient_of_centre(gradient, inverse_norms, row, columns, mask, w, dim):
 @triton.jit
 def _one_minus_power(log_beta, count):
     """Return 1 - beta^count; near 1 by the Taylor series of exp(x) - 1, since the difference would lose most digits."""
-    x = tl.maximum(log_beta * count.to(tl.float32), -100.0)  # exp is 0 in effect from there on; the series would overflow
+    x = tl.maximum(log_beta * count.to(tl.float32), -100.0)  # exp(-100) is 0 here; without the bound the series would overflow
     series = x * (1.0 + x / 2 * (1.0 + x / 3 * (1.0 + x / 4 * (1.0 + x / 5 * (1.0 + x / 6 * (1.0 + x / 7))))))
     return tl.where(x > -0.5, -series, 1.0 - tl.exp(x))
 
@@ -258,7 +258,7 @@ def _random_bits(seed, row, stream, block: tl.constexpr):
 def _store(tensor, places, mask, values, noise):
     """Store fp32 values, in bf16 rounded by 16 random bits; return what was stored.
 
-    bf16 is the upper half of fp32's bits; adding 16 random bits below carries into it with just the right probability.
+    bf16 is the upper half of fp32's bits; 16 random bits added below carry into it with exactly the right probability.
     """
     if tensor.dtype.element_ty == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
