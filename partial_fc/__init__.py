@@ -1,4 +1,4 @@
-"""Partial FC: class centres sharded over the ranks, sampled, with a margin softmax whose logits never exist whole."""
+"""Partial FC: class centres sharded over the ranks and sampled, with a margin softmax that never holds all logits at once."""
 
 from .build import build_head, check_head_fits, head_config
 from .config import HeadConfig

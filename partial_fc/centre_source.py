@@ -1,4 +1,4 @@
-"""Class centres of another training, by their labels: of a checkpoint of any number of ranks, or of one matrix.
+"""Reads class centres of another run by their labels, from a checkpoint of any number of ranks or from one matrix.
 
 Shapes: C = classes there, D = embedding size, n = classes asked for.
 """
@@ -37,7 +37,7 @@ def open_centres(path: Path) -> CentreSource:
             writes it.
 
     Raises:
-        ValueError: nothing there, or not class centres.
+        ValueError: nothing is there, or it does not hold class centres.
     """
     if path.is_dir():
         return _open_checkpoint(find_checkpoint(path))
@@ -52,7 +52,7 @@ def open_centres(path: Path) -> CentreSource:
 def _matrix(path: Path) -> Tensor:
     try:
         value = load_plain(path)
-    except Exception as error:  # of many kinds: weights_only refuses code with pickle.UnpicklingError, damage is a RuntimeError
+    except Exception as error:  # many kinds: weights_only rejects code with pickle.UnpicklingError, damage is a RuntimeError
         raise ValueError(f"{path}: cannot be read as class centres ({type(error).__name__})") from None
     value = value.get("weight") if isinstance(value, dict) else value
     if not isinstance(value, Tensor):

@@ -1,12 +1,12 @@
-"""What a shard stores for its class centres, in three formats.
+"""Stores the class centres of a shard and their optimizer state, in three formats.
 
     exact   centres fp32, momentum fp32                               4.1 kB per class at D = 512
     lean    centres and momentum bf16, rounded stochastically         2.1 kB
     tiny    as lean, momentum int8 with one fp32 scale per row        1.55 kB
 
-With AdamW a second moment comes on top, fp32 or (lean, tiny) bf16. Arithmetic is always fp32: rows are loaded into a buffer
-(fp32 rows are used where they lie), changed there and stored again. 1 / norm of each centre is kept beside, 4 bytes.
-Shapes: n = classes of the shard, D = embedding size, c = rows at hand.
+AdamW adds a second moment, fp32 or (lean, tiny) bf16. Arithmetic is always fp32: rows are loaded into a buffer (fp32 rows are
+used in place), changed there and stored again. 1 / norm of each centre is also stored, 4 bytes.
+Shapes: n = classes of the shard, D = embedding size, c = selected rows.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,11 @@ FORMATS = {  # name: dtype of the centres, of the momentum, of AdamW's second mo
     "lean": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
     "tiny": (torch.bfloat16, torch.int8, torch.bfloat16),
 }
-Select = slice | Tensor  # a run of rows, or single rows (int64, distinct)
+Select = slice | Tensor  # consecutive rows, or single rows (int64, distinct)
 Read = Callable[[int, int], dict[str, Tensor]]  # (first row, last row) of the shard -> tensors by name
 _BLOCK = 8192  # rows converted at once when a checkpoint is read: 16 MiB of 512 numbers
 _SMALLEST_NORM = 1e-12
-_LAST_STEP = 99_999_999  # that the name of a checkpoint's folder can tell
+_LAST_STEP = 99_999_999  # the largest that the name of a checkpoint's folder can hold
 
 
 class CentreStore:
@@ -37,8 +37,8 @@ class CentreStore:
 
     Args:
         second_moment: also keep AdamW's `variance`.
-        count_updates: also keep `updates`, int32: how many updates each row has seen (see row_optimizer.py).
-        block: the most rows that are loaded or stored at once.
+        count_updates: also keep `updates`, int32, the number of updates of each row (see row_optimizer.py).
+        block: the largest number of rows that are loaded or stored at once.
     """
 
     def __init__(
@@ -69,22 +69,22 @@ class CentreStore:
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes of one class in everything that is stored."""
+        """Stored bytes per class."""
         return sum(tensor[:1].nbytes for tensor in (*self.tensors.values(), self.inverse_norms))
 
     def fill_initial(self, start: int, seed: int) -> None:
-        """Give the centres their first values, those of the slots from `start` on."""
+        """Give the centres their initial values, those of the slots from `start` on."""
         for rows, values in initial_blocks(start, start + self.num_rows, self.dim, seed):
             self.tensors["centres"][rows] = values.to(self.tensors["centres"])
             self._take_norms(rows, {})
 
     def refresh_norms(self) -> None:
-        """Compute 1 / norm of every centre anew, after they were changed from outside."""
+        """Recompute 1 / norm of every centre, after they were changed from outside."""
         for low in range(0, self.num_rows, _BLOCK):
             self._take_norms(slice(low, min(low + _BLOCK, self.num_rows)), {})
 
     def unit_rows(self, select: Select, dtype: torch.dtype, padded: int = 0) -> Tensor:
-        """Return the unit centres (c, D) in dtype, in a buffer that lasts until the next call.
+        """Return the unit centres (c, D) in dtype, in a buffer that is valid until the next call.
 
         Args:
             padded: if larger than c, the number of rows to return; those beyond c are zero.
@@ -97,17 +97,17 @@ class CentreStore:
         return whole
 
     def load(self, name: str, select: Select) -> Tensor:
-        """Return rows (c, D) of centres, momentum or variance as fp32: the storage itself where it can be, else a buffer."""
+        """Return rows (c, D) of centres, momentum or variance as fp32: a view of the storage if possible, else a buffer."""
         stored = self.tensors[name][select]
         if stored.dtype == torch.float32:
-            return stored  # a view for a run of rows, a copy for single rows
+            return stored  # a view for consecutive rows, a copy for single rows
         rows = self.workspace.buffer(name, tuple(stored.shape), torch.float32).copy_(stored)
         if stored.dtype == torch.int8:
             rows.mul_(self.tensors[f"{name}_scale"][select][:, None])
         return rows
 
     def save(self, name: str, select: Select, rows: Tensor) -> None:
-        """Store what `load` gave, after it was changed. fp32 `rows` may be rounded in place to what was stored."""
+        """Store rows that `load` returned, after they were changed; fp32 `rows` may be rounded in place."""
         target = self.tensors[name]
         if target.dtype == torch.float32:
             if not isinstance(select, slice):
@@ -125,19 +125,19 @@ class CentreStore:
             target[select], self.tensors[f"{name}_scale"][select] = quantised, scale
 
     def save_centres(self, select: Select, rows: Tensor) -> None:
-        """Store changed centres (c, D) and 1 / norm of what is stored, rounding included."""
+        """Store changed centres (c, D), and 1 / norm of the stored, rounded values."""
         self.save("centres", select, rows)
         norms = torch.linalg.vector_norm(rows, dim=1).clamp_min_(_SMALLEST_NORM)
         self.inverse_norms[select] = norms.reciprocal_()
 
     def read_rows(self, read: Read, also: dict[str, Tensor]) -> None:
-        """Fill everything from saved rows, whatever format they are in.
+        """Fill all tensors from saved rows of any format.
 
         Args:
-            also: more tensors (n, ...) to fill, left as they are where nothing of that name and shape was saved.
+            also: more tensors (n, ...) to fill; unchanged if nothing of that name and shape was saved.
 
         Raises:
-            ValueError: a tensor is missing or has another shape; nothing of this shard should be used then.
+            ValueError: a tensor is missing or has another shape; this shard must not be used then.
         """
         for low in range(0, self.num_rows, _BLOCK):
             high = min(low + _BLOCK, self.num_rows)
@@ -149,7 +149,7 @@ class CentreStore:
                     f"head: the checkpoint's class centres were trained by {was}, not {now}; set head.optimizer={was}"
                 )
             for name in ("centres", "momentum", "variance", "updates"):
-                # SGD saves no updates: all its rows are up to date then. AdamW corrects its moments by them
+                # SGD saves no updates, because all its rows are up to date. AdamW needs them for the bias correction
                 if name in self.tensors and (name in saved or name != "updates" or "variance" in saved):
                     self._convert(name, slice(low, high), saved)
             for name, target in also.items():
@@ -158,7 +158,7 @@ class CentreStore:
             self._take_norms(slice(low, high), saved)
 
     def _take_norms(self, rows: slice, saved: dict[str, Tensor]) -> None:
-        """Set 1 / norm of rows; as it was saved if it can be: computed anew, its last bit may differ from what the run had."""
+        """Set 1 / norm of rows. Restore the saved norms if possible; recomputed ones may differ in the last bit."""
         if "inverse_norms" in saved and saved["centres"].dtype == self.tensors["centres"].dtype:
             self.inverse_norms[rows].copy_(saved["inverse_norms"])
             return

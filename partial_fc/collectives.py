@@ -1,6 +1,6 @@
-"""The head's collectives, on a process group of its own so that they do not queue behind DDP's gradient buckets.
+"""The head's collectives, on a separate process group so that they do not queue behind DDP's gradient buckets.
 
-Shapes: b = rows of this rank, B = b * world_size rows of all ranks in rank order, D = embedding size.
+Shapes: b = samples of this rank, B = b * world_size samples of all ranks in rank order, D = embedding size.
 """
 
 import torch
@@ -11,7 +11,7 @@ from utils.distributed import gather_blocks, scatter_sum
 
 
 class Collectives:
-    """All-gather, all-reduce and reduce-scatter over the ranks of the head; with one rank none of them communicates."""
+    """All-gather, all-reduce and reduce-scatter over the ranks of the head. With one rank none of them communicates."""
 
     def __init__(self, world_size: int) -> None:
         if world_size > 1 and not dist.is_initialized():
@@ -20,7 +20,7 @@ class Collectives:
         self.group = dist.new_group() if world_size > 1 else None
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        """Return (B, ...) from every rank's (b, ...), rank 0's rows first; b is the same everywhere."""
+        """Return (B, ...) from every rank's (b, ...), rank 0's samples first; b is the same on all ranks."""
         if self.world_size == 1:
             return rows
         gathered = rows.new_empty(self.world_size * rows.shape[0], *rows.shape[1:])
@@ -54,5 +54,5 @@ class Collectives:
         return tensor
 
     def gather_labels(self, labels: Tensor, device: torch.device) -> Tensor:
-        """Return the (B, ...) labels of all ranks on the CPU, from (b, ...); NCCL moves them through the device."""
+        """Return the (B, ...) labels of all ranks on the CPU, from (b, ...). They go through the device, as NCCL needs."""
         return self.all_gather(labels.to(device)).cpu() if self.world_size > 1 else labels.cpu()

@@ -1,4 +1,4 @@
-"""The class centres of a first step that is not from scratch: those of another training, and new ones from their images.
+"""Initialises class centres from another run, and new ones from the images of their classes.
 
 Shapes: n = classes asked for, D = embedding size.
 """
@@ -19,11 +19,11 @@ from .head import PartialFC
 ClassMeans = Callable[[np.ndarray], tuple[Tensor, np.ndarray]]  # labels (n,) -> (n, D) directions, (n,) bool: has any image
 
 _BLOCK = 65536  # centres read at once
-_SAMPLE = 4096  # centres whose norm is taken for that of all
+_SAMPLE = 4096  # centres from which the mean norm is estimated
 
 
 class InitCounts(NamedTuple):
-    """How many of this rank's class centres came from where."""
+    """How many of this rank's class centres came from each source."""
 
     kept: int
     from_images: int
@@ -37,13 +37,13 @@ class InitCounts(NamedTuple):
 def init_centres(head: PartialFC, source_path: str, class_map: str, class_means: ClassMeans | None) -> InitCounts:
     """Fill this rank's centres before the first step; the same centres on any number of ranks.
 
-    Centres of the source keep their norm, which says how fast they turn. New ones get the mean norm of the source's, or, where
-    there is none, that of a random start.
+    Centres of the source keep their norm, which determines how fast they turn. New ones get the mean norm of the source's
+    centres, or without a source the norm of a random start.
 
     Args:
-        source_path: init.head: what open_centres reads; "" = every class is new.
-        class_map: init.classes: what read_class_map reads; "" = the labels of the source are those here.
-        class_means: the mean direction of images of new classes; None = they stay random.
+        source_path: init.head, a path for open_centres; "" = every class is new.
+        class_map: init.classes, a path for read_class_map; "" = the source has the same labels.
+        class_means: returns the mean direction of images of new classes; None = they stay random.
 
     Raises:
         ValueError: the source does not fit.
@@ -58,7 +58,7 @@ def init_centres(head: PartialFC, source_path: str, class_map: str, class_means:
     labels = head.shard_classes()
     old = np.full(len(labels), -1, dtype=np.int64)
     centres = head.centres
-    norm = float(torch.linalg.vector_norm(torch.full((head.embedding_size,), 0.01)))  # of a random start, see shard.py
+    norm = float(torch.linalg.vector_norm(torch.full((head.embedding_size,), 0.01)))  # that of a random start, see shard.py
     if source is not None:
         if source.embedding_size != head.embedding_size:
             raise ValueError(
@@ -79,7 +79,7 @@ def init_centres(head: PartialFC, source_path: str, class_map: str, class_means:
         assert source is not None
         values = source.read(old[rows])
         norms = values.norm(dim=1)
-        bad = np.flatnonzero(~((norms > 0) & norms.isfinite()).numpy())  # of no direction: it would turn without bounds
+        bad = np.flatnonzero(~((norms > 0) & norms.isfinite()).numpy())  # without a direction it would turn without bound
         if len(bad):
             raise ValueError(
                 f"init.head: in {source.name} the centre of label {old[rows[bad[0]]]} is zero or not finite; leave that label "
@@ -87,7 +87,7 @@ def init_centres(head: PartialFC, source_path: str, class_map: str, class_means:
             )
         centres[torch.from_numpy(rows)] = values.to(centres)
     new, filled = np.flatnonzero(old < 0), 0
-    if source is not None:  # their own random directions, of a norm like the others'
+    if source is not None:  # new centres keep their random directions but get the norm of the others
         _scale(head, new, norm)
     if class_means is not None:
         for start in range(0, len(new), _BLOCK):

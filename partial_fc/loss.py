@@ -1,4 +1,4 @@
-"""From the sums over all shards to the loss of each sample, and to the factors that turn the sums into gradients.
+"""Computes the loss of each sample from the sums over all shards, and the factors that turn these sums into gradients.
 
 Shapes: B = samples of the global (micro-)batch, D = embedding size.
 """
@@ -14,12 +14,12 @@ from .softmax import Batch, Chunk, MarginLike, TwoPass
 
 
 class SampleFactors(NamedTuple):
-    """What softmax.py's formulas need of each sample, fp32."""
+    """The factors of each sample in the formulas of softmax.py, fp32."""
 
     loss: Tensor  # (), the mean over the samples
     negatives: Tensor  # (B,) gain exp(K - lse_i) / B
     grad_target_cosine: Tensor  # (B,)
-    grad_norm: Tensor | None  # (B,), by the norm of the embedding, for margins that depend on it
+    grad_norm: Tensor | None  # (B,), with respect to the norm of the embedding, for margins that depend on it
 
 
 def sample_factors(
@@ -30,7 +30,7 @@ def sample_factors(
     Args:
         norm: (B,) of the embeddings.
         z_sum, by_target: (B,) sum_j E_ij and sum_j E_ij dz_ij/dt_i over the negatives of all shards.
-        gain: factor that U and the gradients of the centres lack; see TwoPass.gain.
+        gain: factor that is still missing in U and in the gradients of the centres; see TwoPass.gain.
     """
     num_samples, shift = len(norm), batch.shift
     with torch.enable_grad():
@@ -57,10 +57,10 @@ def sums_over_shards(
 ) -> tuple[Batch, Tensor, Tensor, Tensor]:
     """Return the batch with target cosines, K and state; Z and sum_j E dz/dt (B,) over all shards; U (B, D) of this one.
 
-    One all-reduce, of (Z, target cosine), where nothing in the chunks depends on the target class.
+    One all-reduce of (Z, target cosine) is enough if nothing in the chunks depends on the target class.
 
     Args:
-        batch: with the target cosines of the samples whose class lies here, 0 elsewhere.
+        batch: with the target cosines of the samples whose class is in this shard, 0 for the others.
         norm: (B,) of the embeddings.
         shift: K, or None if the samples' maxima must be found first.
     """
@@ -81,7 +81,7 @@ def sums_over_shards(
 
 
 class ReadyGradient(torch.autograd.Function):
-    """A loss whose gradient for the embeddings is computed with it, in its forward; backward only hands it on.
+    """A loss whose forward also computes the gradient of the embeddings; backward only returns it.
 
     apply(embeddings (b, D), compute), where compute(embeddings fp32, detached) returns (loss, gradient (b, D)).
     """
@@ -95,6 +95,6 @@ class ReadyGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient that forward kept, times that of the loss."""
+        """Return the kept gradient times the gradient of the loss."""
         (gradient,) = ctx.saved_tensors
         return gradient * grad_outputs[0], None

@@ -1,7 +1,7 @@
-"""How many bytes a head takes, how many identities fit, and what to say when they do not.
+"""The memory model of the head: its bytes, how many identities fit, and the error if they do not.
 
-The model is checked against what heads really hold in tests/test_partial_fc_memory.py.
-Shapes: B = rows of the global micro-batch, D = embedding size, n = classes of one shard, c = classes of one chunk.
+tests/test_partial_fc_memory.py checks the model against the memory of real heads.
+Shapes: B = samples of the global micro-batch, D = embedding size, n = classes of one shard, c = classes of one chunk.
 """
 
 import math
@@ -17,13 +17,13 @@ _ROWS_KEPT = 8  # fp32 matrices of (B, D) that live at once in one forward and t
 
 
 class HeadMemory(NamedTuple):
-    """What the size of a head depends on, beside the number of classes."""
+    """Everything that determines the size of a head, except the number of classes."""
 
     dim: int
     rows: int  # B
     config: HeadConfig = HeadConfig()
     accumulation: int = 1
-    kernels: str = "c"  # those that config.kernels comes to, see kernels.choose_kernels
+    kernels: str = "c"  # as kernels.choose_kernels returns it
 
     @property
     def bytes_per_class(self) -> int:
@@ -36,7 +36,7 @@ class HeadMemory(NamedTuple):
         return size + (4 * config.num_neighbours if config.sampling == "neighbours" else 0)
 
     def shared_bytes(self, num_local: int) -> int:
-        """Bytes of buffers and cache of a shard of num_local classes: bounded, whatever their number."""
+        """Bytes of buffers and cache of a shard of num_local classes: bounded for any number of classes."""
         device = "cuda" if self.kernels == "triton" else "cpu"
         config, size = self.config, self.config.matmul_dtype.itemsize
         c = min(config.chunk or auto_chunk(device, config.matmul_dtype), num_local)
@@ -73,8 +73,8 @@ def check_fits(head: HeadMemory, num_classes: int, world_size: int, budget: int,
     """Raise ValueError if a head of num_classes over world_size processes takes more than what others leave of the budget.
 
     Args:
-        budget: bytes of memory of one process that are free.
-        others: bytes of it that the backbone needs.
+        budget: free memory of one process, bytes.
+        others: bytes of the budget that the backbone needs.
     """
     local = -(-num_classes // world_size)
     if head.bytes_for(local) + others <= budget:

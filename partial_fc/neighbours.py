@@ -1,10 +1,10 @@
-"""The k nearest classes of each class, by the cosine of their centres: where the hard negatives of a batch are.
+"""The k nearest classes of each class by the cosine of their centres: the source of a batch's hard negatives.
 
 Source: the k-nearest-neighbour softmax of Song et al., "Large-Scale Training System for 100-Million Classification at
 Alibaba", KDD 2020, https://arxiv.org/abs/2102.06025. The graph is rebuilt every few hundred steps: each rank compares its own
 centres with those of all ranks, block by block, and keeps the best k of each row; 2 C^2 D operations over all ranks.
-Neighbours are numbers of slots, so the graph of a class does not depend on the number of ranks.
-Shapes: n = classes of this shard, C = all classes, k = neighbours per class, q = rows of one block.
+Neighbours are slot numbers, so the neighbours of a class do not depend on the number of ranks.
+Shapes: n = classes of this shard, C = all classes, k = neighbours per class, q = centres of one block.
 """
 
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ _BLOCK = 4096  # centres compared with as many others at once
 
 
 class NeighbourGraph:
-    """Slots of the k classes nearest to each of this shard's, (n, k) int32, nearest first; -1 before the first rebuild.
+    """Slots of the k nearest classes of each class of this shard, (n, k) int32, nearest first; -1 before the first rebuild.
 
     Args:
-        num_neighbours: k; fewer where there are fewer other classes.
+        num_neighbours: k; fewer if there are fewer other classes.
         every: optimizer steps between rebuilds.
     """
 
@@ -43,12 +43,12 @@ class NeighbourGraph:
         self.slots = torch.full((self.end_slot - self.first_slot, self.k), -1, dtype=torch.int32, device=device)
 
     def is_due(self, step: int) -> bool:
-        """Return whether the graph should be rebuilt before this optimizer step; not before the first, when all is random."""
+        """Return whether to rebuild the graph before this optimizer step; never before the first, as all centres are random."""
         return step > 0 and step % self.every == 0
 
     @torch.no_grad()
     def rebuild(self, store: CentreStore, dtype: torch.dtype) -> None:
-        """Find all neighbours anew from the present centres, with products in dtype. A collective call."""
+        """Find all neighbours again from the current centres, with products in dtype. A collective call."""
         device = self.slots.device
         best = torch.full((len(self.slots), self.k), -torch.inf, device=device)
         for first, others in self._blocks_of_all_ranks(store, dtype):
@@ -59,7 +59,7 @@ class NeighbourGraph:
                 mine = torch.arange(self.first_slot + rows.start, self.first_slot + rows.stop, device=device)
                 itself = (mine >= first) & (mine < first + len(others))
                 cosine[itself, (mine - first)[itself]] = -torch.inf
-                # most rows find nothing better in most blocks: one maximum tells, which is much cheaper than a top-k
+                # most rows find nothing better in most blocks, and one maximum shows that much more cheaply than a top-k
                 better = (cosine.amax(dim=1) > best[rows, -1]).nonzero().squeeze(1)
                 if len(better) == 0:
                     continue
@@ -71,12 +71,12 @@ class NeighbourGraph:
                 self.slots[at] = slots.gather(1, order)
 
     def near(self, slots: np.ndarray) -> np.ndarray:
-        """Return which of this shard's rows are neighbours of these distinct slots of any rank: the nearest of all first.
+        """Return the rows of this shard that are neighbours of these distinct slots of any rank, each slot's nearest first.
 
-        A collective call; each rank knows the neighbours of its own classes. Repeats are possible. (m,) int64.
+        A collective call, because each rank knows only the neighbours of its own classes. Repeats are possible. (m,) int64.
         """
         here = (slots >= self.first_slot) & (slots < self.end_slot)
-        known = torch.zeros(len(slots), self.k, dtype=torch.int32)  # slot + 1, so that ranks add up
+        known = torch.zeros(len(slots), self.k, dtype=torch.int32)  # slot + 1, or 0, so that the sum over ranks is the slot + 1
         known[torch.from_numpy(here)] = (
             self.slots[torch.from_numpy(slots[here] - self.first_slot).to(self.slots.device)].cpu() + 1
         )

@@ -1,18 +1,18 @@
-"""Unbiased rounding of fp32 rows to bf16 and int8: each number goes to one of its two neighbours, on average to itself.
+"""Stochastic rounding of fp32 rows to bf16 and int8: up or down at random, so that the mean is the number itself.
 
-Round-to-nearest would lose every update smaller than half a step of the format, which for bf16 centres is most of them.
+Round-to-nearest would lose every update smaller than half a step of the format. With bf16 centres those are most updates.
 Source: Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, https://arxiv.org/abs/1502.02551.
 
-A generator of random bits costs more than a matrix product of the same size, so the noise is one small table, read at an
-offset that changes with every use. The table repeats a permutation of all 65536 values of 16 bits: over the offsets, each
-element meets each value exactly once, so the mean is exact, not only expected.
+Generating random bits costs more than a matrix product of the same size. The noise is therefore one small table, read at an
+offset that changes with every use. The table repeats a permutation of all 65536 values of 16 bits. Over all offsets each
+element gets each value exactly once, so the mean over them is exact.
 """
 
 import torch
 from torch import Tensor
 
 _VALUES = 1 << 16
-_STRIDE = 40503  # odd, so multiples of it run through all offsets; near the golden ratio, so neighbours in time lie far apart
+_STRIDE = 40503  # odd, so its multiples reach all offsets; near the golden ratio, so successive offsets are far apart
 
 
 class Noise:
@@ -20,26 +20,26 @@ class Noise:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size, self.device = size, device
-        self._tables: dict[str, Tensor] = {}  # made when first used
+        self._tables: dict[str, Tensor] = {}  # created at first use
         self._offset = 0
 
     def begin(self, seed: int) -> None:
-        """Set the seed of what follows, for example one of each optimizer step."""
+        """Set the seed of the numbers that follow, for example once per optimizer step."""
         self._offset = seed % _VALUES
 
     def bits(self, shape: torch.Size) -> Tensor:
-        """Return int32 numbers in [0, 65536), not to be written to."""
+        """Return int32 numbers in [0, 65536); read-only."""
         return self._next("bits", shape)
 
     def uniform(self, shape: torch.Size) -> Tensor:
-        """Return fp32 numbers in (0, 1), not to be written to."""
+        """Return fp32 numbers in (0, 1); read-only."""
         return self._next("uniform", shape)
 
     def _next(self, name: str, shape: torch.Size) -> Tensor:
         if name not in self._tables:
             order = torch.randperm(_VALUES, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
             values = order if name == "bits" else (order + 0.5) / _VALUES
-            # one period more than needed: any offset fits
+            # one period more than needed, so that any offset fits
             self._tables[name] = values.repeat(-(-self.size // _VALUES) + 1).to(self.device)
         self._offset = (self._offset + _STRIDE) % _VALUES
         return self._tables[name][self._offset : self._offset + shape.numel()].view(shape)
@@ -48,7 +48,7 @@ class Noise:
 def round_to_bfloat16_(values: Tensor, noise: Noise) -> Tensor:
     """Round contiguous fp32 values in place to numbers that bf16 holds, stochastically; return them (still fp32).
 
-    bf16 is the upper half of fp32's bits; adding 16 random bits below carries into it with just the right probability.
+    bf16 is the upper half of fp32's bits; 16 random bits added below carry into it with exactly the right probability.
     """
     values.view(torch.int32).add_(noise.bits(values.shape)).bitwise_and_(-_VALUES)
     return values

@@ -1,15 +1,15 @@
-"""SGD and AdamW that update some rows of the class centres at a time, straight from the gradient of their unit vectors.
+"""SGD and AdamW that update some rows of the class centres at a time, from the gradient of their unit vectors.
 
-Row by row, w a centre, v = 1 / |w|, g = dL / d(w v), the gradient of w itself is G = v (g - t w) with t = v^2 (g . w), and
+For each row, w is the centre, v = 1 / |w| and g = dL / d(w v). The gradient of w is G = v (g - t w) with t = v^2 (g . w).
 
     SGD     m <- momentum m + G + weight_decay w,   w <- w - lr m                          as torch.optim.SGD
     AdamW   m <- beta1 m + (1 - beta1) G,  s <- beta2 s + (1 - beta2) G^2,
             w <- (1 - lr weight_decay) w - lr (m / (1 - beta1^k)) / (sqrt(s / (1 - beta2^k)) + eps)
             Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, as torch.optim.AdamW; k counts the row's own updates
 
-Only rows that were sampled are updated: the papers' rule (head.inactive_rows=keep). A dense optimizer would also have decayed
-the others and moved them on by their momentum; LazyDecay does that to a row when it is next touched (=decay).
-Shapes: c = rows at hand, D = embedding size.
+Only sampled rows are updated, as in the papers (head.inactive_rows=keep). A dense optimizer would also decay the other rows
+and move them by their momentum; with head.inactive_rows=decay, LazyDecay does that when a row is next used.
+Shapes: c = selected rows, D = embedding size.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class RowSGD(NamedTuple):
     weight_decay: float = 5e-4
 
     def update(self, store: CentreStore, select: Select, gradient: Tensor, lr: float) -> None:
-        """Update the selected centres from gradient (c, D) fp32, that of their unit vectors."""
+        """Update the selected centres from the gradient (c, D) of their unit vectors, fp32."""
         rows, inverse = store.load("centres", select), store.inverse_norms[select]
         along = _dot(store, gradient, rows) * inverse.square()
         momentum = store.load("momentum", select).mul_(self.momentum)
@@ -48,7 +48,7 @@ class RowAdamW(NamedTuple):
     weight_decay: float = 0.05
 
     def update(self, store: CentreStore, select: Select, gradient: Tensor, lr: float) -> None:
-        """Update the selected centres from gradient (c, D) fp32, that of their unit vectors; gradient is overwritten."""
+        """Update the selected centres from the gradient (c, D) of their unit vectors, fp32, which is overwritten."""
         rows, inverse = store.load("centres", select), store.inverse_norms[select]
         along = _dot(store, gradient, rows) * inverse.square()
         gradient.mul_(inverse[:, None]).addcmul_(rows, (-along * inverse)[:, None])
@@ -61,7 +61,7 @@ class RowAdamW(NamedTuple):
         store.save_centres(select, rows)
 
     def _move(self, rows: Tensor, momentum: Tensor, variance: Tensor, count: Tensor, lr: Tensor, scratch: Tensor) -> None:
-        """Apply the last formula above with a learning rate (c,) and a number of updates (c,) of each row's own."""
+        """Apply the last formula above, with a learning rate (c,) and a number of updates (c,) per row."""
         first, second = ((1.0 - beta**count).float()[:, None] for beta in (self.beta1, self.beta2))
         rows.mul_((1.0 - lr * self.weight_decay)[:, None])
         torch.div(variance, second, out=scratch).sqrt_().add_(self.eps)
@@ -73,26 +73,26 @@ RowOptimizer = RowSGD | RowAdamW
 
 
 class LazyDecay:
-    """What a dense optimizer does in the steps that leave a row out, done at once when the row is needed again.
+    """The updates that a dense optimizer makes in steps that leave a row out, applied together when the row is next used.
 
-    For SGD the steps without a gradient are linear in (w, m), with the same 2 x 2 matrix for all rows, so a row that missed
-    the updates u, u + 1, ... needs one product of matrices, looked up by u. For AdamW they are followed one by one.
+    For SGD a step without a gradient is linear in (w, m), with the same 2 x 2 matrix for all rows. A row that missed the
+    updates u, u + 1, ... needs the product of their matrices, looked up by u. For AdamW the updates are applied one by one.
     """
 
-    _LONGEST = 1024  # updates that a row may lie behind; then all rows are brought up to date
+    _LONGEST = 1024  # the most updates that a row may miss; then all rows are brought up to date
 
     def __init__(self, optimizer: RowOptimizer) -> None:
         self.optimizer = optimizer
         self.restart(0)
 
     def restart(self, count: int) -> None:
-        """Begin anew with `count` updates done, all rows up to date."""
+        """Start again with `count` updates done and all rows up to date."""
         self._base = self.count = count
         self._rates: list[float] = []
-        self._products = np.empty((0, 2, 2))  # [u - base]: what updates u ... count - 1 do to (w, m)
+        self._products = np.empty((0, 2, 2))  # [u - base]: the effect of updates u ... count - 1 on (w, m)
 
     def record(self, lr: float) -> None:
-        """Note that one more update was done with this learning rate."""
+        """Record one more update with this learning rate."""
         self.count += 1
         self._rates.append(lr)
         if isinstance(self.optimizer, RowSGD):
@@ -105,7 +105,7 @@ class LazyDecay:
         return len(self._rates) >= self._LONGEST
 
     def catch_up(self, store: CentreStore, select: Select) -> None:
-        """Do to the selected rows the updates that they missed."""
+        """Apply the missed updates to the selected rows."""
         seen = store.tensors["updates"][select]
         if not self._rates or bool((seen == self.count).all()):
             return
@@ -126,19 +126,19 @@ class LazyDecay:
         store.tensors["updates"][select] = self.count
 
     def catch_up_all(self, store: CentreStore, block: int) -> None:
-        """Bring every row up to date, `block` rows at a time, and forget the past."""
+        """Bring every row up to date, `block` rows at a time, and clear the record."""
         for low in range(0, store.num_rows, block):
             self.catch_up(store, slice(low, min(low + block, store.num_rows)))
         self.restart(self.count)
 
     def resume(self, store: CentreStore) -> None:
-        """Take up counting after loading rows that are all up to date.
+        """Continue counting after loading rows that are all up to date.
 
         Raises:
-            ValueError: they have seen different numbers of updates.
+            ValueError: the rows have different numbers of updates.
         """
         updates = store.tensors["updates"]
-        if isinstance(self.optimizer, RowSGD):  # saves no counts: its rows need none
+        if isinstance(self.optimizer, RowSGD):  # saves no counts, because its rows need none
             updates.zero_()
         if int(updates.min()) != int(updates.max()):
             raise ValueError(
@@ -160,5 +160,5 @@ class LazyDecay:
 
 
 def _dot(store: CentreStore, first: Tensor, second: Tensor) -> Tensor:
-    """Return the (c,) dot products of rows; a product in a buffer and its sum cost half of torch.linalg.vecdot on the CPU."""
+    """Return the (c,) dot products of rows; on the CPU a product in a buffer and a sum cost half of torch.linalg.vecdot."""
     return torch.mul(first, second, out=store.workspace.buffer("scratch", tuple(first.shape), torch.float32)).sum(dim=1)

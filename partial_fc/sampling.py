@@ -1,11 +1,11 @@
-"""Which class centres take part in a step: Partial FC's sampling.
+"""Partial FC's sampling: chooses the class centres that take part in a step.
 
 Source: An et al., "Partial FC", https://arxiv.org/abs/2010.05222, and "Killing Two Birds with One Stone", CVPR 2022,
-https://arxiv.org/abs/2203.15565. Every class that the batch holds (a positive) is active; negatives fill the budget of
-round(sample_rate x local classes). Instead of scoring every class, a run of consecutive slots is taken: slots are randomly
-permuted classes (see shard.py), so each negative is drawn with the same probability, and no row has to be copied.
+https://arxiv.org/abs/2203.15565. Every class in the batch (a positive) is active; negatives fill the budget of
+round(sample_rate x local classes). Instead of drawing a random number per class, a run of consecutive slots is taken. Slots are
+randomly permuted classes (see shard.py), so each negative has the same probability, and no row has to be copied.
 
-Part of the budget may go to classes that are near to the batch's own (see neighbours.py); the run then fills the rest.
+Part of the budget may go to the nearest classes of the batch's classes (see neighbours.py); the run then fills the rest.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from utils.randomness import derive
 
 
 class ActiveSet(NamedTuple):
-    """Local slots of one step: `runs` of consecutive slots [start, stop), and `extra` (int64, ascending) outside the runs."""
+    """Active local slots of one step: `runs` of consecutive slots [start, stop), and `extra` (int64, ascending) ones."""
 
     runs: list[tuple[int, int]]
     extra: np.ndarray
@@ -25,7 +25,7 @@ class ActiveSet(NamedTuple):
         return sum(stop - start for start, stop in self.runs) + len(self.extra)
 
     def places(self, slots: np.ndarray) -> np.ndarray:
-        """Return where each of these active slots stands in the order runs, then extra; (n,) int64."""
+        """Return the position of each of these active slots in the order runs, then extra; (n,) int64."""
         before = sum(stop - start for start, stop in self.runs)
         places = before + np.searchsorted(self.extra, slots)
         offset = 0
@@ -37,25 +37,25 @@ class ActiveSet(NamedTuple):
 
 
 def num_active(num_local: int, num_positives: int, sample_rate: float) -> int:
-    """Return how many of a shard's classes are active: its budget, or its positives where they are more."""
+    """Return how many of a shard's classes are active: its budget, or the number of positives if that is larger."""
     return max(num_positives, min(num_local, max(1, round(sample_rate * num_local))))
 
 
 def draw_active(
     positives: np.ndarray, num_local: int, sample_rate: float, seed: int, neighbours: np.ndarray | None = None
 ) -> ActiveSet:
-    """Return the active local slots of one step; microseconds for any number of classes.
+    """Return the active local slots of one step; this takes microseconds for any number of classes.
 
-    Negatives are consecutive in the circle of all slots that are neither positive nor a chosen neighbour, from a uniform start;
-    so each of them is active with the same probability, exactly (budget - chosen) / (local classes - chosen).
+    Negatives are consecutive in the circle of all slots that are neither positives nor chosen neighbours, from a uniform random
+    start. So each is active with the same probability, exactly (budget - chosen) / (local classes - chosen).
 
     Args:
-        positives: (P,) int64 local slots of the batch's own classes, ascending and distinct.
+        positives: (P,) int64 local slots of the batch's classes, ascending and distinct.
         num_local: slots of the shard.
         sample_rate: share of the slots that should be active, in (0, 1].
         seed: of this step and rank.
-        neighbours: int64 local slots to prefer among the negatives, the nearest first, repeats and positives allowed; they
-            take at most half of the budget that the positives leave.
+        neighbours: int64 local slots to prefer as negatives, the nearest first, repeats and positives allowed. They take at
+            most half of the budget that the positives leave.
     """
     budget = num_active(num_local, len(positives), sample_rate)
     if budget >= num_local:
@@ -80,7 +80,7 @@ def draw_active(
 
 
 def _first_distinct(neighbours: np.ndarray, positives: np.ndarray, most: int) -> np.ndarray:
-    """Return the first `most` distinct neighbours that are no positives, in any order."""
+    """Return the first `most` distinct neighbours that are not positives, in any order."""
     distinct, first_seen = np.unique(neighbours, return_index=True)
     new = ~np.isin(distinct, positives, assume_unique=True)
     distinct, first_seen = distinct[new], first_seen[new]
@@ -89,5 +89,5 @@ def _first_distinct(neighbours: np.ndarray, positives: np.ndarray, most: int) ->
 
 def _slot_of_other(number: int, chosen: np.ndarray) -> int:
     """Return the slot of the number-th slot (from 0) that is not chosen."""
-    before = chosen - np.arange(len(chosen))  # how many others lie before each chosen one
+    before = chosen - np.arange(len(chosen))  # how many others precede each chosen one
     return number + int(np.searchsorted(before, number, side="right"))

@@ -1,8 +1,8 @@
-"""Where a class lives: slots, shards and initial centres.
+"""Maps classes to slots and slots to shards, and draws initial centres.
 
-Classes lie in slots under one pseudo-random permutation of (seed, number of classes), so that classes with neighbouring labels
-are no neighbours in memory and a contiguous run of slots is a random set of classes. A shard is a contiguous range of slots.
-Any number of ranks is therefore another slicing of the same slots, and a centre's first value does not depend on it.
+Classes are assigned to slots by a pseudo-random permutation that depends on the seed and the number of classes. So a run of
+consecutive slots is a random set of classes, although labels may be sorted. A shard is a contiguous range of slots. Another
+number of ranks only slices the same slots differently, and a centre's initial value does not depend on it.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from torch import Tensor
 from utils.distributed import SharedError
 from utils.randomness import derive, permute, unpermute
 
-_BLOCK = 1024  # slots that share one generator; part of what (seed, class) -> initial centre means
+_BLOCK = 1024  # slots that share one generator; changing it changes the initial centres of a seed
 _STD = 0.01
 
 
@@ -46,9 +46,9 @@ def classes_of_slots(slots: np.ndarray, num_classes: int, seed: int) -> np.ndarr
 
 
 def initial_blocks(start: int, stop: int, dim: int, seed: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (rows of the shard, their float32 first values) block by block for the slots [start, stop), on the CPU.
+    """Yield (rows of the shard, their float32 initial values) block by block for the slots [start, stop), on the CPU.
 
-    The values are normal with deviation 0.01.
+    The values are normal with standard deviation 0.01.
     """
     for block in range(start // _BLOCK, (stop + _BLOCK - 1) // _BLOCK):
         generator = torch.Generator().manual_seed(derive(seed, "centres", block))
@@ -58,7 +58,7 @@ def initial_blocks(start: int, stop: int, dim: int, seed: int) -> Iterator[tuple
 
 
 def initial_centres(start: int, stop: int, dim: int, seed: int) -> Tensor:
-    """Return the (stop - start, dim) float32 first values of the slots [start, stop), on the CPU."""
+    """Return the (stop - start, dim) float32 initial values of the slots [start, stop), on the CPU."""
     centres = torch.empty(stop - start, dim)
     for rows, values in initial_blocks(start, stop, dim, seed):
         centres[rows] = values

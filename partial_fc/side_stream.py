@@ -1,4 +1,4 @@
-"""Running the update of the centres beside the backbone's backward pass, on CUDA; on the CPU all runs in order."""
+"""Runs the update of the centres in parallel with the backbone's backward pass on CUDA; on the CPU everything runs in order."""
 
 import contextlib
 from typing import Any
@@ -7,9 +7,9 @@ import torch
 
 
 class SideStream:
-    """A CUDA stream of the head's own, or nothing on other devices.
+    """A separate CUDA stream for the head, or nothing on other devices.
 
-    Whoever enqueues work on it must keep the tensors that it reads until `wait`: the allocator knows only the main stream.
+    The tensors that the work on it reads must be kept until `wait`: the allocator tracks only the main stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -17,10 +17,10 @@ class SideStream:
         self._kept: Any = None
 
     def run(self, keep: Any) -> contextlib.AbstractContextManager[Any]:
-        """Return a context whose CUDA work starts after what is enqueued now, and runs beside what is enqueued next.
+        """Return a context whose CUDA work starts after the work enqueued so far, in parallel with the work enqueued next.
 
         Args:
-            keep: what holds the tensors that the work reads.
+            keep: an object that holds the tensors that the work reads.
         """
         if self._stream is None:
             return contextlib.nullcontext()
@@ -29,7 +29,7 @@ class SideStream:
         return torch.cuda.stream(self._stream)
 
     def wait(self) -> None:
-        """Let what is enqueued next wait for the work."""
+        """Make the work enqueued next wait for the work of this stream."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         self._kept = None

@@ -1,16 +1,16 @@
 """The two passes of a margin softmax over a shard's active classes, chunk by chunk.
 
-Neither the logits nor the gradient of the centres is ever whole: memory is O(B x chunk + chunk x D), whatever C is, besides
-the cache of exponentials, which has a budget.
+Neither all logits nor the whole gradient of the centres is held at once. Memory is O(B x chunk + chunk x D) for any number of
+classes, plus the cache of exponentials, which has a budget.
 
     forward   z = margin.negatives(x . w), E = exp(z - K), Z_i = sum_j E_ij, U_i = sum_j E_ij dz_ij/dcos w_j
               over every class but the target; then, with the target logit t_i, lse_i = log(exp(log Z_i + K) + exp(t_i)),
               loss_i = lse_i - t_i and dL/dx_i = exp(K - lse_i) U_i / B + (target class)
     update    dL/dw_j = sum_i exp(K - lse_i) E_ij dz_ij/dcos x_i / B + (target class), for unit w_j
 
-The target class is masked out of the chunks and computed apart, so 1 - p_i = exp(log Z_i + K - lse_i) does not cancel. Where
-negatives are scale * cosine, dz/dcos is the scale, which goes into the factors of the samples instead of into E. exp(K - lse_i)
-goes into the small matrix of embeddings, not into E. So only the exponential touches the elements of E.
+The target class is masked out of the chunks and computed separately, so 1 - p_i = exp(log Z_i + K - lse_i) does not cancel. If
+negatives are scale * cosine, dz/dcos is the scale, which multiplies the factors of the samples instead of E. exp(K - lse_i)
+multiplies the small matrix of embeddings, not E. So the exponential is the only operation on the elements of E.
 Shapes: B = samples of the global (micro-)batch, D = embedding size, c = classes of one chunk. x and w are unit vectors; E is
 (c, B), so neither product needs a transpose.
 """
@@ -28,14 +28,14 @@ from .centre_store import CentreStore, Select
 from .sampling import ActiveSet
 from .workspace import Workspace
 
-# exp must stay inside fp32 (and bf16), whose normal numbers end at exp(88.7) and exp(-87.3)
+# exp must stay in the range of fp32 (and bf16), whose normal numbers end at exp(88.7) and exp(-87.3)
 _LARGEST, _SMALLEST = 80.0, -87.0
-_GRANULE = 256  # rows of bf16 products are a multiple of it
+_GRANULE = 256  # bf16 products have a multiple of this many rows
 _NO_NEGATIVE = -1e30  # the largest logit of a sample without negatives
 
 
 class MarginLike(Protocol):
-    """What the head needs of a margin; see losses/margin.py."""
+    """The interface of a margin that the head uses; see losses/margin.py."""
 
     @property
     def scale(self) -> float: ...
@@ -52,20 +52,20 @@ class MarginLike(Protocol):
 
 
 class Chunk(NamedTuple):
-    """Active local slots that are handled at once, and where samples of each micro-batch have their target class among them."""
+    """Active local slots that are processed at once, and the samples whose target class is among them."""
 
-    select: Select  # a run of slots (a view of the centres) or single slots (a copy)
+    select: Select  # consecutive slots (a view of the centres) or single slots (a copy)
     size: int
     targets: list[tuple[Tensor, Tensor]]  # per micro-batch: (class_index, sample_index), int64
 
 
 class Batch(NamedTuple):
-    """One global micro-batch, as the two passes see it."""
+    """One global micro-batch, as the two passes need it."""
 
     unit: Tensor  # (B, D) fp32
     target_cosine: Tensor  # (B,) fp32
     shift: float | Tensor  # K, a constant or (B,)
-    state: Any = None  # what the margin observed of it; the same in a chunk that is computed again
+    state: Any = None  # what margin.observe returned; a recomputed chunk sees the same state
 
 
 def plan_chunks(
@@ -106,7 +106,7 @@ def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 def constant_shift(margin: MarginLike, num_classes: int) -> float | None:
     """Return K such that exp(logit - K) and its sum over all classes stay in fp32's range, whatever the cosines are.
 
-    None: there is no such constant, the logits are too far apart; then the samples' maxima must be found first.
+    None if there is no such constant because the logits are too far apart; then the samples' maxima must be found first.
     """
     bound = margin.logit_bound
     shift = max(0.0, bound + math.log(num_classes) - _LARGEST)
@@ -114,19 +114,19 @@ def constant_shift(margin: MarginLike, num_classes: int) -> float | None:
 
 
 def auto_chunk(device: str, dtype: torch.dtype) -> int:
-    """Return how many classes to handle at once, if nothing else is asked for.
+    """Return the default number of classes that are processed at once.
 
-    On the CPU products are fastest on large chunks and the work between them on small ones, which stay in cache; from 2048 to
-    16384 rows the step time differs by a tenth. On CUDA, where this was not measured, launches should be few.
+    On the CPU products are fastest on large chunks, and the work between them on small chunks, which stay in cache. From 2048
+    to 16384 classes the step time differs by a tenth. On CUDA, where this was not measured, there should be few launches.
     """
     return 32768 if device == "cuda" else 8192 * 4 // dtype.itemsize
 
 
 def padded_rows(count: int, dtype: torch.dtype) -> int:
-    """Return with how many rows the products of a chunk of `count` classes are made.
+    """Return the number of rows to which a chunk of `count` classes is padded for the products.
 
-    oneDNN compiles a bf16 product anew for each shape, which takes longer than most products; sampling would make new shapes
-    in every step.
+    oneDNN compiles a bf16 product again for each shape, which takes longer than most products. With sampling there would be new
+    shapes in every step.
     """
     return -(-count // _GRANULE) * _GRANULE if dtype == torch.bfloat16 else count
 
@@ -135,8 +135,8 @@ class TwoPass:
     """The two passes over one shard.
 
     Args:
-        dtype: float32 or bfloat16, of the matrix products. Sums, states and everything of (B,) or (B, D) is float32.
-        limit: leave negatives with a larger cosine out of the softmax, as likely to be the same person (interclass filter).
+        dtype: float32 or bfloat16, of the matrix products. Sums, states and all (B,) and (B, D) tensors are float32.
+        limit: leave negatives with a larger cosine out of the softmax: they are likely the same person (interclass filter).
     """
 
     def __init__(self, margin: MarginLike, store: CentreStore, workspace: Workspace, dtype: torch.dtype, limit: float | None):
@@ -146,14 +146,14 @@ class TwoPass:
         self._cached: dict[tuple[int, int], Tensor] = {}
 
     def begin(self, chunks: list[Chunk], samples: int, num_micro: int) -> None:
-        """Make ready for the passes of one step, of num_micro micro-batches with so many samples each."""
+        """Prepare the passes of one step with num_micro micro-batches of `samples` samples each."""
         self._cached.clear()
         self.workspace.begin_cache(
             num_micro * sum(padded_rows(chunk.size, self.dtype) * samples * self.dtype.itemsize + 64 for chunk in chunks)
         )
 
     def sample_maximum(self, batch: Batch, chunks: list[Chunk], micro: int) -> Tensor:
-        """Return the (B,) largest negative logit over this shard's active classes, -1e30 where there is none."""
+        """Return the (B,) largest negative logit over this shard's active classes, -1e30 if there is none."""
         maximum = batch.unit.new_full((len(batch.unit),), _NO_NEGATIVE)
         operand = self._operand(batch)
         for chunk in chunks:
@@ -166,7 +166,7 @@ class TwoPass:
     def forward(self, batch: Batch, chunks: list[Chunk], micro: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return this shard's Z (B,), U (B, D) and sum_j E_ij dz_ij/dt_i (B,), all fp32, over the negatives of each sample.
 
-        For linear negatives U lacks its factor, the scale; see `gain`.
+        For linear negatives U is not yet multiplied by the scale; see `gain`.
         """
         z_sum = batch.unit.new_zeros(len(batch.unit))
         u_sum = torch.zeros_like(batch.unit)
@@ -186,19 +186,21 @@ class TwoPass:
 
     @property
     def gain(self) -> float:
-        """What linear negatives' E still has to be multiplied by to become E dz/dcos."""
+        """The factor that turns the E of linear negatives into E dz/dcos."""
         return self.margin.scale if self.margin.linear_negatives else 1.0
 
     def gradients(
         self, batches: list[Batch], factors: list[Tensor], grad_targets: list[Tensor], chunks: list[Chunk]
     ) -> Iterator[tuple[Chunk, Tensor, tuple[Tensor, Tensor, Tensor]]]:
-        """Yield (chunk, gradient (c, D) of its unit centres, target part) for each chunk; the gradient lies in a buffer.
+        """Yield (chunk, gradient (c, D) of its unit centres, target part) for each chunk; the gradient is in a reused buffer.
 
-        The target part, (class_index, sample_index, values (B, D)), is still to be added: values[sample_index] to
-        gradient[class_index]. The caller may update the chunk's centres before it asks for the next chunk.
+        The caller must add the target part, (class_index, sample_index, values (B, D)): values[sample_index] to
+        gradient[class_index]. It may update the chunk's centres before it asks for the next chunk.
 
         Args:
-            batches, factors, grad_targets: of each micro-batch: gain exp(K - lse_i) / B (B,), and dL/d(target cosine) (B,).
+            batches: the micro-batches.
+            factors: gain exp(K - lse_i) / B of each micro-batch, (B,).
+            grad_targets: dL/d(target cosine) of each micro-batch, (B,).
         """
         scaled = [(batch.unit * factor[:, None]).to(self.dtype) for batch, factor in zip(batches, factors, strict=True)]
         of_targets = [batch.unit * grad[:, None] for batch, grad in zip(batches, grad_targets, strict=True)]
@@ -225,11 +227,11 @@ class TwoPass:
                 yield chunk, total[: chunk.size], (nothing, nothing, of_targets[0])
 
     def _operand(self, batch: Batch) -> Tensor:
-        """Return the (D, B) factor of the products with unit centres: they give logits if linear, otherwise cosines."""
+        """Return the (D, B) operand of the products with unit centres, which give logits if linear, otherwise cosines."""
         return (batch.unit * self.gain).to(self.dtype).t()
 
     def _negatives(self, batch: Batch, product: Tensor) -> Tensor:
-        """Return the negative logits (c, B) from what the product with _operand gave."""
+        """Return the negative logits (c, B) from the product with _operand."""
         if self.margin.linear_negatives:
             return product
         return self.margin.negatives(product.t(), batch.target_cosine[:, None], batch.state).t()
@@ -245,9 +247,9 @@ class TwoPass:
         z_sum: Tensor | None,
         by_target: Tensor | None,
     ) -> Tensor:
-        """Return E dz/dcos / gain (padded c, B) in dtype, 0 beyond the chunk's c rows, in `out` or a buffer.
+        """Return E dz/dcos / gain (padded c, B) in dtype, 0 beyond the chunk's c classes, in `out` or a buffer.
 
-        Add to Z (B,) and to sum_j E dz/dt (B,) if they are given.
+        Also add to z_sum, Z (B,), and to by_target, sum_j E dz/dt (B,), if they are given.
         """
         if out is None:
             out = self.workspace.buffer("logits", (len(unit), operand.shape[1]), self.dtype)

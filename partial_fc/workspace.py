@@ -1,6 +1,6 @@
-"""The head's scratch memory: buffers that are made once and used again in every step, and the cache of exponentials.
+"""The head's scratch memory: buffers that are allocated once and reused in every step, and the cache of exponentials.
 
-A fresh tensor of a few megabytes costs more in page faults than the arithmetic on it; and what is made once cannot grow.
+A new tensor of a few megabytes costs more in page faults than the arithmetic on it. Reused buffers also bound the memory.
 """
 
 import math
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from utils.huge_pages import with_huge_pages
 
-if TYPE_CHECKING:  # they take the workspace as an argument
+if TYPE_CHECKING:  # the kernels import this module
     from .kernels.plain import PlainKernels
 
 
 class Workspace:
-    """Named buffers, and room for at most cache_bytes of one step's exponentials, on one device.
+    """Named buffers, and a cache of at most cache_bytes for one step's exponentials, on one device.
 
     Args:
-        kernels: what works on them, see kernels/__init__.py.
+        kernels: the kernels that work on the buffers, see kernels/__init__.py.
     """
 
     def __init__(self, device: torch.device, cache_bytes: int, kernels: "PlainKernels") -> None:
@@ -31,7 +31,7 @@ class Workspace:
         self._used = 0
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a contiguous tensor with undefined content; the next call with this name and dtype gives the same memory."""
+        """Return a contiguous, uninitialised tensor; the next call with this name and dtype returns the same memory."""
         size = math.prod(shape)
         found = self._buffers.get((name, dtype))
         if found is None or found.numel() < size:
@@ -39,15 +39,15 @@ class Workspace:
         return found[:size].view(shape)
 
     def begin_cache(self, wanted_bytes: int) -> None:
-        """Forget what is cached, and make room for the step to come: what it wants, up to the budget."""
+        """Clear the cache and make room for the next step: wanted_bytes, up to the budget."""
         self._used = 0
         room = min(wanted_bytes, self.cache_bytes)
         if room > self._cache.numel():
-            self._cache = self._cache.new_empty(0)  # give the smaller one back before the larger is made
+            self._cache = self._cache.new_empty(0)  # free the smaller one before the larger is allocated
             self._cache = with_huge_pages(torch.empty(room, dtype=torch.uint8, device=self.device))
 
     def cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Return room in the cache that lasts until the next begin_cache, or None if the budget is spent."""
+        """Return memory of the cache, valid until the next begin_cache, or None if the budget is used up."""
         size = math.prod(shape) * dtype.itemsize
         if self._used + size > self._cache.numel():
             return None
