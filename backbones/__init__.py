@@ -1,7 +1,7 @@
 """Backbones by name: aligned face images in, raw embeddings out.
 
-Every network takes (b, 3, 112, 112), RGB, (x - 127.5) / 127.5, and returns (b, D) fp32 embeddings that are not
-normalised: the head and the evaluation do that.
+Every network takes (b, 3, 112, 112), RGB, (x - 127.5) / 127.5, and returns (b, D) fp32 embeddings. The head and the
+evaluation normalise them.
 """
 
 import inspect
@@ -35,7 +35,7 @@ def backbone_arguments(name: str) -> dict[str, Any]:
     """Return the arguments of the network of that name, with their defaults.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no network has that name.
     """
     if name not in BACKBONES:
         raise ValueError(f"name must be one of {', '.join(BACKBONES)}, got '{name}'.{did_you_mean(name, BACKBONES)}")
@@ -43,7 +43,7 @@ def backbone_arguments(name: str) -> dict[str, Any]:
 
 
 def check_backbone(name: str, embedding_size: int, width: float, dropout: float, **others: Any) -> None:
-    """Raise ValueError unless these arguments, which all networks have, are in their ranges; without building one."""
+    """Raise ValueError unless these arguments, which all networks share, are in their ranges. Builds no network."""
     check_head(embedding_size, dropout)
     scale_channels(64, width)
 
@@ -56,10 +56,10 @@ def build_backbone(
     Args:
         width: factor on the channel counts, each rounded to a multiple of 8, 16 at least; 1 is the published network.
         dropout: probability before the last linear layer, while training.
-        arguments: those that this network alone has.
+        arguments: further arguments of this network.
 
     Raises:
-        ValueError: there is none of that name, or an argument is out of its range.
+        ValueError: no network has that name, or an argument is out of its range.
     """
     taken = backbone_arguments(name)
     unknown = [key for key in arguments if key not in taken]

@@ -1,4 +1,4 @@
-"""IResNet: the residual network of ArcFace, made for 112 x 112 faces.
+"""IResNet: the residual network of ArcFace for 112 x 112 faces.
 
 Source: Deng et al., "ArcFace", CVPR 2019, https://arxiv.org/abs/1801.07698, Section 3.1: the stem keeps the full
 resolution, a block is BN-conv-BN-PReLU-conv-BN, and the output is BN-dropout-FC-BN. Parameter names and initial values
@@ -23,7 +23,7 @@ def scale_channels(channels: int, width: float) -> int:
     """Return channels * width, rounded to the nearest multiple of 8 and at least 16."""
     if not 0 < width <= 1000:  # false of nan
         raise ValueError(f"width must be a number above 0 and at most 1000 (1 = the published network), got {width}")
-    # 16: torch 2.13's fp32 gradient of a strided 1 x 1 convolution over 8 channels ends the process on some CPUs
+    # 16: torch 2.13's fp32 gradient of a strided 1 x 1 convolution over 8 channels crashes on some CPUs
     return max(16, 8 * math.floor(channels * width / 8 + 0.5))
 
 
@@ -35,13 +35,13 @@ class PReLU(nn.PReLU):
         b, c, h, w = x.shape
         if x.device.type != "cpu" or c >= 128 or not x.is_contiguous(memory_format=torch.channels_last):
             return super().forward(x)
-        # torch's CPU kernel walks over the channels of one pixel at a time; here a row of w * c numbers is one vector
+        # torch's CPU kernel goes over the channels of one pixel at a time; here a row of w * c numbers is one vector
         rows = F.prelu(x.permute(0, 2, 3, 1).reshape(b * h, w * c), self.weight.to(x.dtype).repeat(w))
         return rows.view(b, h, w, c).permute(0, 3, 1, 2)
 
 
 def check_head(embedding_size: int, dropout: float) -> None:
-    """Raise ValueError for an embedding size or a dropout probability that no head can have."""
+    """Raise ValueError for an embedding size or a dropout probability out of range."""
     if not 1 <= embedding_size <= 65536:
         raise ValueError(f"embedding_size must be from 1 to 65536 (512 is usual), got {embedding_size}")
     if not 0.0 <= dropout <= 0.99:
@@ -58,15 +58,15 @@ def check_images(images: Tensor) -> None:
 
 
 def autocast_off(device_type: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which autocast is off: an embedding in 16 bits has too few digits for the margin."""
-    # Entered only where needed, so that exported graphs stay plain and the meta device, which has no autocast, works.
+    """Return a context in which autocast is off, because 16-bit embeddings are too inaccurate for the margin."""
+    # Entered only if needed, so that exported graphs stay simple and the meta device, which has no autocast, works.
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 
 
 class Block(nn.Module):
-    """BN-conv3x3-BN-PReLU-conv3x3-BN beside an identity, or beside a 1 x 1 convolution where the shape changes."""
+    """BN-conv3x3-BN-PReLU-conv3x3-BN with a skip connection: the identity, or a 1 x 1 convolution if the shape changes."""
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -111,14 +111,14 @@ class IResNet(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.fc = nn.Linear(channels[3] * _OUTPUT_SIDE**2, embedding_size)
         self.features = nn.BatchNorm1d(embedding_size)
-        # A free scale per dimension would be undone by the normalisation that follows; the bias is trained.
+        # A trainable scale per dimension is redundant before the normalisation that follows; the bias is trained.
         self.features.weight.requires_grad = False
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.normal_(module.weight, 0.0, 0.1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the (b, D) raw embeddings in fp32 of images (b, 3, 112, 112), whatever autocast is on."""
+        """Return the (b, D) raw embeddings of images (b, 3, 112, 112), in fp32 even under autocast."""
         check_images(images)
         x = self.prelu(self.bn1(self.conv1(images)))  # (b, 64, 112, 112)
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))  # (b, 512, 7, 7)

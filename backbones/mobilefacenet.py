@@ -1,9 +1,9 @@
 """MobileFaceNet: a face network of two million parameters, in the wide variant that arcface_torch calls mbf.
 
 Source: Chen et al., "MobileFaceNets", CCBR 2018, https://arxiv.org/abs/1804.07573, Table 1: bottlenecks of MobileNetV2
-with PReLU, and a depth-wise 7 x 7 convolution in place of average pooling. The variant doubles the channels between the
+with PReLU, and a depth-wise 7 x 7 convolution instead of average pooling. The variant doubles the channels between the
 blocks. Parameter names and initial values are those of arcface_torch, so that its published weights load with
-strict=True; the attribute `layers` at every level serves that alone.
+strict=True. The attribute `layers` at every level exists only for that.
 Shapes: b = images of this rank, h = w = feature map side, D = embedding size.
 """
 
@@ -53,7 +53,7 @@ class Bottleneck(nn.Module):
 
 
 class Stage(nn.Module):
-    """A row of residual bottlenecks of one shape."""
+    """A sequence of residual bottlenecks of one shape."""
 
     def __init__(self, channels: int, expansion: int, num_blocks: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class EmbeddingLayers(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(
             ConvBlock(channels, channels, kernel_size=7, groups=channels, linear=True),
-            nn.Sequential(nn.Flatten(), nn.Dropout(dropout)),  # one entry, so that the next ones keep their numbers
+            nn.Sequential(nn.Flatten(), nn.Dropout(dropout)),  # one entry, so that the next ones keep their indices
             nn.Linear(channels, embedding_size, bias=False),
             nn.BatchNorm1d(embedding_size),
         )
@@ -112,11 +112,11 @@ class MobileFaceNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the (b, D) raw embeddings in fp32 of images (b, 3, 112, 112), whatever autocast is on."""
+        """Return the (b, D) raw embeddings of images (b, 3, 112, 112), in fp32 even under autocast."""
         check_images(images)
         x = images
         for layer in self.layers:
             x = layer(x)
-        # As arcface_torch: all that follows the blocks is in fp32, under two per cent of the operations.
+        # As in arcface_torch, everything after the blocks is in fp32: less than two per cent of the operations.
         with autocast_off(x.device.type):
             return self.features(self.conv_sep(x.to(next(self.conv_sep.parameters()).dtype)))

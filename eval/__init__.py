@@ -1,1 +1,1 @@
-"""Verification: pair sets, their embeddings over all ranks, and the numbers of the published protocol."""
+"""Verification: pair sets, their embeddings on all ranks, and the numbers of the published protocol."""

@@ -1,10 +1,10 @@
 """Score a trained network on verification sets: python -m eval RUN --targets lfw cfp_fp agedb_30.
 
 RUN is a run folder (its newest checkpoint, or the best), one checkpoint folder, or a weights file together with --backbone,
-such as arcface_torch's backbone.pth. Works under torchrun too; all processes share the images.
+such as arcface_torch's backbone.pth. Under torchrun all processes share the images.
 
-NAME.bin: a verification set as insightface ships it (a pickle, read without executing anything), or NAME.safetensors, or
-NAME.csv with lines 'path1,path2,same'.
+A set is NAME.bin, as insightface ships it (a pickle, read without executing anything), or NAME.safetensors, or NAME.csv with
+lines 'path1,path2,same'.
 
 Examples:
   python -m eval work_dirs/ms1mv3_r50
@@ -91,7 +91,7 @@ def _load_sets(options: argparse.Namespace, network: Network) -> list[PairSet]:
 
 
 def _facts(options: argparse.Namespace, network: Network, world: World, pair_sets: Sequence[PairSet]) -> list[tuple[str, str]]:
-    """Return what a report says on top, (name, value) each."""
+    """Return the (name, value) pairs for the top of a report."""
     section = network.config.get("backbone", {})
     kind = options.backbone or section.get("name", "")
     width, size = section.get("width", options.width), section.get("embedding_size", options.embedding_size)

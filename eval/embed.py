@@ -1,4 +1,4 @@
-"""Embed a set's images on all ranks: each rank decodes and runs its own share, in large batches, decoding while it computes.
+"""Embeds a set's images on all ranks. Each rank processes its share in large batches and decodes while it computes.
 
 Shapes: N = images of the set, n = images of one rank, D = embedding size, H = W = 112.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from utils.distributed import World, all_gather_rows, raise_on_all_ranks
 from utils.image import normalise
 
-_CPU_VIEWS = 16  # that pass through the network at once on a CPU: their activations stay in its cache, twice as fast as 512
+_CPU_VIEWS = 16  # views per forward pass on a CPU: their activations stay in the cache, twice as fast as 512
 
 
 def embed_images(
@@ -55,8 +55,8 @@ def embed_sums(
     """Return plain + mirrored raw embeddings, (N, D) float32, on every rank: half the memory of `embed_images`.
 
     Args:
-        progress: called with the number of images that this rank has done since the last call.
-        (the others as for `embed_images`)
+        progress: called with the number of images that this rank has embedded since the last call.
+        (the other arguments are those of `embed_images`)
     """
     return _embed(
         model, decode, num_images, world, batch_size, autocast, threads, lambda views: views.sum(1, keepdim=True), progress
@@ -74,16 +74,16 @@ def class_means(
     autocast: torch.dtype | None = None,
     threads: int = 2,
 ) -> tuple[Tensor, np.ndarray]:
-    """Return the mean direction of the images of some classes, (n, D) unit rows, and which have any image, (n,) bool.
+    """Return the mean direction of the images of some classes, (n, D) unit rows, and which classes have an image, (n,) bool.
 
-    Not collective: this process embeds them alone.
+    Not collective: this process embeds the images alone.
 
     Args:
-        read: sample number -> (H, W, 3) uint8 RGB and its class; ValueError if it cannot be decoded. A class that is not the
-            sample's means that another one took its place (data.on_bad_record=skip): that image counts for no class.
+        read: sample number -> (H, W, 3) uint8 RGB and its class; ValueError if it cannot be decoded. An image of another class
+            than the sample's has taken its place (data.on_bad_record=skip) and is not counted.
         labels: (N,) the class of each sample.
         classes: (n,) distinct.
-        per_class: images of a class that are used at most, the first ones.
+        per_class: the largest number of images per class; the first ones are used.
     """
     sums = torch.zeros(len(classes), _embedding_size(model, device))
     order = np.argsort(classes)
@@ -125,7 +125,7 @@ def _embed(
     reduce: Callable[[Tensor], Tensor],
     progress: Callable[[int], object] = lambda count: None,
 ) -> np.ndarray:
-    """Return reduce(views (b, 2, D)), (b, k, D), of all images on every rank: (N, k, D) float32."""
+    """Return (N, k, D) float32 on every rank: reduce(views (b, 2, D)) -> (b, k, D), for all images."""
     counts = [num_images // world.world_size + (rank < num_images % world.world_size) for rank in range(world.world_size)]
     first = sum(counts[: world.rank])
     blocks: list[Tensor] = []
@@ -141,7 +141,7 @@ def _embed(
 
 
 def _forward(model: nn.Module, views: Tensor, autocast: torch.dtype | None) -> Tensor:
-    """Return the raw embeddings (b, D) float32 of normalised views (b, 3, H, W), in pieces that suit the device."""
+    """Return the raw embeddings (b, D) float32 of normalised views (b, 3, H, W), split to suit the device."""
     with torch.autocast(views.device.type, dtype=autocast, enabled=autocast is not None):
         parts = views.split(len(views) if views.device.type == "cuda" else _CPU_VIEWS)
         return torch.cat([model(part).float() for part in parts])
@@ -149,7 +149,7 @@ def _forward(model: nn.Module, views: Tensor, autocast: torch.dtype | None) -> T
 
 @contextlib.contextmanager
 def inference_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode without gradients; then give each module back the mode it had."""
+    """Put the model into eval mode without gradients; restore the mode of each module at the end."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -161,7 +161,7 @@ def inference_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _batches(decode: Callable[[int], np.ndarray], numbers: range, batch_size: int, threads: int) -> Iterator[np.ndarray]:
-    """Yield (b, H, W, 3) uint8 arrays; the next batch is decoded while the caller works on this one."""
+    """Yield (b, H, W, 3) uint8 arrays; the next batch is decoded while the caller processes this one."""
     starts = list(range(numbers.start, numbers.stop, batch_size))
     with ThreadPoolExecutor(threads, thread_name_prefix="eval-decoder") as pool:
 

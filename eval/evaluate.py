@@ -1,4 +1,4 @@
-"""Score a network on verification sets: find the sets, embed them on all ranks, compute the numbers."""
+"""Scores a network on verification sets: finds the sets, embeds them on all ranks, computes the numbers."""
 
 import dataclasses
 import difflib
@@ -20,19 +20,19 @@ from .verification import FOLDS, VerificationResult, fuse_views, mean_norm, pair
 def load_pair_sets(
     folder: str | Path, targets: Iterable[str], setting: str = "eval.targets", folder_setting: str = "eval.path"
 ) -> list[PairSet]:
-    """Return the verification sets, checked, so that none is found missing later.
+    """Return the verification sets, all read and checked, so that no error comes later.
 
     A target is a name, of folder/NAME.bin (or .safetensors, .csv, or a folder of people), or a path, with or without the
-    ending: one with a slash or an ending is looked for from the current folder first, then in `folder`. A set is called by its
-    file's name without the ending; where two files have the same name, the folders that tell them apart stand before it.
+    extension. A target with a slash or an extension is first relative to the current folder, then to `folder`. A set is named
+    after its file without the extension; if two files have the same name, it begins with the folders in which they differ.
 
     Args:
-        folder: "" where all targets are paths.
-        setting, folder_setting: where the user names the targets and their folder, for errors: keys of the configuration, or
-            "--targets" and "--data".
+        folder: "" if all targets are paths.
+        setting, folder_setting: the settings that name the targets and their folder, for error messages: keys of the
+            configuration, or "--targets" and "--data".
 
     Raises:
-        ValueError: a set is missing, named twice, no verification set, or has fewer pairs than folds.
+        ValueError: a set is missing, named twice, not a verification set, or has fewer pairs than folds.
     """
     target_of: dict[Path, str] = {}
     paths = []
@@ -55,9 +55,7 @@ def _find_set(folder: str, target: str, setting: str, folder_setting: str) -> Pa
     """Return the file or folder that a target means; raise ValueError if there is none."""
     is_path = "/" in target or Path(target).suffix in SUFFIXES[:-1]
     if not folder and not is_path:
-        raise ValueError(
-            f"{setting}: {target!r} is the name of a set; say with {folder_setting} which folder has it, or give a path"
-        )
+        raise ValueError(f"{setting}: {target!r} is the name of a set; give its folder with {folder_setting}, or give a path")
     bases = ([Path(target)] if is_path else []) + ([Path(folder) / target] if folder else [])
     for base in bases:
         endings = ("",) if base.suffix in SUFFIXES[:-1] else SUFFIXES
@@ -73,7 +71,7 @@ def _find_set(folder: str, target: str, setting: str, folder_setting: str) -> Pa
 
 
 def _distinct_names(paths: list[Path]) -> list[str]:
-    """Return a name for each of several different files: its stem, and where that is not enough its folders, joined by _."""
+    """Return a distinct name for each file: its stem, and if that is not enough its folders too, joined by _."""
     parts = [(*p.resolve().parts[1:-1], p.stem if p.suffix in SUFFIXES[:-1] else p.name) for p in paths]
     names = ["_".join(part[-1:]) for part in parts]
     depth = 1
@@ -88,7 +86,7 @@ def _distinct_names(paths: list[Path]) -> list[str]:
 
 
 def _is_set(path: Path) -> bool:
-    """Return whether a verification set may lie here: a file, or for a name without an ending a folder."""
+    """Return whether path can be a verification set: a file, or a folder if the name has no extension."""
     return path.is_file() if path.suffix in SUFFIXES[:-1] else path.is_dir()
 
 
@@ -106,10 +104,10 @@ def check_metric(sets: Iterable[PairSet], metric: str) -> None:
 
 
 def selection_score(results: Mapping[str, VerificationResult], metric: str) -> float:
-    """Return the mean over the sets of what checkpoints are chosen by; larger is better.
+    """Return the mean over the sets of the metric that ranks checkpoints; larger is better.
 
     Args:
-        metric: accuracy, auc, eer (counted negative), or tar@FAR with a FAR of FAR_TARGETS.
+        metric: accuracy, auc, eer (with a negative sign), or tar@FAR with a FAR of FAR_TARGETS.
     """
     values = []
     for result in results.values():

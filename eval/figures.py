@@ -1,6 +1,6 @@
-"""Figures of verification results, as PNG bytes: ROC, DET, similarities of genuine and impostor pairs, folds, norms.
+"""Draws verification results as PNG bytes: ROC, DET, similarities of genuine and impostor pairs, folds, norms.
 
-Each set has one colour in all of them (utils.report.contact_sheet.set_colours); impostor pairs are gray.
+Each set has the same colour in all figures (utils.report.contact_sheet.set_colours); impostor pairs are gray.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _MARGINS = (0.75, 0.15, 0.55, 0.35)  # inches left, right, below and above axes,
 
 
 def roc_curve(result: VerificationResult) -> tuple[np.ndarray, np.ndarray]:
-    """Return (FAR, TAR) at every threshold between two distances, both ascending; (P + 1,) at most."""
+    """Return (FAR, TAR) at every threshold between two distances, both ascending; at most (P + 1,)."""
     order = np.argsort(result.distances, kind="stable")
     same, distances = result.same[order], result.distances[order]
     last_of_equals = np.append(distances[1:] != distances[:-1], True)
@@ -53,7 +53,7 @@ def similarities(results: Results) -> bytes:
 
 
 def folds(results: Results) -> bytes:
-    """Draw the accuracy of each fold, and the mean of the set; one scale for all sets, as wide as the folds differ."""
+    """Draw the accuracy of each fold and the mean of the set, on one axis range for all sets that fits all folds."""
     figure, axes = _figure(len(results), 4.6, 2.8)
     colours = set_colours(results)
     values = 100 * np.concatenate([result.accuracy_per_fold for result in results.values()])
@@ -93,7 +93,7 @@ def _draw_roc(axis: Any, results: Results) -> None:
         axis.step(far, tar, where="post", color=colours[name], label=f"{label_text(name)}: {100 * result.accuracy:.2f} %")
     chance = np.geomspace(floor, 1.0, 100)
     axis.plot(chance, chance, color="gray", linewidth=0.8, linestyle=":", label="chance")
-    # from the lowest point of the curves: between 0.9 and 1 for good networks, down to 0 for bad ones
+    # the axis begins at the lowest point of the curves: between 0.9 and 1 for good networks, down to 0 for bad ones
     bottom = max(0.0, min(0.9, np.floor(10 * (lowest - 0.02)) / 10))
     axis.set(xscale="log", xlim=(floor, 1), ylim=(bottom, 1 + 0.02 * (1 - bottom)), xlabel="FAR", ylabel="TAR")
     axis.grid(alpha=0.3, which="both")
@@ -109,7 +109,7 @@ def _draw_det(axis: Any, results: Results) -> None:
     frr_floor = min(0.1, *(1.0 / result.num_genuine for result in measurable.values()))
     for name, result in measurable.items():
         far, tar = roc_curve(result)
-        frr = np.maximum(1 - tar, frr_floor / 2)  # none at all is drawn below the smallest that there can be
+        frr = np.maximum(1 - tar, frr_floor / 2)  # zero is drawn below the smallest possible value
         axis.step(np.maximum(far, floor / 2), frr, where="post", color=colours[name], label=label_text(name))
     line = max(floor, frr_floor)
     axis.plot([line, 1], [line, 1], color="gray", linewidth=0.8, linestyle=":", label="FAR = FRR")
@@ -129,7 +129,7 @@ def _draw_similarities(axis: Any, name: str, result: VerificationResult, colour:
     cosine = 1.0 - result.distances / 2.0
     low, high = float(cosine.min()), float(cosine.max())
     bins = np.linspace(low, high, 50) if high - low > 1e-9 else np.linspace(low - 0.01, low + 0.01, 3)
-    # one outline each: drawing fifty bars takes a third of the time of the whole figure
+    # a single outline, because drawing fifty bars takes a third of the time of the whole figure
     axis.hist(cosine[~result.same], bins, histtype="stepfilled", alpha=0.6, color="tab:gray", label="impostor pairs")
     axis.hist(cosine[result.same], bins, histtype="stepfilled", alpha=0.6, color=colour, label="genuine pairs")
     threshold = result.cosine_threshold
@@ -145,7 +145,7 @@ def _draw_similarities(axis: Any, name: str, result: VerificationResult, colour:
 
 
 def _measurable(axis: Any, results: Results) -> Results:
-    """Return the results that have both kinds of pairs; where there is none, say so on the axis."""
+    """Return the results that have both kinds of pairs; if there are none, write that on the axis."""
     found = {name: result for name, result in results.items() if result.num_genuine and result.num_impostor}
     if not found:
         axis.text(0.5, 0.5, "needs genuine and impostor pairs", ha="center", va="center")

@@ -1,7 +1,7 @@
-"""Networks of others: ONNX graphs, programs of torch.export and TorchScript, each as a module from images to embeddings.
+"""Networks from other projects: ONNX graphs, torch.export programs and TorchScript, as modules from images to embeddings.
 
-ONNX graphs are data. TorchScript and .pt2 files are programs, which can do whatever the user can, some of them already while
-they are loaded; they are opened where the user trusts them.
+ONNX graphs are data. TorchScript and .pt2 files are programs, which can do whatever the user can, even while they are loaded.
+They are opened only if the user trusts them.
 """
 
 import importlib
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from utils.checkpoint.tensor_file import file_hash
 
-_DEEPEST = 100  # messages of an ONNX file in one another
-_IN_MEMORY = "_ORT_MEM_ADDR_"  # by this name onnxruntime means an address in memory
-# the parts of each kind of message in onnx.proto that tensors can lie in, by their numbers
+_DEEPEST = 100  # nested messages of an ONNX file
+_IN_MEMORY = "_ORT_MEM_ADDR_"  # onnxruntime takes a location of this name as an address in memory
+# the fields, by number, of each kind of message in onnx.proto that can contain tensors
 _PARTS = {
     "model": {7: "graph", 20: "training", 25: "function"},
     "graph": {1: "node", 5: "tensor", 15: "sparse"},
@@ -32,7 +32,7 @@ _EXPORTED, _TORCHSCRIPT = "a .pt2 file of torch.export", "a TorchScript archive"
 
 
 def open_foreign(path: Path, threads: int, trust_code: bool) -> "ForeignNetwork":
-    """Return the network of a file that says itself what it is; programs only where they are trusted.
+    """Return the network of a file that describes itself; programs only if they are trusted.
 
     Args:
         threads: CPU threads of onnxruntime; 0 = all.
@@ -43,9 +43,9 @@ def open_foreign(path: Path, threads: int, trust_code: bool) -> "ForeignNetwork"
     kind = _program_kind(path)
     if kind and not trust_code:
         raise ValueError(
-            f"{path} is {kind}: no weights but a program, which runs with your rights: it can read, change and send "
-            "your files. If you trust its author, add --trust-code; to read weights from it and run nothing, name their "
-            "network: --backbone NAME"
+            f"{path} is {kind}: not weights but a program, which runs with your rights: it can read, change and send "
+            "your files. If you trust its author, add --trust-code; to read weights from it without running it, name the "
+            "network with --backbone NAME"
         )
     if trust_code and not kind:
         raise ValueError(f"--trust-code is for a TorchScript or .pt2 file; {path} is neither. Leave it out")
@@ -55,11 +55,11 @@ def open_foreign(path: Path, threads: int, trust_code: bool) -> "ForeignNetwork"
         return ForeignNetwork(_torchscript(path), path)
     if path.suffix == ".onnx":
         return ForeignNetwork(OnnxNetwork(path, threads), path)
-    raise ValueError(f"{path} is a weights file; say what it holds with --backbone NAME")
+    raise ValueError(f"{path} is a weights file; name its network with --backbone NAME")
 
 
 class ForeignNetwork(nn.Module):
-    """A program of others: what it raises, or gives instead of embeddings, is an error that names its file."""
+    """A network from another project. If it raises, or does not return embeddings, the error names its file."""
 
     def __init__(self, model: nn.Module, path: Path) -> None:
         super().__init__()
@@ -67,28 +67,28 @@ class ForeignNetwork(nn.Module):
 
     @property
     def hash(self) -> str:
-        """Hash of the file; not all programs tell their weights."""
+        """Hash of the file, because not all programs expose their weights."""
         return file_hash(self.path)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return (b, D) fp32 embeddings of (b, 3, 112, 112) images."""
         try:
             output = self.model(images)
-        except Exception as error:  # of any kind: it is not our code. TorchScript ends with what is wrong
+        except Exception as error:  # of any kind: it is not our code. TorchScript's last line has the reason
             what = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             raise ValueError(f"{self.path}: it cannot run on images {tuple(images.shape)}: {what}") from None
         if not isinstance(output, Tensor):
-            raise ValueError(f"{self.path}: it must give a tensor of embeddings, it gives {type(output).__name__}")
+            raise ValueError(f"{self.path}: it must return a tensor of embeddings, it returns {type(output).__name__}")
         if output.dim() != 2 or len(output) != len(images) or not output.shape[1] or not output.is_floating_point():
             raise ValueError(
-                f"{self.path}: it must give embeddings (images, numbers per face) of floating point, it gives "
+                f"{self.path}: it must return floating-point embeddings (images, numbers per face), it returns "
                 f"{tuple(output.shape)} of {str(output.dtype).removeprefix('torch.')} for {len(images)} images"
             )
         return output
 
 
 class OnnxNetwork(nn.Module):
-    """An ONNX file as a network, run by onnxruntime on the CPU. A fixed batch size is met by padding the last batch."""
+    """An ONNX file as a network, run by onnxruntime on the CPU. For a fixed batch size the last batch is padded."""
 
     def __init__(self, path: Path, threads: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class OnnxNetwork(nn.Module):
         _check_outside_data(path)
         settings = runtime.SessionOptions()
         settings.intra_op_num_threads = threads
-        settings.log_severity_level = 4  # its warnings are in colour and for its makers; what is wrong is raised
+        settings.log_severity_level = 4  # its warnings are for its developers; errors are raised
         try:
             self.session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime has its own exceptions for damage, all of them derived from this
@@ -122,7 +122,7 @@ class OnnxNetwork(nn.Module):
 
 
 def _check_outside_data(path: Path) -> None:
-    """Raise ValueError if an ONNX file wants tensors from a file outside its folder; onnxruntime 1.23 would read it.
+    """Raise ValueError if an ONNX file refers to tensors in a file outside its folder; onnxruntime 1.23 would read it.
 
     Source: the field numbers of onnx.proto, https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
     """
@@ -139,11 +139,11 @@ def _check_outside_data(path: Path) -> None:
         except (OSError, ValueError, RuntimeError):  # not there, a zero byte, a link to itself
             inside = False
         if not inside or _IN_MEMORY in name or Path(name).is_absolute():
-            raise ValueError(f"{path}: its tensors lie in {name!r:.200}, which is no file in its own folder; no other is read")
+            raise ValueError(f"{path}: its tensors are in {name!r:.200}, not a file in its own folder; no other file is read")
 
 
 def _locations(data: memoryview, kind: str, depth: int) -> Iterator[bytes]:
-    """Yield where a message of onnx.proto, of this kind, keeps tensors in other files."""
+    """Yield the files in which a message of onnx.proto, of this kind, stores tensors."""
     if depth > _DEEPEST:
         raise ValueError("nested too deep")
     key, value = b"", b""
@@ -157,7 +157,7 @@ def _locations(data: memoryview, kind: str, depth: int) -> Iterator[bytes]:
 
 
 def _messages(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield number and content of each field of a protobuf message that has a length."""
+    """Yield number and content of each length-delimited field of a protobuf message."""
     place = 0
     while place < len(data):
         tag, place = _varint(data, place)
@@ -176,7 +176,7 @@ def _messages(data: memoryview) -> Iterator[tuple[int, memoryview]]:
 
 
 def _varint(data: memoryview, place: int) -> tuple[int, int]:
-    """Return a number of 7 bits a byte, the lowest first, and the place behind it."""
+    """Return a varint, 7 bits per byte with the lowest first, and the position after it."""
     number = 0
     for shift in range(0, 70, 7):
         number |= (data[place] & 127) << shift
@@ -187,12 +187,12 @@ def _varint(data: memoryview, place: int) -> tuple[int, int]:
 
 
 class ExportedNetwork(nn.Module):
-    """A program of torch.export (.pt2). It has no modes, so it is kept out of sight of eval() and train()."""
+    """A program of torch.export (.pt2). It has no train and eval modes, so it is hidden from eval() and train()."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         if not zipfile.is_zipfile(path):
-            raise ValueError(f"{path}: not an exported program: no zip archive")
+            raise ValueError(f"{path}: not an exported program: it is not a zip archive")
         try:
             self._program = [torch.export.load(str(path)).module()]
         except Exception as error:  # damage ends in exceptions of many kinds
@@ -203,11 +203,11 @@ class ExportedNetwork(nn.Module):
 
 
 def _program_kind(path: Path) -> str:
-    """Return what kind of program a file is, "" for other files."""
+    """Return the kind of program that a file contains, "" for other files."""
     if path.suffix == ".pt2":
         return _EXPORTED
     try:
-        with zipfile.ZipFile(path) as archive:  # TorchScript, whatever its name: a zip with code in it. Weights have none
+        with zipfile.ZipFile(path) as archive:  # TorchScript is a zip with code in it, whatever its name; weights have no code
             return _TORCHSCRIPT if any("/code/" in name for name in archive.namelist()) else ""
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error):
         return ""

@@ -1,4 +1,4 @@
-"""A page that shows how a network does on its verification sets, for somebody who has to decide something by it."""
+"""Writes an HTML page with a network's results on its verification sets, as a basis for decisions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ def write_report(
     Args:
         results: by the name of the set.
         sets: the same sets, for their pictures.
-        facts: (name, value) of what was evaluated and how, for the top of the page.
+        facts: (name, value) pairs that describe the evaluation, for the top of the page.
     """
     folder.mkdir(parents=True, exist_ok=True)
     intervals = _write_numbers(folder, results)
@@ -49,19 +49,19 @@ def write_report(
         page.section(heading)
         page.picture(drawn[name], text)
     for pair_set in sets:
-        for kind, heading in ((False, "different people, taken for one"), (True, "one person, taken for two")):
+        for kind, heading in ((False, "different people, accepted"), (True, "the same person, rejected")):
             png = _gallery(pair_set, results[pair_set.name], kind)
             if png:
                 drawn[f"{pair_set.name}_{'false_non_matches' if kind else 'false_matches'}"] = png
                 page.section(f"{pair_set.name}: {heading}")
-                page.picture(png, "the worst first; look for wrong labels before you blame the network")
+                page.picture(png, "the worst first; check for wrong labels before you blame the network")
     for name, png in drawn.items():
         (folder / f"{name}.png").write_bytes(png)
     page.write(folder / "report.html")
 
 
 def write_summary(folder: Path, picture: bytes, results: Mapping[str, VerificationResult]) -> None:
-    """Write results.json, results.md and `picture`, a PNG, as verification.png: what a run leaves behind at its end."""
+    """Write results.json, results.md and verification.png (`picture`, a PNG), the summary at the end of a run."""
     _write_numbers(folder, results)
     (folder / "verification.png").write_bytes(picture)
 
@@ -81,9 +81,9 @@ def _fill_numbers(page: Page, results: Mapping[str, VerificationResult], interva
     """Add the tables: the numbers of each set, and the thresholds to choose from."""
     page.section("Numbers")
     page.text(
-        "Accuracy: ten folds, the threshold of each chosen on the other nine. TAR: the share of genuine pairs that are "
-        "accepted. FAR: that of impostor pairs. EER: where FAR equals the share of refused genuine pairs. A pair is accepted "
-        "where its cosine similarity is above the threshold."
+        "Accuracy: mean over ten folds, with the threshold of each chosen on the other nine. TAR: the share of genuine pairs "
+        "that are accepted. FAR: the share of impostor pairs that are accepted. EER: the rate at which FAR equals the share "
+        "of rejected genuine pairs. A pair is accepted if its cosine similarity is above the threshold."
     )
     page.table(_SUMMARY, [_summary_row(name, result, intervals[name]) for name, result in results.items()])
     for note in explain(dict(results)):
@@ -93,8 +93,8 @@ def _fill_numbers(page: Page, results: Mapping[str, VerificationResult], interva
         page.text(f"- : not measurable; {', '.join(one_kind)} has pairs of one kind only.", note=True)
     page.section("Which threshold to use")
     page.text(
-        "Choose the FAR that your use can bear, and accept a pair whose cosine similarity is above the threshold beside it. "
-        "A FAR that rests on few impostor pairs is a guess; a set with P impostor pairs cannot measure less than 1 / P."
+        "Choose the FAR that your application tolerates, and accept a pair if its cosine similarity is above the threshold in "
+        "that row. A FAR that rests on few impostor pairs is a guess; P impostor pairs cannot measure a FAR below 1 / P."
     )
     rows = [row for name, result in results.items() for row in _point_rows(name, result, intervals[name])]
     page.table(_POINTS, rows)
@@ -140,15 +140,15 @@ _SECTIONS = (
     (
         "curves",
         "ROC and DET",
-        "left: accepted genuine against accepted impostor pairs; right: both errors, on logarithmic axes",
+        "left: accepted genuine pairs against accepted impostor pairs; right: both errors, on logarithmic axes",
     ),
     (
         "similarities",
         "Similarities",
-        "where the two hills overlap, errors are made; dashed: the strictest FAR that can be measured",
+        "errors occur where the two histograms overlap; dashed: the strictest FAR that can be measured",
     ),
     ("folds", "Folds", "accuracy of each fold; the line is their mean"),
-    ("norms", "Norms", "norms of the raw embeddings; small ones are often blurred, turned or hidden faces"),
+    ("norms", "Norms", "norms of the raw embeddings; small norms are often blurred, turned or hidden faces"),
 )
 
 
@@ -186,7 +186,7 @@ def _range(interval: tuple[float, float]) -> str:
 
 
 def _worst(result: VerificationResult, same: bool) -> np.ndarray:
-    """Return the numbers of the pairs of a kind that were decided wrongly at the mean threshold, the worst first."""
+    """Return the indices of the pairs of a kind that are wrong at the mean threshold, the worst first."""
     threshold = float(np.mean(result.threshold_per_fold))
     wrong = np.flatnonzero((result.same == same) & ((result.distances < threshold) != same))
     order = np.argsort(result.distances[wrong], kind="stable")

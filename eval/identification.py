@@ -1,8 +1,8 @@
-"""1:N identification: who of the gallery is this probe, and is it anybody of the gallery at all.
+"""1:N identification: which person of the gallery a probe shows, if any.
 
-Closed set: of the probes whose person is in the gallery, the share that finds the right one among the first k (rank-k, CMC).
+Closed set: rank-k (CMC) is the share of the mated probes, whose person is in the gallery, with that person among the first k.
 Open set: probes without a mate must raise no alarm. At the threshold where a share FPIR of them does, TPIR is the share of the
-mated probes that find the right person first, with a score above it (Grother and Ngan, NIST FRVT 1:N).
+mated probes that find the right person first, with a score above the threshold (Grother and Ngan, NIST FRVT 1:N).
 Shapes: G = gallery entries, S = people in the gallery, Q = probes, D = embedding size.
 """
 
@@ -16,10 +16,10 @@ _CELLS_AT_ONCE = 1 << 23  # scores of some probes to all entries: 64 MiB
 
 @dataclass(frozen=True, eq=False)
 class IdentificationResult:
-    """What `identify` found.
+    """The result of `identify`.
 
     Args:
-        rank: (Q,) int64, the place of the right person, from 1 on; 0 for probes whose person is not in the gallery.
+        rank: (Q,) int64, the rank of the right person, from 1 on; 0 for probes whose person is not in the gallery.
         own: (Q,) the score of the right person; -inf without one.
         best: (Q,) the highest score of any person.
     """
@@ -46,13 +46,13 @@ class IdentificationResult:
     def tpir_at_fpir(self, fpir: float) -> float | None:
         """Return TPIR at the lowest threshold at which at most a share `fpir` of the unmated probes raises an alarm.
 
-        None where the probes cannot tell: fewer than 1 / fpir without a mate, or none with one.
+        None if it cannot be measured: fewer than 1 / fpir probes without a mate, or none with one.
         """
         alarms = np.sort(self.best[self.rank == 0])[::-1]
         allowed = int(len(alarms) * fpir + 1e-9)
         if not allowed or not self.num_mated:
             return None
-        limit = alarms[allowed] if allowed < len(alarms) else -np.inf  # this one, and its equals, must stay silent
+        limit = alarms[allowed] if allowed < len(alarms) else -np.inf  # this score and equal ones must raise no alarm
         found = (self.rank == 1) & (self.own > limit)
         return float(np.count_nonzero(found) / self.num_mated)
 
@@ -64,16 +64,16 @@ def identify(
     probe_people: np.ndarray,
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> IdentificationResult:
-    """Search every probe in the gallery; a person's score is that of the best of the person's entries.
+    """Search every probe in the gallery; a person's score is the best score of the person's entries.
 
-    Of people with equal scores the right one is placed last, so that a network that gives all the same answer earns nothing.
+    Among people with equal scores the right one is ranked last, so that a constant network gets no credit.
 
     Args:
         gallery: (G, D) unit rows.
         gallery_people: (G,) integers.
         probes: (Q, D) unit rows.
         probe_people: (Q,) integers; those that are not in gallery_people have no mate.
-        progress: wraps the chunks, a progress bar for example.
+        progress: wraps the chunks, for example in a progress bar.
     """
     if not len(gallery) or not len(probes):
         raise ValueError(f"identification needs a gallery and probes, got {len(gallery)} and {len(probes)} images")

@@ -1,7 +1,7 @@
-"""How sure the numbers of a set are: 95 % intervals of accuracy, TAR at each FAR, EER and AUC.
+"""95 % confidence intervals of the numbers of a set: accuracy, TAR at each FAR, EER and AUC.
 
-Source of the AUC's: DeLong, DeLong and Clarke-Pearson, "Comparing the areas under two or more correlated receiver operating
-characteristic curves", Biometrics 1988.
+Source of the AUC's interval: DeLong, DeLong and Clarke-Pearson, "Comparing the areas under two or more correlated receiver
+operating characteristic curves", Biometrics 1988.
 """
 
 import numpy as np
@@ -10,11 +10,11 @@ from .operating_points import bootstrap_intervals
 from .verification import VerificationResult, equal_error_rate
 
 Intervals = dict[str, tuple[float, float]]
-_EER_SAMPLES = 200  # each costs as much as many of TAR's
+_EER_SAMPLES = 200  # fewer than for TAR, because each costs much more
 
 
 def intervals_95(result: VerificationResult) -> Intervals:
-    """Return (low, high) by "accuracy", FAR as in FAR_TARGETS, "eer" and "auc"; what cannot be measured is left out."""
+    """Return (low, high) by "accuracy", FAR as in FAR_TARGETS, "eer" and "auc"; unmeasurable ones are left out."""
     genuine, impostor = np.sort(result.distances[result.same]), np.sort(result.distances[~result.same])
     targets = [point.target for point in result.points if point.tar is not None]
     found = bootstrap_intervals(genuine, impostor, result.accuracy, targets)
@@ -36,7 +36,7 @@ def eer_interval(genuine: np.ndarray, impostor: np.ndarray, seed: int = 0) -> tu
 
 
 def auc_interval(genuine: np.ndarray, impostor: np.ndarray, auc: float) -> tuple[float, float]:
-    """Return the interval of the AUC from sorted distances, by DeLong's variance: that of the pairs' own shares of it."""
+    """Return the interval of the AUC from sorted distances, by DeLong's variance."""
 
     def shares(of: np.ndarray, among: np.ndarray) -> np.ndarray:
         nearer = np.searchsorted(among, of, side="left") + np.searchsorted(among, of, side="right")

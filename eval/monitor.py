@@ -1,4 +1,4 @@
-"""Evaluation while a network trains: its sets, their numbers and curves, and the score that checkpoints are compared by."""
+"""Evaluation during training: the numbers and curves of the sets, and the score that ranks checkpoints."""
 
 import time
 from collections.abc import Sequence
@@ -22,19 +22,19 @@ def check_names(sets: Sequence[PairSet]) -> None:
     for pair_set in sets:
         if pair_set.name == TRAINING:
             raise ValueError(
-                f"eval.targets: {pair_set.path} may not be called {TRAINING!r}: the numbers of training have that name in "
+                f"eval.targets: {pair_set.path} must not be called {TRAINING!r}: the numbers of training have that name in "
                 "metrics.jsonl and TensorBoard; rename it"
             )
 
 
 class Evaluator:
-    """Scores a backbone on all sets while it trains.
+    """Scores a backbone on all sets during training.
 
     Args:
         settings: batch size per rank, autocast dtype, decoder threads.
         metric: as for `selection_score`.
         name: of the run, for the title of the figures.
-        last_step: after which results.json, results.md and verification.png go to `folder`.
+        last_step: the step after which results.json, results.md and verification.png are written to `folder`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Evaluator:
         self.metric, self.log, self.name, self.last_step, self.folder = metric, log, name, last_step, folder
 
     def score(self, step: int) -> float | None:
-        """Evaluate all sets after `step` optimizer steps; return their score in the metric, equal on all ranks. None = no sets.
+        """Evaluate all sets after `step` optimizer steps; return their score, equal on all ranks, or None without sets.
 
         Raises:
             ValueError: on every rank, naming the set that cannot be scored.
@@ -72,5 +72,5 @@ class Evaluator:
             if step == self.last_step:
                 with self.log.tolerant("the summary"):
                     write_summary(self.folder, picture, results)
-        # processors of two kinds may round differently, and the ranks must agree on which checkpoint is the best
+        # different processors may round differently, but the ranks must agree on the best checkpoint
         return all_gather_objects(selection_score(results, self.metric), self.world)[0]

@@ -1,10 +1,10 @@
-"""The networks that evaluation takes: a run, a checkpoint, bare weights, ONNX, a program of torch.export or TorchScript.
+"""Loads the network for an evaluation: a run, a checkpoint, a weights file, ONNX, a torch.export program or TorchScript.
 
-All see the input contract of this project: (b, 3, 112, 112) RGB, (x - 127.5) / 127.5. For a network that was trained otherwise,
---colour bgr and --input-mean, --input-std say how.
+All get the input of this project: (b, 3, 112, 112) RGB, (x - 127.5) / 127.5. --colour bgr, --input-mean and --input-std convert
+it for networks that were trained on other inputs.
 
-Weights and ONNX graphs are data: reading them runs nothing that stands in them. TorchScript and .pt2 files are programs; they
-are opened with --trust-code alone (eval/foreign_networks.py).
+Weights and ONNX graphs are data: reading them executes nothing. TorchScript and .pt2 files are programs; they are opened only
+with --trust-code (eval/foreign_networks.py).
 """
 
 import argparse
@@ -37,7 +37,7 @@ _COMMON_KEYS = ("name", "embedding_size", "width", "dropout", "freeze", "freeze_
 
 
 class Network(NamedTuple):
-    """A network and where it comes from."""
+    """A network and its origin."""
 
     model: nn.Module
     name: str  # path of the checkpoint or file
@@ -63,17 +63,19 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
         "--trust-code",
         action="store_true",
         help="load a TorchScript or .pt2 file. Such a file is a program that runs with your rights: it can read, change and "
-        "send your files. Only for files whose author you trust",
+        "send your files. Use this only for files whose author you trust",
     )
     parser.add_argument("--embedding-size", type=int, default=512, metavar="D", help="for a weights file (default 512)")
     parser.add_argument("--width", type=float, default=1.0, help="for a weights file: factor on the channels (default 1)")
-    parser.add_argument("--colour", choices=("rgb", "bgr"), default="rgb", help="order that the network was trained with")
+    parser.add_argument(
+        "--colour", choices=("rgb", "bgr"), default="rgb", help="channel order in which the network was trained"
+    )
     parser.add_argument("--input-mean", type=float, default=127.5, help="it was trained on (x - mean) / std (default 127.5)")
-    parser.add_argument("--input-std", type=float, default=127.5, help="likewise (default 127.5)")
+    parser.add_argument("--input-std", type=float, default=127.5, help="the std of this formula (default 127.5)")
     parser.add_argument("--precision", choices=AUTOCAST, default="fp32", help="of the forward pass (default fp32)")
     parser.add_argument("--batch-size", type=int, default=256, help="images per forward pass and process (default 256)")
     parser.add_argument("--threads", type=int, default=2, help="decoder threads per process (default 2)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA where there is one")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
 
 
 def open_network(
@@ -136,7 +138,7 @@ def load_network(options: argparse.Namespace, build_backbone: BuildBackbone) -> 
         build_backbone: returns a new backbone, given its name, embedding size, width and the arguments it alone has.
 
     Raises:
-        ValueError: nothing there, weights that do not fit, or a file that cannot be read.
+        ValueError: the path does not exist, the weights do not fit, or a file cannot be read.
     """
     network = _load(options, build_backbone)
     if (options.colour, options.input_mean, options.input_std) == ("rgb", 127.5, 127.5):
@@ -152,10 +154,10 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
         for flag in ("best", "untrained"):
             if getattr(options, flag):
                 raise ValueError(f"--{flag} is for the folder of a run; {path} is a file, which holds one network")
-        if options.backbone:  # weights, whatever the file says of itself: nothing in it is run
+        if options.backbone:  # read as weights, whatever the file claims to be; nothing in it is executed
             if options.trust_code:
                 raise ValueError(
-                    f"--trust-code is for a program; with --backbone {path} is read as weights. Leave one of them out"
+                    f"--trust-code is for a program, but --backbone reads {path} as weights. Leave one of them out"
                 )
             with prefix_errors("--backbone, --embedding-size, --width"):
                 model = build_backbone(options.backbone, options.embedding_size, options.width)
@@ -164,7 +166,7 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
     if not path.exists():
         raise ValueError(f"no run folder, checkpoint or weights file at {path}")
     if options.backbone:
-        raise ValueError(f"--backbone is for a weights file; {path} is a folder, whose configuration says what it holds")
+        raise ValueError(f"--backbone is for a weights file; {path} is a folder, whose configuration names its backbone")
     if options.trust_code:
         raise ValueError(f"--trust-code is for a TorchScript or .pt2 file; {path} is a folder, which holds no program")
     checkpoint = _find_best(path) if options.best else find_checkpoint(path)
@@ -176,7 +178,7 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
     section, seed = config.get("backbone", {}), config.get("run", {}).get("seed", 0)
     size, width = section.get("embedding_size"), section.get("width")
     if type(size) is not int or not 1 <= size <= 65536 or type(width) not in (int, float) or not 0 < width <= 64:
-        raise ValueError(f"checkpoint {checkpoint}: its configuration does not tell embedding_size and width of its backbone")
+        raise ValueError(f"checkpoint {checkpoint}: its configuration lacks a valid embedding_size or width of the backbone")
     if type(seed) is not int or not 0 <= seed <= 2**62:
         raise ValueError(f"checkpoint {checkpoint}: run.seed of its configuration must be a whole number, got {seed!r:.80}")
     torch.manual_seed(derive(seed, "backbone"))  # as train.py does before it builds
@@ -190,26 +192,26 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
 
 
 def _find_best(run: Path) -> Path:
-    """Return the checkpoint of a run with the highest score, in the metric that the run was scored by last.
+    """Return the checkpoint of a run with the highest score in the run's latest metric.
 
     Raises:
-        ValueError: it is no run folder, or none of its checkpoints has a score.
+        ValueError: it is not a run folder, or none of its checkpoints has a score.
     """
     if is_checkpoint(run):
         raise ValueError(f"--best is for the folder of a run; {run} is one checkpoint")
-    find_checkpoint(run)  # there is one at all
+    find_checkpoint(run)  # raises if there is none
     checkpoints = list_checkpoints(run)
     best = best_checkpoint(checkpoints)
     if best is None:
         raise ValueError(
-            f"--best: none of the {len(checkpoints)} checkpoint(s) of {run} has a score, no evaluation was saved with them. "
-            "Leave --best out for the newest"
+            f"--best: none of the {len(checkpoints)} checkpoint(s) of {run} has a score, because no evaluation was saved with "
+            "them. Leave out --best to take the newest"
         )
     return best
 
 
 def _metric(manifest: dict[str, Any]) -> str:
-    """Return what the score of a checkpoint is."""
+    """Return the metric of a checkpoint's score."""
     return str(manifest.get("config", {}).get("eval", {}).get("metric", "accuracy"))
 
 
@@ -222,7 +224,7 @@ def _score_text(manifest: dict[str, Any]) -> str:
 
 
 class OtherInput(nn.Module):
-    """A network that was trained on other channels or another scale, behind the input of this project."""
+    """Adapts a network that was trained with another channel order or scale to the input of this project."""
 
     def __init__(self, model: nn.Module, bgr: bool, mean: float, std: float) -> None:
         super().__init__()

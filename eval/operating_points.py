@@ -1,7 +1,6 @@
-"""What a 1:1 system does at a threshold, and which to choose: TAR at FAR with evidence, minimum DCF, exact thresholds, and how
-sure these numbers are.
+"""Thresholds of a 1:1 system and their error rates: TAR at FAR, minimum DCF, exact thresholds, and bootstrap intervals.
 
-All works on squared distances of unit embeddings, 0 to 4; a pair is accepted below the threshold. cosine = 1 - distance / 2.
+All distances are squared, of unit embeddings, 0 to 4; a pair is accepted below the threshold. cosine = 1 - distance / 2.
 Shapes: P = pairs, F = folds, B = bootstrap samples.
 """
 
@@ -18,10 +17,10 @@ class OperatingPoint:
     """A threshold with the largest FAR that is not above the target.
 
     Args:
-        target: the FAR asked for, as written in FAR_TARGETS.
-        tar, far: the rates at the threshold; None where there are fewer than 1 / target impostor pairs ("not measurable").
-        threshold: squared distance below which a pair is accepted; None likewise.
-        num_accepted: impostor pairs that are accepted there: a rate that rests on a handful of them is a guess.
+        target: the requested FAR, as written in FAR_TARGETS.
+        tar, far: the rates at the threshold; None if there are fewer than 1 / target impostor pairs ("not measurable").
+        threshold: squared distance below which a pair is accepted; None if not measurable.
+        num_accepted: impostor pairs accepted at the threshold; a rate that rests on a handful of them is a guess.
     """
 
     target: str
@@ -52,16 +51,16 @@ def operating_points(
 ) -> list[OperatingPoint]:
     """Return a point for each target, from sorted distances of genuine and impostor pairs.
 
-    The threshold lies half-way between the last impostor pair that is accepted (or the last pair at all below it) and the first
-    that must not be, so that new pairs near the border fall to either side.
+    The threshold is half-way between the last accepted pair and the first impostor pair that must not be accepted, so that new
+    pairs near the border fall to either side.
     """
     points = []
     for target in far_targets:
-        allowed = int(impostor.size * float(target) + 1e-9)  # 1e-9: 10 * 0.1 is not to fall below 1
+        allowed = int(impostor.size * float(target) + 1e-9)  # 1e-9: 10 * 0.1 must not fall below 1
         if allowed == 0 or genuine.size == 0:
             points.append(OperatingPoint(target, None, None, None, 0))
             continue
-        # the nearest impostor that must be refused: at its distance, and not beyond, `allowed` or fewer are accepted
+        # the nearest impostor that must be rejected: below its distance, `allowed` or fewer impostors are accepted
         limit = float(impostor[allowed]) if allowed < impostor.size else np.inf
         num_impostor = int(np.searchsorted(impostor, limit, side="left"))
         num_genuine = int(np.searchsorted(genuine, limit, side="left"))
@@ -72,13 +71,13 @@ def operating_points(
 
 
 def minimum_dcf(genuine: np.ndarray, impostor: np.ndarray, p_target: float = 0.01) -> float | None:
-    """Return the smallest detection cost, as a share of the cost of the better of "accept all" and "refuse all".
+    """Return the smallest detection cost, as a share of the cost of the better of "accept all" and "reject all".
 
     DCF = p FRR + (1 - p) FAR with equal costs of both errors (NIST SRE), over all thresholds. None without both kinds of pairs.
 
     Args:
         genuine, impostor: sorted distances.
-        p_target: how often a trial is genuine where the system will work.
+        p_target: prior probability that a comparison is genuine.
     """
     if not genuine.size or not impostor.size:
         return None
@@ -89,10 +88,10 @@ def minimum_dcf(genuine: np.ndarray, impostor: np.ndarray, p_target: float = 0.0
 
 
 def exact_fold_accuracy(distances: np.ndarray, same: np.ndarray, fold_of_pair: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (F,) accuracies of the held-out folds and their (F,) thresholds, the best of all thresholds, not of a grid.
+    """Return (F,) accuracies of the held-out folds and their (F,) thresholds, with the best of all thresholds, not of a grid.
 
-    The candidates are the mid-points between neighbouring distances of the other folds, and one below and one above all; the
-    first of equally good ones counts.
+    The candidates are the mid-points between neighbouring distances of the other folds, and one below and one above all. The
+    first of equally good ones is taken.
 
     Args:
         distances: (P,).
@@ -105,7 +104,7 @@ def exact_fold_accuracy(distances: np.ndarray, same: np.ndarray, fold_of_pair: n
     for number in range(int(fold_of_pair.max()) + 1):
         train = fold != number
         values = ranked[train]
-        gain = np.where(is_same[train], 1, -1)  # what accepting one pair more does to the number of correct answers
+        gain = np.where(is_same[train], 1, -1)  # change in the number of correct answers when one more pair is accepted
         correct = np.concatenate([[0], np.cumsum(gain)])
         cuts = np.concatenate([[True], values[1:] != values[:-1], [True]])  # equal distances fall to the same side
         best = int(np.flatnonzero(cuts)[np.argmax(correct[cuts])])
@@ -121,9 +120,9 @@ def bootstrap_intervals(
 ) -> dict[str, tuple[float, float]]:
     """Return 95 % intervals: "accuracy", and the TAR at each FAR that can be measured, by resampling pairs.
 
-    Genuine and impostor pairs are resampled apart, and the threshold is chosen anew in each sample. Accuracy counts right
-    answers, whose resampled number is binomial. Pairs are taken as independent; those that share a person are not, so that
-    the truth is somewhat wider.
+    Genuine and impostor pairs are resampled separately, and the threshold is chosen again in each sample. The resampled number
+    of right answers is binomial. Pairs are assumed independent; pairs that share a person are not, so the true intervals are
+    somewhat wider.
 
     Args:
         genuine, impostor: sorted distances.
@@ -135,7 +134,7 @@ def bootstrap_intervals(
     wanted = [target for target in far_targets if int(impostor.size * float(target) + 1e-9) and genuine.size]
     rates: dict[str, list[float]] = {target: [] for target in wanted}
     for _ in range(samples if wanted else 0):
-        # sorted samples with replacement, by their counts: nothing is sorted again
+        # sorted samples with replacement, made from counts, so that no sorting is needed
         impostors = np.repeat(impostor, rng.multinomial(impostor.size, np.full(impostor.size, 1 / impostor.size)))
         genuines = np.repeat(genuine, rng.multinomial(genuine.size, np.full(genuine.size, 1 / genuine.size)))
         for point in operating_points(genuines, impostors, wanted):

@@ -1,7 +1,7 @@
-"""Results as text: a table for the terminal and for markdown, why an accuracy is too low to be true, and JSON.
+"""Formats results: a table for the terminal and for Markdown, an explanation of misleadingly low accuracies, and JSON.
 
-A threshold is shown as a cosine similarity, above which a pair is accepted. JSON has the squared distances of the protocol too,
-under keys that say so.
+A threshold is shown as a cosine similarity, above which a pair is accepted. JSON also has the squared distances of the
+protocol, under keys that say so.
 """
 
 from typing import Any
@@ -14,13 +14,13 @@ from .figures import roc_curve
 from .verification import VerificationResult
 
 _HEADER = ("set", "pairs", "accuracy %", "cosine threshold", "TAR@FAR=1e-2", "TAR@FAR=1e-3", "EER %", "AUC", "XNorm")
-_COLLAPSED = 0.1  # squared distance, a cosine of 0.95: of a trained network, impostor pairs lie between 1 and 3
+_COLLAPSED = 0.1  # squared distance, a cosine of 0.95; impostor pairs of a trained network are between 1 and 3
 
 
 def format_table(results: dict[str, VerificationResult], markdown: bool = False) -> str:
-    """Return one line per set; rates that too few impostor pairs cannot carry are shown as n/a.
+    """Return one line per set; rates that cannot be measured with so few impostor pairs are shown as n/a.
 
-    Below the table stands a line about each accuracy that says less than the other numbers of its set.
+    A line below the table explains each accuracy that is misleadingly low.
     """
     rows = [_HEADER, *(_row(name, result) for name, result in results.items())]
     notes = explain(results)
@@ -34,9 +34,9 @@ def format_table(results: dict[str, VerificationResult], markdown: bool = False)
 def explain(results: dict[str, VerificationResult]) -> list[str]:
     """Return a line for each set whose accuracy is at chance, or far too low, while its AUC is not.
 
-    The usual cause: the distances lie so close together that the protocol's thresholds, 0.01 apart, cannot part them. The
-    evidence is that accuracy with exact thresholds is higher by more than the two numbers vary by chance (two standard errors
-    of their difference, each being a share of the pairs).
+    The usual cause is that the distances are so close together that the protocol's thresholds, 0.01 apart, cannot separate
+    them. Then the accuracy with exact thresholds is higher by more than chance explains (two standard errors of the difference
+    of the two accuracies, each being a share of the pairs).
     """
     return [f"{name}: {text}" for name, result in results.items() if (text := _explain(result))]
 
@@ -48,15 +48,15 @@ def _explain(result: VerificationResult) -> str:
     accuracy, exact, auc = result.accuracy, result.exact_accuracy, result.auc
     num_pairs = genuine + impostor
     error = 2 * np.sqrt((accuracy * (1 - accuracy) + exact * (1 - exact)) / num_pairs)
-    # of an AUC without any skill: the variance of the Mann-Whitney statistic
+    # for an AUC at chance: the variance of the Mann-Whitney statistic
     auc_error = 2 * np.sqrt((num_pairs + 1) / (12 * genuine * impostor))
-    constant = max(genuine, impostor) / num_pairs  # the accuracy of one answer for all pairs
+    constant = max(genuine, impostor) / num_pairs  # the accuracy of the same answer for all pairs
     constant_error = 2 * np.sqrt(constant * (1 - constant) / num_pairs)
     numbers = f"accuracy is {100 * accuracy:.2f} % although AUC is {auc:.4f}"
     low, high = float(result.distances.min()), float(result.distances.max())
     where = (
         f"all squared distances lie between {low:.2g} and {high:.2g} (cosines from {1 - high / 2:.5f} to {1 - low / 2:.5f}), "
-        "and the protocol's thresholds, 0, 0.01, ..., 3.99, cannot part them"
+        "and the protocol's thresholds, 0, 0.01, ..., 3.99, cannot separate them"
     )
     if exact - accuracy > error and abs(auc - 0.5) > auc_error:
         close = "The embeddings have nearly collapsed into one direction" if high < _COLLAPSED else "They differ by too little"
@@ -64,17 +64,17 @@ def _explain(result: VerificationResult) -> str:
     if accuracy > constant + constant_error or abs(auc - 0.5) <= auc_error:
         return ""
     if auc < 0.5:
-        return f"{numbers}: impostor pairs are more alike than genuine ones; does the set have the two the wrong way round?"
+        return f"{numbers}: impostor pairs are more alike than genuine ones; are the two swapped in the set?"
     return (
         f"{numbers}: genuine and impostor pairs overlap so much, or one kind is so rare, that no threshold is clearly better "
-        f"than one answer for all pairs, {100 * constant:.2f} %. With exact thresholds accuracy is {100 * exact:.2f} %"
+        f"than the same answer for all pairs, {100 * constant:.2f} %. With exact thresholds accuracy is {100 * exact:.2f} %"
     )
 
 
 def scalars(result: VerificationResult) -> dict[str, float | None]:
-    """Return every number of a set that is a single one, by its name: for metrics.jsonl, TensorBoard and results.json.
+    """Return every scalar result of a set by its name, for metrics.jsonl, TensorBoard and results.json.
 
-    TAR at FAR 1e-3 is called tar@1e-3, as in eval.metric. None: too few pairs of a kind to measure it.
+    TAR at FAR 1e-3 is called tar@1e-3, as in eval.metric. None means too few pairs of a kind to measure it.
     """
     return {
         "accuracy": result.accuracy,
@@ -108,7 +108,7 @@ def as_json(results: dict[str, VerificationResult]) -> dict[str, Any]:
 
 
 def _thinned_roc(result: VerificationResult, points: int = 200) -> dict[str, list[float]]:
-    """Return {"far": [...], "tar": [...]}: the ROC curve at so many values of FAR, spread on a logarithmic axis."""
+    """Return {"far": [...], "tar": [...]}: the ROC curve at `points` values of FAR, evenly spaced on a logarithmic axis."""
     far, tar = roc_curve(result)
     if result.num_impostor == 0 or result.num_genuine == 0:
         return {"far": [], "tar": []}

@@ -1,8 +1,8 @@
-"""Template-based 1:1 verification, IJB-B and IJB-C: a template is a person's set of images and frames, pooled into one vector.
+"""Template-based 1:1 verification, IJB-B and IJB-C: a template is a set of images of one person, pooled into one vector.
 
-Source: the protocol as insightface's eval_ijbc.py runs it. An image's feature is plain + mirrored embedding, norm kept, times
-the detector's score; images of one medium (a video, a still) are averaged, the media of a template summed, the sum normalised;
-the score of a pair is the dot product.
+Source: the protocol of insightface's eval_ijbc.py. An image's feature is its plain + mirrored embedding, not normalised, times
+the detector's score. The features of one medium (a video, a still) are averaged, the media of a template are summed, and the
+sum is normalised. The score of a pair is the dot product.
 Shapes: N = images, T = templates, P = pairs, D = embedding size.
 """
 
@@ -18,7 +18,7 @@ from utils.files import MAX_TEXT, check_file, read_bytes
 
 _BLOCK = 1 << 24  # bytes of a text file parsed at once
 _TEMPLATES_AT_ONCE = 1024
-_PAIRS_AT_ONCE = 1 << 14  # so many pairs of 512 float64 numbers take 128 MiB
+_PAIRS_AT_ONCE = 1 << 14  # at 512 float64 numbers per template these take 128 MiB
 
 
 class TemplateSet(NamedTuple):
@@ -86,7 +86,7 @@ def _names_and_numbers(path: Path, count: int) -> tuple[list[str], np.ndarray]:
 
 
 def _integers(path: Path) -> np.ndarray:
-    """Return the (P, 3) int32 numbers of a file of three per line: 200 MB of text, parsed in blocks."""
+    """Return the (P, 3) int32 numbers of a file with three per line; its 200 MB are parsed in blocks."""
     blocks = []
     lines = 0
     try:
@@ -95,12 +95,12 @@ def _integers(path: Path) -> np.ndarray:
             while block := file.read(_BLOCK):
                 block += file.readline()
                 if block.translate(None, b"0123456789 \t\r\n"):
-                    raise ValueError(f"{path}: after line {lines}: only three whole numbers may stand in a line")
+                    raise ValueError(f"{path}: after line {lines}: each line must have three whole numbers and nothing else")
                 numbers = np.fromstring(block, dtype=np.int64, sep=" ")
                 count = block.count(b"\n") + (not block.endswith(b"\n"))
                 if len(numbers) != 3 * count or numbers.max(initial=0) >= 2**31:
                     raise ValueError(
-                        f"{path}: after line {lines}: each line must have three numbers below 2^31, and none be empty"
+                        f"{path}: after line {lines}: each line must have three numbers below 2^31; none may be empty"
                     )
                 blocks.append(numbers.astype(np.int32).reshape(-1, 3))
                 lines += count
@@ -123,12 +123,12 @@ def pool_templates(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the template numbers (T,), ascending, and their unit vectors (T, D) float64.
 
-    Sums and means are taken in the type of the features and in the order of the lists, as the published script takes them
-    in float32; only the normalisation is in float64. So its scores are met to the last digits.
+    Sums and means are computed in the dtype of the features and in the order of the lists, as in the published script, which
+    uses float32. Only the normalisation is in float64. So the scores agree with the script's to the last digits.
 
     Args:
-        features: (N, D), plain + mirrored embeddings, norm kept.
-        scores: (N,), their weights: the detector's scores.
+        features: (N, D), plain + mirrored embeddings, not normalised.
+        scores: (N,), the detector's scores, used as weights.
     """
     order = np.lexsort((media, templates))
     tids, mids = templates[order], media[order]
@@ -151,7 +151,7 @@ def pool_templates(
 
 
 def _sum_groups(rows: np.ndarray, begins: np.ndarray) -> np.ndarray:
-    """Return the sums of runs of rows (n, D) that begin at `begins`, each added up from its first row to its last."""
+    """Return the sums of groups of consecutive rows (n, D) that begin at `begins`, each summed from first to last."""
     counts = np.diff(np.append(begins, len(rows)))
     sums = rows[begins]
     for place in range(1, int(counts.max())):
@@ -169,7 +169,7 @@ def score_pairs(
         vectors: (T, D), rows of `pool_templates`.
         numbers: (T,) ascending, their template numbers.
         pairs: (P, 2) template numbers.
-        progress: wraps the chunks, a progress bar for example.
+        progress: wraps the chunks, for example in a progress bar.
     """
     scores = np.empty(len(pairs))
     for begin in progress(range(0, len(pairs), _PAIRS_AT_ONCE)):
@@ -179,10 +179,10 @@ def score_pairs(
 
 
 def published_tar(scores: np.ndarray, same: np.ndarray, far_targets: Sequence[str]) -> dict[str, float]:
-    """Return FAR -> TAR as the papers' scripts read it: at the point of the ROC curve whose FAR is nearest to the target.
+    """Return FAR -> TAR as the papers' scripts compute it: at the point of the ROC curve whose FAR is nearest to the target.
 
-    That may be above the target; `operating_points` never is. The curve is scikit-learn's, without points in the middle of
-    straight runs; of points equally near, the one with the largest TAR counts.
+    That FAR may be above the target, unlike in `operating_points`. The curve is scikit-learn's, without collinear points. Of
+    equally near points, the one with the largest TAR is taken.
     """
     order = np.argsort(-scores, kind="stable")
     ranked = same[order]

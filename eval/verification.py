@@ -1,9 +1,9 @@
 """The numbers of a 1:1 verification set: accuracy by the published protocol, TAR at FAR, AUC and EER.
 
-Source: the protocol of LFW (Huang et al., 2007, "unrestricted") as the face recognition papers run it: the embedding is
-l2norm(plain + mirrored), the distance is the squared Euclidean one, a pair is predicted "same" below a threshold of
-0, 0.01, ..., 3.99, and each of 10 contiguous folds is scored at the threshold that is best on the other nine, the first
-of equals. A prediction is a strict comparison, distance < threshold, everywhere in this module.
+Source: the protocol of LFW (Huang et al., 2007, "unrestricted") as face recognition papers use it. The embedding is
+l2norm(plain + mirrored), the distance is squared Euclidean, and a pair is predicted "same" below a threshold of
+0, 0.01, ..., 3.99. Each of 10 contiguous folds is scored at the threshold that is best on the other nine, the first of
+equals. A prediction is a strict comparison, distance < threshold, everywhere in this module.
 Shapes: N = images, D = embedding size, P = pairs, F = folds, T = thresholds.
 """
 
@@ -20,7 +20,7 @@ _ROWS_AT_ONCE = 256  # float64 differences of so many rows stay in the processor
 
 @dataclass(frozen=True, eq=False)
 class VerificationResult:
-    """What `verify` found. Rates and accuracies are in [0, 1].
+    """The result of `verify`. Rates and accuracies are in [0, 1].
 
     Args:
         accuracy: mean over the folds.
@@ -33,10 +33,10 @@ class VerificationResult:
         points: TAR, threshold and evidence at each FAR of FAR_TARGETS.
         exact_accuracy: mean over the folds with the best of all thresholds instead of the grid's.
         min_dcf: minimum detection cost at a prior of 0.01; None without both kinds of pairs.
-        plain_accuracy: mean over the folds of the embeddings without their mirror images; None if it was not asked for.
+        plain_accuracy: mean over the folds for the embeddings without their mirror images; None if not requested.
         distances: (P,) squared distances, 0 to 4.
         same: (P,), True for genuine pairs.
-        norms: (N,) norms of the raw embeddings of the images; (0,) where they were not given.
+        norms: (N,) norms of the raw embeddings of the images; (0,) if they were not given.
     """
 
     accuracy: float
@@ -58,12 +58,12 @@ class VerificationResult:
 
     @property
     def tar_at_far(self) -> dict[str, float | None]:
-        """FAR, as written in FAR_TARGETS, to TAR; None where there are fewer than 1 / FAR impostor pairs."""
+        """FAR, as written in FAR_TARGETS, to TAR; None if there are fewer than 1 / FAR impostor pairs."""
         return {point.target: point.tar for point in self.points}
 
     @property
     def cosine_threshold(self) -> float:
-        """The threshold of accuracy, mean over the folds, as a cosine similarity: a pair is accepted above it."""
+        """The mean over the folds of the accuracy threshold, as a cosine similarity: a pair is accepted above it."""
         return 1.0 - float(np.mean(self.threshold_per_fold)) / 2.0
 
 
@@ -84,7 +84,7 @@ def mean_norm(plain: np.ndarray, mirrored: np.ndarray) -> float:
 
 
 def pair_distances(embeddings_a: np.ndarray, embeddings_b: np.ndarray) -> np.ndarray:
-    """Return the (P,) squared Euclidean distances, in float64, of rows (P, D) to rows (P, D)."""
+    """Return the (P,) squared Euclidean distances between rows (P, D) and rows (P, D), in float64."""
     distances = np.empty(len(embeddings_a))
     for start in range(0, len(distances), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
@@ -108,9 +108,9 @@ def verify(
     Args:
         embeddings_a: first image of each pair, a row of `fuse_views`.
         embeddings_b: second image of each pair, likewise.
-        xnorm: `mean_norm` of the raw embeddings, handed through.
+        xnorm: `mean_norm` of the raw embeddings, copied to the result.
         plain_distances: (P,), of the embeddings without their mirror images.
-        norms: (N,), handed through.
+        norms: (N,), copied to the result.
     """
     if embeddings_a.ndim != 2 or embeddings_a.shape != embeddings_b.shape or same.shape != embeddings_a.shape[:1]:
         raise ValueError(
@@ -150,7 +150,7 @@ def fold_accuracy(distances: np.ndarray, same: np.ndarray, num_folds: int = FOLD
     num_impostor = sizes[:, 1]
     num_pairs = sizes.sum(axis=1)
     correct = accepted_genuine + (num_impostor[:, None] - accepted_impostor)  # (F, T)
-    # Counts, not rates: the best threshold of the other folds is the same, and no rounding enters the comparison.
+    # Counts instead of rates give the same best threshold of the other folds, without rounding in the comparison.
     best = np.argmax(correct.sum(axis=0) - correct, axis=1)  # (F,), the first of equals
     return correct[np.arange(num_folds), best] / num_pairs, thresholds[best]
 
@@ -163,7 +163,7 @@ def area_under_roc(genuine: np.ndarray, impostor: np.ndarray) -> float:
 
 
 def equal_error_rate(genuine: np.ndarray, impostor: np.ndarray) -> float:
-    """Return where FAR = FRR, linear between the points of the ROC curve, from sorted distances."""
+    """Return the rate at which FAR = FRR, interpolated linearly on the ROC curve, from sorted distances."""
     thresholds = np.append(np.unique(np.concatenate([genuine, impostor])), np.inf)
     far = np.searchsorted(impostor, thresholds, side="left") / impostor.size
     frr = 1.0 - np.searchsorted(genuine, thresholds, side="left") / genuine.size
@@ -197,7 +197,7 @@ def _check_unit_rows(embeddings_a: np.ndarray, embeddings_b: np.ndarray) -> None
 
 
 def _fold_of_pair(num_pairs: int, num_folds: int) -> np.ndarray:
-    """Return the (P,) fold numbers: contiguous runs, of which the first num_pairs % num_folds are one pair longer."""
+    """Return the (P,) fold numbers: contiguous folds, the first num_pairs % num_folds of which are one pair longer."""
     if num_folds < 2 or num_pairs < num_folds:
         raise ValueError(
             f"num_folds must be 2 or more and at most the number of pairs, got {num_folds} folds for {num_pairs} pairs"
@@ -210,11 +210,11 @@ def _fold_of_pair(num_pairs: int, num_folds: int) -> np.ndarray:
 def _count_accepted(
     distances: np.ndarray, same: np.ndarray, num_folds: int, thresholds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the (F, T) genuine and the (F, T) impostor pairs below each threshold, and (F, 2) how many there are."""
+    """Return how many genuine (F, T) and impostor (F, T) pairs are below each threshold, and how many there are (F, 2)."""
     fold = _fold_of_pair(distances.size, num_folds)
     kind = np.where(same, 0, 1)
     first = np.searchsorted(thresholds, distances, side="right")  # (P,), the first threshold above each distance
-    num_bins = thresholds.size + 1  # the last one: pairs that no threshold accepts
+    num_bins = thresholds.size + 1  # the last bin has the pairs that no threshold accepts
     counts = np.bincount((kind * num_folds + fold) * num_bins + first, minlength=2 * num_folds * num_bins)
     accepted = counts.reshape(2, num_folds, num_bins).cumsum(axis=2)
     return accepted[0, :, :-1], accepted[1, :, :-1], accepted[:, :, -1].T

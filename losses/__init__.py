@@ -1,4 +1,4 @@
-"""Margins by name: what separates one face recognition loss from another. See margin.py for what a head may rely on."""
+"""Margins by name. The margin is the part in which face recognition losses differ; margin.py defines its interface."""
 
 import inspect
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def margin_arguments(name: str) -> dict[str, Any]:
     """Return the arguments of the margin of that name, with their defaults.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no margin has that name.
     """
     if name not in MARGINS:
         raise ValueError(f"name must be one of {', '.join(MARGINS)}, got '{name}'.{did_you_mean(name, MARGINS)}")
@@ -38,7 +38,7 @@ def build_margin(name: str, **arguments: Any) -> Margin:
     """Return the margin of that name; its class documents the arguments.
 
     Raises:
-        ValueError: there is none of that name, or an argument is out of its range.
+        ValueError: no margin has that name, or an argument is out of its range.
     """
     margin_arguments(name)
     return MARGINS[name](**arguments)

@@ -1,8 +1,8 @@
-"""ArcFace: add a fixed margin to the angle between an embedding and its own class centre.
+"""ArcFace: add a fixed margin to the angle between an embedding and the centre of its class.
 
-Source: Deng et al., "ArcFace", CVPR 2019, https://arxiv.org/abs/1801.07698, Eq. 3. Beyond theta + m = pi, where the
-cosine would rise again and reward a larger angle, the logit is s (cos theta - m sin m), which falls on: the rule of the
-authors' first code.
+Source: Deng et al., "ArcFace", CVPR 2019, https://arxiv.org/abs/1801.07698, Eq. 3. Beyond theta + m = pi the cosine would
+rise again and reward a larger angle. There the logit is s (cos theta - m sin m), which continues to fall, as in the authors'
+first code.
 Shapes: B = samples, the global batch.
 """
 
@@ -35,7 +35,7 @@ class ArcFace(Margin):
             sin_theta = ((1.0 - c) * (1.0 + c)).sqrt()
             within = c >= -cos_m  # theta + m <= pi
             value = torch.where(within, c * cos_m - sin_theta * sin_m, c - self.margin * sin_m)
-            # d cos(theta + m) / d cos theta = sin(theta + m) / sin theta; that of the guard is 1.
+            # d cos(theta + m) / d cos theta = sin(theta + m) / sin theta; beyond pi the derivative is 1.
             c = off_the_poles(c)
             derivative = torch.where(within, cos_m + sin_m * c / ((1.0 - c) * (1.0 + c)).sqrt(), 1.0)
         return self.logits_with_derivative(cosine, value, derivative)

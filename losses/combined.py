@@ -1,8 +1,8 @@
 """Combined margin: m1 multiplies the angle, m2 is added to it, m3 is subtracted from the cosine.
 
 Source: Deng et al., "ArcFace", CVPR 2019, https://arxiv.org/abs/1801.07698, Eq. 4, s (cos(m1 theta + m2) - m3). The
-cosine rises again where x = m1 theta + m2 exceeds pi; in its place stands psi(x) = (-1)^k cos(x) - 2k with
-k = floor(x / pi) (Liu et al., "SphereFace", CVPR 2017, https://arxiv.org/abs/1704.08063, Section 3.3), which is cos(x)
+cosine rises again where x = m1 theta + m2 exceeds pi. It is therefore replaced by psi(x) = (-1)^k cos(x) - 2k with
+k = floor(x / pi) (Liu et al., "SphereFace", CVPR 2017, https://arxiv.org/abs/1704.08063, Section 3.3), which equals cos(x)
 up to pi, is continuous, and never rises.
 Shapes: B = samples, the global batch.
 """
@@ -20,7 +20,7 @@ class Combined(Margin):
     """Args:
     m1: factor on the angle (SphereFace: 1.35).
     m2: radians added to the angle (ArcFace: 0.5).
-    m3: what is subtracted from the cosine (CosFace: 0.4).
+    m3: subtracted from the cosine (CosFace: 0.4).
     """
 
     def __init__(self, scale: float = 64.0, m1: float = 1.0, m2: float = 0.3, m3: float = 0.2, gradient: str = "exact") -> None:

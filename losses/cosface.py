@@ -13,8 +13,8 @@ from .margin import Margin, at_least_float32
 
 class CosFace(Margin):
     """Args:
-    margin: what is subtracted from the cosine.
-    gradient: both kinds are the same here: the derivative is `scale`.
+    margin: subtracted from the cosine.
+    gradient: both choices are the same here, because the derivative is always `scale`.
     """
 
     def __init__(self, scale: float = 64.0, margin: float = 0.4, gradient: str = "exact") -> None:

@@ -1,13 +1,13 @@
-"""What the loss of an untrained network must be: a check that catches wrong class counts, scales and margins at once.
+"""The expected loss of an untrained network. Comparing with it finds a wrong number of classes, scale or margin.
 
-The embeddings and centres of the first step are independent directions in D dimensions, so a cosine is about normal with
-deviation 1 / sqrt(D), and the loss of one image is log sum exp(logits) - target logit. For many classes the first term is
-about ln(classes) + s^2 / (2 D), which needs s^2 / D <= 2 ln(classes) (Derrida, "Random-energy model", 1981); for up to
-200,000 classes it is drawn, which is right in any case.
+The embeddings and centres of the first step are independent directions in D dimensions. So a cosine is approximately normal
+with standard deviation 1 / sqrt(D), and the loss of one image is log sum exp(logits) - target logit. For many classes the first
+term is about ln(classes) + s^2 / (2 D) if s^2 / D <= 2 ln(classes) (Derrida, "Random-energy model", 1981). For up to 200,000
+classes it is sampled, which is always right.
 
 The tolerance is three standard deviations of the mean over the batch. The target cosines of images of different people are
-independent, so their part falls with the batch. The first term does not: an untrained network gives all images nearly the
-same embedding, so all of them see nearly the same sum.
+independent, so their contribution falls with the batch size. That of the first term does not fall: an untrained network gives
+all images nearly the same embedding, so all of them have nearly the same sum.
 """
 
 import copy
@@ -18,26 +18,26 @@ import torch
 
 from .margin import Margin
 
-_LEAST_TOLERANCE = 0.3  # for what the model leaves out: embeddings that are not quite normal, augmentation, dropout
+_LEAST_TOLERANCE = 0.3  # for effects outside the model: embeddings that are not quite normal, augmentation, dropout
 _DRAWS = 64
 _DRAWN_CLASSES = 200_000  # at most; 64 x 200,000 numbers are 51 MB
 
 
 class FirstLoss(NamedTuple):
-    """The loss to expect of the first step, and by how much it may differ."""
+    """The expected loss of the first step, and its tolerance."""
 
     expected: float
     tolerance: float
 
 
 def expected_first_loss(margin: Margin, num_active: int, embedding_size: int, num_people: int) -> FirstLoss:
-    """Return what the mean loss of the first step must be.
+    """Return the expected mean loss of the first step.
 
     Args:
         num_active: classes in the softmax, over all ranks.
         num_people: different classes among the images of the batch.
     """
-    margin = copy.deepcopy(margin).cpu()  # its statistics may lie on the GPU
+    margin = copy.deepcopy(margin).cpu()  # its statistics may be on the GPU
     generator = torch.Generator().manual_seed(0)
     deviation = 1.0 / math.sqrt(embedding_size)
     norm = torch.full((4096,), math.sqrt(embedding_size))
@@ -59,7 +59,7 @@ def expected_first_loss(margin: Margin, num_active: int, embedding_size: int, nu
 
 
 def judge_first_loss(loss: float, margin: Margin, num_active: int, embedding_size: int, num_people: int) -> tuple[str, bool]:
-    """Return a line that compares the first loss with what an untrained network must show, and whether it agrees."""
+    """Return a line that compares the first loss with that of an untrained network, and whether they agree."""
     expected, tolerance = expected_first_loss(margin, num_active, embedding_size, num_people)
     text = f"first loss {loss:.3f}, expected {expected:.2f} +- {tolerance:.2f} for {num_active} active classes"
     if abs(loss - expected) <= tolerance:

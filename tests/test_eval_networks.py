@@ -193,7 +193,7 @@ def test_an_onnx_file_may_hide_its_tensors_anywhere(
         data += onnx.ModelProto(graph=graph).SerializeToString()
     (tmp_path / "net" / "net.onnx").write_bytes(data)
     assert evaluate([str(tmp_path / "net" / "net.onnx"), *faces]) == 1
-    assert "its tensors lie in '" in _only_line(capsys)
+    assert "its tensors are in '" in _only_line(capsys)
 
 
 class Wrong(nn.Module):
@@ -244,10 +244,10 @@ def _foreign(folder: Path, kind: str, fault: str) -> Path:
         ("onnx", "fails", "it cannot run on images (16, 3, 112, 112): [ONNXRuntimeError]"),
         ("pt2", "one row", "it cannot run on images (16, 3, 112, 112): "),
         ("pt", "fails", "it cannot run on images (16, 3, 112, 112): RuntimeError: shape '[-1, 7, 11]' is invalid"),
-        ("pt", "one number", "it gives (16,) of float32 for 16 images"),
-        ("pt", "one row", "it gives (1, 3) of float32 for 16 images"),
-        ("pt", "whole numbers", "it gives (16, 3) of int32 for 16 images"),
-        ("pt", "none", "it gives (16, 0) of float32 for 16 images"),
+        ("pt", "one number", "it returns (16,) of float32 for 16 images"),
+        ("pt", "one row", "it returns (1, 3) of float32 for 16 images"),
+        ("pt", "whole numbers", "it returns (16, 3) of int32 for 16 images"),
+        ("pt", "none", "it returns (16, 0) of float32 for 16 images"),
     ],
 )
 def test_a_program_that_fails_or_gives_no_embeddings_is_one_line(
@@ -298,7 +298,7 @@ def test_an_onnx_file_reads_no_file_outside_its_folder(
     (folder / "net.onnx").write_bytes(model.SerializeToString())
     assert onnx.load(str(folder / "net.onnx"), load_external_data=False).graph.name == "reads"
     assert evaluate([str(folder / "net.onnx"), *faces]) == 1
-    assert f"net.onnx: its tensors lie in {where.format(tmp_path)!r}, which is no file in its own folder" in _only_line(capsys)
+    assert f"net.onnx: its tensors are in {where.format(tmp_path)!r}, not a file in its own folder" in _only_line(capsys)
     # the same network with the same numbers in its own folder is read
     (folder / "link.bin").unlink()
     (tmp_path / "secret.bin").rename(folder / "link.bin")

@@ -85,7 +85,7 @@ def _bad_files() -> dict[str, tuple[bytes, str]]:
         "decoded": (_pickle([np.zeros((112, 112, 3), np.uint8)] * 4, SAME), "array of pixels"),
         "floats": (_pickle([np.zeros(9)] * 4, SAME), "of a type"),
         "int8": (_pickle([np.zeros(9, np.int8)] * 4, SAME), "other numbers"),
-        "not an image": (_pickle([*JPEGS[:3], b"GIF89a"], SAME), "image 3 .6 bytes. is no JPEG"),
+        "not an image": (_pickle([*JPEGS[:3], b"GIF89a"], SAME), "image 3 .6 bytes. is not a JPEG"),
         "text as image": (_pickle([*JPEGS[:3], "text"], SAME), "image 3 must be .* its type is str"),
         "three": (_pickle(JPEGS, SAME, []), "must be the pair"),
         "set": (pickle.dumps({1, 2}, protocol=4), "opcode 0x8f"),

@@ -276,7 +276,7 @@ def test_a_set_that_is_called_as_training_is_in_the_metrics_is_refused_by_its_fi
     taken.write_bytes((dataset / "tiny.bin").read_bytes())
     assert train.main(tiny_run(dataset, tmp_path, f"eval.targets=[tiny, {taken}]", "train.max_steps=1")) == 1
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"error: eval.targets: {taken} may not be called 'train'") and error.endswith("; rename it")
+    assert error.startswith(f"error: eval.targets: {taken} must not be called 'train'") and error.endswith("; rename it")
     assert not (tmp_path / "tiny").exists()
     taken.rename(free)
     assert train.main(tiny_run(dataset, tmp_path, f"eval.targets=[tiny, {free}]", "train.max_steps=1")) == 0

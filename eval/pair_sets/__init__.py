@@ -1,1 +1,1 @@
-"""Verification sets in all their files: .bin, .safetensors, lists of pairs, folders, and pairs drawn from a set."""
+"""Readers of verification sets: .bin, .safetensors, lists of pairs, folders, and pairs drawn from a set."""

@@ -1,8 +1,8 @@
 """Verification sets: the .bin files of insightface, pickles of (encoded images, "same person?" for each pair).
 
 Source: deepinsight/insightface lfw2pack.py, agedb2pack.py, build_eval_pack.py (writers), eval/verification.py (reader).
-Images 2i and 2i+1 are pair i, further images are ignored; the order of pairs is the order of folds. An entry is the
-image file as bytes, or as an array of uint8 (n,), (n, 1) or (1, n).
+Images 2i and 2i+1 are pair i; further images are ignored. The folds follow the order of the pairs. An entry is the image
+file as bytes, or as an array of uint8 (n,), (n, 1) or (1, n).
 Shapes: N = distinct images, P = pairs, H = W = size.
 """
 
@@ -41,10 +41,10 @@ class PairSet:
     first: np.ndarray
     second: np.ndarray
     same: np.ndarray
-    path: str = ""  # of the file or folder, where it came from one
+    path: str = ""  # of the file or folder, if it came from one
 
     def __post_init__(self) -> None:
-        """Refuse images whose headers claim too much, before a training begins that would end at its first evaluation."""
+        """Reject images with oversized headers here, so that training does not stop at its first evaluation."""
         for index, image in enumerate(self.images):
             size = image_size(image)
             try:
@@ -60,7 +60,7 @@ class PairSet:
     def decode(self, index: int, size: int = IMAGE_SIZE) -> np.ndarray:
         """Return image `index` as (size, size, 3) uint8 RGB.
 
-        An image of another width is resized as mxnet's resize_short does, the short side to `size`, bicubic.
+        An image of another width is resized like mxnet's resize_short: bicubic, with the short side scaled to `size`.
         """
         try:
             image = decode_rgb(self.images[index])
@@ -71,7 +71,7 @@ class PairSet:
         if width != size:
             short = min(height, width)
             shape = (max(size * width // short, size), max(size * height // short, size))
-        if shape != (size, size):  # known before the resize, which would make a giant of a flat image
+        if shape != (size, size):  # checked before the resize, which would make a flat image huge
             raise ValueError(
                 f"{self.name}: image {index} must be square, it is {height} x {width} pixels (height x width). "
                 f"Align the faces of this set to {size} x {size}"
@@ -82,7 +82,7 @@ class PairSet:
 
 
 def read_bin(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
-    """Return the pairs of a .bin file; `name` is by default the file's, without the ending. Executes nothing.
+    """Return the pairs of a .bin file; `name` is by default the file's name without the extension. Executes nothing.
 
     Raises:
         ValueError: one line that names the file and what is wrong with it.
@@ -157,10 +157,10 @@ def _encoded(entry: object, index: int) -> bytes:
     data = entry
     if isinstance(entry, Array):
         if (entry.dtype.kind, entry.dtype.item_size) != ("u", 1) or sum(extent > 1 for extent in entry.shape) > 1:
-            raise ValueError(f"image {index} must be an encoded image, it is an array of pixels or of other numbers")
+            raise ValueError(f"image {index} must be an encoded image, not an array of pixels or other numbers")
         data = entry.items
     if not isinstance(data, bytes):
         raise ValueError(f"image {index} must be the bytes of an image file, its type is {type(data).__name__}")
     if not data.startswith(_IMAGE_STARTS):
-        raise ValueError(f"image {index} ({len(data)} bytes) is no JPEG, PNG, BMP or WebP file")
+        raise ValueError(f"image {index} ({len(data)} bytes) is not a JPEG, PNG, BMP or WebP file")
     return data

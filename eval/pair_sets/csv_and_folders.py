@@ -1,9 +1,9 @@
-"""Verification sets in other files than .bin: a list of pairs beside its pictures, and a container without pickles.
+"""Verification sets in other formats than .bin: lists of pairs, folders of people, and a container without pickles.
 
 NAME.csv            lines "path1,path2,same", paths relative to the folder of the file
 NAME/               a sub-folder of pictures for each person: up to 6,000 pairs are drawn, the same ones every time
-NAME.safetensors    bytes (B,) uint8, all distinct images one after another; ends (N,) int64, where each one ends in it; first
-                    and second (P,) int64, the images of each pair; same (P,) bool
+NAME.safetensors    bytes (B,) uint8, all distinct images one after another; ends (N,) int64, the end of each image in bytes;
+                    first and second (P,) int64, the images of each pair; same (P,) bool
 Shapes: N = distinct images, P = pairs, B = bytes of all images.
 """
 
@@ -51,7 +51,7 @@ def write_safetensors(path: str | os.PathLike[str], pairs: PairSet) -> None:
         "same": np.ascontiguousarray(pairs.same, dtype=np.bool_),
     }
     unfinished = f"{os.fspath(path)}.unfinished"
-    Path(unfinished).write_bytes(save(tensors))  # save_file would give it mode 0600, whatever the umask
+    Path(unfinished).write_bytes(save(tensors))  # save_file would set mode 0600 and ignore the umask
     os.replace(unfinished, path)
 
 
@@ -110,7 +110,7 @@ def read_folder(path: str | os.PathLike[str], name: str | None = None) -> PairSe
     count = min(_SAMPLED, most_pairs(labels, FOLDS, 0)) if len(people) >= 2 * FOLDS else 0
     if not count:
         raise ValueError(
-            f"{path}: pairs in {FOLDS} folds need {2 * FOLDS} people or more, some with several pictures, in each fold; it has "
+            f"{path}: pairs in {FOLDS} folds need {2 * FOLDS} people or more, some with several pictures in each fold; it has "
             f"{len(people)} sub-folders with {len(pictures)} pictures"
         )
     first, second, same = sample_pairs(labels, count, FOLDS, 0)
@@ -123,7 +123,7 @@ def read_folder(path: str | os.PathLike[str], name: str | None = None) -> PairSe
 
 
 def read_csv(folder: Path, path: Path) -> list[tuple[Path, Path, bool]]:
-    """Return the pairs of a list "path1,path2,same"; the separator is a comma, a tab or blanks."""
+    """Return the pairs of a list "path1,path2,same"; the separator is a comma, a tab or spaces."""
     pairs: list[tuple[Path, Path, bool]] = []
     for number, line in enumerate(read_lines(path), 1):
         separator = "," if "," in line else "\t" if "\t" in line else None
@@ -133,5 +133,5 @@ def read_csv(folder: Path, path: Path) -> list[tuple[Path, Path, bool]]:
         elif line.strip() and (number > 1 or len(words) != 3 or any(letter.isdigit() for letter in words[2])):
             raise ValueError(f"{path}: line {number} must be 'path1,path2,same', same 0 or 1, got '{line.strip()}'")
     if not pairs:
-        raise ValueError(f"{path}: names no pair; each line must be 'path1,path2,same', same 0 or 1")
+        raise ValueError(f"{path}: has no pairs; each line must be 'path1,path2,same', same 0 or 1")
     return pairs

@@ -1,7 +1,7 @@
-"""What a verification set may hold besides plain data, as inert stand-ins: names, dtypes and arrays.
+"""Inert stand-ins for the objects that a verification set may contain besides plain data: names, dtypes and arrays.
 
-They remember bytes and shapes and check them against each other; numpy and mxnet are not involved. A numpy array made
-from a hostile type or shape can point anywhere in memory, or ask for terabytes.
+They store bytes and shapes and check that these agree, without numpy and mxnet. A numpy array built from a hostile dtype or
+shape could point anywhere in memory, or allocate terabytes.
 
 Source: `__reduce__` and `__setstate__` of numpy's arrays, scalars and dtypes; NDArray.__reduce__ of mxnet 1.9.1.
 """
@@ -16,19 +16,19 @@ _MX_TAIL = struct.Struct("<iii")  # kind of device, its number, type of the item
 
 
 class UnsafePickleError(ValueError):
-    """The bytes are no pickle, or one that wants more than to build data."""
+    """The bytes are not a pickle, or the pickle does more than build data."""
 
 
 @dataclass(frozen=True)
 class Global:
-    """The name of something importable, and no more than the name."""
+    """The name of something importable, which is never imported."""
 
     module: str
     name: str
 
 
 class Dtype:
-    """Stands for `numpy.dtype(code)`: kind (a letter), bytes of an item, and whether it is big-endian."""
+    """Stands for `numpy.dtype(code)`: kind (a letter), bytes per item, and whether it is big-endian."""
 
     def __init__(self, code: object) -> None:
         text = code.decode("latin-1") if isinstance(code, bytes) else code
@@ -39,7 +39,7 @@ class Dtype:
         self.big_endian = False
 
     def set_state(self, state: object) -> None:
-        """Ignore what a pickle adds to a dtype."""
+        """Read the byte order from the state of a dtype; reject fields."""
         if not isinstance(state, tuple) or len(state) < 5 or any(part is not None for part in state[2:5]):
             raise UnsafePickleError("it holds an array with fields")
         self.big_endian = state[1] in (">", b">")
@@ -54,24 +54,24 @@ class Array:
         self.items: bytes | list[object] = b""
 
     def fill(self, dtype: object, shape: object, items: object) -> "Array":
-        """Set the content, which must be of the size that type and shape say, and return the array."""
+        """Set the content, whose size must agree with dtype and shape, and return the array."""
         if not isinstance(dtype, Dtype) or not isinstance(shape, tuple) or len(shape) > 32:
             raise UnsafePickleError("it holds an array without type or shape")
         count = 1
         for extent in shape:
             if not isinstance(extent, int) or extent < 0:
-                raise UnsafePickleError("it holds an array whose shape is not made of sizes")
+                raise UnsafePickleError("it holds an array with an invalid shape")
             count *= extent
         expected = (list, count) if dtype.kind == "O" else (bytes, count * dtype.item_size)
         if not isinstance(items, bytes | list) or (type(items), len(items)) != expected:
-            raise UnsafePickleError("it holds an array whose content has not the size of its shape")
+            raise UnsafePickleError("it holds an array whose content does not fit its shape")
         self.dtype, self.shape, self.items = dtype, shape, items
         return self
 
     def integers(self) -> list[int]:
         """Return the items of an array of bool or int."""
         if self.dtype.kind not in "biu" or not isinstance(self.items, bytes):
-            raise UnsafePickleError("it holds an array of another type where there should be integers")
+            raise UnsafePickleError("it holds an array of another type where integers are expected")
         width, order = self.dtype.item_size, "big" if self.dtype.big_endian else "little"
         parts = [self.items[begin : begin + width] for begin in range(0, len(self.items), width)]
         return [int.from_bytes(part, order, signed=self.dtype.kind == "i") for part in parts]  # type: ignore[arg-type]

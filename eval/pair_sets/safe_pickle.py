@@ -1,9 +1,9 @@
 """Reads a pickle of plain data and arrays without executing anything.
 
-Verification sets are pickles from the internet, and a pickle is a program: `pickle.load` runs whatever it names. Here a
-small machine runs it that knows only the opcodes which build data. A global is to it no more than a name; the few that
-genuine sets ask for are answered with inert stand-ins, every other one is refused. So nothing is imported or called, no
-size is believed before its bytes are there, and nothing but strings is ever hashed or compared.
+Verification sets are pickles from the internet, and a pickle is a program: `pickle.load` calls whatever it names. Here a
+small interpreter executes only the opcodes that build data. A global is only a name to it: the few globals of genuine sets
+become inert stand-ins, and every other one is rejected. So nothing is imported or called, no size is trusted before its
+bytes are read, and only strings are ever hashed or compared.
 
 Source: the opcodes in Python's pickletools (protocols 0 to 5). A string of Python 2 becomes bytes, as it does with
 `encoding="bytes"`; so does a bytearray.
@@ -17,14 +17,14 @@ from typing import NoReturn
 
 from .pickle_values import Array, Dtype, Global, MxArray, UnsafePickleError
 
-_MAX_STEPS = 4_000_000  # a genuine set takes up to 30 for an image
+_MAX_STEPS = 4_000_000  # a genuine set takes up to 30 per image
 _MAX_DIGITS = 40  # more than any 64-bit number has
 
 
 def load(data: bytes | mmap.mmap) -> object:
-    """Return what the pickle builds: None, bool, int, float, str, bytes, list, tuple, dict, Array, or a bare Global.
+    """Return the object that the pickle builds: None, bool, int, float, str, bytes, list, tuple, dict, Array, or a Global.
 
-    A list may hold itself, and a few bytes can build 2^60 leaves: look at the result level by level, never print it.
+    A list may contain itself, and a few bytes can build 2^60 leaves: inspect the result level by level, never print it.
 
     Raises:
         UnsafePickleError: the reason, in one line.
@@ -42,14 +42,14 @@ def load(data: bytes | mmap.mmap) -> object:
 
 
 class _Machine:
-    """Position in the data, the stack with the stacks that MARK put aside, and the memo."""
+    """Position in the data, the stack, the stacks that MARK saved, and the memo."""
 
     def __init__(self, data: bytes | mmap.mmap) -> None:
         self.data, self.position = data, 0
         self.stack: list[object] = []
         self.aside: list[list[object]] = []
         self.memo: dict[int, object] = {}
-        self.made = 0  # bytes made from others; a genuine set makes each once, an mxnet array of protocol 2 twice
+        self.made = 0  # copied bytes; a genuine set copies each byte once, an mxnet array of protocol 2 twice
 
     def run(self) -> object:
         for _ in range(_MAX_STEPS):
@@ -66,7 +66,7 @@ class _Machine:
         raise UnsafePickleError(f"it takes more than {_MAX_STEPS} steps to build")
 
     def take(self, size: int) -> bytes:
-        """Return the next bytes; `size` is not believed before they are known to exist."""
+        """Return the next bytes; `size` is checked first."""
         end = self.position + size
         if end > len(self.data):
             raise UnsafePickleError(f"it is cut off (byte {self.position} announces {size} more)")
@@ -144,26 +144,26 @@ class _Machine:
     def reduce(self) -> object:
         function, arguments = self.last(2)
         if not isinstance(function, Global) or function not in _CALLS or not isinstance(arguments, tuple):
-            raise UnsafePickleError("it calls something that is no constructor of data")
+            raise UnsafePickleError("it calls something other than a constructor of data")
         return _CALLS[function](self, *arguments)
 
     def build(self) -> None:
         target, state = self.last(2)
         if not isinstance(target, Array | Dtype):
-            raise UnsafePickleError("it sets the state of what has none")
+            raise UnsafePickleError("it sets the state of an object without state")
         target.set_state(state)
         if isinstance(target, MxArray):
             self.spend(len(target.items))
         self.stack.append(target)
 
     def spend(self, size: int) -> None:
-        """Count bytes that were copied, so that a short pickle cannot ask for the same ones over and over."""
+        """Count copied bytes, so that a short pickle cannot copy the same ones over and over."""
         self.made += size
         if self.made > 2 * len(self.data):
             raise UnsafePickleError("it makes more bytes than it has")
 
     def encode(self, text: object, codec: object) -> bytes:
-        """Stand for _codecs.encode(text, "latin1"), in which Python 3 wraps bytes at protocols 0 to 2."""
+        """Stand for _codecs.encode(text, "latin1"), by which Python 3 stores bytes in protocols 0 to 2."""
         if not isinstance(text, str) or codec not in ("latin1", "latin-1", b"latin1", b"latin-1"):
             raise UnsafePickleError("it encodes text in another way than latin1")
         self.spend(len(text))

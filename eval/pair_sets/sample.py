@@ -1,4 +1,4 @@
-"""Drawing verification pairs from labelled images: balanced, in folds without a common identity, no pair twice.
+"""Draws verification pairs from labelled images: balanced, in folds without a common identity, no pair twice.
 
 Shapes: n = images, P = pairs.
 """
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def most_pairs(labels: np.ndarray, folds: int, seed: int) -> int:
-    """Return how many pairs `sample_pairs` can draw from these labels (n,) at most."""
+    """Return the largest number of pairs that `sample_pairs` can draw from these labels (n,)."""
     return 2 * folds * min(map(_most_pairs, _deal(labels, folds, np.random.default_rng(seed))))
 
 
@@ -19,7 +19,7 @@ def _deal(labels: np.ndarray, folds: int, rng: np.random.Generator) -> list[list
     _, begins = np.unique(labels[order], return_index=True)
     members = np.split(order, begins[1:])
     several = np.array([len(images) > 1 for images in members])
-    # identities with several images and those with one are dealt apart, so that every fold gets its share of both
+    # identities with several images and those with one are dealt separately, so that every fold gets its share of both
     dealt = [rng.permutation(np.flatnonzero(several == kind)) for kind in (True, False)]
     return [[members[k] for kind in dealt for k in kind[fold::folds].tolist()] for fold in range(folds)]
 
@@ -27,15 +27,15 @@ def _deal(labels: np.ndarray, folds: int, rng: np.random.Generator) -> list[list
 def sample_pairs(labels: np.ndarray, num_pairs: int, folds: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (first (P,) int64, second (P,) int64, same (P,) bool): fold after fold, genuine and impostor in turn.
 
-    Identities are dealt to the folds at random. Genuine pairs go round the identities of the fold, so that one with many images
-    does not rule; impostor pairs take two identities at random, and an image of each.
+    Identities are dealt to the folds at random. Genuine pairs cycle through the identities of the fold, so that one with many
+    images does not dominate. Impostor pairs take two random identities, and a random image of each.
 
     Args:
         labels: (n,) the identity of each image.
         num_pairs: of all folds together, a multiple of 2 * folds.
 
     Raises:
-        ValueError: the images do not give so many different pairs.
+        ValueError: the images do not give that many different pairs.
     """
     if num_pairs < 1 or folds < 1 or num_pairs % (2 * folds):
         raise ValueError(f"the number of pairs must be a multiple of 2 x {folds} folds (half of each genuine), got {num_pairs}")
@@ -54,21 +54,21 @@ def sample_pairs(labels: np.ndarray, num_pairs: int, folds: int, seed: int) -> t
             several = sum(len(images) > 1 for group in groups for images in group)
             raise ValueError(
                 f"{sum(map(len, groups))} identities ({several} of them with several images) in {folds} folds do not give "
-                f"{half} genuine and {half} impostor pairs in each; ask for at most {most} pairs, or bring more identities"
+                f"{half} genuine and {half} impostor pairs in each; ask for at most {most} pairs, or add identities"
             )
     same = np.tile([True, False], half * folds)
     return np.array(first, dtype=np.int64), np.array(second, dtype=np.int64), same
 
 
 def _most_pairs(people: list[np.ndarray]) -> int:
-    """Return how many genuine pairs, and as many impostor pairs, the images of a fold can give."""
+    """Return the largest n for which the images of a fold give n genuine and n impostor pairs."""
     counts = np.array([len(images) for images in people], dtype=np.int64)
     genuine = int((counts * (counts - 1) // 2).sum())
     return min(genuine, int(counts.sum() * (counts.sum() - 1) // 2) - genuine)
 
 
 def _genuine(people: list[np.ndarray], wanted: int, rng: np.random.Generator) -> list[tuple[int, int]]:
-    """Return up to `wanted` pairs of images of one person, one of each person in turn, until no one has another pair."""
+    """Return up to `wanted` genuine pairs, one per person in turn, until no person has another pair."""
     pairs: list[tuple[int, int]] = []
     turns = [(images, _pair_numbers(len(images), wanted, rng)) for images in people if len(images) > 1]
     for turn in range(wanted):
@@ -82,7 +82,7 @@ def _genuine(people: list[np.ndarray], wanted: int, rng: np.random.Generator) ->
 
 
 def _pair_numbers(count: int, wanted: int, rng: np.random.Generator) -> np.ndarray:
-    """Return up to `wanted` of the numbers of the count * (count - 1) / 2 pairs, at random, none twice."""
+    """Return up to `wanted` distinct random numbers of the count * (count - 1) / 2 pairs."""
     total = count * (count - 1) // 2
     if total <= 4 * wanted:
         return rng.permutation(total)[:wanted]
