@@ -55,7 +55,7 @@ def _bad_files() -> dict[str, tuple[bytes, str]]:
         "array called": (b"\x80\x02cnumpy\nndarray\nK\x01\x85U\x01OU\x08AAAAAAAA\x87R.", "calls something"),
         "array of pointers": (reconstruct + b"(K\x01K\x01\x85" + dtype % b"O8" + b"\x89U\x08AAAAAAAAtb.", "content"),
         "array of nothing": (reconstruct + b"(K\x01K\xff\x85" + dtype % b"S0" + b"\x89U\x00tb.", "of a type"),
-        "array too short": (reconstruct + b"(K\x01K\xff\x85" + dtype % b"u1" + b"\x89U\x01atb.", "size of its shape"),
+        "array too short": (reconstruct + b"(K\x01K\xff\x85" + dtype % b"u1" + b"\x89U\x01atb.", "does not fit its shape"),
         "state of a name": (b"\x80\x02cnumpy\nndarray\n}b.", "sets the state"),
         "state of a list": (b"\x80\x02]}b.", "sets the state"),
         "bytes of a size": (b"\x80\x02c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R.", "of what are none"),
