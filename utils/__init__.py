@@ -1,1 +1,1 @@
-"""What every package may use. The list of modules is closed: tests/test_repository.py has it."""
+"""Modules that every package may use. The list of modules is closed: tests/test_repository.py has it."""

@@ -1,8 +1,8 @@
-"""Aligning a face by five points: the similarity transform that brings them nearest to the field's template.
+"""Aligns a face by five points: the similarity transform that brings them nearest to the usual template.
 
 Source: Umeyama, "Least-squares estimation of transformation parameters between two point patterns", TPAMI 1991, Eq. 40 to 43.
-In the plane, with points as complex numbers, a similarity is z -> a z + b, and the least squares solution is a quotient of two
-sums. The template is the one that MS1MV2, Glint360K and the IJB evaluations are aligned with.
+With points of the plane as complex numbers, a similarity is z -> a z + b, and the least squares solution is a quotient of two
+sums. MS1MV2, Glint360K and the IJB evaluations are aligned to this template.
 Points: left eye, right eye, nose, left corner of the mouth, right corner, as seen in the picture; (5, 2) x and y in pixels.
 """
 
@@ -13,9 +13,9 @@ from .image import IMAGE_SIZE
 
 POINTS = ("left eye", "right eye", "nose", "left corner of the mouth", "right corner of the mouth")
 OUTSIDE = 0.15  # of the aligned crop's side: 17 of its 112 pixels, half the distance of the eyes
-_EMPTY = 0.99  # share of the crop outside the picture from which on there is no face in it
-_ABSURD = 1e7  # pixels beyond which no landmark lies
-MIN_SIDE = 8  # pixels of the picture that an aligned crop must at least have
+_EMPTY = 0.99  # largest share of the crop that may be outside the picture
+_ABSURD = 1e7  # pixels; no real landmark has such a coordinate
+MIN_SIDE = 8  # smallest side of an aligned crop, in pixels of the picture
 TEMPLATE = np.array(  # for 112 x 112 pixels
     [[38.2946, 51.6963], [73.5318, 51.5014], [56.0252, 71.7366], [41.5493, 92.3655], [70.7299, 92.2041]]
 )
@@ -25,7 +25,7 @@ def similarity_transform(points: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Return the (2, 3) float64 matrix of the rotation, scaling and shift that brings points (n, 2) nearest to target (n, 2).
 
     Raises:
-        ValueError: a coordinate is not finite, or all points are one, so that no scale exists.
+        ValueError: a coordinate is not finite, or all points coincide, so that there is no scale.
     """
     source, wanted = (np.asarray(p, dtype=np.float64) @ np.array([1, 1j]) for p in (points, target))
     if not np.isfinite(source).all():
@@ -40,14 +40,14 @@ def similarity_transform(points: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 def check_points(points: np.ndarray, height: int, width: int) -> float:
-    """Check that five points (5, 2) can be those of a face in a picture of height x width pixels; return its padding_share.
+    """Check that five points (5, 2) can belong to a face in a picture of height x width pixels; return its padding_share.
 
-    A detector places the corner of a mouth or an eye outside of a picture that cuts the face off, so a point may lie outside by
-    a fraction of the face: OUTSIDE times the side of the aligned crop in the picture's pixels, or of the picture's longer side
-    where the crop is larger than that.
+    If the picture cuts a face off, a detector may place an eye or a corner of the mouth outside the picture. So a point may be
+    outside by a fraction of the face: OUTSIDE times the side of the aligned crop in the picture's pixels, or times the
+    picture's longer side if the crop is larger than that.
 
     Raises:
-        ValueError: a point lies farther outside, or the face has fewer than MIN_SIDE pixels; the message names the point.
+        ValueError: a point is farther outside, or the face has fewer than MIN_SIDE pixels; the message names the point.
     """
     absurd = ~(np.abs(points) < _ABSURD).all(axis=1)  # nan too
     if absurd.any():  # squares of such numbers overflow
@@ -79,7 +79,7 @@ def check_points(points: np.ndarray, height: int, width: int) -> float:
 
 
 def padding_share(points: np.ndarray, height: int, width: int) -> float:
-    """Return the share, in [0, 1], of the aligned crop that lies outside a picture of height x width pixels, so is black."""
+    """Return the share, in [0, 1], of the aligned crop that is outside a picture of height x width pixels, and so is black."""
     matrix = similarity_transform(points, TEMPLATE)
     corners = np.array([[-0.5, -0.5], [width - 0.5, -0.5], [width - 0.5, height - 0.5], [-0.5, height - 0.5]])
     picture = (corners @ matrix[:, :2].T + matrix[:, 2]).astype(np.float32)
@@ -89,15 +89,15 @@ def padding_share(points: np.ndarray, height: int, width: int) -> float:
 
 
 def align(image: np.ndarray, points: np.ndarray, size: int = IMAGE_SIZE, smooth: bool = False) -> np.ndarray:
-    """Return the (size, size, 3) uint8 face of an image (H, W, 3) uint8, by its five points (5, 2); outside of it is black.
+    """Return the (size, size, 3) uint8 face of an image (H, W, 3) uint8, by its five points (5, 2); the outside is black.
 
     Args:
-        smooth: where the face shrinks, average the pixels that fall together. False takes the four nearest pixels alone, as
-            insightface does, so published models have seen faces like that; from twice the size on, it flickers.
+        smooth: if the face shrinks, average the source pixels of each pixel. False interpolates only the four nearest pixels,
+            like insightface and the training sets of published models; this aliases from twice the size on.
 
     Raises:
-        ValueError: the points are no face: see similarity_transform; or after the best fit one is far from where it belongs;
-            or next to nothing of the picture would be in the crop.
+        ValueError: the points are not a face: see similarity_transform; or one is far from its place after the best fit; or
+            almost nothing of the picture would be in the crop.
     """
     target = TEMPLATE * (size / IMAGE_SIZE)
     matrix = similarity_transform(points, target)
@@ -113,7 +113,7 @@ def align(image: np.ndarray, points: np.ndarray, size: int = IMAGE_SIZE, smooth:
     shrink = 1 / float(np.hypot(matrix[0, 0], matrix[1, 0]))
     if not smooth or shrink <= 1:
         return cv2.warpAffine(image, matrix, (size, size), borderValue=(0, 0, 0))
-    if shrink > 3:  # pixel centres lie at half numbers, so a resize by f moves x to (x + 1/2) f - 1/2
+    if shrink > 3:  # pixel centres are at half-integers, so a resize by f moves x to (x + 1/2) f - 1/2
         small = cv2.resize(
             image, (max(1, round(2.5 * width / shrink)), max(1, round(2.5 * height / shrink))), interpolation=cv2.INTER_AREA
         )

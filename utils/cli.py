@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of the description, and adds an option's default where its help does not tell it."""
+    """Keeps the line breaks of the description, and adds an option's default if its help does not state it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         silent = action.default is None or action.default is False or action.default in ("", [], argparse.SUPPRESS)
@@ -34,14 +34,14 @@ def make_parser(command: str, docstring: str | None) -> Parser:
     """Return the parser of a program.
 
     Args:
-        command: how it is started, for example python -m scripts.data.align.
-        docstring: of its module: what it is for, an example, the formats of the files it reads. --help shows it as it is.
+        command: the command that starts it, for example python -m scripts.data.align.
+        docstring: of its module: its purpose, an example, the formats of the files it reads. --help shows it unchanged.
     """
     return Parser(prog=command, description=docstring)
 
 
 def progress(items: Iterable, total: int | None, what: str, unit: str) -> tqdm:
-    """Return the items under a progress bar, which writes some lines only where no one watches."""
+    """Return the items under a progress bar, which writes fewer lines if stderr is not a terminal."""
     return tqdm(items, total=total, desc=what, unit=unit, mininterval=0.1 if os.isatty(2) else 5.0)
 
 
@@ -78,5 +78,8 @@ def int_in_range(low: int, high: int | None = None) -> Callable[[str], int]:
 def add_threads(parser: argparse.ArgumentParser) -> None:
     """Add --threads, the threads that read and decode."""
     parser.add_argument(
-        "--threads", type=int_in_range(1, 1024), default=os.cpu_count() or 1, help="that read and decode (default: one a core)"
+        "--threads",
+        type=int_in_range(1, 1024),
+        default=os.cpu_count() or 1,
+        help="threads that read and decode (default: one per core)",
     )

@@ -1,4 +1,4 @@
-"""Files of a user: regular ones of a bounded size, found below a folder by one rule for links, and named in plain text.
+"""Reads and finds a user's files: regular files of a bounded size, one rule for links, and names shown in plain text.
 
 A pipe in a list would be waited for without end, and /dev/zero read until memory is full. So whatever a user names is looked
 at before it is opened. Errors are OSError with words for a person in `strerror`, like those of the system; `read_lines` and
@@ -33,38 +33,38 @@ def check_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> in
     """Return the size of a file in bytes, without opening it.
 
     Args:
-        max_bytes: that it may have; None = any number.
+        max_bytes: the largest allowed size; None = any.
 
     Raises:
-        OSError: there is none, it is no regular file, or it is larger.
+        OSError: the file does not exist, is not a regular file, or is larger.
     """
     return _check(_stat(path), path, max_bytes)
 
 
 def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_PICTURE) -> bytes:
-    """Return what is in a file.
+    """Return the contents of a file.
 
     Raises:
-        OSError: as for `check_file`, and where it cannot be read; it always names the file.
+        OSError: as for `check_file`, or the file cannot be read; the error always names the file.
     """
     try:
         return _read(path, max_bytes)
     except OSError as error:
-        if error.filename is None and error.errno is not None:  # of a read that fails, as of a broken disk
+        if error.filename is None and error.errno is not None:  # a read failed, for example on a broken disk
             raise OSError(error.errno, error.strerror, os.fspath(path)) from None
         raise
 
 
 def _read(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     check_file(path, max_bytes)
-    # it may have become a pipe since: never wait while opening
+    # the file may have become a pipe meanwhile, so opening must never block
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     with open(handle, "rb", buffering=0) as file:
         size = _check(os.fstat(handle), path, max_bytes)
         data = file.read(size + 1) or b""
         if 0 < size == len(data):
             return data
-        parts, total = [data], len(data)  # it grows, or one call gives 2 GB at most; and those of /proc say they have 0 bytes
+        parts, total = [data], len(data)  # the file grows, exceeds the 2 GB of one call, or is in /proc, where sizes are 0
         while data and total <= max_bytes:
             data = file.read(1 << 24) or b""
             parts.append(data)
@@ -75,7 +75,7 @@ def _read(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_TEXT, encoding: str = "utf-8-sig") -> str:
-    """Return the text of a file, its lines ended by newlines.
+    """Return the text of a file, with newlines as line ends.
 
     Raises:
         OSError: as for `read_bytes`.
@@ -119,7 +119,7 @@ def read_numbers(path: str | os.PathLike[str], columns: str) -> Iterator[tuple[i
 
 
 def shown(path: str | bytes | os.PathLike[str]) -> str:
-    r"""Return a path as messages, logs and reports show it: bytes that are no UTF-8, and control characters, as \xff."""
+    r"""Return a path for messages, logs and reports, with invalid UTF-8 and control characters as \xff."""
     return printable(os.fsencode(path).decode("utf-8", "backslashreplace"))
 
 
@@ -127,11 +127,11 @@ class Found(NamedTuple):
     """The files below a folder."""
 
     folders: list[str]  # names of the sub-folders, sorted; hidden ones are left out
-    files: list[str]  # relative to the folder, sorted, each below one of `folders`, or at the top where that was asked for
+    files: list[str]  # relative to the folder, sorted, each below one of `folders`, or at the top if requested
     passed: list[str]  # folders that were not entered, with the reason
 
     def by_folder(self) -> dict[str, list[str]]:
-        """Return for each of `folders` the files below it, as they stand in `files`."""
+        """Return for each of `folders` the files below it, with paths as in `files`."""
         below: dict[str, list[str]] = {name: [] for name in self.folders}
         for file in self.files:
             below[file.split(os.sep, 1)[0]].append(file)
@@ -141,15 +141,15 @@ class Found(NamedTuple):
 def find_files(folder: str | os.PathLike[str], suffixes: tuple[str, ...], top: bool = False) -> Found:
     """Return the files below a folder whose names end in `suffixes`, in any case. Hidden folders at the top are left out.
 
-    The rule for links: a link to a file is that file. A link to a folder is followed if it leads to a place that is not
-    in the set yet: real folders come first, then links in the order of their paths. So no file is found by two ways, a link
-    to a folder above, or to another identity, adds nothing, and the search always ends.
+    The rule for links: a link to a file counts as that file. A link to a folder is followed if that folder was not searched
+    yet. Real folders are searched first, then links in the order of their paths. So no file is found twice, a link to a folder
+    above or to another identity adds nothing, and the search always ends.
 
     Args:
-        top: also the files that lie in the folder itself.
+        top: also return the files in the folder itself.
 
     Raises:
-        ValueError: folders lie in one another more than MAX_DEPTH deep.
+        ValueError: folders are nested more than MAX_DEPTH deep.
         OSError: the folder cannot be read.
     """
     search = _Search(os.path.realpath(folder), suffixes, top)
@@ -160,7 +160,7 @@ def find_files(folder: str | os.PathLike[str], suffixes: tuple[str, ...], top: b
 
 
 class _Search:
-    """What is known while `find_files` looks below `root`; all paths are relative to it."""
+    """The state of `find_files` while it searches below `root`; all paths are relative to it."""
 
     def __init__(self, root: str, suffixes: tuple[str, ...], top: bool) -> None:
         self.root, self.suffixes, self.top = root, suffixes, top
@@ -172,7 +172,7 @@ class _Search:
         self.seen: set[tuple[int, int]] | None = None  # (device, inode) of the folders entered; None until there is a link
 
     def enter(self, inside: str) -> None:
-        """Look into a folder and the real folders below it."""
+        """Search a folder and the real folders below it."""
         waiting = [inside]
         while waiting:
             inside = waiting.pop()
@@ -200,9 +200,9 @@ class _Search:
                     self.files.append(os.path.join(inside, entry.name))
 
     def follow_links(self) -> None:
-        """Enter the folders that links lead to, unless they are, or hold, what was searched before."""
+        """Enter the folders that links lead to, unless they were searched before or contain the root."""
         if not self.links:
-            return  # and no folder was asked for its inode, which on a network costs as much as the search
+            return  # without reading any inode, which on a network file system costs as much as the search
         above = [self.root, *map(str, Path(self.root).parents)]
         self.seen = {_inode(path) for path in above} | {_inode(os.path.join(self.root, path)) for path in self.entered}
         while self.links:
@@ -215,7 +215,7 @@ class _Search:
                 self.enter(link)
 
     def _is_seen(self, path: str) -> bool:
-        """Return whether a folder was entered before, and note that now it was."""
+        """Return whether a folder was entered before, and mark it as entered."""
         assert self.seen is not None
         inode, before = _inode(path), len(self.seen)
         self.seen.add(inode)
@@ -244,4 +244,4 @@ def _stat(path: str | os.PathLike[str]) -> os.stat_result:
     try:
         return os.stat(path)
     except ValueError:  # a zero byte
-        raise OSError(errno.EINVAL, "no path may hold a zero byte", shown(path)) from None
+        raise OSError(errno.EINVAL, "a path must not contain a zero byte", shown(path)) from None

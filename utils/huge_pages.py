@@ -1,4 +1,4 @@
-"""Asks the kernel for pages of 2 MiB under large CPU tensors: walking gigabytes by 4 KiB pages costs a tenth of a step."""
+"""Requests 2 MiB pages for large CPU tensors: with 4 KiB pages, TLB misses over gigabytes cost a tenth of a step."""
 
 import ctypes
 import functools
@@ -13,7 +13,7 @@ _LARGE = 4 << 20
 
 
 def with_huge_pages(tensor: Tensor) -> Tensor:
-    """Return the tensor, fresh and not yet written to, after the request; where it cannot be granted nothing happens."""
+    """Request huge pages for a new tensor that was not written to yet, and return it; does nothing if unsupported."""
     madvise = _madvise()
     if tensor.device.type == "cpu" and tensor.nbytes >= _LARGE and madvise is not None:
         first = -(-tensor.data_ptr() // _PAGE) * _PAGE

@@ -1,6 +1,6 @@
-"""The input contract of every network here: 112 x 112, RGB, (x - 127.5) / 127.5.
+"""Image decoding and the input contract of every network here: 112 x 112, RGB, (x - 127.5) / 127.5.
 
-Training and evaluation both decode and normalise through this module, so that they cannot drift apart.
+Training and evaluation both decode and normalise with this module, so that they cannot diverge.
 Shapes: b = images, H = W = 112.
 """
 
@@ -15,18 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# mxnet ignores the EXIF orientation of a JPEG; face sets were made with it, so a reader must do the same.
+# mxnet ignores the EXIF orientation of a JPEG; face sets were made with mxnet, so a reader must do the same.
 _DECODE_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")  # of image files, in any case
 IMAGE_STARTS = {b"\xff\xd8\xff": ".jpg", b"\x89PNG\r\n\x1a\n": ".png", b"BM": ".bmp", b"RIFF": ".webp"}  # first bytes: suffix
 IMAGE_SIZE = 112  # pixels, height and width
 MAX_PIXELS = 1 << 22  # of an image in a set; far more than any face needs, and 12 MB
-# of a photograph that is yet to be cropped: what the largest phone cameras give. OpenCV takes 6 bytes a pixel to decode one, or
-# 9 if it is a progressive JPEG without subsampling
+# of a photograph before cropping: the largest phone cameras have this many. OpenCV needs 6 bytes per pixel to decode one, or 9
+# for a progressive JPEG without subsampling
 MAX_PHOTO_PIXELS = 200_000_000
 MAX_SIDE = 32_000  # pixels; OpenCV's warps take fewer than 32,767
-MAX_RATIO = 100  # of the long side to the short one; a flat picture of few bytes becomes a giant when its short side is scaled
+MAX_RATIO = 100  # of the long side to the short one; a flat picture of few bytes becomes huge when its short side is scaled
 MAX_SCANS = 32  # of a progressive JPEG, each of which costs a pass over the whole area; encoders write about 10
 _PLAIN_JPEG_BYTES = 1 << 16  # a face of 112 x 112 pixels has about 5,000; larger ones have their scans counted first
 _MAX_SEGMENTS = 10_000  # of a JPEG; pictures have some dozens
@@ -38,11 +38,11 @@ def decode_rgb(encoded: bytes | bytearray | memoryview | np.ndarray, max_pixels:
     """Return the (H, W, 3) uint8 RGB pixels of an encoded JPEG, PNG, BMP or WebP, equal to mxnet's imdecode.
 
     Args:
-        max_pixels: refuse an image that claims more, before anything is allocated for it: a few damaged bytes may say 65,500
-            x 65,500.
+        max_pixels: reject an image whose header declares more, before memory is allocated: a few damaged bytes may declare
+            65,500 x 65,500.
 
     Raises:
-        ValueError: the bytes are no image that OpenCV decodes, a truncated one, or one beyond the bounds of `check_size`.
+        ValueError: OpenCV cannot decode the image, it is truncated, or it exceeds the bounds of `check_size`.
     """
     data = np.frombuffer(encoded, dtype=np.uint8)
     if data.size == 0:
@@ -79,7 +79,7 @@ def image_size(data: bytes | memoryview) -> tuple[int, int] | None:
 
 
 def check_size(height: int, width: int, max_pixels: int) -> None:
-    """Raise ValueError unless an image of this size may be decoded: its area, its sides, and the ratio of its sides."""
+    """Raise ValueError unless the area, the sides, and the ratio of the sides of an image are within the limits."""
     short, long = sorted((height, width))
     why = ""
     if height * width > max_pixels:
@@ -93,7 +93,7 @@ def check_size(height: int, width: int, max_pixels: int) -> None:
 
 
 def _jpeg_segments(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
-    """Yield (marker, place) of each segment; like libjpeg, pass over bytes that belong to none."""
+    """Yield (marker, place) of each segment; like libjpeg, skip bytes that belong to no segment."""
     pattern, place = _MARKER, 2
     for _ in range(_MAX_SEGMENTS):
         found = pattern.search(data, place)
@@ -101,7 +101,7 @@ def _jpeg_segments(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
             return
         place, marker = found.start(), data[found.start() + 1]
         yield marker, place
-        if marker == 0xD9:  # the end; what follows, as a video does in a phone's picture, is no part of it
+        if marker == 0xD9:  # the end; what follows, such as the video in a phone's picture, is not part of the image
             return
         alone = marker == 0x01 or 0xD0 <= marker <= 0xD8  # markers without a length
         place += 2 if alone else 2 + max(2, int.from_bytes(data[place + 2 : place + 4], "big"))
@@ -110,7 +110,7 @@ def _jpeg_segments(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
 
 
 def _jpeg_size(data: bytes | memoryview) -> tuple[int, int] | None:
-    """Return what the first frame header says."""
+    """Return (height, width) from the first frame header."""
     for marker, place in _jpeg_segments(data):
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             if place + 9 > len(data):
@@ -120,7 +120,7 @@ def _jpeg_size(data: bytes | memoryview) -> tuple[int, int] | None:
 
 
 def _check_scans(data: memoryview) -> None:
-    """Raise ValueError if a JPEG has more scans than encoders write: few bytes each, and a pass over the whole area."""
+    """Raise ValueError if a JPEG has more scans than encoders write: each has few bytes but costs a pass over all pixels."""
     scans = 0
     for marker, _ in _jpeg_segments(data):
         scans += marker == 0xDA
@@ -129,7 +129,7 @@ def _check_scans(data: memoryview) -> None:
 
 
 def _is_cut_png(data: memoryview) -> bool:
-    """Return whether a chunk of a PNG reaches beyond the end: OpenCV allocates what a chunk announces, up to 2 GB."""
+    """Return whether a chunk of a PNG reaches beyond the end: OpenCV allocates a chunk's declared size, up to 2 GB."""
     if data[:4] != b"\x89PNG":
         return False
     place = 8
@@ -155,8 +155,8 @@ def _webp_size(start: bytes) -> tuple[int, int] | None:
 def decode_rgb_into(encoded: bytes | memoryview, out: np.ndarray) -> np.ndarray:
     """Decode an image into `out` (H, W, 3) uint8 and return it, or return the pixels of an image of another size.
 
-    simplejpeg writes where it is told to, so a JPEG of the right size costs no copy. Whatever it does not take (another
-    format, four channels, another size, damage) goes to `decode_rgb`; on all else the two agree to the last bit.
+    simplejpeg writes into a given buffer, so a JPEG of the right size costs no copy. Images that it rejects (another format,
+    four channels, another size, damage) go to `decode_rgb`. For all others the two agree to the last bit.
     """
     decoder = _simplejpeg()
     if decoder is not None and encoded[:2] == b"\xff\xd8" and len(encoded) <= _PLAIN_JPEG_BYTES:
@@ -174,7 +174,7 @@ def decode_rgb_into(encoded: bytes | memoryview, out: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _simplejpeg() -> Any:
-    """Return the module simplejpeg, or None where it is not installed."""
+    """Return the module simplejpeg, or None if it is not installed."""
     try:
         return importlib.import_module("simplejpeg")
     except ImportError:

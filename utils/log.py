@@ -1,4 +1,4 @@
-"""What a run says: a progress bar on a terminal, plain lines in a file, metrics.jsonl and TensorBoard. Silent off rank 0."""
+"""The log of a run: a progress bar on a terminal, plain lines in a file, metrics.jsonl and TensorBoard. Only rank 0 logs."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ def _rate(value: float) -> str:
     return f"{value:.0f} img/s" if value >= 100 else f"{value:.3g} img/s"
 
 
-# how each number of training is shown, with its unit
+# the format of each training metric, with its unit
 FORMS: dict[str, Callable[[float], str]] = {
     "loss": "loss {:.3f}".format,
     "lr": "lr {:.3g}".format,
@@ -36,22 +36,22 @@ FORMS: dict[str, Callable[[float], str]] = {
     "loss_scale": "scale {:.0f}".format,
 }
 _ON_BAR = ("lr", "images_per_second", "data_wait")
-TRAINING = "train"  # the kind of the numbers of training in metrics.jsonl and TensorBoard; other kinds are names of sets
-_KEPT = "\n\t"  # of the characters that cannot be printed: tables have several lines
+TRAINING = "train"  # the kind of training metrics in metrics.jsonl and TensorBoard; other kinds are names of sets
+_KEPT = "\n\t"  # control characters that are not escaped, because tables have several lines
 _BAR = "{percentage:3.0f}% |{bar}| step {n_fmt}/{total_fmt}{postfix}"
 
 
 class RunLog:
     """One run's log; on every rank but 0 all methods do nothing.
 
-    On a terminal the progress bar shows the running numbers and events appear above it; otherwise each line is printed. The
-    file train.log holds every line either way. What cannot be written, on a full disk or to a pipe that ended, is said once on
-    stderr and never ends the run: its checkpoints are worth more than its log.
+    On a terminal the progress bar shows the current metrics and events appear above it; otherwise each line is printed. The
+    file train.log has every line in both cases. If a line cannot be written, to a full disk or a closed pipe, one warning goes
+    to stderr and the run continues: its checkpoints are worth more than its log.
 
     Args:
         folder: of the run; train.log, metrics.jsonl and tensorboard/ are continued there.
-        start_step, total_steps: optimizer steps, for the bar and the time left. Numbers that an interrupted run wrote of steps
-            after start_step are removed from metrics.jsonl and TensorBoard: those steps are trained again.
+        start_step, total_steps: optimizer steps, for the bar and the time left. Metrics that an interrupted run wrote after
+            start_step are removed from metrics.jsonl and TensorBoard, because those steps are trained again.
         epochs_per_step: share of an epoch that is one optimizer step.
     """
 
@@ -59,7 +59,7 @@ class RunLog:
         self.active = rank == 0
         self.total_steps, self.epochs_per_step = total_steps, epochs_per_step
         self.bar: tqdm | None = None
-        self._numbers_on_bar = ""  # of the last line of the log
+        self._numbers_on_bar = ""  # those of the last log line
         self.board: Any = None
         self._failed: set[str] = set()  # what could not be written
         if not self.active:
@@ -95,13 +95,13 @@ class RunLog:
         threading.excepthook = self._before
 
     def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
-        """Show no traceback of the thread that writes for TensorBoard: the next call of the board raises its OSError too."""
+        """Suppress an OSError traceback of TensorBoard's writer thread: the next call of the board raises the same error."""
         if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
             self._before(args)
 
     @contextlib.contextmanager
     def tolerant(self, what: str) -> Iterator[None]:
-        """Pass over an OSError of the block, after a word on stderr if it is the first of `what`."""
+        """Suppress an OSError of the block; warn on stderr once per `what`."""
         try:
             yield
         except OSError as error:
@@ -119,7 +119,7 @@ class RunLog:
             tqdm.write(text) if self.bar is not None else print(text, flush=True)
 
     def _on_board(self, write: Callable[[Any], object]) -> None:
-        board, self.board = self.board, None  # once it has failed its thread is gone, and every later call would fail
+        board, self.board = self.board, None  # stays None after an error: its thread is gone, and later calls would fail too
         if board is not None:
             with self.tolerant("TensorBoard, until the next start,"):
                 write(board)
@@ -143,7 +143,7 @@ class RunLog:
             self.bar.update(step - self.bar.n)
 
     def train(self, step: int, numbers: dict[str, float], eta_seconds: float) -> None:
-        """Write the numbers of training after `step` optimizer steps: a line in the log and on the terminal, or in its bar.
+        """Write the training metrics after `step` optimizer steps: in the log, and on the terminal or its progress bar.
 
         Args:
             numbers: by the names in FORMS.
@@ -189,7 +189,7 @@ class RunLog:
 
 
 class Speed:
-    """Images per second and the time left, over training alone: evaluation and saving are taken out by `pause`."""
+    """Images per second and the time left. `pause` excludes evaluation and saving, so only training counts."""
 
     def __init__(self, images_per_step: int) -> None:
         self.images_per_step = images_per_step
@@ -198,17 +198,17 @@ class Speed:
         self.waited = 0.0
 
     def count(self) -> None:
-        """Note an optimizer step."""
+        """Count an optimizer step."""
         self.steps += 1
         self.total_steps += 1
 
     def pause(self, seconds: float) -> None:
-        """Leave out seconds that were not training."""
+        """Exclude seconds that were not training."""
         self.started += seconds
         self.total_started += seconds
 
     def lap(self, waited: float) -> tuple[float, float]:
-        """Return images per second, and the share of the time that went into waiting for data, since the last lap.
+        """Return images per second, and the share of the time spent waiting for data, since the last lap.
 
         Args:
             waited: seconds waited for data since the start.
@@ -225,7 +225,7 @@ class Speed:
 
 
 def _keep_steps(path: Path, last: int) -> None:
-    """Drop the records of metrics.jsonl of later optimizer steps than `last`, and a line that a kill cut short; 0 drops all."""
+    """Remove records after optimizer step `last`, and a truncated line, from metrics.jsonl; 0 removes all."""
     if not path.is_file():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -244,7 +244,7 @@ def _step_of(line: str) -> int | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the most memory this process has used so far: of the GPU on CUDA, resident on the CPU. In GiB."""
+    """Return the peak memory of this process in GiB: GPU memory on CUDA, resident memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB on Linux

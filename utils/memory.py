@@ -1,4 +1,4 @@
-"""How much memory there is, and how much a backbone takes."""
+"""Measures the available memory, and the memory that a backbone needs."""
 
 import contextlib
 from pathlib import Path
@@ -15,15 +15,15 @@ class BackboneMemory(NamedTuple):
     """Bytes on one device."""
 
     parameters: int  # weights, gradients and the optimizer's moments
-    per_image: int  # what the forward pass keeps for the backward pass, and the gradients in flight
+    per_image: int  # activations kept for the backward pass, and temporary gradients
 
     def total(self, images: int) -> int:
-        """Return the bytes for a batch of so many images."""
+        """Return the bytes for a batch of `images` images."""
         return self.parameters + images * self.per_image
 
 
 def backbone_memory(backbone: nn.Module, autocast: torch.dtype | None, moments: int) -> BackboneMemory:
-    """Return what training this backbone takes, by forward passes of one and two images that note what autograd keeps.
+    """Return the memory that training this backbone takes, from what autograd keeps in forward passes of one and two images.
 
     Args:
         moments: numbers that the optimizer keeps per parameter, 1 for SGD with momentum, 2 for AdamW.
@@ -36,7 +36,7 @@ def backbone_memory(backbone: nn.Module, autocast: torch.dtype | None, moments: 
     per_image = two - one
     copies = 2 + moments  # weight, gradient, moments
     size = sum(p.numel() * p.element_size() for p in backbone.parameters())
-    # what one image keeps beyond that are casts of the weights; a tenth more for gradients on their way back
+    # the part of `one` beyond per_image are casts of the weights; a tenth more is for gradients in the backward pass
     return BackboneMemory(copies * size + max(0, one - per_image), round(1.1 * per_image))
 
 
@@ -56,18 +56,18 @@ def _kept_bytes(backbone: nn.Module, count: int, autocast: torch.dtype | None) -
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
         torch.autocast(first.device.type, dtype=autocast, enabled=autocast is not None),
     ):
-        output = backbone(images)  # alive until all is counted: freed memory would be counted once for two tensors
+        output = backbone(images)  # kept alive until everything is counted: reused memory would count two tensors as one
     del output
     return sum(kept.values())
 
 
 def available_bytes(world: World) -> int:
-    """Return the memory that this process may still take: of its GPU, or its share of what the machine has free."""
+    """Return the memory that this process may still use: that of its GPU, or its share of the machine's free memory."""
     if world.device.type == "cuda":
         return int(torch.cuda.mem_get_info(world.device)[0])
     meminfo = Path("/proc/meminfo")
     if not meminfo.is_file():
-        return 1 << 62  # not known here, so nothing is refused
+        return 1 << 62  # unknown, so there is no limit
     free = next(int(line.split()[1]) for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
     return min(free * 1024, _left_to_container()) // world.local_world_size
 
@@ -86,7 +86,7 @@ def _left_to_container(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/p
                 files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             else:
                 continue
-            while True:  # a group above may have the limit; inside a container the path may be the host's, and not be there
+            while True:  # a parent group may have the limit; in a container the path may be the host's and not exist
                 left = min(left, _left_to_group(folder, *files))
                 if folder == base or base not in folder.parents:
                     break

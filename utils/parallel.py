@@ -1,4 +1,4 @@
-"""Work on many items by threads, results in order, with a bounded number of them under way."""
+"""Processes many items in threads, with results in order and a bounded number of items in flight."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -11,9 +11,9 @@ Result = TypeVar("Result")
 
 
 def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int, ahead: int = 16) -> Iterator[Result]:
-    """Yield function(item) for each item, in order; `ahead` items per thread are under way, whatever the number of items.
+    """Yield function(item) for each item, in order, with at most `ahead` items per thread in flight.
 
-    An exception of the function is raised where its result would have come; what was not begun is then dropped.
+    An exception of the function is raised in place of its result; items that were not started are then dropped.
     """
     pool = ThreadPoolExecutor(threads, thread_name_prefix="worker")
     rest = iter(items)

@@ -1,4 +1,4 @@
-"""What training computes in: the dtype of autocast by the name in train.precision, and the loss scaler of fp16."""
+"""The precision of training: the autocast dtype of each train.precision, and the loss scaler of fp16."""
 
 import torch
 
@@ -8,9 +8,9 @@ AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # trai
 class LossScaler:
     """Dynamic loss scale for fp16: halved at an overflow, doubled after `interval` good steps.
 
-    The caller decides what an overflow is and agrees on it over the ranks (a gradient norm that is not finite on any of them),
-    so that the scale and the skipped steps are equal everywhere. torch's GradScaler keeps that flag to each process.
-    Disabled (fp32, bf16), the scale is 1 for ever.
+    The caller detects an overflow (a gradient norm that is not finite on any rank) and agrees on it over the ranks, so that
+    the scale and the skipped steps are the same on all of them. torch's GradScaler decides in each process alone.
+    If disabled (fp32, bf16), the scale is always 1.
     """
 
     def __init__(self, enabled: bool, initial: float = 65536.0, interval: int = 2000) -> None:
@@ -31,14 +31,14 @@ class LossScaler:
             self.scale, self.good_steps = self.scale * 2, 0
 
     def state_dict(self) -> dict[str, float]:
-        """Return what load_state_dict takes; nothing where the scaler is off."""
+        """Return the state for load_state_dict; empty if the scaler is disabled."""
         return {"scale": self.scale, "good_steps": self.good_steps} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take up a saved state; that of a run without a scaler (fp32, bf16) says nothing, and the initial scale stays.
+        """Restore a saved state. The empty state of a run without a scaler (fp32, bf16) keeps the initial scale.
 
         Raises:
-            ValueError: it is out of range, or no number.
+            ValueError: a value is out of range, or not a number.
         """
         if not isinstance(state, dict):
             raise ValueError(f"scaler must hold scale and good_steps, got {type(state).__name__}")

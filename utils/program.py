@@ -1,4 +1,4 @@
-"""What the programs share: one-line errors with an exit status, and signals that ask a run to stop."""
+"""Shared by the programs: one-line errors with an exit status, and signals that ask a run to stop."""
 
 import contextlib
 import io
@@ -17,14 +17,14 @@ from .distributed import LostPeerError, RendezvousError, SharedError
 from .distributed.parent import ask_to_die_with_parent, follow_parent
 from .text import PrintableOutput, one_line
 
-REQUEUE = 75  # exit status of a run that saved and stopped because it was told to: EX_TEMPFAIL of sysexits.h, "try again later"
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells give it: 128 + SIGINT
-# exit status under torchrun of an error that would come again: EX_CONFIG. scripts/launch/torchrun.py then starts nothing again
+REQUEUE = 75  # exit status of a run that saved and stopped on request: EX_TEMPFAIL of sysexits.h, "try again later"
+INTERRUPTED = 130  # exit status after Ctrl-C, as in shells: 128 + SIGINT
+# exit status under torchrun of an error that would occur again: EX_CONFIG. scripts/launch/torchrun.py then restarts nothing
 USER_ERROR = 78
 
 
 class StoppedError(Exception):
-    """Training stopped at a step boundary because it was told to, after it had saved.
+    """Training saved and stopped at a step boundary, on request.
 
     Args:
         status: the exit status of the program.
@@ -36,21 +36,21 @@ class StoppedError(Exception):
 
 
 class StopSignal:
-    """Notes the signals that ask a run to stop: the training loop saves at the next step boundary, and stops.
+    """Records the signals that ask a run to stop. The training loop then saves at the next step boundary, and stops.
 
-    Schedulers send SIGTERM or SIGUSR1 before they take a machine away. Ctrl-C (SIGINT) is noted only while `can_save` holds;
-    before that it raises KeyboardInterrupt, as there is nothing to save. A second Ctrl-C ends the process at once, wherever it
-    is. Outside the main thread nothing is installed. A death of torchrun counts as SIGTERM, see utils/distributed/parent.py.
+    Schedulers send SIGTERM or SIGUSR1 before they take a machine away. Ctrl-C (SIGINT) is recorded only while `can_save` is
+    true; before that it raises KeyboardInterrupt, as there is nothing to save. A second Ctrl-C ends the process immediately.
+    Outside the main thread no handlers are installed. The death of torchrun counts as SIGTERM, see utils/distributed/parent.py.
     """
 
     def __init__(self) -> None:
-        self.name = ""  # of the signal that came last
+        self.name = ""  # the last signal
         self._can_save = False
         self._before: dict[int, Any] = {}
 
     @property
     def can_save(self) -> bool:
-        """Whether a step boundary will come at which the run can save."""
+        """Whether the run can save at the next step boundary."""
         return self._can_save
 
     @can_save.setter
@@ -79,31 +79,31 @@ class StopSignal:
         if number == signal.SIGINT:
             if not self.can_save:
                 raise KeyboardInterrupt("no step was trained, so nothing was saved; earlier checkpoints are untouched")
-            # the system's own handling: it ends the process even while it waits in a collective, where Python handles no signal
+            # the system's default: it ends the process even in a collective, where Python handles no signals
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if os.environ.get("RANK", "0") == "0":
                 text = "\nCtrl-C: saving and stopping when this step is done. Ctrl-C again stops at once, without saving\n"
-                os.write(2, text.encode())  # print may be interrupted by this very handler, and cannot be entered twice
+                os.write(2, text.encode())  # not print: this handler may interrupt print, which is not reentrant
         self.name = signal.Signals(number).name
 
 
 def _say(line: str) -> None:
-    """Print a line of its own on stderr, whatever names stand in it: bars of progress that an error left open end first."""
+    """Print one escaped line on stderr, after closing progress bars that an error left open."""
     for bar in list(getattr(tqdm, "_instances", ())):
         bar.close()
     print(one_line(line), file=sys.stderr, flush=True)
 
 
 def run_main(run: Callable[[], None]) -> int:
-    """Run a program; return its exit status. An error is one line, said once where all ranks have the same.
+    """Run a program; return its exit status. An error is one line, printed once if all ranks have the same.
 
-    Names of files and people that the program prints are shown without control characters.
+    Control characters in the program's output, such as in names of files and people, are escaped.
     """
     rank = os.environ.get("RANK", "0")
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     status = 1
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a name that this terminal cannot show must not end the program
+        if isinstance(stream, io.TextIOWrapper):  # a name that this terminal cannot encode must not end the program
             stream.reconfigure(errors="backslashreplace")
     try:
         with contextlib.redirect_stdout(PrintableOutput(sys.stdout)):

@@ -1,10 +1,10 @@
-"""Randomness as pure functions: everything drawn in a run follows from (seed, what for, where), never from what ran before.
+"""Randomness as pure functions: every random number of a run depends on (seed, purpose, position), never on earlier calls.
 
-So a resumed run draws what the unbroken one would have drawn, and another number of processes sees the same samples and the
+So a resumed run draws the same numbers as an uninterrupted one, and another number of processes sees the same samples and the
 same initial class centres. `permute` is a Feistel network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary
 Finite Domains", CT-RSA 2002): a permutation of n numbers that is computed, not stored. The mixing function is the finaliser of
-SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). Plain integer arithmetic, so the values do not depend on a library's version:
-checkpoints rely on that, because the order of the class centres is such a permutation.
+SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). It is plain integer arithmetic, so the values do not depend on a library's
+version. Checkpoints rely on that, because the order of the class centres is such a permutation.
 """
 
 import functools
@@ -31,14 +31,14 @@ def derive(seed: int, *parts: int | str) -> int:
 
 
 def uniform(seed: int, index: np.ndarray) -> np.ndarray:
-    """Return float64 numbers in [0, 1), one for each entry of the int64 array `index`, a function of (seed, entry) alone."""
+    """Return float64 numbers in [0, 1), one for each entry of the int64 array `index`, as a function of (seed, entry)."""
     return (_mix_array(index.astype(np.uint64), seed) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def permute(index: np.ndarray, size: int, seed: int) -> np.ndarray:
     """Return the images of `index` (int64, each in [0, size)) under the pseudo-random permutation of range(size) of `seed`.
 
-    O(len(index)) time and memory, whatever size is.
+    Takes O(len(index)) time and memory for any size.
     """
     return _walk(index, size, seed, range(_ROUNDS))
 

@@ -1,7 +1,7 @@
-"""Processes: who am I, how do I meet the others, and how do all of us fail together.
+"""Process groups: the rank of this process, the rendezvous with the others, and errors that all processes raise together.
 
-One process needs no group and no port: then every function here is the identity. Several are started by torchrun (or
-anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) and talk NCCL on CUDA, gloo on the CPU.
+A single process needs no group and no port: every function here is then the identity. Several processes are started by torchrun
+(or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) and use NCCL on CUDA, gloo on the CPU.
 """
 
 import contextlib
@@ -22,39 +22,39 @@ from .parent import follow_parent
 
 
 class SharedError(ValueError):
-    """An error that every rank raises with the same message, so that one of them may speak for all."""
+    """An error that every rank raises with the same message, so that one rank may print it for all."""
 
 
 class RendezvousError(ValueError):
-    """The processes cannot meet; they may if they try again."""
+    """The rendezvous failed; another attempt may succeed."""
 
 
 class LostPeerError(RuntimeError):
-    """A collective failed because another process went away; the message says which rank this is and where all were."""
+    """A collective failed because another process ended; the message names this rank and where all ranks were."""
 
 
 class World(NamedTuple):
-    """This process among all: rank is global, local_rank only picks the device."""
+    """The place of this process among all: rank is global, local_rank only selects the device."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     device: torch.device
-    store: Any = None  # the key-value store by which the processes met, where there are several
+    store: Any = None  # the key-value store of the rendezvous, if there are several processes
 
 
 def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.0, setting: str = "run.device=") -> World:
-    """Join the other processes if there are any, choose the device, set the CPU threads; return this process's place.
+    """Join the other processes if there are any, choose the device, and set the CPU threads.
 
     Args:
         device: auto, cpu or cuda.
-        threads: CPU threads for arithmetic; 0 = the cores of this machine shared equally by its processes.
+        threads: CPU threads for arithmetic; 0 = share the cores of this machine equally among its processes.
         timeout_minutes: the longest that a process waits for another in a collective.
-        setting: how the user chose the device, for an error: the key of a configuration, or "--device ".
+        setting: the setting of the device, for error messages: the key of a configuration, or "--device ".
 
     Raises:
-        ValueError: a device that is not there, an incomplete environment, or a rendezvous that cannot be made.
+        ValueError: the device does not exist, the environment is incomplete, or the rendezvous fails.
     """
     follow_parent()
     rank, world_size = _from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1)
@@ -76,8 +76,8 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
             if os.environ.get("GROUP_WORLD_SIZE") == "1":
-                # torchrun of torch 2.13 lends the same store to processes that it starts again; without a name of their own
-                # they would find the addresses of those that died. On several machines: scripts/launch/machines.sh
+                # torchrun of torch 2.13 gives restarted processes the same store. Without a prefix per attempt they would
+                # find the addresses of the dead processes. For several machines see scripts/launch/machines.sh
                 store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         except (dist.DistError, RuntimeError, ValueError) as error:
@@ -86,7 +86,7 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
 
 
 def init_local(rank: int, world_size: int, device: str, rendezvous: str) -> World:
-    """Join world_size processes of this machine that meet through a file, for programs that start their own processes.
+    """Join world_size processes of this machine by a file rendezvous, for programs that start their own processes.
 
     Args:
         device: cpu or cuda.
@@ -110,7 +110,7 @@ def stop() -> None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether a collective failed because another process went away, so that the fault is not this rank's own."""
+    """Return whether a collective failed because another process ended, so that this rank is not at fault."""
     return isinstance(error, (dist.DistError, LostPeerError)) or (
         isinstance(error, RuntimeError)
         and any(word in str(error) for word in ("Connection closed by peer", "Connection reset", "gloo", "NCCL"))
@@ -121,8 +121,8 @@ def is_lost_peer(error: BaseException) -> bool:
 def raise_on_all_ranks(world: World) -> Iterator[None]:
     """Run a block on every rank; if it raises ValueError or OSError on any, raise SharedError on all, naming the ranks.
 
-    Any other exception goes on by itself on its own rank, once the others know of it. The block itself must not communicate: a
-    rank that failed early would leave the others waiting inside it.
+    Any other exception is re-raised on its own rank, after the others are informed. The block itself must not communicate: if
+    one rank failed early, the others would wait inside the block.
     """
     message, bug = "", None
     try:
@@ -145,7 +145,7 @@ def raise_on_all_ranks(world: World) -> Iterator[None]:
 
 
 def all_gather_objects(value: Any, world: World) -> list[Any]:
-    """Return every rank's small picklable value, in rank order. For set-up, never for the training step."""
+    """Return every rank's small picklable value, in rank order. Only for set-up, not for the training step."""
     if world.world_size == 1:
         return [value]
     values: list[Any] = [None] * world.world_size
@@ -154,7 +154,7 @@ def all_gather_objects(value: Any, world: World) -> list[Any]:
 
 
 def all_gather_rows(rows: Tensor, counts: list[int], world: World) -> Tensor:
-    """Return the rows (n_r, D) of all ranks below one another, (sum(counts), D); counts[r] = n_r may differ."""
+    """Return the rows (n_r, D) of all ranks concatenated, (sum(counts), D); counts[r] = n_r may differ."""
     if world.world_size == 1:
         return rows
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
@@ -195,7 +195,7 @@ def as_data_parallel(backbone: nn.Module, world: World) -> nn.Module:
     try:
         with _compiler_left_out():
             model = make()
-    except AttributeError:  # a version of torch that asks something else
+    except AttributeError:  # another version of torch calls something else
         model = make()
     if world.device.type == "cpu" and world.world_size > 2:
         model.register_comm_hook(world.world_size, _mean_in_rank_order)
@@ -204,7 +204,7 @@ def as_data_parallel(backbone: nn.Module, world: World) -> nn.Module:
 
 @contextlib.contextmanager
 def _compiler_left_out() -> Iterator[None]:
-    """Answer in place of torch's compiler that it shall do nothing for DDP; to be asked, it would be imported (utils.optim)."""
+    """Tell DDP that torch's compiler is not used, without importing the compiler (see utils.optim)."""
     if "torch._dynamo" in sys.modules:
         yield
         return
@@ -217,14 +217,14 @@ def _compiler_left_out() -> Iterator[None]:
     try:
         yield
     finally:
-        delattr(torch, "_dynamo")  # torch imports it when it is asked for
+        delattr(torch, "_dynamo")  # torch imports the real one when it is needed
 
 
 def _mean_in_rank_order(world_size: int, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients, each number summed in the order of the ranks.
+    """Average a bucket of gradients, with each number summed in rank order.
 
-    DDP orders its buckets anew after the first step of every start, and of three summands a ring takes one or another first by
-    the place in the bucket: a resumed run would round differently from an unbroken one.
+    DDP reorders its buckets after the first step of every start. In a ring, the order in which three or more summands are added
+    depends on the position in the bucket. So a resumed run would round differently from an uninterrupted one.
     """
     block = bucket.buffer().div_(world_size)
     gathered = block.new_empty(world_size * len(block))
@@ -239,12 +239,12 @@ def _mean_in_rank_order(world_size: int, bucket: dist.GradBucket) -> torch.futur
 
 
 def gradients_shared(model: nn.Module, now: bool) -> contextlib.AbstractContextManager[None]:
-    """Return the context for a backward pass: gradients are averaged over the ranks now, or kept for the last micro-batch."""
+    """Return the context of a backward pass: average gradients over the ranks now, or accumulate for the last micro-batch."""
     return contextlib.nullcontext() if now or not isinstance(model, DistributedDataParallel) else model.no_sync()
 
 
 def broadcast_module(module: nn.Module, world: World) -> None:
-    """Give every rank rank 0's parameters and buffers, such as the BatchNorm statistics that each rank gathered alone."""
+    """Give every rank the parameters and buffers of rank 0, such as BatchNorm statistics, which differ between ranks."""
     if world.world_size == 1:
         return
     for tensor in module.state_dict().values():
@@ -265,10 +265,10 @@ def _num_cores() -> int:
 
 
 def choose_device(device: str, local_rank: int, setting: str = "--device ") -> torch.device:
-    """Return the device of this process: auto takes CUDA where there is a GPU, one for each local rank.
+    """Return the device of this process: auto takes CUDA if there is a GPU, one per local rank.
 
     Args:
-        setting: what stands before the device where the user chose it, for an error.
+        setting: the setting that precedes the device, for error messages.
     """
     available = torch.cuda.is_available()
     if device == "cpu" or (device == "auto" and not available):

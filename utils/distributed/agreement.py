@@ -1,7 +1,7 @@
-"""What all processes of a run must have in common: settings, data, and the version of this program.
+"""Compares what all processes of a run must have in common: settings, data, and the version of this program.
 
-Each of these decides the shape of messages or the arithmetic of a step. Processes that disagree would wait for each other
-until a timeout, or train on in silence to weights that mean nothing. So they compare at the start, and stop with one line.
+Each of these determines the shape of messages or the arithmetic of a step. Processes that disagree would wait for each other
+until a timeout, or silently train meaningless weights. So they compare at the start, and stop with one line.
 """
 
 import json
@@ -15,14 +15,14 @@ import xxhash
 
 from . import SharedError, World, all_gather_objects
 
-_NAMED = 8  # differences that a message names
-_WIDTH = 80  # characters of a value that a message shows
+_NAMED = 8  # differences listed in a message
+_WIDTH = 80  # characters of a value shown in a message
 _CHUNK = 1 << 20  # numbers hashed at once
 _SOURCES = ("*.py", "*.c", "*.cpp", "*.cu")
 
 
 def digest(parts: Iterable[np.ndarray | bytes]) -> str:
-    """Return a hash of byte strings and of arrays of integers (n,), whatever their type; where each ends counts too."""
+    """Return a hash of byte strings and integer arrays (n,) of any dtype, including the length of each."""
     state = xxhash.xxh3_128()
     for part in parts:
         state.update(len(part).to_bytes(8, "little"))
@@ -47,7 +47,7 @@ def require_same_program(settings: Mapping[str, Any], world: World) -> list[str]
     """Compare settings and this program's source files over all processes; return warnings.
 
     Args:
-        settings: values by the names that the user knows them by.
+        settings: values by the names that the user knows.
 
     Raises:
         SharedError: on every rank, with each name, value and rank.
@@ -64,8 +64,8 @@ def require_equal(values: Mapping[str, Any], world: World, fix: str) -> None:
     """Compare values over all processes.
 
     Args:
-        values: of this process, by name; what JSON can hold.
-        fix: what the user should do where they differ.
+        values: of this process, by name, in types that JSON supports.
+        fix: what the user should do if they differ.
 
     Raises:
         SharedError: on every rank, with each name, value and rank.
@@ -105,7 +105,7 @@ def _short(ranks: list[int]) -> str:
 
 
 def _source_files(root: Path) -> dict[str, str]:
-    """Return a hash of each source file of this program, by its path below the root. Tests and other folders do not count."""
+    """Return a hash of each source file of this program by its path below the root, without tests and other folders."""
     folders = sorted(folder for folder in root.iterdir() if (folder / "__init__.py").is_file())
     files = [*root.glob("*.py"), *(path for folder in folders for suffix in _SOURCES for path in folder.rglob(suffix))]
     return {path.relative_to(root).as_posix(): xxhash.xxh3_64(path.read_bytes()).hexdigest() for path in sorted(files)}

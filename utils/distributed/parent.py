@@ -1,10 +1,10 @@
-"""What a worker of torchrun does when torchrun dies: it ends, after a checkpoint if it has begun to train.
+"""Ends a worker when its torchrun dies, after a checkpoint if training has begun.
 
-A torchrun that is killed cannot tell its workers. They would go on for hours and hold the run folder, so that the same command
-is refused. Linux can send a signal when the parent dies. Before training begins there is nothing to save, and a worker may
-wait in C++ code, where Python handles no signal: so that signal is SIGKILL. While a worker trains it is SIGTERM, which
-`utils.program.StopSignal` notes. A thread looks after the parent too, for a death that came before the request, and for
-systems other than Linux.
+A killed torchrun cannot tell its workers. They would continue for hours and keep the run folder locked, so that the same
+command fails. Linux can send a signal when the parent dies. Before training there is nothing to save, and a worker may wait in
+C++ code, where Python handles no signals, so the signal is SIGKILL. During training it is SIGTERM, which
+`utils.program.StopSignal` records. A thread also polls the parent, in case it died before the request, and for systems other
+than Linux.
 """
 
 import ctypes
@@ -17,16 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
-_POLL = 0.5  # seconds between two looks at the parent
-_GRACE = 3.0  # seconds that a worker which cannot save has to end by itself
+_POLL = 0.5  # seconds between checks of the parent
+_GRACE = 3.0  # seconds for a worker that cannot save to end by itself
 _NAME = "parent"
 
 
 def follow_parent(can_save: Callable[[], bool] = lambda: False) -> None:
-    """End this process when torchrun, which started it, dies. Without torchrun, and in a second call, nothing is done.
+    """End this process when the torchrun that started it dies. Does nothing without torchrun, or in a second call.
 
     Args:
-        can_save: whether this process now saves and ends by itself after SIGTERM.
+        can_save: returns whether this process would now save and end by itself after SIGTERM.
     """
     if not _under_torchrun() or any(thread.name == _NAME for thread in threading.enumerate()):
         return
@@ -38,7 +38,7 @@ def follow_parent(can_save: Callable[[], bool] = lambda: False) -> None:
 
 
 def ask_to_die_with_parent(number: int) -> None:
-    """Ask Linux for a signal when the parent dies. Call it from the main thread: Linux keeps the request for each thread."""
+    """Ask Linux for a signal when the parent dies. Call it from the main thread, because the request is per thread."""
     if _under_torchrun() and sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(number))
 
@@ -64,7 +64,7 @@ def _watch(parent: int, can_save: Callable[[], bool]) -> None:
 
 
 def _end() -> None:
-    # not print: another thread may hold stderr, and its other end may be gone with the parent
+    # not print: another thread may hold stderr, and its reader may have died with the parent
     try:
         os.write(2, b"error: torchrun ended, so this process ends too\n")
     finally:
@@ -72,10 +72,10 @@ def _end() -> None:
 
 
 def _is_orphan() -> bool:
-    """Return whether torchrun is gone already: none of the processes above this one is a Python.
+    """Return whether torchrun is gone already: no ancestor of this process is a Python.
 
-    A process whose parent died belongs to init, or to another process that takes in orphans. A torchrun that lives may stand
-    behind a shell (torchrun --no-python), so all ancestors count.
+    A process whose parent died is adopted by init, or by another process that adopts orphans. There may be a shell between this
+    process and a living torchrun (torchrun --no-python), so all ancestors are checked.
     """
     own, pid = _executable(os.getpid()), os.getppid()
     if not own:
@@ -85,7 +85,7 @@ def _is_orphan() -> bool:
         if above == own or os.path.basename(above).startswith("python"):
             return False
         if not above and pid > 1:
-            return False  # not to be seen, as where /proc hides processes: it may be torchrun
+            return False  # hidden by the settings of /proc, so it may be torchrun
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
@@ -96,5 +96,5 @@ def _is_orphan() -> bool:
 def _executable(pid: int) -> str:
     try:
         return os.readlink(f"/proc/{pid}/exe")
-    except OSError:  # of another user, as init is, or no such process
+    except OSError:  # the process of another user, such as init, or no such process
         return ""

@@ -1,8 +1,8 @@
-"""Where each rank is, so that a run that hangs says where, and ends.
+"""Tracks the position of each rank, so that a hanging run reports where it hangs, and ends.
 
-Each rank notes its step and what it does; a thread shows that to the others through the key-value store by which the processes
-met. When a rank stays in one place for longer than the time limit, or a collective fails because another process is gone, the
-error names this rank, its step, and where all others were last seen. A single process is watched in the same way.
+Each rank records its step and its activity; a thread publishes them in the key-value store of the rendezvous. When a rank
+stays in one place for longer than the time limit, or a collective fails because another process is gone, the error names this
+rank, its step, and where all others were last seen. A single process is watched in the same way.
 """
 
 import contextlib
@@ -16,22 +16,22 @@ from typing import Any
 
 from . import LostPeerError, World, is_lost_peer
 
-_BEAT = 2.0  # seconds between two signs of life
-_PAUSE = 0.1  # seconds between two signs of life at least, where this process gets on
-_PATIENCE = 10.0  # seconds that the store has to say where the others are
-_WORKERS = ("decoder", "reader")  # what the names of the loader's threads begin with
+_BEAT = 2.0  # seconds between heartbeats
+_PAUSE = 0.1  # the shortest time between heartbeats when this process moves on, seconds
+_PATIENCE = 10.0  # seconds that the store has to answer where the others are
+_WORKERS = ("decoder", "reader")  # prefixes of the names of the loader's threads
 
 
 class Watchdog:
-    """Watches this process from the end of the set-up on.
+    """Watches this process after the set-up.
 
     Args:
-        timeout_minutes: the longest that a rank may stay in one place that has a limit.
+        timeout_minutes: the longest that a rank may stay in one limited activity.
     """
 
     def __init__(self, world: World, timeout_minutes: float) -> None:
         self.world, self.limit = world, 60 * timeout_minutes
-        self._store: Any = None  # opened by the thread: to connect may take for ever where the first machine is gone
+        self._store: Any = None  # opened by the thread, because connecting may hang if the first machine is gone
         self._place = (0, "setting up", time.monotonic(), False)
         self._stopped, self._moved = threading.Event(), threading.Event()
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
@@ -45,17 +45,17 @@ class Watchdog:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self.world.world_size > 1 and is_lost_peer(error):
-            time.sleep(1.5 * _BEAT)  # so that those that still live have said so
+            time.sleep(1.5 * _BEAT)  # so that living ranks have sent a heartbeat
             raise LostPeerError(f"{self._here()}: another process ended or cannot be reached. {self._others()}") from None
         self._stopped.set()
         self._moved.set()
 
     def at(self, step: int, doing: str, limited: bool = True) -> None:
-        """Note what this rank does now.
+        """Record what this rank does now.
 
         Args:
-            limited: whether it may take no longer than the time limit. Evaluation and saving may; but the others, who wait for
-                this rank at the end of it, give up a minute after the limit.
+            limited: whether the time limit applies. It does not apply to evaluation and saving, but the other ranks, which wait
+                for this one at the end, give up a minute after the limit.
         """
         self._place = (step, doing, time.monotonic(), limited)
         self._moved.set()
@@ -65,7 +65,7 @@ class Watchdog:
         return f"{f'rank {self.world.rank} in ' if self.world.world_size > 1 else ''}step {step}, {doing}"
 
     def _others(self) -> str:
-        """Return where the other ranks were seen last. A store that does not answer is given up."""
+        """Return where the other ranks were last seen; give up if the store does not answer."""
         answer: list[str] = []
         thread = threading.Thread(target=lambda: answer.append(self._ask()), daemon=True)
         thread.start()
@@ -73,7 +73,7 @@ class Watchdog:
         return answer[0] if answer else "The first machine cannot be reached"
 
     def _ask(self) -> str:
-        """Return where the other ranks were seen last: those that are silent first, at most ten."""
+        """Return where the other ranks were last seen, silent ones first, at most ten."""
         seen: list[tuple[float, str]] = []
         for rank in range(self.world.world_size):
             key = f"place {rank}"
@@ -94,9 +94,9 @@ class Watchdog:
         return "; ".join(text for _, text in seen[:10]) + more
 
     def _show(self) -> None:
-        """Tell the others where this rank is, until the watch ends."""
-        with contextlib.suppress(RuntimeError):  # the store's machine is gone; the collectives find that out
-            # calls of one object wait for one another, so this thread wants its own where torch can copy it
+        """Publish where this rank is, until the watch ends."""
+        with contextlib.suppress(RuntimeError):  # the store's machine is gone; the collectives will report that
+            # calls of one store object block each other, so this thread uses its own copy if torch can clone it
             self._store = getattr(self.world.store, "clone", lambda: self.world.store)()
         while self._store is not None and not self._stopped.is_set():
             self._moved.clear()
@@ -104,7 +104,7 @@ class Watchdog:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"place {self.world.rank}", json.dumps([step, doing, time.time()]))
             self._stopped.wait(_PAUSE)
-            self._moved.wait(_BEAT)  # a step that begins is told at once, for whoever stops in it
+            self._moved.wait(_BEAT)  # a new step is published at once, in case a rank stops in it
 
     def _watch(self) -> None:
         """End the process when it stays in one place for too long, until the watch ends."""
@@ -113,7 +113,7 @@ class Watchdog:
         while not self._stopped.wait(beat):
             now = time.monotonic()
             if now - looked > beat + min(_PATIENCE, self.limit / 2):
-                awake = now  # the whole process was stopped, by Ctrl-Z for example: that time does not count
+                awake = now  # the whole process was suspended, for example by Ctrl-Z; that time does not count
             looked = now
             _, _, since, limited = self._place
             waited = now - max(since, awake)
@@ -125,12 +125,12 @@ class Watchdog:
                     file=sys.stderr,
                     flush=True,
                 )
-                time.sleep(beat)  # the others come to the same end; let them read the store, which may be this process's
-                os._exit(1)  # the main thread hangs
+                time.sleep(beat)  # the others end the same way; let them read the store, which may be in this process
+                os._exit(1)  # because the main thread hangs
 
 
 def _lines_of_code() -> str:
-    """Return where the main thread is, and where the loader's threads are that do something."""
+    """Return the lines of code of the main thread and of the loader's active threads."""
     frames = sys._current_frames()
     main = frames[threading.main_thread().ident or 0]
     places = [f"{main.f_code.co_filename}:{main.f_lineno}"]

@@ -1,1 +1,1 @@
-"""Reports for people: HTML pages and sheets of pictures."""
+"""Reports: HTML pages and sheets of pictures."""

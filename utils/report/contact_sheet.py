@@ -1,4 +1,4 @@
-"""Pictures for the reports on sets: sheets of faces, and histograms. PNG bytes come out.
+"""Draws pictures for reports as PNG bytes: sheets of faces, and histograms.
 
 Shapes: H, W = height and width of a face in pixels.
 """
@@ -13,7 +13,7 @@ from .figure import make_figure, png_of
 _GAP, _CAPTION = 4, 18  # pixels
 _BETWEEN_PAIRS = 28  # pixels
 _WHITE, _INK = 255, (40, 40, 40)
-# those of matplotlib that are told apart on white; gray is for impostor pairs
+# the colours of matplotlib that are easy to distinguish on white; gray is for impostor pairs
 _SET_COLOURS = (
     "tab:blue",
     "tab:orange",
@@ -28,12 +28,12 @@ _SET_COLOURS = (
 
 
 def set_colours(names: Iterable[str]) -> dict[str, str]:
-    """Return the colour of each verification set, by its place among the sets: the same one in every picture of a run."""
+    """Return the colour of each verification set by its position, so that it is the same in every picture of a run."""
     return {name: _SET_COLOURS[number % len(_SET_COLOURS)] for number, name in enumerate(names)}
 
 
 def sheet(rows: Sequence[tuple[str, Sequence[np.ndarray]]], columns: int, side: int = 112) -> bytes:
-    """Return a PNG: in each row a caption above its pictures (H, W, 3) uint8 RGB, brought to side x side."""
+    """Return a PNG with a caption above the pictures (H, W, 3) uint8 RGB of each row, resized to side x side."""
     width = columns * (side + _GAP) + _GAP
     height = len(rows) * (side + _CAPTION + _GAP) + _GAP
     canvas = np.full((height, width, 3), _WHITE, dtype=np.uint8)
@@ -49,7 +49,7 @@ def sheet(rows: Sequence[tuple[str, Sequence[np.ndarray]]], columns: int, side: 
 def pair_sheet(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], columns: int = 2, side: int = 112) -> bytes:
     """Return a PNG of pairs of pictures (H, W, 3) uint8 RGB, `columns` pairs in a row, each under its own caption.
 
-    The two pictures of a pair touch; a wide gap parts a pair from the next.
+    The two pictures of a pair touch; a wide gap separates the pairs.
     """
     width, height = 2 * side + _BETWEEN_PAIRS, side + _CAPTION + _BETWEEN_PAIRS // 2
     rows = -(-len(pairs) // columns)
@@ -64,7 +64,7 @@ def pair_sheet(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], columns: int
 
 
 def _write(canvas: np.ndarray, text: str, left: int, base: int, width: int) -> None:
-    """Write a caption, shortened to what `width` pixels hold."""
+    """Write a caption, shortened to fit `width` pixels."""
     text = text.encode("ascii", "replace").decode()
     room = max(8, int(width / 7.2))  # characters
     text = text if len(text) <= room else f"{text[: room - 2]}.."

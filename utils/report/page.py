@@ -1,4 +1,4 @@
-"""One-page HTML reports: everything in one file, pictures too, so that it can be mailed and opened anywhere. No scripts."""
+"""One-page HTML reports: everything, including pictures, is in one file that can be mailed and opened anywhere. No scripts."""
 
 import base64
 import html
@@ -22,7 +22,7 @@ figure { margin: 1rem 0; overflow-x: auto; }
 
 
 class Page:
-    """Collects the parts of a page, top to bottom; `write` makes the file. All text is escaped."""
+    """Collects the parts of a page from top to bottom; `write` creates the file. All text is escaped."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -31,25 +31,25 @@ class Page:
         self._contents = -1  # place among the parts
 
     def section(self, heading: str) -> None:
-        """Begin a section, which the list of contents names."""
+        """Begin a section and add it to the table of contents."""
         self._headings.append(heading)
         self._parts.append(f'<h2 id="section-{len(self._headings)}">{html.escape(heading)}</h2>')
 
     def facts(self, facts: Iterable[tuple[str, str]]) -> None:
-        """Add a list of (name, value), as stands below a title."""
+        """Add a list of (name, value), usually below the title."""
         self._parts.append("<dl>" + "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in facts) + "</dl>")
 
     def contents(self) -> None:
-        """Put a list of all sections here, those that are still to come too, with links to them."""
+        """Insert a table of contents here, with links to all sections, including later ones."""
         self._contents = len(self._parts)
         self._parts.append("")
 
     def text(self, text: str, note: bool = False) -> None:
-        """Add a paragraph; a note is set apart."""
+        """Add a paragraph; a note is styled differently."""
         self._parts.append(f'<p class="note">{html.escape(text)}</p>' if note else f"<p>{html.escape(text)}</p>")
 
     def table(self, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Add a table; columns of numbers, or of text that starts with one, are set flush right, heads included."""
+        """Add a table; columns of numbers, or of text that starts with one, are right-aligned, including their headers."""
         texts = [[f"{value:,}" if isinstance(value, int) else str(value) for value in row] for row in rows]
         kinds = [' class="number"' if _is_number([row[place] for row in texts]) else "" for place in range(len(head))]
         cells = "".join(f"<th{kind}>{html.escape(name)}</th>" for kind, name in zip(kinds, head, strict=True))
@@ -82,6 +82,6 @@ class Page:
 
 
 def _is_number(column: Sequence[str]) -> bool:
-    """Return whether all cells of a column are numbers, or text that starts with one, but for empty ones and dashes."""
+    """Return whether all cells of a column, except empty ones and dashes, are numbers or text that starts with one."""
     cells = [text for text in column if text not in ("", "-")]
     return bool(cells) and all(text.lstrip("-+")[:1].isdigit() for text in cells)
