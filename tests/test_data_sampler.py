@@ -103,7 +103,9 @@ def test_full_order_announces_nothing_in_bulk():
     assert not len(SampleOrder(1000, 10, 0, False).read_ahead(0, 0))
 
 
-@pytest.mark.parametrize("wrong", [(8, 1, 3), (1024, 1, 6), (7, 7, 1), (1, 1, 1), (12, 4, 2), (1000, 8, 64), (512, 1, 512)])
+@pytest.mark.parametrize(
+    "wrong", [(8, 1, 3), (90, 1, 4), (1024, 1, 6), (7, 7, 1), (1, 1, 1), (12, 4, 2), (1000, 8, 64), (512, 1, 512)]
+)
 def test_a_batch_that_cannot_be_shared_is_an_error_with_all_choices_that_work(wrong: tuple[int, int, int]):
     batch_size, accumulation, world_size = wrong
     with pytest.raises(ValueError, match=r"train\.batch_size") as caught:

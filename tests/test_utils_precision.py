@@ -1,5 +1,7 @@
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -11,10 +13,11 @@ from utils.precision import LossScaler
 def test_scaler_halves_at_an_overflow_and_doubles_after_its_interval():
     scaler = LossScaler(enabled=True, initial=1024.0, interval=3)
     scales = []
-    for overflow in (False, False, True, False, False, False, False):
+    for overflow in (False, False, True, False, False, False, False, False, False):
         scaler.update(overflow)
         scales.append(scaler.scale)
-    assert scales == [1024, 1024, 512, 512, 512, 1024, 1024]
+    assert scales == [1024, 1024, 512, 512, 512, 1024, 1024, 1024, 2048]  # each interval is counted from its beginning
+    scaler.update(False)
     again = LossScaler(enabled=True)
     again.load_state_dict(scaler.state_dict())
     assert again.state_dict() == scaler.state_dict()
@@ -31,6 +34,28 @@ def test_a_scaler_that_begins_after_fp32_training_begins_with_its_initial_scale(
     scaler = LossScaler(enabled=True, initial=64.0)
     scaler.load_state_dict(LossScaler(enabled=False).state_dict())
     assert scaler.scale == 64.0
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"scale": 0, "good_steps": 0}, "scale must be a number above 0 and below 1e38, got 0"),
+        ({"scale": -1.0, "good_steps": 0}, "scale must be a number above 0"),
+        ({"scale": 1e38, "good_steps": 0}, r"scale must be a number above 0 and below 1e38, got 1e\+38"),
+        ({"scale": True, "good_steps": 0}, "scale must be a number above 0 and below 1e38, got True"),
+        ({"scale": 8.0, "good_steps": -1}, "good_steps must be a whole number below 3, got -1"),
+        ({"scale": 8.0, "good_steps": 3}, "good_steps must be a whole number below 3, got 3"),
+        ({"scale": 8.0, "good_steps": 1.0}, "good_steps must be a whole number below 3, got 1.0"),
+        ([8.0, 0], "scaler must hold scale and good_steps, got list"),
+    ],
+)
+def test_a_state_out_of_range_is_refused_and_changes_nothing(state: Any, said: str):
+    scaler = LossScaler(enabled=True, initial=64.0, interval=3)
+    with pytest.raises(ValueError, match=said):
+        scaler.load_state_dict(state)
+    assert (scaler.scale, scaler.good_steps) == (64.0, 0)
+    scaler.load_state_dict({"scale": 1, "good_steps": 2})
+    assert (scaler.scale, scaler.good_steps) == (1.0, 2)
 
 
 def _overflow_on_one_rank(rank: int, world_size: int) -> None:
