@@ -1,8 +1,8 @@
 """The elementwise work of the two passes, in three equivalent implementations: plain torch, C on the CPU, Triton on CUDA.
 
-Plain torch runs anywhere and is the reference of the other two (tests/test_partial_fc_kernels.py, test_partial_fc_triton.py),
-which fuse its sweeps over memory into one. A fourth implementation needs a class, and a line in choose_kernels and in
-build_kernels.
+Plain torch runs anywhere. It is the reference of the other two (tests/test_partial_fc_kernels.py and
+test_partial_fc_kernels_triton.py), which fuse its sweeps over memory into one. A fourth implementation needs a class, and a
+line in choose_kernels and in build_kernels.
 Shapes: c = classes of one chunk, B = samples of the global (micro-)batch, D = embedding size.
 """
 

@@ -214,7 +214,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     except (OSError, RuntimeError, SafetensorError, EOFError, ValueError, KeyError) as error:
         raise ValueError(f"weights {path}: cannot be read: {str(error).splitlines()[0]}") from None
     except Exception as error:  # weights_only refuses pickled code with pickle.UnpicklingError
-        raise ValueError(f"weights {path}: refused, it holds more than tensors ({type(error).__name__})") from None
+        raise ValueError(
+            f"weights {path}: refused, it is damaged or holds more than tensors ({type(error).__name__})"
+        ) from None
     if not isinstance(state, dict):
         raise ValueError(f"weights {path}: must be a state dict, names to tensors, got {type(state).__name__}")
     for name, value in state.items():
