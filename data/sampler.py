@@ -163,7 +163,7 @@ def check_batch(batch_size: int, accumulation: int, world_size: int) -> None:
     raise ValueError(
         f"train.batch_size, images per optimizer step, must be a multiple of {accumulation} train.accumulation x "
         f"{world_size} processes, with 2 images or more each, got {batch_size}. "
-        f"What would do: {'; '.join(filter(None, choices))}"
+        f"Valid choices: {'; '.join(filter(None, choices))}"
     )
 
 

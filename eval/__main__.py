@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Evaluate as the command line says and print the table on rank 0."""
+    """Evaluate according to the command line and print the table on rank 0."""
     world, network, pair_sets = open_network(
         options,
         build_backbone,

@@ -89,12 +89,12 @@ def open_network(
     Args:
         options: with those of `add_network_arguments`.
         build_backbone: see `load_network`.
-        read: returns what the network is evaluated on.
-        facts: returns hashes and counts of that by name; called where there are several processes.
+        read: returns the sets on which the network is evaluated.
+        facts: returns their hashes and counts by name; called only with several processes.
 
     Raises:
-        ValueError: nothing there, or a file that does not fit or cannot be read.
-        SharedError: on every rank, where options, networks or sets differ between the processes.
+        ValueError: the path does not exist, or a file does not fit or cannot be read.
+        SharedError: on every rank, if options, networks or sets differ between the processes.
     """
     world = distributed.init_distributed(options.device, setting="--device ")
     _require_same_options(options, world)
@@ -107,9 +107,9 @@ def open_network(
 
 
 def _require_same_options(options: argparse.Namespace, world: World) -> None:
-    """Compare the options, by flag, and this program over all processes; other versions of torch are a warning.
+    """Compare the options, by flag, and this program over all processes. Another version of torch is only a warning.
 
-    Paths, and what a machine has of its own, may differ. SharedError names each flag, value and rank.
+    Paths and machine-specific options may differ. SharedError names each flag, value and rank.
     """
     own = {"run", "data", "report", "gallery", "probes", "root", "json", "scores", "device", "threads"}
     shared = {f"--{name.replace('_', '-')}": value for name, value in vars(options).items() if name not in own}
@@ -121,7 +121,7 @@ def _require_same_options(options: argparse.Namespace, world: World) -> None:
 
 
 def _require_same_files(network: "Network", facts: Callable[[], Mapping[str, Any]], world: World) -> None:
-    """Compare the network, and the facts of what else was read, over all processes; SharedError names each that differs."""
+    """Compare the network and the facts of the sets over all processes; SharedError names each that differs."""
     if world.world_size == 1:
         return
     model = network.model.model if isinstance(network.model, OtherInput) else network.model

@@ -13,9 +13,9 @@ import numpy as np
 
 from .operating_points import OperatingPoint, exact_fold_accuracy, minimum_dcf, operating_points
 
-FOLDS = 10  # of the published protocol, by which every set is scored
+FOLDS = 10  # those of the published protocol, for every set
 _ACCURACY_THRESHOLDS = (4.0, 0.01)  # end (exclusive), step
-_ROWS_AT_ONCE = 256  # float64 differences of so many rows stay in the processor's cache
+_ROWS_AT_ONCE = 256  # their float64 differences stay in the processor's cache
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,7 +34,7 @@ def _docstring_of(path: Path) -> str:
 
 
 def _line_of(path: Path) -> str:
-    """Return the line for a file, or nothing if it is no program: a program's main() takes the arguments."""
+    """Return the line for a file, "" if it is not a program: a program's main() takes the arguments."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     main_takes = [len(node.args.args) for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
     if main_takes != [1] or path.name == "__main__.py":

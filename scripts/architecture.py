@@ -1,8 +1,8 @@
-"""Draw the rooms of this repository and who imports whom: python -m scripts.architecture docs/images/architecture.png
+"""Draw the packages of this repository and their imports: python -m scripts.architecture docs/images/architecture.png
 
-A room is a program, a package at the root, or a folder of scripts. Rooms lie in layers. A room may import those of the layers
-below it, and none beside or above it; folders of scripts may use one another, which the picture names. It is made of the import
-statements, and an import against the rule is an error.
+A room is a program, a package at the root, or a folder of scripts. Rooms are arranged in layers. A room may import from the
+layers below it, but not from its own layer or above. Only folders of scripts may use one another; the picture lists these
+imports. The picture is drawn from the import statements, and an import against the rule is an error.
 
 Example: python -m scripts.architecture docs/images/architecture.png
 """
@@ -20,7 +20,7 @@ from utils.program import run_main
 from utils.report.figure import make_figure
 
 _ROOT = Path(__file__).parents[1]
-# (title, rooms), from top to bottom; a room is a path below the root, and has what lies in no room below that path
+# (title, rooms), from top to bottom; a room is a path below the root, without the rooms below that path
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "programs put the parts together",
@@ -75,7 +75,7 @@ def draw(options: argparse.Namespace) -> None:
 
 
 def wrong_arrows() -> list[str]:
-    """Return the imports against the rule: upwards, or sideways but for folders of scripts."""
+    """Return the imports against the rule: upwards, or within a layer except between folders of scripts."""
     arrows = sorted(room_arrows())
     wrong = [(a, b) for a, b in arrows if layer_of(b) < layer_of(a) or (layer_of(a) == layer_of(b) and "scripts" not in a)]
     return [f"{start} imports {end}" for start, end in wrong]
@@ -110,7 +110,7 @@ def _room_of(path: Path) -> str:
 
 
 def _file_of(module: str) -> Path | None:
-    """Return the file of a module of this repository; of a name in a module, that of the module."""
+    """Return the file of a module of this repository, also for the name of something in a module."""
     parts = module.split(".")
     for count in range(len(parts), 0, -1):
         path = _ROOT.joinpath(*parts[:count])

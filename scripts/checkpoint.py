@@ -1,10 +1,10 @@
-"""Look into checkpoints: python -m scripts.checkpoint show|verify|reshard|merge|average PATH ...
+"""Inspect and convert checkpoints: python -m scripts.checkpoint show|verify|reshard|merge|average PATH ...
 
-show      what a checkpoint, or every checkpoint of a run, holds
-verify    sizes and hashes of all files, class slots without a gap; exit status 1 if anything is wrong
-reshard   the same checkpoint with its class centres in another number of files; training itself needs no such step
-merge     one matrix of class centres in the order of the labels, unit rows, for tools that know no shards
-average   the mean of several backbones as one file of weights ("weight averaging"), for evaluation or fine-tuning
+show      print the contents of a checkpoint, or of every checkpoint of a run
+verify    check sizes and hashes of all files, and that no class slot is missing; exit status 1 if anything is wrong
+reshard   write the checkpoint with its class centres in another number of files; training itself does not need this
+merge     write one matrix of class centres in the order of the labels, unit rows, for tools that do not read shards
+average   write the mean of several backbones as one file of weights ("weight averaging"), for evaluation or fine-tuning
 
 PATH: a checkpoint, work_dirs/NAME/checkpoints/step_00012000, or a run folder, work_dirs/NAME.
 
@@ -53,10 +53,10 @@ _ROWS_AT_ONCE = 1 << 13  # class centres
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and do it; return the exit status."""
+    """Parse the command line and run the command; return the exit status."""
     parser = make_parser("python -m scripts.checkpoint", __doc__)
     kinds = parser.add_subparsers(dest="what", required=True, metavar="show|verify|reshard|merge|average")
-    for name, text in (("show", "what is in it"), ("verify", "is it whole")):
+    for name, text in (("show", "print the contents"), ("verify", "check that it is complete")):
         kind = kinds.add_parser(name, help=text)
         kind.add_argument("paths", type=Path, nargs="+", help="checkpoint folders, or run folders for all of their checkpoints")
     resharding = kinds.add_parser("reshard", help="another number of files of class centres")
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Print what checkpoints hold."""
+    """Print the contents of checkpoints."""
     for path in _all(options.paths):
         manifest = read_manifest(path)
         files = manifest["files"]
@@ -107,7 +107,7 @@ def _tensors(path: Path) -> str:
 
 
 def verify(options: argparse.Namespace) -> None:
-    """Check all files of checkpoints; raise ValueError at the end if one has a fault."""
+    """Check all files of checkpoints; raise ValueError at the end if any has a fault."""
     faults = []
     paths = _all(options.paths)
     for path in paths:
@@ -119,7 +119,7 @@ def verify(options: argparse.Namespace) -> None:
 
 
 def check(checkpoint: Path) -> list[str]:
-    """Return what is wrong with a checkpoint, a line for each fault."""
+    """Return a line for each fault of a checkpoint."""
     try:
         manifest = read_manifest(checkpoint)
     except ValueError as error:
@@ -169,7 +169,7 @@ def reshard(options: argparse.Namespace) -> None:
 def _planned_rows(
     read: Callable[..., dict[str, Tensor]], start: int, stop: int, progress: Callable[[int], object] = lambda count: None
 ) -> dict[str, Planned]:
-    """Return what write_planned needs to write the slots [start, stop), reading some rows at a time.
+    """Return the plan for write_planned to write the slots [start, stop), reading some rows at a time.
 
     Args:
         read: of shard_reader.
@@ -190,7 +190,7 @@ def _planned_rows(
 
 
 def merge_centres(options: argparse.Namespace) -> None:
-    """Write the class centres of all shards as one matrix, row k for label k; as .safetensors some rows at a time."""
+    """Write the class centres of all shards as one matrix, row k for label k; for .safetensors some rows at a time."""
     _check_target(options.out, options.overwrite)
     source = open_centres(find_checkpoint(options.path))
     starts = range(0, source.num_classes, _ROWS_AT_ONCE)
@@ -212,14 +212,16 @@ def average_backbones(options: argparse.Namespace) -> None:
     """Write the mean of the backbones; counters are taken from the last."""
     _check_target(options.out, options.overwrite)
     paths = [find_checkpoint(path) for path in options.paths]
-    if len(set(paths)) < 2:  # a run folder, maybe, of which somebody wanted all
+    if len(set(paths)) < 2:  # perhaps one run folder, given to average all of its checkpoints
         raise ValueError(f"{paths[0]} alone has no mean; name each checkpoint, as in RUN/checkpoints/step_*")
     sums: dict[str, Tensor] = {}
     last: dict[str, Tensor] = {}
     for path in paths:
         last = read_backbone(path)
         if sums and {name: value.shape for name, value in last.items()} != {name: value.shape for name, value in sums.items()}:
-            raise ValueError(f"{path}: is of another architecture than {paths[0]}; only equal ones have a mean")
+            raise ValueError(
+                f"{path}: has another architecture than {paths[0]}; only backbones of one architecture have a mean"
+            )
         for name, value in last.items():
             sums[name] = sums[name] + value.double() if name in sums else value.double()
     means = {
@@ -231,7 +233,7 @@ def average_backbones(options: argparse.Namespace) -> None:
 
 
 def _all(paths: Sequence[Path]) -> list[Path]:
-    """Return the checkpoints that paths name; a run folder names all of its own."""
+    """Return the checkpoints that paths name; a run folder stands for all of its checkpoints."""
     found: list[Path] = []
     for path in paths:
         found += [path] if is_checkpoint(path) else list_checkpoints(path) or [find_checkpoint(path)]

@@ -28,7 +28,7 @@ _PANELS = (
     ("grad_norm", "gradient norm, before clipping"),
     ("images_per_second", "images/s"),
 )
-_CHANCE_ACCURACY, _SKILLED_AUC = 0.52, 0.6  # two normal hills that give this AUC give an accuracy of 0.57
+_CHANCE_ACCURACY, _SKILLED_AUC = 0.52, 0.6  # for two normal distributions, this AUC corresponds to an accuracy of 0.57
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def plot(run: Path) -> None:
 
 
 def _draw_accuracy(axis: Any, series: Series) -> None:
-    """Draw the accuracy of each set, and its AUC where accuracy is at chance while AUC is not."""
+    """Draw the accuracy of each set, and its AUC if accuracy is at chance while AUC is not."""
     sets = {name: numbers for name, numbers in series.items() if "accuracy" in numbers}
     colours = set_colours(sets)
     hidden = False
@@ -89,7 +89,7 @@ def _draw_accuracy(axis: Any, series: Series) -> None:
 def read_series(path: Path) -> Series:
     """Return kind -> name -> step -> value, kinds in the order of the file.
 
-    A resumed run goes back to the step of its checkpoint: where it does, what had been written of later steps no longer counts.
+    A resumed run goes back to the step of its checkpoint; values that had been written for later steps are dropped.
     """
     if not path.exists():
         raise ValueError(f"no {path}: give the folder of a run that has begun")

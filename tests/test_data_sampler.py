@@ -110,7 +110,7 @@ def test_a_batch_that_cannot_be_shared_is_an_error_with_all_choices_that_work(wr
     batch_size, accumulation, world_size = wrong
     with pytest.raises(ValueError, match=r"train\.batch_size") as caught:
         check_batch(*wrong)
-    said = str(caught.value).split("What would do: ")[1]
+    said = str(caught.value).split("Valid choices: ")[1]
     offered = {name: [int(n) for n in re.findall(r"\d+", text)] for name, text in (c.rsplit(": ", 1) for c in said.split("; "))}
     # micro-batches of equal size, of two images or more: the five largest numbers of them up to twice of what was asked for
     sizes = {parts: batch_size // parts for parts in range(1, batch_size // 2 + 1) if batch_size % parts == 0}

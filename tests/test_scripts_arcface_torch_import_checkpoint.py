@@ -180,7 +180,7 @@ def test_odd_optimizers_and_steps_are_one_line(tmp_path: Path, capsys: pytest.Ca
 
 def test_moments_of_sampled_centres_alone_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     found = _imported(_write(tmp_path / "theirs", "checkpoint_gpu", 2, sampled=3), tmp_path / "run")
-    assert "moments (3, 16) are of the sampled class centres alone" in capsys.readouterr().out
+    assert "moments (3, 16) are those of the sampled class centres only" in capsys.readouterr().out
     assert not any(bool(_of_class(found, label, "momentum").any()) for label in range(CLASSES))
 
 

@@ -96,7 +96,7 @@ def _capacity(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int,
 def test_without_a_known_gpu_there_are_no_step_times_but_the_reason(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     file = tmp_path / "capacity.json"
     status, out, _ = _capacity(capsys, "--gpus", "8", "--memory", "2", "--json", str(file))
-    assert status == 0 and "no step times: the GPU in mind is not known" in out and " ms" not in out
+    assert status == 0 and "no step times: no GPU is named" in out and " ms" not in out
     found = json.loads(file.read_text())
     assert found["rates"] is None and set(found["rows"][0]) == {"storage", "bytes_per_identity", "identities"}
 

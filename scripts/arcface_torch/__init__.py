@@ -1,1 +1,1 @@
-"""From arcface_torch and back: configurations and checkpoints."""
+"""Converts configurations and checkpoints from and to arcface_torch."""

@@ -1,11 +1,11 @@
-"""Checkpoints of arcface_torch: which files lie in a folder, and what is in them. No file is trusted.
+"""Reads checkpoints of arcface_torch: finds the files of a folder and checks their contents. No file is trusted.
 
     era               backbone                                class centres of rank r
     backbone.pth      backbone.pth, {epoch}backbone.pth       rank_{r}_softmax_weight.pt, rank_{r}_softmax_weight_mom.pt
     softmax_fc_gpu    model.pt, model_epoch_{n}.pt            softmax_fc_gpu_{r}.pt
     checkpoint_gpu    inside                                  checkpoint_gpu_{r}.pt, with the optimizer's moments
 
-Rank r of W holds the classes [start, stop) that partial_fc.shard.shard_range tells for C classes, in the order of the labels.
+Rank r of W has the classes [start, stop) of partial_fc.shard.shard_range for C classes, in the order of the labels.
 Shapes: n = rows of a shard, D = embedding size.
 """
 
@@ -35,27 +35,27 @@ HEAD_NAMES = {
     "softmax_fc_gpu": "softmax_fc_gpu_{}.pt",
     "checkpoint_gpu": "checkpoint_gpu_{}.pt",
 }
-_BACKBONES = {  # the first that is there
+_BACKBONES = {  # the first one found is used
     "backbone.pth": (r"backbone\.pth", r"(\d+)backbone\.pth"),
     "softmax_fc_gpu": (r"model\.pt", r"model_epoch_(\d+)\.pt", r"(\d+)backbone\.pth"),
     "checkpoint_gpu": (r"checkpoint_gpu_0\.pt",),
 }
 MOMENTS = {"sgd": {"momentum_buffer": "momentum"}, "adamw": {"exp_avg": "momentum", "exp_avg_sq": "variance"}}  # theirs: ours
 
-LAST_STEP = 99_999_999  # that the name of a checkpoint's folder can tell
+LAST_STEP = 99_999_999  # the largest that the name of a checkpoint's folder can hold
 
 
 class Shard(NamedTuple):
-    """The class centres of one rank, memory-mapped where the file allows it."""
+    """The class centres of one rank, memory-mapped if the file allows it."""
 
     path: Path
     weight: Tensor  # (n, D)
-    moments: dict[str, Tensor]  # momentum and variance, (n, D) each, as far as they were saved and are usable
+    moments: dict[str, Tensor]  # momentum and variance, (n, D) each, if they were saved and are usable
     updates: int = 0  # of AdamW
 
 
 class ArcfaceCheckpoint(NamedTuple):
-    """What a folder holds."""
+    """The contents of a folder."""
 
     era: str
     backbone: dict[str, Tensor]  # names without "module.", fp32
@@ -63,11 +63,11 @@ class ArcfaceCheckpoint(NamedTuple):
     shards: list[Shard]
     optimizer: dict[str, Any] | None  # its state dict, of rank 0
     step: int | None
-    notes: list[str]  # what a user should know
+    notes: list[str]  # for the user
 
 
 class Rows:
-    """Rows that lie in several tensors, one after the other; None stands for rows of zeros."""
+    """The rows of several tensors, one after the other; None stands for rows of zeros."""
 
     def __init__(
         self, parts: Sequence[Tensor | None], lengths: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype
@@ -76,7 +76,7 @@ class Rows:
         self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
     def take(self, index: np.ndarray) -> Tensor:
-        """Return the rows (len(index), *shape) of these numbers; those beyond the end are zeros."""
+        """Return the rows (len(index), *shape) at these indices; rows beyond the end are zeros."""
         out = torch.zeros(len(index), *self._shape, dtype=self._dtype)
         order = np.argsort(index)  # so that a mapped file is read from front to back
         cuts = np.searchsorted(index[order], self._starts)
@@ -88,21 +88,21 @@ class Rows:
 
 
 def load(path: Path) -> Any:
-    """Return what torch.save wrote, on the CPU: tensors and plain values only, so nothing in the file is ever run.
+    """Return what torch.save wrote, on the CPU: only tensors and plain values, so nothing in the file is executed.
 
     Raises:
-        ValueError: it is cut short, is of another kind, or holds more.
+        ValueError: the file is truncated, of another kind, or contains other objects.
     """
     with path.open("rb") as file:
         is_zip = file.read(4) == b"PK\x03\x04"
     try:
         if is_zip:
             with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()  # torch.load does not look at the checksums
+                damaged = archive.testzip()  # torch.load does not check the checksums
         else:
             damaged = None  # torch's format before 1.6 has none
         value = load_plain(path, mmap=is_zip)
-    except Exception as error:  # damage ends in many ways: BadZipFile, struct.error, KeyError, RuntimeError, UnpicklingError
+    except Exception as error:  # damage raises many kinds: BadZipFile, struct.error, KeyError, RuntimeError, UnpicklingError
         if "GLOBAL " in str(error) or "TorchScript" in str(error):
             reason = "holds more than tensors and plain values, which could run code; refused"
         elif is_zip and isinstance(error, zipfile.BadZipFile):
@@ -116,10 +116,10 @@ def load(path: Path) -> Any:
 
 
 def read_arcface_checkpoint(folder: Path, era: str | None) -> ArcfaceCheckpoint:
-    """Return what a folder holds; with `era`, only files of that kind are looked at.
+    """Return the contents of a folder; with `era`, only files of that kind are read.
 
     Raises:
-        ValueError: there is nothing, there are several kinds, a rank is missing, or a file is not what its name says.
+        ValueError: there are no such files, or several kinds, a rank is missing, or a file does not match its name.
     """
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     chosen = _choose_era(folder, names, era)
@@ -176,7 +176,7 @@ def _read_full(first: Path, heads: list[Path], names: list[str], notes: list[str
 
 
 def _head_moments(saved: Any, weight: Tensor, path: Path) -> tuple[dict[str, Tensor], int, str]:
-    """Return the moments of the class centres in a saved optimizer, AdamW's steps, and why there are none, if so."""
+    """Return the moments of the class centres in a saved optimizer, AdamW's steps, and a reason if there are no moments."""
     try:
         entry = dict(saved["state"].get(saved["param_groups"][-1]["params"][-1], {}))
         updates = int(entry.get("step", 0))
@@ -186,7 +186,7 @@ def _head_moments(saved: Any, weight: Tensor, path: Path) -> tuple[dict[str, Ten
         if all(_is_plain(entry.get(name)) for name in kind):
             if any(entry[name].shape != weight.shape for name in kind):
                 shape = tuple(entry[next(iter(kind))].shape)
-                return {}, 0, f"{path.name}: moments {shape} are of the sampled class centres alone; all start at zero"
+                return {}, 0, f"{path.name}: moments {shape} are those of the sampled class centres only; all start at zero"
             return {ours: entry[name] for name, ours in kind.items()}, updates, ""
     return {}, 0, f"{path.name} has no moments of its class centres; they start at zero"
 
@@ -212,10 +212,10 @@ def _weight(value: Any, path: Path) -> Tensor:
 
 
 def check_split(source: ArcfaceCheckpoint, embedding_size: int) -> int:
-    """Return the number of classes of all shards, after checking that they are those of one run.
+    """Return the number of classes of all shards, after checking that they belong to one run.
 
     Raises:
-        ValueError: naming the file that does not belong.
+        ValueError: naming the file that does not belong to the run.
     """
     lengths = [len(shard.weight) for shard in source.shards]
     total, usual = sum(lengths), sorted(lengths)[len(lengths) // 2] if lengths else 0
@@ -238,7 +238,7 @@ def check_split(source: ArcfaceCheckpoint, embedding_size: int) -> int:
 
 
 def missing_ranks(source: ArcfaceCheckpoint, num_classes: int) -> str:
-    """Return the name of the first file that is missing if the shards are the first of more ranks, else ""."""
+    """Return the name of the first missing file if the shards are the first ones of more ranks, else ""."""
     lengths = [len(shard.weight) for shard in source.shards]
     for world_size in range(len(lengths) + 1, num_classes // max(lengths, default=num_classes) + 2):
         ranges = [shard_range(num_classes, rank, world_size) for rank in range(len(lengths))]
@@ -282,7 +282,7 @@ def _heads(folder: Path, names: list[str], era: str) -> list[Path]:
 
 
 def _backbone_file(folder: Path, names: list[str], era: str) -> tuple[Path, list[str]]:
-    """Return the file with the backbone and notes; of several epochs the last."""
+    """Return the file with the backbone, the last one of several epochs, and notes."""
     for pattern in _BACKBONES[era]:
         found = [(int(match[1]) if match.lastindex else 0, name) for name in names if (match := re.fullmatch(pattern, name))]
         if found:

@@ -1,7 +1,7 @@
-"""Reading the configuration files of arcface_torch, which are Python programs, without running them.
+"""Reads the configuration files of arcface_torch, which are Python programs, without running them.
 
-What they may hold: config = edict(), its import, and config.KEY = VALUE, where VALUE is made of literals, arithmetic and
-keys that were given before (config.num_epoch // 10). Whatever else stands there is an error that names the line.
+They may contain config = edict(), its import, and config.KEY = VALUE, where VALUE consists of literals, arithmetic and earlier
+keys (config.num_epoch // 10). Anything else is an error that names the line.
 """
 
 if __name__ == "__main__":
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from utils.files import MAX_SMALL_TEXT, read_text
 
-# configs/base.py at its last version; keys of logging services and of workers, which have no counterpart here, are left out
+# the last version of configs/base.py, without the keys of logging services and workers, which have no counterpart here
 DEFAULTS: dict[str, Any] = {
     "margin_list": (1.0, 0.5, 0.0),
     "network": "r50",
     "resume": False,
     "save_all_states": False,
-    "output": None,  # there "ms1mv3_arcface_r50", for every run that does not say; here the name of the file
+    "output": None,  # there "ms1mv3_arcface_r50" by default; here the name of the file
     "embedding_size": 512,
     "sample_rate": 1,
     "interclass_filtering_threshold": 0,
@@ -36,7 +36,7 @@ DEFAULTS: dict[str, Any] = {
     "gradient_acc": 1,
     "seed": 2048,
 }
-_LARGEST = 1e30  # of any number, so that no file can make us compute for ever
+_LARGEST = 1e30  # bound of every number, so that no file can cause endless computations
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -58,15 +58,15 @@ class Given(NamedTuple):
 
 
 def default_values() -> dict[str, Given]:
-    """Return what holds where a file says nothing."""
+    """Return the default of each key."""
     return {key: Given(value, "the defaults of arcface_torch", explicit=False) for key, value in DEFAULTS.items()}
 
 
 def read_config(path: Path, before: dict[str, Given]) -> dict[str, Given]:
-    """Return the keys of a file over those `before`, which it may refer to.
+    """Return the keys of a file merged over those in `before`, which it may refer to.
 
     Raises:
-        ValueError: it is no Python, or does more than set keys.
+        ValueError: the file is not Python, or does more than set keys.
     """
     try:
         text = read_text(path, MAX_SMALL_TEXT, "utf-8")
@@ -74,12 +74,12 @@ def read_config(path: Path, before: dict[str, Given]) -> dict[str, Given]:
     except SyntaxError as error:
         raise ValueError(f"{path}:{error.lineno or 1}: is not Python: {error.msg}") from None
     except (UnicodeDecodeError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{path}: is no Python text ({type(error).__name__})") from None
+        raise ValueError(f"{path}: is not Python text ({type(error).__name__})") from None
     found = dict(before)
     for node in tree.body:
         place = f"{path}:{node.lineno}"
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            continue  # a text that stands alone, often old settings put aside
+            continue  # a bare string, often old settings that were commented out
         if (isinstance(node, ast.ImportFrom) and node.module == "easydict") or _is_new_config(node):
             continue
         key = _key(node)
@@ -126,7 +126,7 @@ def _value(node: ast.expr, known: dict[str, Given]) -> Any:
     key = _key(node)
     if key is not None:
         if key not in known:
-            raise ValueError(f"config.{key} is used before it is given")
+            raise ValueError(f"config.{key} is used before it is set")
         return known[key].value
     raise ValueError(f"{_excerpt(node)} is neither a literal nor arithmetic on literals; write its value")
 
@@ -134,7 +134,7 @@ def _value(node: ast.expr, known: dict[str, Given]) -> Any:
 def _number(node: ast.expr, known: dict[str, Given]) -> Any:
     value = _value(node, known)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{_excerpt(node)} is no number, so there is no arithmetic on it; write the value")
+        raise ValueError(f"{_excerpt(node)} is not a number, so arithmetic on it is impossible; write the value")
     return value
 
 
@@ -145,7 +145,7 @@ def _bounded(value: Any) -> Any:
 
 
 def _excerpt(node: ast.AST) -> str:
-    """Return one line of what stands there; strings, which may be keys of a service, are not shown."""
+    """Return one line of the source; strings, which may be secret keys of a service, are not shown."""
     for part in ast.walk(node):
         if isinstance(part, ast.Constant) and isinstance(part.value, (str, bytes)):
             part.value = "..."

@@ -1,11 +1,11 @@
-"""Give a checkpoint to arcface_torch: its files in OUT, in the layout of any of its years.
+"""Export a checkpoint to arcface_torch: writes its files to OUT, in the layout of any of its years.
 
 checkpoint_gpu   model.pt, checkpoint_gpu_{r}.pt with all moments, for resume=True; 2022-05 and later
 softmax_fc_gpu   model.pt, softmax_fc_gpu_{r}.pt; early 2022
 backbone.pth     backbone.pth, rank_{r}_softmax_weight.pt and ..._mom.pt; 2021
 
-Class centres are in the order of the labels and as long as they are; --ranks must be the number of processes there.
-The schedule is not stored: arcface_torch's own configuration decides, from the step on.
+Class centres are in the order of the labels and keep their norms; --ranks must be the number of processes there.
+The schedule is not stored: from this step on, arcface_torch's own configuration determines it.
 
 Example: python -m scripts.arcface_torch.export_checkpoint work_dirs/demo_cpu exported --ranks 8
 """
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and convert; return the exit status."""
     parser = make_parser("python -m scripts.arcface_torch.export_checkpoint", __doc__)
     parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or run folder for its newest")
-    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("out", type=Path, help="folder to create")
     parser.add_argument("--ranks", type=int_in_range(1, 99999), default=8, help="processes of arcface_torch (default 8)")
     parser.add_argument("--era", choices=tuple(HEADS), default="checkpoint_gpu", help="layout (default checkpoint_gpu)")
     options = parser.parse_args(arguments)
@@ -49,16 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Read, write into a hidden folder, rename it, and say what was done."""
+    """Read, write into a hidden folder, rename it, and report."""
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
-        raise ValueError(f"{options.out}: is there already; choose another folder, nothing is overwritten")
+        raise ValueError(f"{options.out}: exists already; choose another folder, nothing is overwritten")
     checkpoint = find_checkpoint(options.checkpoint)
     unfinished = options.out.absolute().with_name(f".{options.out.absolute().name}.unfinished")
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     try:
         unfinished.mkdir()
     except FileExistsError:
-        raise ValueError(f"{unfinished}: another program writes there, or was killed; then delete that folder") from None
+        raise ValueError(f"{unfinished}: another program is writing there. If it was killed, delete that folder") from None
     try:
         notes = write_files(checkpoint, unfinished, options.era, options.ranks)
         os.rename(unfinished, options.out)
@@ -73,7 +73,7 @@ def convert(options: argparse.Namespace) -> None:
 
 
 def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
-    """Write all files of an era; return what a user should know."""
+    """Write all files of an era; return notes for the user."""
     manifest = read_manifest(checkpoint)
     step = int(manifest["step"])
     classes, seed = class_order(checkpoint)
@@ -89,7 +89,7 @@ def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
     frozen = _names(checkpoint, config, "backbone", "freeze")
     freeze(model, frozen)
     if era == "checkpoint_gpu" and (frozen or len(optimizer["param_groups"]) > 1):
-        notes.append("backbone.freeze and optimizer.rules have no counterpart there: all parts train, with the same rate")
+        notes.append("backbone.freeze and optimizer.rules have no counterpart there: all modules train at the same rate")
     initial_lr = config.get("optimizer", {}).get("lr")
     if initial_lr is not None and (type(initial_lr) not in (int, float) or not 0 <= initial_lr < 1e30):
         raise ValueError(f"checkpoint {checkpoint}: optimizer.lr of its configuration must be a rate, got {initial_lr!r:.80}")
@@ -97,7 +97,7 @@ def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
         notes.append("backbone and class centres have different optimizers here; moments of the centres are left out")
     epoch = epochs_done(manifest["run_signature"], step)
     if era == "checkpoint_gpu" and epoch is None:
-        notes.append("the checkpoint does not tell how long an epoch is; epoch is 0, so arcface_torch runs all of them again")
+        notes.append("the checkpoint does not say how long an epoch is; epoch is 0, so arcface_torch runs all epochs again")
     write_object(out / ("backbone.pth" if era == "backbone.pth" else "model.pt"), backbone)
     uneven = False
     for rank in progress(range(ranks), ranks, "class centres", "rank"):
@@ -122,12 +122,12 @@ def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
                 "state_dict_backbone": backbone,
                 "state_dict_softmax_fc": {"weight": weight},
                 "state_optimizer": their_optimizer(model, trainer, moments, int(updates.max()), initial_lr),
-                # only where it stands; how long and how steep it is, its own configuration says
+                # only the position; length and shape come from its own configuration
                 "state_lr_scheduler": {"last_epoch": step, "_step_count": step + 1, "_last_lr": [lr, lr]},
             }
             write_object(out / name, full)
     if uneven:
-        notes.append("the centres have seen different numbers of updates; arcface_torch has one for all, the largest is stored")
+        notes.append("the centres have different numbers of updates; arcface_torch has one for all, so the largest is stored")
     return notes
 
 
@@ -142,7 +142,7 @@ def _names(checkpoint: Path, config: dict[str, Any], section: str, key: str) -> 
 
 
 def epochs_done(run_signature: dict[str, Any], step: int) -> int | None:
-    """Return the finished epochs after so many steps, None if the length of one is not known."""
+    """Return the number of finished epochs after `step` steps, None if the length of an epoch is unknown."""
     try:
         return step // max(1, int(run_signature["num_images"]) // int(run_signature["batch_size"]))
     except KeyError:
@@ -150,7 +150,7 @@ def epochs_done(run_signature: dict[str, Any], step: int) -> int | None:
 
 
 class SavedRows:
-    """The class centres and moments of a checkpoint by slot, memory-mapped, whatever format they are in."""
+    """The class centres and moments of a checkpoint by slot, memory-mapped, in any format."""
 
     def __init__(self, checkpoint: Path, num_classes: int) -> None:
         files = shards_of(checkpoint, num_classes)
@@ -165,7 +165,9 @@ class SavedRows:
             shapes = {key: tuple(value.shape) for key, value in shard.items()}
             like = {key: tuple(value.shape) for key, value in shards[0].items()} if shards else shapes
             if "centres" not in shapes or any(shape[:1] != (length,) for shape in shapes.values()):
-                raise ValueError(f"checkpoint {checkpoint}: {name} must hold {length} rows of centres, and of all else in it")
+                raise ValueError(
+                    f"checkpoint {checkpoint}: {name} must hold {length} rows of centres and of every other tensor"
+                )
             if {key: shape[1:] for key, shape in shapes.items()} != {key: shape[1:] for key, shape in like.items()}:
                 raise ValueError(f"checkpoint {checkpoint}: {name} holds other tensors than {files[0][1]}")
             shards.append(shard)

@@ -1,8 +1,8 @@
-"""Go on from a checkpoint of arcface_torch: its backbone, class centres and moments as a checkpoint of this project.
+"""Import a checkpoint of arcface_torch: writes its backbone, class centres and moments as a checkpoint of this project.
 
 SOURCE is the output folder of an arcface_torch run, of any year: backbone.pth with rank_{r}_softmax_weight.pt, model.pt with
-softmax_fc_gpu_{r}.pt, or checkpoint_gpu_{r}.pt; see docs/migration.md. Nothing in these files is ever run.
-The class centres are written block by block, so memory holds no second copy of them.
+softmax_fc_gpu_{r}.pt, or checkpoint_gpu_{r}.pt; see docs/migration.md. Nothing in these files is executed.
+The class centres are written block by block, without a second copy in memory.
 
 Example: python -m scripts.arcface_torch.import_checkpoint arcface_torch/work_dirs/ms1mv3_r50 work_dirs/mine --num-classes 93431
 """
@@ -58,16 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("python -m scripts.arcface_torch.import_checkpoint", __doc__)
     parser.add_argument("source", type=Path, help="folder with the files of arcface_torch")
     parser.add_argument("run", type=Path, help="run folder to write into, work_dirs/NAME for run.name=NAME")
-    parser.add_argument("--era", choices=tuple(HEADS), help="which files, where the folder holds several kinds")
+    parser.add_argument("--era", choices=tuple(HEADS), help="kind of files, if the folder has several kinds")
     parser.add_argument(
-        "--num-classes", type=int_in_range(1), metavar="N", help="of the training set (default: what the files hold)"
+        "--num-classes", type=int_in_range(1), metavar="N", help="classes of the training set (default: those of the files)"
     )
+    parser.add_argument("--fill", choices=("random",), help="start classes without a centre, the last ones, as in a new run")
+    parser.add_argument("--seed", type=int_in_range(0), default=2048, help="run.seed of the run that continues (default 2048)")
     parser.add_argument(
-        "--fill", choices=("random",), help="let classes without a centre, the last ones, start as in a new run"
-    )
-    parser.add_argument("--seed", type=int_in_range(0), default=2048, help="run.seed of the run that goes on (default 2048)")
-    parser.add_argument(
-        "--step", type=int_in_range(0, LAST_STEP), help="optimizer steps done (default: what the files tell, else 0)"
+        "--step", type=int_in_range(0, LAST_STEP), help="finished optimizer steps (default: from the files, else 0)"
     )
     parser.add_argument(
         "--ranks", type=int_in_range(1, 99999), default=1, help="files for the class centres (default 1; any number reads)"
@@ -77,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Read, check, write, and say what comes next."""
+    """Read, check, write, and print the next command."""
     source = read_arcface_checkpoint(options.source, options.era)
     network = recognise(source.backbone, source.backbone_path)
     found = check_split(source, network.embedding_size)
@@ -94,9 +92,9 @@ def convert(options: argparse.Namespace) -> None:
         print(f"note: classes {found} to {num_classes - 1} have no centre; theirs start as in a new run")
     if options.step is None:
         print(
-            f"note: step {step}; arcface_torch counts micro-batches, so with gradient_acc above 1 divide and give --step"
+            f"note: step {step}; arcface_torch counts micro-batches, so with gradient_acc above 1 divide it and give --step"
             if source.step
-            else "note: these files do not tell the step; 0 begins the schedule anew, --step N goes on in it"
+            else "note: these files do not contain the step; 0 starts the schedule from the beginning, --step N continues it"
         )
     centres = Centres(source, num_classes, network.embedding_size, options.seed, kind == "adamw")
     trainer = {"optimizer": optimizer.state_dict(), "scaler": LossScaler(enabled=True).state_dict(), "margin": {}}
@@ -112,12 +110,12 @@ def convert(options: argparse.Namespace) -> None:
     print(f"wrote {final}: {num_classes} classes, step {step}, seed {options.seed}")
     newer = [path for path in list_checkpoints(options.run) if step_of(path) > step]
     if newer:
-        print(f"note: {options.run} has {newer[-1].name} too, which training would take before this one")
+        print(f"note: {options.run} also has {newer[-1].name}, which training would resume from instead of this one")
     print(f"next: {command(options.run, network, num_classes, options.seed, kind)}")
 
 
 def check_counts(source: ArcfaceCheckpoint, found: int, num_classes: int, options: argparse.Namespace) -> None:
-    """Raise ValueError unless there is a centre for every class, or --fill says what to do about the others."""
+    """Raise ValueError unless there is a centre for every class, or --fill handles the others."""
     if found > num_classes:
         raise ValueError(f"{options.source}: holds {found} class centres, more than --num-classes {num_classes}; correct that")
     if options.fill:
@@ -126,7 +124,7 @@ def check_counts(source: ArcfaceCheckpoint, found: int, num_classes: int, option
         return
     if not source.shards:
         raise ValueError(
-            f"{options.source / HEAD_NAMES[source.era].format(0)}: is missing, and so are all class centres; copy them, or add "
+            f"{options.source / HEAD_NAMES[source.era].format(0)}: is missing, like all class centres; copy them, or add "
             "--num-classes N --fill random to start with new ones"
         )
     if found < num_classes:
@@ -134,15 +132,15 @@ def check_counts(source: ArcfaceCheckpoint, found: int, num_classes: int, option
         reason = f"{gone} is missing" if gone else "the files are of another training set"
         raise ValueError(
             f"{options.source}: holds {found} class centres, --num-classes is {num_classes}: {reason}. "
-            "--fill random lets the others start as in a new run"
+            "--fill random starts the others as in a new run"
         )
 
 
 class Centres:
-    """What is saved for each class, by slot.
+    """The saved state of each class, by slot.
 
     Args:
-        adamw: also a second moment and the number of updates of each row.
+        adamw: also has a second moment and the number of updates of each row.
     """
 
     def __init__(self, source: ArcfaceCheckpoint, num_classes: int, dim: int, seed: int, adamw: bool) -> None:
@@ -161,7 +159,7 @@ class Centres:
 
     @property
     def num_tensors(self) -> int:
-        """Centres, and the moments that the files have."""
+        """The number of tensors: the centres, and the moments in the files."""
         return 1 + len(self._others)
 
     def planned(self, start: int, stop: int, advance: Callable[[int], object]) -> dict[str, Planned]:
@@ -195,7 +193,7 @@ class Centres:
         return rows
 
     def _mean_length(self) -> float:
-        """Return the mean norm of the centres that are there, 0 if none is."""
+        """Return the mean norm of the existing centres, 0 if there are none."""
         total = 0.0
         for low in range(0, self.found, _ROWS_AT_ONCE):
             rows = self._weight.take(np.arange(low, min(low + _ROWS_AT_ONCE, self.found)))
@@ -204,7 +202,7 @@ class Centres:
 
 
 def _finite_rows(rows: Rows, name: str, classes_of: Callable[[int, int], np.ndarray], low: int, high: int) -> Tensor:
-    """Return the rows of the classes in the slots [low, high), after checking that they are numbers."""
+    """Return the rows of the classes in the slots [low, high), after checking that they are finite."""
     classes = classes_of(low, high)
     values = rows.take(classes)
     bad = (~values.isfinite()).reshape(len(values), -1).any(dim=1)
@@ -215,16 +213,16 @@ def _finite_rows(rows: Rows, name: str, classes_of: Callable[[int, int], np.ndar
 
 
 def write(run: Path, network: RecognisedBackbone, centres: Centres, trainer: dict[str, Any], facts: dict[str, Any]) -> Path:
-    """Write the checkpoint; return its folder, which has that name only when it is complete."""
+    """Write the checkpoint; return its folder, which gets its name only when it is complete."""
     final = checkpoint_path(run, facts["step"])
     if final.exists():
-        raise ValueError(f"{final}: is there already and is never overwritten; choose another run folder, or --step")
+        raise ValueError(f"{final}: exists already and is never overwritten; choose another run folder, or --step")
     folder = partial_path(final)
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir()
     except FileExistsError:
-        raise ValueError(f"{folder}: another program writes there, or was killed; then delete that folder") from None
+        raise ValueError(f"{folder}: another program is writing there. If it was killed, delete that folder") from None
     ranks, files = facts["world_size"], {}
     try:
         with progress([], centres.num_classes * centres.num_tensors, "class centres", "row") as bar:
@@ -244,7 +242,7 @@ def write(run: Path, network: RecognisedBackbone, centres: Centres, trainer: dic
 
 
 def command(run: Path, network: RecognisedBackbone, num_classes: int, seed: int, kind: str) -> str:
-    """Return the command that goes on from the new checkpoint; CONFIG stands for the run's configuration."""
+    """Return the command that continues from the new checkpoint; CONFIG stands for the run's configuration."""
     settings = {
         "run.output": (str(run.parent), "work_dirs"),
         "run.name": (run.name, ""),

@@ -1,6 +1,6 @@
-"""Turn a configuration of arcface_torch, configs/NAME.py, into one of this project, with comments where the meaning differs.
+"""Convert a configuration of arcface_torch, configs/NAME.py, to one of this project, with comments where the meaning differs.
 
-The file is read, never run. What has no counterpart here stands in the result as a comment, and on stderr.
+The file is read, never executed. Keys without a counterpart here are listed in a comment of the result, and on stderr.
 
 The file has lines config.KEY = VALUE, with literals, arithmetic and earlier keys.
 
@@ -27,7 +27,7 @@ from utils.program import run_main
 
 from .config_file import Given, default_values, read_config
 
-# key there: why nothing here comes of it
+# key there: why it has no counterpart here
 _DROPPED = {
     "resume": "resuming needs no key: the same command goes on",
     "save_all_states": "every checkpoint here has all states",
@@ -35,7 +35,7 @@ _DROPPED = {
     "dali_aug": "no DALI; the section augment has augmentations",
     "num_workers": "threads decode here: data.threads",
     "dataset": "names a set; data.path does",
-    "decay_epoch": "no steps in the learning rate; schedule.power",
+    "decay_epoch": "the learning rate has no steps; schedule.power",
 }
 # key here: key there that its value was made of, for those that configs/ may refuse
 _MADE_OF = {
@@ -69,10 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="configuration of arcface_torch, a .py file")
     parser.add_argument("--base", type=Path, help="its configs/base.py (default: the keys of the last published one)")
     parser.add_argument(
-        "--gpus", type=int_in_range(1), required=True, metavar="N", help="processes it was run with, on all machines"
+        "--gpus",
+        type=int_in_range(1),
+        required=True,
+        metavar="N",
+        help="number of processes of the original run, on all machines",
     )
-    parser.add_argument("--power", type=float, default=2.0, help="of the schedule (default 2, of the published runs)")
-    parser.add_argument("--out", type=Path, help="YAML file to write (default: the screen)")
+    parser.add_argument("--power", type=float, default=2.0, help="power of the schedule (default 2, as in the published runs)")
+    parser.add_argument("--out", type=Path, help="YAML file to write (default: print it)")
     options = parser.parse_args(arguments)
     return run_main(lambda: convert(options))
 
@@ -98,7 +102,7 @@ def convert(options: argparse.Namespace) -> None:
     if options.out is None:
         print(text, end="")
     else:
-        with options.out.open("x", encoding="utf-8") as file:  # never over what is there
+        with options.out.open("x", encoding="utf-8") as file:  # never overwrite an existing file
             file.write(text)
         print(f"{options.out}: written; start with {translation.command(str(options.out))}")
     for line in lost:
@@ -112,10 +116,10 @@ def _place_of(said: str, given: dict[str, Given]) -> str:
 
 
 class Translation:
-    """The keys of one run, there and here.
+    """Translates the keys of one run.
 
     Raises:
-        ValueError: naming the line, for what has no counterpart without which the run would be another one.
+        ValueError: naming the line, if a key that changes the run has no counterpart.
     """
 
     def __init__(self, given: dict[str, Given], gpus: int, power: float) -> None:
@@ -128,11 +132,11 @@ class Translation:
         self._training(power)
 
     def _get(self, key: str, kinds: tuple[type, ...], what: str) -> Any:
-        """Return the value of a key that must be there, of one of these types."""
+        """Return the value of a required key, of one of these types."""
         self._used.add(key)
         entry = self._given.get(key)
         if entry is None:
-            raise ValueError(f"config.{key} is given nowhere; it must be {what}")
+            raise ValueError(f"config.{key} is not set; it must be {what}")
         if not isinstance(entry.value, kinds) or (isinstance(entry.value, bool) and bool not in kinds):
             raise ValueError(f"{entry.place}: config.{key} must be {what}, got {entry.value!a}")
         return entry.value
@@ -247,7 +251,7 @@ class Translation:
                 self._put("run.output", str(PurePosixPath(output).parent))
 
     def lost(self) -> list[str]:
-        """Return a line about each key that was given and has no counterpart."""
+        """Return a line about each key that was set and has no counterpart."""
         lines = []
         for key, entry in self._given.items():
             if key in self._used or not entry.explicit:
@@ -277,7 +281,7 @@ class Translation:
 
 
 def _yaml(value: Any) -> str:
-    """Return a value as YAML; a string in quotes wherever YAML could read something else than text."""
+    """Return a value as YAML, with a string in quotes if YAML could read it as something other than text."""
     if isinstance(value, list):
         return f"[{', '.join(_yaml(item) for item in value)}]"
     if isinstance(value, bool):

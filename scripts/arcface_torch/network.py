@@ -1,7 +1,7 @@
-"""Networks and optimizers of arcface_torch in terms of this project: which backbone a state dict is, and whose moment is whose.
+"""Recognises backbones of arcface_torch by their state dict, and maps the moments of its optimizers to this project's and back.
 
-Its optimizer numbers all parameters of the backbone, the frozen features.weight included, and then the class centres; this
-project's has the trainable parameters of the backbone alone, in the order of the network but for the rules of optimizer.rules.
+Its optimizer numbers all parameters of the backbone, including the frozen features.weight, and then the class centres. The
+optimizer here has only the trainable parameters of the backbone, in the order of the network except for optimizer.rules.
 """
 
 if __name__ == "__main__":
@@ -24,7 +24,7 @@ _FULL_WIDTH = 512  # channels of the last convolution at width 1, of every backb
 
 
 class RecognisedBackbone(NamedTuple):
-    """A backbone and what build_backbone made it of."""
+    """A backbone and its arguments for build_backbone."""
 
     name: str
     embedding_size: int
@@ -36,7 +36,7 @@ def recognise(state: dict[str, Tensor], path: Path) -> RecognisedBackbone:
     """Return the network with this state, loaded with strict=True.
 
     Raises:
-        ValueError: it is none of ours.
+        ValueError: it is none of this project's networks.
     """
     for name in list_backbones():
         with torch.device("meta"):
@@ -58,26 +58,26 @@ def recognise(state: dict[str, Tensor], path: Path) -> RecognisedBackbone:
                 raise ValueError(f"{path}: {key} is not finite; that training had diverged. Take an earlier checkpoint")
         return RecognisedBackbone(name, embedding_size, width, model)
     raise ValueError(
-        f"{path}: its {len(state)} entries are those of none of {', '.join(list_backbones())}; "
+        f"{path}: its {len(state)} entries match none of {', '.join(list_backbones())}; "
         "other networks (vit_*, r2060, mbf_large, ...) have no counterpart here"
     )
 
 
 def kind_of(saved: Mapping[str, Any]) -> str:
-    """Return sgd or adamw, whichever a saved optimizer is by its settings."""
+    """Return sgd or adamw, the kind of a saved optimizer by its settings."""
     return "adamw" if "betas" in saved["param_groups"][0] else "sgd"
 
 
 def our_optimizer(
     network: RecognisedBackbone, saved: dict[str, Any] | None, names: Iterable[str], path: Path
 ) -> tuple[torch.optim.Optimizer, str]:
-    """Return the backbone's optimizer with the moments of arcface_torch's saved one, and a line about what was found.
+    """Return the backbone's optimizer with the moments of arcface_torch's saved one, and a line about them.
 
     Args:
-        names: of the saved network's state, in its order, which is that of its parameters.
+        names: of the saved network's state, in the order of its parameters.
 
     Raises:
-        ValueError: the saved one is of another network, or is none.
+        ValueError: the saved optimizer belongs to another network, or is not an optimizer.
     """
     if saved is None:
         optimizer = build_optimizer(network.model, "sgd", lr=0.1, momentum=0.9, weight_decay=5e-4)
@@ -123,7 +123,7 @@ def their_optimizer(
         model: what trained in it requires a gradient, as in the run that saved.
         trainer: what trainer.pt of ours holds.
         centres: moments of the class centres of one rank by our names, (n, D) each.
-        updates: of the class centres, for AdamW.
+        updates: number of updates of the class centres, for AdamW.
     """
     saved = trainer["optimizer"]
     kind, order = kind_of(saved), [number for group in saved["param_groups"] for number in group["params"]]
@@ -149,10 +149,10 @@ def their_optimizer(
 def whole_lr(saved: dict[str, Any]) -> float:
     """Return the learning rate of a saved optimizer of ours, without the factors of optimizer.rules."""
     pairs = [(float(group["lr"]), float(group.get("lr_factor", 1.0))) for group in saved["param_groups"]]
-    lr, factor = min(pairs, key=lambda pair: abs(pair[1] - 1.0))  # one without a factor, where there is one
+    lr, factor = min(pairs, key=lambda pair: abs(pair[1] - 1.0))  # a group without a factor, if there is one
     return lr / factor if factor else 0.0
 
 
 def own(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy: torch.save would write all that a view is a part of."""
+    """Return a contiguous copy, because torch.save would write the whole storage of a view."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -1,1 +1,1 @@
-"""What things cost, as ratios against plain baselines, and what fits."""
+"""Measures time and memory as ratios against plain baselines, and what fits."""

@@ -1,4 +1,4 @@
-"""What each augmentation costs in a decoder thread, and in kornia where it is installed: the part "augment"."""
+"""Measures the cost of each augmentation in a decoder thread, and in kornia if it is installed: the part "augment"."""
 
 if __name__ == "__main__":
     raise SystemExit("error: scripts/benchmark/augmentation.py is no program; python -m scripts lists them")

@@ -1,10 +1,10 @@
-"""Tell how many identities fit, and estimate how long a step takes at the least.
+"""Compute how many identities fit, and a lower bound of the step time.
 
-Prints, for each head.storage, the most identities from the memory model (partial_fc/memory.py, and a forward pass that notes
-what the backbone keeps). Step times are estimates from arithmetic and memory traffic at peak rates, a lower bound: the rates of
---card, from its data sheet; those of --tflops and --bandwidth; or those measured on this device, where it is a GPU or --device
-says so. Without any of these there are no step times. --find measures how many identities fit: it trains one full step per
-candidate number of identities on this device, each in a process of its own, until it knows the largest to about 2 %.
+Prints the largest number of identities for each head.storage, from the memory model (partial_fc/memory.py, and a forward pass
+that records what the backbone keeps). Step times are estimates from arithmetic and memory traffic at peak rates, a lower bound.
+The rates are those of --card, from its data sheet; those of --tflops and --bandwidth; or those measured on this device, if it
+is a GPU or --device names it. Without any of these there are no step times. --find measures how many identities fit: it trains
+one step per candidate number of identities on this device, each in a separate process, until the largest is known to about 2 %.
 
 Examples:
   python -m scripts.benchmark.capacity --gpus 8 --card v100 --precision fp16 --backbone r50 --batch 128
@@ -47,31 +47,33 @@ from .device_rates import CARDS, Rates, head_dtype, rates_of
 from .head import peak_bytes
 
 _GIB = 2**30
-# what libraries take for themselves: oneDNN and MKL; CUDA context, cuDNN, NCCL, fragmentation
+# memory of libraries: oneDNN and MKL; CUDA context, cuDNN, NCCL, fragmentation
 _RESERVE = {"cpu": 64 * 2**20, "cuda": _GIB}
-# said in place of step times
-_NO_RATES = "no step times: the GPU in mind is not known, and there is none here; --card, or --tflops and --bandwidth, tell it"
+# printed instead of step times
+_NO_RATES = "no step times: no GPU is named, and there is none here; name it with --card, or give --tflops and --bandwidth"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compute or find; return the exit status."""
     parser = make_parser("python -m scripts.benchmark.capacity", __doc__)
     parser.add_argument("--gpus", type=int, default=1, help="processes that share the classes (default 1)")
-    parser.add_argument("--card", choices=tuple(CARDS), help="GPU in mind, for its memory and peak rates")
+    parser.add_argument("--card", choices=tuple(CARDS), help="target GPU, for its memory and peak rates")
     parser.add_argument("--memory", type=float, help="GiB of each process (default: that of --card)")
     parser.add_argument("--backbone", default="r50", choices=[*list_backbones(), "none"], help="none: the head alone")
     parser.add_argument("--width", type=float, default=1.0, help="factor on the backbone's channels")
     parser.add_argument("--embedding-size", type=int, default=512, help="D, numbers per face")
     parser.add_argument("--batch", type=int, default=128, help="images per process and step (default 128)")
-    parser.add_argument("--storage", nargs="+", choices=tuple(FORMATS), default=list(FORMATS), help="head.storage, each a line")
+    parser.add_argument(
+        "--storage", nargs="+", choices=tuple(FORMATS), default=list(FORMATS), help="head.storage, one line for each"
+    )
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="of backbone and class centres")
     parser.add_argument("--sample-rate", type=float, default=1.0, help="head.sample_rate")
     parser.add_argument("--precision", choices=tuple(AUTOCAST), default="bf16", help="of backbone and head (default bf16)")
     parser.add_argument("--cache-mb", type=int, default=128, help="head.cache_mb")
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="of this machine, to measure and --find"
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of this machine, to measure and --find"
     )
-    parser.add_argument("--tflops", type=float, help="rate of matrix products of the device in mind, TFLOP/s; with --bandwidth")
+    parser.add_argument("--tflops", type=float, help="rate of matrix products of the target device, TFLOP/s; with --bandwidth")
     parser.add_argument("--bandwidth", type=float, help="rate of its memory, GB/s; with --tflops")
     parser.add_argument("--find", action="store_true", help="verify on this device by bisection")
     parser.add_argument("--quick", action="store_true", help="with --find: to about 10 %% instead of 2 %%")
@@ -91,7 +93,7 @@ def capacity(options: argparse.Namespace) -> None:
             raise ValueError("--memory is needed: GiB of each process; or --card, whose memory is known")
         options.memory = card.memory
     if card is not None and not card.bf16 and options.precision == "bf16":
-        raise ValueError(f"--card {options.card} has no bf16, which --precision is by default; give --precision fp16")
+        raise ValueError(f"--card {options.card} has no bf16, the default of --precision; give --precision fp16")
     for name in ("gpus", "memory", "batch", "embedding_size"):
         if getattr(options, name) <= 0:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {getattr(options, name)}")
@@ -130,16 +132,14 @@ def capacity(options: argparse.Namespace) -> None:
         rows.append(row)
         print(line, flush=True)
     if not any(row["identities"] for row in rows):
-        print(
-            f"nothing fits: what is not class centres takes {others / _GIB:.2f} GiB; lower --batch, or take a smaller backbone"
-        )
+        print(f"nothing fits: all else takes {others / _GIB:.2f} GiB; lower --batch, or use a smaller backbone")
     if options.json:
         facts = {"backbone_bytes": memory.total(options.batch), "rates": rates._asdict() if rates else None}
         options.json.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
 
 
 def _for_gpu(options: argparse.Namespace, device: torch.device) -> bool:
-    """Whether a GPU is in mind: always, unless this CPU is to be measured."""
+    """Return whether the target is a GPU: always, unless this CPU is to be measured."""
     return device.type == "cuda" or bool(options.card) or not (options.device == "cpu" or options.find)
 
 
@@ -179,21 +179,23 @@ def _step_ms(
     flops: int,
     rates: Rates,
 ) -> tuple[float, float]:
-    """Return lower bounds of head and backbone: their arithmetic, and their memory traffic, one after the other."""
+    """Return lower bounds of the times of head and backbone: the sum of their arithmetic and memory traffic."""
     active = max(1, round(options.sample_rate * local))
     size = head.config.matmul_dtype.itemsize
     cached = min(1.0, head.config.cache_mb * 2**20 / (active * head.rows * size))
     products = (6 * cached + 8 * (1 - cached)) * head.rows * active * head.dim
-    traffic = active * (2.5 * head.bytes_per_class + 2 * cached * head.rows * size)  # states: read twice, the centres thrice
+    traffic = active * (
+        2.5 * head.bytes_per_class + 2 * cached * head.rows * size
+    )  # optimizer state is read twice, the centres three times
     head_seconds = products / (rates.head_tflops * 1e12) + traffic / (rates.bandwidth * 1e9)
     body_seconds = options.batch * (flops / (rates.backbone_tflops * 1e12) + 4 * memory.per_image / (rates.bandwidth * 1e9))
     return 1e3 * head_seconds, 1e3 * body_seconds
 
 
 def _find(options: argparse.Namespace, storage: str, guess: int, device: torch.device) -> int:
-    """Return the most identities of one process that train a step within the memory, by bisection around the model's guess."""
+    """Return the largest number of identities with which one process trains a step within the memory, by bisection."""
     low, high = 0, max(64, 2 * guess)
-    probes = [max(32, guess), int(0.97 * guess), int(1.03 * guess)]  # the model should be near: look close to it first
+    probes = [max(32, guess), int(0.97 * guess), int(1.03 * guess)]  # the model should be close, so try near it first
     while high - low > max(16, (0.1 if options.quick else 0.02) * high):
         probe = probes.pop(0) if probes else (low + high) // 2
         if not low < probe < high:
@@ -211,7 +213,7 @@ def _fits(options: argparse.Namespace, storage: str, local: int, device: torch.d
         command = [sys.executable, "-m", "scripts.benchmark.capacity", *_arguments(options), "--worker", json.dumps(case)]
         process = subprocess.run(command, env=os.environ, capture_output=True, text=True)
         if process.returncode == 0 and result.is_file():
-            # on the CPU the growth of the process counts, which the libraries' own memory is part of
+            # on the CPU the growth of the process is measured, which includes the memory of libraries
             reserve = _RESERVE["cuda"] if device.type == "cuda" else 0
             return int(result.read_text()) + reserve <= options.memory * _GIB
         if "out of memory" in process.stderr.lower() or "can't allocate" in process.stderr or process.returncode < 0:
@@ -225,7 +227,7 @@ def _arguments(options: argparse.Namespace) -> list[str]:
 
 
 def _worker(options: argparse.Namespace, case: dict[str, Any]) -> None:
-    """Train one step of backbone and head in this process, as one rank of many would; write the growth of its memory."""
+    """Train one step of backbone and head in this process, like one rank of many; write the growth of its memory."""
     device = torch.device(case["device"])
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * _GIB / torch.cuda.mem_get_info()[1]))
@@ -234,7 +236,9 @@ def _worker(options: argparse.Namespace, case: dict[str, Any]) -> None:
     torch.mm(torch.ones(64, 64, device=device), torch.ones(64, 64, device=device))
     before = peak_bytes(device)
     head = PartialFC(margin, case["local"], dim, config=_head_config(options, case["storage"]), device=device)
-    for tensor in head.centre_store.tensors.values():  # on the CPU untouched zeros take no memory; in training all are touched
+    for (
+        tensor
+    ) in head.centre_store.tensors.values():  # on the CPU untouched zeros take no memory, but training touches all of them
         tensor[:] = tensor[:]
     embeddings = torch.randn(rows, dim, device=device).requires_grad_()
     labels = torch.randint(case["local"], (1, rows))

@@ -1,8 +1,8 @@
-"""What checkpoints cost: python -m scripts.benchmark.checkpoint
+"""Measure the cost of checkpoints: python -m scripts.benchmark.checkpoint
 
-save        seconds that training waits for a save, against torch.save of the same state in its place, as tutorials do it, with
-            and without waiting for the disk; and how fast arithmetic runs while a save is written beside it
-bandwidth   bytes per second of a save from its begin to the complete checkpoint, against writing the same bytes bare
+save        seconds that training waits for a save, against torch.save of the same state as in tutorials, with and without
+            waiting for the disk; and the speed of arithmetic while a save is written in the background
+bandwidth   bytes per second from the start of a save to the complete checkpoint, against plainly writing the same bytes
 resharding  memory and time of one of three processes that resumes what two have saved, against reading all shards and cutting;
             and of scripts.checkpoint reshard
 
@@ -54,10 +54,12 @@ _DIM = 512
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
     parser = make_parser("python -m scripts.benchmark.checkpoint", __doc__)
-    parser.add_argument("--classes", type=int, default=200_000, help="of this process, 512 numbers each (default 200000)")
+    parser.add_argument(
+        "--classes", type=int, default=200_000, help="classes of this process, 512 numbers each (default 200000)"
+    )
     parser.add_argument("--backbone", default="r50", help="(default r50)")
     parser.add_argument("--rounds", type=int, default=3, help="the median counts (default 3)")
-    parser.add_argument("--folder", type=Path, help="where to write, on the disk in question (default: the temporary folder)")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: the temporary folder)")
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")
     parser.add_argument("--json", type=Path, help="write all figures there")
     options = parser.parse_args(arguments)
@@ -159,7 +161,7 @@ def _bare_write(size: int, path: Path) -> None:
 
 
 def _timed(act: Callable[[], object]) -> float:
-    os.sync()  # what was written before must not count
+    os.sync()  # earlier writes must not count
     begun = time.perf_counter()
     act()
     return time.perf_counter() - begun
@@ -171,7 +173,7 @@ def _after(seconds: float) -> Callable[[], bool]:
 
 
 def _products_per_second(until: Callable[[], bool]) -> float:
-    """Return how many matrix products a second this process manages until told to stop."""
+    """Return the matrix products per second of this process until `until` returns true."""
     matrix, count, begun = torch.randn(512, 512), 0, time.perf_counter()
     while not until():
         torch.mm(matrix, matrix)
@@ -180,7 +182,7 @@ def _products_per_second(until: Callable[[], bool]) -> float:
 
 
 def measure_resharding(options: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Compare ways to get the second third of what two ranks have saved, each in a process of its own."""
+    """Compare ways to read the second third of what two ranks have saved, each in a separate process."""
     classes = options.classes
     final = checkpoint_path(folder / "two", 1)
     final.mkdir(parents=True)
@@ -221,7 +223,7 @@ def _measure_one(process: int, name: str, saved: str, classes: int, queue: Any) 
 
 
 def _reshard_by_slices(saved: str, classes: int) -> list[Tensor]:
-    """As a training resumes: its own rows only, in blocks, into the memory where they stay."""
+    """Read only the process's own rows, in blocks, into their final memory, like a resumed run."""
     from partial_fc.centre_store import CentreStore
     from partial_fc.kernels.plain import PlainKernels
     from partial_fc.workspace import Workspace
@@ -234,7 +236,7 @@ def _reshard_by_slices(saved: str, classes: int) -> list[Tensor]:
 
 
 def _reshard_whole(saved: str, classes: int) -> list[Tensor]:
-    """As a program does that knows whole files only."""
+    """Read whole files, like a program without partial reads."""
     start, stop = shard_range(classes, 1, 3)
     shards = [load_file(path) for path in sorted(Path(saved).glob("softmax_*"))]
     return [torch.cat([shard[name] for shard in shards])[start:stop].clone() for name in ("centres", "momentum")]
@@ -242,7 +244,7 @@ def _reshard_whole(saved: str, classes: int) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _anonymous_memory() -> Iterator[list[float]]:
-    """Yield a list whose one number becomes the most memory (bytes) taken meanwhile; mapped files, which need none, aside."""
+    """Yield a list whose one number becomes the peak growth of memory (bytes) in the block, without mapped files."""
 
     def now() -> float:
         with open("/proc/self/status") as status:

@@ -1,12 +1,13 @@
-"""Time and weigh the data pipeline against plain ways: python -m scripts.benchmark.data [--json FILE] [--plot FILE]
+"""Measure time and memory of the data pipeline against plain ones: python -m scripts.benchmark.data [--json FILE] [--plot FILE]
 
-index     a set of 42 million records opened: a dict of the parsed lines (mxnet's way) against ours, each in its own process
+index     opening a set of 42 million records: a dict of the parsed lines (mxnet's way) against ours, each in its own process
 decode    a bare loop over JPEGs in memory; the loader with one and two threads; a DataLoader with two worker processes that
-          returns float tensors (arcface_torch's way); Pillow and other decoders. Drawn faces, 112 x 112, as the demo has them
-training  steps of a small network, on one batch again and again, and with the loader at work beside them
+          returns float tensors (arcface_torch's way); Pillow and other decoders. Synthetic faces, 112 x 112, as in the demo
+training  steps of a small network on one repeated batch, and with the loader running at the same time
 memory    resident memory over an epoch of a million records
 
-Rounds of the rivals alternate and medians count, because the machine may be shared. ratio = plain / ours unless it says else.
+The rounds of the variants alternate and medians are reported, because the machine may be shared. ratio = plain / ours unless
+stated otherwise.
 
 Example: python -m scripts.benchmark.data --quick --parts decode
 """
@@ -56,11 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
     parser = make_parser("python -m scripts.benchmark.data", __doc__)
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="default: all")
-    parser.add_argument("--records", type=int, default=42_000_000, help="of the index (default 42 million)")
+    parser.add_argument("--records", type=int, default=42_000_000, help="records of the index (default 42 million)")
     parser.add_argument("--images", type=int, default=4096, help="drawn faces to decode (default 4096)")
     parser.add_argument("--epoch", type=int, default=1_000_000, help="records of the epoch of `memory` (default a million)")
-    parser.add_argument("--rounds", type=int, default=5, help="of each rival; the median counts")
-    parser.add_argument("--folder", type=Path, help="where the sets are made and removed again; 3 GB (default: temporary)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each variant; the median is reported")
+    parser.add_argument("--folder", type=Path, help="folder for the sets, 3 GB, removed at the end (default: temporary)")
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")
     parser.add_argument("--json", type=Path, help="write all figures there")
     options = parser.parse_args(arguments)
@@ -92,7 +93,7 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def measure_index(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Open a set of many records in each way, each in a process of its own."""
+    """Open a set of many records in each way, each in a separate process."""
     make_large_set(folder / "large", options.records)
     cases = {
         "dict": "dict of the parsed lines",
@@ -120,7 +121,7 @@ def measure_index(options: argparse.Namespace, folder: Path) -> list[dict[str, A
 
 
 def make_large_set(folder: Path, num_records: int) -> None:
-    """Write records of 40 bytes (a header and 8 bytes in place of an image), 20 to a class, in headerless form."""
+    """Write records of 40 bytes (a header and 8 bytes instead of an image), 20 per class, in headerless form."""
     folder.mkdir()
     kinds = [
         ("magic", "<u4"),
@@ -143,7 +144,7 @@ def make_large_set(folder: Path, num_records: int) -> None:
 
 
 def _own_share(place: tuple[str, str]) -> float:
-    """Return the memory in MiB that a process answers for after it read all of a cached index."""
+    """Return the memory in MiB attributed to a process after it has read all of a cached index."""
     dataset = RecordDataset(*place)
     total = int(dataset.labels().sum()) + int(np.asarray(dataset._offsets).sum())
     time.sleep(3.0 if total else 0.0)  # until all four have read it
@@ -233,7 +234,7 @@ def _loader_rate(dataset: RecordDataset, threads: int, count: int) -> float:
 
 
 def _plain_rate(rec_path: Path, batch: int) -> float:
-    """Return images per second of the DataLoader, counted from its first batch: starting processes is not held against it."""
+    """Return images per second of the DataLoader from its first batch on, so that starting the processes does not count."""
     loader = iter(plain_loader(rec_path, batch, 2))
     next(loader)
     begun, count = time.perf_counter(), 0
@@ -246,7 +247,7 @@ def _plain_rate(rec_path: Path, batch: int) -> float:
 
 
 def measure_training(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Compare steps of a network on a batch that lies ready with steps that the loader feeds; one core for each."""
+    """Compare steps of a network on a fixed batch with steps fed by the loader; one core for each."""
     if not (folder / "faces").exists():
         make_faces(folder / "faces", options.images)
     torch.set_num_threads(1)
@@ -268,7 +269,7 @@ def measure_training(options: argparse.Namespace, folder: Path) -> dict[str, Any
         alone.append(time.perf_counter() - begun)
         loader = Loader(dataset, order.samples, 0, steps, 1, 4, _CPU)
         batches = iter(loader)
-        first = next(batches)  # the first batch has nothing to hide behind
+        first = next(batches)  # the first batch cannot overlap with a step
         begun = time.perf_counter()
         step(first.images, first.mirrored)
         for item in batches:

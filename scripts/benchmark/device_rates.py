@@ -1,6 +1,6 @@
-"""Rates of devices, from which capacity estimates step times: given, from a card's data sheet, or measured here.
+"""Device rates for the step times of capacity: given, from a card's data sheet, or measured here.
 
-The table has what the makers' data sheets say. None of it was measured, and nothing here has run on these cards.
+The table comes from the manufacturers' data sheets. None of it was measured, and nothing here has run on these cards.
 """
 
 if __name__ == "__main__":
@@ -16,11 +16,11 @@ import torch
 class Card(NamedTuple):
     """Peak rates without sparsity, and memory."""
 
-    name: str  # which one, where several carry the name
+    name: str  # the exact variant, if several share the name
     half_tflops: float  # TFLOP/s of bf16 or fp16 products with fp32 sums, on tensor cores
     fp32_tflops: float  # TFLOP/s of fp32 products, without TF32
     bandwidth: float  # of the memory, GB/s
-    memory: float  # GiB, rounded down from the data sheet's, for the driver keeps some
+    memory: float  # GiB, rounded down from the data sheet's, because the driver reserves some
     bf16: bool = True  # whether it has bf16 at all
 
 
@@ -41,21 +41,21 @@ CARDS = {
 
 
 def head_dtype(options: argparse.Namespace) -> torch.dtype:
-    """Return the dtype of the head's products: bf16 where --precision is, fp32 otherwise."""
+    """Return the dtype of the head's products: bf16 if --precision is bf16, fp32 otherwise."""
     return torch.bfloat16 if options.precision == "bf16" else torch.float32
 
 
 class Rates(NamedTuple):
-    """What the step times are computed from."""
+    """The rates from which step times are computed."""
 
     head_tflops: float  # TFLOP/s of matrix products in the head's dtype
-    backbone_tflops: float  # and in the backbone's
+    backbone_tflops: float  # in the backbone's dtype
     bandwidth: float  # GB/s
-    words: str  # where they come from
+    words: str  # their source, for the output
 
 
 def rates_of(options: argparse.Namespace, device: torch.device) -> Rates | None:
-    """Return the rates that are given, those of the card, or those measured here; None where nothing is known of the device."""
+    """Return the given rates, those of the card, or those measured here; None if the device is unknown."""
     for name, other in (("tflops", "bandwidth"), ("bandwidth", "tflops")):
         value = getattr(options, name)
         if value is not None and (getattr(options, other) is None or value <= 0):

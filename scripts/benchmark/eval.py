@@ -1,8 +1,8 @@
-"""What one evaluation costs: python -m scripts.benchmark.eval
+"""Measure the cost of one evaluation: python -m scripts.benchmark.eval
 
 numbers     milliseconds from embeddings to all numbers of a set of 6,000 pairs, against loops over folds and thresholds
-embedding   seconds to score one set with two processes, against rank 0 alone with batches of ten while the other waits; both
-            also as a share of the training interval between two evaluations
+embedding   seconds to score one set with two processes, against rank 0 alone with batches of ten while the other waits; also
+            as a share of the training interval between two evaluations
 
 Example: python -m scripts.benchmark.eval --quick
 """
@@ -40,8 +40,8 @@ from .data import make_faces
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
     parser = make_parser("python -m scripts.benchmark.eval", __doc__)
-    parser.add_argument("--pairs", type=int, default=1500, help="of the set that is embedded (default 1500)")
-    parser.add_argument("--processes", type=int, default=2, help="that share the images (default 2)")
+    parser.add_argument("--pairs", type=int, default=1500, help="pairs of the set that is embedded (default 1500)")
+    parser.add_argument("--processes", type=int, default=2, help="processes that share the images (default 2)")
     parser.add_argument("--interval", type=int, default=2000, help="optimizer steps between evaluations (default 2000)")
     parser.add_argument("--batch-size", type=int, default=128, help="images of an optimizer step (default 128)")
     parser.add_argument("--rounds", type=int, default=3, help="the median counts (default 3)")
@@ -119,7 +119,9 @@ def make_set(folder: Path, pairs: int) -> None:
     faces = [bytes(dataset.sample(index)[0]) for index in range(dataset.num_images)]
     distinct = max(2, round(0.64 * 2 * pairs))
     order = np.random.default_rng(0).permutation(2 * pairs) % distinct
-    images = [faces[index % len(faces)] + index.to_bytes(4, "little") for index in range(distinct)]  # the bytes tell them apart
+    images = [
+        faces[index % len(faces)] + index.to_bytes(4, "little") for index in range(distinct)
+    ]  # the appended bytes make them distinct
     write_bin(folder / "set.bin", [images[index] for index in order.tolist()], [bool(pair % 2) for pair in range(pairs)])
 
 

@@ -1,9 +1,9 @@
-"""Time and weigh the head against plain heads: python -m scripts.benchmark.head [--json FILE] [--plot FOLDER]
+"""Measure time and memory of the head against plain heads: python -m scripts.benchmark.head [--json FILE] [--plot FOLDER]
 
-Every line of the table is a process of its own (one per rank): some steps to warm up, the median of several, and the growth of
-its peak memory. ratio = plain / ours: how many times as fast, how many times as lean. At sample rate 1 the plain head is the
-tutorials' dense one, below 1 it is Partial FC as arcface_torch does it: baselines/heads.py. "target-only" is a dense head that
-computes the margin for the targets alone, the best that plain code does.
+Every line of the table is a separate process (one per rank): some warm-up steps, the median of several steps, and the growth of
+its peak memory. ratio = plain / ours, in time and in memory. At sample rate 1 the plain head is the dense one of tutorials,
+below 1 it is Partial FC as in arcface_torch: baselines/heads.py. "target-only" is a dense head that computes the margin only
+for the targets, the best plain version.
 
 Examples:
   python -m scripts.benchmark.head --quick
@@ -42,7 +42,11 @@ from .baselines.heads import PlainHead
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _OURS = (("exact", "fp32"), ("exact", "bf16"), ("lean", "bf16"), ("tiny", "bf16"))
 _DIM = 512
-_PLAIN_BYTES = {"tutorial": 29_000, "target-only": 16_000, "sampled": 9_500}  # per class; what does not fit is not started
+_PLAIN_BYTES = {
+    "tutorial": 29_000,
+    "target-only": 16_000,
+    "sampled": 9_500,
+}  # per class; a case that does not fit is not started
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=0, help="classes at once, 0 = what suits the device")
     parser.add_argument("--cache-mb", type=int, default=128, help="MiB for cached exponentials")
     parser.add_argument("--world-size", type=int, default=1, help="gloo or NCCL processes on this machine")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA where there is one")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps; the median counts")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps; the median is reported")
     parser.add_argument("--no-plain", action="store_true", help="leave the plain heads out")
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")
     parser.add_argument("--json", type=Path, help="write all figures there")
@@ -77,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Run every case, print the table, write what was asked for."""
+    """Run every case, print the table, write the requested files."""
     if options.quick:
         options.classes, options.batch, options.steps = options.classes or [20_000], min(options.batch, 128), 3
         options.sample_rate = options.sample_rate or [1.0, 0.1]
@@ -169,7 +173,7 @@ def work(case: dict[str, Any]) -> None:
     else:
         embeddings = torch.randn(case["batch"] // ranks, _DIM, device=device)
         labels = torch.randint(case["classes"], (len(embeddings),), device=device)
-        torch.mm(embeddings, embeddings.t())  # the library's own memory is nobody's growth
+        torch.mm(embeddings, embeddings.t())  # so that the library's memory is allocated before the measurement
         before = peak_bytes(device)
         step = (
             _plain_step(case, rank, embeddings, labels) if case["head"] != "ours" else _our_step(case, rank, embeddings, labels)
@@ -229,7 +233,7 @@ def _our_step(case: dict[str, Any], rank: int, embeddings: torch.Tensor, labels:
 
 
 def _bare_products(case: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the rates of the step's three products with nothing around them, into given buffers, and of a copy."""
+    """Return the rates of the step's three products alone, into given buffers, and of a copy."""
     dtype, batch, classes = _DTYPES[case["matmul"]], case["batch"], case["classes"]
     x, w = torch.randn(batch, _DIM, device=device).to(dtype), torch.randn(classes, _DIM, device=device).to(dtype)
     e = torch.empty(classes, batch, device=device, dtype=dtype)
@@ -279,7 +283,7 @@ def _time_draws(num_classes: int) -> dict[str, float]:
 def peak_bytes(device: torch.device) -> float:
     """Return the peak memory of this process so far, in bytes."""
     status = Path("/proc/self/status")
-    if device.type == "cpu" and status.is_file():  # getrusage would count what the parent had when it started this process
+    if device.type == "cpu" and status.is_file():  # getrusage would include the parent's memory at the fork
         return 1024.0 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
     return peak_memory_gib(device) * 2**30
 
@@ -290,7 +294,7 @@ def _synchronise(device: torch.device) -> None:
 
 
 def _memory_bytes(device: str, ranks: int) -> float:
-    """Return what may be used for one case: all of the GPUs, or most of what the machine has free."""
+    """Return the memory for one case: all of the GPUs' free memory, or most of the machine's."""
     if device == "cuda":
         return float(torch.cuda.mem_get_info()[0]) * min(ranks, torch.cuda.device_count())
     lines = Path("/proc/meminfo").read_text().splitlines()

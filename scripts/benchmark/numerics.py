@@ -1,11 +1,11 @@
-"""Compare formats and samplings of the head on a task of known difficulty.
+"""Compare storage formats and sampling schemes of the head on a task of known difficulty.
 
 python -m scripts.benchmark.numerics [--json FILE]
 
-Embeddings are noisy draws around fixed unit vectors, one per class, in families of four that are hard to tell apart; only
-class centres train, with ArcFace and SGD. What counts is the margin softmax loss over all classes on embeddings that were not
-trained on, and the mean cosine to the nearest wrong centre. There is no backbone: this ranks numerical formats and sampling
-schemes by how well they optimise, it says nothing about the accuracy of face recognition.
+Embeddings are noisy draws around fixed unit vectors, one per class, in families of four that are hard to tell apart. Only the
+class centres train, with ArcFace and SGD. The results are the margin softmax loss over all classes on held-out embeddings,
+and the mean cosine to the nearest wrong centre. There is no backbone: this ranks numerical formats and sampling schemes by how
+well they optimise. It says nothing about the accuracy of face recognition.
 
 Example: python -m scripts.benchmark.numerics --quick
 """
@@ -33,7 +33,7 @@ from utils.program import run_main
 _BATCH, _DIM, _LR = 512, 256, 0.02
 _NEAREST = "bf16, round to nearest"
 
-# name -> arguments of HeadConfig; the nearest-rounding variant is made here, since the head has no such format
+# name -> arguments of HeadConfig; the nearest-rounding variant is defined here, since the head has no such format
 CASES: dict[str, dict[str, Any]] = {
     "exact": {},
     "lean": {"storage": "lean"},
@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Task(NamedTuple):
-    """Where embeddings come from."""
+    """The source of the embeddings."""
 
     means: Tensor  # (C, D), unit
 
@@ -102,9 +102,9 @@ def compare(options: argparse.Namespace) -> None:
 def make_task(num_classes: int) -> Task:
     """Return class means in families of four whose members have a cosine of about 0.36."""
     generator = torch.Generator().manual_seed(1)
-    own = F.normalize(torch.randn(num_classes, _DIM, generator=generator))
-    family = own[torch.arange(num_classes) // 4 * 4]
-    means = F.normalize(0.6 * family + 0.8 * own)
+    directions = F.normalize(torch.randn(num_classes, _DIM, generator=generator))
+    family = directions[torch.arange(num_classes) // 4 * 4]
+    means = F.normalize(0.6 * family + 0.8 * directions)
     return Task(means[torch.randperm(num_classes, generator=generator)])
 
 
@@ -127,15 +127,15 @@ def train(
 
 
 def score(head: PartialFC, embeddings: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return the margin softmax loss over all classes, the mean cosine to the own centre and to the nearest wrong one."""
+    """Return the margin softmax loss over all classes, the mean cosine to the target centre and to the nearest wrong one."""
     centres = F.normalize(head.shard_state()["centres"].float())[torch.from_numpy(head.shard_classes()).argsort()]
     cosine = embeddings @ centres.t()
-    own = cosine.gather(1, labels[:, None])
+    target_cosine = cosine.gather(1, labels[:, None])
     wrong = cosine.scatter(1, labels[:, None], -1.0).amax(dim=1)
-    target = head.margin.target(own.squeeze(1), torch.ones(len(own)))
+    target = head.margin.target(target_cosine.squeeze(1), torch.ones(len(target_cosine)))
     logits = (head.margin.scale * cosine).scatter(1, labels[:, None], target[:, None])
     loss = F.cross_entropy(logits, labels)
-    return {"loss": float(loss), "positive_cosine": float(own.mean()), "hardest_negative": float(wrong.mean())}
+    return {"loss": float(loss), "positive_cosine": float(target_cosine.mean()), "hardest_negative": float(wrong.mean())}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Open a set in one of several ways and print seconds and MiB: one line of scripts.benchmark.data, in a process of its own.
+"""Open a set in one of several ways and print seconds and MiB: one line of scripts.benchmark.data, in a separate process.
 
 python -m scripts.benchmark.open_set dict|index|first|cached SET CACHE
 
@@ -27,7 +27,7 @@ from .baselines.data import index_as_dict
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, open, and print; return the exit status."""
     parser = make_parser("python -m scripts.benchmark.open_set", __doc__)
-    parser.add_argument("way", choices=("dict", "index", "first", "cached"), help="what opens it")
+    parser.add_argument("way", choices=("dict", "index", "first", "cached"), help="way to open the set")
     parser.add_argument("set", type=Path, help="folder with train.rec and train.idx")
     parser.add_argument("cache", type=Path, help="folder for the parsed index")
     options = parser.parse_args(arguments)
@@ -44,7 +44,7 @@ def measure(way: str, folder: Path, cache: Path) -> None:
         "cached": lambda: RecordDataset(folder, cache),
     }
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here, not from that of the imports
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak, so that imports do not count
     before, begun = _peak_mib(), time.perf_counter()
     opened = ways[way]()
     seconds = time.perf_counter() - begun

@@ -1,4 +1,4 @@
-"""Draw what the benchmark of the head measured: python -m scripts.benchmark.plot_head FILE.json FOLDER
+"""Draw the results of the head's benchmark: python -m scripts.benchmark.plot_head FILE.json FOLDER
 
 head_time.png    step time over the number of identities, plain and ours
 head_memory.png  memory per process over the number of identities
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and draw; return the exit status."""
     parser = make_parser("python -m scripts.benchmark.plot_head", __doc__)
     parser.add_argument("file", type=Path, help="written by python -m scripts.benchmark.head --json FILE")
-    parser.add_argument("folder", type=Path, help="where the pictures go")
+    parser.add_argument("folder", type=Path, help="folder for the pictures")
     options = parser.parse_args(arguments)
     return run_main(lambda: _plot_file(options.file, options.folder))
 
@@ -68,7 +68,7 @@ def plot(rows: list[dict[str, Any]], bare: dict[str, Any], folder: Path) -> None
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """Return what a row is called in tables and pictures."""
+    """Return the name of a row in tables and pictures."""
     return f"ours {row['storage']} {row['matmul']}" if row["head"] == "ours" else f"plain, {row['head']}"
 
 
@@ -114,11 +114,11 @@ class _Traffic(TorchDispatchMode):
 
 
 def _traffic(row: dict[str, Any]) -> float:
-    """Return the bytes that a step moves for each active class: counted for plain heads, by the state's format for ours."""
+    """Return the bytes that a step moves per active class: counted for plain heads, from the storage format for ours."""
     if row["head"] != "ours":
         head = PlainHead(row["head"], _COUNTED, _DIM, 0, 1, row["sample_rate"], torch.device("cpu"))
         embeddings, labels = torch.randn(row["batch"], _DIM), torch.randint(_COUNTED, (row["batch"],))
-        head.step(embeddings, labels)  # makes the optimizer's state
+        head.step(embeddings, labels)  # creates the optimizer's state
         with _Traffic() as counter:
             head.step(embeddings, labels)
         return counter.bytes / (_COUNTED * row["sample_rate"])

@@ -1,1 +1,1 @@
-"""The drawn faces of the demo."""
+"""Draws the faces of the demo."""

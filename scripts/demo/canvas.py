@@ -1,4 +1,4 @@
-"""The canvas of the demo faces: flat polygons in colour, and a layer of soft shadows that multiplies them."""
+"""The canvas of the demo faces: flat coloured polygons, and a layer of soft shadows that multiplies them."""
 
 if __name__ == "__main__":
     raise SystemExit("error: scripts/demo/canvas.py is no program; python -m scripts lists them")
@@ -10,7 +10,7 @@ from .identity import Colour
 from .skull import SIZE
 
 _SHIFT = 3  # OpenCV takes points in units of 1 / 2**_SHIFT pixels
-_NEUTRAL = 128  # of the soft layer: this value is a factor of 1
+_NEUTRAL = 128  # this value of the soft layer is a factor of 1
 
 
 class Canvas:
@@ -60,6 +60,6 @@ def _fixed(points: np.ndarray, scale: float) -> np.ndarray:
 
 
 def _bgr_free(colour: Colour) -> tuple[float, float, float]:
-    """Return the channels in their own order; OpenCV takes three numbers and does not ask which they are."""
+    """Return the channels in RGB order, because OpenCV takes three numbers in any order."""
     red, green, blue = colour.tolist()
     return min(red, 255.0), min(green, 255.0), min(blue, 255.0)

@@ -1,7 +1,7 @@
 """Cartoon portraits for the demo data set: draw_face(identity, shot, rng) -> (112, 112, 3) uint8 RGB.
 
-The picture is drawn flat at twice its size, from back to front, and reduced, which smooths all edges. Three layers then
-make it look round: soft shadows, a lamp on the solid head, and the faults of a camera.
+The picture is drawn flat at twice its size, from back to front, and then reduced, which smooths all edges. Three layers make
+it look natural: soft shadows, a lamp on the solid head, and the defects of a camera.
 Shapes: n = points; canvas = SIZE x SIZE pixels, soft = half of it.
 """
 
@@ -23,7 +23,7 @@ _SPAN = np.linspace(-1, 1, 15)
 
 
 def draw_face(identity: Identity, shot: Shot, rng: np.random.Generator) -> np.ndarray:
-    """Return a (112, 112, 3) uint8 RGB portrait; rng decides what no Shot names (background, clothes, noise)."""
+    """Return a (112, 112, 3) uint8 RGB portrait; rng draws everything that is not in the Shot (background, clothes, noise)."""
     canvas, head = Canvas(), Head(identity, shot)
     hair_colour = mix(identity.hair, np.array([196.0, 196.0, 200.0]), identity.greying * shot.age)
     _draw_background(canvas, rng)
@@ -65,7 +65,7 @@ def _draw_background(canvas: Canvas, rng: np.random.Generator) -> None:
 
 
 def _muted(colour: Colour) -> Colour:
-    """Return the colour nearer to its grey."""
+    """Return the colour, shifted towards its grey."""
     return mix(colour, np.full(3, colour.mean()), 0.45)
 
 
@@ -293,7 +293,7 @@ def _draw_occluder(canvas: Canvas, rng: np.random.Generator) -> None:
 
 
 def _photograph(canvas: Canvas, head: Head, p: Identity, shot: Shot, rng: np.random.Generator) -> np.ndarray:
-    """Return the finished picture: reduced, shaded, lit, and taken with a camera that has its faults."""
+    """Return the finished picture: reduced, shaded, lit, and with the defects of a camera."""
     image = canvas.reduced()
     image *= _lamp(head, p, shot) * (shot.exposure * shot.cast).astype(np.float32)
     grey = cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)

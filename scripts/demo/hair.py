@@ -1,4 +1,4 @@
-"""Hair, beards and hats of the demo faces: what grows from the solid head and hangs beside it."""
+"""Draws hair, beards and hats of the demo faces."""
 
 if __name__ == "__main__":
     raise SystemExit("error: scripts/demo/hair.py is no program; python -m scripts lists them")

@@ -1,7 +1,7 @@
-"""Who is drawn and how the picture is taken: the random numbers behind the demo faces.
+"""The random parameters of the demo faces: of the person, and of the picture.
 
-An Identity is what all pictures of one person share; a Shot is what differs from picture to picture. Both are functions
-of (seed, number), so that any picture can be drawn by itself, in any process.
+An Identity has what all pictures of one person share; a Shot has what differs between pictures. Both are functions of
+(seed, number), so that any picture can be drawn alone, in any process.
 Units: a head reaches from y = -1 (crown) to about y = 1 (chin), x to the viewer's right, z towards the viewer; angles in
 radians, colours RGB in [0, 255], age from 0 (young adult) to 1 (old).
 """
@@ -36,7 +36,7 @@ _BEARD_STYLE_ODDS = (0.56, 0.1, 0.11, 0.1, 0.13)
 
 @dataclass(frozen=True)
 class Identity:
-    """What stays the same. Lengths in head units, see the module; `*_y` are heights on the face."""
+    """The parameters of a person. Lengths are in head units, see the module; `*_y` are heights on the face."""
 
     skin: Colour
     hair: Colour
@@ -86,7 +86,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Shot:
-    """What differs from picture to picture."""
+    """The parameters of a picture."""
 
     yaw: float  # above 0 the face looks to the viewer's right
     pitch: float
@@ -106,7 +106,7 @@ class Shot:
     saturation: float
     blur: float
     noise: float
-    resolution: int  # pixels a side that the "camera" has
+    resolution: int  # of the simulated camera, pixels per side
     quality: int  # of the JPEG
     glasses: str  # none, clear, dark
     hat: bool
@@ -173,7 +173,7 @@ def sample_identity(seed: int, number: int) -> Identity:
 
 
 def sample_shot(rng: np.random.Generator, yaw: float, age: float) -> Shot:
-    """Return a picture's random circumstances for a given pose and age."""
+    """Return the random parameters of a picture for a given pose and age."""
     u, normal = rng.uniform, rng.normal
     light = np.array([normal(0, 0.6), normal(-0.35, 0.35), 1.0])
     light /= np.linalg.norm(light)
@@ -206,7 +206,7 @@ def sample_shot(rng: np.random.Generator, yaw: float, age: float) -> Shot:
 
 
 def sample_yaw(rng: np.random.Generator) -> float:
-    """Return the yaw of a picture taken anywhere: mostly near the front, now and then up to the profile."""
+    """Return the random yaw of an unconstrained picture: mostly near frontal, sometimes up to profile."""
     return float(np.clip(rng.normal(0, 0.3), -1, 1)) if rng.random() < 0.5 else float(rng.uniform(-1.15, 1.15))
 
 

@@ -1,10 +1,10 @@
-"""Draw the demo dataset: faces of nobody, in the formats that real sets have.
+"""Draw the demo dataset: synthetic faces, in the formats of real sets.
 
 python -m scripts.demo.make_data --out datasets/demo
 
 Identity fixes a face's geometry, skin, hair and marks; each picture varies pose, light, expression, age, blur, occlusion and
-background (identity.py, faces.py). The folder then holds train.rec, train.idx and property in InsightFace's header
-form, and three verification sets of identities that are not in the training set, 10 folds with disjoint identities each:
+background (identity.py, faces.py). The folder then has train.rec, train.idx and property in InsightFace's header form, and
+three verification sets of identities that are not in the training set, each with 10 folds of disjoint identities:
 demo_wild (everything varies, as in LFW), demo_profile (frontal against profile, as in CFP-FP) and demo_aged (young against
 old, as in AgeDB-30). Every picture is a function of (seed, identity, number), so the same arguments give the same bytes.
 
@@ -38,10 +38,10 @@ from .identity import sample_identity, sample_shot, sample_yaw
 
 SETS = ("demo_wild", "demo_profile", "demo_aged")
 IDENTITIES_PER_FOLD = 10
-IMAGES_PER_IDENTITY = 6  # of a verification set; where two kinds are compared, even numbers are of one, odd of the other
+IMAGES_PER_IDENTITY = 6  # in a verification set; if it compares two kinds, even numbers are of one kind, odd of the other
 PAIRS_PER_FOLD = 80  # half genuine, half impostor
 PROFILE_YAW = (0.7, 1.0)  # radians: 40 to 57 degrees
-FIRST_VERIFICATION_IDENTITY = 1_000_000  # training identities lie below, so no one is in both
+FIRST_VERIFICATION_IDENTITY = 1_000_000  # training identities have smaller numbers, so no identity is in both
 
 
 class DrawnPicture(NamedTuple):
@@ -56,12 +56,15 @@ class DrawnPicture(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and draw; return the exit status."""
     parser = make_parser("python -m scripts.demo.make_data", __doc__)
-    parser.add_argument("--out", type=Path, default=Path("datasets/demo"), help="folder to make (default datasets/demo)")
+    parser.add_argument("--out", type=Path, default=Path("datasets/demo"), help="folder to create (default datasets/demo)")
     parser.add_argument("--identities", type=int, default=500, help="people in the training set (default 500)")
     parser.add_argument("--images-per-identity", type=int, default=24, help="pictures of each of them (default 24)")
     parser.add_argument("--seed", type=int, default=1, help="another seed is another population (default 1)")
     parser.add_argument(
-        "--processes", type=int, default=0, help="that draw; 0 = one for each core (default); no byte depends on it"
+        "--processes",
+        type=int,
+        default=0,
+        help="processes that draw; 0 = one per core (default); the result does not depend on it",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a dataset that was made with other arguments")
     options = parser.parse_args(arguments)
@@ -69,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make(options: argparse.Namespace) -> None:
-    """Write the dataset, unless the folder holds it already."""
+    """Write the dataset, unless the folder has it already."""
     if options.identities < 2 or options.identities > FIRST_VERIFICATION_IDENTITY or options.images_per_identity < 1:
         raise ValueError(
             f"--identities must be from 2 to {FIRST_VERIFICATION_IDENTITY} and --images-per-identity at least 1, got "
@@ -89,11 +92,11 @@ def make(options: argparse.Namespace) -> None:
         made = receipt.read_text() if receipt.is_file() else "another program"
         raise ValueError(f"{out} holds a dataset made with {' '.join(made.split())}; add --overwrite, or choose another --out")
     out.mkdir(parents=True, exist_ok=True)
-    begun.write_text(json.dumps(wanted))  # what an interrupted run leaves is ours, and may be drawn again
+    begun.write_text(json.dumps(wanted))  # marks the files of an interrupted run as ours, which may be overwritten
     receipt.unlink(missing_ok=True)
     num_train = options.identities * options.images_per_identity
     num_set = FOLDS * IDENTITIES_PER_FOLD * IMAGES_PER_IDENTITY
-    quiet = 0.1 if sys.stderr.isatty() else 5.0  # seconds between two states of the bar, which are lines in a file
+    quiet = 0.1 if sys.stderr.isatty() else 5.0  # seconds between updates of the bar, each of which is a line in a file
     with tqdm(total=num_train + len(SETS) * num_set, unit="face", desc="drawing", mininterval=quiet) as bar:
         write_training_set(out, options, bar)
         for kind in SETS:
@@ -134,8 +137,8 @@ def choose_pairs(
 ) -> list[tuple[tuple[int, int], tuple[int, int], bool]]:
     """Return ((identity, number), (identity, number), same) for each pair, fold after fold, genuine ones first; none twice.
 
-    Impostors are chosen among the half of the pairs of people whose skin and hair are most alike, as CALFW chooses them by
-    sex and race, so that colours alone decide little. Where pose is the difficulty (demo_profile) any two people do.
+    Impostor pairs come from the half of all pairs of people whose skin and hair are most alike, as CALFW selects them by sex
+    and race, so that colours alone decide little. If pose is the difficulty (demo_profile), they are any two people.
     """
     pairs = []
     for fold in range(FOLDS):
@@ -151,7 +154,7 @@ def choose_pairs(
 
 
 def people_alike(people: Sequence[int], seed: int, share: float) -> set[frozenset[int]]:
-    """Return that share of all pairs of people whose skin and hair colours are nearest."""
+    """Return the given share of all pairs of people, those with the nearest skin and hair colours."""
     colours = {
         person: np.concatenate([sample_identity(seed, person).skin, sample_identity(seed, person).hair]) for person in people
     }

@@ -1,4 +1,4 @@
-"""The solid head behind a demo face: points on it, turned and projected to the canvas.
+"""The solid head of a demo face: turns its points and projects them to the canvas.
 
 A head is a stack of ovals, one at each height y, with a half width, a depth in front and a depth behind; the profile
 line adds nose, lips and chin. A point is named by (x, y) as seen from the front and a lift above the surface, or by its
@@ -40,7 +40,7 @@ class Head:
         self.centre = np.array(centre) + _SCALE * np.array(shot.offset)
         self.profile = self._profile_line(shot)
         width, (front, back) = self.half_width(_TABLE_Y), self.depths(_TABLE_Y)
-        # Heights of the table to half width, depths and visible edges: half of the drawing time goes without it.
+        # A table from heights to half width, depths and visible edges, which saves half of the drawing time.
         self.table = np.stack([width, front, back, *self.edges(width, front, back)])
 
     def half_width(self, y: np.ndarray) -> np.ndarray:
@@ -62,7 +62,7 @@ class Head:
         return front + 1e-4, back + 1e-4
 
     def shell(self, y: np.ndarray, swell: float, top: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return half width, front and back depth (n,) of the hair: the skull made larger, straight down from there."""
+        """Return half width, front and back depth (n,) of the hair: an enlarged skull that continues straight down."""
         p = self.identity
         t = np.clip(-y / (1.0 + top), 0, 1)
         rounded = (1.0 - t**p.crown_power) ** 0.5 + 1e-4

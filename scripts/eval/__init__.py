@@ -1,1 +1,1 @@
-"""Scoring networks beyond python -m eval, and comparing runs."""
+"""Scores networks on further protocols, and compares runs."""

@@ -1,9 +1,9 @@
 """Compare runs: python -m scripts.eval.compare_runs work_dirs/A work_dirs/B --out DIR
 
-Says where the configurations of the runs differ, sets their numbers beside each other, and overlays the loss, the mean
-verification accuracy over the optimizer steps, and the ROC curves of the results at the end. DIR then holds comparison.html,
-comparison.png and comparison.md. A folder that `python -m eval --report` wrote can stand in place of a run: it has results, but
-neither a configuration nor curves of training.
+Lists the differences between the configurations of the runs, shows their numbers side by side, and overlays the loss, the mean
+verification accuracy over the optimizer steps, and the ROC curves of the final results. DIR then has comparison.html,
+comparison.png and comparison.md. A folder that `python -m eval --report` wrote can replace a run: it has results, but neither a
+configuration nor training curves.
 
 Example: python -m scripts.eval.compare_runs work_dirs/one work_dirs/two --out comparison
 """
@@ -30,17 +30,17 @@ from utils.report.figure import make_figure, png_of
 from utils.report.page import Page
 from utils.text import label_text, markdown_table, markdown_text
 
-# of runs; none of them is the colour of one of the first sets, whose ROC curves have their set's colour in the heading
+# of runs; different from the colours of the first sets, which colour the headings of the ROC curves
 _COLOURS = ("black", "red", "deepskyblue", "limegreen", "magenta", "goldenrod", "navy", "gray")
 _LEGEND = (
-    "A number with * is better than that of each run without one in the same row: their 95 % intervals do not overlap. "
-    "A row without * tells no run from another, or its intervals are not in results.json."
+    "A number with * is better than that of each run without a star in the same row: their 95 % intervals do not overlap. "
+    "In a row without *, no difference is certain, or results.json lacks the intervals."
 )
 _NOT_COMPARED = ("run.name", "run.output")
 
 
 class Run(NamedTuple):
-    """What a run left behind."""
+    """The outputs of a run."""
 
     name: str
     series: Series  # {} for a folder of results alone
@@ -89,7 +89,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def read_run(folder: Path) -> Run:
-    """Return what a folder has: metrics.jsonl, results.json, or both; and config.yaml."""
+    """Return the contents of a folder: metrics.jsonl, results.json, or both; and config.yaml."""
     metrics, results = folder / "metrics.jsonl", folder / "results.json"
     if not metrics.is_file() and not results.is_file():
         raise ValueError(f"{folder}: neither metrics.jsonl nor results.json in it; give a run folder or a folder of a report")
@@ -121,12 +121,12 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
             if any(len(pair) != 2 for pair in ranges) or len(curve["far"]) != len(curve["tar"]):
                 raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        raise ValueError(f"{path}: is not the results of an evaluation; write it anew with python -m eval --report") from None
+        raise ValueError(f"{path}: is not the results of an evaluation; rewrite it with python -m eval --report") from None
     return dict(found)
 
 
 def read_config(path: Path) -> dict[str, str]:
-    """Return section.key -> value as text of a run's saved configuration, {} where there is none."""
+    """Return section.key -> value as text of a run's saved configuration, {} if there is none."""
     if not path.is_file():
         return {}
     try:
@@ -137,7 +137,7 @@ def read_config(path: Path) -> dict[str, str]:
 
 
 def differences(runs: Sequence[Run]) -> tuple[list[tuple[str, ...]], str]:
-    """Return a row for each key whose value is not the same in all configurations, and a remark, "" where none is needed."""
+    """Return a row for each key whose value differs between configurations, and a remark, "" if none is needed."""
     known = [run for run in runs if run.config]
     missing = [run.name for run in runs if not run.config]
     keys = [key for key in dict.fromkeys(key for run in known for key in run.config) if key not in _NOT_COMPARED]
@@ -145,14 +145,14 @@ def differences(runs: Sequence[Run]) -> tuple[list[tuple[str, ...]], str]:
     rows = [(key, *(run.config.get(key, "-") for run in runs)) for key in differing]
     remarks = []
     if len(known) > 1 and not differing:
-        remarks.append("The configurations agree in every key but the name and the folder of the run.")
+        remarks.append("The configurations agree in every key except the name and the folder of the run.")
     if missing:
-        remarks.append(f"No config.yaml in {', '.join(missing)}: nothing is known of what differs there.")
+        remarks.append(f"No config.yaml in {', '.join(missing)}: differences there are unknown.")
     return rows, " ".join(remarks)
 
 
 def table(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the head and a row for each set and number, a column for each run; what is certainly better is marked."""
+    """Return the header, and a row for each set and number with a column per run; certain improvements are marked."""
     rows = []
     sets = list(dict.fromkeys(name for run in runs for name in run.results))
     numbers = (("accuracy", "accuracy %", 100, 1), ("eer", "EER %", 100, -1), ("auc", "AUC", 1, 1), ("xnorm", "norm", 1, 0))
@@ -179,12 +179,12 @@ def table(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
 
 
 def stars(values: Sequence[float | None], ranges: Sequence[Sequence[float] | None], better: int) -> list[bool]:
-    """Return for each run whether it is better than each run without a star, by intervals that do not overlap.
+    """Return for each run whether it is better than every run without a star, that is, their intervals do not overlap.
 
     Args:
-        values: of one number; None where a run does not have it, which then counts neither way.
-        ranges: (low, high) of each value. Where one is not known, nothing is marked.
-        better: 1 where a larger value is better, -1 where a smaller one is, 0 where neither.
+        values: of one number; None for a run that does not have it, which is then ignored.
+        ranges: (low, high) of each value. If one is unknown, nothing is marked.
+        better: 1 if a larger value is better, -1 if a smaller one is, 0 if neither.
     """
     marks = [False] * len(values)
     known = [place for place, value in enumerate(values) if value is not None]
@@ -201,7 +201,7 @@ def stars(values: Sequence[float | None], ranges: Sequence[Sequence[float] | Non
 
 
 def _shown(values: Sequence[float | None], factor: float, marks: Sequence[bool]) -> list[str]:
-    """Return the values as text, with a star where they are marked."""
+    """Return the values as text, with a star if they are marked."""
     digits = 2 if factor == 100 else 4
     return [
         "" if value is None else f"{factor * value:.{digits}f}{' *' if mark else ''}"

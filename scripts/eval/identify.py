@@ -1,10 +1,10 @@
 """Search probes in a gallery: python -m scripts.eval.identify RUN --gallery gallery.txt --probes probes.txt
 
-Each list names aligned 112 x 112 pictures, a line "path label" with the person's number (a RecordIO set, tar shards or a folder
-for each person will do as well). Several galleries are joined, as for TinyFace with its distractors; probes whose person is in
-none of them are strangers. Prints rank-1, 5, 10, 20 and, with strangers among the probes, TPIR at FPIR.
+Each list names aligned 112 x 112 pictures, with a line "path label" per picture. A RecordIO set, tar shards or a folder per
+person also work. Several galleries are combined, as for TinyFace with its distractors. Probes whose person is in no gallery
+are strangers. Prints rank-1, 5, 10, 20 and, if there are strangers among the probes, TPIR at FPIR.
 
-gallery.txt and probes.txt: a line 'path label' for each picture; the path is relative to the list and may hold blanks,
+gallery.txt and probes.txt: a line 'path label' for each picture. The path is relative to the list and may contain spaces. The
 label is a whole number, the same for the same person in all lists.
 
 Example: python -m scripts.eval.identify work_dirs/ms1mv3_r50 --gallery gallery.txt --probes probes.txt
@@ -44,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and search; return the exit status."""
     parser = make_parser("python -m scripts.eval.identify", __doc__)
     add_network_arguments(parser)
-    parser.add_argument("--gallery", type=Path, nargs="+", required=True, help="the people that are known")
-    parser.add_argument("--probes", type=Path, required=True, help="the pictures that are searched")
+    parser.add_argument("--gallery", type=Path, nargs="+", required=True, help="pictures of the known people")
+    parser.add_argument("--probes", type=Path, required=True, help="pictures to search for in the gallery")
     parser.add_argument("--json", type=Path, help="write the numbers there")
     options = parser.parse_args(arguments)
     return run_main(lambda: run(options))
@@ -97,7 +97,7 @@ def _facts(sets: Sequence[FaceDataset]) -> dict[str, object]:
 
 
 def people_of(dataset: FaceDataset) -> np.ndarray:
-    """Return who is on each image (n,): the folder's name where there are folders, else the label."""
+    """Return the person on each image (n,): the folder's name if there are folders, else the label."""
     labels = np.asarray(dataset.labels())
     if isinstance(dataset, FolderDataset):
         return np.array(dataset.classes)[labels]

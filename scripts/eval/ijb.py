@@ -1,8 +1,8 @@
 """Score a network on IJB-B or IJB-C: python -m scripts.eval.ijb RUN --root /data/IJBC --json FILE
 
-ROOT holds meta/ and loose_crop/, as the archives that insightface links to have them. 1:1: TAR at FAR over template pairs, as
-the papers read it and at a FAR not above the target. 1:N, where the gallery and probe lists are in meta/: rank-1, 5, 10 and
-TPIR at FPIR. Works under torchrun too; the processes share the images.
+ROOT has meta/ and loose_crop/, as in the archives that insightface links to. 1:1 is TAR at FAR over template pairs, both as the
+papers compute it and at a FAR not above the target. 1:N, if the gallery and probe lists are in meta/, is rank-1, 5, 10 and
+TPIR at FPIR. Under torchrun the processes share the images.
 
 In meta/: SET_face_tid_mid.txt (lines 'picture template medium'), SET_template_pair_label.txt ('template template same')
 and SET_name_5pts_score.txt ('picture x1 y1 ... x5 y5 score'); SET is ijbb or ijbc.
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_network_arguments(parser)
     parser.add_argument("--root", type=Path, required=True, help="folder with meta/ and loose_crop/")
     parser.add_argument("--set", choices=("ijbb", "ijbc"), help="default: the one whose lists are in meta/")
-    parser.add_argument("--no-detector-score", action="store_true", help="weigh all images of a medium alike")
+    parser.add_argument("--no-detector-score", action="store_true", help="give all images of a medium the same weight")
     parser.add_argument("--json", type=Path, help="write all numbers there")
     parser.add_argument("--scores", type=Path, help="write the score of every template pair to this .npy file")
     options = parser.parse_args(arguments)
@@ -108,7 +108,7 @@ def read_face(path: Path, points: np.ndarray) -> np.ndarray:
 def evaluate_templates(
     lists: TemplateSet, numbers: np.ndarray, vectors: np.ndarray, options: argparse.Namespace, name: str
 ) -> dict[str, Any]:
-    """Return the numbers of 1:1 and, with galleries, of 1:N, from template numbers (T,) and vectors (T, D)."""
+    """Return the results of 1:1 and, with galleries, of 1:N, from template numbers (T,) and vectors (T, D)."""
 
     def bar(chunks: Sequence[int]) -> Iterable[int]:
         return progress(chunks, len(chunks), "scoring", "chunk")
@@ -152,12 +152,12 @@ def read_people(path: Path, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray
         if len(words) < 2 or not words[0].strip().isdigit() or not words[1].strip().isdigit():
             raise ValueError(f"{path}: line {number} must begin with template_id,subject_id, two whole numbers")
         rows.append((int(words[0]), int(words[1])))
-    table = np.unique(np.array(rows, dtype=np.int64).reshape(-1, 2), axis=0)  # the lists name a template once for each image
+    table = np.unique(np.array(rows, dtype=np.int64).reshape(-1, 2), axis=0)  # the lists have a line per image of a template
     places = np.searchsorted(numbers, table[:, 0])
     known = numbers[np.minimum(places, len(numbers) - 1)] == table[:, 0]
     if not known.all() or not len(table):
         missing = table[~known][0, 0] if len(table) else "any"
-        raise ValueError(f"{path}: template {missing} has no image in the lists of 1:1")
+        raise ValueError(f"{path}: template {missing} has no image in the 1:1 lists")
     return places, table[:, 1]
 
 

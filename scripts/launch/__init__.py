@@ -1,1 +1,1 @@
-"""Starting runs on one machine, on several, and under Slurm."""
+"""Starts runs on one machine, on several, and under Slurm."""

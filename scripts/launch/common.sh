@@ -1,17 +1,17 @@
-# Sourced by machine.sh and machines.sh: what both do before they start torchrun.
+# Sourced by machine.sh and machines.sh: the steps of both before they start torchrun.
 
 fail() {
     echo "error: $*" >&2
     exit 1
 }
 
-# Print the comment on top of a script.
+# Print the comment at the top of a script.
 show_help() {
     sed '1d; /^[^#]/,$d; s/^#\( \|$\)//' "$1"
 }
 
-# begin SCRIPT ARGUMENT...    answer --help, find Python, and open configuration and data once: a mistake in them is then one
-# line, not one for each process and restart. Sets PYTHON, ROOT, NPROC, MAX_RESTARTS and the array torchrun.
+# begin SCRIPT ARGUMENT...    answer --help, find Python, and open configuration and data once, so that a mistake in them is one
+# line instead of one per process and restart. Sets PYTHON, ROOT, NPROC, MAX_RESTARTS and the array torchrun.
 begin() {
     local script="$1" torch
     shift
@@ -29,14 +29,14 @@ begin() {
     "$PYTHON" "$ROOT/train.py" "$@" --check > /dev/null || exit 1
     torchrun=("$PYTHON" "$ROOT/scripts/launch/torchrun.py" --nproc-per-node="$NPROC" --max-restarts="$MAX_RESTARTS")
     if [ "$NPROC" -gt 1 ]; then
-        export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # torchrun does so too, and talks about it; run.threads sets the threads
+        export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # torchrun would set it too, but print a warning; run.threads sets the threads
     fi
-    # how long processes may take to save after SIGTERM; older versions of torch do not look at it, and kill after 30 s
+    # seconds that processes may take to save after SIGTERM; older versions of torch ignore it and kill after 30 s
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-180}"
-    # torchrun would lend its store of addresses to the processes, and keep it when it starts them again (torch 2.13): they
-    # find the addresses of those that died, and wait for ever; and a machine that comes back waits to hear where to meet
+    # torchrun would share its store of addresses with the processes, and keep it over restarts (torch 2.13). Restarted
+    # processes would find the addresses of dead ones and wait for ever, and a returning machine would never get an address
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-    # SIGUSR1 is passed on where this torchrun can. Older ones would die of it and leave their processes behind: ignored
+    # forward SIGUSR1 if this torchrun can. Older ones would die of it and leave their processes running, so ignore it there
     torch="$("$PYTHON" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')"
     if grep -q -e --signals-to-handle "$torch/distributed/run.py"; then
         torchrun+=(--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1)
@@ -45,7 +45,7 @@ begin() {
     fi
 }
 
-# Print how many GPUs there are for us, 1 (the CPU) where there is none.
+# Print the number of visible GPUs, or 1 (the CPU) if there are none.
 count_gpus() {
     local count
     if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then

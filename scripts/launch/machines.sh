@@ -1,18 +1,17 @@
 #!/usr/bin/env bash
-# Train on several machines: the same command on each of them, in any order, within ten minutes:
+# Train on several machines: run the same command on each of them, in any order, within ten minutes:
 #   NNODES=2 HEAD=gpu01 bash scripts/launch/machines.sh configs/wf42m_pfc02_16gpus_r100.yaml data.path=/data/webface42m
 # All arguments go to train.py. The environment may set
-#   NNODES         machines; needed
-#   HEAD           host[:port] of one of them, as all of them call it; needed. The port, 29500 unless given, must be free there
-#   RUN_ID         a name of this run, the same on all machines; default: the config's. Runs of different names do not mix
-#   IS_HEAD        1 or 0, where this script cannot see for itself whether it runs on HEAD (an address behind a load balancer)
-#   NPROC          processes on this machine, the same on all; default: the GPUs that are visible
-#   MAX_RESTARTS   when a process or machine is lost, the others start again from the newest checkpoint, so often; default 3
+#   NNODES         number of machines; required
+#   HEAD           host[:port] of one of them, by a name that all can resolve; required. The port, by default 29500, must be free
+#   RUN_ID         name of this run, the same on all machines; default: that of the config. Runs with different names do not mix
+#   IS_HEAD        1 or 0, if this script cannot detect whether it runs on HEAD (an address behind a load balancer)
+#   NPROC          processes on this machine, the same on all; default: the number of visible GPUs
+#   MAX_RESTARTS   how often all restart from the newest checkpoint after a process or machine was lost; default 3
 #   PYTHON         the interpreter; default: python
 #   TORCH_ELASTIC_SHUTDOWN_TIMEOUT   seconds to save after SIGTERM before SIGKILL; default 180
 #   NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME   the network interface, such as eth0; GPUs use the first one, CPUs the second one
-# A machine that was lost comes back with the same command. run.output must be a folder that all machines share; see
-# docs/cluster.md.
+# A lost machine rejoins with the same command. run.output must be a folder that all machines share; see docs/cluster.md.
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 case "${1:-}" in
@@ -29,8 +28,8 @@ if [[ "$HEAD" == *:* ]]; then
     port="${HEAD##*:}"
 fi
 [[ "$port" =~ ^[1-9][0-9]*$ ]] || fail "HEAD: the port must be a number, got '$HEAD'"
-# torchrun compares names to see whether it runs on HEAD, and tells the others its own host name. Both go wrong where names and
-# addresses do not agree, so: HEAD is where its address can be bound, and this machine is known by the address that reaches HEAD
+# torchrun compares names to detect whether it runs on HEAD, and sends its host name to the others. Both fail if names and
+# addresses disagree. So this machine is HEAD if it can bind HEAD's address, and it sends the address from which it reaches HEAD
 facts="$("$PYTHON" - "${HEAD%:*}" "$port" <<'END'
 import socket
 import sys
@@ -57,7 +56,7 @@ END
 )" || exit 1
 read -r here address <<< "$facts"
 torchrun+=(--nnodes="$NNODES" --rdzv-backend=c10d --rdzv-endpoint="${HEAD%:*}:$port")
-torchrun+=(--rdzv-conf="is_host=${IS_HEAD:-$here},read_timeout=600") # HEAD may be the last to come, by ten minutes
+torchrun+=(--rdzv-conf="is_host=${IS_HEAD:-$here},read_timeout=600") # HEAD may start last, up to ten minutes after the others
 torchrun+=(--rdzv-id="${RUN_ID:-$(basename "$1" .yaml)}")
 if [ -n "$address" ]; then
     torchrun+=(--local-addr="$address")

@@ -1,11 +1,11 @@
-"""Start the processes of a run as torchrun does, without its traceback after an error that a process has said.
+"""Start the processes of a run like torchrun, but without its traceback after an error that a process has reported.
 
 python scripts/launch/torchrun.py --standalone --nproc-per-node=2 train.py configs/demo_cpu.yaml train.epochs=1
 
-All options are torchrun's; `python scripts/launch/torchrun.py --help` lists them below this text. A process that dies is
-started again with all others, --max-restarts times; one that ends by an error of configuration or data (status 78) is not, for
-the error would come again. The exit status is 0 or 1, unless a signal ends torchrun itself, as a second Ctrl-C may. The launch
-files start this program. It works from any folder.
+All options are torchrun's; `python scripts/launch/torchrun.py --help` lists them below this text. If a process dies, all
+processes are restarted, up to --max-restarts times. After an error in the configuration or data (status 78) nothing is
+restarted, because the error would occur again. The exit status is 0 or 1, unless a signal ends torchrun itself, as a second
+Ctrl-C may. The launch files start this program. It works from any folder.
 """
 
 import os
@@ -20,7 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run torchrun with these arguments; return the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     here = Path(__file__).resolve().parent
-    sys.path[:] = [path for path in sys.path if Path(path).resolve() != here]  # python FILE puts this folder before torch's
+    sys.path[:] = [
+        path for path in sys.path if Path(path).resolve() != here
+    ]  # `python FILE` puts this folder first in sys.path
     from torch.distributed import DistError, run
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.main(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:  # it could not say anything itself
+        if failure.exitcode < 0:  # killed by a signal, so it could not report anything itself
             print(f"error: the process of rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
         return 1
     except SignalException:
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RendezvousError, DistError) as error:
         print(f"error: {type(error).__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
-    finally:  # torch's handlers raise, which would be a traceback of the code that a second Ctrl-C meets while Python ends
+    finally:  # torch's handlers raise, so a second Ctrl-C while Python exits would print a traceback
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
@@ -51,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def give_up_on_user_errors(agent_class: Any) -> None:
-    """Let torchrun's agent start nothing again once a process has ended with status 78 (EX_CONFIG of sysexits.h)."""
+    """Make torchrun's agent restart nothing after a process has exited with status 78 (EX_CONFIG of sysexits.h)."""
     look = agent_class._monitor_workers
 
     def monitor(agent: Any, group: Any) -> Any:
@@ -64,10 +66,10 @@ def give_up_on_user_errors(agent_class: Any) -> None:
 
 
 def keep_until_exit(agent_class: Any) -> None:
-    """Let no agent of torchrun be deleted before this process ends.
+    """Keep every agent of torchrun alive until this process ends.
 
-    Its keep-alive thread holds it while it works. If that was the last reference, the thread deletes the agent, and that waits
-    for the end of the keep-alive thread, which is itself: a traceback on stderr (torch 2.13).
+    The agent's keep-alive thread holds a reference to it. If that is the last one, the thread deletes the agent, which joins
+    the keep-alive thread, that is, itself. That prints a traceback on stderr (torch 2.13).
     """
     run, kept = agent_class.run, []
 

@@ -1,1 +1,1 @@
-"""How the same work is usually written, for the benchmarks to compare with."""
+"""The usual implementations of the same work, as baselines of the benchmarks."""

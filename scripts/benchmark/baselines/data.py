@@ -1,7 +1,7 @@
-"""How face data is usually read, for comparison: written from descriptions of arcface_torch and mxnet, plain on purpose.
+"""The usual way to read face data, as a baseline: written from descriptions of arcface_torch and mxnet, simple on purpose.
 
-The index as a dict of parsed lines; one image at a time, decoded to a float tensor by worker processes, stacked and sent over;
-Pillow; and other decoders where they are installed.
+It has the index as a dict of parsed lines; worker processes that decode one image at a time to a float tensor, stack the
+images and send them; Pillow; and other decoders if they are installed.
 """
 
 if __name__ == "__main__":
@@ -35,7 +35,7 @@ def index_as_dict(path: Path) -> tuple[dict[int, int], list[int]]:
 
 
 class FloatPerItem(Dataset):
-    """One image an item: decode, swap the channels, mirror half of them, float32 in [-1, 1], channels first."""
+    """One image per item: decode, swap the channels, mirror half of the images, float32 in [-1, 1], channels first."""
 
     def __init__(self, rec_path: Path) -> None:
         self.records = IndexedRecordFile(rec_path, rec_path.with_suffix(".idx"))
@@ -55,12 +55,12 @@ class FloatPerItem(Dataset):
 
 
 def plain_loader(rec_path: Path, batch_size: int, workers: int) -> DataLoader:
-    """Return the loader that every tutorial builds."""
+    """Return the usual loader of tutorials."""
     return DataLoader(FloatPerItem(rec_path), batch_size, shuffle=True, num_workers=workers, drop_last=True)
 
 
 def decoders() -> dict[str, Callable[[bytes], np.ndarray]]:
-    """Return what decodes a JPEG to RGB and is installed, by name; the loader uses simplejpeg, and opencv where it cannot."""
+    """Return the installed JPEG decoders by name; the loader uses simplejpeg, and opencv for images that it rejects."""
     found: dict[str, Callable[[bytes], np.ndarray]] = {}
     found["opencv"] = decode_rgb
     for name, make in (

@@ -1,4 +1,4 @@
-"""How verification is usually run, for comparison: written from descriptions of arcface_torch's evaluator, plain on purpose.
+"""The usual way to run verification, as a baseline: written from descriptions of arcface_torch's evaluator, simple on purpose.
 
 Rank 0 alone decodes every image of the pairs, also those that come twice, into one float tensor for the pictures and one for
 their mirror images; the network sees ten at a time; and the numbers come from loops over folds and thresholds.

@@ -1,13 +1,13 @@
-"""Class heads as they are usually written, to compare with: whole logits, autograd, a dense gradient, SGD.
+"""The usual implementations of class heads, as baselines: all logits, autograd, a dense gradient, SGD.
 
-tutorial      every class, ArcFace as most tutorials have it: the margin's formula over all logits, a one-hot matrix picks the
-              target's
-target-only   the same with the margin computed for the targets alone
-sampled       Partial FC as arcface_torch's PartialFC_V2 does it: a random number for every class, top-k, sort, the chosen rows
-              copied out and differentiated into a gradient of all rows; the margin for the targets alone
+tutorial      every class, ArcFace as in most tutorials: the margin's formula over all logits, and a one-hot matrix that selects
+              the targets
+target-only   the same, with the margin computed only for the targets
+sampled       Partial FC as in arcface_torch's PartialFC_V2: a random number for every class, top-k, sort, the chosen rows
+              copied out and differentiated into a gradient of all rows; the margin only for the targets
 
-With several ranks the classes are sharded, embeddings gathered and the softmax joined by all-reduces of maximum and sum.
-Shapes: b = rows of this rank, B = b * world_size, C = classes of this shard, D = embedding size.
+With several ranks the classes are sharded, embeddings gathered and the softmax combined by all-reduces of maximum and sum.
+Shapes: b = samples of this rank, B = b * world_size, C = classes of this shard, D = embedding size.
 """
 
 if __name__ == "__main__":
@@ -102,7 +102,7 @@ class PlainHead:
 
 
 class _JoinedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy over logits (B, C) whose classes are sharded; label -1: the row's class is another rank's."""
+    """Mean cross-entropy over logits (B, C) whose classes are sharded; label -1: the sample's class is on another rank."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, collectives: Collectives) -> Tensor:
@@ -110,10 +110,10 @@ class _JoinedCrossEntropy(torch.autograd.Function):
         exp = torch.exp(logits - maximum)
         probability = exp.div_(collectives.sum(exp.sum(dim=1, keepdim=True)))
         rows = (labels >= 0).nonzero().squeeze(1)
-        own = logits.new_zeros(len(logits))
-        own[rows] = probability[rows, labels[rows]]
+        target = logits.new_zeros(len(logits))
+        target[rows] = probability[rows, labels[rows]]
         ctx.save_for_backward(probability, labels)
-        return -collectives.sum(own).clamp_min(1e-30).log().mean()
+        return -collectives.sum(target).clamp_min(1e-30).log().mean()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
