@@ -67,7 +67,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "head.lr_factor": (0, 1e30),
     "head.weight_decay": (-1, 1e30),
     "head.chunk": (0, 2**40),
-    "head.cache_mb": (0, 2**40),
+    "head.cache_mb": (-1, 2**40),
     "optimizer.lr": (0, 1e30),
     "optimizer.momentum": (0, 0.9999),
     "optimizer.beta2": (0, 0.999999),

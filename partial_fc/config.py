@@ -23,7 +23,8 @@ class HeadConfig:
         matmul_dtype: float32 or bfloat16, of the matrix products; sums are float32.
         wire_dtype: float32 or bfloat16, of the embeddings and their gradients on their way between ranks.
         chunk: classes handled at once; 0 = what suits the device.
-        cache_mb: MiB for exponentials that the second pass need not compute again.
+        cache_mb: MiB for exponentials that the second pass need not compute again; -1 = as many as there are, within a quarter
+            of the free memory.
         kernels: "auto" = C on the CPU and Triton on CUDA where they can be had, otherwise "plain" torch.
     """
 
@@ -38,7 +39,7 @@ class HeadConfig:
     matmul_dtype: torch.dtype = torch.float32
     wire_dtype: torch.dtype = torch.float32
     chunk: int = 0
-    cache_mb: int = 128
+    cache_mb: int = -1
     kernels: str = "auto"
 
     @property

@@ -13,12 +13,14 @@ over the global batch; a data-parallel backbone averages over the ranks, so the 
 Shapes: b = samples of this rank per micro-batch, B = b * world_size, D = embedding size, A = micro-batches.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from utils.memory import free_bytes
 from utils.randomness import derive
 
 from .centre_store import CentreStore, Read
@@ -89,7 +91,9 @@ class PartialFC(nn.Module):
         self.chunk = min(config.chunk or auto_chunk(device.type, config.matmul_dtype), self.num_slots)
         self.collectives = Collectives(world_size)
         kernels = build_kernels(choose_kernels(config.kernels, device, embedding_size))
-        self.workspace = Workspace(device, config.cache_mb * MEBI, kernels)
+        # a rank does not know how many share its machine's memory, so it counts all of them
+        budget = config.cache_mb * MEBI if config.cache_mb >= 0 else functools.partial(free_bytes, device, world_size)
+        self.workspace = Workspace(device, budget, kernels)
         self.warnings: tuple[str, ...] = ()  # what a user should know
         if reason := why_plain(config.kernels, device, embedding_size):
             missing = "C" if device.type == "cpu" else "Triton"

@@ -53,7 +53,10 @@ class HeadMemory(NamedTuple):
                 total += (2 if config.storage == "tiny" else 1) * (fp32 + 2 * 65536 * 4)  # tables of noise
                 total += c * (self.dim + 4) if config.storage == "tiny" else 0
         active = max(min(num_local, round(config.sample_rate * num_local)), min(num_local, self.rows))
-        total += min(config.cache_mb * MEBI, self.accumulation * padded_rows(active, config.matmul_dtype) * self.rows * size)
+        if config.cache_mb > 0:  # -1 takes only a part of what the rest leaves free
+            total += min(
+                config.cache_mb * MEBI, self.accumulation * padded_rows(active, config.matmul_dtype) * self.rows * size
+            )
         return total + self.accumulation * _ROWS_KEPT * self.rows * self.dim * 4
 
     def bytes_for(self, num_local: int) -> int:

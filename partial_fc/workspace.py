@@ -4,6 +4,7 @@ A new tensor of a few megabytes costs more in page faults than the arithmetic on
 """
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,19 +17,22 @@ if TYPE_CHECKING:  # the kernels import this module
 
 
 class Workspace:
-    """Named buffers, and a cache of at most cache_bytes for one step's exponentials, on one device.
+    """Named buffers, and a cache for one step's exponentials, on one device.
 
     Args:
+        cache_budget: bytes that the cache may take; or a function that returns the bytes that are free, of which it takes a
+            quarter at most.
         kernels: the kernels that work on the buffers, see kernels/__init__.py.
     """
 
-    def __init__(self, device: torch.device, cache_bytes: int, kernels: "PlainKernels") -> None:
+    def __init__(self, device: torch.device, cache_budget: int | Callable[[], int], kernels: "PlainKernels") -> None:
         self.device = device
         self.kernels = kernels
-        self.cache_bytes = cache_bytes
+        self.cache_budget = cache_budget
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         self._cache = torch.empty(0, dtype=torch.uint8, device=device)
         self._used = 0
+        self._refused = 0  # bytes that the budget did not allow
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a contiguous, uninitialised tensor; the next call with this name and dtype returns the same memory."""
@@ -41,8 +45,14 @@ class Workspace:
     def begin_cache(self, wanted_bytes: int) -> None:
         """Clear the cache and make room for the next step: wanted_bytes, up to the budget."""
         self._used = 0
-        room = min(wanted_bytes, self.cache_bytes)
-        if room > self._cache.numel():
+        held = self._cache.numel()
+        if wanted_bytes <= held or wanted_bytes <= self._refused:
+            return
+        budget = self.cache_budget
+        room = min(wanted_bytes, budget if isinstance(budget, int) else (budget() + held) // 4)
+        if room < wanted_bytes:
+            self._refused = wanted_bytes  # the free memory is looked at once, not in every step
+        if room > held:
             self._cache = self._cache.new_empty(0)  # free the smaller one before the larger is allocated
             self._cache = with_huge_pages(torch.empty(room, dtype=torch.uint8, device=self.device))
 

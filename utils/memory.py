@@ -63,13 +63,18 @@ def _kept_bytes(backbone: nn.Module, count: int, autocast: torch.dtype | None) -
 
 def available_bytes(world: World) -> int:
     """Return the memory that this process may still use: that of its GPU, or its share of the machine's free memory."""
-    if world.device.type == "cuda":
-        return int(torch.cuda.mem_get_info(world.device)[0])
+    return free_bytes(world.device, world.local_world_size)
+
+
+def free_bytes(device: torch.device, num_processes: int) -> int:
+    """Return the free memory of a GPU, or the share of one of num_processes in the free memory of this machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
     meminfo = Path("/proc/meminfo")
     if not meminfo.is_file():
         return 1 << 62  # unknown, so there is no limit
     free = next(int(line.split()[1]) for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
-    return min(free * 1024, _left_to_container()) // world.local_world_size
+    return min(free * 1024, _left_to_container()) // num_processes
 
 
 def _left_to_container(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="of backbone and class centres")
     parser.add_argument("--sample-rate", type=float, default=1.0, help="head.sample_rate")
     parser.add_argument("--precision", choices=tuple(AUTOCAST), default="bf16", help="of backbone and head (default bf16)")
-    parser.add_argument("--cache-mb", type=int, default=128, help="head.cache_mb")
+    parser.add_argument("--cache-mb", type=int, default=-1, help="head.cache_mb (default -1)")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of this machine, to measure and --find"
     )
@@ -182,7 +182,9 @@ def _step_ms(
     """Return lower bounds of the times of head and backbone: the sum of their arithmetic and memory traffic."""
     active = max(1, round(options.sample_rate * local))
     size = head.config.matmul_dtype.itemsize
-    cached = min(1.0, head.config.cache_mb * 2**20 / (active * head.rows * size))
+    left = options.memory * _GIB - head.bytes_for(local) - memory.total(options.batch)
+    cache = head.config.cache_mb * 2**20 if head.config.cache_mb >= 0 else max(0.0, left / 4)
+    cached = min(1.0, cache / (active * head.rows * size))
     products = (6 * cached + 8 * (1 - cached)) * head.rows * active * head.dim
     traffic = active * (
         2.5 * head.bytes_per_class + 2 * cached * head.rows * size

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--kernels", choices=("auto", "plain"), default="auto", help="plain: without the C or Triton kernels")
     parser.add_argument("--chunk", type=int, default=0, help="classes at once, 0 = what suits the device")
-    parser.add_argument("--cache-mb", type=int, default=128, help="MiB for cached exponentials")
+    parser.add_argument("--cache-mb", type=int, default=-1, help="head.cache_mb (default -1)")
     parser.add_argument("--world-size", type=int, default=1, help="gloo or NCCL processes on this machine")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
     parser.add_argument("--steps", type=int, default=5, help="timed steps; the median is reported")
