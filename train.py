@@ -20,10 +20,12 @@ from data.bad_batch import write_bad_batch
 from eval.monitor import Evaluator
 from losses.first_loss import judge_first_loss
 from partial_fc.init_centres import InitCounts
+from training.ahead import StepsAhead
+from training.late import LateValues, StepValues
 from training.model import Model, build_model, resume_or_init
 from training.sections import NAMED
 from training.setup import Setup, open_data, open_loaders, set_up
-from training.step import forward_backward
+from training.step import train_step
 from utils import distributed
 from utils.checkpoint.resume import changed_keys
 from utils.checkpoint.retention import best_score
@@ -32,9 +34,8 @@ from utils.cli import make_parser
 from utils.distributed import SharedError
 from utils.distributed.watchdog import Watchdog
 from utils.log import RunLog, Speed, peak_memory_gib
-from utils.optim import describe_groups, is_finite, set_learning_rate, set_training, unscale_and_clip_grad_norm_
+from utils.optim import describe_groups, is_finite, set_training
 from utils.program import StoppedError, StopSignal, run_main
-from utils.randomness import derive
 from utils.schedule import learning_rate
 
 
@@ -44,6 +45,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     model = build_model(config, setup)
     start_step, counts = resume_or_init(config, setup, model)
     world, total_steps, saving = setup.world, setup.total_steps, config.checkpoint
+    last_evaluation = total_steps if config.eval.at_end else 0
     torch.backends.cudnn.benchmark = True  # from here on every batch has the same shape
     parallel = distributed.as_data_parallel(model.backbone, world)
     best = distributed.all_gather_objects(best_score(setup.folder, setup.facts) if world.rank == 0 else None, world)[0]
@@ -65,41 +67,34 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         if config.eval.at_start and start_step == 0:
             watch.at(0, "evaluating", limited=False)
             evaluator.score(0)
-        loaders = open_loaders(config, setup, start_step)
-        meter, stop.can_save = Meter(config, setup, model, log), True
-        watch.at(start_step, "waiting for data")
-        for step, batches in enumerate(zip(*loaders, strict=True), start_step):
-            # ---- one optimizer step
+        heads = [model.heads[task.name] for task in setup.tasks]
+        steps = StepsAhead(open_loaders(config, setup, start_step), heads, start_step, config.train.accumulation)
+        late, meter, stop.can_save = LateValues(), Meter(config, setup, model, log), True
+        watch.at(start_step, steps.doing)
+        for prepared in steps:
+            # ---- one optimizer step, of which the host reads nothing before the next one
+            step = prepared.number
             watch.at(step, "training")
             lr = learning_rate(step, config.optimizer.lr, total_steps, setup.warmup_steps, config.schedule.power)
-            set_learning_rate(model.optimizer, lr)
-            torch.manual_seed(derive(config.run.seed, "step", step, world.rank))  # dropout; so a resumed run draws the same
-            result = forward_backward(model, parallel, setup.tasks, batches, step, config.train.accumulation, world)
-            if not math.isfinite(result.loss):
-                raise not_finite(f"the loss is {result.loss}", step, setup, result.embeddings)
-            if step == 0 and not config.init.backbone:
-                judge_losses(result.losses, model, config.backbone.embedding_size, log)
-            grad_norm = unscale_and_clip_grad_norm_(model.backbone, model.scaler.scale, config.optimizer.clip_norm)
+            late.post(step, train_step(config, setup.tasks, model, parallel, prepared, lr, world))
             timed = saving.every_minutes > 0 and writer.minutes_since_save() >= saving.every_minutes and world.rank == 0
-            overflow, stopping, writing, timed = distributed.any_ranks(
-                [not bool(grad_norm.isfinite()), bool(stop.name), writer.is_writing, timed], world
-            )
+            stopping, writing, timed = distributed.any_ranks([bool(stop.name), writer.is_writing, timed], world)
             writer.advance(writing)
-            if overflow and not (model.scaler.enabled and model.scaler.scale > 2.0**-10):
-                raise not_finite("the gradient is not finite", step, setup, result.embeddings)
-            if not overflow:  # of fp16; an optimizer step is that of backbone and centres, or none
-                for head in model.heads.values():
-                    head.step(lr * config.head.lr_factor)
-                model.optimizer.step()
-            model.scaler.update(overflow)
+            meter.speed.count()
 
             # ---- after the step: `done` optimizer steps are finished
             done = step + 1
-            meter.count(done, result.loss)
-            if done % config.log.every == 0 or done == total_steps:
-                meter.report(done, lr, grad_norm, sum(loader.waited for loader in loaders))
+            logs, evaluates = is_due(done, config.log.every, total_steps), is_due(done, config.eval.every, last_evaluation)
+            saves = stopping or timed or is_due(done, saving.every, total_steps)
+            for values in late.take(done if logs or evaluates or saves or step == start_step else step):
+                check_finite(values, setup, model.scaler.enabled)
+                meter.count(values)
+                if values.step == 0 and not config.init.backbone:
+                    judge_losses(values.losses, model, config.backbone.embedding_size, log)
+            if logs:
+                meter.report(done, lr, steps.waited)
             pause, score, stopping = time.perf_counter(), None, stopping and done < total_steps
-            if is_due(done, config.eval.every, total_steps if config.eval.at_end else 0) and not stopping:
+            if evaluates and not stopping:
                 watch.at(done, "evaluating", limited=False)
                 try:
                     score = evaluator.score(done)
@@ -109,12 +104,12 @@ def train(config: EasyDict, stop: StopSignal) -> None:
                     raise
             new_best = saving.keep_best > 0 and score is not None and (best is None or score > best)
             best = score if new_best else best
-            if stopping or timed or new_best or is_due(done, saving.every, total_steps):
+            if saves or new_best:
                 save(done, score, setup, model, writer, watch, last=stopping or done == total_steps)
             if stopping:
                 raise stopped(stop, saving.resume, done, total_steps)
             meter.speed.pause(time.perf_counter() - pause)
-            watch.at(done, "waiting for data")
+            watch.at(done, steps.doing)
         log.info(f"finished {total_steps} steps; checkpoints, log and figures are in {setup.folder}")
 
 
@@ -153,6 +148,18 @@ def judge_losses(losses: Mapping[str, float], model: Model, embedding_size: int,
         (log.info if sound else log.warn)(text)
 
 
+def check_finite(values: StepValues, setup: Setup, can_overflow: bool) -> None:
+    """Raise SharedError if a step had a loss or gradient that is not finite; it changed nothing. A collective call then.
+
+    Args:
+        can_overflow: whether a smaller loss scale may help.
+    """
+    if values.good or (can_overflow and math.isfinite(values.loss) and values.loss_scale > 2.0**-10):
+        return
+    what = "the gradient is not finite" if math.isfinite(values.loss) else f"the loss is {values.loss}"
+    raise not_finite(what, values.step, setup, values.embeddings)
+
+
 def not_finite(what: str, step: int, setup: Setup, embeddings: Sequence[Sequence[Tensor]]) -> SharedError:
     """Write down the batch behind a non-finite loss or gradient, and return the error for it. A collective call."""
     words = []
@@ -189,28 +196,27 @@ class Meter:
     def __init__(self, config: EasyDict, setup: Setup, model: Model, log: RunLog) -> None:
         self.config, self.setup, self.model, self.log = config, setup, model, log
         self.speed = Speed(config.train.batch_size)
-        self._loss_sum, self._count = 0.0, 0
+        self._loss_sum, self._count, self._grad_norm = 0.0, 0, 0.0
 
-    def count(self, done: int, loss: float) -> None:
-        """Note an optimizer step."""
-        self.speed.count()
-        self._loss_sum, self._count = self._loss_sum + loss, self._count + 1
-        self.log.advance(done, loss)
+    def count(self, values: StepValues) -> None:
+        """Note the numbers of an optimizer step."""
+        self._loss_sum, self._count, self._grad_norm = self._loss_sum + values.loss, self._count + 1, values.grad_norm
+        self.log.advance(values.step + 1, values.loss)
 
-    def report(self, done: int, lr: float, grad_norm: Tensor, waited: float) -> None:
+    def report(self, done: int, lr: float, waited: float) -> None:
         """Log the numbers since the last report, and what the dataset has to say. A collective call."""
         images_per_second, data_wait = self.speed.lap(waited)
         numbers = {
             "loss": self._loss_sum / self._count,
             "lr": lr,
-            "grad_norm": float(grad_norm),
+            "grad_norm": self._grad_norm,
             "positive_cosine": float(torch.stack([head.positive_cosine for head in self.model.heads.values()]).mean()),
             "images_per_second": images_per_second,
             "data_wait": data_wait,
             "memory_gib": peak_memory_gib(self.setup.world.device),
         }
         if self.model.scaler.enabled:
-            numbers["loss_scale"] = self.model.scaler.scale
+            numbers["loss_scale"] = float(self.model.scaler.scale)
         self.log.train(done, numbers, self.speed.eta(self.setup.total_steps - done))
         self._loss_sum, self._count = 0.0, 0
         if self.config.data.on_bad_record == "skip":

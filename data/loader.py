@@ -7,7 +7,7 @@ Shapes: n = images of this rank in one optimizer step, H = W = 112.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
@@ -72,6 +72,7 @@ class Loader:
         device: where images go.
         read_ahead: what storage should fetch when a step is prepared, see SampleOrder.read_ahead.
         augment: changes the decoded pixels; None = none.
+        held: batches that the consumer uses at a time; a batch is valid until so many further ones have been asked for.
     """
 
     def __init__(
@@ -85,18 +86,20 @@ class Loader:
         device: torch.device,
         read_ahead: Callable[[int], np.ndarray] | None = None,
         augment: Augment | None = None,
+        held: int = 1,
     ) -> None:
         self.dataset, self.samples_of_step, self.read_ahead = dataset, samples_of_step, read_ahead
         self.first_step, self.last_step = first_step, last_step
-        self.threads, self.prefetch, self.device, self.augment = threads, prefetch, device, augment
+        self.threads, self.prefetch, self.device, self.augment, self.held = threads, prefetch, device, augment, held
         self.waited = 0.0  # seconds in which the consumer waited for a batch, the first one aside
 
-    def __iter__(self) -> Iterator[LoadedBatch]:
+    def __iter__(self) -> Generator[LoadedBatch, None, None]:
         pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decoder")
         reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         ahead: deque[Future[None]] = deque()
         free: deque[_Buffer] = deque()
         pending: deque[_Job] = deque()
+        in_use: deque[_Buffer] = deque()
         upcoming = iter(range(self.first_step, self.last_step))
         ship = _Shipping(self.device)
 
@@ -131,8 +134,9 @@ class Loader:
                 decoded = pending and all(part.done() for part in pending[0].parts)
                 shipped = ship.start(pending.popleft()) if decoded and self.device.type == "cuda" else None
                 yield ship.arrive(job, batch)
-                # the consumer is done with this batch: only now may its memory be filled again
-                free.append(job.buffer)
+                in_use.append(job.buffer)
+                if len(in_use) >= self.held:  # the consumer is done with the oldest: only now may its memory be filled again
+                    free.append(in_use.popleft())
                 submit()
         finally:
             for executor in (pool, reader):

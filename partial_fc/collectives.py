@@ -1,9 +1,10 @@
 """The head's collectives, on a separate process group so that they do not queue behind DDP's gradient buckets.
 
+Labels have a third group, over the CPU, because a thread shares those of the next step while the main thread communicates.
+
 Shapes: b = samples of this rank, B = b * world_size samples of all ranks in rank order, D = embedding size.
 """
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,6 +19,7 @@ class Collectives:
             raise ValueError(f"head: {world_size} ranks need a process group; start with torchrun or init_process_group")
         self.world_size = world_size
         self.group = dist.new_group() if world_size > 1 else None
+        self.label_group = dist.new_group(backend="gloo") if world_size > 1 else None
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """Return (B, ...) from every rank's (b, ...), rank 0's samples first; b is the same on all ranks."""
@@ -53,6 +55,10 @@ class Collectives:
             dist.broadcast(tensor, src=source, group=self.group)
         return tensor
 
-    def gather_labels(self, labels: Tensor, device: torch.device) -> Tensor:
-        """Return the (B, ...) labels of all ranks on the CPU, from (b, ...). They go through the device, as NCCL needs."""
-        return self.all_gather(labels.to(device)).cpu() if self.world_size > 1 else labels.cpu()
+    def gather_labels(self, labels: Tensor) -> Tensor:
+        """Return the (B, ...) labels of all ranks, from (b, ...), both on the CPU. May be called by another thread."""
+        if self.world_size == 1:
+            return labels.cpu()
+        gathered = labels.new_empty(self.world_size * labels.shape[0], *labels.shape[1:])
+        gather_blocks(gathered, labels, self.label_group)
+        return gathered

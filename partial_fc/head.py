@@ -3,6 +3,7 @@
 Source: An et al., https://arxiv.org/abs/2010.05222 and https://arxiv.org/abs/2203.15565. One optimizer step is
 
     head.begin_step(labels, step)          # every micro-batch's labels: check, share, draw the active classes
+                                           # or head.prepare(labels, step) in a thread, and its result here
     loss = head(embeddings, micro)         # once per micro-batch; loss.backward() gives the embeddings' gradient
     head.step(lr)                          # after the last forward: gradient and update of the active centres
 
@@ -29,11 +30,12 @@ from .config import HeadConfig
 from .kernels import build_kernels, choose_kernels, why_plain
 from .loss import ReadyGradient, sample_factors, sums_over_shards
 from .neighbours import NeighbourGraph
+from .planning import SharedLabels, StepPlan, plan_step
 from .row_optimizer import LazyDecay
 from .sampling import draw_active, num_active
 from .shard import check_labels, classes_of_slots, shard_range, slots_of_classes
 from .side_stream import SideStream
-from .softmax import Batch, Chunk, TwoPass, auto_chunk, constant_shift, plan_chunks, unit_rows
+from .softmax import Batch, TwoPass, auto_chunk, constant_shift, unit_rows
 from .workspace import Workspace
 
 MEBI = 1 << 20
@@ -42,10 +44,7 @@ MEBI = 1 << 20
 class _Step(NamedTuple):
     """What begin_step decided and the forwards since left behind, until step() uses it."""
 
-    number: int
-    slots: np.ndarray  # (A, B) slot of each sample's class, all ranks
-    owners: list[np.ndarray]  # per micro-batch: the samples whose class lies here, (n,)
-    chunks: list[Chunk]
+    plan: StepPlan
     batches: list[Batch]
     factors: list[Tensor]
     grad_targets: list[Tensor]
@@ -143,33 +142,47 @@ class PartialFC(nn.Module):
         here = f"{self.num_slots} here in {size:.1f} MiB ({self.centre_store.form})"
         return f"head: {self.num_classes} classes, {here}, {dtype} products, {self.workspace.kernels.words}"
 
-    def begin_step(self, labels: Tensor, step: int) -> None:
-        """Share the labels of one optimizer step, check them, and draw the active classes. A collective call.
+    def prepare(self, labels: Tensor, step: int) -> StepPlan | SharedLabels:
+        """Share the labels of one optimizer step, check them, and draw the active classes unless that takes a graph.
+
+        A collective call over a group of its own, so a thread may make it while the step before is computed.
 
         Args:
-            labels: (A, b) int64, the classes of this rank's rows in each micro-batch; b is equal on all ranks.
+            labels: (A, b) int64 on the CPU, the classes of this rank's samples in each micro-batch; b is equal on all ranks.
             step: the number of the optimizer step; with the seed and the rank it fixes the draw.
 
         Raises:
             SharedError: on every rank, naming labels outside [0, num_classes).
         """
-        gathered = self.collectives.gather_labels(labels.t().contiguous(), self.workspace.device)  # (B, A)
-        everyone = gathered.t().numpy()
+        everyone = self.collectives.gather_labels(labels.t().contiguous()).t().numpy()  # (A, B)
         check_labels(everyone, self.num_classes, step)
         slots = slots_of_classes(everyone.reshape(-1), self.num_classes, self.seed).reshape(everyone.shape)
-        local = slots - self.first_slot
-        here = (slots >= self.first_slot) & (slots < self.end_slot)
-        self._number, self._classes = step, np.unique(slots)
-        if self._graph is not None and self._graph.is_due(step):
-            self._beside.wait()
-            self._graph.rebuild(self.centre_store, self._passes.dtype)
-        near = None if self._graph is None else self._graph.near(self._classes)
-        draw_seed = derive(self.seed, "active", step, self.rank)
-        active = draw_active(np.unique(local[here]), self.num_slots, self.config.sample_rate, draw_seed, near)
-        owners = [np.flatnonzero(mask) for mask in here]
-        targets = [(samples, local[micro, samples]) for micro, samples in enumerate(owners)]
-        chunks = plan_chunks(active, targets, self.chunk, self.workspace.device)
-        self._current = _Step(step, slots, owners, chunks, [], [], [], [])
+        shared = SharedLabels(step, slots, np.unique(slots))
+        return self._plan(shared, None) if self._graph is None else shared  # the graph changes with the centres
+
+    def begin_step(self, prepared: StepPlan | SharedLabels | Tensor, step: int) -> None:
+        """Begin an optimizer step.
+
+        Args:
+            prepared: what `prepare` returned for this step; or the labels, as `prepare` takes them.
+        """
+        if isinstance(prepared, Tensor):
+            prepared = self.prepare(prepared, step)
+        if isinstance(prepared, SharedLabels):
+            assert self._graph is not None
+            if self._graph.is_due(step):
+                self._beside.wait()
+                self._graph.rebuild(self.centre_store, self._passes.dtype)
+            prepared = self._plan(prepared, self._graph.near(prepared.classes))
+        self._number, self._classes = step, prepared.labels.classes
+        self._current = _Step(prepared, [], [], [], [])
+
+    def _plan(self, labels: SharedLabels, near: np.ndarray | None) -> StepPlan:
+        classes = labels.classes
+        positives = classes[(classes >= self.first_slot) & (classes < self.end_slot)] - self.first_slot
+        seed = derive(self.seed, "active", labels.step, self.rank)
+        active = draw_active(positives, self.num_slots, self.config.sample_rate, seed, near)
+        return plan_step(labels, active, range(self.first_slot, self.end_slot), self.chunk, self.workspace.device)
 
     def num_people(self) -> int:
         """Return how many different classes the images of the step begun last have, over all ranks."""
@@ -197,37 +210,41 @@ class PartialFC(nn.Module):
             raise ValueError(
                 f"head: micro-batch {micro} out of turn, expected {len(step.batches)}; call them in order, once each"
             )
-        rows, expected = len(embeddings) * self.world_size, step.slots.shape[1]
+        rows, expected = len(embeddings) * self.world_size, step.plan.labels.slots.shape[1]
         if rows != expected:
             raise ValueError(f"head: {rows} embeddings over all ranks for {expected} labels; give begin_step the same rows")
         loss: Tensor = ReadyGradient.apply(embeddings, lambda given: self._compute(given, micro))
         return loss
 
     @torch.no_grad()
-    def step(self, lr: float) -> bool:
+    def step(self, lr: float, good: Tensor | None = None) -> None:
         """Update the active centres from the gradient of the mean loss over the micro-batches since begin_step.
 
-        Return False if nothing was updated, on all ranks, because a loss was not finite. On CUDA the work is only enqueued,
-        the same holds there, and True is returned.
+        Nothing is updated, on all ranks, if a loss is not finite. On CUDA the work is only enqueued.
+
+        Args:
+            good: () bool, equal on all ranks; False also keeps everything as it is.
         """
         current = self._step()
-        if len(current.batches) != len(current.slots):
-            raise ValueError(f"head: step() after {len(current.batches)} of {len(current.slots)} micro-batches")
-        finite = torch.stack(current.losses).isfinite().all().reshape(1)
-        # Triton kernels read the flag where it lies; for others, and for statistics of a margin, the host has to
+        plan = current.plan
+        if len(current.batches) != len(plan.owners):
+            raise ValueError(f"head: step() after {len(current.batches)} of {len(plan.owners)} micro-batches")
+        finite = torch.stack(current.losses).isfinite().all()
+        finite = (finite if good is None else finite & good).float().reshape(1)
+        # C and Triton read the flag where it lies; for plain torch, and for statistics of a margin, the host has to
         apply = finite if self.workspace.kernels.reads_flag and self._decay is None and not self.margin.observes else None
         self._current = None
         if apply is None and not bool(finite):
-            return False
+            return
         if self.margin.observes:
             self.margin.commit([batch.state for batch in current.batches])
         share = 1.0 / len(current.batches)
         factors = [factor * share for factor in current.factors]
         grad_targets = [grad * share for grad in current.grad_targets]
-        seed = derive(self.seed, "rounding", current.number, self.rank)
-        self._begin_noise("rounding", current.number)
+        seed = derive(self.seed, "rounding", plan.labels.step, self.rank)
+        self._begin_noise("rounding", plan.labels.step)
         with self._beside.run(keep=(current, factors, grad_targets, apply)):
-            passes = self._passes.gradients(current.batches, factors, grad_targets, current.chunks)
+            passes = self._passes.gradients(current.batches, factors, grad_targets, plan.chunks)
             for number, (chunk, gradient, target) in enumerate(passes):
                 where = (self.centre_store, chunk.select)
                 self.workspace.kernels.update_rows(self.config.optimizer, *where, gradient, target, lr, seed + number, apply)
@@ -235,7 +252,6 @@ class PartialFC(nn.Module):
                 self._decay.record(lr)
                 if self._decay.is_long():
                     self._decay.catch_up_all(self.centre_store, self.chunk)
-        return True
 
     @torch.no_grad()
     def shard_state(self) -> dict[str, Tensor]:
@@ -256,6 +272,8 @@ class PartialFC(nn.Module):
         """Fill this shard from read(start slot, stop slot) -> tensors by name, of any world size and storage."""
         also = {} if self._graph is None else {"neighbours": self._graph.slots}
         self.centre_store.read_rows(lambda low, high: read(self.first_slot + low, self.first_slot + high), also)
+        if self._graph is not None:
+            self._graph.loaded()
         if self._decay is not None:
             self._decay.resume(self.centre_store)
 
@@ -276,13 +294,12 @@ class PartialFC(nn.Module):
         everyone = self.collectives.all_gather(embeddings.to(self.config.wire_dtype)).float()
         mine = slice(self.rank * len(embeddings), (self.rank + 1) * len(embeddings))
         unit, norm = unit_rows(everyone)
-        here = torch.from_numpy(step.owners[micro]).to(unit.device)  # the samples whose class lies here
-        rows = torch.from_numpy(step.slots[micro, step.owners[micro]] - self.first_slot).to(unit.device)
+        here, rows = step.plan.owners[micro], step.plan.local[micro]  # the samples whose class lies here, and its slot
         target_centres = self.centres[rows].float() * self.centre_store.inverse_norms[rows, None]
         cosine = unit.new_zeros(len(unit))
         cosine[here] = (unit[here] * target_centres).sum(dim=1)
         batch, z_sum, u_sum, by_target = sums_over_shards(
-            self._passes, self.collectives, Batch(unit, cosine, 0.0), norm.squeeze(1), self._shift, step.chunks, micro
+            self._passes, self.collectives, Batch(unit, cosine, 0.0), norm.squeeze(1), self._shift, step.plan.chunks, micro
         )
         factors = sample_factors(self.margin, batch, norm.squeeze(1), z_sum, by_target, self._passes.gain)
         gradient = u_sum.mul_(factors.negatives[:, None])
@@ -300,10 +317,10 @@ class PartialFC(nn.Module):
 
     def _begin_passes(self, step: _Step, samples: int) -> None:
         self._beside.wait()  # the buffers and the centres may be in use by the step before
-        self._passes.begin(step.chunks, samples, len(step.slots))
+        self._passes.begin(step.plan.chunks, samples, len(step.plan.owners))
         if self._decay is not None:
-            self._begin_noise("catch up", step.number)
-            for chunk in step.chunks:
+            self._begin_noise("catch up", step.plan.labels.step)
+            for chunk in step.plan.chunks:
                 self._decay.catch_up(self.centre_store, chunk.select)
 
     def _begin_noise(self, purpose: str, number: int) -> None:

@@ -41,14 +41,20 @@ class NeighbourGraph:
         self.first_slot, self.end_slot = shard_range(num_classes, rank, collectives.world_size)
         self.k = min(num_neighbours, num_classes - 1)
         self.slots = torch.full((self.end_slot - self.first_slot, self.k), -1, dtype=torch.int32, device=device)
+        self._on_host: np.ndarray | None = None  # a copy of the slots, so that no draw waits for the device
 
     def is_due(self, step: int) -> bool:
         """Return whether to rebuild the graph before this optimizer step; never before the first, as all centres are random."""
         return step > 0 and step % self.every == 0
 
+    def loaded(self) -> None:
+        """Note that the slots were filled from a checkpoint."""
+        self._on_host = None
+
     @torch.no_grad()
     def rebuild(self, store: CentreStore, dtype: torch.dtype) -> None:
         """Find all neighbours again from the current centres, with products in dtype. A collective call."""
+        self._on_host = None
         device = self.slots.device
         best = torch.full((len(self.slots), self.k), -torch.inf, device=device)
         for first, others in self._blocks_of_all_ranks(store, dtype):
@@ -75,12 +81,12 @@ class NeighbourGraph:
 
         A collective call, because each rank knows only the neighbours of its own classes. Repeats are possible. (m,) int64.
         """
+        if self._on_host is None:
+            self._on_host = self.slots.cpu().numpy()
         here = (slots >= self.first_slot) & (slots < self.end_slot)
-        known = torch.zeros(len(slots), self.k, dtype=torch.int32)  # slot + 1, or 0, so that the sum over ranks is the slot + 1
-        known[torch.from_numpy(here)] = (
-            self.slots[torch.from_numpy(slots[here] - self.first_slot).to(self.slots.device)].cpu() + 1
-        )
-        shared = self.collectives.sum(known.to(self.slots.device)).cpu().numpy().T.reshape(-1)
+        known = np.zeros((len(slots), self.k), dtype=np.int32)  # slot + 1, or 0, so that the sum over ranks is the slot + 1
+        known[here] = self._on_host[slots[here] - self.first_slot] + 1
+        shared = self.collectives.sum(torch.from_numpy(known)).numpy().T.reshape(-1)
         rows = shared.astype(np.int64) - 1 - self.first_slot
         return rows[(rows >= 0) & (rows < self.end_slot - self.first_slot)]
 

@@ -15,17 +15,15 @@ Shapes: B = samples of the global (micro-)batch, D = embedding size, c = classes
 (c, B), so neither product needs a transpose.
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from .centre_store import CentreStore, Select
-from .sampling import ActiveSet
+from .centre_store import CentreStore
+from .planning import Chunk
 from .workspace import Workspace
 
 # exp must stay in the range of fp32 (and bf16), whose normal numbers end at exp(88.7) and exp(-87.3)
@@ -51,14 +49,6 @@ class MarginLike(Protocol):
     def commit(self, states: Sequence[Any]) -> None: ...
 
 
-class Chunk(NamedTuple):
-    """Active local slots that are processed at once, and the samples whose target class is among them."""
-
-    select: Select  # consecutive slots (a view of the centres) or single slots (a copy)
-    size: int
-    targets: list[tuple[Tensor, Tensor]]  # per micro-batch: (class_index, sample_index), int64
-
-
 class Batch(NamedTuple):
     """One global micro-batch, as the two passes need it."""
 
@@ -66,35 +56,6 @@ class Batch(NamedTuple):
     target_cosine: Tensor  # (B,) fp32
     shift: float | Tensor  # K, a constant or (B,)
     state: Any = None  # what margin.observe returned; a recomputed chunk sees the same state
-
-
-def plan_chunks(
-    active: ActiveSet, targets: list[tuple[np.ndarray, np.ndarray]], size: int, device: torch.device
-) -> list[Chunk]:
-    """Return the active slots in chunks of at most `size`.
-
-    Args:
-        targets: per micro-batch (samples, slots): the samples whose target class this shard holds, and its local slot.
-    """
-    pieces: list[tuple[int, int] | np.ndarray] = []
-    for start, stop in active.runs:
-        pieces += [(low, min(low + size, stop)) for low in range(start, stop, size)]
-    pieces += [active.extra[low : low + size] for low in range(0, len(active.extra), size)]
-    sizes = [piece[1] - piece[0] if isinstance(piece, tuple) else len(piece) for piece in pieces]
-    begins = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-    shares = []
-    for samples, slots in targets:
-        places = active.places(slots)
-        order = np.argsort(places, kind="stable")
-        cuts = np.searchsorted(places[order], begins)
-        in_chunk = places[order] - np.repeat(begins[:-1], np.diff(cuts))
-        class_index, sample_index = _to(in_chunk, device), _to(samples[order], device)
-        shares.append([(class_index[low:high], sample_index[low:high]) for low, high in itertools.pairwise(cuts)])
-    chunks = []
-    for number, (piece, count) in enumerate(zip(pieces, sizes, strict=True)):
-        select = slice(*piece) if isinstance(piece, tuple) else _to(piece, device)
-        chunks.append(Chunk(select, count, [share[number] for share in shares]))
-    return chunks
 
 
 def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,7 +239,3 @@ class TwoPass:
             return out.zero_()
         real.copy_(grad_cosine.t())
         return out
-
-
-def _to(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

@@ -89,7 +89,7 @@ def near_their_centres(centres: Tensor, rows: int, step: int = 0) -> tuple[Tenso
 def active_classes(head: PartialFC) -> Tensor:
     """Return (C,) bool, which of this rank's classes are in the softmax of the step begun."""
     active = torch.zeros(head.num_classes, dtype=torch.bool)
-    for chunk in head._step().chunks:
+    for chunk in head._step().plan.chunks:
         where = torch.arange(head.num_slots)[chunk.select]
         active[torch.from_numpy(head.shard_classes())[where]] = True
     return active

@@ -49,6 +49,19 @@ def _loader(dataset: Numbered, threads: int, first: int = 0, last: int = 6, pref
     return Loader(dataset, order.samples, first, last, threads, prefetch, CPU)
 
 
+@pytest.mark.parametrize(("held", "prefetch"), [(1, 1), (2, 1), (2, 3), (3, 2)])
+def test_a_batch_stays_as_it_is_while_so_many_are_held(held: int, prefetch: int):
+    dataset, order = Numbered(), SampleOrder(100, batch_size=7, seed=4, flip=True)
+    in_use = []
+    for step, batch in enumerate(Loader(dataset, order.samples, 0, 9, 1, prefetch, CPU, held=held)):
+        dataset.settle()  # everything that was begun is written
+        in_use = [*in_use[-(held - 1) :], (step, batch)] if held > 1 else [(step, batch)]
+        for number, kept in in_use:
+            expected = torch.from_numpy(order.samples(number).indices % 256)
+            assert (kept.images == expected[:, None, None, None]).all(), (step, number)
+    assert len(in_use) == held
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5, 9])
 def test_batches_are_those_of_the_order_for_any_number_of_threads(threads: int):
     order = SampleOrder(100, batch_size=7, seed=4, flip=True)

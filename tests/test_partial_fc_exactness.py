@@ -276,24 +276,27 @@ def test_negatives_above_the_filter_are_left_out(kernels: str):
     assert relative(before - head.centres, dense_w.grad[torch.from_numpy(head.shard_classes())]) < gradient_bound
 
 
-def _not_finite(rank: int, world_size: int) -> None:
-    head = PartialFC(_margin("arcface"), 20, 16, rank, world_size)
+def _not_finite(rank: int, world_size: int, kernels: str) -> None:
+    head = PartialFC(_margin("arcface"), 20, 16, rank, world_size, config=HeadConfig(kernels=kernels))
     before = {name: tensor.clone() for name, tensor in head.shard_state().items()}
     head.begin_step(torch.tensor([[3, 4]]), 0)
     x = torch.randn(2, 16)
     if rank == 0:
         x[1, 5] = float("nan")
     head(x)
-    assert not head.step(0.1)
+    head.step(0.1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in head.shard_state().items())
-    head.begin_step(torch.tensor([[3, 4]]), 1)
-    head(torch.randn(2, 16))
-    assert head.step(0.1)
+    for step, good in ((1, False), (2, True)):  # what the caller says counts as well
+        head.begin_step(torch.tensor([[3, 4]]), step)
+        head(torch.randn(2, 16))
+        head.step(0.1, torch.tensor(good))
+        assert all(torch.equal(tensor, before[name]) for name, tensor in head.shard_state().items()) != good
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_loss_that_is_not_finite_updates_no_rank(run_ranks: Callable[..., None], world_size: int):
-    run_ranks(_not_finite, world_size)
+def test_a_step_that_is_not_finite_or_not_good_updates_no_rank(run_ranks: Callable[..., None], world_size: int, kernels: str):
+    run_ranks(_not_finite, world_size, kernels)
 
 
 def _wire(rank: int, world_size: int) -> None:

@@ -105,7 +105,7 @@ def _graph(rank: int, world_size: int) -> None:
     assert graph is not None and bool((graph.slots == -1).all())
     head.begin_step(labels[None], 2)
     assert torch.equal(graph.slots.long(), expected[head.first_slot : head.end_slot])
-    slots = np.unique(head._step().slots)
+    slots = np.unique(head._step().plan.labels.slots)
     near = set(expected[slots].reshape(-1).tolist()) & set(range(head.first_slot, head.end_slot))
     assert set((graph.near(slots) + head.first_slot).tolist()) == near
     assert graph.near(slots)[0] + head.first_slot in expected[slots].T.reshape(-1).tolist()

@@ -35,7 +35,8 @@ import train
 from data.recordio.image_record import RecordWriter, pack
 from eval import monitor
 from training import model
-from utils.checkpoint.format import list_checkpoints, read_backbone, read_manifest, step_of
+from utils.checkpoint.format import list_checkpoints, read_manifest, step_of
+from utils.checkpoint.reading import read_backbone
 from utils.distributed import World
 from utils.memory import available_bytes
 from utils.precision import LossScaler

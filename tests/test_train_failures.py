@@ -230,7 +230,7 @@ def test_a_rank_that_hangs_ends_the_run_in_time_and_by_name(dataset: Path, tmp_p
     done = _with_a_bad_rank(tmp_path, "time.sleep(100)", arguments)
     assert done.returncode != 0
     (late,) = {int(step) for step in re.findall(r"error: rank 1 in step (\d+), waiting for data, for 0.1 minutes", done.stderr)}
-    assert f"error: rank 0 in step {late}, training, for 0.1 minutes" in done.stderr
+    assert f"error: rank 0 in step {late}, waiting for the labels of the other processes, for 0.1 minutes" in done.stderr
     assert f"rank 1 was in step {late}, waiting for data" in done.stderr
     assert late >= 8
 
@@ -294,7 +294,7 @@ def _overflow_on_rank_1(rank: int, world_size: int, dataset: str, output: str) -
         heads.append(whole(*arguments))
         return heads[0]
 
-    model.build_head, train.unscale_and_clip_grad_norm_ = build_head, overflowing
+    model.build_head, step.unscale_and_clip_grad_norm_ = build_head, overflowing
     model.LossScaler = functools.partial(LossScaler, initial=256.0)  # small enough not to overflow by itself
     overrides = ["train.precision=fp16", "train.max_steps=5", "train.batch_size=4", "eval.targets=[]"]
     (Path(output) / str(rank)).mkdir()

@@ -4,7 +4,7 @@ from torch import nn
 
 from backbones import build_backbone
 from utils.checkpoint.trainer import load_optimizer
-from utils.optim import ParameterRule, build_optimizer, set_learning_rate, unscale_and_clip_grad_norm_
+from utils.optim import ParameterRule, build_optimizer, set_learning_rate, step_if, unscale_and_clip_grad_norm_
 
 
 def _net(gradient_scale: float = 1.0) -> nn.Module:
@@ -130,3 +130,22 @@ def test_moments_that_were_saved_in_another_layout_go_on_alike(name: str):
             optimizer.step()
         ends.append(module.weight.detach().clone())
     assert torch.equal(*ends)
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_step_that_is_not_good_changes_nothing_and_the_others_are_as_without_it(name: str):
+    """The first one too: torch would keep moments that nothing ever wrote."""
+    ends = []
+    for flags in ([False, True, False, True], [True, True]):
+        net = _net()
+        net.load_state_dict({key: torch.full_like(value, 0.5) for key, value in net.state_dict().items()})
+        optimizer = build_optimizer(net, name, 0.1, 0.9, 0.01)
+        for good in flags:
+            before = [parameter.detach().clone() for parameter in net.parameters()]
+            step_if(optimizer, torch.tensor(good))
+            assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before, strict=True)) != good
+        ends.append(
+            [*net.parameters(), *(m["momentum_buffer" if name == "sgd" else "exp_avg"] for m in optimizer.state.values())]
+        )
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

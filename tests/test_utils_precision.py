@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from utils.distributed import World, any_ranks
+from utils.distributed import World, all_ranks
 from utils.optim import unscale_and_clip_grad_norm_
 from utils.precision import LossScaler
 
@@ -14,10 +14,10 @@ def test_scaler_halves_at_an_overflow_and_doubles_after_its_interval():
     scaler = LossScaler(enabled=True, initial=1024.0, interval=3)
     scales = []
     for overflow in (False, False, True, False, False, False, False, False, False):
-        scaler.update(overflow)
-        scales.append(scaler.scale)
+        scaler.update(torch.tensor(not overflow))
+        scales.append(float(scaler.scale))
     assert scales == [1024, 1024, 512, 512, 512, 1024, 1024, 1024, 2048]  # each interval is counted from its beginning
-    scaler.update(False)
+    scaler.update(torch.tensor(True))
     again = LossScaler(enabled=True)
     again.load_state_dict(scaler.state_dict())
     assert again.state_dict() == scaler.state_dict()
@@ -25,7 +25,7 @@ def test_scaler_halves_at_an_overflow_and_doubles_after_its_interval():
 
 def test_disabled_scaler_stays_at_one():
     scaler = LossScaler(enabled=False)
-    scaler.update(True)
+    scaler.update(torch.tensor(False))
     scaler.load_state_dict({"scale": 8.0, "good_steps": 3})
     assert scaler.scale == 1.0
 
@@ -66,12 +66,12 @@ def _overflow_on_one_rank(rank: int, world_size: int) -> None:
         layer = nn.Linear(3, 2)
         for parameter in layer.parameters():
             parameter.grad = torch.full_like(parameter, float("inf") if rank == bad_rank else 1.0)
-        overflows_here = not bool(unscale_and_clip_grad_norm_(layer, scaler.scale, 5.0).isfinite())
-        assert overflows_here == (rank == bad_rank)
-        (overflow,) = any_ranks([overflows_here], world)
-        assert overflow == (bad_rank is not None)
-        scaler.update(overflow)
-        scales.append(scaler.scale)
+        good_here = unscale_and_clip_grad_norm_(layer, scaler.scale, 5.0).isfinite()
+        assert bool(good_here) == (rank != bad_rank)
+        good = all_ranks(good_here, world)
+        assert bool(good) == (bad_rank is None)
+        scaler.update(good)
+        scales.append(float(scaler.scale))
     assert scales == [64.0, 32.0, 32.0]
 
 

@@ -82,7 +82,7 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     for number, task in enumerate(setup.tasks):
         of_task = seed if number == 0 else derive(seed, "head", task.name)
         heads[task.name] = build_head(build_margin(**config.loss), task.dataset.num_classes, dim, world, of_task, of_head)
-    return Model(backbone, optimizer, heads, LossScaler(enabled=autocast is torch.float16), autocast)
+    return Model(backbone, optimizer, heads, LossScaler(enabled=autocast is torch.float16, device=world.device), autocast)
 
 
 def parameter_rules(entries: Iterable[Any]) -> list[ParameterRule]:

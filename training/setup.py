@@ -107,7 +107,7 @@ def open_loaders(config: EasyDict, setup: Setup, start_step: int) -> list[Loader
     for task in setup.tasks:
         samples = functools.partial(task.order.samples, **share)
         ahead = functools.partial(task.order.read_ahead, first_step=start_step, **share)
-        loaders.append(Loader(task.dataset, samples, *steps, ahead, Augment(config.augment, config.run.seed)))
+        loaders.append(Loader(task.dataset, samples, *steps, ahead, Augment(config.augment, config.run.seed), held=2))
     return loaders
 
 

@@ -1,4 +1,4 @@
-"""The gradients of one optimizer step: forward and backward over its micro-batches.
+"""One optimizer step: forward and backward over its micro-batches, and the update of backbone and centres.
 
 Shapes: b = images of this rank in one micro-batch, A = micro-batches per optimizer step, D = embedding size.
 """
@@ -7,13 +7,16 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from easydict import EasyDict
 from torch import Tensor, nn
 
 from data.augment import prepare
-from data.loader import LoadedBatch
 from utils import distributed
 from utils.distributed import World
+from utils.optim import set_learning_rate, step_if, unscale_and_clip_grad_norm_
+from utils.randomness import derive
 
+from .ahead import PreparedStep
 from .model import Model
 from .setup import Task
 
@@ -35,7 +38,9 @@ class LossTerm(NamedTuple):
     weight: float = 1.0
 
 
-def backward(terms: Iterable[LossTerm], world_size: int, loss_scale: float = 1.0, accumulation: int = 1) -> dict[str, float]:
+def backward(
+    terms: Iterable[LossTerm], world_size: int, loss_scale: float | Tensor = 1.0, accumulation: int = 1
+) -> dict[str, Tensor]:
     """Run the backward pass of the weighted sum of terms, times loss_scale / accumulation; return the terms' values by name.
 
     DDP takes the mean of the gradients over the ranks, which is right for means over a rank's own samples. What is a part of
@@ -44,47 +49,78 @@ def backward(terms: Iterable[LossTerm], world_size: int, loss_scale: float = 1.0
     total: Tensor | None = None
     terms = list(terms)
     for term in terms:
-        scale = term.weight * ((world_size if term.over_all_ranks else 1) * loss_scale / accumulation)
+        scale = term.weight * ((world_size if term.over_all_ranks else 1) / accumulation)
         total = term.value * scale if total is None else total + term.value * scale
     assert total is not None, "a loss has at least one term"
-    total.backward()
-    return {term.name: float(term.value.detach()) for term in terms}  # after: the host waits for the device here
+    (total * loss_scale if isinstance(loss_scale, Tensor) or loss_scale != 1 else total).backward()
+    return {term.name: term.value.detach() for term in terms}
 
 
 class StepResult(NamedTuple):
-    """What an optimizer step computed besides the gradients.
+    """What an optimizer step computed, on the device.
 
     Args:
         loss: the weighted sum of the terms.
         losses: the mean loss of each task over the global batch, by its name.
         embeddings: of each task, those of each micro-batch (b, D), in the order of the batches.
+        grad_norm: of the backbone, before it was clipped.
+        loss_scale: of fp16, which the step used.
+        good: whether loss and gradient were finite on all ranks.
     """
 
-    loss: float
-    losses: dict[str, float]
+    loss: Tensor
+    losses: dict[str, Tensor]
     embeddings: list[list[Tensor]]
+    grad_norm: Tensor
+    loss_scale: Tensor
+    good: Tensor
+
+
+def train_step(
+    config: EasyDict, tasks: Sequence[Task], model: Model, parallel: nn.Module, prepared: PreparedStep, lr: float, world: World
+) -> StepResult:
+    """Take one optimizer step with backbone and centres; on CUDA it is enqueued only, and the host waits for nothing.
+
+    If the loss or the gradient is not finite, nothing changes but the loss scale of fp16.
+
+    Args:
+        parallel: the backbone behind distributed.as_data_parallel.
+        lr: learning rate of the step, before the factors of rules and of the head.
+    """
+    set_learning_rate(model.optimizer, lr)
+    # for dropout; a resumed run draws the same
+    torch.manual_seed(derive(config.run.seed, "step", prepared.number, world.rank))
+    loss, losses, embeddings = forward_backward(model, parallel, tasks, prepared, config.train.accumulation, world)
+    scale = model.scaler.scale
+    grad_norm = unscale_and_clip_grad_norm_(model.backbone, scale, config.optimizer.clip_norm)
+    good = distributed.all_ranks(loss.isfinite() & grad_norm.isfinite(), world)
+    for task in tasks:
+        model.heads[task.name].step(lr * config.head.lr_factor, good)
+    step_if(model.optimizer, good)
+    model.scaler.update(good)
+    return StepResult(loss, losses, embeddings, grad_norm, scale, good)
 
 
 def forward_backward(
     model: Model,
     parallel: nn.Module,
     tasks: Sequence[Task],
-    batches: Sequence[LoadedBatch],
-    step: int,
+    prepared: PreparedStep,
     accumulation: int,
     world: World,
-) -> StepResult:
-    """Leave the gradients of an optimizer step in backbone and heads.
+) -> tuple[Tensor, dict[str, Tensor], list[list[Tensor]]]:
+    """Leave the gradients of an optimizer step in backbone and heads; return loss, losses and embeddings of `StepResult`.
 
     Args:
         parallel: the backbone behind distributed.as_data_parallel.
-        batches: this rank's images of the step, of each task.
-        step: number of the optimizer step.
+        prepared: this rank's images of the step, of each task.
     """
-    for task, batch in zip(tasks, batches, strict=True):
-        model.heads[task.name].begin_step(batch.labels.view(accumulation, -1), step)
+    batches = prepared.batches
+    for task, plan in zip(tasks, prepared.plans, strict=True):
+        model.heads[task.name].begin_step(plan, prepared.number)
     model.optimizer.zero_grad(set_to_none=True)
-    total, losses = 0.0, dict.fromkeys((task.name for task in tasks), 0.0)
+    zero = torch.zeros((), device=world.device)
+    total, losses = zero, dict.fromkeys((task.name for task in tasks), zero)
     outputs: list[list[Tensor]] = [[] for _ in tasks]
     images = [batch.images.chunk(accumulation) for batch in batches]
     mirrored = [batch.mirrored.chunk(accumulation) for batch in batches]
@@ -97,10 +133,12 @@ def forward_backward(
                 loss = model.heads[task.name](given, micro_step)
                 terms.append(LossTerm(task.name, loss, over_all_ranks=True, weight=task.weight))
                 kept.append(given.detach())
-            values = backward(terms, world.world_size, model.scaler.scale, accumulation)
-        total += sum(term.weight * values[term.name] for term in terms) / accumulation
+            loss_scale = model.scaler.scale if model.scaler.enabled else 1.0
+            values = backward(terms, world.world_size, loss_scale, accumulation)
+        for term in terms:
+            total = total + term.weight * values[term.name] / accumulation
         losses = {name: losses[name] + values[name] / accumulation for name in losses}
-    return StepResult(total, losses, outputs)
+    return total, losses, outputs
 
 
 def _embed(parallel: nn.Module, parts: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:

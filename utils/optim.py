@@ -131,6 +131,11 @@ class _SGD(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        # otherwise a first step that is skipped would leave moments that nothing ever wrote
+        for group in self.param_groups:
+            for weight in group["params"] if group["momentum"] else ():
+                if weight.grad is not None and "momentum_buffer" not in self.state[weight]:
+                    self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         return inspect.unwrap(torch.optim.SGD.step)(self, closure)
 
 
@@ -170,18 +175,25 @@ def _check_part(module: nn.Module, part: str) -> None:
         raise ValueError(f"this backbone has no part {part!r} that could train; its parts are {parts}")
 
 
-def unscale_and_clip_grad_norm_(module: nn.Module, scale: float, clip_norm: float) -> Tensor:
+def unscale_and_clip_grad_norm_(module: nn.Module, scale: Tensor, clip_norm: float) -> Tensor:
     """Divide module's gradients by scale and clip them to the L2 norm clip_norm (0: no clipping); return the norm before.
 
     One pass over the gradients does both. The norm is inf or nan if any gradient is, and then the gradients are useless.
     """
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients) / scale
-    factor = torch.full_like(norm, 1.0 / scale)
+    factor = 1.0 / scale
     if clip_norm > 0:
         factor = factor * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, factor)
     return norm
+
+
+def step_if(optimizer: torch.optim.Optimizer, good: Tensor) -> None:
+    """Take a step of one of `build_optimizer`'s, or none: the device decides by the flag `good`, () bool, without the host."""
+    fused: Any = optimizer
+    fused.grad_scale, fused.found_inf = None, (~good).float()
+    optimizer.step()
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

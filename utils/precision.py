@@ -1,6 +1,7 @@
 """The precision of training: the autocast dtype of each train.precision, and the loss scaler of fp16."""
 
 import torch
+from torch import Tensor
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # train.precision -> dtype of the forward pass
 
@@ -8,37 +9,41 @@ AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # trai
 class LossScaler:
     """Dynamic loss scale for fp16: halved at an overflow, doubled after `interval` good steps.
 
-    The caller detects an overflow (a gradient norm that is not finite on any rank) and agrees on it over the ranks, so that
-    the scale and the skipped steps are the same on all of them. torch's GradScaler decides in each process alone.
-    If disabled (fp32, bf16), the scale is always 1.
+    It lives on the device, so the host need not know whether a step overflowed. The caller says so, with the same answer on
+    all ranks: the norm of the averaged gradients is not finite. So scale and skipped steps are equal everywhere, while torch's
+    GradScaler keeps that flag to each process. Disabled (fp32, bf16), the scale is 1 for ever.
     """
 
-    def __init__(self, enabled: bool, initial: float = 65536.0, interval: int = 2000) -> None:
+    def __init__(
+        self, enabled: bool, initial: float = 65536.0, interval: int = 2000, device: torch.device | str = "cpu"
+    ) -> None:
         self.enabled = enabled
-        self.scale = initial if enabled else 1.0
         self.interval = interval
-        self.good_steps = 0
+        self.scale = torch.tensor(initial if enabled else 1.0, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
-    def update(self, overflow: bool) -> None:
-        """Adapt the scale after one optimizer step."""
+    def update(self, good: Tensor) -> None:
+        """Adapt the scale after one optimizer step.
+
+        Args:
+            good: () bool, whether nothing overflowed.
+        """
         if not self.enabled:
             return
-        if overflow:
-            self.scale, self.good_steps = self.scale / 2, 0
-            return
-        self.good_steps += 1
-        if self.good_steps >= self.interval:
-            self.scale, self.good_steps = self.scale * 2, 0
+        steps = torch.where(good, self.good_steps + 1, 0)
+        doubled = steps >= self.interval
+        self.scale = torch.where(good, torch.where(doubled, self.scale * 2, self.scale), self.scale / 2)
+        self.good_steps = torch.where(doubled, 0, steps)
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state for load_state_dict; empty if the scaler is disabled."""
-        return {"scale": self.scale, "good_steps": self.good_steps} if self.enabled else {}
+        """Return what load_state_dict takes; nothing where the scaler is off."""
+        return {"scale": float(self.scale), "good_steps": int(self.good_steps)} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore a saved state. The empty state of a run without a scaler (fp32, bf16) keeps the initial scale.
+        """Take up a saved state; that of a run without a scaler (fp32, bf16) says nothing, and the initial scale stays.
 
         Raises:
-            ValueError: a value is out of range, or not a number.
+            ValueError: it is out of range, or no number.
         """
         if not isinstance(state, dict):
             raise ValueError(f"scaler must hold scale and good_steps, got {type(state).__name__}")
@@ -48,4 +53,4 @@ class LossScaler:
                 raise ValueError(f"scaler: scale must be a number above 0 and below 1e38, got {scale!r:.80}")
             if type(good_steps) is not int or not 0 <= good_steps < self.interval:
                 raise ValueError(f"scaler: good_steps must be a whole number below {self.interval}, got {good_steps!r:.80}")
-            self.scale, self.good_steps = float(scale), good_steps
+            self.scale, self.good_steps = self.scale.new_tensor(scale), self.good_steps.new_tensor(good_steps)

@@ -181,12 +181,13 @@ void exponentials(void *logits, int kind, int64_t classes, int64_t samples, cons
 /* One step of SGD (adamw = 0) or AdamW for `classes` centres; see row_optimizer.py for the formulas.
    gradient (classes, dim) of the unit centres lacks the part of the target classes. That part is target (samples, dim) fp32:
    row sample_index[n] of it is added to row class_index[n] of gradient; class_index ascends. If index is NULL, the centres are
-   consecutive rows of the shard, starting at row `first`. */
+   consecutive rows of the shard, starting at row `first`. Nothing is done if `apply` points to 0. */
 void update_rows(void *centres, int centre_kind, void *momentum, int momentum_kind, float *momentum_scale, void *variance,
                  int variance_kind, int32_t *updates, float *inverse, const int64_t *index, int64_t first, int64_t classes,
                  int64_t dim, const void *gradient, int gradient_kind, const float *target, const int64_t *class_index,
                  const int64_t *sample_index, int64_t num_targets, int adamw, double lr, double beta1, double beta2, double eps,
-                 double weight_decay, uint64_t seed) {
+                 double weight_decay, uint64_t seed, const float *apply) {
+    if (apply && *apply == 0.0f) return;
     float rate1 = (float)(1.0 - beta1), rate2 = (float)(1.0 - beta2);
     #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < classes; i++) {

@@ -41,7 +41,7 @@ _UNIT_ROWS: list[Any] = [_POINTER, _INT, _POINTER, _POINTER, _LONG, _LONG, _POIN
 _EXPONENTIALS: list[Any] = [_POINTER, _INT, _LONG, _LONG, _POINTER, _POINTER, _LONG, _FLOAT, _FLOAT, _POINTER, _POINTER, _INT]
 _UPDATE_ROWS: list[Any] = [
     *(_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG),
-    *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _INT, *[_DOUBLE] * 5, ctypes.c_uint64),
+    *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _INT, *[_DOUBLE] * 5, ctypes.c_uint64, _POINTER),
 ]
 
 
@@ -110,6 +110,7 @@ class CKernels(PlainKernels):
 
     name = "c"
     words = "C kernels"
+    reads_flag = True
 
     def unit_rows(self, centres: Tensor, inverse_norms: Tensor, select: Select, unit: Tensor, workspace: Workspace) -> None:
         index, run = (select, slice(None)) if isinstance(select, Tensor) else (None, select)
@@ -164,7 +165,7 @@ class CKernels(PlainKernels):
             *(_pointer(tensors.get("updates")), inverse.data_ptr(), None if isinstance(select, slice) else select.data_ptr()),
             *(select.start if isinstance(select, slice) else 0, len(gradient), gradient.shape[1], gradient.data_ptr()),
             *(_KINDS[gradient.dtype], values.data_ptr(), class_index.data_ptr(), sample_index.data_ptr(), len(sample_index)),
-            *(int(not sgd), lr, *settings, seed),
+            *(int(not sgd), lr, *settings, seed, _pointer(apply)),
         )
 
 

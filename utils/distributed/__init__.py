@@ -1,12 +1,13 @@
 """Process groups: the rank of this process, the rendezvous with the others, and errors that all processes raise together.
 
 A single process needs no group and no port: every function here is then the identity. Several processes are started by torchrun
-(or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) and use NCCL on CUDA, gloo on the CPU.
+(or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT). Tensors on CUDA go by NCCL, others by gloo.
 """
 
 import contextlib
 import datetime
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -71,7 +72,7 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
         torch.cuda.set_device(chosen)
     store = None
     if world_size > 1 and not dist.is_initialized():
-        backend = "nccl" if chosen.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         timeout = datetime.timedelta(minutes=timeout_minutes)
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
@@ -98,7 +99,7 @@ def init_local(rank: int, world_size: int, device: str, rendezvous: str) -> Worl
     else:
         torch.set_num_threads(max(1, _num_cores() // world_size))
     if world_size > 1:
-        backend = "nccl" if chosen.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     return World(rank, world_size, rank, world_size, chosen)
 
@@ -181,17 +182,35 @@ def any_ranks(flags: Sequence[bool], world: World) -> list[bool]:
     """Return for each flag whether it holds on at least one rank; one collective for all of them."""
     if world.world_size == 1:
         return list(flags)
-    shared = torch.tensor([float(flag) for flag in flags], device=world.device)
+    shared = torch.tensor([float(flag) for flag in flags])  # on the CPU: the device computes on meanwhile
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return [bool(value) for value in shared.tolist()]
 
 
+def all_ranks(flag: Tensor, world: World) -> Tensor:
+    """Return whether a flag, () bool on the device, holds on all ranks. On CUDA the host does not wait for the answer."""
+    if world.world_size == 1:
+        return flag
+    shared = flag.float()
+    dist.all_reduce(shared, op=dist.ReduceOp.MIN)
+    return shared > 0
+
+
 def as_data_parallel(backbone: nn.Module, world: World) -> nn.Module:
-    """Return the backbone, wrapped so that its gradients are averaged over the ranks if there are several."""
+    """Return the backbone, wrapped so that its gradients are averaged over the ranks if there are several.
+
+    Buffers, such as BatchNorm statistics, differ between the ranks until `broadcast_module`; no training step reads them.
+    """
     if world.world_size == 1:
         return backbone
     devices = [world.device] if world.device.type == "cuda" else None
-    make = functools.partial(DistributedDataParallel, backbone, device_ids=devices, gradient_as_bucket_view=True)
+    settings: dict[str, Any] = {"device_ids": devices, "gradient_as_bucket_view": True}
+    known = inspect.signature(DistributedDataParallel).parameters
+    of_buffers = (
+        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    )  # its name before torch 2.13
+    settings[of_buffers] = False
+    make = functools.partial(DistributedDataParallel, backbone, **settings)
     try:
         with _compiler_left_out():
             model = make()

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from . import LostPeerError, World, is_lost_peer
@@ -32,7 +33,7 @@ class Watchdog:
     def __init__(self, world: World, timeout_minutes: float) -> None:
         self.world, self.limit = world, 60 * timeout_minutes
         self._store: Any = None  # opened by the thread, because connecting may hang if the first machine is gone
-        self._place = (0, "setting up", time.monotonic(), False)
+        self._place: tuple[int, str | Callable[[], str], float, bool] = (0, "setting up", time.monotonic(), False)
         self._stopped, self._moved = threading.Event(), threading.Event()
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
         if world.store is not None:
@@ -50,10 +51,11 @@ class Watchdog:
         self._stopped.set()
         self._moved.set()
 
-    def at(self, step: int, doing: str, limited: bool = True) -> None:
+    def at(self, step: int, doing: str | Callable[[], str], limited: bool = True) -> None:
         """Record what this rank does now.
 
         Args:
+            doing: in words, or a function that returns them.
             limited: whether the time limit applies. It does not apply to evaluation and saving, but the other ranks, which wait
                 for this one at the end, give up a minute after the limit.
         """
@@ -61,8 +63,12 @@ class Watchdog:
         self._moved.set()
 
     def _here(self) -> str:
-        step, doing, _, _ = self._place
+        step, doing = self._step_and_words()
         return f"{f'rank {self.world.rank} in ' if self.world.world_size > 1 else ''}step {step}, {doing}"
+
+    def _step_and_words(self) -> tuple[int, str]:
+        step, doing, _, _ = self._place
+        return step, doing if isinstance(doing, str) else doing()
 
     def _others(self) -> str:
         """Return where the other ranks were last seen; give up if the store does not answer."""
@@ -100,7 +106,7 @@ class Watchdog:
             self._store = getattr(self.world.store, "clone", lambda: self.world.store)()
         while self._store is not None and not self._stopped.is_set():
             self._moved.clear()
-            step, doing, _, _ = self._place
+            step, doing = self._step_and_words()
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"place {self.world.rank}", json.dumps([step, doing, time.time()]))
             self._stopped.wait(_PAUSE)
