@@ -1,9 +1,9 @@
 """Read a run's YAML, its `_base_` files and the command line's overrides into one read-only EasyDict.
 
-base.yaml lies under every config and is the schema: its keys are all the keys there are, and the type of each default is the
-type of the key, by which values.py reads what was written. In a named section, such as `loss`, the key `name` picks a class,
-whose arguments are keys as well. Errors are ValueErrors that name the file or override, the key, the rule, the value and, for a
-typo, the nearest key.
+base.yaml is the base of every config, and the schema: no other keys exist, and the type of a key is the type of its default.
+values.py reads each value as that type. In a named section, such as `loss`, the key `name` selects a class, whose arguments are
+keys as well. Errors are ValueErrors that name the file or override, the key, the rule, the value and, for a typo, the nearest
+key.
 """
 
 import copy
@@ -25,15 +25,15 @@ SCHEMA = Path(__file__).with_name("base.yaml")
 
 
 class Config(EasyDict):
-    """EasyDict that cannot be changed once it is frozen, so that a run means one thing from start to end."""
+    """EasyDict that is read-only once it is frozen, so that the settings of a run never change."""
 
     def __init__(self) -> None:
-        dict.__init__(self)  # EasyDict's own would turn the methods below into keys
+        dict.__init__(self)  # EasyDict.__init__ would turn the methods below into keys
 
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(self, "_frozen", False):
             self._refuse()
-        if isinstance(value, tuple):  # EasyDict would make each section in it anew
+        if isinstance(value, tuple):  # EasyDict would copy each section in it
             object.__setattr__(self, name, value)
             dict.__setitem__(self, name, value)
         else:
@@ -55,9 +55,9 @@ def load_config(
     """Return the merged, checked, read-only configuration of a run.
 
     Args:
-        path: a YAML file; `_base_: other.yaml` in it (relative to it) is read first.
-        overrides: `section.key=value`, the value in YAML, as on the command line; they pass the same checks.
-        named: what checks the sections of named.py; without it their arguments are left out, for tools that need none of them.
+        path: a YAML file; if it contains `_base_: other.yaml` (relative to it), that file is read first.
+        overrides: `section.key=value`, with the value in YAML, as on the command line; they pass the same checks.
+        named: the checks of the sections of named.py; without it the arguments of these sections are left out.
 
     Raises:
         ValueError: a missing file, a key that does not exist, a wrong type, or a rule between keys that is broken.
@@ -98,7 +98,7 @@ def _plain_list(values: list[Any] | tuple[Any, ...]) -> list[Any]:
 def _to_config(tree: dict[str, Any]) -> Config:
     config = Config()
     for key, value in tree.items():
-        # a tuple: a list inside a read-only config could still be appended to
+        # a tuple, because a list could still be changed
         if isinstance(value, list):
             value = tuple(_to_config(item) if isinstance(item, dict) else item for item in value)
         config[key] = _to_config(value) if isinstance(value, dict) else value
@@ -136,7 +136,7 @@ def _layers(path: Path, above: tuple[Path, ...]) -> list[Path]:
     if resolved == SCHEMA.resolve():
         return []
     if resolved in above:
-        raise ValueError(f"config {path}: _base_ goes round in a circle; remove one of the _base_ lines")
+        raise ValueError(f"config {path}: the _base_ lines form a cycle; remove one of them")
     base = _read(path).get("_base_")
     if is_nothing(base):
         return [path]
@@ -154,7 +154,7 @@ def _parse_override(override: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError):
         raise ValueError(f"override {override!r}: the value is not valid YAML; quote it") from None
     if text.strip() != (value or "") and (value is None or isinstance(value, Plain)):
-        raise ValueError(f"override {override!r}: # begins a comment and & a label in YAML; quote the value twice: '\"...\"'")
+        raise ValueError(f"override {override!r}: in YAML # begins a comment and & an anchor; quote the value twice: '\"...\"'")
     tree: Any = value
     for key in reversed(dotted.strip().split(".")):
         tree = {key: tree}
@@ -164,10 +164,10 @@ def _parse_override(override: str) -> dict[str, Any]:
 def _merge(
     tree: dict[str, Any], layer: dict[str, Any], source: str, prefix: str = "", known: dict[str, Any] | None = None
 ) -> None:
-    """Write layer's values over tree's in place, after checking that each key exists and keeps its type.
+    """Overwrite tree's values with layer's, after checking that each key exists and keeps its type.
 
     Args:
-        known: sections that have more keys than `tree`, for the hint at a key without its section.
+        known: sections with more keys than in `tree`, for the hint about a key without its section.
     """
     for key, value in layer.items():
         name = f"{prefix}{key}"

@@ -1,7 +1,8 @@
-"""Sections whose key `name` picks a class, and whose other keys are the arguments of that class: `loss` and `backbone`.
+"""Sections whose key `name` selects a class, and whose other keys are the arguments of that class: `loss` and `backbone`.
 
-Arguments, their types and defaults are those of the class's constructor, so a new loss or backbone adds no key to base.yaml.
-Where a file or override picks another class than the files below it, their arguments stay if the new class takes them too.
+The arguments, their types and their defaults come from the class's constructor, so a new loss or backbone adds no key to
+base.yaml. If a file or override selects another class than the files below it, their arguments stay if the new class takes them
+too.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,32 +16,35 @@ SECTIONS = ("backbone", "loss")
 
 
 class NamedSection(NamedTuple):
-    """How a section with classes by name is checked. Both functions raise ValueError, in words that follow `SECTION.`."""
+    """The checks of a named section. Both functions raise ValueError with a message that continues `SECTION.`."""
 
     arguments: Callable[[str], Mapping[str, Any]]  # the name of a class -> its arguments with their defaults
     check: Callable[..., object]  # called with the name and all arguments
 
 
 class _Argument(NamedTuple):
-    """An argument as a file or override has it."""
+    """An argument as given by a file or override."""
 
     value: Any  # as the YAML loader read it
-    layer: int  # of the file, in the order of merging; all overrides are one
+    layer: int  # the number of the file or override, in the order of merging
     source: str  # for errors
 
 
 class GivenSection(NamedTuple):
-    """What files and overrides say of a named section."""
+    """The class and arguments that files and overrides give for a named section."""
 
-    picks: list[tuple[int, str]]  # (layer, name) of each time that a class was picked
-    arguments: dict[str, _Argument]  # the last one of each key
+    picks: list[tuple[int, str]]  # (layer, name) of each selection of a class
+    arguments: dict[str, _Argument]  # by key; the last layer wins
 
 
 Given = dict[str, GivenSection]
 
 
 def take_arguments(layer: dict[str, Any], tree: dict[str, Any], given: Given, number: int, source: str) -> dict[str, Any]:
-    """Return a layer without the arguments of named sections, which go into `given`: their class is known at the end only."""
+    """Move the arguments of named sections from a layer to `given`, since their class is known only after the last layer.
+
+    Return the rest of the layer.
+    """
     rest = dict(layer)
     for section, (picks, arguments) in given.items():
         values = layer.get(section)
@@ -55,19 +59,19 @@ def take_arguments(layer: dict[str, Any], tree: dict[str, Any], given: Given, nu
 
 
 def fill_named(tree: dict[str, Any], given: Given, named: Mapping[str, NamedSection], schema: Mapping[str, str]) -> None:
-    """Write the arguments of the classes that were picked into the sections of `tree`, and check them.
+    """Write the arguments of the selected classes into the sections of `tree`, and check them.
 
     Args:
-        schema: the classes that base.yaml picks, by section.
+        schema: the classes that base.yaml selects, by section.
 
     Raises:
-        ValueError: an unknown class or argument, a value of another type, or one that the class refuses.
+        ValueError: an unknown class or argument, a value of the wrong type, or one that the class rejects.
     """
     for section, (arguments_of, check) in named.items():
         values, (picks, found) = tree[section], given[section]
         try:
             defaults = arguments_of(values["name"])
-            # the classes that each layer was written for; an argument of a class that another one has replaced is left out
+            # the class that each layer was written for; an argument of a class that was replaced later is dropped
             picked = [(-1, schema[section]), *picks]
             classes = {layer: [name for number, name in picked if number <= layer][-1] for _, layer, _ in found.values()}
             taken = {layer: arguments_of(name) for layer, name in classes.items()}

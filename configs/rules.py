@@ -1,4 +1,4 @@
-"""The rules a configuration must keep, beside the types that base.yaml fixes: allowed names, ranges, and rules across keys."""
+"""The rules of a configuration, besides the types that base.yaml defines: allowed names, ranges, and rules across keys."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from utils.suggest import did_you_mean
 
 SOURCES = ("recordio", "folder", "list", "tar", "synthetic")
 
-# key -> what each entry of this list may hold, with its default
+# key of a list -> the keys of its entries, with their defaults
 ENTRIES: dict[str, dict[str, Any]] = {
     "data.sources": {"path": "", "source": "recordio", "repeat": 1.0},
     "optimizer.rules": {"match": "", "lr_factor": 1.0, "weight_decay": -1.0},
@@ -35,7 +35,7 @@ CHOICES = {
     "eval.metric": ("accuracy", "auc", "eer", "tar@1e-1", "tar@1e-2", "tar@1e-3", "tar@1e-4", "tar@1e-5", "tar@1e-6"),
 }
 
-# key -> (smallest, largest); both ends allowed. 2**40 and 1e30 are beyond all use; more would overflow a dtype or a date
+# key -> (smallest, largest), inclusive. No use needs more than 2**40 or 1e30; larger values would overflow a dtype or a date
 RANGES: dict[str, tuple[float, float]] = {
     "run.seed": (0, 2**62),
     "run.threads": (0, 4096),
@@ -75,7 +75,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "optimizer.clip_norm": (0, 1e30),
     "schedule.power": (0, 1e6),
     "schedule.warmup_epochs": (0, 1e6),
-    "train.max_steps": (0, 99_999_999),  # as many as the name of a checkpoint tells
+    "train.max_steps": (0, 99_999_999),  # the name of a checkpoint has eight digits
     "train.batch_size": (1, 2**31),
     "train.accumulation": (1, 2**31),
     "eval.every": (0, 2**40),
@@ -119,11 +119,11 @@ def check_rules(tree: dict[str, Any]) -> None:
 
 
 def _check_run_name(name: str) -> None:
-    """Refuse a name that would put the run folder elsewhere than in run.output."""
+    """Reject a name that would put the run folder anywhere but directly in run.output."""
     if "/" in name or "\\" in name or name in (".", "..") or name != name.strip() or len(name.encode()) > 200:
         raise ValueError(
             "run.name must be the name of one folder, without / or \\ and of at most 200 bytes: the run folder is "
-            f"run.output/run.name; got {name!r}. Another place: run.output=FOLDER"
+            f"run.output/run.name; got {name!r}. For another place set run.output=FOLDER"
         )
 
 
@@ -144,13 +144,13 @@ def _check_across(tree: dict[str, Any]) -> None:
         )
     if tree["head"]["sampling"] == "neighbours" and tree["head"]["sample_rate"] == 1:
         raise ValueError(
-            "head.sampling=neighbours needs head.sample_rate below 1; at 1 every class is in every step, nothing is chosen"
+            "head.sampling=neighbours needs head.sample_rate below 1; at 1 every class is in every step, so none are sampled"
         )
     if data["source"] == "synthetic":
         for key in ("num_classes", "num_images"):
             if data[key] < 1:
                 raise ValueError(
-                    f"data.{key} must be at least 1 for data.source=synthetic, got {data[key]}; say how many to make"
+                    f"data.{key} must be at least 1 for data.source=synthetic, got {data[key]}; set how many to generate"
                 )
     if train["batch_size"] % train["accumulation"]:
         raise ValueError(
@@ -177,9 +177,7 @@ def _check_parameter_rules(rules: list[dict[str, Any]]) -> None:
 
 def _check_sources(data: dict[str, Any]) -> None:
     if data["sources"] and data["path"]:
-        raise ValueError(
-            f"data.path must be empty where data.sources is given, got {data['path']!r}; make it one of the sources"
-        )
+        raise ValueError(f"data.path must be empty if data.sources is given, got {data['path']!r}; make it one of the sources")
     for number, entry in enumerate(data["sources"]):
         name = f"data.sources[{number}]"
         if entry["source"] not in SOURCES or entry["source"] == "synthetic":

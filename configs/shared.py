@@ -1,9 +1,9 @@
-"""The settings that all processes of a run must have in common."""
+"""The settings that must be equal in all processes of a run."""
 
 from pathlib import PurePath
 from typing import Any
 
-# places and resources of one machine; that the run folder is the same one is seen when it is locked
+# paths and resources of one machine; whether the run folder is shared is checked when it is locked
 _MAY_DIFFER = {
     "run.output",
     "run.device",
@@ -16,7 +16,7 @@ _MAY_DIFFER = {
     "init.classes",
     "eval.path",
 }
-# keys that hold a word or a path; of a path only that there is one counts
+# keys that hold a word or a path; two different paths count as equal
 _WORDS = {"data.labels": ("offset", "same"), "checkpoint.resume": ("auto", "never")}
 
 

@@ -1,7 +1,7 @@
-"""Values as they stand in a file or override: kept as they were written, and read by the type of their key.
+"""Values of a file or override: kept as text until the type of their key is known.
 
-YAML alone would decide what `off`, `010`, `001`, `12:30` or `2024-05-01` are before it is known what the key holds. Here the
-schema decides: text keys take a plain word as it was written, number keys take decimal numbers only.
+YAML alone would choose a type for `off`, `010`, `001`, `12:30` or `2024-05-01` without knowing the key. Here the schema
+decides: text keys take an unquoted word literally, and number keys take decimal numbers only.
 """
 
 import re
@@ -10,24 +10,24 @@ from typing import Any, ClassVar
 import yaml
 
 _YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
-_MOST_ALIASES = 16  # in one text; however they lie within one another, they make few values
-_DEEPEST = 100  # brackets open at once; the time that PyYAML takes grows with their square
+_MOST_ALIASES = 16  # in one text; even nested, so few make few values
+_DEEPEST = 100  # brackets open at once; PyYAML's time grows with the square
 _COMMENT = re.compile(r"(^|\s)#.*", re.MULTILINE)
 _NOTHING = ("null", "~")
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 _NUMBER = re.compile(r"[-+]?((0|[1-9][0-9_]*)\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+([.eE].*)?")
-# text keys with a documented word that YAML 1.1 reads as false: how else a user may write it
+# text keys with the documented value `off`, for which YAML 1.1 has other spellings, such as `no` and `false`
 _OFF = ("data.index_cache",)
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list of names"}
 
 
 class Plain(str):
-    """A scalar without quotes; one with quotes is a str."""
+    """An unquoted scalar; a quoted one is a str."""
 
 
 def _tagged(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
-    """Return the number that a tag says a text is; Python's own words for one that is not would name no line and no fix."""
+    """Return a tagged number. If the text is not a number, the error names the line and the fix, which Python's would not."""
     kind = node.tag.rpartition(":")[2]
     try:
         return yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
@@ -37,9 +37,9 @@ def _tagged(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
 
 
 class Loader(yaml.SafeLoader):
-    """SafeLoader that leaves plain scalars as they were written, and refuses a key given twice."""
+    """SafeLoader that keeps unquoted scalars as text, and rejects duplicate keys."""
 
-    num_aliases = 0  # so far
+    num_aliases = 0  # seen so far
     yaml_implicit_resolvers: ClassVar = {"<": [("tag:yaml.org,2002:merge", re.compile("^<<$"))]}  # type: ignore[misc]
     yaml_constructors: ClassVar = {
         **yaml.SafeLoader.yaml_constructors,
@@ -49,49 +49,49 @@ class Loader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping, after checking that its keys are names that stand once."""
+        """Return a mapping, after checking that its keys are names without duplicates."""
         if not isinstance(node, yaml.MappingNode):
-            raise ValueError(f"line {node.start_mark.line + 1}: a tag says mapping, but there is none; leave out the tag")
+            raise ValueError(f"line {node.start_mark.line + 1}: a tag says mapping, but the value is none; leave out the tag")
         seen = set()
         for key_node, _ in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
                 raise ValueError(f"line {line}: a key must be a name, not a list or mapping; put text with [ or {{ in quotes")
             if key_node.value in seen:
-                raise ValueError(f"key {key_node.value!r} stands twice (line {line}); keep one")
+                raise ValueError(f"key {key_node.value!r} is given twice (line {line}); keep one")
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Return the next node; too many repetitions are refused."""
+        """Return the next node; too many aliases are an error."""
         if self.check_event(yaml.AliasEvent):  # nine levels of nine make a billion values
             self.num_aliases += 1
             if self.num_aliases > _MOST_ALIASES:
                 name = self.peek_event().anchor
-                raise ValueError(f"*{name} is one repetition (*name) too many, {_MOST_ALIASES} may be; write the values out")
+                raise ValueError(f"*{name}: at most {_MOST_ALIASES} aliases (*name) are allowed; write the values out")
         return super().compose_node(parent, index)
 
 
 def read_yaml(text: str, loader: type[yaml.SafeLoader] = Loader) -> Any:
-    """Return what a YAML text says.
+    """Return the contents of a YAML text.
 
     Raises:
-        yaml.YAMLError: it is no YAML.
-        ValueError: it is, but says what no configuration can.
+        yaml.YAMLError: it is not valid YAML.
+        ValueError: it is valid YAML, but cannot be a configuration.
     """
     try:
         _check_depth(text)
         return yaml.load(text, loader)
     except RecursionError:
-        raise ValueError("lists and mappings lie too deep within one another") from None
+        raise ValueError("lists and mappings are nested too deeply") from None
     except (TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:  # wrong tags, such as !!int [1]
         raise ValueError(f"a tag does not fit its value ({type(error).__name__}); leave out the !! tags") from None
 
 
 def _check_depth(text: str) -> None:
-    """Raise RecursionError if lists and mappings with brackets lie too deep within one another."""
+    """Raise RecursionError if lists and mappings in brackets are nested too deeply."""
     depth = 0
-    for bracket in re.findall(r"[\[\]{}]", _COMMENT.sub("", text)):  # one in quotes counts too; no value has a hundred
+    for bracket in re.findall(r"[\[\]{}]", _COMMENT.sub("", text)):  # quoted brackets count too; no real value has a hundred
         depth = max(0, depth + (1 if bracket in "[{" else -1))
         if depth > _DEEPEST:
             raise RecursionError
@@ -103,12 +103,12 @@ def is_nothing(value: Any) -> bool:
 
 
 def typed(default: Any, value: Any, name: str, where: str) -> Any:
-    """Return value as the type that default has.
+    """Return value, converted to the type of default.
 
     Args:
-        value: what Loader made of it.
-        name: of the key, section.key.
-        where: how an error begins: the file or override, and the key.
+        value: as Loader returned it.
+        name: the key, as section.key.
+        where: the beginning of an error message: the file or override, and the key.
 
     Raises:
         ValueError: it cannot be read as that type.
@@ -127,7 +127,7 @@ def _refuse(kind: type, value: Any, where: str, fix: str = "") -> ValueError:
 
 
 def shown(value: Any) -> str:
-    """Return a value for an error, a number or yes and no without quotes."""
+    """Return a value for an error message; numbers, booleans and null have no quotes."""
     if value is None or (isinstance(value, Plain) and not value):
         return "nothing"
     bare = isinstance(value, Plain) and (value.lower() in (*_YES, *_NO, *_NOTHING) or re.fullmatch(r"[-+]?\.?[0-9]\S*", value))
@@ -144,7 +144,7 @@ def _boolean(value: Any, where: str) -> bool:
 
 def _integer(value: Any, where: str) -> int:
     if isinstance(value, str) and len(value) > 100:
-        raise _refuse(int, f"{value[:20]}... of {len(value)} characters", where)
+        raise _refuse(int, f"{value[:20]}... ({len(value)} characters)", where)
     if isinstance(value, Plain) and _INTEGER.fullmatch(value):
         return int(value)
     if isinstance(value, int) and not isinstance(value, bool):  # `!!int 5`
@@ -155,7 +155,7 @@ def _integer(value: Any, where: str) -> int:
 def _float(value: Any, where: str) -> float:
     if isinstance(value, Plain) and _NUMBER.fullmatch(value):
         value = float(value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e308:  # false of nan
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e308:  # false for nan
         return float(value)
     raise _refuse(float, value, where, _without_zeros(value))
 
