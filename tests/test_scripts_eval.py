@@ -148,8 +148,8 @@ def test_other_channels_and_scales_are_translated():
 @pytest.mark.parametrize(
     ("name", "content", "options", "said"),
     [
-        ("w.pth", b"PK nothing", {"backbone": "r18"}, r"weights .*w\.pth: refused, it is damaged or holds more than tensors"),
-        ("w.pt", b"x", {"backbone": "r18"}, r"weights .*w\.pt: refused, it is damaged or holds more than tensors"),
+        ("w.pth", b"PK nothing", {"backbone": "r18"}, r"weights .*w\.pth: cannot be loaded: it is damaged or holds more than "),
+        ("w.pt", b"x", {"backbone": "r18"}, r"weights .*w\.pt: cannot be loaded: it is damaged or holds more than tensors"),
         ("n.pt2", b"x", {"trust_code": True}, r"n\.pt2: not an exported program: it is not a zip archive"),
         ("missing", None, {"backbone": "r18"}, r"no run folder, checkpoint or weights file at .*missing"),
     ],

@@ -142,7 +142,7 @@ def test_a_run_does_not_go_on_with_other_labels_but_does_with_a_copy(
     capsys.readouterr()
     assert train.main([*again, "train.max_steps=8"]) == 1
     (error,) = capsys.readouterr().err.splitlines()
-    assert re.search(r"the labels of the data .* have changed since .*; train on the data as it was, or", error), error
+    assert re.search(r"the labels of the data .* have changed since .*; train on the original data, or", error), error
     assert "init.backbone" in error
 
 

@@ -252,11 +252,11 @@ def test_a_fine_tuned_run_goes_to_arcface_torch_with_its_moments(
         (["init.backbone=/nowhere"], "no run folder, checkpoint or weights file at /nowhere"),
         (["init.head=RUN"], "init.head needs init.backbone"),
         (["init.classes=RUN"], "init.classes needs init.head"),
-        (["init.backbone=RUN", "backbone.width=0.25"], "conv1.weight is (16, 16, 3, 3), this backbone has it (32,"),
+        (["init.backbone=RUN", "backbone.width=0.25"], "conv1.weight is (16, 16, 3, 3), in this backbone it is (32,"),
         (["init.backbone=RUN", "init.head=/nowhere"], "init.head: no run folder, checkpoint or matrix"),
         (["init.backbone=RUN", "init.head=RUN", "data.path=MORE"], "has 12 classes, the data 15; say with init.classes"),
         (["init.backbone=RUN", "init.head=RUN", "init.classes=/nowhere"], "init.classes: /nowhere: cannot be read"),
-        (["backbone.freeze=[layer9]"], "backbone.freeze: this backbone has no part 'layer9'"),
+        (["backbone.freeze=[layer9]"], "backbone.freeze: this backbone has no trainable part 'layer9'"),
         (
             ["backbone.freeze=[conv1, bn1, prelu, layer1, layer2, layer3, layer4, bn2, fc, features]"],
             "no parameter is trainable",
@@ -269,13 +269,13 @@ def test_a_fine_tuned_run_goes_to_arcface_torch_with_its_moments(
         (["optimizer.rules=[{lr_factor: 0.1}]"], "optimizer.rules[0].match must name a part of the backbone"),
         (["optimizer.rules=[{match: fc, lr_factor: -1}]"], "optimizer.rules[0].lr_factor must be 0 or more, got -1"),
         (["optimizer.rules=[{match: fc, weight_decay: -2}]"], "optimizer.rules[0].weight_decay must be 0 or more, or -1"),
-        (["optimizer.rules=[{match: layr1}]"], "optimizer.rules: this backbone has no part 'layr1'"),
-        (["optimizer.rules=[{match: '*.gamma'}]"], "optimizer.rules: this backbone has no part '*.gamma'"),
+        (["optimizer.rules=[{match: layr1}]"], "optimizer.rules: this backbone has no trainable part 'layr1'"),
+        (["optimizer.rules=[{match: '*.gamma'}]"], "optimizer.rules: this backbone has no trainable part '*.gamma'"),
         (
             ["optimizer.rules=[{match: layer1}, {match: layer1.0}]"],
-            "match 'layer1.0': all that it matches is matched by",
+            "match 'layer1.0': all parameters that it matches are matched by an earlier",
         ),
-        (["optimizer.rules=[{match: layer1.0}]", "backbone.freeze=[layer1]"], "all that it matches is frozen; take the rule"),
+        (["optimizer.rules=[{match: layer1.0}]", "backbone.freeze=[layer1]"], "parameters that it matches are frozen; take"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -328,13 +328,13 @@ def test_files_of_another_kind_are_one_line_that_names_the_key(
     save_file({"weight": torch.zeros(NUM_CLASSES, 16).to(torch.float8_e4m3fn)}, tmp_path / "float8.safetensors")
     for key, value, message in [
         ("backbone", "/nowhere", "no run folder, checkpoint or weights file at /nowhere"),
-        ("backbone", tmp_path / "wrapped.pth", "but 'state_dict' is of type dict; save the network's part alone"),
+        ("backbone", tmp_path / "wrapped.pth", "but 'state_dict' is of type dict; save only the network"),
         ("backbone", tmp_path / "numbered.pth", "but 1 is of type Tensor"),
         ("head", tmp_path / "sparse.pt", "its tensor is no plain one with memory for all its numbers"),
         ("head", tmp_path / "expanded.pt", "its tensor is no plain one with memory for all its numbers"),
-        ("head", tmp_path / "float8.safetensors", "its numbers are of type F8_E4M3, not one of F64, F32"),
+        ("head", tmp_path / "float8.safetensors", "its dtype is F8_E4M3, must be one of F64, F32"),
         ("head", newest / "backbone.safetensors", "has no tensor 'weight', it has bn1.bias, "),
-        ("head", tmp_path / "no_identity", "does not tell num_classes and seed"),
+        ("head", tmp_path / "no_identity", "has no num_classes and seed"),
         ("head", tmp_path / "no_shards", "do not hold each of the 12 class centres once"),
         ("head", source / "data", "no complete checkpoint at"),
     ]:
@@ -344,7 +344,7 @@ def test_files_of_another_kind_are_one_line_that_names_the_key(
         assert error.startswith(f"error: init.{key}: ") and message in error and len(error.strip().splitlines()) == 1, error
         assert len(error) < 600, error
     assert tool.main(["merge", str(tmp_path / "no_identity"), str(tmp_path / "out.pt")]) == 1
-    assert "does not tell num_classes and seed" in capsys.readouterr().err
+    assert "has no num_classes and seed" in capsys.readouterr().err
     assert tool.main(["reshard", str(tmp_path / "no_shards"), "2", str(tmp_path / "out")]) == 1
     assert "0 class centres cannot be shared by 2 files" in capsys.readouterr().err
 

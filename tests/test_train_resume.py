@@ -401,7 +401,7 @@ def test_damaged_checkpoints_are_put_aside_and_an_older_one_goes_on_to_the_same_
     for path in list_checkpoints(run):
         (path / "trainer.pt").unlink()
     assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 1
-    assert "no checkpoint of" in capsys.readouterr().err
+    assert "is damaged:" in capsys.readouterr().err
 
 
 def test_a_leftover_that_cannot_be_deleted_is_a_warning(

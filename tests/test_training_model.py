@@ -64,4 +64,4 @@ def test_a_file_that_a_checkpoint_does_not_have_is_named(tmp_path: Path):
     arguments = tiny_run(tmp_path, tmp_path, "eval.targets=[]", "train.max_steps=1")
     assert run_program(train.main, [arguments]).returncode == 0
     ended = run_program(train_with_an_average, [[*arguments, "train.max_steps=2"]])
-    assert ended.returncode == 1 and f"its manifest names no {NAME}" in ended.stderr
+    assert ended.returncode == 1 and f"its manifest does not list {NAME}" in ended.stderr

@@ -15,10 +15,11 @@ class ParameterRule(NamedTuple):
     """The learning rate and weight decay of the parameters that it matches.
 
     Args:
-        match: the name of a module or parameter, for it and all that lies in it; or a pattern with *, ? or [], for whole names
-            of parameters; or `norms` (all parameters of normalisation layers) or `biases` (all parameters called bias).
+        match: the name of a module or parameter, which includes everything inside it; or a pattern with *, ? or [] that must
+            match the whole name of a parameter; or `norms` (all parameters of normalisation layers) or `biases` (all parameters
+            called bias).
         lr_factor: factor on the learning rate, 0 or more.
-        weight_decay: None = that of the optimizer.
+        weight_decay: None = the optimizer's.
     """
 
     match: str
@@ -38,26 +39,27 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return SGD or AdamW over every trainable parameter of module.
 
-    The first rule that matches a parameter holds; the others have weight decay as given, as in the published recipes. Each
-    rule is a group of the optimizer, with the keys `match` and `lr_factor`, by which `set_learning_rate` multiplies the rate.
+    The first rule that matches a parameter applies. Parameters without a rule have the given weight decay, as in the published
+    recipes. Each rule becomes a parameter group with the keys `match` and `lr_factor`; `set_learning_rate` multiplies the rate
+    by `lr_factor`.
 
     Args:
         name: sgd or adamw.
         momentum: of SGD; beta1 of AdamW.
 
     Raises:
-        ValueError: no parameter trains, or a rule holds for none.
+        ValueError: no parameter is trainable, or a rule applies to none.
     """
     groups = _groups(module, [*rules, ParameterRule("")], weight_decay)
     leave_compiler_out()
-    # fused: on CPU 3 times as fast as the loop and 6 times as fast as foreach
+    # on the CPU, fused is 3 times as fast as the loop and 6 times as fast as foreach
     if name == "adamw":
         return _AdamW(groups, lr=lr, betas=(momentum, beta2), eps=eps, weight_decay=weight_decay, fused=True)
     return _SGD(groups, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
 
 
 def _groups(module: nn.Module, rules: Sequence[ParameterRule], weight_decay: float) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: each trainable parameter in that of the first rule which matches it."""
+    """Return the optimizer's groups; each trainable parameter is in the group of the first rule that matches it."""
     trainable = {path: parameter for path, parameter in module.named_parameters() if parameter.requires_grad}
     if not trainable:
         raise ValueError("no parameter is trainable")
@@ -73,8 +75,8 @@ def _groups(module: nn.Module, rules: Sequence[ParameterRule], weight_decay: flo
         if rule.match and not any(path in left for path in matched):
             if not matched:
                 _check_part(module, rule.match)
-            why = "is matched by a rule before it" if any(path in trainable for path in matched) else "is frozen"
-            raise ValueError(f"match {rule.match!r}: all that it matches {why}; take the rule out")
+            why = "are matched by an earlier rule" if any(path in trainable for path in matched) else "are frozen"
+            raise ValueError(f"match {rule.match!r}: all parameters that it matches {why}; take the rule out")
         decay = weight_decay if rule.weight_decay is None else rule.weight_decay
         own = [left.pop(path) for path in matched if path in left]
         if own:
@@ -91,7 +93,7 @@ def _matches(match: str, path: str, of_norms: set[str]) -> bool:
 
 
 def describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return a line for the log about each group: what it matches, how much that is, its rate and its weight decay."""
+    """Return a log line for each group: what it matches, its size, its rate and its weight decay."""
     rows = []
     for group in optimizer.param_groups:
         name = group["match"] or ("all others" if len(optimizer.param_groups) > 1 else "all")
@@ -106,16 +108,16 @@ def describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def optimizer_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of the parameters that train, in the order in which the optimizer numbers them."""
+    """Return the names of the optimizer's parameters, in the optimizer's order."""
     names = {parameter: path for path, parameter in module.named_parameters()}
     return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def leave_compiler_out() -> None:
-    """Let optimizers and DDP not import torch's compiler; nothing here is compiled.
+    """Keep optimizers and DDP from importing torch's compiler, since nothing here is compiled.
 
-    They import it to tell it that it must not touch them: 2.6 s and 150 MB in each process. A function that it has been told
-    of carries a mark, so these get theirs before. Where a version of torch does it in another way, the import stays.
+    They import it only to exclude themselves from compilation, which costs 2.6 s and 150 MB in each process. torch marks each
+    excluded function, so this sets the marks beforehand. If a version of torch uses another mark, the import still happens.
     """
     optimizer, ddp = torch.optim.Optimizer, nn.parallel.DistributedDataParallel
     methods = [optimizer.zero_grad, optimizer.state_dict, optimizer.load_state_dict, optimizer.add_param_group]
@@ -127,7 +129,7 @@ def leave_compiler_out() -> None:
 
 
 class _SGD(torch.optim.SGD):
-    """torch's SGD; its step without the call that imports the compiler, see `leave_compiler_out`."""
+    """torch's SGD, with a step that does not import the compiler, see `leave_compiler_out`."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -140,7 +142,7 @@ class _SGD(torch.optim.SGD):
 
 
 class _AdamW(torch.optim.AdamW):
-    """torch's AdamW in the same way."""
+    """torch's AdamW, with the same change."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -148,13 +150,13 @@ class _AdamW(torch.optim.AdamW):
 
 
 def freeze(module: nn.Module, parts: Sequence[str]) -> None:
-    """Keep parts of a network as they are: their parameters no longer require a gradient.
+    """Freeze parts of a network: their parameters no longer require a gradient.
 
     Args:
-        parts: names of modules or parameters as in its state dict, each with all that lies in it.
+        parts: names of modules or parameters as in its state dict; a module includes everything inside it.
 
     Raises:
-        ValueError: there is no such part, or no parameter is left that trains.
+        ValueError: a part does not exist, or no trainable parameter is left.
     """
     for part in parts:
         _check_part(module, part)
@@ -172,13 +174,13 @@ def _lies_in(path: str, part: str) -> bool:
 def _check_part(module: nn.Module, part: str) -> None:
     if not any(_lies_in(path, part) for path, _ in module.named_parameters()):
         parts = ", ".join(name for name, _ in module.named_children())
-        raise ValueError(f"this backbone has no part {part!r} that could train; its parts are {parts}")
+        raise ValueError(f"this backbone has no trainable part {part!r}; its parts are {parts}")
 
 
 def unscale_and_clip_grad_norm_(module: nn.Module, scale: Tensor, clip_norm: float) -> Tensor:
     """Divide module's gradients by scale and clip them to the L2 norm clip_norm (0: no clipping); return the norm before.
 
-    One pass over the gradients does both. The norm is inf or nan if any gradient is, and then the gradients are useless.
+    One pass over the gradients does both. If any gradient is inf or nan, so is the norm, and the gradients are useless.
     """
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients) / scale
@@ -197,13 +199,13 @@ def step_if(optimizer: torch.optim.Optimizer, good: Tensor) -> None:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give each group of parameters the rate `lr` times its factor."""
+    """Set the learning rate of each parameter group to `lr` times its factor."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_factor"]
 
 
 def set_training(module: nn.Module, freeze_norm: bool, frozen: Sequence[str] = ()) -> None:
-    """Put a network into training mode, but for BatchNorm statistics if asked for, and for the frozen parts."""
+    """Put a network into training mode, except for the frozen parts, and for BatchNorm if freeze_norm is set."""
     module.train()
     for path, part in module.named_modules():
         if (freeze_norm and isinstance(part, nn.modules.batchnorm._BatchNorm)) or any(_lies_in(path, name) for name in frozen):

@@ -4,10 +4,10 @@
         backbone.safetensors                 parameters and buffers
         softmax_00003_of_00008.safetensors   a rank's class centres and their momentum, rows in slot order; a head has its name
         trainer.pt                           optimizer and loss scaler; tensors and plain values only
-        manifest.json                        written last: step, slot ranges, what the run is, sizes and hashes
+        manifest.json                        written last: step, slot ranges, the run's signature, sizes and hashes
 
-All files are written into a hidden folder, flushed to the disk, and the folder is renamed (writer.py). So a folder with its
-final name is complete, whichever process was killed at whatever moment. reading.py reads the files.
+All files are written into a hidden folder and flushed to the disk, then the folder is renamed (writer.py). So a folder with its
+final name is complete, whenever any process was killed. reading.py reads the files.
 """
 
 import errno
@@ -23,14 +23,14 @@ from utils.files import check_file
 
 from .tensor_file import HASH, flush, write_text
 
-FORMAT = 2  # of the manifest; 1 called the run's signature "identity", and head.storage head.state
-_LARGEST_MANIFEST = 64 << 20  # bytes; that of 10,000 ranks has 2 MB
+FORMAT = 2  # of the manifest; format 1 had "identity" for run_signature, and head.state for head.storage
+_LARGEST_MANIFEST = 64 << 20  # bytes; the manifest of 10,000 ranks has 2 MB
 _MANIFEST, BACKBONE, TRAINER = "manifest.json", "backbone.safetensors", "trainer.pt"
-SOFTMAX = "softmax"  # the head of a run that has one
+SOFTMAX = "softmax"  # the name of the head in a run with a single head
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder is a complete checkpoint itself."""
+    """Return whether a folder is itself a complete checkpoint."""
     return (path / _MANIFEST).is_file()
 
 
@@ -40,7 +40,7 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
 
 
 def list_without_manifest(run_folder: Path) -> list[Path]:
-    """Return the folders with the name of a checkpoint that lost their manifest; no save leaves such a folder."""
+    """Return the folders that are named like a checkpoint but have no manifest; no save leaves such a folder."""
     return [path for path in _step_folders(run_folder) if not (path / _MANIFEST).exists()]
 
 
@@ -49,7 +49,7 @@ def _step_folders(run_folder: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint at path: itself, or the newest of the run folder it names.
+    """Return the checkpoint at path: path itself, or the newest checkpoint if path is a run folder.
 
     Raises:
         ValueError: there is none.
@@ -63,27 +63,27 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def checkpoint_path(run_folder: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after so many optimizer steps."""
+    """Return the folder of the checkpoint after `step` optimizer steps."""
     return run_folder / "checkpoints" / f"step_{step:08d}"
 
 
 def partial_path(final: Path) -> Path:
-    """Return the hidden folder in which the checkpoint `final` is written until it is complete."""
+    """Return the hidden folder that holds the checkpoint `final` until it is complete."""
     return final.with_name(f".{final.name}.partial")
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the optimizer steps that the name of a checkpoint's folder tells."""
+    """Return the number of optimizer steps from the name of a checkpoint's folder."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
 def shard_name(rank: int, world_size: int, head: str = SOFTMAX) -> str:
-    """Return the name of the file with a rank's class centres of a head."""
+    """Return the name of the file that holds a rank's class centres of a head."""
     return f"{head}_{rank:05d}_of_{world_size:05d}.safetensors"
 
 
 def slots_by_head(manifest: dict[str, Any]) -> dict[str, dict[str, tuple[int, int]]]:
-    """Return for each head of a checkpoint its files and the slots [start, stop) in each, in the order of the slots."""
+    """Return for each head of a checkpoint its files, and the slots [start, stop) of each file, in slot order."""
     heads: dict[str, dict[str, tuple[int, int]]] = {}
     for name, entry in sorted(manifest["files"].items(), key=lambda item: item[1].get("slots", [])):
         found = re.fullmatch(r"(.+)_\d{5,}_of_\d{5,}\.safetensors", name)
@@ -93,35 +93,37 @@ def slots_by_head(manifest: dict[str, Any]) -> dict[str, dict[str, tuple[int, in
 
 
 def commit(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
-    """Make a complete checkpoint of a folder that holds all files the manifest names: write that, flush, rename.
+    """Complete a checkpoint whose folder holds all files of the manifest: write the manifest, flush, rename.
 
     Raises:
-        OSError: it cannot be written; or a file is missing or has another size (another machine wrote it, and this path is
-            another folder there); or there is a checkpoint of that name, which is never overwritten.
+        OSError: it cannot be written; or a file is missing or has another size (another machine wrote it, and the path is a
+            different folder there); or a checkpoint of that name exists, which is never overwritten.
     """
     for name, entry in manifest["files"].items():
         file = partial / name
         if not file.is_file() or file.stat().st_size != entry["size"]:
             raise FileNotFoundError(
-                errno.ENOENT, "is not here as it was written; several machines need a shared folder", str(file)
+                errno.ENOENT,
+                "is missing or not the file that was written; several machines need a shared folder",
+                str(file),
             )
     if not math.isfinite(manifest.get("score") or 0.0):
         manifest = {**manifest, "score": None}  # JSON has no nan, and no checkpoint is better than it
     write_text(partial / _MANIFEST, json.dumps({"format": FORMAT, **manifest}, indent=1))
     flush(partial)
     if final.exists():
-        raise FileExistsError(errno.EEXIST, "is there already and is never overwritten", str(final))
+        raise FileExistsError(errno.EEXIST, "exists already and is never overwritten", str(final))
     os.rename(partial, final)
     flush(final.parent)
 
 
 def remove_unfinished(run_folder: Path) -> list[str]:
-    """Delete partial checkpoints of killed saves; return a line about each. The caller holds the run folder's lock."""
+    """Delete partial checkpoints of killed saves; return a line about each. The caller must hold the run folder's lock."""
     lines = []
     for leftover in sorted((run_folder / "checkpoints").glob(".step_*")):
         try:
             shutil.rmtree(leftover)
-        except OSError as error:  # it belongs to another user: it takes room, and blocks only a save at its own step
+        except OSError as error:  # it belongs to another user: it takes space, but blocks only a save at the same step
             lines.append(f"checkpoint: the leftover {leftover} cannot be deleted: {error.strerror}; delete it by hand")
             continue
         if leftover.suffix == ".partial":
@@ -130,10 +132,10 @@ def remove_unfinished(run_folder: Path) -> list[str]:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest after checking that each file it names is there with the size it had.
+    """Return the manifest, after checking that each file it lists exists and has its size.
 
     Raises:
-        ValueError: naming the file and what is wrong, whatever is written in the manifest.
+        ValueError: naming the file and the fault, even if the manifest holds arbitrary data.
     """
     path = checkpoint / _MANIFEST
     try:
@@ -157,7 +159,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def _upgrade(manifest: Any) -> Any:
-    """Return a manifest of format 1 as this program writes it; runs outlive versions of a program. Others stay as they are."""
+    """Return a manifest of format 1 in the current format, so that old runs can resume. Other manifests stay unchanged."""
     if not isinstance(manifest, dict) or manifest.get("format") != 1 or type(manifest["format"]) is not int:
         return manifest
     upgraded = {{"identity": "run_signature"}.get(key, key): value for key, value in manifest.items()} | {"format": FORMAT}
@@ -169,18 +171,18 @@ def _upgrade(manifest: Any) -> Any:
 
 
 def _manifest_fault(manifest: Any) -> str:
-    """Return the first thing in a manifest that breaks what all programs rely on, "" if nothing does."""
+    """Return the first fault in the fields of a manifest that programs rely on, "" if there is none."""
 
     def whole(value: Any, low: int, high: int) -> bool:
         return type(value) is int and low <= value <= high
 
     if not isinstance(manifest, dict):
         return f"it must be an object, got {type(manifest).__name__}"
-    for key, high in (("format", 1000), ("step", 99_999_999)):  # as many steps as the name of a folder tells
+    for key, high in (("format", 1000), ("step", 99_999_999)):  # the name of a folder has eight digits
         if not whole(manifest.get(key), 0, high):
             return f"{key} must be a whole number up to {high}, got {manifest.get(key)!r:.80}"
     score = manifest.get("score")
-    if score is not None and not (type(score) in (int, float) and abs(score) < 1e300):  # false of nan too
+    if score is not None and not (type(score) in (int, float) and abs(score) < 1e300):  # false for nan too
         return f"score must be a number or null, got {score!r:.80}"
     if not whole(manifest.get("world_size", 1), 1, 10**6):
         return f"world_size must be a whole number above 0, got {manifest['world_size']!r:.80}"
@@ -200,8 +202,8 @@ def _manifest_fault(manifest: Any) -> str:
         if not (isinstance(targets, list) and all(isinstance(name, str) for name in targets)):
             return f"config.eval.targets must be a list of names, got {targets!r:.80}"
     for name, entry in manifest["files"].items():
-        if Path(name).name != name or "\0" in name:  # nothing outside the checkpoint is ever read, or written by a copy
-            return f"{name!r} is not the name of a file in it"
+        if Path(name).name != name or "\0" in name:  # so that nothing outside the checkpoint is read, or written by a copy
+            return f"{name!r} is not the name of a file in the checkpoint"
         if not isinstance(entry, dict) or not whole(entry.get("size"), 0, 2**62):
             return f"the size of {name} must be a whole number from 0, got {entry!r:.80}"
         if not all(isinstance(entry.get(kind, ""), str) for kind in (HASH, "sha256")):

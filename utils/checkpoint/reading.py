@@ -1,6 +1,6 @@
-"""Reading checkpoints: their files by name, and class centres by slot, whatever number of ranks wrote them.
+"""Reads checkpoints: files by name, and class centres by slot, for any number of ranks that wrote them.
 
-Opening a file checks the sizes of all files of its checkpoint; hashes are compared only on request.
+Opening a file checks the sizes of all files of its checkpoint. Hashes are compared only on request.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,11 +18,11 @@ ReadRows = Callable[[int, int], dict[str, Tensor]]  # (first slot, last slot) ->
 
 
 def read_file(checkpoint: Path, name: str) -> Any:
-    """Return a part of a checkpoint as CheckpointWriter.save was given it, on the CPU.
+    """Return a part of a checkpoint as it was passed to CheckpointWriter.save, on the CPU.
 
     Args:
-        name: `NAME.safetensors` for tensors by name, `NAME.pt` for plain values, or the name of a head, for which a function
-            read(start, stop) is returned that reads the rows of these slots.
+        name: `NAME.safetensors` for tensors by name, `NAME.pt` for plain values, or the name of a head. For a head, the result
+            is a function read(start, stop) that reads the rows of these slots.
 
     Raises:
         ValueError: the checkpoint has no such part, or it cannot be read.
@@ -46,16 +46,16 @@ def read_trainer(checkpoint: Path) -> dict[str, Any]:
 def _read_plain(checkpoint: Path, name: str) -> Any:
     try:
         return load_plain(_file(checkpoint, name))
-    except Exception as error:  # of a damaged file the unpickler raises nearly anything
+    except Exception as error:  # the unpickler raises nearly anything for a damaged file
         first_line = (str(error).splitlines() or [""])[0]
         raise ValueError(f"checkpoint {checkpoint}: {name} cannot be read: {type(error).__name__}: {first_line}") from None
 
 
 def shards_of(checkpoint: Path, num_classes: int, head: str = SOFTMAX) -> list[tuple[tuple[int, int], str]]:
-    """Return ((first slot, last slot), file name) of all files with class centres of a head, in the order of the slots.
+    """Return ((first slot, last slot), file name) of all files with class centres of a head, in slot order.
 
     Raises:
-        ValueError: they do not hold each of num_classes slots once.
+        ValueError: the files do not hold each of the num_classes slots exactly once.
     """
     files = slots_by_head(read_manifest(checkpoint)).get(head, {})
     if slot_faults(files.values(), 0, num_classes):
@@ -64,7 +64,7 @@ def shards_of(checkpoint: Path, num_classes: int, head: str = SOFTMAX) -> list[t
 
 
 def slot_faults(ranges: Iterable[tuple[int, int]], start: int, stop: int) -> list[str]:
-    """Return a line for each run of slots in [start, stop) that none or several of the ranges hold, or that lie beyond.
+    """Return a line for each run of slots that is in no range, in several ranges, or beyond [start, stop).
 
     Args:
         ranges: (first slot, last slot) of each file, sorted.
@@ -78,31 +78,31 @@ def slot_faults(ranges: Iterable[tuple[int, int]], start: int, stop: int) -> lis
     if reached < stop:
         lines.append(f"class slots {reached} to {stop - 1} are in no file")
     elif reached > stop:
-        lines.append(f"class slots {stop} to {reached - 1} are of no class")
+        lines.append(f"class slots {stop} to {reached - 1} belong to no class")
     return lines
 
 
 def class_order(checkpoint: Path) -> tuple[int, int]:
-    """Return (number of classes, seed), which say what slot a class has.
+    """Return (number of classes, seed), which determine the slot of each class.
 
     Raises:
-        ValueError: the manifest does not tell them.
+        ValueError: the manifest does not have them.
     """
     try:
         signature = read_manifest(checkpoint)["run_signature"]
         return int(signature["num_classes"]), int(signature["seed"])
     except (KeyError, TypeError):
         raise ValueError(
-            f"checkpoint {checkpoint}: manifest.json does not tell num_classes and seed (run_signature), so its class centres "
-            "have no labels"
+            f"checkpoint {checkpoint}: manifest.json has no num_classes and seed (run_signature), so the labels of its class "
+            "centres are unknown"
         ) from None
 
 
 def shard_reader(checkpoint: Path, head: str = SOFTMAX) -> Callable[..., dict[str, Tensor]]:
-    """Return read(start, stop[, name]): a head's rows of these slots, whatever number of ranks wrote them; it reads no others.
+    """Return read(start, stop[, name]), which reads only a head's rows of these slots, from any number of shards.
 
     Raises:
-        ValueError: by read, if the saved shards do not cover the range, or are damaged.
+        ValueError: from read, if the saved shards do not cover the range, or are damaged.
     """
     shards = slots_by_head(read_manifest(checkpoint)).get(head, {})
 
@@ -111,22 +111,20 @@ def shard_reader(checkpoint: Path, head: str = SOFTMAX) -> Callable[..., dict[st
         wanted = {name: (low, high) for name, (low, high) in shards.items() if max(low, start) < min(high, stop)}
         clipped = [(max(low, start), min(high, stop)) for low, high in wanted.values()]
         if faults := slot_faults(clipped, start, stop):
-            raise ValueError(f"checkpoint {checkpoint}: of {head}, {faults[0]}")
+            raise ValueError(f"checkpoint {checkpoint}: {head}: {faults[0]}")
         for (name, slots), (first, last) in zip(wanted.items(), clipped, strict=True):
             for key, rows in _read_rows(checkpoint, name, slots, first, last, only).items():
                 parts.setdefault(key, []).append(rows)
         unlike = [key for key, blocks in parts.items() if len({(block.dtype, block.shape[1:]) for block in blocks}) > 1]
         if unlike:
-            raise ValueError(
-                f"checkpoint {checkpoint}: {unlike[0]} has other types or widths in one file of {head} than in another"
-            )
+            raise ValueError(f"checkpoint {checkpoint}: {unlike[0]} differs in dtype or width between the files of {head}")
         return {key: blocks[0] if len(blocks) == 1 else torch.cat(blocks) for key, blocks in parts.items()}
 
     return read
 
 
 def _read_rows(checkpoint: Path, name: str, slots: tuple[int, int], first: int, last: int, only: str = "") -> dict[str, Tensor]:
-    """Return the rows of the slots [first, last) in one file, which holds `slots`, of all its tensors or of `only` one."""
+    """Return the rows of the slots [first, last) from one file, which holds `slots`; of all its tensors, or only of `only`."""
     low, high = slots
     found = {}
     try:
@@ -137,7 +135,7 @@ def _read_rows(checkpoint: Path, name: str, slots: tuple[int, int], first: int, 
                 if shape[:1] != [high - low]:
                     raise ValueError(
                         f"checkpoint {checkpoint}: {name} is damaged: its {key} must have {high - low} rows, "
-                        f"and has the shape {tuple(shape)}"
+                        f"got the shape {tuple(shape)}"
                     )
                 found[key] = rows[first - low : last - low]
     except (OSError, SafetensorError) as error:
@@ -148,10 +146,10 @@ def _read_rows(checkpoint: Path, name: str, slots: tuple[int, int], first: int, 
 def check_hashes(
     checkpoint: Path, share: int = 0, shares: int = 1, progress: Callable[[int], object] = lambda count: None
 ) -> list[str]:
-    """Return a line for each file whose contents are not what was written.
+    """Return a line for each file whose hash differs from the manifest's.
 
     Args:
-        share, shares: look only at this one of so many equal shares of the files, as several ranks do.
+        share, shares: check only the share number `share` of `shares` equal shares of the files, so that ranks can divide them.
         progress: called with the number of bytes read since the last call.
     """
     lines = []
@@ -160,13 +158,13 @@ def check_hashes(
             kind = HASH if HASH in entry else "sha256"
             if file_hash(checkpoint / name, kind, progress) != entry.get(kind):
                 lines.append(f"checkpoint {checkpoint}: {name} is damaged: its hash differs from the manifest's")
-        except OSError as error:  # as of a bad sector: damaged too
+        except OSError as error:  # a bad sector, for example
             lines.append(f"checkpoint {checkpoint}: {name} is damaged: it cannot be read ({error.strerror})")
     return lines
 
 
 def _file(checkpoint: Path, name: str) -> Path:
-    """Return the path of one of the checkpoint's files, after checking the sizes of all."""
+    """Return the path of one of the checkpoint's files, after checking the sizes of all files."""
     if name not in read_manifest(checkpoint)["files"]:
-        raise ValueError(f"checkpoint {checkpoint}: its manifest names no {name}")
+        raise ValueError(f"checkpoint {checkpoint}: its manifest does not list {name}")
     return checkpoint / name

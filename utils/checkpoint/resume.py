@@ -1,6 +1,6 @@
-"""A run's folder, the checkpoint it goes on from, and going on.
+"""Prepares a run's folder, chooses the checkpoint to resume from, and restores it.
 
-Rank 0 looks and decides; all ranks check that they see what it sees, and take the same checkpoint.
+Rank 0 decides. All ranks check that they see the same folder as rank 0, and use the same checkpoint.
 """
 
 import fcntl
@@ -17,23 +17,23 @@ from . import format as ckpt
 from .reading import check_hashes, read_file
 from .tensor_file import flush
 
-_HOLDER = ".holder"  # names the job that has the lock
+_HOLDER = ".holder"  # names the job that holds the lock
 
 
 class ResumePlan(NamedTuple):
     """Where a run begins."""
 
-    checkpoint: Path | None  # to resume from, None = anew
-    warnings: list[str]  # what a user should know: leftovers removed, damaged checkpoints put aside
+    checkpoint: Path | None  # to resume from; None = start a new run
+    warnings: list[str]  # for the user: leftovers removed, damaged checkpoints set aside
 
 
 def prepare_run_folder(folder: Path, saving: Any, config_text: str, run_signature: dict[str, Any], world: World) -> ResumePlan:
-    """Lock and make the run folder with its config.yaml, and choose the checkpoint to resume from; the same on all ranks.
+    """Create and lock the run folder, write its config.yaml, and choose the checkpoint to resume from, equal on all ranks.
 
     Args:
-        saving: the section `checkpoint` of the configuration: resume says auto, never, or the path of a checkpoint or run
-            folder; verify, to also compare the hashes of the chosen checkpoint's files, which the ranks share.
-        run_signature: what the checkpoint must agree with.
+        saving: the section `checkpoint` of the configuration. `resume` is auto, never, or the path of a checkpoint or run
+            folder. `verify` also compares the hashes of the chosen checkpoint's files, which are divided among the ranks.
+        run_signature: must equal the checkpoint's.
 
     Raises:
         SharedError: on every rank.
@@ -62,16 +62,17 @@ def prepare_run_folder(folder: Path, saving: Any, config_text: str, run_signatur
             _write_config(folder, config_text, start.checkpoint)
     with raise_on_all_ranks(world):
         if not (folder / _HOLDER).is_file() or (folder / _HOLDER).read_text() != holder:
-            raise ValueError(f"run.output: {folder} is another one here than on rank 0; several machines need a shared folder")
+            raise ValueError(f"run.output: {folder} is not the same folder as on rank 0; several machines need a shared folder")
         if start.checkpoint is not None:
             ckpt.read_manifest(start.checkpoint)  # the sizes, as this machine sees them
     return start
 
 
 def _hold(folder: Path) -> str:
-    """Lock the run folder until this process ends, however it ends, so that two jobs never write into it; return who it is.
+    """Lock the run folder until this process ends, so that two jobs never write into it; return the text of _HOLDER.
 
-    torchrun killed by SIGKILL leaves its workers running for a moment, so a resumed run may well meet them.
+    The kernel releases the lock however the process ends. If torchrun is killed by SIGKILL, its workers run on for a moment, so
+    a resumed run may find them still there.
     """
     holder = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
     try:
@@ -84,8 +85,8 @@ def _hold(folder: Path) -> str:
     except (BlockingIOError, PermissionError):
         other = (folder / _HOLDER).read_text(errors="replace") if (folder / _HOLDER).is_file() else "unknown"
         raise ValueError(
-            f"run.output: {folder} is in use by another job that still runs ({other}); wait for it, end it, or choose another "
-            "run.name"
+            f"run.output: {folder} is in use by another job that is still running ({other}); wait for it, end it, or choose "
+            "another run.name"
         ) from None
     except OSError:
         pass  # a file system without locks
@@ -100,7 +101,7 @@ def _hold(folder: Path) -> str:
 
 
 def _lock(handle: int) -> None:
-    """Lock an open file. Processes that torchrun starts again wait, for the ones before them may not have ended quite yet."""
+    """Lock an open file. Processes that torchrun has restarted wait, because the previous ones may still be ending."""
     patience = time.monotonic() + (30 if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else 0)
     while True:
         try:
@@ -113,19 +114,19 @@ def _lock(handle: int) -> None:
 
 
 def choose_checkpoint(folder: Path, resume: str, run_signature: dict[str, Any], warnings: list[str]) -> Path | None:
-    """Return the checkpoint that checkpoint.resume means for this run, after checking that it fits; None = start anew.
+    """Return the checkpoint that checkpoint.resume selects for this run, after checking that it fits; None = a new run.
 
-    A path begins a run; once that has checkpoints of its own, the same path means the same as `auto`.
-    With `auto`, checkpoints that are not whole are passed over and put aside under another name, which `warnings` then tells.
+    A path only starts a run. Once the run has checkpoints of its own, the same path means `auto`.
+    With `auto`, damaged checkpoints are skipped and renamed; `warnings` then has a line about each.
 
     Raises:
-        ValueError: there is none that can be used, or it is of another run.
+        ValueError: no checkpoint can be used, or it belongs to another run.
     """
     found = ckpt.list_checkpoints(folder)
-    if any(_began_with(path, resume) for path in found):  # the same command again, after the run that it began was stopped
+    if any(_began_with(path, resume) for path in found):  # the same command again, after its run was stopped
         resume = "auto"
     if resume == "auto":
-        for path in ckpt.list_without_manifest(folder):  # or the save at this step would find the name taken, in every attempt
+        for path in ckpt.list_without_manifest(folder):  # otherwise every save at this step would fail: the name is taken
             warnings.append(f"checkpoint {path.name} has no manifest.json any more")
             _put_aside(path, warnings)
     if resume == "never" and found:
@@ -159,7 +160,7 @@ def choose_checkpoint(folder: Path, resume: str, run_signature: dict[str, Any], 
 
 
 def _next_older(folder: Path, damaged: Path, warnings: list[str], run_signature: dict[str, Any]) -> Path:
-    """Return the newest checkpoint before a damaged one that is whole; the damaged ones are put aside, not deleted."""
+    """Return the newest undamaged checkpoint before a damaged one; the damaged ones are set aside, not deleted."""
     aside = [damaged]
     for path in reversed([path for path in ckpt.list_checkpoints(folder) if path.name < damaged.name]):
         try:
@@ -171,15 +172,16 @@ def _next_older(folder: Path, damaged: Path, warnings: list[str], run_signature:
         _check_signature(path, run_signature)
         for bad in aside:
             _put_aside(bad, warnings)
-        warnings.append(f"resuming from {path.name}, an older one: the steps since are trained again")
+        warnings.append(f"resuming from {path.name}, an older one: the steps after it are trained again")
         return path
     raise ValueError(
-        f"no checkpoint of {folder} is whole: {'; '.join(warnings)}. Restore one from a copy, or start anew by another run.name"
+        f"every checkpoint of {folder} is damaged: {'; '.join(warnings)}. Restore one from a copy, or start a new run with "
+        "another run.name"
     )
 
 
 def _began_with(checkpoint: Path, resume: str) -> bool:
-    """Return whether a checkpoint is of a run with this path in checkpoint.resume."""
+    """Return whether the run of a checkpoint had this path in checkpoint.resume."""
     if resume in ("never", "auto"):
         return False
     try:
@@ -201,23 +203,23 @@ def _put_aside(checkpoint: Path, warnings: list[str]) -> None:
 def _check_signature(chosen: Path, run_signature: dict[str, Any]) -> None:
     saved = ckpt.read_manifest(chosen).get("run_signature", {})
     for key, value in run_signature.items():
-        if key in saved and saved[key] != value:  # a checkpoint that was imported does not know all
-            if key == "labels":  # hashes, which tell a reader nothing
+        if key in saved and saved[key] != value:  # an imported checkpoint does not have all keys
+            if key == "labels":  # hashes, which would tell the user nothing
                 raise ValueError(
                     f"checkpoint {chosen}: the labels of the data (their values or their order) have changed since it was "
-                    "saved; train on the data as it was, or start anew under another run.name, with its weights in "
-                    "init.backbone and init.head"
+                    "saved; train on the original data, or start a new run with another run.name, with the checkpoint's "
+                    "weights in init.backbone and init.head"
                 )
             raise ValueError(
-                f"checkpoint {chosen}: {key} was {saved[key]!s:.200}, this run has {value}; use the same, start anew under "
-                "another run.name, or take its weights alone with init.backbone and init.head"
+                f"checkpoint {chosen}: {key} was {saved[key]!s:.200}, this run has {value}; use the same value, start a new "
+                "run with another run.name, or load only its weights with init.backbone and init.head"
             )
 
 
 def changed_keys(checkpoint: Path, config: dict[str, Any]) -> list[str]:
     """Return a line for each key whose value differs from the checkpoint's configuration.
 
-    Keys that only one of the two has, as between versions of this program, are left out.
+    Keys that only one of the two has, such as new keys of a later version, are left out.
     """
     saved = ckpt.read_manifest(checkpoint).get("config")
     lines = []
@@ -232,7 +234,7 @@ def changed_keys(checkpoint: Path, config: dict[str, Any]) -> list[str]:
 
 
 def _write_config(folder: Path, text: str, resumed: Path | None) -> None:
-    """Save the merged configuration; an earlier one that differs is kept beside it."""
+    """Save the merged configuration. An earlier one that differs is kept under another name."""
     path, written = folder / "config.yaml", folder / ".config.yaml.unfinished"
     try:
         if path.is_file():
@@ -247,22 +249,24 @@ def _write_config(folder: Path, text: str, resumed: Path | None) -> None:
 
 
 class SavedState(NamedTuple):
-    """A part of a checkpoint: how its state is had, and how it is taken up again."""
+    """The two functions that save and restore a part of a checkpoint."""
 
-    state: Callable[[], Any]  # what CheckpointWriter.save is given
+    state: Callable[[], Any]  # returns what CheckpointWriter.save writes
     load: Callable[[Any], object]  # takes what read_file returns
 
 
 def restore(path: Path, parts: Mapping[str, SavedState]) -> int:
-    """Load every part from a checkpoint; return the optimizer steps it had finished.
+    """Load every part from a checkpoint; return its number of finished optimizer steps.
 
     Raises:
-        ValueError: a part is not there, cannot be read, or does not fit.
+        ValueError: a part is missing, cannot be read, or does not fit.
     """
     try:
         states = {name: read_file(path, name) for name in parts}
     except ValueError as error:
-        raise ValueError(f"{error}. With checkpoint.verify=true a damaged checkpoint is put aside for the one before") from None
+        raise ValueError(
+            f"{error}. With checkpoint.verify=true a damaged checkpoint is set aside, and the one before it is used"
+        ) from None
     for name, part in parts.items():
         try:
             part.load(states.pop(name))

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, and which is the best of them."""
+"""Deletes old checkpoints of a run, and finds the best one."""
 
 import contextlib
 import json
@@ -11,12 +11,12 @@ from .format import list_checkpoints, read_manifest, step_of
 
 
 def prune(run_folder: Path, keep_last: int, keep_every: int = 0, keep_best: int = 1) -> list[str]:
-    """Delete old checkpoints; return a line about each that is not whole and was therefore left alone, and not counted.
+    """Delete old checkpoints. Damaged ones are neither deleted nor counted; return a line about each.
 
     Args:
-        keep_last: newest ones to keep, at least 1.
-        keep_every: also keep those of every so many optimizer steps; 0 = none for its step.
-        keep_best: also keep so many of the highest scores, for each metric and choice of sets that the run was scored by.
+        keep_last: keep this many of the newest checkpoints, at least 1.
+        keep_every: also keep the checkpoint of every N-th optimizer step; 0 disables.
+        keep_best: also keep this many with the highest scores, for each metric and choice of sets that scored the run.
     """
     whole, lines = {}, []
     for path in list_checkpoints(run_folder):
@@ -25,7 +25,7 @@ def prune(run_folder: Path, keep_last: int, keep_every: int = 0, keep_best: int 
         except ValueError as error:
             lines.append(str(error))
     kept = set(list(whole)[-keep_last:])
-    ranked: dict[str, list[tuple[float, Path]]] = {}  # scores in different metrics, or on other sets, do not compare
+    ranked: dict[str, list[tuple[float, Path]]] = {}  # scores of different metrics or sets are not comparable
     for path, manifest in whole.items():
         if manifest.get("score") is not None:
             ranked.setdefault(_scored_by(manifest), []).append((manifest["score"], path))
@@ -33,7 +33,7 @@ def prune(run_folder: Path, keep_last: int, keep_every: int = 0, keep_best: int 
     kept |= {path for path in whole if keep_every and step_of(path) % keep_every == 0}
     for path in whole:
         if path not in kept:
-            # out of sight first: a kill in the middle must not leave half a checkpoint under a final name
+            # rename first: a kill during the deletion must not leave half a checkpoint under a final name
             hidden = path.with_name(f".{path.name}.deleted")
             try:
                 os.rename(path, hidden)
@@ -44,9 +44,9 @@ def prune(run_folder: Path, keep_last: int, keep_every: int = 0, keep_best: int 
 
 
 def best_checkpoint(checkpoints: list[Path]) -> Path | None:
-    """Return the checkpoint with the highest score (the newest of equals), None if none was scored.
+    """Return the checkpoint with the highest score (the newest if several are equal), None if none has a score.
 
-    Where the run changed its metric or its sets, only the scores that compare with the newest one count.
+    If the run changed its metric or its sets, only the scores that are comparable with the newest one count.
 
     Args:
         checkpoints: of one run, oldest first.
@@ -59,10 +59,10 @@ def best_checkpoint(checkpoints: list[Path]) -> Path | None:
 
 
 def best_score(run_folder: Path, like: dict[str, Any]) -> float | None:
-    """Return the highest score of a run's checkpoints, None without any; those that are not whole do not count.
+    """Return the highest score of a run's undamaged checkpoints, None if none has a score.
 
     Args:
-        like: a manifest, or facts of one, whose metric and sets the scores must be of.
+        like: a manifest, or a part of one; only scores with its metric and sets count.
     """
     scores = []
     for path in list_checkpoints(run_folder):
@@ -74,9 +74,9 @@ def best_score(run_folder: Path, like: dict[str, Any]) -> float | None:
 
 
 def _scored_by(manifest: dict[str, Any]) -> str:
-    """Return what the score of a checkpoint is: the metric and the sets it is the mean over."""
+    """Return what the score of a checkpoint measures: the metric, and the sets whose mean it is."""
     try:
         settings = manifest["config"]["eval"]
         return json.dumps([settings["metric"], sorted(settings["targets"])])
-    except (KeyError, TypeError, ValueError):  # an imported checkpoint, or one whose configuration is something else
+    except (KeyError, TypeError, ValueError):  # an imported checkpoint, or one with an unusual configuration
         return ""

@@ -1,9 +1,9 @@
-"""Files written as a stream: .safetensors in blocks, hashed on the way, flushed to the disk, without a second copy in memory.
+"""Writes .safetensors files as a stream: in blocks, hashed on the way, flushed to the disk, without a second copy in memory.
 
-The library's own writer wants whole tensors at once, keeps its file operations in compiled code, where a full disk cannot be
-rehearsed, and leaves files that only their owner may read. Reading stays the library's. The format: 8 bytes with the length of
-the header, little endian; the header, JSON {name: {dtype, shape, data_offsets}}, filled up with blanks to a multiple of 8
-bytes; then the numbers of all tensors without a gap (https://github.com/huggingface/safetensors#format).
+The library's own writer needs whole tensors at once, does its file operations in compiled code, where tests cannot simulate a
+full disk, and creates files that only their owner may read. Reading uses the library. The format: 8 bytes with the length of
+the header, little endian; the header, JSON {name: {dtype, shape, data_offsets}}, padded with blanks to a multiple of 8 bytes;
+then the numbers of all tensors without gaps (https://github.com/huggingface/safetensors#format).
 """
 
 import errno
@@ -22,8 +22,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-HASH = "xxh3_128"  # finds damage, at 10 GB/s; it is no protection against somebody who means harm
-BLOCK = 16 << 20  # bytes that are hashed and written at once
+HASH = "xxh3_128"  # detects damage, at 10 GB/s, but not deliberate changes
+BLOCK = 16 << 20  # bytes hashed and written at once
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -39,11 +39,11 @@ _DTYPES = {
 
 
 class NotFiniteError(ValueError):
-    """Numbers that were about to be written are not finite; the message names the tensor."""
+    """A tensor that was about to be written has non-finite numbers; the message names it."""
 
 
 class Planned(NamedTuple):
-    """A tensor that is about to be written."""
+    """A tensor to be written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -51,17 +51,17 @@ class Planned(NamedTuple):
 
 
 class NewFile:
-    """A file that did not exist before: write to it, then `close`, which returns when the disk has it.
+    """A new file: write to it, then `close`, which returns when the data is on the disk.
 
     Raises:
-        OSError: from any method; the unfinished file is left where it is.
+        OSError: from any method; the unfinished file is not removed.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.size = path, 0
         self.failure: OSError | None = None
         self._digest = xxhash.xxh3_128()
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask, as any file
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # minus the umask, as usual
 
     def __enter__(self) -> "NewFile":
         return self
@@ -72,7 +72,7 @@ class NewFile:
             self._handle = -1
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append all of data; return its length in bytes. A disk that takes only a part of it is asked again."""
+        """Append all of data; return its length in bytes. Partial writes are continued."""
         left = memoryview(data).cast("B")
         length = len(left)
         self._digest.update(left)
@@ -89,7 +89,7 @@ class NewFile:
         return length
 
     def flush(self) -> None:
-        """Nothing is held back; torch.save asks for this method."""
+        """Do nothing, since nothing is buffered; torch.save calls this method."""
 
     def close(self) -> dict[str, Any]:
         """Flush to the disk; return the size in bytes and the hash."""
@@ -104,23 +104,23 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def write_planned(path: Path, tensors: Mapping[str, Planned]) -> dict[str, Any]:
-    """Write a new .safetensors file of tensors that are made part by part; return {"size", HASH}.
+    """Write a new .safetensors file of tensors that are produced part by part; return {"size", HASH}.
 
-    Equal tensors give equal bytes, in whatever parts and order they come.
+    Equal tensors give equal bytes, whatever their parts and order.
 
     Raises:
         OSError: it cannot be written.
-        ValueError: the parts of a tensor are not those that were planned, or it is of a type that is not written.
-        NotFiniteError: a tensor holds nan or inf: nothing could be done with the file.
+        ValueError: the parts of a tensor do not match its plan, or its dtype is not supported.
+        NotFiniteError: a tensor holds nan or inf, so the file would be useless.
     """
-    # wide types first, so that each tensor lies at a multiple of its own width
+    # wide types first, so that each tensor starts at a multiple of its element size
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, dict[str, Any]] = {}
     offset = 0
     for name in names:
         plan = tensors[name]
         if plan.dtype not in _DTYPES:
-            raise ValueError(f"{path}: {name} is of type {plan.dtype}; known are {', '.join(map(str, _DTYPES))}")
+            raise ValueError(f"{path}: {name} has the dtype {plan.dtype}, must be one of {', '.join(map(str, _DTYPES))}")
         end = offset + plan.dtype.itemsize * math.prod(plan.shape)
         header[name] = {"dtype": _DTYPES[plan.dtype], "shape": list(plan.shape), "data_offsets": [offset, end]}
         offset = end
@@ -132,7 +132,7 @@ def write_planned(path: Path, tensors: Mapping[str, Planned]) -> dict[str, Any]:
             start = file.size
             for part in tensors[name].rows():
                 if part.dtype != tensors[name].dtype:
-                    raise ValueError(f"{path}: {name} was planned as {tensors[name].dtype}, a part is {part.dtype}")
+                    raise ValueError(f"{path}: {name} was planned as {tensors[name].dtype}, got a part of {part.dtype}")
                 for block in _blocks(part):
                     if not _is_finite(block):
                         raise NotFiniteError(f"{path.name}: {name} holds numbers that are not finite")
@@ -144,11 +144,11 @@ def write_planned(path: Path, tensors: Mapping[str, Planned]) -> dict[str, Any]:
 
 
 def write_object(path: Path, value: Any) -> dict[str, Any]:
-    """Write what torch.load reads with weights_only=True to a new file; return {"size", HASH}.
+    """Write a value to a new file that torch.load can read with weights_only=True; return {"size", HASH}.
 
     Raises:
         OSError: it cannot be written.
-        NotFiniteError: a number in it, or in a tensor in it, is nan or inf.
+        NotFiniteError: a float or a tensor in the value has nan or inf.
     """
     for name, tensor in _numbers(value):
         if not all(map(_is_finite, _blocks(tensor))):
@@ -156,20 +156,20 @@ def write_object(path: Path, value: Any) -> dict[str, Any]:
     with NewFile(path) as file:
         try:
             torch.save(value, cast(IO[bytes], file))
-        except RuntimeError as error:  # says "unexpected pos" whatever the disk said
+        except RuntimeError as error:  # torch says "unexpected pos" whatever the cause
             raise file.failure or error from None
         return file.close()
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a new text file through to the disk."""
+    """Write a new text file and flush it to the disk."""
     with NewFile(path) as file:
         file.write(text.encode())
         file.close()
 
 
 def flush(path: Path) -> None:
-    """Make a file, or the names in a folder, new and renamed ones, survive a loss of power."""
+    """Flush a file, or the names in a folder, including new and renamed ones, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -178,34 +178,34 @@ def flush(path: Path) -> None:
 
 
 def load_plain(path: Path, mmap: bool = False) -> Any:
-    """Return what torch.save wrote, on the CPU: tensors and plain values alone, so nothing in the file is ever run.
+    """Return what torch.save wrote, on the CPU: only tensors and plain values, so no code in the file is ever run.
 
     Args:
-        mmap: read the tensors from the disk where they are touched.
+        mmap: map the tensors into memory, so that only used pages are read.
 
     Raises:
-        Exception: of nearly any kind, if the file is damaged or holds more.
+        Exception: of nearly any type, if the file is damaged or holds anything else.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about files that are refused next
+        warnings.simplefilter("ignore")  # about files that then raise
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Return whether numbers of a dense tensor share memory, as of a row that is shown 10^9 times: such a file is tiny."""
+    """Return whether numbers of a dense tensor share memory, such as a row repeated 10^9 times by stride 0 in a tiny file."""
     return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes() or any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor of a file is dense, on the host, and has memory of its own for each of its numbers."""
+    """Return whether a tensor from a file is dense, on the CPU, and has separate memory for each of its numbers."""
     dense = tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type == "cpu"
     return dense and not overlaps(tensor)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a .safetensors file, or of a .pt/.pth file that holds nothing but tensors in a flat dict."""
+    """Return the tensors of a .safetensors file, or of a .pt/.pth file that holds only a flat dict of tensors."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
@@ -215,7 +215,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"weights {path}: cannot be read: {str(error).splitlines()[0]}") from None
     except Exception as error:  # weights_only refuses pickled code with pickle.UnpicklingError
         raise ValueError(
-            f"weights {path}: refused, it is damaged or holds more than tensors ({type(error).__name__})"
+            f"weights {path}: cannot be loaded: it is damaged or holds more than tensors ({type(error).__name__})"
         ) from None
     if not isinstance(state, dict):
         raise ValueError(f"weights {path}: must be a state dict, names to tensors, got {type(state).__name__}")
@@ -223,21 +223,21 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if not (isinstance(name, str) and isinstance(value, Tensor)):
             raise ValueError(
                 f"weights {path}: must be a state dict, names to tensors, but {name!r} is of type {type(value).__name__}; save "
-                "the network's part alone, or convert a checkpoint of arcface_torch: scripts.arcface_torch.import_checkpoint"
+                "only the network, or convert a checkpoint of arcface_torch with scripts.arcface_torch.import_checkpoint"
             )
         if not is_plain(value):
-            raise ValueError(f"weights {path}: {name} is no plain tensor with memory for all its numbers; save a copy of it")
+            raise ValueError(f"weights {path}: {name} is not a dense tensor with memory for all its numbers; save a copy of it")
     return state
 
 
 def mapped_tensor(path: Path, name: str) -> Tensor:
-    """Return a tensor of a .safetensors file that is read from the disk where it is touched, so that few rows cost little.
+    """Return a memory-mapped tensor of a .safetensors file, so that reading a few rows is cheap.
 
     Args:
-        name: of the tensor; one that is the only tensor of its file may have any name.
+        name: the tensor's name; if the file has only one tensor, its name does not matter.
 
     Raises:
-        ValueError: no such tensor, or not such a file.
+        ValueError: the tensor does not exist, or the file is not a .safetensors file.
     """
     try:
         with safe_open(path, framework="pt") as checked:  # the library checks the whole header
@@ -253,11 +253,11 @@ def mapped_tensor(path: Path, name: str) -> Tensor:
     entry = header[name if name in names else names[0]]
     dtype = next((key for key, value in _DTYPES.items() if value == entry["dtype"]), None)
     if dtype is None:
-        raise ValueError(f"{path}: its numbers are of type {entry['dtype']}, not one of {', '.join(_DTYPES.values())}")
+        raise ValueError(f"{path}: its dtype is {entry['dtype']}, must be one of {', '.join(_DTYPES.values())}")
     first, last = entry["data_offsets"]
     if first == last:
         return torch.empty(entry["shape"], dtype=dtype)
-    data = np.memmap(path, np.uint8, "c", offset=8 + length + first, shape=(last - first,))  # "c": torch wants it writable
+    data = np.memmap(path, np.uint8, "c", offset=8 + length + first, shape=(last - first,))  # "c": torch needs it writable
     return torch.from_numpy(data).view(dtype).view(entry["shape"])
 
 
@@ -265,7 +265,7 @@ def file_hash(path: Path, kind: str = HASH, progress: Callable[[int], object] = 
     """Return the hash of a file, in hexadecimal.
 
     Args:
-        kind: HASH, or "sha256", which the first checkpoints had: there the hash took as long as the disk.
+        kind: HASH, or "sha256" of older checkpoints, which is as slow as the disk.
         progress: called with the number of bytes read since the last call.
     """
     digest = hashlib.sha256() if kind == "sha256" else xxhash.xxh3_128()
@@ -281,7 +281,7 @@ def _planned(tensor: Tensor) -> Planned:
 
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the numbers of a tensor on the host, a block at a time; one on a device is copied block by block."""
+    """Yield the numbers of a tensor in blocks on the CPU; a tensor on a device is copied block by block."""
     flat = tensor.detach().contiguous().reshape(-1)
     step = max(1, BLOCK // flat.element_size())
     for start in range(0, len(flat), step):
@@ -289,12 +289,12 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _is_finite(block: Tensor) -> bool:
-    """Return whether no number of a block is nan or inf. The sum is quick; only one that overflows needs a closer look."""
+    """Return whether no number of a block is nan or inf. The sum is fast; only if it is not finite is each number checked."""
     return not block.is_floating_point() or bool(block.sum().isfinite()) or bool(block.isfinite().all())
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors and floats in dicts, lists and tuples, with the way to each."""
+    """Yield (dotted path, tensor) of each tensor and float in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, float):

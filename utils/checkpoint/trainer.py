@@ -1,6 +1,6 @@
-"""What a checkpoint holds in trainer.pt: the optimizer, the loss scaler and the margins, saved and loaded.
+"""Saves and loads trainer.pt of a checkpoint: the state of the optimizer, the loss scaler and the margins.
 
-The fused optimizer step trusts what it is given, so every tensor is checked before it is taken up.
+The fused optimizer step checks nothing, so every tensor is checked before it is loaded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ from utils.precision import LossScaler
 from .format import SOFTMAX
 from .tensor_file import overlaps
 
-_LAST_STEP = 99_999_999  # the largest that the name of a checkpoint's folder can tell
-_OF_RULES = {"lr_factor", "match"}  # keys of our groups that torch does not know
+_LAST_STEP = 99_999_999  # the name of a checkpoint's folder has eight digits
+_OF_RULES = {"lr_factor", "match"}  # keys that our parameter groups have besides torch's
 
 
 class TrainerState(NamedTuple):
-    """What a run goes on with besides its backbone and its class centres."""
+    """What a run needs to resume, besides its backbone and class centres."""
 
     backbone: nn.Module
     margins: Mapping[str, nn.Module]  # by the name of their head
@@ -37,18 +37,18 @@ class TrainerState(NamedTuple):
         }
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Take up a saved state.
+        """Load a saved state.
 
         Raises:
-            ValueError, KeyError, TypeError, AttributeError, RuntimeError: it is not of this run.
+            ValueError, KeyError, TypeError, AttributeError, RuntimeError: it does not fit this run.
         """
-        margins = saved["margins"] if "margins" in saved else {SOFTMAX: saved.get("margin", {})}  # one, in an older checkpoint
+        margins = saved["margins"] if "margins" in saved else {SOFTMAX: saved.get("margin", {})}  # an older checkpoint has one
         if not isinstance(margins, dict) or set(margins) != set(self.margins):
             found = ", ".join(sorted(map(str, margins))) if isinstance(margins, dict) else type(margins).__name__
             raise ValueError(f"it has the margins of the heads {found or 'none'}, this run has {', '.join(self.margins)}")
         for name, margin in self.margins.items():
             _load_margin(margin, margins[name])
-        trained = saved.get("trained")  # an imported checkpoint does not tell
+        trained = saved.get("trained")  # missing in an imported checkpoint
         if trained is not None:
             _check_trained(self.backbone, trained)
         load_optimizer(self.optimizer, saved["optimizer"], self.backbone, trained)
@@ -59,12 +59,12 @@ def _load_margin(margin: nn.Module, saved: Any) -> None:
     """Load the statistics of a margin.
 
     Raises:
-        ValueError: naming the one that is not as this margin has it.
+        ValueError: a statistic does not match this margin's; the message names it.
     """
     own = margin.state_dict()
     if not isinstance(saved, dict) or set(saved) != set(own):
         found = ", ".join(sorted(map(str, saved))) if isinstance(saved, dict) else type(saved).__name__
-        raise ValueError(f"the margin there has {found or 'nothing'}, this one has {', '.join(own) or 'nothing'}")
+        raise ValueError(f"the saved margin has {found or 'nothing'}, this one has {', '.join(own) or 'nothing'}")
     for name, value in saved.items():
         if fault := tensor_fault(value, tuple(own[name].shape), own[name].dtype):
             raise ValueError(f"margin: {name} {fault}")
@@ -72,14 +72,14 @@ def _load_margin(margin: nn.Module, saved: Any) -> None:
 
 
 def _check_trained(backbone: nn.Module, saved: Sequence[str]) -> None:
-    """Raise ValueError if other parameters train now than did: equal blocks would take one another's moments."""
+    """Raise ValueError if the trained parameters have changed, since equal blocks could get each other's moments."""
     here = trained_names(backbone)
     changed = sorted(set(saved) ^ set(here))
     if changed:
         was, now = ("trained", "does not") if changed[0] in saved else ("did not train", "does")
         raise ValueError(f"{changed[0]} {was} then and {now} here; set backbone.freeze to what it was")
     if len(saved) != len(here):
-        raise ValueError("it names a parameter twice that trained")
+        raise ValueError("it names a trained parameter twice")
 
 
 def trained_names(module: nn.Module) -> list[str]:
@@ -90,36 +90,36 @@ def trained_names(module: nn.Module) -> list[str]:
 def load_optimizer(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], module: nn.Module, saved_names: Sequence[str] | None = None
 ) -> None:
-    """Load a saved state, but keep this optimizer's own settings: the configuration decides, not the file.
+    """Load a saved state, but keep this optimizer's settings, which come from the configuration.
 
     Args:
         module: the network whose parameters it optimizes.
-        saved_names: of the parameters in the state, in its order; None = the trainable ones in the order of the module.
+        saved_names: the names of the parameters in the state, in its order; None = the trainable ones in module order.
 
     Raises:
-        ValueError: the state is of another kind of optimizer, or its moments are not those of these parameters.
+        ValueError: the state is of another kind of optimizer, or its moments do not belong to these parameters.
     """
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     kind = set(settings[0]) - _OF_RULES
     if any(set(saved) - {"params", *_OF_RULES} != kind for saved in state["param_groups"]):
-        raise ValueError("it is of another optimizer; set optimizer.name to what it was, or start anew")
+        raise ValueError("it is of another optimizer; set optimizer.name to what it was, or start a new run")
     saved_order = [number for group in state["param_groups"] for number in group["params"]]
     here = optimizer.state_dict()["param_groups"]
     names, weights = optimizer_names(module, optimizer), [w for group in optimizer.param_groups for w in group["params"]]
     saved_names = trained_names(module) if saved_names is None else saved_names
     if len(saved_order) != len(saved_names) or len(saved_names) != len(names):
         raise ValueError(
-            f"the optimizer there holds {len(saved_order)} parameters, {len(weights)} train here; set backbone.freeze to what "
+            f"the saved optimizer has {len(saved_order)} parameters, {len(weights)} train here; set backbone.freeze to what "
             "it was"
         )
     if not all(type(number) is int for number in saved_order) or len(set(saved_order)) < len(saved_order):
-        raise ValueError("its param_groups do not name each parameter once, by a whole number")
+        raise ValueError("its param_groups must list each parameter once, as a whole number")
     # the rules may have changed, and with them the order of the parameters
     saved_order = [dict(zip(saved_names, saved_order, strict=True))[name] for name in names]
     _check_moments(isinstance(optimizer, torch.optim.AdamW), weights, saved_order, state["state"], names)
     moments = {place: state["state"][number] for place, number in enumerate(saved_order) if number in state["state"]}
     optimizer.load_state_dict({"state": moments, "param_groups": here})
-    # the fused step goes through memory as it lies, so a moment must lie there as its weight does (channels last)
+    # the fused step ignores strides, so a moment must have the memory layout of its weight (channels last)
     for weight, kept in optimizer.state.items():
         for name, moment in kept.items():
             if moment.ndim and moment.stride() != weight.stride():
@@ -131,20 +131,20 @@ def load_optimizer(
 def _check_moments(
     is_adamw: bool, weights: Sequence[Tensor], order: Sequence[int], state: dict[int, Any], names: Sequence[str]
 ) -> None:
-    """Raise ValueError unless a saved state holds just the moments that the fused step reads, for all weights or for none.
+    """Raise ValueError unless a saved state holds exactly the moments that the fused step reads, for all weights or for none.
 
-    The step trusts what it is given: a moment of another size makes it write beyond the end of the memory.
+    The step does not check: with a moment of another size it would write beyond the end of the memory.
     """
     keys = {"exp_avg", "exp_avg_sq", "step"} if is_adamw else {"momentum_buffer"}
     if not isinstance(state, dict) or (state and set(state) != set(order)):
-        raise ValueError("its moments are not of the parameters that its param_groups name")
+        raise ValueError("its moments do not belong to the parameters that its param_groups list")
     if not state:
         return
     for place, (number, weight) in enumerate(zip(order, weights, strict=True)):
         who, kept = names[place], state[number]
         if not isinstance(kept, dict) or set(kept) != keys:
             found = ", ".join(sorted(map(str, kept))) if isinstance(kept, dict) else type(kept).__name__
-            raise ValueError(f"{who} has the moments {found or 'none'}, needed are {', '.join(sorted(keys))}")
+            raise ValueError(f"{who} has the moments {found or 'none'}, must have {', '.join(sorted(keys))}")
         for name in sorted(keys):
             shape, dtype = ((), torch.float32) if name == "step" else (tuple(weight.shape), weight.dtype)
             if fault := tensor_fault(kept[name], shape, dtype):
@@ -155,18 +155,18 @@ def _check_moments(
 
 
 def tensor_fault(value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Return what keeps a value that was read from a file from being a tensor of this shape and dtype, "" if nothing does.
+    """Return why a value from a file is not a valid tensor of this shape and dtype, "" if it is.
 
-    A sound one is dense, on the CPU, finite, and has memory of its own for each of its numbers.
+    A valid tensor is dense, on the CPU, finite, and has separate memory for each of its numbers.
     """
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:
-        return f"is no plain tensor but {getattr(value, 'layout', type(value).__name__)}"
+        return f"must be a dense tensor, got {getattr(value, 'layout', type(value).__name__)}"
     if tuple(value.shape) != shape:
         return f"is {tuple(value.shape)}, must be {shape}"
     if value.dtype != dtype:
         return f"holds {value.dtype}, must be {dtype}"
     if value.device.type != "cpu":
-        return f"has no numbers, it is on the device {value.device.type}"
+        return f"has no numbers, because it is on the device {value.device.type}"
     if overlaps(value):
         return f"has memory for {value.untyped_storage().nbytes() // value.element_size()} numbers, must be {value.numel()}"
     if value.is_floating_point() and not bool(value.isfinite().all()):

@@ -1,4 +1,4 @@
-"""The weights of a network: where they are found, and how they come into it."""
+"""Finds the weights of a network, and loads them."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from .tensor_file import read_tensors
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the backbone's weights at path: a run folder's newest checkpoint, a checkpoint, or a file of tensors.
+    """Return the backbone's weights at path, which is a run folder (its newest checkpoint), a checkpoint, or a tensor file.
 
     Raises:
         ValueError: there are none.
@@ -25,23 +25,23 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str, hint: str) -> nn.Module:
-    """Load the weights into the model; a wrong architecture is one line that names the first difference, and gives the hint."""
+    """Load the weights into the model. For another architecture, raise ValueError with the first difference and the hint."""
     expected = model.state_dict()
-    weights = {name.removeprefix("module."): value for name, value in weights.items()}  # of a wrapped network
+    weights = {name.removeprefix("module."): value for name, value in weights.items()}  # from a wrapped network
     for name in [*expected, *weights]:
         if name not in weights or name not in expected or weights[name].shape != expected[name].shape:
             here = tuple(weights[name].shape) if name in weights else "missing"
             wanted = tuple(expected[name].shape) if name in expected else "absent"
-            raise ValueError(f"{source}: {name} is {here}, this backbone has it {wanted}; {hint}")
+            raise ValueError(f"{source}: {name} is {here}, in this backbone it is {wanted}; {hint}")
     model.load_state_dict(weights)
     return model
 
 
 def load_initial(backbone: nn.Module, path: Path) -> None:
-    """Load the weights of another training, which the key init.backbone names.
+    """Load the weights of another training run, which init.backbone names.
 
     Raises:
-        ValueError: naming the key, if there are none, they do not fit, or they are not finite.
+        ValueError: the weights are missing, do not fit, or are not finite; the message names the key.
     """
     try:
         weights = read_weights(path)
