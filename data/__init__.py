@@ -1,4 +1,4 @@
-"""Training data: RecordIO sets, image folders and synthetic images, their order, and the loader."""
+"""Training data: the kinds of sets, the order of the samples, augmentation, and the loader."""
 
 from .datasets import FaceDataset, build_dataset
 

@@ -1,13 +1,13 @@
-"""What happens to the pixels of training images: augmentation in the decoder threads, mirror and normalisation on the device.
+"""Transforms of training images: augmentation in the decoder threads, mirroring and normalisation on the device.
 
-Augmentations change single uint8 images in place, with OpenCV, right after decoding: that costs a fraction of the decoding, the
-device gets bytes as before, and a CPU and a GPU run see the same. What an image gets is a function of (seed, its position in
-the stream of samples), so neither threads, nor processes, nor a resume change it.
+Augmentation changes single uint8 images in place, with OpenCV, right after decoding. It costs a fraction of the decoding, the
+device still receives bytes, and CPU and GPU runs see the same images. The augmentation of an image is a function of (seed,
+position in the stream of samples), so threads, processes and resuming do not change it.
 
-Sources: random crop (a rectangle stays where it is, the rest turns black), low resolution and photometric change are those that
-AdaFace trains with, each on a fifth of the images (Kim, Jain and Liu, CVPR 2022); cutout is by DeVries and Taylor (2017).
-Brightness, contrast and saturation are blends as in torchvision's ColorJitter: with black, with the mean gray value of the
-picture, and with the gray picture; unlike there, nothing is clipped or rounded between them, so they have no order.
+Sources: AdaFace trains with random crop (a rectangle stays in place, the rest turns black), low resolution and photometric
+change, each on a fifth of the images (Kim, Jain and Liu, CVPR 2022). Cutout is by DeVries and Taylor (2017). Brightness,
+contrast and saturation are blends as in torchvision's ColorJitter: with black, with the mean gray value of the picture, and
+with the gray picture. Unlike in torchvision, nothing is clipped or rounded in between, so their order does not matter.
 Shapes: b, n = images, H = W = 112.
 """
 
@@ -23,7 +23,7 @@ from utils.randomness import derive, uniform
 
 _INTERPOLATIONS = (cv2.INTER_NEAREST, cv2.INTER_LINEAR, cv2.INTER_AREA, cv2.INTER_CUBIC, cv2.INTER_LANCZOS4)
 _GRAY = np.array([[0.299, 0.587, 0.114]], dtype=np.float64)  # weights of red, green, blue (ITU-R BT.601)
-_NUMBERS = 6  # random numbers that an operation may use, the first of which decides whether it happens
+_NUMBERS = 6  # random numbers per operation; the first decides whether it is applied
 
 
 def prepare(images: Tensor, mirrored: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ class Augment:
 def photometric(pixels: np.ndarray, numbers: np.ndarray, section: Mapping[str, float]) -> None:
     """Change brightness, contrast and saturation, each by a factor in 1 +- photometric_strength.
 
-    Together they are one linear map of the colours: where nothing is clipped in between, the three commute (saturation leaves
-    the mean gray value as it is, and a blend with a constant gray is no change of saturation).
+    Together they are one linear map of the colours. Without clipping in between, the three commute: saturation does not change
+    the mean gray value, and a blend with a constant gray does not change saturation.
     """
     strength = section["photometric_strength"]
     brightness, contrast, saturation = 1 + strength * (2 * numbers[:3] - 1)
@@ -72,12 +72,12 @@ def photometric(pixels: np.ndarray, numbers: np.ndarray, section: Mapping[str, f
 
 
 def grayscale(pixels: np.ndarray, numbers: np.ndarray, section: Mapping[str, float]) -> None:
-    """Take the colours away."""
+    """Convert to gray."""
     cv2.cvtColor(cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB, dst=pixels)
 
 
 def crop(pixels: np.ndarray, numbers: np.ndarray, section: Mapping[str, float]) -> None:
-    """Keep a rectangle of crop_area to 1 of the picture, sides 3:4 to 4:3, where it is; the rest turns black."""
+    """Keep a rectangle in place and turn the rest black; its area is crop_area to 1 of the picture, its sides 3:4 to 4:3."""
     height, width = pixels.shape[:2]
     area = section["crop_area"] + (1 - section["crop_area"]) * numbers[0]
     ratio = np.exp(np.log(4 / 3) * (2 * numbers[1] - 1))
@@ -96,7 +96,7 @@ def blur(pixels: np.ndarray, numbers: np.ndarray, section: Mapping[str, float]) 
 
 
 def low_resolution(pixels: np.ndarray, numbers: np.ndarray, section: Mapping[str, float]) -> None:
-    """Shrink to low_resolution_side to 1 of the side and enlarge again, each by one of five interpolations."""
+    """Shrink the sides by a factor of low_resolution_side to 1 and enlarge again, each with one of five interpolations."""
     height, width = pixels.shape[:2]
     side = section["low_resolution_side"] + (1 - section["low_resolution_side"]) * numbers[0]
     shape = (max(1, round(width * side)), max(1, round(height * side)))
@@ -105,7 +105,7 @@ def low_resolution(pixels: np.ndarray, numbers: np.ndarray, section: Mapping[str
 
 
 def jpeg(pixels: np.ndarray, numbers: np.ndarray, section: Mapping[str, float]) -> None:
-    """Compress as JPEG of a quality from jpeg_quality to 95, and decode."""
+    """Compress as JPEG with a quality from jpeg_quality to 95, and decode."""
     quality = int(section["jpeg_quality"] + (96 - section["jpeg_quality"]) * numbers[0])
     encoded = cv2.imencode(".jpg", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, min(quality, 95)])[1]
     pixels[...] = cv2.imdecode(encoded, cv2.IMREAD_COLOR_RGB)
@@ -120,7 +120,7 @@ def cutout(pixels: np.ndarray, numbers: np.ndarray, section: Mapping[str, float]
     pixels[top : top + rows, left : left + columns] = 127
 
 
-# in the order of a camera: the light, the hidden parts, the lens, the sensor, the file; cutout hides what is left
+# in the order of a camera: light, occlusion, lens, sensor, file; cutout comes last
 OPERATIONS: dict[str, Callable[[np.ndarray, np.ndarray, Mapping[str, float]], None]] = {
     "photometric": photometric,
     "grayscale": grayscale,

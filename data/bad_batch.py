@@ -23,7 +23,7 @@ def write_bad_batch(
         embeddings: of each of its micro-batches, (b, D).
 
     Returns:
-        Where they are and which are bad, in a sentence; only rank 0, which speaks for all, knows whether they were written.
+        A sentence that says where the keys are and which embeddings are bad. Only rank 0 writes, and knows whether that failed.
     """
     finite = torch.cat([rows.detach().float().isfinite().all(dim=1) for rows in embeddings]).tolist()
     mine = [
@@ -36,9 +36,9 @@ def write_bad_batch(
     if world.rank == 0:
         try:
             path.write_text(json.dumps({"step": step, "why": why, "samples": everyone}, indent=1))
-        except OSError as error:  # a full disk must not hide what is wrong with the training
+        except OSError as error:  # a full disk must not hide the original error
             where = f"could not be written to {path} ({error.strerror})"
     some = "its embeddings are finite"
     if bad:
-        some = f"{len(bad)} of its {len(everyone)} embeddings are not finite, the first of {bad[0]}"
+        some = f"{len(bad)} of its {len(everyone)} embeddings are not finite, the first is that of {bad[0]}"
     return f"The records of its batch {where}: {some}"

@@ -1,4 +1,4 @@
-"""What every dataset offers, whatever it reads from.
+"""The interface of all datasets.
 
 Shapes: H = W = 112.
 """
@@ -15,22 +15,22 @@ from utils.image import IMAGE_SIZE, decode_rgb_into
 class FaceDataset(ABC):
     """Images by index in [0, num_stored), each with an integer label in [0, num_classes)."""
 
-    num_images: int  # in an epoch
+    num_images: int  # per epoch
     num_classes: int
-    warnings: tuple[str, ...] = ()  # what opening noticed and a user should know
+    warnings: tuple[str, ...] = ()  # for the user, from opening the set
 
     @property
     def num_stored(self) -> int:
-        """The samples there are; only a mixture of sets has another number of them in an epoch."""
+        """The number of stored samples; it differs from num_images only for a mixture of sets."""
         return self.num_images
 
     @abstractmethod
     def describe(self) -> str:
-        """Return one line for the log: where the images are, in which form, and how many."""
+        """Return one line for the log: the place of the images, their form, and their number."""
 
     @abstractmethod
     def key(self, index: int) -> str:
-        """Return what a user knows the sample by, to name it in an error."""
+        """Return the user's name for a sample, such as its path, for error messages."""
 
     @abstractmethod
     def label(self, index: int) -> int:
@@ -42,14 +42,14 @@ class FaceDataset(ABC):
 
     @abstractmethod
     def layout(self) -> Iterable[np.ndarray | bytes]:
-        """Yield arrays of integers (n,) and byte strings that tell which image is where, equal for each copy of a set."""
+        """Yield integer arrays (n,) and byte strings that identify the place of each image; equal for all copies of a set."""
 
     def label_digest(self) -> str:
         """Return a hash of the classes of all samples, in their order."""
         return digest([self.labels()])
 
     def fingerprint(self) -> dict[str, int | str]:
-        """Return counts and hashes, by name, that are equal where two processes see the same samples in the same order."""
+        """Return counts and hashes by name. They are equal if two processes see the same samples in the same order."""
         return {
             "number of images": self.num_images,
             "number of classes": self.num_classes,
@@ -62,21 +62,21 @@ class FaceDataset(ABC):
         """Return an encoded image, or its (H, W, 3) uint8 RGB pixels, and its class."""
 
     def epoch_indices(self, positions: np.ndarray, epochs: np.ndarray) -> np.ndarray:
-        """Return the samples (n,) int64 that stand at these positions (n,) of these epochs (n,), before any shuffling."""
+        """Return the samples (n,) int64 at these positions (n,) of these epochs (n,), before any shuffling."""
         return positions
 
     def prefetch(self, index: int) -> None:  # noqa: B027 - most datasets have nothing to do
-        """Start to fetch a sample from storage, so that it is in memory when it is wanted."""
+        """Start to fetch a sample from storage, so that it is in memory when it is needed."""
 
     def read_ahead(self, indices: np.ndarray) -> None:  # noqa: B027
-        """Start to fetch many samples (n,) int64, ascending, from storage in long runs."""
+        """Start to fetch many samples (n,) int64, in ascending order, by long sequential reads."""
 
     def take_warnings(self) -> list[str]:
-        """Return what happened since the last call that a user should know."""
+        """Return the new warnings for the user since the last call."""
         return []
 
     def pixels_and_label(self, index: int) -> tuple[np.ndarray, int]:
-        """Return the pixels of a sample, (H, W, 3) uint8, RGB, and the class that `decode_into` tells."""
+        """Return the pixels of a sample, (H, W, 3) uint8, RGB, and the class that `decode_into` returns."""
         out = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
         label = self.decode_into(index, out)
         return out, label
@@ -97,7 +97,7 @@ class FaceDataset(ABC):
             height, width = pixels.shape[:2]
             raise ValueError(
                 f"{self.key(index)}: an image must be {out.shape[0]} x {out.shape[1]} pixels (height x width), "
-                f"this one is {height} x {width}. Align the faces to that size first"
+                f"got {height} x {width}. Align the faces to that size first"
             )
         out[...] = pixels
         return label

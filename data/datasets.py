@@ -1,4 +1,4 @@
-"""The datasets a run can name in data.source, and build_dataset, which opens what the config names.
+"""The datasets that data.source can name, and build_dataset, which opens the dataset of a config.
 
 Shapes: N = images, H = W = 112.
 """
@@ -25,11 +25,11 @@ from .tar_dataset import TarDataset
 from .tolerant import TolerantDataset
 
 _CHUNK = 1 << 16  # file names hashed at once
-_NAMED = 5  # folders or endings that a message names
+_NAMED = 5  # folders or endings listed in a message
 
 
 class FolderDataset(FaceDataset):
-    """Image files of 112 x 112 pixels, one sub-folder per class; classes are numbered in the order of their names."""
+    """Image files of 112 x 112 pixels, one sub-folder per class; classes are numbered in alphabetical order."""
 
     def __init__(self, folder: str) -> None:
         self.root = Path(folder)
@@ -50,7 +50,8 @@ class FolderDataset(FaceDataset):
         self.warnings = tuple(passed_over(self.root, found.passed))
         if empty:
             self.warnings += (
-                f"{self.root}: {len(empty)} of {len(people)} sub-folders hold no image and are no identity: {_first(empty)}",
+                f"{self.root}: {len(empty)} of {len(people)} sub-folders hold no image and are not counted as identities: "
+                f"{_first(empty)}",
             )
         counts = [len(files) for files in people.values() if files]
         self._labels = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
@@ -81,7 +82,7 @@ class FolderDataset(FaceDataset):
 
 
 def passed_over(folder: Path, passed: Sequence[str]) -> list[str]:
-    """Return a line for a user about the folders that `find_files` did not enter, if there are any."""
+    """Return a warning about the folders that `find_files` did not enter, if there are any."""
     if not passed:
         return []
     return [f"{shown(folder)}: {len(passed)} folder(s) below it were not entered: {_first(passed, '; ')}"]
@@ -92,26 +93,26 @@ def _first(names: Sequence[str], between: str = ", ") -> str:
 
 
 def no_image_below(folder: Path) -> str:
-    """Return what to tell a user whose folder holds no image: which endings its files have, and which are known."""
+    """Return an error message for a folder without images, with the endings of its files and the known endings."""
     names = (os.path.basename(file) for file in find_files(folder, ("",), top=True).files)
     endings = Counter(os.path.splitext(name)[1].lower() or "none" for name in names if name[0] != ".")
-    known = f"known are {' '.join(IMAGE_SUFFIXES)}"
+    known = f"known endings are {' '.join(IMAGE_SUFFIXES)}"
     if not endings:
-        return f"{folder}: no image in it or below it, no file at all ({known})"
+        return f"{folder}: no image in it or below it, and no other file ({known})"
     seen = ", ".join(f"{shown(ending)} ({count})" for ending, count in endings.most_common(_NAMED))
     return f"{folder}: no image in it or below it: its files have the endings {seen}; {known}. Convert them first"
 
 
 class SyntheticDataset(FaceDataset):
-    """Patterns made on the spot from (seed, index): 8 x 8 tiles in colours of the class, under noise of the image.
+    """Patterns generated from (seed, index): 8 x 8 tiles in colours of the class, plus noise of the image.
 
-    Costs less than decoding a JPEG and needs no storage. Labels go round, so every class has its share of the images.
+    Generating one costs less than decoding a JPEG and needs no storage. Labels repeat in turn, so classes have equal shares.
     """
 
     def __init__(self, num_classes: int, num_images: int, seed: int) -> None:
         if not 1 <= num_classes <= num_images:
             raise ValueError(
-                f"synthetic data need one class or more, and an image of each, got {num_classes} classes, {num_images} images"
+                f"synthetic data need at least one class, and an image for each, got {num_classes} classes, {num_images} images"
             )
         self.num_classes, self.num_images, self.seed = num_classes, num_images, seed
         rng = np.random.default_rng(seed)
@@ -119,7 +120,7 @@ class SyntheticDataset(FaceDataset):
         self._noise = rng.integers(0, 128, 1 << 20, dtype=np.uint8)
 
     def describe(self) -> str:
-        return f"synthetic (seed {self.seed}): {self.num_images} images, {self.num_classes} classes, made on the spot"
+        return f"synthetic (seed {self.seed}): {self.num_images} images, {self.num_classes} classes, generated"
 
     def key(self, index: int) -> str:
         return f"synthetic image {index}"
@@ -131,7 +132,7 @@ class SyntheticDataset(FaceDataset):
         return np.arange(self.num_images) % self.num_classes
 
     def label_digest(self) -> str:
-        return digest([np.array([self.num_images, self.num_classes])])  # they follow from these; a trillion need no memory
+        return digest([np.array([self.num_images, self.num_classes])])  # these determine all labels, without a list of them
 
     def layout(self) -> Iterable[np.ndarray]:
         return [np.array([self.seed])]
@@ -144,13 +145,13 @@ class SyntheticDataset(FaceDataset):
         return (colours + noise).reshape(IMAGE_SIZE, IMAGE_SIZE, 3), label
 
     def _draw(self, bank: np.ndarray, number: int, size: int) -> np.ndarray:
-        """Return `size` bytes for a number: two stretches of the bank, crossed."""
+        """Return `size` bytes for a number: the XOR of two parts of the bank."""
         mixed = derive(self.seed, number)
         first, second = mixed % (len(bank) - size), (mixed >> 32) % (len(bank) - size)
         return bank[first : first + size] ^ bank[second : second + size]
 
 
-# data.source -> what opens a set at a path, with a folder for its index; `synthetic` has no path, and build_dataset makes it
+# data.source -> function (path, folder for the index) that opens a set; build_dataset handles `synthetic`, which has no path
 SOURCES: dict[str, Callable[[str, str | None], FaceDataset]] = {
     "recordio": RecordDataset,
     "folder": lambda path, cache: FolderDataset(path),
@@ -163,9 +164,9 @@ def build_dataset(data: Mapping[str, Any], seed: int, cache: str | None) -> Face
     """Return the dataset that the section `data` of a config describes.
 
     Args:
-        data: source, path, num_classes, num_images (0 takes what the data has, anything else must agree with it; synthetic
-            makes as many), sources, labels, on_bad_record and max_bad_fraction, as configs/rules.py lets them through.
-        cache: folder for the indices of large sets, None = none.
+        data: source, path, num_classes, num_images, sources, labels, on_bad_record and max_bad_fraction, as checked by
+            configs/rules.py. If num_classes or num_images is not 0, the data must agree with it; `synthetic` generates as many.
+        cache: folder for the indices of large sets; None = no cache.
     """
     dataset: FaceDataset
     if data["sources"]:
@@ -192,7 +193,7 @@ def build_dataset(data: Mapping[str, Any], seed: int, cache: str | None) -> Face
 
 
 def open_set(path: str | os.PathLike[str], cache: str | None = None) -> FaceDataset:
-    """Return the set at a path, known by what is there: train.rec, *.tar, sub-folders of images, or a list file."""
+    """Return the set at a path, which may hold train.rec, *.tar or sub-folders of images, or be a list file."""
     place = Path(path)
     if place.is_dir():
         if (place / "train.rec").exists():

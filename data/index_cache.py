@@ -1,11 +1,11 @@
-"""What opening a large set found out, kept in a file that all processes of a machine map: a dataset is parsed once.
+"""Caches the index of a large set in a file that all processes of a machine map, so that the set is parsed only once.
 
     file = "faceindex" and version, xxh3_128 of all that follows, length of the JSON u64, JSON, arrays at multiples of 64 bytes;
            little-endian
 
-The checksum is verified at each opening, which reads the file once: labels that changed would be trained on in silence.
-The JSON holds the size and the modification time of each source file, so a set that changed is parsed again. The arrays are
-memory maps: processes that open the same cache share its pages, and only pages that are used take memory.
+Each opening reads the file once and verifies the checksum, since a run would silently train on changed labels. The JSON holds
+the size and modification time of each source file, so a changed set is parsed again. The arrays are memory maps: processes that
+open the same cache share its pages, and only used pages take memory.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def stamp(files: Sequence[Path]) -> Facts:
-    """Return the size and modification time of each of the files that exist; a cache with another stamp is out of date."""
+    """Return the size and modification time of each existing file; a cache with another stamp is out of date."""
     return {
         path.name: [status.st_size, status.st_mtime_ns]
         for path, status in ((path, path.stat()) for path in files if path.is_file())
@@ -39,13 +39,13 @@ def stamp(files: Sequence[Path]) -> Facts:
 
 
 def cache_path(folder: Path, source: Path) -> Path:
-    """Return where in the cache folder the set at `source` is kept: its name, and a hash of its place."""
+    """Return the cache file of the set at `source`; its name has the set's name and a hash of its path."""
     place = hashlib.sha256(os.fsencode(source.resolve())).hexdigest()[:16]
     return folder / f"{source.resolve().parent.name}-{place}.index"
 
 
 class DamagedCacheError(ValueError):
-    """A cache of this stamp whose bytes are not those that were written."""
+    """A cache has the right stamp, but its contents are damaged."""
 
 
 def open_index(
@@ -55,12 +55,12 @@ def open_index(
     is_sound: Callable[[Facts, Arrays], bool],
     parse: Callable[[], tuple[Facts, Arrays]],
 ) -> tuple[Facts, Arrays, tuple[str, ...]]:
-    """Return (facts, arrays) of a set, from the folder `cache` where it has them, else parsed and kept there; and warnings.
+    """Return (facts, arrays, warnings) of a set, from the folder `cache` if it has them; otherwise parse and cache them.
 
     Args:
-        cache: None or "" = parse, and keep nothing.
-        files: that the set is made of; the cache has its name from the first.
-        names: of the arrays.
+        cache: None or "" = parse without caching.
+        files: the files of the set; the first gives the cache its name.
+        names: the names of the arrays.
         is_sound: see `read_cache`.
         parse: reads the set itself.
     """
@@ -78,24 +78,24 @@ def open_index(
     try:
         write_cache(path, wanted, *parsed)
     except OSError as error:
-        return *parsed, (*warnings, f"{path}: the index cannot be kept here: {error.strerror}; it is made anew at each start")
+        return *parsed, (*warnings, f"{path}: the index cannot be cached here: {error.strerror}; each start rebuilds it")
     found = None
-    with contextlib.suppress(DamagedCacheError):  # another process may write it at this moment
-        found = read_cache(path, wanted, names, is_sound)  # from now on the pages are those that other processes map, too
+    with contextlib.suppress(DamagedCacheError):  # another process may be writing it
+        found = read_cache(path, wanted, names, is_sound)  # use the mapped arrays, whose pages other processes share
     return *(found or parsed), warnings
 
 
 def read_cache(
     path: Path, wanted: Facts, names: Sequence[str], is_sound: Callable[[Facts, Arrays], bool] = lambda facts, arrays: True
 ) -> tuple[Facts, Arrays] | None:
-    """Return (facts, arrays) of a cache with this stamp and these arrays, or None: there is none, or it is out of date.
+    """Return (facts, arrays) of a cache with this stamp and these arrays, or None if there is none or it is out of date.
 
     Args:
-        is_sound: whether facts and integer arrays can be those of the set. The checksum finds damage, not a lie: whoever can
-            write here can write it too. An exception of it counts as False.
+        is_sound: tells whether the facts and integer arrays are plausible for the set; an exception counts as False. The
+            checksum detects damage, but not forgery: whoever can write the file can also write its checksum.
 
     Raises:
-        DamagedCacheError: there is one, but it is damaged.
+        DamagedCacheError: the cache exists, but is damaged.
     """
     try:
         if not path.is_file():
@@ -118,7 +118,7 @@ def read_cache(
                 if np.dtype(kind).kind not in "iu":
                     raise DamagedCacheError(_damaged(path))
                 mapped = np.memmap(file, dtype=kind, mode="r", offset=begin, shape=(count,))
-                arrays[name] = mapped.view(np.ndarray)  # the subclass takes several times as long for one entry
+                arrays[name] = mapped.view(np.ndarray)  # np.memmap takes several times as long to read one entry
             if not is_sound(header["facts"], arrays):
                 raise DamagedCacheError(_damaged(path))
             return header["facts"], arrays
@@ -131,11 +131,11 @@ def read_cache(
 
 
 def _damaged(path: Path) -> str:
-    return f"{path}: the index kept here is damaged; it is made anew from the set"
+    return f"{path}: the cached index is damaged; it is rebuilt from the set"
 
 
 def _digest_from(file: BinaryIO, begin: int) -> bytes:
-    """Return the hash of a file from a byte on, through a buffer: a map would leave all of it in the memory of the process."""
+    """Return the hash of a file from a byte on. Reads through a buffer, because a map would keep all pages in memory."""
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK))
     file.seek(begin)
     while count := file.readinto(buffer):  # type: ignore[attr-defined]
@@ -144,7 +144,7 @@ def _digest_from(file: BinaryIO, begin: int) -> bytes:
 
 
 def write_cache(path: Path, wanted: Facts, facts: Facts, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write a cache; it gets its name when it is complete. Raises OSError where the folder cannot be written."""
+    """Write a cache under a temporary name, and rename it when it is complete. Raises OSError if the folder is not writable."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table: dict[str, tuple[str, int, int]] = {}
     begin = _first_array(wanted, facts, arrays)
@@ -152,9 +152,8 @@ def write_cache(path: Path, wanted: Facts, facts: Facts, arrays: Mapping[str, np
         table[name] = (values.dtype.str, len(values), begin)
         begin = _aligned(begin + values.nbytes)
     header = json.dumps({"stamp": wanted, "facts": facts, "arrays": table, "size": begin}).encode()
-    unfinished = path.with_name(
-        f".{path.name}.{secrets.token_hex(8)}"
-    )  # processes may write at once; mkstemp would make it 0600
+    # a random name, because several processes may write at once; mkstemp would set the mode 0600
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(unfinished, "x+b") as file:
             file.write(_MAGIC + bytes(_DIGEST) + len(header).to_bytes(8, "little") + header)
@@ -172,7 +171,7 @@ def write_cache(path: Path, wanted: Facts, facts: Facts, arrays: Mapping[str, np
 
 
 def _first_array(wanted: Facts, facts: Facts, arrays: Mapping[str, np.ndarray]) -> int:
-    """Return where the arrays may begin: behind a header with the widest numbers that it can hold."""
+    """Return the offset of the first array, which leaves room for a header with the largest possible numbers."""
     widest = {name: [values.dtype.str, 1 << 62, 1 << 62] for name, values in arrays.items()}
     header = json.dumps({"stamp": wanted, "facts": facts, "arrays": widest, "size": 1 << 62}).encode()
     return _aligned(len(_MAGIC) + _DIGEST + 8 + len(header))

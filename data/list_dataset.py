@@ -1,4 +1,4 @@
-"""Image files named by a text file, one `path label` a line, as many tools write them.
+"""Image files listed in a text file with one `path label` per line, a common format.
 
 Shapes: N = images.
 """
@@ -18,9 +18,9 @@ _CHUNK = 1 << 16  # paths hashed at once
 
 
 class ListDataset(FaceDataset):
-    """The images of a list: a path, relative to the list's folder or absolute, then white space and the label.
+    """The images of a list. A line has a path, absolute or relative to the list's folder, then white space and the label.
 
-    A path may hold blanks; the label is the last word of the line. Empty lines are passed over.
+    A path may contain blanks; the label is the last word of the line. Empty lines are skipped.
     """
 
     def __init__(self, list_path: str | os.PathLike[str]) -> None:
@@ -29,7 +29,11 @@ class ListDataset(FaceDataset):
             self._text = read_bytes(self.path, MAX_TEXT)
         except OSError as error:
             raise ValueError(f"the list {list_path} cannot be read: {error.strerror}") from None
-        begins, lengths, labels = [], [], []  # of the paths in the text: a list of strings would take ten times the memory
+        begins, lengths, labels = (
+            [],
+            [],
+            [],
+        )  # of the paths in the text: strings would take ten times the memory
         begin = 0
         for number, line in enumerate(self._text.splitlines(keepends=True), 1):
             words = line.rsplit(None, 1)
@@ -41,7 +45,7 @@ class ListDataset(FaceDataset):
                 labels.append(int(words[1]))
             begin += len(line)
         if not labels:
-            raise ValueError(f"{self.path}: names no image; each line must be 'path label'")
+            raise ValueError(f"{self.path}: lists no image; each line must be 'path label'")
         self._begins, self._lengths = np.array(begins, dtype=np.int64), np.array(lengths, dtype=np.int32)
         self._labels = np.array(labels, dtype=np.int32)
         self.num_images = len(labels)
@@ -49,7 +53,7 @@ class ListDataset(FaceDataset):
         first = self._file(0)
         if not first.is_file():
             raise ValueError(
-                f"{self.path}: its first image {shown(first)} is not there; paths are relative to the folder of the list"
+                f"{self.path}: its first image {shown(first)} does not exist; paths are relative to the folder of the list"
             )
 
     def _file(self, index: int) -> Path:
@@ -73,7 +77,7 @@ class ListDataset(FaceDataset):
         return self._labels
 
     def layout(self) -> Iterable[bytes]:
-        """Yield the paths below the folder that all have in common, which may be another one on each machine."""
+        """Yield the paths below the common folder of all images, which may differ between machines."""
         first, last = min(self._paths(0)), max(self._paths(0))
         same = next(
             (place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last))
@@ -84,7 +88,7 @@ class ListDataset(FaceDataset):
             yield b"\0".join(chunk)
 
     def _paths(self, begin: int) -> Iterator[bytes]:
-        """Yield the path of each image from its byte `begin` on."""
+        """Yield the path of each image without its first `begin` bytes."""
         for first, length in zip(self._begins, self._lengths, strict=True):
             yield self._text[first + begin : first + length]
 

@@ -1,7 +1,7 @@
-"""Batches decoded ahead by threads of this process, straight into reused uint8 buffers.
+"""Decodes batches ahead in threads of this process, directly into reused uint8 buffers.
 
-OpenCV releases the GIL while it decodes, so threads scale as worker processes do, without copies between processes, without
-fork, and without memory that climbs. An error in a thread reaches the training loop when it asks for that batch.
+OpenCV releases the GIL while it decodes, so threads scale like worker processes, but without copies between processes, without
+fork, and without growing memory. An error in a thread is raised in the training loop when it requests that batch.
 Shapes: n = images of this rank in one optimizer step, H = W = 112.
 """
 
@@ -23,7 +23,7 @@ from .sampler import Samples
 
 
 class Decodes(Protocol):
-    """What the loader needs of a dataset."""
+    """The methods of a dataset that the loader uses."""
 
     def prefetch(self, index: int) -> None: ...
     def read_ahead(self, indices: np.ndarray) -> None: ...
@@ -34,18 +34,18 @@ class LoadedBatch(NamedTuple):
     """One rank's images of one optimizer step, on the device."""
 
     images: Tensor  # (n, H, W, 3) uint8 RGB
-    labels: Tensor  # (n,) int64, on the CPU: the head plans there
+    labels: Tensor  # (n,) int64, on the CPU, where the head plans its step
     mirrored: Tensor  # (n,) bool
 
 
 class _Buffer:
-    """Memory for one batch, pinned for CUDA; `copied` tells when the device has read it."""
+    """Memory for one batch, pinned for CUDA; the event `copied` is set once the device has read it."""
 
     def __init__(self, size: int, pinned: bool) -> None:
         shape = (size, IMAGE_SIZE, IMAGE_SIZE, 3)
         if pinned:
             self.images = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-        else:  # a picture spans ten small pages, none of which the processor has at hand: 4 % of the time of decoding
+        else:  # an image spans ten small pages; huge pages save the TLB misses, 4 % of the decoding time
             self.images = with_huge_pages(torch.empty(shape, dtype=torch.uint8))
         self.pixels = self.images.numpy()
         self.labels = np.empty(size, dtype=np.int64)
@@ -63,11 +63,11 @@ class _Job(NamedTuple):
 class Loader:
     """Iterate over the batches of steps [first_step, last_step), decoding `prefetch` batches ahead.
 
-    On CUDA the copy of a batch to the device runs on a stream of its own while the step before it computes.
+    On CUDA a batch is copied to the device on a separate stream while the previous step computes.
 
     Args:
-        dataset: decodes sample i into a pixel array and returns its label; ValueError names the record.
-        samples_of_step: this rank's samples of an optimizer step, the same number in each.
+        dataset: decodes sample i into a pixel array and returns its label; its ValueErrors name the record.
+        samples_of_step: returns this rank's samples of an optimizer step, the same number for each step.
         threads: decoder threads.
         device: where images go.
         read_ahead: what storage should fetch when a step is prepared, see SampleOrder.read_ahead.
@@ -113,7 +113,7 @@ class Loader:
                 ahead.append(reader.submit(self.dataset.read_ahead, indices))
             samples = self.samples_of_step(step)
             buffer = free.popleft() if free else _Buffer(len(samples.indices), self.device.type == "cuda")
-            for index in samples.indices.tolist():  # the storage starts on the whole batch before the first record is decoded
+            for index in samples.indices.tolist():  # storage begins to fetch the whole batch before the first record is decoded
                 self.dataset.prefetch(index)
             parts = np.array_split(np.arange(len(samples.indices)), self.threads)
             jobs = [pool.submit(self._decode, samples, buffer, part) for part in parts if len(part)]
@@ -130,7 +130,7 @@ class Loader:
                 if not first:
                     self.waited += time.perf_counter() - asked
                 first = False
-                # the next batch travels while this one is worked on, if it is decoded already
+                # if the next batch is decoded already, copy it while the consumer works on this one
                 decoded = pending and all(part.done() for part in pending[0].parts)
                 shipped = ship.start(pending.popleft()) if decoded and self.device.type == "cuda" else None
                 yield ship.arrive(job, batch)
@@ -153,14 +153,14 @@ class Loader:
 
 
 class _Shipping:
-    """Brings batches to the device, on CUDA by a stream of its own."""
+    """Copies batches to the device, on CUDA with a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, job: _Job) -> tuple[_Job, LoadedBatch]:
-        """Wait until the batch is decoded, and start its copy to the device. An error of a decoder thread is raised here."""
+        """Wait until the batch is decoded, then start its copy to the device. Errors of decoder threads are raised here."""
         for part in job.parts:
             part.result()
         labels, mirrored = torch.from_numpy(job.buffer.labels.copy()), torch.from_numpy(job.samples.mirrored)
@@ -174,10 +174,10 @@ class _Shipping:
         return job, LoadedBatch(images, labels, mirrored)
 
     def arrive(self, job: _Job, batch: LoadedBatch) -> LoadedBatch:
-        """Return the batch, to be used on the current stream, which waits for the copy.
+        """Return the batch for use on the current stream, which waits for the copy.
 
-        Without record_stream the allocator could give the memory, which belongs to the stream of the copies, to the next
-        copy while the current stream still reads it.
+        The memory belongs to the copy stream. Without record_stream the allocator could reuse it for the next copy while the
+        current stream still reads it.
         """
         if self.stream is not None and job.buffer.copied is not None:
             current = torch.cuda.current_stream(self.device)

@@ -1,7 +1,7 @@
-"""Several sets trained on as one: data.sources.
+"""Trains on several sets as one: data.sources.
 
-An epoch takes each image of a source `repeat` times. For a fraction, say 0.5, it takes another half in each epoch: the images
-of the source follow one another through a permutation of their own, from where the epoch before stopped.
+An epoch takes each image of a source `repeat` times. If repeat is a fraction, for example 0.5, each epoch takes another half of
+the source: the epochs go through a permutation of its images, and each continues where the previous one stopped.
 Shapes: n = samples, S = sources.
 """
 
@@ -18,7 +18,7 @@ from .base import FaceDataset
 
 
 class Source(NamedTuple):
-    """One of the sets, how often an epoch sees each of its images, and the classes that its labels become."""
+    """A set, the number of times that an epoch takes each of its images, and the class of each of its labels."""
 
     dataset: FaceDataset
     repeat: float
@@ -26,7 +26,7 @@ class Source(NamedTuple):
 
 
 class MixedDataset(FaceDataset):
-    """The images of all sources, one source after another; `epoch_indices` says which of them an epoch takes."""
+    """The images of all sources, one source after another; `epoch_indices` selects the images of an epoch."""
 
     def __init__(self, sources: Sequence[Source], seed: int) -> None:
         self.sources, self.seed = sources, seed
@@ -35,8 +35,8 @@ class MixedDataset(FaceDataset):
         for number, (source, share) in enumerate(zip(sources, shares, strict=True)):
             if share < 1:
                 raise ValueError(
-                    f"each source must give an epoch an image, but {source.repeat} of the "
-                    f"{source.dataset.num_images} images of source {number} are none; raise its repeat"
+                    f"each source must have at least one image per epoch, but {source.repeat} times the "
+                    f"{source.dataset.num_images} images of source {number} is none; raise its repeat"
                 )
         self._draws = np.cumsum([0, *shares])
         self.num_images = int(self._draws[-1])
@@ -48,9 +48,9 @@ class MixedDataset(FaceDataset):
         return int(self._begins[-1])
 
     def describe(self) -> str:
-        lines = [f"{len(self.sources)} sources, {self.num_images} images in an epoch, {self.num_classes} classes"]
+        lines = [f"{len(self.sources)} sources, {self.num_images} images per epoch, {self.num_classes} classes"]
         lines += [
-            f"  {share} in an epoch, classes {source.classes.min()} to {source.classes.max()}: {source.dataset.describe()}"
+            f"  {share} per epoch, classes {source.classes.min()} to {source.classes.max()}: {source.dataset.describe()}"
             for source, share in zip(self.sources, np.diff(self._draws), strict=True)
         ]
         return "\n".join(lines)
@@ -105,12 +105,12 @@ class MixedDataset(FaceDataset):
 
 
 def class_maps(counts: Sequence[int], rule: str) -> list[np.ndarray]:
-    """Return for each source the classes (counts[s],) int64 that its labels become.
+    """Return for each source the class of each of its labels, (counts[s],) int64.
 
     Args:
-        counts: classes of each source.
-        rule: `offset`, labels of different sources are different people; `same`, equal labels are the same person; or the
-            path of a text file with lines `source label class`, which must name every label of every source.
+        counts: the number of classes of each source.
+        rule: `offset` if labels of different sources are different people; `same` if equal labels are the same person; or the
+            path of a text file with lines `source label class`, which must list every label of every source.
     """
     if rule == "offset":
         begins = np.cumsum([0, *counts])
@@ -128,13 +128,13 @@ def _read_class_maps(path: Path, counts: Sequence[int]) -> list[np.ndarray]:
         if source >= len(counts) or label >= counts[source]:
             raise ValueError(f"{path}: line {number}: there is no label {label} in a source {source} (sources count from 0)")
         if maps[source][label] not in (-1, target):
-            raise ValueError(f"{path}: line {number}: label {label} of source {source} was class {maps[source][label]} before")
+            raise ValueError(f"{path}: line {number}: label {label} of source {source} has class {maps[source][label]} already")
         maps[source][label] = target
     for source, classes in enumerate(maps):
         if (classes < 0).any():
-            raise ValueError(f"{path}: label {int((classes < 0).argmax())} of source {source} has no class; name every label")
+            raise ValueError(f"{path}: label {int((classes < 0).argmax())} of source {source} has no class; list every label")
     used = np.unique(np.concatenate(maps))
     if int(used[-1]) + 1 != len(used):
         gap = int(np.flatnonzero(used != np.arange(len(used)))[0])
-        raise ValueError(f"{path}: classes must be 0 to {len(used) - 1} without a gap, but none is {gap}")
+        raise ValueError(f"{path}: classes must be 0 to {len(used) - 1} without gaps, but {gap} is missing")
     return maps

@@ -1,12 +1,12 @@
-"""Face sets in RecordIO form: a folder with train.rec, train.idx and property (MS1MV2, MS1MV3, Glint360K, WebFace).
+"""Face sets in RecordIO: a folder with train.rec, train.idx and property (MS1MV2, MS1MV3, Glint360K, WebFace).
 
 Source: deepinsight/insightface face2rec2.py, rec_builder.py, dataset_merge.py; mxnet tools/im2rec.py. Two forms exist:
 
     header form      key 0 holds [a, b] and no image; images have the keys 1..a-1, identities the keys a..b-1 (no image)
-    headerless form  every record is an image, key 0 as well
+    headerless form  every record is an image, including key 0
 
-Labels are float32, exact below 2^24, and so are a and b: in a larger set they are rounded. So images are told from the
-rest by what the records hold; a small set's header must then agree. Shapes: n = records, N = images.
+Labels, a and b are float32, which is exact below 2^24; in a larger set they are rounded. So the contents of a record decide
+whether it is an image; in a small set the header must agree. Shapes: n = records, N = images.
 """
 
 import functools
@@ -25,18 +25,18 @@ from .index_cache import Arrays, Facts, open_index
 from .recordio.container import RecordFile
 from .recordio.image_record import Headers, IndexedRecordFile, is_ascending, unpack
 
-_FLOAT_LIMIT = 1 << 24  # from here on a float32 may stand for several integers
-_MAX_SPAN = 1 << 20  # bytes between two images beyond which a record's length is looked up first
-_CHUNK = 1 << 18  # images looked at together
-_GAP = 1 << 18  # bytes between two images that are read along, because a disk reads on faster than it seeks
+_FLOAT_LIMIT = 1 << 24  # from here on a float32 may represent several integers
+_MAX_SPAN = 1 << 20  # bytes up to the next image; if there are more, the record's length is read first
+_CHUNK = 1 << 18  # images checked at once
+_GAP = 1 << 18  # gaps of at most so many bytes are read too, because reading on is faster than a seek
 _ARRAYS = ("offsets", "labels", "keys")
 
 
 class RecordDataset(FaceDataset):
     """The images of a folder with train.rec, in the order of the file.
 
-    The first opening reads all headers once, in bulk, and checks every label; the result is kept in the folder `cache`, if
-    one is given, for as long as the files stay as they are.
+    The first opening reads all headers, in bulk, and checks every label. The folder `cache`, if given, keeps the result until
+    the files change.
     """
 
     def __init__(self, folder: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None) -> None:
@@ -55,7 +55,7 @@ class RecordDataset(FaceDataset):
         self.num_classes = int(facts["num_classes"])
         first = facts["first_key"]
         self._keys = arrays["keys"] if len(arrays["keys"]) else range(first, first + self.num_images)
-        self._ahead = 2 * (self._file.size // facts["num_records"])  # bytes that hold most records
+        self._ahead = 2 * (self._file.size // facts["num_records"])  # bytes; most records are smaller
 
     def describe(self) -> str:
         return str(self._facts["description"])
@@ -88,14 +88,14 @@ class RecordDataset(FaceDataset):
             self._file.prefetch(int(offsets[first]), int(ends[stop - 1] - offsets[first]))
 
     def span(self, index: int) -> tuple[int, int]:
-        """Return the byte at which a record begins, and how many bytes there are up to the next image's record."""
+        """Return the first byte of a record, and the number of bytes up to the next image's record."""
         begin = int(self._offsets[index])
         following = int(self._offsets[index + 1]) if index + 1 < self.num_images else self._file.size
         return begin, following - begin
 
     def sample(self, index: int) -> tuple[memoryview, int]:
         begin, length = self.span(index)
-        # beyond: a large image, a gap of other records, or one record of two keys
+        # otherwise: a large image, a gap of other records, or a record with two keys
         whole = 0 < length <= _MAX_SPAN
         try:
             record = self._file.read_span(begin, length) if whole else self._file.read_parts(begin)
@@ -108,7 +108,7 @@ class RecordDataset(FaceDataset):
 
 
 def _can_be_index(size: int, facts: Facts, arrays: Arrays) -> bool:
-    """Return whether facts and arrays of a cache can be the index of a record file of `size` bytes."""
+    """Return whether the facts and arrays of a cache are a plausible index of a record file of `size` bytes."""
     offsets, labels, keys = (arrays[name] for name in _ARRAYS)
     numbers = [facts[name] for name in ("first_key", "num_records", "num_classes")]
     return bool(
@@ -122,7 +122,7 @@ def _can_be_index(size: int, facts: Facts, arrays: Arrays) -> bool:
 
 
 def _index_set(rec_path: Path) -> tuple[Facts, Arrays]:
-    """Return what opening a set finds out, from its files: all headers are read, all labels checked.
+    """Build the index of a set from its files: read all headers and check all labels.
 
     Facts: first_key, num_records, num_classes, description, warnings. Arrays, in the order of the file: offsets (N,) int64,
     labels (N,) int32, keys (N,) int64, or (0,) if they count up from first_key.
@@ -153,7 +153,7 @@ def _index_set(rec_path: Path) -> tuple[Facts, Arrays]:
     warnings = []
     if records.rebuilt or unread:
         what = "there is no train.idx" if records.rebuilt else f"the last {unread} bytes of train.rec are not in train.idx"
-        warnings.append(f"{rec_path.parent}: {what}; python -m scripts.data.repair {rec_path.parent} writes it anew")
+        warnings.append(f"{rec_path.parent}: {what}; python -m scripts.data.repair {rec_path.parent} rebuilds it")
     facts = {
         "first_key": int(image_keys[0]),
         "num_records": len(records),
@@ -162,12 +162,12 @@ def _index_set(rec_path: Path) -> tuple[Facts, Arrays]:
         "warnings": warnings,
     }
     counted = all((np.diff(image_keys[i : i + _CHUNK + 1]) == 1).all() for i in range(0, len(image_keys) - 1, _CHUNK))
-    keys = image_keys[:0] if counted else image_keys  # a large set has hundreds of megabytes of them
+    keys = image_keys[:0] if counted else image_keys  # a large set would have hundreds of megabytes of keys
     return facts, {"offsets": records.offsets[images], "labels": image_labels, "keys": keys}
 
 
 def _select_images(labels: np.ndarray, offsets: np.ndarray) -> slice | np.ndarray:
-    """Return which records hold images (label >= 0), in the order of the file: as a slice, without a copy, if they lie so."""
+    """Return the records that hold images (label >= 0), in file order; a slice, which needs no copy, if they are adjacent."""
     count = int(np.count_nonzero(labels >= 0))
     first = int((labels >= 0).argmax())
     run = slice(first, first + count)
@@ -186,14 +186,14 @@ def _count_classes(rec_path: Path, labels: np.ndarray, keys: np.ndarray) -> tupl
         return largest + 1, "largest label + 1"
     if largest >= num_classes:
         raise ValueError(
-            f"record {keys[labels.argmax()]} of {rec_path}: its label is {largest}, but {path} counts {num_classes} classes, "
-            "so labels must be below. Correct or delete that file, or renumber the labels"
+            f"record {keys[labels.argmax()]} of {rec_path}: its label is {largest}, but {path} says {num_classes} classes, "
+            "so labels must be smaller. Correct or delete that file, or renumber the labels"
         )
     return num_classes, "property"
 
 
 def classes_of_property(path: Path) -> int | None:
-    """Return the number of classes that a property file says, None where there is no such file."""
+    """Return the number of classes in a property file, None if the file does not exist."""
     if not path.exists():
         return None
     try:
@@ -207,7 +207,7 @@ def classes_of_property(path: Path) -> int | None:
 
 
 def _read_labels(records: IndexedRecordFile) -> np.ndarray:
-    """Return the classes (n,) int32 of all records, -1 for those that hold no image but an index of others."""
+    """Return the classes (n,) int32 of all records, -1 for records without an image: headers and identity records."""
     labels = np.full(len(records), -1, dtype=np.int32)
     for headers in _with_progress(records):
         is_image = headers.payload_sizes > 0
@@ -221,8 +221,8 @@ def _read_labels(records: IndexedRecordFile) -> np.ndarray:
 
 
 def _with_progress(records: IndexedRecordFile) -> Iterator[Headers]:
-    """Yield all headers; a bar appears when it takes longer than some seconds (a cold disk, a network)."""
-    with tqdm(total=len(records), unit="record", desc=f"first look at {records.path}", delay=5, mininterval=5) as bar:
+    """Yield all headers; show a progress bar if it takes more than a few seconds (a cold disk, a network)."""
+    with tqdm(total=len(records), unit="record", desc=f"reading the headers of {records.path}", delay=5, mininterval=5) as bar:
         for headers in records.headers():
             yield headers
             bar.update(len(headers.positions))
@@ -242,7 +242,7 @@ def _check_labels(records: IndexedRecordFile, headers: Headers, is_image: np.nda
 
 
 def _read_header(records: IndexedRecordFile) -> int | None:
-    """Return a of the header record, one more than the last image's key, or None for the headerless form."""
+    """Return `a` of the header record, which is the last image's key plus one, or None for the headerless form."""
     positions = np.flatnonzero(records.keys == 0)
     if not len(positions):
         return None
@@ -264,8 +264,8 @@ def _check_image_keys(rec_path: Path, image_keys: np.ndarray, end: int) -> None:
         return
     expected = np.arange(1, end)
     missing, surplus = np.setdiff1d(expected, keys), np.setdiff1d(keys, expected)
-    which = f"{missing[0]} has none" if len(missing) else f"{surplus[0]} has one"
+    which = f"{missing[0]} has no image" if len(missing) else f"{surplus[0]} has one"
     raise ValueError(
-        f"{rec_path}: by its header record the images have the keys 1 to {end - 1}, but record {which} "
+        f"{rec_path}: according to its header record the images have the keys 1 to {end - 1}, but record {which} "
         f"({len(missing)} missing, {len(surplus)} too many). Get the index that belongs to this file"
     )

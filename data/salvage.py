@@ -1,8 +1,8 @@
-"""What is sound in a RecordIO file that may be damaged, found without its index and without trust in any length.
+"""Finds the sound records of a RecordIO file that may be damaged, without its index and without trusting any length.
 
-The writer cuts a record at every aligned magic (recordio/container.py), so an aligned magic is the start of a part and nothing
-else. A part is sound if it ends where the next magic stands, or before it: then damage lies between, or the part's own length
-is wrong, which its image tells. Reading can thus go on behind any damage.
+The writer cuts a record at every aligned magic (recordio/container.py), so every aligned magic is the start of a part. A part
+is sound if it ends at the next magic or before it. If it ends before it, there is damage in between, or the part's length is
+wrong, which decoding the image reveals. So reading can continue after any damage.
 Shapes: n = sound records, p = parts.
 """
 
@@ -18,7 +18,7 @@ from utils.files import check_file
 
 from .recordio.container import MAGIC, MAX_LENGTH
 
-_BLOCK = 1 << 24  # words looked at together
+_BLOCK = 1 << 24  # words searched at once
 _MAGIC_WORD = int.from_bytes(MAGIC, "little")
 _HEADER = 24  # bytes of an image record before its labels
 _HEADER_FIELDS = struct.Struct("<IfQ")  # flag, label, id
@@ -26,27 +26,27 @@ _FLOAT_LIMIT = 1 << 24
 
 
 class Sound(NamedTuple):
-    """The sound records of a file, in its order, and the stretches between them."""
+    """The sound records of a file, in file order, and the damage between them."""
 
     offsets: np.ndarray  # (n,) int64, bytes
-    whole: np.ndarray  # (n,) bool, False: the record is cut into several parts
-    damage: list[tuple[int, int]]  # (first byte, byte after the last) of what belongs to no sound record
+    whole: np.ndarray  # (n,) bool, False: the record has several parts
+    damage: list[tuple[int, int]]  # (first byte, byte after the last) of each range that is in no sound record
 
 
 class SalvagedHeaders(NamedTuple):
-    """What the headers of n records say, as far as it can be told from one part; -1 or nan where the record is too short."""
+    """The headers of n records; -1 or nan if the record is too short."""
 
     flags: np.ndarray  # (n,) int64
     labels: np.ndarray  # (n, 2) float32: the number, or the first two of the vector
     ids: np.ndarray  # (n,) uint64
-    payload_sizes: np.ndarray  # (n,) int64, bytes; below 0: the record is shorter than it says
+    payload_sizes: np.ndarray  # (n,) int64, bytes; negative: the record is shorter than its header says
 
 
 def find_sound(path: str | os.PathLike[str], advance: Callable[[int], object] = lambda count: None) -> Sound:
-    """Return the sound records of a file by one pass over all of it.
+    """Return the sound records of a file, in one pass over the whole file.
 
     Args:
-        advance: called with the number of bytes looked at since the last call.
+        advance: called with the number of bytes searched since the last call.
 
     Raises:
         ValueError: no such file.
@@ -72,10 +72,10 @@ def find_sound(path: str | os.PathLike[str], advance: Callable[[int], object] = 
 
 
 def _join_parts(starts: np.ndarray, ends: np.ndarray, flags: np.ndarray, size: int) -> Sound:
-    """Return the records that parts (p,) make up: one of cflag 0, or 1 2* 3; a part that is not sound has flag 9."""
+    """Join parts (p,) to records: a part of cflag 0, or parts of cflag 1 2* 3. Parts that are not sound have flag 9."""
     alone = np.flatnonzero(flags == 0)
     cut_first, cut_last = [], []
-    for begin in np.flatnonzero(flags == 1).tolist():  # seldom: an aligned magic in the middle of an image
+    for begin in np.flatnonzero(flags == 1).tolist():  # rare: an aligned magic inside an image
         stop = begin + 1
         while stop < len(flags) and flags[stop] == 2:
             stop += 1
@@ -93,7 +93,7 @@ def _join_parts(starts: np.ndarray, ends: np.ndarray, flags: np.ndarray, size: i
 
 
 def read_headers(path: str | os.PathLike[str], sound: Sound) -> SalvagedHeaders:
-    """Return what the headers of the sound records (n,) say."""
+    """Return the headers of the sound records (n,)."""
     data = np.memmap(path, dtype=np.uint8, mode="r")
     words = data[: len(data) // 4 * 4].view("<u4")
     count = len(sound.offsets)
@@ -137,10 +137,10 @@ def read_sound(data: np.ndarray, offset: int) -> bytes:
 
 
 def find_header_record(headers: SalvagedHeaders) -> int | None:
-    """Return which of the records is the header record of insightface's form, or None.
+    """Return the position of insightface's header record among the records, or None.
 
-    It holds [a, b] and no image: a is one more than the number of images, b is a plus the number of identity records. Both
-    are float32, so in a large set they are compared as such.
+    It holds [a, b] and no image: a is the number of images plus one, b is a plus the number of identity records. Both are
+    float32 and are compared as float32, since they are rounded in a large set.
     """
     empty = np.flatnonzero((headers.payload_sizes == 0) & (headers.flags == 2))
     a = int(np.count_nonzero(headers.payload_sizes > 0)) + 1
@@ -150,11 +150,11 @@ def find_header_record(headers: SalvagedHeaders) -> int | None:
 
 
 def choose_keys(headers: SalvagedHeaders) -> np.ndarray:
-    """Return the keys (n,) int64 of all records of a sound file, in its order, as its writer most likely gave them.
+    """Return the keys (n,) int64 of all records of a sound file, in file order, as its writer most likely chose them.
 
-    The id in each record is its key in sets that insightface's and mxnet's tools wrote, and is taken where all ids differ. Else
-    the images of a set with a header record are 1, 2, ..., its identity records follow, and the header is 0; any other set
-    counts from 0.
+    In sets written by the tools of insightface and mxnet, the id in each record is its key, so ids are used if they all differ.
+    Otherwise, in a set with a header record, the images are 1, 2, ..., the identity records follow, and the header is 0. Any
+    other set counts from 0.
     """
     count = len(headers.flags)
     header = find_header_record(headers)
@@ -173,7 +173,7 @@ def choose_keys(headers: SalvagedHeaders) -> np.ndarray:
 
 
 def unusable(headers: SalvagedHeaders, num_classes: int | None) -> dict[int, str]:
-    """Return record -> reason for the sound records that no set may have: too short, without image, or of a wrong label."""
+    """Return record -> reason for the sound records that a set must not have: too short, without image, or with a bad label."""
     values, images = headers.labels[:, 0], headers.payload_sizes > 0
     with np.errstate(invalid="ignore"):
         right = (values >= 0) & (values < _FLOAT_LIMIT) & (values == np.floor(values))
@@ -181,7 +181,7 @@ def unusable(headers: SalvagedHeaders, num_classes: int | None) -> dict[int, str
     reasons = (
         (headers.payload_sizes < 0, lambda i: "the record is shorter than its own header says"),
         ((headers.payload_sizes == 0) & (headers.flags != 2), lambda i: "has a label, but no image"),
-        (images & ~right, lambda i: f"its label is {values[i]}, no integer in [0, 2^24)"),
-        (images & right & ~within, lambda i: f"its label is {values[i]:.0f}, but property counts {num_classes} classes"),
+        (images & ~right, lambda i: f"its label is {values[i]}, not an integer in [0, 2^24)"),
+        (images & right & ~within, lambda i: f"its label is {values[i]:.0f}, but property says {num_classes} classes"),
     )
     return {i: text(i) for wrong, text in reasons for i in np.flatnonzero(wrong).tolist()}

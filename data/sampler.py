@@ -1,13 +1,13 @@
 """The order of the samples: a pure function of (seed, epoch, position), computed in O(1) memory.
 
 Training reads one endless stream: epoch 0's permutation of the data, then epoch 1's, and so on, cut into global batches. The
-step number alone says which samples come next, so a resumed run continues at the exact sample, and any number of ranks and
-micro-batches shares the same global batch.
+step number determines the samples, so a resumed run continues at the exact sample, and the global batch is the same for any
+number of ranks and micro-batches.
 
-full    a permutation of the whole set: the best mixing, and one small read at a random place for each image
-block   blocks of images that lie together in the file come in random order, and a window of some tens of them is mixed; so a
-        spinning disk or a network file system reads long runs. The run-to-run order of a set is blurred, not destroyed: the
-        images of an identity that lie in one block come within one window. A shuffled set (scripts.data.shuffle) mends that
+full    a permutation of the whole set: the best mixing, but one small random read for each image
+block   blocks of adjacent images in random order, with the images mixed within a window of some tens of blocks, so that a
+        spinning disk or a network file system reads long runs. The order of the set is only partly mixed: images of an identity
+        in one block come in one window. Shuffle the set once to avoid that (scripts.data.shuffle)
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ import numpy as np
 
 from utils.randomness import derive, permute, uniform
 
-_TOGETHER = 16  # steps computed at once: for a small batch numpy's calls cost more than their work
+_TOGETHER = 16  # steps computed at once, because numpy's call overhead dominates for a small batch
 
 
 class Samples(NamedTuple):
-    """What to read for one rank and step, each (n,)."""
+    """The samples of one rank and step, each array (n,)."""
 
     indices: np.ndarray  # int64, into the dataset
     mirrored: np.ndarray  # bool
-    positions: np.ndarray  # int64, in the stream: what augmentation draws from
+    positions: np.ndarray  # int64, in the stream; they seed the augmentation
 
 
 class SampleOrder:
@@ -33,9 +33,9 @@ class SampleOrder:
 
     Args:
         flip: mirror each image with probability 1/2.
-        epoch_indices: FaceDataset.epoch_indices, for a mixture of sets; positions are the samples by default.
+        epoch_indices: FaceDataset.epoch_indices, for a mixture of sets; None = positions are indices.
         shuffle: the order, see above.
-        block, window: for `block`: images in a block, and blocks that are mixed with one another.
+        block, window: for `block`: images per block, and blocks per window.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class SampleOrder:
         self.block, self.window_size = min(block, num_images), min(block, num_images) * window
         self.epoch_indices = epoch_indices
         self.in_blocks = shuffle == "block"
-        self._made_for: tuple[int, ...] | None = None  # the steps that `samples` computed last, and them
+        self._made_for: tuple[int, ...] | None = None  # the steps whose samples are in _made
         self._made = Samples(*(np.empty(0, dtype=np.int64) for _ in range(3)))
 
     def samples(self, step: int, rank: int = 0, world_size: int = 1, accumulation: int = 1) -> Samples:
-        """Return this rank's samples of one optimizer step, its micro-batches one after another.
+        """Return this rank's samples of one optimizer step, one micro-batch after another.
 
-        Global batch `step` is the stream from step * batch_size on. Micro-batch a takes the a-th of `accumulation` equal
-        blocks of it, and rank r the r-th of world_size equal blocks of that.
+        Global batch `step` begins at position step * batch_size of the stream. Micro-batch a is the a-th of `accumulation`
+        equal blocks of it, and rank r takes the r-th of world_size equal blocks of that.
         """
         block, place = divmod(step, _TOGETHER)
         wanted = (block, rank, world_size, accumulation)
@@ -95,10 +95,10 @@ class SampleOrder:
         return permute(positions, self.num_images, derive(self.seed, "order", epoch))
 
     def _by_blocks(self, positions: np.ndarray, epoch: int) -> np.ndarray:
-        """Return the images at these positions of an epoch: mixed inside a window of blocks, the blocks in random order.
+        """Return the images at these positions of an epoch: mixed within a window of blocks, with the blocks in random order.
 
-        The set is a ring that is cut into blocks from another place in each epoch, so that no two images are neighbours at
-        every cut; what is left over after the last whole block comes at the end.
+        The set is treated as a ring, and each epoch cuts it into blocks from another start, so that the blocks differ between
+        epochs. The images after the last whole block come at the end.
         """
         mixed = np.empty_like(positions)
         windows = positions // self.window_size
@@ -114,10 +114,10 @@ class SampleOrder:
         return (start + blocks * self.block + inside) % self.num_images
 
     def read_ahead(self, step: int, first_step: int, rank: int = 0, world_size: int = 1, accumulation: int = 1) -> np.ndarray:
-        """Return the images (n,) that storage should fetch when `step` is prepared, in the order of the file.
+        """Return the images (n,) that storage should fetch when `step` is prepared, in file order.
 
-        In block order: when a step enters a window, this rank's share of the window after it; and at the first step, its
-        share of the window it begins in. Otherwise none.
+        In block order, a step that enters a window fetches this rank's share of the next window. The first step also fetches
+        this rank's share of its own window. Otherwise there are none.
         """
         if not self.in_blocks:
             return np.empty(0, dtype=np.int64)
@@ -134,7 +134,7 @@ class SampleOrder:
         return epoch * per_epoch + inside // self.window_size
 
     def _own(self, window: int, step: int, rank: int, world_size: int, accumulation: int) -> np.ndarray:
-        """Return the positions of a window, from `step` on, that this rank reads."""
+        """Return the positions of a window that this rank reads from `step` on."""
         per_epoch = -(-self.num_images // self.window_size)
         epoch, inside = divmod(window, per_epoch)
         begin = epoch * self.num_images + inside * self.window_size
@@ -168,6 +168,6 @@ def check_batch(batch_size: int, accumulation: int, world_size: int) -> None:
 
 
 def _some(numbers: list[int]) -> str:
-    """Return the largest of these numbers, at most five, in words."""
+    """Return the largest of these numbers, at most five, as text: 1, 2 or 4."""
     shown = [str(number) for number in numbers[-5:]]
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"

@@ -1,7 +1,7 @@
-"""Image files in tar shards, as WebDataset has them: members NAME.jpg and NAME.cls, the class as text.
+"""Image files in tar shards in the form of WebDataset: members NAME.jpg and NAME.cls, which holds the class as text.
 
-Source: the conventions of https://github.com/webdataset/webdataset. That library reads shards from front to back; here their
-table of contents is read once, and images then come in any order, by offset.
+Source: the conventions of https://github.com/webdataset/webdataset. That library reads shards from front to back. Here the
+headers are read once, and images are then read by offset in any order.
 Shapes: N = images, T = shards.
 """
 
@@ -20,16 +20,16 @@ from utils.image import IMAGE_SUFFIXES
 from .base import FaceDataset
 from .index_cache import Arrays, Facts, open_index
 
-_MAX_EXTENSION = 1 << 20  # bytes of a long name or of extended attributes
+_MAX_EXTENSION = 1 << 20  # bytes of a long name or extended attributes
 _MAX_CLASSES = 10**8
 _MAX_CHAIN = 8  # headers that belong to one member
 _ARRAYS = ("shards", "offsets", "sizes", "labels", "name_ends", "names")
 
 
 class TarDataset(FaceDataset):
-    """The images of all *.tar files of a folder, or of one file, in the order of the names of the files.
+    """The images of all *.tar files of a folder, or of one file; the files are in alphabetical order.
 
-    The first opening reads all headers; the result is kept in the folder `cache`, if one is given.
+    The first opening reads all headers. The folder `cache`, if given, keeps the result.
     """
 
     def __init__(self, path: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None) -> None:
@@ -46,7 +46,7 @@ class TarDataset(FaceDataset):
         self.num_classes = int(self._labels.max()) + 1
 
     def _is_sound(self, facts: Facts, arrays: Arrays) -> bool:
-        """Return whether arrays of a cache can be the index of these shards."""
+        """Return whether the arrays of a cache are a plausible index of these shards."""
         shards, offsets, sizes, labels, ends, names = (arrays[name] for name in _ARRAYS)
         room = np.array([file.stat().st_size for file in self.files], dtype=np.int64)
         return bool(
@@ -93,13 +93,13 @@ def _index_shards(files: Sequence[Path]) -> Arrays:
     """Return shards (N,) int32, offsets (N,), sizes (N,) and name_ends (N,) int64, labels (N,) int32, names uint8."""
     rows: list[tuple[int, int, int, int]] = []
     names, ends = bytearray(), []
-    for number, file in enumerate(tqdm(files, unit="shard", desc="first look at the shards", delay=5, mininterval=5)):
+    for number, file in enumerate(tqdm(files, unit="shard", desc="reading the headers of the shards", delay=5, mininterval=5)):
         for name, offset, size, label in _samples_of(file):
             rows.append((number, offset, size, label))
             names += os.fsencode(name)
             ends.append(len(names))
     if not rows:
-        raise ValueError(f"{files[0].parent}: the shards hold no image ({' '.join(IMAGE_SUFFIXES)}) with a .cls beside it")
+        raise ValueError(f"{files[0].parent}: the shards hold no image ({' '.join(IMAGE_SUFFIXES)}) with a .cls member")
     table = np.array(rows, dtype=np.int64)
     return {
         "shards": table[:, 0].astype(np.int32),
@@ -112,21 +112,21 @@ def _index_shards(files: Sequence[Path]) -> Arrays:
 
 
 class _DamagedHeaderError(Exception):
-    """A header of a shard that no writer of shards makes."""
+    """A shard has a header that no writer of shards produces."""
 
 
 class _Member(tarfile.TarInfo):
-    """Checks each header before tarfile follows it.
+    """Checks each header before tarfile uses it.
 
-    tarfile takes a damaged header for the end of the archive, reads long names and extended attributes of any size, follows
-    headers to headers until Python's stack ends, and looks for the map of a sparse file without end.
+    tarfile treats a damaged header as the end of the archive, reads long names and extended attributes of any size, follows
+    chains of headers until Python's stack overflows, and searches endlessly for the map of a sparse file.
     """
 
     @classmethod
     def fromtarfile(cls, tar: Any) -> "_Member":
-        """Return the next member; tarfile calls this once more for the header behind one that extends it."""
+        """Return the next member; after an extended header, tarfile calls this again for the header that it extends."""
         file = tar.fileobj
-        begin = file.tell()  # behind an extension, tar.offset is still that of the extension
+        begin = file.tell()  # not tar.offset, which after an extended header is still the offset of that
         tar.chain = getattr(tar, "chain", 0) + 1
         try:
             if tar.chain > _MAX_CHAIN:
@@ -152,14 +152,14 @@ class _Member(tarfile.TarInfo):
             if begin == 0 or isinstance(error, tarfile.EmptyHeaderError):  # type: ignore[attr-defined]
                 raise
             raise _DamagedHeaderError(f"byte {begin}: a damaged header: {error}") from None
-        except ValueError as error:  # a number of tarfile's own parsing
+        except ValueError as error:  # a number that tarfile cannot parse
             raise _DamagedHeaderError(f"byte {begin}: a damaged header: {error}") from None
         finally:
             tar.chain -= 1
 
 
 def _samples_of(path: Path) -> list[tuple[str, int, int, int]]:
-    """Return (name, offset, size, label) of the images of a shard, in its order."""
+    """Return (name, offset, size, label) of the images of a shard, in its own order."""
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int] = {}
     try:
@@ -168,7 +168,7 @@ def _samples_of(path: Path) -> list[tuple[str, int, int, int]]:
             for member in tar:
                 if member.size < 0:
                     raise ValueError(f"{path}: the header of {shown(member.name)} is damaged: a size of {member.size} bytes")
-                if tar.offset > size:  # where the next header would stand, behind the padding
+                if tar.offset > size:  # the place of the next header, after the padding
                     raise ValueError(f"{path}: the shard is cut off in {shown(member.name)}; copy it again")
                 folder, _, base = member.name.rpartition("/")
                 stem, _, suffix = base.partition(".")
@@ -188,11 +188,11 @@ def _samples_of(path: Path) -> list[tuple[str, int, int, int]]:
     except OSError as error:
         raise ValueError(f"{path}: the shard cannot be read: {error.strerror}") from None
     except tarfile.TarError as error:
-        raise ValueError(f"{path}: no uncompressed tar file: {error}") from None
+        raise ValueError(f"{path}: not an uncompressed tar file: {error}") from None
     except _DamagedHeaderError as error:
-        raise ValueError(f"{path}: {error}; copy the shard again, or write it anew") from None
+        raise ValueError(f"{path}: {error}; copy the shard again, or rewrite it") from None
     except (OverflowError, RecursionError, EOFError, LookupError, TypeError, UnicodeError) as error:
-        raise ValueError(f"{path}: a header is damaged: {error}; copy the shard again, or write it anew") from None
+        raise ValueError(f"{path}: a header is damaged: {error}; copy the shard again, or rewrite it") from None
     missing = [sample for sample in images if sample not in labels]
     if missing:
         name = images[missing[0]][0]

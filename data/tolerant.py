@@ -1,7 +1,7 @@
-"""Training through damaged records: data.on_bad_record=skip.
+"""Skips damaged records: data.on_bad_record=skip.
 
-A sample that cannot be read is replaced by another one, a function of (seed, index) alone: so the batch is the same for any
-number of threads and after a resume. Nothing is hidden: every bad record is counted and the first are named.
+A sample that cannot be read is replaced by another one, which is a function of (seed, index) alone. So the batch is the same
+for any number of threads, and after a resume. Every bad record is counted, and the first ones are reported one by one.
 """
 
 import threading
@@ -13,18 +13,18 @@ from utils.randomness import derive
 
 from .base import FaceDataset
 
-_NAMED = 10  # bad records that are told one by one
-_ATTEMPTS = 20  # replacements tried for a sample, each with the chance of max_bad_fraction to be bad as well
+_NAMED = 10  # bad records that are reported one by one
+_ATTEMPTS = 20  # replacements tried for a sample; each may be bad too, with a probability of at most max_bad_fraction
 
 
 class TolerantDataset(FaceDataset):
-    """A dataset whose bad samples are replaced, until more than `max_bad_fraction` of its images were found bad."""
+    """A dataset whose bad samples are replaced; an error if more than `max_bad_fraction` of its images are bad."""
 
     def __init__(self, dataset: FaceDataset, seed: int, max_bad_fraction: float) -> None:
         self.dataset, self.seed, self.max_bad_fraction = dataset, seed, max_bad_fraction
         self.num_images, self.num_classes = dataset.num_images, dataset.num_classes
         self.warnings = dataset.warnings
-        self.bad: dict[int, str] = {}  # by index: the error
+        self.bad: dict[int, str] = {}  # index -> error
         self._told = 0
         self._lock = threading.Lock()
 
@@ -66,7 +66,7 @@ class TolerantDataset(FaceDataset):
         self.dataset.read_ahead(indices)
 
     def decode_into(self, index: int, out: np.ndarray) -> int:
-        """Write the pixels of a sample, or of the one that replaces it, into `out`; return the class of what was written."""
+        """Write the pixels of a sample, or of its replacement, into `out`; return the class of the sample that was written."""
         try:
             return self.dataset.decode_into(index, out)
         except ValueError as error:
@@ -78,8 +78,8 @@ class TolerantDataset(FaceDataset):
             except ValueError as error:
                 self._count(other, str(error))
         raise ValueError(
-            f"{self.bad[index]}. And so were {_ATTEMPTS} records drawn in its place: this is no single bad record, so "
-            "data.on_bad_record=skip does not help"
+            f"{self.bad[index]}. The {_ATTEMPTS} records drawn to replace it are bad too, so data.on_bad_record=skip does not "
+            "help"
         )
 
     def _count(self, index: int, error: str) -> None:
@@ -88,8 +88,8 @@ class TolerantDataset(FaceDataset):
             found = len(self.bad)
         if found > self._budget():
             raise ValueError(
-                f"data.max_bad_fraction: {found} of {self.num_stored} images are bad, {self.max_bad_fraction:g} or "
-                f"{self._budget()} are allowed; the last one: {error}. Check the set with scripts.data.verify"
+                f"data.max_bad_fraction: at most {self._budget()} bad images are allowed ({self.max_bad_fraction:g} of "
+                f"{self.num_stored}), got {found}; the last one: {error}. Check the set with scripts.data.verify"
             ) from None
 
     def take_warnings(self) -> list[str]:

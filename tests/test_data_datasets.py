@@ -114,8 +114,8 @@ def test_all_oracle_sets_decode_as_mxnet_does(face_oracle: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "reason"),
     [
-        (12, r"must be 112 x 112 pixels \(height x width\), this one is 97 x 113\. Align"),
-        (9, "this one is 112 x 80"),  # stored upright, turned by EXIF alone
+        (12, r"must be 112 x 112 pixels \(height x width\), got 97 x 113\. Align"),
+        (9, "got 112 x 80"),  # stored upright, turned by EXIF alone
         (22, "cannot be decoded"),  # cut off in the middle
         (23, "cannot be decoded"),  # no image
     ],
@@ -161,7 +161,7 @@ def test_a_record_with_a_label_and_no_image_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "which"), [([1, 3, 4], "2 has none .1 missing, 0 too"), ([1, 2, 3, 9], "9 has one .0 missing, 1 too")]
+    ("keys", "which"), [([1, 3, 4], "2 has no image .1 missing, 0 too"), ([1, 2, 3, 9], "9 has one .0 missing, 1 too")]
 )
 def test_images_that_the_header_does_not_know_are_an_error(keys: list[int], which: str, tmp_path: Path) -> None:
     end = 5 if 4 in keys else 4
@@ -196,7 +196,7 @@ def test_property_gives_the_number_of_classes(text: str | None, num_classes: int
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("2,112,112\n", r"record 1 of .*train.rec: its label is 2, but .*property counts 2 classes"),
+        ("2,112,112\n", r"record 1 of .*train.rec: its label is 2, but .*property says 2 classes"),
         ("", "first line"),
         ("1000000000000,112,112", "at most 2\\^24 classes"),
     ],
@@ -242,7 +242,7 @@ def test_folder_errors_name_the_place(tmp_path: Path) -> None:
         FolderDataset(str(tmp_path))
     _write_image(tmp_path / "a" / "small.png", 0, height=96)
     dataset = FolderDataset(str(tmp_path))
-    with pytest.raises(ValueError, match=r"a/small\.png: an image must be 112 x 112 .* this one is 96 x 112"):
+    with pytest.raises(ValueError, match=r"a/small\.png: an image must be 112 x 112 .* got 96 x 112"):
         _pixels(dataset, 0)
     (tmp_path / "a" / "small.png").unlink()
     with pytest.raises(ValueError, match=r"a/small\.png: the file cannot be read"):
@@ -291,8 +291,14 @@ def test_each_source_that_a_configuration_may_name_can_be_opened() -> None:
         ("recordio", "02_insightface_vec", 5, 0, r"data\.num_classes is 5, but the data has 4"),
         ("recordio", "02_insightface_vec", 4, 11, r"data\.num_images is 11, but the data has 10"),
         ("recordio", "none", 0, 0, r"data\.path: no file .*train\.rec"),
-        ("synthetic", "", 0, 10, r"data\.num_classes, data\.num_images: synthetic data need one class .* got 0 classes"),
-        ("synthetic", "", 11, 10, r"data\.num_images: .* an image of each, got 11 classes, 10 images"),
+        (
+            "synthetic",
+            "",
+            0,
+            10,
+            r"data\.num_classes, data\.num_images: synthetic data need at least one .* got 0 classes",
+        ),
+        ("synthetic", "", 11, 10, r"data\.num_images: .* an image for each, got 11 classes, 10 images"),
     ],
 )
 def test_build_dataset_refuses_what_the_data_contradicts(

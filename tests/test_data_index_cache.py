@@ -97,7 +97,7 @@ def test_a_changed_byte_of_the_cache_is_found_and_told(tmp_path: Path, capsys: p
     path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
     arguments = ["configs/ms1mv2_r50.yaml", f"data.path={folder}", f"run.output={tmp_path / 'runs'}", "eval.targets=[]"]
     assert train.main([*arguments, "data.num_classes=0", "data.num_images=0", "train.batch_size=2", "--check"]) == 0
-    assert f"{path}: the index kept here is damaged; it is made anew from the set" in capsys.readouterr().out
+    assert f"{path}: the cached index is damaged; it is rebuilt from the set" in capsys.readouterr().out
     assert path.read_bytes() == good
     again = RecordDataset(folder, cache)
     assert _everything(again) == expected and not again.warnings
@@ -170,5 +170,5 @@ def test_a_cache_with_a_right_checksum_that_cannot_be_the_sets_is_made_anew(tmp_
     LIES[lie](facts, arrays)
     write_cache(place, wanted, facts, arrays)
     dataset = RecordDataset(folder, cache)
-    assert "damaged; it is made anew" in dataset.warnings[0] and _everything(dataset) == _everything(plain)
+    assert "damaged; it is rebuilt" in dataset.warnings[0] and _everything(dataset) == _everything(plain)
     assert not RecordDataset(folder, cache).warnings

@@ -74,9 +74,9 @@ def test_labels_become_classes_by_rule_or_by_file(tmp_path: Path):
         ("0 0\n", "line 1 must be 'source label class'"),
         ("0 0 0\n0 1 x\n", "line 2 must be"),
         ("0 2 0\n", "there is no label 2 in a source 0"),
-        ("0 0 0\n0 0 1\n", "was class 0 before"),
+        ("0 0 0\n0 0 1\n", "has class 0 already"),
         ("0 0 0\n", "label 1 of source 0 has no class"),
-        ("0 0 0\n0 1 2\n1 0 0\n1 1 0\n1 2 0\n", "none is 1"),
+        ("0 0 0\n0 1 2\n1 0 0\n1 1 0\n1 2 0\n", "1 is missing"),
     ],
 )
 def test_a_wrong_map_is_refused_with_its_line(tmp_path: Path, text: str, message: str):
@@ -108,7 +108,7 @@ def test_a_config_names_sources_and_its_dump_reads_back(tmp_path: Path):
     assert as_plain(load_config(tmp_path / "again.yaml")) == as_plain(config)
     dataset = build_dataset(config.data, 0, None)
     assert (dataset.num_images, dataset.num_stored, dataset.num_classes) == (8, 6, 5)
-    assert "2 sources, 8 images in an epoch, 5 classes" in dataset.describe()
+    assert "2 sources, 8 images per epoch, 5 classes" in dataset.describe()
     with pytest.raises(TypeError, match="read-only"):
         config.data.sources[0].path = "elsewhere"
 

@@ -59,7 +59,7 @@ def test_a_set_is_never_replaced_unasked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("labels", "message"),
-    [([1], "label 1 came after -1"), ([0, 2], "label 2 came after 0"), ([0, 1, 0], "label 0 came after 1"), ([-1], r"2\^24")],
+    [([1], "got label 1 after -1"), ([0, 2], "got label 2 after 0"), ([0, 1, 0], "got label 0 after 1"), ([-1], r"2\^24")],
 )
 def test_header_form_refuses_classes_out_of_order(tmp_path: Path, labels: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message), RecordSetWriter(tmp_path) as writer:

@@ -41,8 +41,8 @@ def test_a_list_gives_its_files_and_labels(tmp_path: Path, newline: str):
     [
         ("my face 0.jpg 1\nmy face 1.jpg\n", "line 2 must be 'path label'"),
         ("my face 0.jpg -1\n", "line 1 must be"),
-        ("\n\n", "names no image"),
-        ("missing.jpg 0\n", r"first image .*missing\.jpg is not there"),
+        ("\n\n", "lists no image"),
+        ("missing.jpg 0\n", r"first image .*missing\.jpg does not exist"),
     ],
 )
 def test_a_wrong_list_is_refused_with_its_line(tmp_path: Path, text: str, message: str):

@@ -135,7 +135,7 @@ def test_whatever_the_parser_of_another_python_stumbles_over_names_the_shard(
 
     (tmp_path / "a.tar").write_bytes(_good() + bytes(2 * BLOCK))
     monkeypatch.setattr(tarfile.TarInfo, "frombuf", stumble)
-    with pytest.raises(ValueError, match=r"a\.tar: a header is damaged: a number; copy the shard again, or write it anew"):
+    with pytest.raises(ValueError, match=r"a\.tar: a header is damaged: a number; copy the shard again, or rewrite it"):
         TarDataset(tmp_path)
 
 

@@ -134,7 +134,7 @@ def test_an_empty_folder_of_a_person_is_a_warning_in_every_tool(
         (show_augmentation, [people, tmp_path / "sheet.png"]),
     ):
         assert program.main([str(argument) for argument in arguments]) == 0
-        assert "1 of 5 sub-folders hold no image and are no identity: person_1x" in capsys.readouterr().err
+        assert "1 of 5 sub-folders hold no image and are not counted as identities: person_1x" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["nothing", "empty", "pgm", "text"])

@@ -1,12 +1,12 @@
-"""RecordIO, the container: records in one file, read by byte offset, written as mxnet writes them.
+"""The RecordIO container: records in one file, read by byte offset, and written like mxnet.
 
-Source: dmlc-core include/dmlc/recordio.h and src/recordio.cc, python/mxnet/recordio.py of mxnet 1.9.1. The writer
-matches it byte for byte. Its reader hides damage (a cut file, a wrong index); this one names file and byte.
+Source: dmlc-core include/dmlc/recordio.h and src/recordio.cc, python/mxnet/recordio.py of mxnet 1.9.1. The writer's output is
+equal byte for byte. mxnet's reader hides damage (a cut file, a wrong index); this one reports file and byte.
 
     file   = part part ...          nothing before, between or after
     part   = magic u32, cflag << 29 | length u32, data, padding to a multiple of 4; little-endian
-    record = one part of cflag 0, or parts of cflag 1 2* 3, joined by the magic; that is where the writer cuts a record
-             which holds an aligned magic
+    record = one part of cflag 0, or parts of cflag 1 2* 3, joined by the magic, because the writer cuts a record at each
+             aligned magic inside it
 
 Shapes: n = records.
 """
@@ -28,15 +28,15 @@ MAGIC = b"\x0a\x23\xd7\xce"
 MAX_LENGTH = (1 << 29) - 1  # bytes in a record
 
 _PART = struct.Struct("<4sI")
-_FIRST, _LATER = (0, 1), (2, 3)  # cflags with which a record may start and go on
-_SCANNED = 1 << 28  # bytes after which a walk over the file gives its pages back
-_DAMAGE = "the file is damaged or cut, or the index is not its own; scripts.data.repair mends either"
+_FIRST, _LATER = (0, 1), (2, 3)  # allowed cflags of the first part, and of later parts
+_SCANNED = 1 << 28  # bytes after which a scan of the file releases its pages
+_DAMAGE = "the file is damaged or cut, or the index belongs to another file; scripts.data.repair mends either"
 
 
 class RecordFile:
-    """Reads records by byte offset: through a memory map, without a copy, or by `read_span` into memory of their own.
+    """Reads records by byte offset: from a memory map without a copy, or with `read_span` into separate memory.
 
-    Threads may share it. It may be pickled or inherited by a fork: a process maps the file at its first read.
+    Threads may share it. It may be pickled, or inherited by a fork, since each process maps the file at its first read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -50,7 +50,9 @@ class RecordFile:
         self._handles: dict[str, FileIO] = {}
         start = bytes(self.view[:4]) if self.size >= _PART.size else b""
         if start != MAGIC:
-            raise ValueError(f"{self.path}: a RecordIO file starts with 0a23d7ce, this one of {self.size} bytes does not")
+            raise ValueError(
+                f"{self.path}: a RecordIO file must start with 0a23d7ce, but this one ({self.size} bytes) does not"
+            )
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_map": None, "_view": None, "_handles": {}}
@@ -70,34 +72,34 @@ class RecordFile:
         return view
 
     def expect_random_reads(self, random: bool) -> None:
-        """Tell the kernel how reads will go: at random, without read-ahead, or in order, with as much as it can.
+        """Tell the kernel to expect random reads (no read-ahead) or sequential reads (maximal read-ahead).
 
-        With the default, random reads of a cold file fetch tens of times the bytes of the records.
+        With the kernel's default, random reads of a cold file fetch tens of times the bytes of the records.
         """
         if self._map is not None and hasattr(mmap, "MADV_RANDOM"):
             self._map.madvise(mmap.MADV_RANDOM if random else mmap.MADV_SEQUENTIAL)
 
     def release(self, start: int, stop: int) -> None:
-        """Take the pages of these bytes out of the memory of the process; the kernel keeps them while it has room."""
+        """Unmap the pages of these bytes from the process; the kernel may keep them in its cache."""
         if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
             begin = start - start % mmap.PAGESIZE
             if stop > begin:
                 self._map.madvise(mmap.MADV_DONTNEED, begin, stop - begin)
 
     def prefetch(self, offset: int, length: int) -> None:
-        """Have the kernel start to fetch these bytes: one request to the disk, before anyone waits for it."""
+        """Ask the kernel to fetch these bytes in the background, with one request to the disk."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._open().fileno(), offset, length, os.POSIX_FADV_WILLNEED)
 
     def read_until(self, offset: int) -> tuple[bytes | memoryview, int]:
-        """Return the record that starts at byte `offset`, and the byte after it and its padding."""
+        """Return the record that starts at byte `offset`, and the first byte after its padding."""
         return self._record(self.view, 0, offset)
 
     def read_span(self, offset: int, length: int) -> bytes | memoryview:
-        """Return the record that lies in the `length` bytes from `offset` on, read by one call into memory of its own.
+        """Return the record in the `length` bytes from `offset` on, read with one call into separate memory.
 
-        Unlike a read through the map, it leaves no pages of the file in the memory of the process, holds no lock while the
-        disk works, and survives a file that is cut meanwhile.
+        Unlike a read from the map, this adds no pages of the file to the process, holds no lock while the disk works, and
+        survives if the file is truncated in the meantime.
         """
         try:
             data = os.pread(self._open().fileno(), length, offset)
@@ -110,7 +112,7 @@ class RecordFile:
         return self._record(memoryview(data), offset, offset)[0]
 
     def read_parts(self, offset: int) -> bytes | memoryview:
-        """Return the record that starts at byte `offset` and is of unknown length, read as `read_span` reads."""
+        """Return the record of unknown length that starts at byte `offset`, read like `read_span`."""
         end, length = offset, 0
         while True:
             try:
@@ -123,7 +125,7 @@ class RecordFile:
             size = _PART.size + ((word & MAX_LENGTH) + 3 & ~3)
             end, length = end + size, length + size
             if magic != MAGIC or word >> 29 not in (1, 2) or length > MAX_LENGTH or end >= self.size:
-                return self.read_span(offset, min(length, self.size - offset))  # which says what is wrong, if anything is
+                return self.read_span(offset, min(length, self.size - offset))  # raises the error, if there is one
 
     def _open(self) -> FileIO:
         file = self._handles.get("file")
@@ -131,12 +133,12 @@ class RecordFile:
             file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed when this object goes
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-            # threads may come here at once: one handle stays, the others close when they go, unused
+            # several threads may get here at once: one handle is kept, the others are closed unused
             file = self._handles.setdefault("file", file)
         return file
 
     def _record(self, view: memoryview, base: int, offset: int) -> tuple[bytes | memoryview, int]:
-        """Return the record at byte `offset` of the file, of which `view` holds the bytes from `base` on, and its end."""
+        """Return the record at byte `offset` of the file, and its end. `view` holds the file's bytes from `base` on."""
         cflag, start, stop, end = self._part(view, base, offset, _FIRST)
         if cflag == 0:
             return view[start - base : stop - base], end
@@ -156,11 +158,11 @@ class RecordFile:
             raise ValueError(f"{self.path}: byte {offset}: no part can start here ({self.size} bytes): {_DAMAGE}")
         magic, word = _PART.unpack_from(view, offset - base)
         if magic != MAGIC:
-            raise ValueError(f"{self.path}: byte {offset}: a part starts with 0a23d7ce, not {magic.hex()}: {_DAMAGE}")
+            raise ValueError(f"{self.path}: byte {offset}: a part must start with 0a23d7ce, got {magic.hex()}: {_DAMAGE}")
         cflag, length = word >> 29, word & MAX_LENGTH
         if cflag not in cflags:
             allowed = " or ".join(map(str, cflags))
-            raise ValueError(f"{self.path}: byte {offset}: cflag must be {allowed} here, not {cflag}: {_DAMAGE}")
+            raise ValueError(f"{self.path}: byte {offset}: cflag must be {allowed} here, got {cflag}: {_DAMAGE}")
         start = offset + _PART.size
         end = start + (length + 3 & ~3)
         if end > limit or (cflag in (1, 2) and length % 4):
@@ -175,10 +177,10 @@ class RecordFile:
             yield record
 
     def scan_offsets(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the offsets (n,) int64 of the records from byte `start` to `stop`, by a walk over the part headers.
+        """Return the offsets (n,) int64 of the records from byte `start` to `stop`, by following the part headers.
 
         Raises:
-            ValueError: a damaged part, or no record ends exactly at `stop` (by default the end of the file).
+            ValueError: a part is damaged, or no record ends exactly at `stop` (by default the end of the file).
         """
         view, stop = self.view, self.size if stop is None else stop
         offsets = array("q")
@@ -192,14 +194,14 @@ class RecordFile:
             cflag, _, _, start = self._part(view, 0, start, _FIRST if whole else _LATER)
             whole = cflag in (0, 3)
         if start != stop or not whole:
-            raise ValueError(f"{self.path}: byte {stop}: a record must end here, not at {start}: {_DAMAGE}")
+            raise ValueError(f"{self.path}: byte {stop}: a record must end here, got {start}: {_DAMAGE}")
         return np.array(offsets, dtype=np.int64)
 
 
 class RecordWriter:
-    """Writes a record file and its index. Both get their names when `close` has put all bytes on the disk.
+    """Writes a record file and its index. Both get their final names when `close` has flushed all bytes to the disk.
 
-    As a context manager it closes, or, after an exception, removes what it wrote.
+    As a context manager it calls `close`, or `discard` after an exception.
     """
 
     def __init__(self, rec_path: str | os.PathLike[str], idx_path: str | os.PathLike[str] | None = None) -> None:
@@ -210,7 +212,7 @@ class RecordWriter:
     def write(self, key: int, record: bytes) -> None:
         """Append a record, and the line `key TAB offset` to the index."""
         if len(record) > MAX_LENGTH:
-            raise ValueError(f"{self._paths[0]}: record {key} has {len(record)} bytes, RecordIO takes fewer than 2^29")
+            raise ValueError(f"{self._paths[0]}: a record must have fewer than 2^29 bytes, record {key} has {len(record)}")
         begin = self._offset
         cut, cflag = 0, 1
         magic = record.find(MAGIC)
@@ -231,7 +233,7 @@ class RecordWriter:
         self._offset += _PART.size + len(data) + padding
 
     def close(self) -> None:
-        """Finish the files: flush them to the disk, then give them their names."""
+        """Finish the files: flush them to the disk, then give them their final names."""
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
@@ -240,7 +242,7 @@ class RecordWriter:
             os.replace(_unfinished(path), path)
 
     def discard(self) -> None:
-        """Remove what was written so far."""
+        """Delete the unfinished files."""
         for file, path in zip(self._files, self._paths, strict=True):
             file.close()
             _unfinished(path).unlink(missing_ok=True)

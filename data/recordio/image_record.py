@@ -1,9 +1,9 @@
-"""Image records by key: the header each one starts with, and a record file with its index.
+"""Image records: the header of each record, and a record file with its index.
 
 Source: python/mxnet/recordio.py of mxnet 1.9.1 (IRHeader, pack, unpack, MXIndexedRecordIO).
 
     image record = flag u32, label f32, id u64, id2 u64, flag x f32, payload (an encoded image); little-endian
-    flag 0: the label is the float. flag > 0: the label is the vector, whatever the float says
+    flag 0: the label is the float. flag > 0: the label is the vector, and the float is ignored
 
 Shapes: n = records of the index, b = records of one chunk.
 """
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _HEADER = struct.Struct("<IfQQ")
-_CHUNK = 1 << 18  # headers looked at together
+_CHUNK = 1 << 18  # headers read at once
 _MAGIC_WORD = int.from_bytes(MAGIC, "little")
 
 
@@ -48,9 +48,9 @@ class Record(NamedTuple):
 
 
 class Headers(NamedTuple):
-    """What the headers of b records say."""
+    """The headers of b records."""
 
-    positions: np.ndarray  # (b,) int64, where in the index
+    positions: np.ndarray  # (b,) int64, in the index
     flags: np.ndarray  # (b,) int64
     labels: np.ndarray  # (b,) float32: the number, or the first of the vector
     payload_sizes: np.ndarray  # (b,) int64, bytes
@@ -59,22 +59,22 @@ class Headers(NamedTuple):
 def unpack(record: bytes | memoryview) -> Record:
     """Return the fields of an image record; label vector and payload are views of it."""
     if len(record) < _HEADER.size:
-        raise ValueError(f"the record has {len(record)} bytes, an image record has at least the {_HEADER.size} of its header")
+        raise ValueError(f"an image record must have at least {_HEADER.size} bytes for its header, got {len(record)}")
     flag, label, record_id, id2 = _HEADER.unpack_from(record)
     start = _HEADER.size + 4 * flag
     if start > len(record):
         if is_protobuf(record):
             raise ValueError(
-                "the record holds SageMaker's recordio-protobuf, another payload in the same container. Export the images as "
-                "files and make a set with scripts.data.folder_to_rec"
+                "the record holds SageMaker's recordio-protobuf, which uses the same container. Export the images as files, "
+                "and make a set with scripts.data.folder_to_rec"
             )
-        raise ValueError(f"the record has {len(record)} bytes, but announces {flag} labels: no image record")
+        raise ValueError(f"the record has {len(record)} bytes, but its header announces {flag} labels: not an image record")
     vector = np.frombuffer(record, dtype="<f4", count=flag, offset=_HEADER.size) if flag else label
     return Record(vector, record_id, id2, memoryview(record)[start:])
 
 
 def is_protobuf(record: bytes | memoryview) -> bool:
-    """Return whether a record is a protobuf message as SageMaker's Record has it: fields 1 to 4, each of a length, to its end.
+    """Return whether a record is a protobuf message like SageMaker's Record: only fields 1 to 4, each with a length.
 
     Source: record.proto of aws/amazon-sagemaker-examples (features = 1, label = 2, uid = 3, metadata = 4).
     """
@@ -106,9 +106,9 @@ def pack(label: float | ArrayLike, record_id: int, id2: int, payload: bytes) -> 
 class IndexedRecordFile:
     """A record file and its index: keys (n,) and offsets (n,), both int64, in the order of the index.
 
-    Without an index file, the index is rebuilt by a walk over the record file; the keys then count the records from 0,
-    since nothing inside a record tells its key. Opening checks where the offsets point to; reading a record checks that
-    it ends where the next one starts, which is how a wrong length or a wrong index is found.
+    Without an index file, the index is rebuilt by a scan of the record file. The keys then count the records from 0, since a
+    record does not contain its key. Opening checks the range of the offsets. Reading a record checks that it ends where the
+    next one starts, which detects a wrong length or a wrong index.
     """
 
     def __init__(self, rec_path: str | os.PathLike[str], idx_path: str | os.PathLike[str] | None = None) -> None:
@@ -132,15 +132,15 @@ class IndexedRecordFile:
                 i = int(wrong.argmax())
                 raise ValueError(
                     f"{idx_path}: the offset of record {self.keys[begin + i]} must be a multiple of 4 inside {self.path} "
-                    f"({self.file.size} bytes), got {offsets[i]}: the index of another file, or a file cut off "
-                    "(scripts.data.repair mends either)"
+                    f"({self.file.size} bytes), got {offsets[i]}: the index belongs to another file, or the file is cut off; "
+                    "scripts.data.repair mends either"
                 )
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def positions(self, keys: ArrayLike) -> np.ndarray:
-        """Return where in the index each of the keys is, -1 for those it has not."""
+        """Return the position of each key in the index, -1 for keys that are not in it."""
         wanted = np.asarray(keys, dtype=np.int64)
         if self._by_key is None:
             self._by_key = np.argsort(self.keys, kind="stable")
@@ -166,17 +166,17 @@ class IndexedRecordFile:
         return record
 
     def _check_end(self, end: int, offset: int) -> None:
-        """Check that the record at `offset` ends at the next one, or at records without a key that lead up to it."""
+        """Check that the record at `offset` ends at the next one, or that records without a key fill the gap."""
         following = int(np.searchsorted(self._starts, offset, side="right"))
         if following < len(self._starts) and end != self._starts[following]:
             self.file.scan_offsets(end, int(self._starts[following]))
 
     def bytes_after_last(self) -> int:
-        """Return how much of the file lies behind the last record of the index: damage, or an index that was cut."""
+        """Return the number of bytes after the last record of the index: damage, or an index that was cut."""
         return self.file.size - self.file.read_until(int(self._starts[-1]))[1]
 
     def headers(self) -> Iterator[Headers]:
-        """Yield the headers of all records in the order of the file, some hundred thousand at a time, all checked."""
+        """Yield the headers of all records in file order, a few hundred thousand at a time, after checking them."""
         self.file.expect_random_reads(False)
         ascending = self._starts is self.offsets
         order = None if ascending else np.argsort(self.offsets, kind="stable")
@@ -203,7 +203,7 @@ class IndexedRecordFile:
         ends = offsets + 8 + (lengths + 3 & ~3)
         ascending = self._starts is self.offsets
         following = positions + 1 if ascending else np.searchsorted(self._starts, offsets, side="right")
-        last = following == len(self._starts)  # nothing says where the last record must end
+        last = following == len(self._starts)  # no next record tells where the last one must end
         whole = last | (ends == self._starts[np.minimum(following, len(self._starts) - 1)])
         plain = (magic == _MAGIC_WORD) & (part <= MAX_LENGTH) & (ends <= self.file.size) & whole & (payload_sizes >= 0)
         for i in np.flatnonzero(~plain).tolist():  # several parts, records without a key in between, or damage
@@ -222,5 +222,5 @@ class IndexedRecordFile:
 
 
 def is_ascending(values: np.ndarray) -> bool:
-    """Return whether each value (n,) is larger than the one before; needs little memory for millions."""
+    """Return whether each value (n,) is larger than the one before; needs little memory even for millions of values."""
     return all((np.diff(values[begin : begin + _CHUNK + 1]) > 0).all() for begin in range(0, len(values) - 1, _CHUNK))

@@ -1,7 +1,7 @@
 """The index of a RecordIO file: text lines `key TAB offset LF`, one per record, in the order of writing.
 
-Source: MXIndexedRecordIO of mxnet 1.9.1 (CRLF, extra columns and a missing last LF are fine; the last of two equal keys
-wins) and its C++ reader, which also splits at blanks. A line that neither of them reads is an error here.
+Source: MXIndexedRecordIO of mxnet 1.9.1, which allows CRLF, extra columns and a missing last LF, and uses the last of two equal
+keys; and its C++ reader, which also splits at blanks. A line that neither of them can read is an error here.
 Shapes: n = records.
 """
 
@@ -12,8 +12,8 @@ import numpy as np
 
 from utils.files import MAX_TEXT, check_file
 
-_BLOCK = 1 << 19  # bytes parsed at once, so that all intermediate numbers stay in the cache of the processor
-_DIGITS = b"0123456789\t\n"  # a block of these alone can be parsed without looking at its lines one by one
+_BLOCK = 1 << 19  # bytes parsed at once, so that all intermediate arrays stay in the processor's cache
+_DIGITS = b"0123456789\t\n"  # a block with only these bytes can be parsed without a loop over its lines
 _MAX_DIGITS = 18  # always fits int64
 _MAX_RUNS = 64  # runs of lines of one width in a block; a written index has one or two
 
@@ -22,7 +22,7 @@ def read_index(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the keys (n,) and the byte offsets (n,), both int64, in the order of the lines.
 
     Raises:
-        ValueError: no such file, no line in it, or a line that is not `key TAB offset`; the message names the line.
+        ValueError: the file does not exist or is empty, or a line is not `key TAB offset`; the message names the line.
     """
     try:
         check_file(path, MAX_TEXT)
@@ -35,7 +35,7 @@ def read_index(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
                 read += len(block)
                 parsed = _parse_plain(block) or _parse_lines(block, os.fspath(path), done + 1)
                 stop = done + len(parsed[0])
-                if stop > len(keys):  # the first lines are the shortest, so this guess is most often the last one
+                if stop > len(keys):  # the first lines are the shortest, so this guess usually suffices
                     room = stop + int(1.05 * (stop / read) * max(0, size - read))
                     keys, offsets = _with_room(keys, room, done), _with_room(offsets, room, done)
                 keys[done:stop], offsets[done:stop] = parsed
@@ -45,12 +45,12 @@ def read_index(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
     except OSError as error:
         raise ValueError(f"{path}: the index cannot be read: {error.strerror}") from None
     if not done:
-        raise ValueError(f"{path}: the index is empty. scripts.data.repair writes it anew")
+        raise ValueError(f"{path}: the index is empty. scripts.data.repair rebuilds it")
     return _keep_last(keys, offsets)
 
 
 def _with_room(values: np.ndarray, room: int, used: int) -> np.ndarray:
-    """Return a larger array with the first `used` values; what is not written to takes no memory."""
+    """Return a larger array with the first `used` values; pages that are never written take no memory."""
     larger = np.empty(room, dtype=values.dtype)
     larger[:used] = values[:used]
     return larger
@@ -59,9 +59,9 @@ def _with_room(values: np.ndarray, room: int, used: int) -> np.ndarray:
 def _parse_plain(block: bytes) -> tuple[np.ndarray, np.ndarray] | None:
     """Return (keys, offsets) of a block in which every line is digits TAB digits, otherwise None.
 
-    Keys and offsets ascend, so their numbers of digits change seldom: a run of lines of one width is a matrix of digits.
+    Keys and offsets ascend, so their numbers of digits rarely change, and a run of lines of equal width is a matrix of digits.
     """
-    if b"\r" in block:  # one letter is found many times faster than two
+    if b"\r" in block:  # searching one byte is many times faster than two
         block = block.replace(b"\r\n", b"\n")
     if block.translate(None, _DIGITS):
         return None
@@ -85,7 +85,7 @@ def _parse_plain(block: bytes) -> tuple[np.ndarray, np.ndarray] | None:
         digits = data[starts[begin] : ends[end - 1] + 1].reshape(end - begin, key_width + offset_width + 2)
         for row, first, last in ((0, 0, key_width), (1, key_width + 1, key_width + 1 + offset_width)):
             number = table[row, begin:end]
-            for low in range(first, last, 8):  # eight digits fit 32 bits, also counted from their code
+            for low in range(first, last, 8):  # eight digits fit into 32 bits, even before subtracting the code of "0"
                 high = min(low + 8, last)
                 number *= 10 ** (high - low)
                 number += _number_of(digits[:, low:high])
@@ -93,7 +93,7 @@ def _parse_plain(block: bytes) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _number_of(digits: np.ndarray) -> np.ndarray:
-    """Return the numbers (n,) uint32 that rows of up to eight digits (n, k) say, in ASCII."""
+    """Return the numbers (n,) uint32 of rows of up to eight ASCII digits (n, k)."""
     number = digits[:, 0].astype(np.uint32)
     for column in range(1, digits.shape[1]):
         number *= 10
@@ -103,7 +103,7 @@ def _number_of(digits: np.ndarray) -> np.ndarray:
 
 
 def _parse_lines(block: bytes, path: str, first_line: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (keys, offsets) of a block, line by line, or name the line that is wrong."""
+    """Return (keys, offsets) of a block, parsed line by line; a ValueError names a line that is wrong."""
     lines = block.split(b"\n")
     if not lines[-1]:
         lines.pop()
@@ -115,17 +115,21 @@ def _parse_lines(block: bytes, path: str, first_line: int) -> tuple[np.ndarray, 
         try:
             key, offset = int(columns[0]), int(columns[1])
         except (ValueError, IndexError):
-            raise ValueError(f"{where} must be 'key TAB offset', two integers. scripts.data.repair writes it anew") from None
+            raise ValueError(
+                f"{where} must be 'key TAB offset', two integers. scripts.data.repair rebuilds the index"
+            ) from None
         if not -(1 << 63) <= key < 1 << 63:
-            raise ValueError(f"{where}: the key has {len(columns[0])} characters, it must fit a signed 64-bit integer")
+            raise ValueError(f"{where}: the key must fit a signed 64-bit integer, got {len(columns[0])} characters")
         if not 0 <= offset < 1 << 63:
-            raise ValueError(f"{where}: the offset of record {key} must be in [0, 2^63). scripts.data.repair writes it anew")
+            raise ValueError(
+                f"{where}: the offset of record {key} must be in [0, 2^63). scripts.data.repair rebuilds the index"
+            )
         table[:, i] = key, offset
     return table[0], table[1]
 
 
 def _keep_last(keys: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (keys, offsets) without all but the last line of each key."""
+    """Return (keys, offsets) with only the last line of each key."""
     if not _repeats(keys):
         return keys, offsets
     _, from_end = np.unique(keys[::-1], return_index=True)
@@ -134,7 +138,7 @@ def _keep_last(keys: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _repeats(keys: np.ndarray) -> bool:
-    """Return whether a key comes twice, without sorting where keys lie densely, as they do in a set of millions."""
+    """Return whether a key occurs twice. Dense keys, as in a set of millions, are checked without sorting."""
     low, high = int(keys.min()), int(keys.max())
     if high - low >= 8 * len(keys) + 1024:
         return len(np.unique(keys)) < len(keys)

@@ -1,7 +1,7 @@
-"""Writing a face set in RecordIO form: train.rec, train.idx, property and train.lst, as insightface's tools make them.
+"""Writes a face set in RecordIO: train.rec, train.idx, property and train.lst, like insightface's tools.
 
-Source: deepinsight/insightface rec_builder.py (header form) and shuffle_rec.py (headerless form); record_dataset.py says what
-the two forms are. Shapes: N = images, C = classes.
+Source: deepinsight/insightface rec_builder.py (header form) and shuffle_rec.py (headerless form); record_dataset.py describes
+the two forms. Shapes: N = images, C = classes.
 """
 
 import os
@@ -13,23 +13,23 @@ from utils.image import IMAGE_SIZE
 from .image_record import RecordWriter, pack
 
 MAX_CLASSES = 1 << 24  # a label is a float32, which holds integers exactly up to here
-_FILES = ("train.rec", "train.idx", "property", "train.lst")  # in the order in which they appear
+_FILES = ("train.rec", "train.idx", "property", "train.lst")  # in the order in which they get their names
 
 
 class RecordSetWriter:
-    """Writes a set into a folder. The files get their names when `close` has put all bytes on the disk.
+    """Writes a set into a folder. The files get their final names when `close` has flushed all bytes to the disk.
 
-    As a context manager it closes, or, after an exception, removes what it wrote.
+    As a context manager it calls `close`, or `discard` after an exception.
 
     Args:
         header: True writes the header form: images at keys 1..N grouped by class, then an identity record for each class,
-            then the header at key 0. False writes images alone, at keys 0..N-1 in any order of classes (a shuffled set).
+            then the header at key 0. False writes only images, at keys 0..N-1 in any order of classes (a shuffled set).
         size: height and width of the images in pixels, for property.
-        overwrite: replace a set that the folder holds.
-        num_classes: count at least so many, though the last of them may have no image.
+        overwrite: replace the set in the folder, if there is one.
+        num_classes: the least number of classes in property; the last classes may have no image.
 
     Raises:
-        ValueError: the folder holds a set and `overwrite` is false, or cannot be written.
+        ValueError: the folder holds a set and `overwrite` is false, or the folder cannot be written.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RecordSetWriter:
     ) -> None:
         self.folder, self.header, self.size = Path(folder), header, size
         self.num_images = 0
-        self._ends: list[int] = []  # header form: for each class so far, the key after its last image
+        self._ends: list[int] = []  # header form: the key after the last image of each class so far
         self._largest = num_classes - 1
         if not overwrite and (self.folder / "train.rec").exists():
             raise ValueError(
@@ -61,18 +61,18 @@ class RecordSetWriter:
         """Append an encoded image; return its key.
 
         Args:
-            label: the class. In header form labels start at 0 and never fall, and no class may be left out.
-            path: where the image came from, for train.lst, which lists the images that have one.
+            label: the class. In header form labels start at 0 and never decrease, and no class may be skipped.
+            path: the original path, for train.lst, which lists only images with a path.
         """
         previous = len(self._ends) - 1
         if not 0 <= label < MAX_CLASSES:
-            raise ValueError(f"{self.folder}: a label must be in [0, 2^24), it is stored as float32; got {label}")
+            raise ValueError(f"{self.folder}: a label must be in [0, 2^24), because it is stored as float32; got {label}")
         if self.header and label not in (previous, previous + 1):
-            raise ValueError(
-                f"{self.folder}: images must be grouped by class, 0, 1, 2 ...; label {label} came after {previous}"
-            )
+            raise ValueError(f"{self.folder}: images must be grouped by class, 0, 1, 2 ...; got label {label} after {previous}")
         if not len(image):
-            raise ValueError(f"{self.folder}: an image must have bytes, image {self.num_images} ({path or label}) has none")
+            raise ValueError(
+                f"{self.folder}: an image must not be empty, image {self.num_images} ({path or label}) has no bytes"
+            )
         key = self.num_images + self.header
         self._records.write(key, pack(float(label), key, 0, bytes(image)))
         self.num_images += 1
@@ -90,7 +90,7 @@ class RecordSetWriter:
         return self._largest + 1
 
     def close(self) -> None:
-        """Write identity records and header, flush all to the disk, and give the files their names."""
+        """Write the identity records and the header, flush everything to the disk, and give the files their final names."""
         if not self.num_images:
             self.discard()
             raise ValueError(f"{self.folder}: no image was written")
@@ -102,7 +102,7 @@ class RecordSetWriter:
             self._records.write(0, pack([float(first), float(first + len(self._ends))], 0, 0, b""))
         listed = self._list.tell() > 0
         for name in _FILES[2:]:
-            (self.folder / name).unlink(missing_ok=True)  # of a set that this one replaces
+            (self.folder / name).unlink(missing_ok=True)  # of the replaced set
         self._records.close()
         (self.folder / "property.unfinished").write_text(f"{self.num_classes},{self.size},{self.size}")
         (self.folder / "property.unfinished").replace(self.folder / "property")
@@ -116,7 +116,7 @@ class RecordSetWriter:
             unfinished.unlink()
 
     def discard(self) -> None:
-        """Remove what was written so far."""
+        """Delete the unfinished files."""
         self._records.discard()
         self._list.close()
         (self.folder / "train.lst.unfinished").unlink(missing_ok=True)
