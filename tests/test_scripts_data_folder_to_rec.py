@@ -236,7 +236,7 @@ def test_two_pictures_of_one_name_or_one_line_are_refused(tmp_path: Path, capsys
         (folder_to_rec, (tmp_path / "set", "--landmarks", table)),
     ):
         said = _fails(capsys, program, folder, *flags)
-        assert "ben/one.jpg: the landmarks named 'one' are those of ann/one.png already" in said
+        assert "ben/one.jpg: the landmarks named 'one' already belong to ann/one.png" in said
 
 
 @pytest.mark.parametrize("program", [align_faces, folder_to_rec, pairs_to_bin])

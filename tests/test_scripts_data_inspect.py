@@ -82,7 +82,7 @@ def test_the_page_tells_the_worst_first_by_the_names_of_files_and_folders(
         assert inspect_data.main([str(source), "--out", str(out), "--bins", str(tmp_path / "held.bin")]) == 0
         faults = [line.split("BAD  ")[1] for line in capsys.readouterr().out.splitlines() if "BAD" in line]
         assert faults == [
-            "pictures that the test set held has, too: 1, of 1 identities",
+            "pictures that are also in the test set held: 1, of 1 identities",
             "copies across identities: 1",
             "images of one colour: 3",
             *["images that do not decode: 1"] * broken,

@@ -225,7 +225,7 @@ def test_what_cannot_be_mended_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     assert "no file" in _run(capsys, tmp_path)[1]
     (tmp_path / "train.rec").write_text("a text, no records, of some length")
     status, said = _run(capsys, tmp_path)
-    assert status == 1 and "this is no RecordIO file" in said
+    assert status == 1 and "this is not a RecordIO file" in said
     assert json.dumps(sorted(path.name for path in tmp_path.iterdir())) == '["train.rec"]'
 
 

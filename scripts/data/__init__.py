@@ -1,1 +1,1 @@
-"""Making, checking and changing sets."""
+"""Programs that make, check and change sets."""

@@ -1,12 +1,13 @@
 """Align faces by five landmarks: python -m scripts.data.align FOLDER LANDMARKS OUT
 
-Every picture below FOLDER that LANDMARKS names is brought to the standard template (utils/alignment.py) and written below OUT
-under the same relative name, as JPEG, or losslessly with --png. Pictures that OUT holds already are passed over, so that an
-interrupted run goes on. Landmarks outside their picture are an error; faces that are largely padding are in OUT/padding.csv.
+Every picture below FOLDER is aligned to the standard template (utils/alignment.py) by its line in LANDMARKS, and written below
+OUT under the same relative name, as JPEG, or losslessly with --png. Pictures that OUT already has are skipped, so that an
+interrupted run can be continued. Landmarks outside their picture are an error. OUT/padding.csv lists faces that are largely
+padding.
 
-LANDMARKS: a line for each face, name,x1,y1,x2,y2,x3,y3,x4,y4,x5,y5 in pixels: left eye, right eye, nose, left
-and right corner of the mouth, as they stand in the picture. name is the picture's path below FOLDER. A header may name the
-columns in another order.
+LANDMARKS: a CSV file with a line for each face, name,x1,y1,x2,y2,x3,y3,x4,y4,x5,y5 in pixels: left eye, right eye, nose, left
+and right corner of the mouth, as seen in the picture. name is the picture's path below FOLDER. A header may give another order
+of the columns.
 
 Example: python -m scripts.data.align people landmarks.csv aligned
 """
@@ -38,15 +39,15 @@ from .pictures import to_jpeg
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and align; return the exit status."""
     parser = make_parser("python -m scripts.data.align", __doc__)
-    parser.add_argument("folder", type=Path, help="with pictures, in sub-folders or not")
-    parser.add_argument("landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5 in pixels of the picture; header or none")
+    parser.add_argument("folder", type=Path, help="folder of pictures, with or without sub-folders")
+    parser.add_argument("landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5 in pixels; the header is optional")
     parser.add_argument("out", type=Path, help="folder for the aligned faces")
     parser.add_argument(
         "--size", type=int_in_range(8, 4096), default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})"
     )
-    parser.add_argument("--plain-warp", action="store_true", help="as insightface does, without smoothing where faces shrink")
+    parser.add_argument("--plain-warp", action="store_true", help="like insightface, without smoothing when faces shrink")
     parser.add_argument("--png", action="store_true", help="write PNG instead of JPEG")
-    parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="of the JPEG (default 95)")
+    parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="JPEG quality (default 95)")
     add_threads(parser)
     options = parser.parse_args(arguments)
     return run_main(lambda: align_all(options))
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def align_all(options: argparse.Namespace) -> None:
     """Align every picture; a picture without landmarks, or one that cannot be aligned, is an error that names it."""
     if not options.folder.is_dir():
-        raise ValueError(f"{options.folder}: no such folder of pictures")
+        raise ValueError(f"{options.folder}: no such folder")
     known = read_landmarks(options.landmarks)
     found = find_files(options.folder, IMAGE_SUFFIXES, top=True)
     for line in passed_over(options.folder, found.passed):
@@ -63,12 +64,12 @@ def align_all(options: argparse.Namespace) -> None:
     names = found.files
     if not names:
         raise ValueError(no_image_below(options.folder))
-    # a missing line, or two pictures for one face, is said before any work is done
+    # report missing lines and name collisions before any work is done
     targets = _targets(options, names)
     jobs = list(zip(names, points_of(known, names), targets, strict=True))
 
     def work(job: tuple[str, np.ndarray, Path]) -> tuple[bool, float]:
-        """Align a picture unless its face is there; return whether it was not, and the share of the face that is padding."""
+        """Align a picture unless OUT has it already; return whether it is new, and the share of the face that is padding."""
         name, points, target = job
         try:
             data = read_bytes(options.folder / name)
@@ -101,13 +102,13 @@ def align_all(options: argparse.Namespace) -> None:
 
 
 def _targets(options: argparse.Namespace, names: Sequence[str]) -> list[Path]:
-    """Return the file of each picture's face; two pictures that differ in their ending alone would have the same one."""
+    """Return the output file of each picture; two pictures whose names differ only in the ending are an error."""
     targets = [(options.out / name).with_suffix(".png" if options.png else ".jpg") for name in names]
     first: dict[Path, str] = {}
     for name, target in zip(names, targets, strict=True):
         if first.setdefault(target, name) != name:
             raise ValueError(
-                f"{options.folder / name}: its face and that of {first[target]} would both be {target}; rename one of them"
+                f"{options.folder / name}: its face and the face of {first[target]} would both be {target}; rename one of them"
             )
     return targets
 

@@ -1,7 +1,7 @@
 """Compare this project's reader with real mxnet: python -m scripts.data.check_with_mxnet SET ...
 
-Record by record: the bytes, flag, label, ids, payload, and the decoded pixels. mxnet no longer installs beside a current NumPy,
-so it runs in an environment of its own, made once from requirements-mxnet.txt (Python 3.8 to 3.11).
+For each record it compares the bytes, flag, label, ids, payload, and the decoded pixels. mxnet cannot be installed with a
+current NumPy, so it runs in a separate environment, made once from requirements-mxnet.txt (Python 3.8 to 3.11).
 
 SET: a folder with train.rec, and train.idx if it has one.
 
@@ -36,9 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compare; return the exit status."""
     parser = make_parser("python -m scripts.data.check_with_mxnet", __doc__)
     parser.add_argument("sets", type=Path, nargs="+", help="folders with train.rec")
-    parser.add_argument("--every", type=int_in_range(1), default=1, help="compare every so many records (default 1: all)")
+    parser.add_argument("--every", type=int_in_range(1), default=1, help="compare every N-th record (default 1: all)")
     parser.add_argument("--venv", type=Path, default=_ROOT / ".venv-mxnet", help="environment of mxnet (default .venv-mxnet)")
-    parser.add_argument("--python", default=sys.executable, help="Python 3.8 to 3.11 to make it with (default: this one)")
+    parser.add_argument("--python", default=sys.executable, help="Python 3.8 to 3.11 for that environment (default: this one)")
     options = parser.parse_args(arguments)
     return run_main(lambda: check(options))
 
@@ -51,11 +51,11 @@ def check(options: argparse.Namespace) -> None:
     python = prepare_judge(options.venv, options.python)
     total = sum(compare(folder, ask_judge(python, folder, options.every), options.every) for folder in options.sets)
     if total:
-        raise ValueError(f"{total} record(s) differ from what mxnet reads")
+        raise ValueError(f"mxnet reads {total} record(s) differently")
 
 
 def prepare_judge(venv: Path, base: str) -> Path:
-    """Return the Python of an environment with mxnet, made where it is missing or its requirements changed."""
+    """Return the Python of an environment with mxnet; make it if it is missing or its requirements have changed."""
     requirements = _ROOT / "requirements-mxnet.txt"
     python, mark = venv / "bin" / "python", venv / "installed"
     if mark.is_file() and mark.read_text() == requirements.read_text():
@@ -71,7 +71,7 @@ def prepare_judge(venv: Path, base: str) -> Path:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise ValueError(
                 f"mxnet's environment cannot be made ('{' '.join(command[-3:])}'): {last}. "
-                "It needs Python 3.8 to 3.11: --python"
+                "It needs Python 3.8 to 3.11; give one with --python"
             )
     mark.write_text(requirements.read_text())
     return python
@@ -93,8 +93,8 @@ def ask_judge(python: Path, folder: Path, every: int) -> Iterator[dict[str, Any]
 def compare(folder: Path, judged: Iterator[dict[str, Any]], every: int = 1) -> int:
     """Print the differences of one set; return the number of records that differ.
 
-    An image that only one of the two decodes is named and counted apart: a WebP, which mxnet cannot, or a truncated JPEG, which
-    mxnet fills up with gray while here it is an error.
+    An image that only one of the two decodes is reported and counted separately: a WebP, which mxnet cannot decode, or a
+    truncated JPEG, which mxnet pads with gray and which is an error here.
     """
     records = IndexedRecordFile(folder / "train.rec", folder / "train.idx")
     equal = differ = one_sided = 0
@@ -114,15 +114,15 @@ def compare(folder: Path, judged: Iterator[dict[str, Any]], every: int = 1) -> i
             if one_sided + differ <= _SHOWN:
                 what = ", ".join(f"{name} {ours.get(name)} here, {theirs.get(name)} by mxnet" for name in names)
                 if one:
-                    what = "decoded here, not by mxnet" if ours["pixels"] else "decoded by mxnet, refused here as damaged"
+                    what = "decoded here, not by mxnet" if ours["pixels"] else "decoded by mxnet, rejected here as damaged"
                 print(f"record {theirs['key']} of {records.path}: {what}")
     total = equal + differ + one_sided
-    print(f"{folder}: {equal} of {total} records equal (bytes, header, payload, pixels), {one_sided} decoded by one of the two")
+    print(f"{folder}: {equal} of {total} records equal (bytes, header, payload, pixels), {one_sided} decoded by only one")
     return differ
 
 
 def describe(records: IndexedRecordFile, position: int) -> dict[str, Any]:
-    """Return what our reader finds in a record, in the words of mxnet_judge.py."""
+    """Return what our reader finds in a record, with the keys of mxnet_judge.py."""
     try:
         raw = bytes(records.read_position(position))
     except ValueError as error:

@@ -1,9 +1,9 @@
 """Write verification sets without pickles: python -m scripts.data.convert_bin lfw.bin cfp_fp.bin --out DIR
 
-NAME.safetensors holds the same images, byte for byte, each distinct one once, and the same pairs in the same order;
-eval.targets takes it by the same NAME. --to bin goes the other way, for tools that know nothing else.
+NAME.safetensors holds each distinct image once, byte for byte, and the same pairs in the same order. eval.targets finds it
+under the same NAME. --to bin converts back, for tools that read only .bin.
 
-A .bin file is a pickle of (encoded images, same or not for each pair), as insightface ships; it is read without
+A .bin file is a pickle of (encoded images, same or not for each pair), in insightface's format; it is read without
 executing anything. A .csv file has lines 'path1,path2,same', with paths relative to it and same 0 or 1.
 
 Example: python -m scripts.data.convert_bin lfw.bin cfp_fp.bin --out sets
@@ -29,8 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("python -m scripts.data.convert_bin", __doc__)
     parser.add_argument("sets", type=Path, nargs="+", help=".bin, .safetensors or .csv files")
     parser.add_argument("--out", type=Path, help="folder for the new files (default: beside the old ones)")
-    parser.add_argument("--to", choices=("safetensors", "bin"), default="safetensors", help="default safetensors")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
+    parser.add_argument(
+        "--to", choices=("safetensors", "bin"), default="safetensors", help="format of the new files (default safetensors)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files")
     options = parser.parse_args(arguments)
     return run_main(lambda: convert(options))
 

@@ -1,11 +1,11 @@
 """Copy a part of a set: python -m scripts.data.filter SET OUT --min-images 3 --drop report/drop.csv
 
-The identities that remain are numbered anew, 0 to C - 1, in their old order; OUT/classes.csv has the old numbers. Image
-bytes stay as they are. SET may be anything that can be trained on; OUT is a RecordIO set.
+The remaining identities are renumbered 0 to C - 1, in their old order; OUT/classes.csv has the old numbers. Image bytes do not
+change. SET may be any training set; OUT is a RecordIO set.
 
 SET: a folder with train.rec and train.idx, with *.tar shards, or with a sub-folder of pictures for each person; or a text file
 of lines 'path label'.
---drop: a text file whose lines begin with the index of an image to drop, as drop.csv of scripts.data.inspect.
+--drop: a text file whose lines begin with the index of an image to drop, such as drop.csv of scripts.data.inspect.
 
 Example: python -m scripts.data.filter set cleaned --min-images 3 --drop report/drop.csv
 """
@@ -29,7 +29,7 @@ from utils.program import run_main
 from .rec_to_folder import parse_classes
 from .sets import open_set_of
 
-_AHEAD = 4096  # images that the storage is told of at once
+_AHEAD = 4096  # images that are prefetched at once
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,12 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--drop", type=Path, help="CSV or text file: the first column of a line is the index of an image to drop"
     )
     parser.add_argument("--classes", default="", help="identities to keep, A:B for A to B - 1, or a list A,B,C (default: all)")
-    parser.add_argument("--drop-classes", default="", help="identities to drop, written likewise")
-    parser.add_argument("--min-images", type=int_in_range(1), default=1, help="drop identities that then have fewer images")
+    parser.add_argument("--drop-classes", default="", help="identities to drop, in the same form")
+    parser.add_argument("--min-images", type=int_in_range(1), default=1, help="drop identities with fewer images left")
     parser.add_argument(
-        "--max-images", type=int_in_range(0), default=0, help="keep so many images of an identity, at random; 0 = all"
+        "--max-images", type=int_in_range(0), default=0, help="keep at most N images of an identity, drawn at random; 0 = all"
     )
-    parser.add_argument("--seed", type=int_in_range(0), default=0, help="of --max-images")
+    parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed of --max-images")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
     options = parser.parse_args(arguments)
     return run_main(lambda: select(options))
@@ -73,11 +73,14 @@ def select(options: argparse.Namespace) -> None:
     if not keep.any():
         raise ValueError(f"{options.set}: no image is left; relax --min-images, --classes or --drop")
     copy_set(dataset, np.flatnonzero(keep), options.out, options.overwrite, options.set)
-    print(f"of {dataset.num_stored} images of {dataset.num_classes} identities; old numbers: {options.out / 'classes.csv'}")
+    print(
+        f"the old set has {dataset.num_stored} images of {dataset.num_classes} identities; their old numbers are in "
+        f"{options.out / 'classes.csv'}"
+    )
 
 
 def read_indices(path: Path, count: int) -> np.ndarray:
-    """Return the indices in the first column of a CSV or text file; a first line without a number is its header."""
+    """Return the indices in the first column of a CSV or text file; a first line without a number is a header."""
     found = []
     for number, line in enumerate(read_lines(path), 1):
         word = line.replace(",", " ").split()[:1]

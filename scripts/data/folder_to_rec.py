@@ -1,13 +1,13 @@
 """Make a RecordIO set from pictures: python -m scripts.data.folder_to_rec FOLDER OUT
 
-FOLDER holds a sub-folder per identity. Aligned 112 x 112 JPEG and PNG files go in byte for byte; others are aligned by the five
-landmarks of --landmarks, or resized with --resize. OUT then holds train.rec, train.idx, property and train.lst.
+FOLDER has a sub-folder per identity. Aligned 112 x 112 JPEG and PNG files are stored byte for byte; others are aligned by the
+five landmarks of --landmarks, or resized with --resize. OUT then holds train.rec, train.idx, property and train.lst.
 
---landmarks: a line for each face, name,x1,y1,x2,y2,x3,y3,x4,y4,x5,y5 in pixels: left eye, right eye, nose, left
-and right corner of the mouth, as they stand in the picture. name is the picture's path below FOLDER. A header may name the
-columns in another order.
-FOLDER may also be a .lst file, a line for each picture: aligned, path, label (insightface) or index, label, path (im2rec), with
-tabs between; paths are relative to it.
+--landmarks: a CSV file with a line for each face, name,x1,y1,x2,y2,x3,y3,x4,y4,x5,y5 in pixels: left eye, right eye, nose, left
+and right corner of the mouth, as seen in the picture. name is the picture's path below FOLDER. A header may give another order
+of the columns.
+FOLDER may also be a .lst file with a line for each picture: aligned, path, label (insightface) or index, label, path (im2rec),
+separated by tabs. Paths are relative to the file.
 
 Examples:
   python -m scripts.data.folder_to_rec aligned set
@@ -37,21 +37,21 @@ from .pictures import read_list as read_lst
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and write the set; return the exit status."""
     parser = make_parser("python -m scripts.data.folder_to_rec", __doc__)
-    parser.add_argument("folder", type=Path, help="with a sub-folder per identity; or a .lst file of insightface or im2rec")
+    parser.add_argument(
+        "folder", type=Path, help="folder with a sub-folder per identity; or a .lst file of insightface or im2rec"
+    )
     parser.add_argument("out", type=Path, help="folder of the set")
     parser.add_argument("--landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5; aligns every picture")
-    parser.add_argument(
-        "--plain-warp", action="store_true", help="with --landmarks: align as insightface does, without smoothing"
-    )
-    parser.add_argument("--resize", action="store_true", help="squeeze pictures of another size to the size, unaligned")
-    parser.add_argument("--min-images", type=int_in_range(1), default=1, help="leave identities with fewer pictures out")
-    parser.add_argument("--skip-bad", action="store_true", help="leave out what cannot be used, and list it in OUT/skipped.txt")
+    parser.add_argument("--plain-warp", action="store_true", help="with --landmarks: align like insightface, without smoothing")
+    parser.add_argument("--resize", action="store_true", help="resize pictures of another size, without alignment")
+    parser.add_argument("--min-images", type=int_in_range(1), default=1, help="leave out identities with fewer pictures")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out unusable pictures, and list them in OUT/skipped.txt")
     parser.add_argument("--shuffled", action="store_true", help="random order, without header record, for sequential readers")
-    parser.add_argument("--seed", type=int_in_range(0), default=0, help="of --shuffled")
+    parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed of --shuffled")
     parser.add_argument(
         "--size", type=int_in_range(8, 4096), default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})"
     )
-    parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="of a JPEG that has to be made (default 95)")
+    parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="quality of new JPEGs (default 95)")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
     add_threads(parser)
     options = parser.parse_args(arguments)
@@ -59,11 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Write the set; what cannot be used is an error, or listed."""
+    """Write the set; an unusable picture is an error, or is listed with --skip-bad."""
     if options.folder.is_file():
         pictures, left_out = sorted(read_lst(options.folder), key=lambda picture: picture.label), 0
         if not pictures:
-            raise ValueError(f"{options.folder}: the list names no picture")
+            raise ValueError(f"{options.folder}: the list has no pictures")
     else:
         pictures, _, left_out = list_identities(options.folder, options.min_images)
     if options.landmarks:
@@ -90,7 +90,7 @@ def convert(options: argparse.Namespace) -> None:
     if skipped:
         text = "".join(f"{bad.name}\t{bad.reason}\n" for bad in skipped)
         (options.out / "skipped.txt").write_text(text, encoding="utf-8")
-        print(f"{len(skipped)} pictures were left out: {options.out / 'skipped.txt'}")
+        print(f"{len(skipped)} pictures were left out, listed in {options.out / 'skipped.txt'}")
     report_padding(options.out, padding)
     if left_out:
         print(f"{left_out} identities have fewer than {options.min_images} pictures and were left out")
@@ -99,7 +99,7 @@ def convert(options: argparse.Namespace) -> None:
 
 
 class _Labels:
-    """Numbers the identities in the order in which they come, so that one without a usable picture leaves no gap."""
+    """Numbers the identities in order of appearance, so that one without a usable picture leaves no gap."""
 
     def __init__(self, any_order: bool) -> None:
         self.any_order = any_order
@@ -111,12 +111,12 @@ class _Labels:
 
 def _advice(picture: Picture, bad: BadPicture) -> str:
     if picture.points is not None and "landmarks" in bad.reason:
-        return "Correct the landmarks, or leave all such pictures out with --skip-bad"
+        return "Correct the landmarks, or leave out all such pictures with --skip-bad"
     if "pixels, not" in bad.reason:
         return (
             "Give --landmarks to align the faces, or --resize if they are aligned already; --skip-bad leaves such pictures out"
         )
-    return "Remove the picture, or leave all such out with --skip-bad"
+    return "Remove the picture, or leave out all such pictures with --skip-bad"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Look into a set: python -m scripts.data.inspect SET --out DIR --bins lfw.bin cfp_fp.bin
+"""Inspect a set: python -m scripts.data.inspect SET --out DIR --bins lfw.bin cfp_fp.bin
 
-Reads every image once and says what is wrong and what there is: pictures that a test set has, copies (the same file, or the
+Reads every image once and reports faults and statistics: pictures that are also in a test set, copies (the same file, or the
 same picture compressed or resized again), images of one colour, images that do not decode, counts, sizes. DIR then holds
 
 report.html          one page with pictures             report.json    the same numbers
-bad.csv              images that do not decode, or are of one colour
+bad.csv              images that do not decode, or have one colour
 duplicates.csv       copies                 overlap.csv     pictures of the test sets
-drop.csv             what scripts.data.filter --drop takes: bad images, copies, pictures of the test sets
+drop.csv             input of scripts.data.filter --drop: bad images, copies, pictures of the test sets
 
 SET: a folder with train.rec and train.idx, with *.tar shards, or with a sub-folder of pictures for each person; or a text file
 of lines 'path label'.
@@ -46,10 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
     parser.add_argument("--out", type=Path, help="folder of the report (default: report_NAME here)")
     parser.add_argument("--bins", type=Path, nargs="*", default=[], help="test sets that must not share pictures with the set")
-    parser.add_argument("--images", type=int_in_range(0), default=0, help="look at so many, drawn at random; 0 = all")
-    parser.add_argument("--seed", type=int_in_range(0), default=0, help="of what is drawn at random")
+    parser.add_argument("--images", type=int_in_range(0), default=0, help="check only N images, drawn at random; 0 = all")
+    parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed")
     parser.add_argument(
-        "--confirm", type=int_in_range(0), default=20000, help="candidates for near copies that are compared by pixels"
+        "--confirm", type=int_in_range(0), default=20000, help="at most N candidates for near copies are compared by pixels"
     )
     add_threads(parser)
     options = parser.parse_args(arguments)
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def inspect(options: argparse.Namespace) -> None:
-    """Read the set, find what is wrong, and write the report."""
+    """Read the set, find its faults, and write the report."""
     out = options.out or Path(f"report_{options.set.resolve().name}")
     dataset = open_set_of(options.set)
     out.mkdir(parents=True, exist_ok=True)  # before hours of reading
@@ -85,7 +85,7 @@ def inspect(options: argparse.Namespace) -> None:
 
 
 def find_copies(dataset: FaceDataset, scanned: Scan, options: argparse.Namespace) -> tuple[list[Copy], int]:
-    """Return the copies within the set, and how many candidates for near copies were too many to compare."""
+    """Return the copies within the set, and the number of candidates for near copies that were not compared."""
     copies = [Copy(int(group[0]), int(other), "equal", 1.0) for group in equal_groups(scanned) for other in group[1:]]
     distinct = np.setdiff1d(np.flatnonzero(scanned.faces), np.searchsorted(scanned.indices, [copy.second for copy in copies]))
     pairs = distinct[candidates(scanned.dhash[distinct])]
@@ -100,7 +100,7 @@ def find_copies(dataset: FaceDataset, scanned: Scan, options: argparse.Namespace
 
 
 def find_overlap(dataset: FaceDataset, scanned: Scan, test: PairSet, options: argparse.Namespace) -> list[Copy]:
-    """Return the pictures of the set that a test set has, too."""
+    """Return the pictures of the set that are also in a test set."""
     size = range(len(test.images))
 
     def read(index: int) -> int:
@@ -194,7 +194,7 @@ def _write_tables(
 
 
 def what_to_drop(scanned: Scan, labels: np.ndarray, copies: list[Copy], overlaps: dict[str, list[Copy]]) -> dict[int, str]:
-    """Return index -> reason: bad images, all copies but the first of an identity, both where identities differ, overlaps."""
+    """Return index -> reason: bad images; copies: all but the first within an identity, both across identities; overlaps."""
     drop: dict[int, str] = {}
     for index, _ in scanned.bad:
         drop[index] = "bad"

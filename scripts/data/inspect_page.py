@@ -1,4 +1,4 @@
-"""The page of scripts.data.inspect: what is wrong first, the worst before the rest; then what there is."""
+"""The page of scripts.data.inspect: first the faults, the worst first; then the contents of the set."""
 
 if __name__ == "__main__":
     raise SystemExit("error: scripts/data/inspect_page.py is no program; python -m scripts lists them")
@@ -20,7 +20,7 @@ from .scan import Scan
 from .sets import SetNames
 
 _ROWS, _COLUMNS = 12, 8  # of the contact sheet
-_MAX_SHOWN = 12  # pairs of pictures in a sheet
+_MAX_SHOWN = 12  # pairs of pictures per sheet
 
 
 class Copy(NamedTuple):
@@ -33,7 +33,7 @@ class Copy(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """All that the page tells."""
+    """The contents of the page."""
 
     dataset: FaceDataset
     names: SetNames
@@ -45,7 +45,7 @@ class Findings(NamedTuple):
     tests: dict[str, PairSet]
 
     def across(self) -> list[Copy]:
-        """Return the copies that stand under two identities."""
+        """Return the copies whose two pictures have different identities."""
         return [copy for copy in self.copies if self.labels[copy.first] != self.labels[copy.second]]
 
     def plain(self) -> list[int]:
@@ -53,12 +53,12 @@ class Findings(NamedTuple):
         return self.scanned.indices[self.scanned.plain].tolist()
 
     def faults(self) -> list[tuple[str, str, str]]:
-        """Return (what is wrong, how many, why it matters), the worst first."""
+        """Return (fault, how many, why it matters), the worst first."""
         found = [
             (
-                f"pictures that the test set {name} has, too",
+                f"pictures that are also in the test set {name}",
                 f"{values['pictures']:,}, of {values['identities']:,} identities",
-                "A test on pictures that were trained on measures memory.",
+                "A test on training pictures measures memorisation.",
             )
             for name, values in self.report["overlap"].items()
             if values["pictures"]
@@ -68,8 +68,8 @@ class Findings(NamedTuple):
         counted = (
             ("copies across identities", len(self.across()), "One person has two labels, or one of the labels is wrong."),
             ("images of one colour", len(self.plain()), "No face: landmarks of another picture, or a failed download."),
-            ("images that do not decode", len(self.scanned.bad), "Training stops at the first of them."),
-            ("images of another size than 112 x 112", odd, "Training stops at the first of them; align the faces first."),
+            ("images that do not decode", len(self.scanned.bad), "Training stops at the first one."),
+            ("images of another size than 112 x 112", odd, "Training stops at the first one; align the faces first."),
             ("copies within an identity", within, "The same picture counts twice."),
         )
         return found + [(what, f"{count:,}", why) for what, count, why in counted if count]
@@ -82,17 +82,17 @@ def write_page(path: Path, title: str, found: Findings, rng: np.random.Generator
     page.section("What is wrong")
     if found.faults():
         page.table(("found", "how many", "why it matters"), found.faults())
-        page.text("drop.csv lists what should go; scripts.data.filter --drop drop.csv makes a set without it.", note=True)
+        page.text("drop.csv lists the images to drop; scripts.data.filter --drop drop.csv makes a set without them.", note=True)
     else:
         tested = " and with the test sets" if found.tests else "; no test set was given with --bins"
-        page.text(f"Nothing was found: every image decodes, and none is a copy within the set{tested}.")
+        page.text(f"No faults: every image decodes, and none is a copy within the set{tested}.")
     _overlaps(page, found)
     _copies(page, found, found.across(), "Copies across identities", "One person has two labels, or a label is wrong.")
     _unusable(page, found)
     within = [copy for copy in found.copies if copy not in set(found.across())]
     _copies(page, found, within, "Copies within an identity", "drop.csv keeps the first of each.")
     page.section("Some identities, drawn at random")
-    page.picture(_contact_sheet(found, rng), "a row for each identity. Other people in a row: wrong labels")
+    page.picture(_contact_sheet(found, rng), "one row per identity. Other people in a row mean wrong labels")
     page.section("Images per identity, and their size")
     counts = np.bincount(found.labels, minlength=found.dataset.num_classes)
     page.picture(histograms(counts[counts > 0], found.scanned.num_bytes[found.scanned.good]), "histograms")
@@ -151,7 +151,7 @@ def _unusable(page: Page, found: Findings) -> None:
 
 
 def _called(found: Findings, index: int) -> str:
-    """Return what a user calls a picture: a path that tells the person, or its file or record, and the identity."""
+    """Return the user's name for a picture: a path with the person's folder, or its file or record and the identity."""
     file, label = found.names.file(index), int(found.labels[index])
     person = found.names.person(label)
     return file if file.startswith(f"{person}/") else f"{file} ({person})"
@@ -162,7 +162,7 @@ def _pixels(found: Findings, index: int) -> np.ndarray:
 
 
 def _two_columns(rows: Sequence[tuple[str, Sequence[np.ndarray]]]) -> bytes:
-    """Return a PNG of rows of two pictures, read from left to right, two rows beside each other if there are several."""
+    """Return a PNG of rows of two pictures, in order from left to right, with two rows side by side if there are several."""
     halves = [rows[0::2], [*rows[1::2], *[("", [])] * (len(rows) % 2)]] if len(rows) > 1 else [rows]
     sheets = [cv2.imdecode(np.frombuffer(sheet(half, 4), np.uint8), cv2.IMREAD_COLOR) for half in halves]
     return cv2.imencode(".png", np.hstack(sheets))[1].tobytes()  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Five landmarks of each face: reading them, finding those of a picture, and naming faces that lie outside their pictures.
+"""Five landmarks of each face: reads them, finds the landmarks of a picture, and reports faces that are largely padding.
 
 Landmarks: five points (5, 2) in pixels: left eye, right eye, nose, left and right corner of the mouth.
 """
@@ -14,14 +14,14 @@ import numpy as np
 
 from utils.files import read_lines
 
-MUCH_PADDING = 0.4  # share of an aligned face that lies outside its picture, from which on it is reported
+MUCH_PADDING = 0.4  # an aligned face is reported if more than this share of it is outside its picture
 
 
 def read_landmarks(path: Path) -> dict[str, np.ndarray]:
-    """Return the points (5, 2) by picture name from a CSV file, one face a line: name, then x and y of the five points.
+    """Return the points (5, 2) by picture name from a CSV file, one face per line: name, then x and y of the five points.
 
-    Names may stand in several columns, which are joined by "_" (001,smiling is 001_smiling). Where a header names the columns
-    (..._x and ..._y, or x1 y1 x2 ...), it tells their order; without one they are x1 y1 x2 y2 ... Further columns are ignored.
+    A name may span several columns, which are joined by "_" (001,smiling is 001_smiling). A header that names the columns
+    (..._x and ..._y, or x1 y1 x2 ...) gives their order; without it they are x1 y1 x2 y2 ... Further columns are ignored.
     """
     rows = [(number, _columns(line)) for number, line in enumerate(read_lines(path), 1) if line.strip()]
     order: list[int] | None = None
@@ -43,7 +43,7 @@ def read_landmarks(path: Path) -> dict[str, np.ndarray]:
         if len(values) != 10 or not name:
             raise ValueError(f"{path}: line {number} must be a name and ten numbers, x and y of five points")
         if name in found:
-            raise ValueError(f"{path}: line {number}: {name} has landmarks already; one face for each picture")
+            raise ValueError(f"{path}: line {number}: {name} has landmarks already; keep one face per picture")
         found[name] = np.array(values).reshape(5, 2)
     return found
 
@@ -53,7 +53,7 @@ def _columns(line: str) -> list[str]:
 
 
 def is_number(text: str) -> bool:
-    """Return whether float() takes a text."""
+    """Return whether float() accepts a text."""
     try:
         float(text)
     except ValueError:
@@ -62,7 +62,7 @@ def is_number(text: str) -> bool:
 
 
 def _header_order(columns: list[str]) -> list[int] | None:
-    """Return the places of x1 y1 x2 y2 ... in a header, or None where it does not name five of each."""
+    """Return the columns of x1 y1 x2 y2 ... in a header, or None if it does not name five of each."""
     lower = [column.lower() for column in columns]
     xs = [i for i, name in enumerate(lower) if name.endswith("_x") or (name[:1] == "x" and name[1:].isdigit())]
     ys = [i for i, name in enumerate(lower) if name.endswith("_y") or (name[:1] == "y" and name[1:].isdigit())]
@@ -70,7 +70,7 @@ def _header_order(columns: list[str]) -> list[int] | None:
 
 
 def _numbers_at_end(columns: list[str]) -> list[int]:
-    """Return the places of the first ten numbers that stand in a row; the first column is always a name."""
+    """Return the columns of the first ten consecutive numbers; the first column is always a name."""
     for begin in range(1, len(columns) - 9):
         if all(map(is_number, columns[begin : begin + 10])):
             return list(range(begin, begin + 10))
@@ -78,10 +78,10 @@ def _numbers_at_end(columns: list[str]) -> list[int]:
 
 
 def points_of(landmarks: dict[str, np.ndarray], names: Iterable[str]) -> list[np.ndarray]:
-    """Return the points of each picture: by its relative path, with or without ending, or by the bare file name.
+    """Return the points of each picture, found by its relative path or by its file name, each with or without ending.
 
     Raises:
-        ValueError: a picture has no line, or two pictures would take the same one.
+        ValueError: a picture has no line, or two pictures match the same line.
     """
     taken: dict[str, str] = {}  # line -> picture
     for name in names:
@@ -93,14 +93,14 @@ def points_of(landmarks: dict[str, np.ndarray], names: Iterable[str]) -> list[np
         other = taken.setdefault(key, name)
         if other != name:
             raise ValueError(
-                f"{name}: the landmarks named '{key}' are those of {other} already; give each picture a line of its own, named "
-                "by its path below the folder, with its ending"
+                f"{name}: the landmarks named '{key}' already belong to {other}; give each picture its own line, named by its "
+                "path below the folder, with its ending"
             )
     return [landmarks[key] for key in taken]
 
 
 def report_padding(folder: Path, shares: dict[str, float]) -> None:
-    """Say how many aligned faces are largely padding, and list them in FOLDER/padding.csv; `shares` has all pictures."""
+    """Print how many aligned faces are largely padding, and list them in FOLDER/padding.csv; `shares` has all pictures."""
     path = folder / "padding.csv"
     path.unlink(missing_ok=True)  # of another run
     found = sorted(((share, name) for name, share in shares.items() if share > MUCH_PADDING), reverse=True)
@@ -111,6 +111,6 @@ def report_padding(folder: Path, shares: dict[str, float]) -> None:
         writer.writerow(("name", "share_outside"))
         writer.writerows((name, f"{share:.3f}") for share, name in found)
     print(
-        f"{len(found)} of {len(shares)} faces are largely padding: more than {MUCH_PADDING:.0%} of the crop lies outside the "
-        f"picture. The worst is {found[0][1]}, {found[0][0]:.0%}; all are in {path}. Look at them before you train on them"
+        f"{len(found)} of {len(shares)} faces are largely padding: more than {MUCH_PADDING:.0%} of the crop is outside the "
+        f"picture. The worst is {found[0][1]}, {found[0][0]:.0%}; all are in {path}. Check them before you train on them"
     )

@@ -1,10 +1,11 @@
 """Write several sets as one: python -m scripts.data.merge SET SET ... --out OUT
 
---labels says who is who, as data.labels does in training: offset (people of different sets are different, the default), same
-(equal numbers are one person), or a file of lines 'source label class'. To train on several sets without a copy: data.sources.
+--labels maps the labels, like data.labels in training: offset (people of different sets are different, the default), same
+(equal numbers are one person), or a file of lines 'source label class'. Training on several sets needs no copy: see
+data.sources.
 
-The file of --labels names every label of every SET: source is 0 for the first SET, 1 for the next; class is the person's
-label in OUT, from 0 without a gap.
+The file of --labels lists every label of every SET: source is 0 for the first SET, 1 for the next; class is the person's
+label in OUT, from 0 without gaps.
 
 Examples:
   python -m scripts.data.merge first second --out both
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def merge(options: argparse.Namespace) -> None:
     """Write all images under their merged identities."""
     if any(options.out.resolve() == path.resolve() for path in options.sets):
-        raise ValueError(f"{options.out}: the new set must not be written over one of the old; choose another folder")
+        raise ValueError(f"{options.out}: the new set must not overwrite one of the old sets; choose another folder")
     parts = [open_set_of(path) for path in options.sets]
     with prefix_errors("--labels"):
         maps = class_maps([part.num_classes for part in parts], options.labels)

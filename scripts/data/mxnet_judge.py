@@ -1,6 +1,6 @@
-"""What real mxnet reads in a RecordIO set, a JSON line for each record. Started by scripts.data.check_with_mxnet.
+"""Prints what real mxnet reads from a RecordIO set, a JSON line per record. Started by scripts.data.check_with_mxnet.
 
-Runs in the environment of requirements-mxnet.txt, where this project's packages cannot be imported: so it stands alone.
+Runs in the environment of requirements-mxnet.txt, which cannot import this project's packages, so this file imports none.
 """
 
 from __future__ import annotations  # Python 3.8 is enough here
@@ -17,10 +17,10 @@ from typing import Any
 def main() -> int:
     """Parse the command line and print; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("folder", help="with train.rec, and train.idx if the set has one")
-    parser.add_argument("--every", type=int, default=1, help="every so many records of the index (default 1)")
+    parser.add_argument("folder", help="folder with train.rec, and train.idx if the set has one")
+    parser.add_argument("--every", type=int, default=1, help="read every N-th record of the index (default 1)")
     options = parser.parse_args()
-    import mxnet  # slow, and not installed where only --help is wanted
+    import mxnet  # slow, and --help must work without it
 
     rec, idx = (os.path.join(options.folder, f"train.{ending}") for ending in ("rec", "idx"))
     for key, raw in _records(mxnet.recordio, rec, idx, options.every):
@@ -34,13 +34,13 @@ def main() -> int:
 
 
 def _records(recordio: Any, rec: str, idx: str, every: int) -> Iterator[tuple[int, Any]]:
-    """Yield (key, record), in the order of the index; without one, in the order of the file, counted from 0."""
+    """Yield (key, record) in index order; without an index, in file order, with keys counted from 0."""
     if os.path.exists(idx):
         reader = recordio.MXIndexedRecordIO(idx, rec, "r")
         for key in list(reader.keys)[::every]:
             try:
                 yield key, reader.read_idx(key)
-            except Exception as error:  # whatever mxnet raises is what it says
+            except Exception as error:  # any exception of mxnet is its answer
                 yield key, error
         return
     reader = recordio.MXRecordIO(rec, "r")

@@ -2,12 +2,12 @@
 
 lfw      a folder of NAME/NAME_0001.jpg and its pairs.txt
 cfp      the folder of Celebrities in Frontal-Profile, with Protocol/ and the aligned pictures: --kind FP or FF
-csv      lines "path1,path2,same" (commas, tabs or blanks; same is 0 or 1; a header is passed over)
-sample   balanced pairs drawn from a folder per identity, a RecordIO set or another set, ten folds without a common identity
+csv      lines "path1,path2,same" (separated by commas, tabs or blanks; same is 0 or 1; a header is skipped)
+sample   balanced pairs drawn from a folder per identity, a RecordIO set or another set, in ten folds without common identities
 
-Pictures must be aligned; files go in byte for byte. The order of the pairs is the order of the folds.
+Pictures must be aligned; files are stored byte for byte. The order of the pairs is the order of the folds.
 
-pairs.txt of LFW: 'folds pairs' in its first line, then lines 'name n m' and 'name n name m', with tabs between.
+pairs.txt of LFW: 'folds pairs' in its first line, then lines 'name n m' and 'name n name m', separated by tabs.
 
 Examples:
   python -m scripts.data.pairs_to_bin lfw lfw_aligned pairs.txt lfw.bin
@@ -44,17 +44,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("python -m scripts.data.pairs_to_bin", __doc__)
     kinds = parser.add_subparsers(dest="kind_of_list", required=True, metavar="lfw|cfp|csv|sample")
     lfw = kinds.add_parser("lfw", help="pairs.txt of LFW")
-    lfw.add_argument("folder", type=Path, help="with NAME/NAME_0001.jpg")
+    lfw.add_argument("folder", type=Path, help="folder with NAME/NAME_0001.jpg")
     lfw.add_argument("pairs", type=Path, help="pairs.txt")
     cfp = kinds.add_parser("cfp", help="Celebrities in Frontal-Profile")
-    cfp.add_argument("folder", type=Path, help="with Protocol/ and the pictures that its lists name")
-    cfp.add_argument("--kind", choices=("FP", "FF"), default="FP", help="frontal against profile, or frontal alone")
+    cfp.add_argument("folder", type=Path, help="folder with Protocol/ and the pictures of its lists")
+    cfp.add_argument("--kind", choices=("FP", "FF"), default="FP", help="frontal against profile, or frontal against frontal")
     csv = kinds.add_parser("csv", help="a list of pairs")
-    csv.add_argument("folder", type=Path, help="that the paths are relative to")
+    csv.add_argument("folder", type=Path, help="folder that the paths are relative to")
     csv.add_argument("pairs", type=Path, help="lines 'path1,path2,same'")
     sample = kinds.add_parser("sample", help="draw the pairs")
-    sample.add_argument("folder", type=Path, help="with a sub-folder per identity, or with train.rec")
-    sample.add_argument("--pairs", type=int_in_range(1), default=6000, help="half of them genuine (default 6000)")
+    sample.add_argument("folder", type=Path, help="folder with a sub-folder per identity, or with train.rec")
+    sample.add_argument(
+        "--pairs", type=int_in_range(1), default=6000, help="number of pairs, half of them genuine (default 6000)"
+    )
     sample.add_argument("--seed", type=int_in_range(0), default=0, help="another seed draws other pairs (default 0)")
     for kind in (lfw, cfp, csv, sample):
         kind.add_argument("out", type=Path, help="file NAME.bin; NAME is what eval.targets calls the set")
@@ -82,7 +84,9 @@ def make(options: argparse.Namespace) -> None:
         paths = [path for pair in pairs for path in pair[:2]]
         missing = [path for path in dict.fromkeys(paths) if not path.is_file()]
         if missing:
-            raise ValueError(f"{missing[0]}: no such file, as {len(missing)} of the {len(set(paths))} that the pairs name")
+            raise ValueError(
+                f"{missing[0]}: no such file; {len(missing)} of the {len(set(paths))} files of the pairs are missing"
+            )
         stored = {path: read_bytes(path) for path in progress(dict.fromkeys(paths), None, "reading", "picture")}
         images, names, same = [stored[path] for path in paths], [str(path) for path in paths], [pair[2] for pair in pairs]
     distinct = dict(zip(names, images, strict=True))
@@ -101,7 +105,7 @@ def _check(image: bytes, name: str, any_size: bool) -> None:
     if (height, width) != (IMAGE_SIZE, IMAGE_SIZE) and not any_size:
         raise ValueError(
             f"{name}: is {width} x {height} pixels, not {IMAGE_SIZE} x {IMAGE_SIZE}; align the pictures first "
-            "(scripts.data.align), or add --any-size to have square ones resized when they are scored"
+            "(scripts.data.align), or add --any-size to have square pictures resized when they are scored"
         )
 
 
@@ -135,13 +139,13 @@ def read_lfw(folder: Path, path: Path) -> list[Pair]:
     expected = counts[0] * counts[1] * 2 if len(counts) == 2 else counts[0] * 2 if len(counts) == 1 else -1
     if expected != len(pairs):
         raise ValueError(
-            f"{path}: its first line '{lines[0] if lines else ''}' stands for {expected} pairs, but {len(pairs)} follow"
+            f"{path}: its first line '{lines[0] if lines else ''}' announces {expected} pairs, but {len(pairs)} follow"
         )
     return pairs
 
 
 def read_cfp(folder: Path, kind: str) -> list[Pair]:
-    """Return the pairs of Protocol/Split/KIND/01 to 10: same.txt, then diff.txt of each, with numbers into the two lists."""
+    """Return the pairs of Protocol/Split/KIND/01 to 10: of each, same.txt, then diff.txt, which index the two lists."""
     protocol = folder / "Protocol"
     lists = {letter: _cfp_list(folder, protocol / f"Pair_list_{letter}.txt") for letter in set(kind)}
     pairs: list[Pair] = []
@@ -158,14 +162,14 @@ def read_cfp(folder: Path, kind: str) -> list[Pair]:
                     a, b = (lists[letter][int(word)] for letter, word in zip(kind, words, strict=True))
                 except (ValueError, KeyError):
                     raise ValueError(
-                        f"{split / name}: line {number} must be two numbers of the lists, got '{line.strip()}'"
+                        f"{split / name}: line {number} must be two numbers from the lists, got '{line.strip()}'"
                     ) from None
                 pairs.append((a, b, same))
     return pairs
 
 
 def _cfp_list(folder: Path, path: Path) -> dict[int, Path]:
-    """Return the pictures by number; the list's own paths start with ../Data, aligned copies may lie anywhere below folder."""
+    """Return the pictures by number. The list's paths start with ../, which is removed, so that they are relative to folder."""
     found = {}
     for number, line in enumerate(read_lines(path), 1):
         words = line.split(None, 1)

@@ -1,4 +1,4 @@
-"""What the tools share that turn pictures into sets: finding the files, and the bytes to store."""
+"""Finds picture files and encodes them, for the tools that turn pictures into sets."""
 
 if __name__ == "__main__":
     raise SystemExit("error: scripts/data/pictures.py is no program; python -m scripts lists them")
@@ -19,32 +19,32 @@ from utils.text import one_line
 
 from .landmarks import is_number
 
-_KEPT = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # JPEG and PNG are stored as they are
+_KEPT = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # JPEG and PNG are stored unchanged
 
 
 class Picture(NamedTuple):
-    """A picture to store, and how."""
+    """A picture to store."""
 
     path: Path
     name: str  # relative, for train.lst and messages
     label: int
-    points: np.ndarray | None = None  # (5, 2): align by them
+    points: np.ndarray | None = None  # (5, 2), landmarks to align by; None = no alignment
 
 
 class Rules(NamedTuple):
     """How pictures become the images of a set."""
 
     size: int  # pixels, height and width
-    quality: int  # of a JPEG that has to be made
-    resize: bool  # bring unaligned pictures of another size to `size`; False is an error
+    quality: int  # of new JPEGs
+    resize: bool  # resize unaligned pictures of another size to `size`; False: they are an error
     smooth: bool  # of utils.alignment.align
 
 
 class Encoded(NamedTuple):
-    """What is stored of a picture."""
+    """The stored form of a picture."""
 
     data: bytes
-    padding: float = 0.0  # share of the aligned face that lies outside the picture
+    padding: float = 0.0  # share of the aligned face that is outside the picture
 
 
 class BadPicture(NamedTuple):
@@ -55,7 +55,10 @@ class BadPicture(NamedTuple):
 
 
 def list_identities(folder: Path, min_images: int = 1) -> tuple[list[Picture], list[str], int]:
-    """Return the pictures of a folder with a sub-folder per identity, the names of these, and how many had too few images."""
+    """Read a folder with a sub-folder per identity.
+
+    Return the pictures, the names of the identities, and the number of identities with too few pictures.
+    """
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give one with a sub-folder of pictures for each identity")
     found = find_files(folder, IMAGE_SUFFIXES)
@@ -79,7 +82,7 @@ def list_identities(folder: Path, min_images: int = 1) -> tuple[list[Picture], l
 
 
 def read_list(path: Path) -> Iterator[Picture]:
-    """Yield the pictures of a .lst file, of insightface (aligned, path, label, ...) or of mxnet's im2rec (index, label, path).
+    """Yield the pictures of a .lst file of insightface (aligned, path, label, ...) or mxnet's im2rec (index, label, path).
 
     Paths are relative to the folder of the list. insightface's landmarks are five x, then five y.
     """
@@ -110,7 +113,7 @@ def _insightface_line(path: Path, number: int, columns: list[str]) -> Picture:
 
 
 def encode(picture: Picture, rules: Rules) -> Encoded | BadPicture:
-    """Return the bytes to store: the file's own where it is a JPEG or PNG of the right size, else a new JPEG."""
+    """Return the bytes to store: the file's own bytes if it is a JPEG or PNG of the right size, otherwise a new JPEG."""
     try:
         data = read_bytes(picture.path)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Turn a RecordIO set into picture files: python -m scripts.data.rec_to_folder SET OUT
 
-A folder per identity, OUT/000123/KEY.jpg, the bytes as they are in the set. Files that are there already, with the right size,
-are passed over, so that an interrupted run goes on.
+Writes a folder per identity, OUT/000123/KEY.jpg, with the bytes of the set. Existing files of the right size are skipped, so an
+interrupted run can be continued.
 
 Example: python -m scripts.data.rec_to_folder set pictures --classes 0:10 --limit 5
 """
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("set", type=Path, help="folder with train.rec")
     parser.add_argument("out", type=Path, help="folder for the pictures")
     parser.add_argument("--classes", default="", help="A:B for labels A to B - 1, or a list A,B,C (default: all)")
-    parser.add_argument("--limit", type=int_in_range(0), default=0, help="pictures of an identity, 0 = all")
+    parser.add_argument("--limit", type=int_in_range(0), default=0, help="at most N pictures per identity; 0 = all")
     options = parser.parse_args(arguments)
     return run_main(lambda: extract(options))
 
@@ -59,7 +59,7 @@ def extract(options: argparse.Namespace) -> None:
 
 
 def parse_classes(text: str, num_classes: int) -> np.ndarray:
-    """Return the labels that A:B or A,B,C names; all of them for ""."""
+    """Return the labels that A:B or A,B,C selects; all labels for ""."""
     try:
         if ":" in text:
             begin, end = (int(part) if part else None for part in text.split(":"))

@@ -1,10 +1,10 @@
 """Mend a RecordIO set: python -m scripts.data.repair SET, or python -m scripts.data.repair SET --out COPY
 
-Without --out: where train.rec is whole, but train.idx is missing, cut, or another set's, write the index anew. The old one is
-kept as train.idx.old. With --out: write a copy without the damaged records and the images that do not decode; COPY/left_out.csv
-lists them. Labels stay as they are. Neither way changes train.rec. Exit status 1: something is wrong that was not mended.
+Without --out: rebuild the index if train.rec is sound, but train.idx is missing, cut, or belongs to another set. The old index
+is kept as train.idx.old. With --out: write a copy without the damaged records and the images that do not decode, which
+COPY/left_out.csv lists. Labels do not change. Neither way changes train.rec. Exit status 1: a fault was found and not mended.
 
-SET: a folder with train.rec, and train.idx and property where it has them.
+SET: a folder with train.rec, and train.idx and property if the set has them.
 
 Example: python -m scripts.data.repair /data/ms1m-retinaface-t1 --out /data/mended
 """
@@ -36,10 +36,10 @@ _SHOWN = 10  # faults that are printed
 
 
 class Fault(NamedTuple):
-    """A stretch of train.rec that no set can use."""
+    """A part of train.rec that cannot be used."""
 
     byte: int
-    record: str  # its key in the old index, "" where that does not tell
+    record: str  # its key in the old index, "" if it has none
     reason: str
 
 
@@ -47,24 +47,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and mend; return the exit status."""
     parser = make_parser("python -m scripts.data.repair", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec")
-    parser.add_argument("--out", type=Path, help="folder for a copy of what is sound; reads and decodes every image")
+    parser.add_argument("--out", type=Path, help="folder for a copy of the sound images; decodes every image")
     add_threads(parser)
     options = parser.parse_args(arguments)
     return run_main(lambda: repair(options))
 
 
 def repair(options: argparse.Namespace) -> None:
-    """Look through the record file, say what is wrong, and mend it in the way that was asked for."""
+    """Scan the record file, report its faults, and mend them in the way that the options say."""
     rec_path = options.set / "train.rec"
     if not rec_path.is_file():
         raise ValueError(f"no file {rec_path}. Give the folder that holds train.rec")
     if options.out and options.out.resolve() == options.set.resolve():
         raise ValueError(f"--out {options.out}: the copy must not be written over the set; choose another folder")
     num_classes = classes_of_property(rec_path.with_name("property"))
-    with tqdm(total=rec_path.stat().st_size, unit="B", unit_scale=True, desc="looking through train.rec", delay=2) as bar:
+    with tqdm(total=rec_path.stat().st_size, unit="B", unit_scale=True, desc="scanning train.rec", delay=2) as bar:
         sound = find_sound(rec_path, bar.update)
     if not len(sound.offsets):
-        raise ValueError(f"{rec_path}: no sound record in its {rec_path.stat().st_size} bytes: this is no RecordIO file")
+        raise ValueError(f"{rec_path}: no sound record in its {rec_path.stat().st_size} bytes: this is not a RecordIO file")
     headers = read_headers(rec_path, sound)
     old, index_fault = _old_index(rec_path, sound)
     bad = unusable(headers, num_classes)
@@ -84,7 +84,7 @@ def repair(options: argparse.Namespace) -> None:
         _list(options.out, sorted(faults + [fault(*item) for item in undecoded]))
     elif faults:
         raise ValueError(
-            f"{rec_path}: {len(faults)} fault(s) that an index cannot mend; --out COPY writes a copy without them "
+            f"{rec_path}: {len(faults)} fault(s) that a new index cannot mend; --out COPY writes a copy without them "
             "and lists what it left out"
         )
     elif index_fault:
@@ -92,17 +92,17 @@ def repair(options: argparse.Namespace) -> None:
         print(RecordDataset(options.set).describe())
     else:
         print(
-            "ok   the index fits and all records are whole; nothing to mend. scripts.data.verify decodes every image, and "
+            "ok   the index fits and all records are sound; nothing to mend. scripts.data.verify decodes every image, and "
             "--out COPY leaves out those that do not decode"
         )
 
 
 def _old_index(rec_path: Path, sound: Sound) -> tuple[tuple[np.ndarray, np.ndarray], str]:
-    """Return keys and offsets of the index there is, and what is wrong with it, "" for nothing."""
+    """Return the keys and offsets of the existing index, and its fault, "" if there is none."""
     path = rec_path.with_suffix(".idx")
     none = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
     if not path.exists():
-        return none, f"{path}: there is none"
+        return none, f"{path}: no such file"
     try:
         old = read_index(path)
     except ValueError as error:
@@ -111,10 +111,10 @@ def _old_index(rec_path: Path, sound: Sound) -> tuple[tuple[np.ndarray, np.ndarr
     wrong = len(np.setdiff1d(old[1], sound.offsets))
     if missing or wrong:
         beyond = int(np.count_nonzero(old[1] >= rec_path.stat().st_size))
-        lost = f"; {beyond} lie behind the end of train.rec, which was cut: get it again if you can" if beyond else ""
+        lost = f"; {beyond} are beyond the end of train.rec, which was cut: get it again if you can" if beyond else ""
         return (
             old,
-            f"{path}: {missing} records of train.rec are not in it, and {wrong} of its offsets are no sound record{lost}",
+            f"{path}: {missing} records of train.rec are not in it, and {wrong} of its offsets have no sound record{lost}",
         )
     try:
         RecordDataset(rec_path.parent)
@@ -132,7 +132,7 @@ def _tell(faults: Sequence[Fault]) -> None:
 
 
 def _write_index(path: Path, keys: np.ndarray, offsets: np.ndarray) -> None:
-    """Write the index beside the old one, keep that under another name, and put the new one in its place at once."""
+    """Write the new index under a temporary name, keep the old one under another name, then replace it atomically."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     with open(unfinished, "wb") as file:
         for begin in range(0, len(keys), 1 << 16):
@@ -156,7 +156,7 @@ def _write_index(path: Path, keys: np.ndarray, offsets: np.ndarray) -> None:
 def _copy(
     options: argparse.Namespace, sound: Sound, images: np.ndarray, labels: np.ndarray, num_classes: int
 ) -> list[tuple[int, str]]:
-    """Write those of the records `images` (n,), labels (n,), that decode; return byte and reason of the others."""
+    """Write the records `images` (n,) with labels (n,) that decode; return (byte, reason) of the others."""
     data = np.memmap(options.set / "train.rec", dtype=np.uint8, mode="r")
 
     def read(record: int) -> tuple[bytes, str]:
@@ -168,7 +168,7 @@ def _copy(
         return payload, ""
 
     left_out = []
-    # without header record: that form wants every class in turn, which fails where one lost all of its images
+    # without header record: that form needs images of every class, and a class may have lost all of them
     with RecordSetWriter(options.out, header=False, num_classes=num_classes) as writer:
         found = map_in_order(read, images.tolist(), options.threads)
         for place, (payload, reason) in enumerate(progress(found, len(images), "copying", "image")):
@@ -180,7 +180,7 @@ def _copy(
 
 
 def _list(out: Path, faults: Sequence[Fault]) -> None:
-    """Write left_out.csv, and say what the copy holds."""
+    """Write left_out.csv, and print a description of the copy."""
     path = out / "left_out.csv"
     with open(path, "w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file, lineterminator="\n")

@@ -1,7 +1,7 @@
-"""Reading every image of a set once: sizes, damage, and hashes by which equal and near-equal pictures are found.
+"""Reads every image of a set once: sizes, damage, and hashes that find equal and nearly equal pictures.
 
-The difference hash (dHash, 64 bits): brightness falls or rises from each of 9 x 8 area averages to its right neighbour. A copy
-that was compressed again or resized keeps most bits; two photographs of a person do not.
+The difference hash (dHash, 64 bits) has a bit for each of 9 x 8 area averages and its right neighbour: does brightness rise? A
+copy that was compressed again or resized keeps most bits; another photograph of the person does not.
 Shapes: n = images read.
 """
 
@@ -19,19 +19,19 @@ from utils.cli import progress
 from utils.image import decode_rgb
 from utils.parallel import map_in_order
 
-_CHUNK = 64  # images of one task
-_BANDS = 4  # overlapping quarters of the hash, 32 bits each, by which candidates are found
-_RANGE = 64  # candidates that one image may have in one band; a set of one flat colour would have all pairs otherwise
+_CHUNK = 64  # images per task
+_BANDS = 4  # overlapping parts of the hash, 32 bits each, that are searched for equal values
+_RANGE = 64  # most candidates of one image in one band; otherwise a set of one flat colour would have all pairs
 PLAIN_RANGE = 8  # levels of 256
 MAX_DISTANCE = 6  # bits in which the hashes of near duplicates may differ
-# Of their pixels. Two photographs of a person under one light reach 0.977; JPEG of quality 30, half the size or a change of
-# light leave at least 0.990 (measured on the London and Canadian photographs of face research, 244 aligned faces).
+# of their pixels: two photographs of a person in the same light reach 0.977; JPEG of quality 30, half the size or a change of
+# light leave at least 0.990 (measured on the London and Canadian photographs of face research, 244 aligned faces)
 MIN_CORRELATION = 0.985
 
 
 @dataclass
 class Scan:
-    """What reading a set found; the arrays have an entry for each of `indices`, 0 where the image is bad."""
+    """The results of reading a set; the arrays have an entry for each of `indices`, 0 if the image is bad."""
 
     indices: np.ndarray  # (n,) int64, into the set
     num_bytes: np.ndarray  # (n,) int64, of the encoded image
@@ -40,7 +40,7 @@ class Scan:
     digest: np.ndarray  # (n,) uint64, of the bytes
     dhash: np.ndarray  # (n,) uint64, of the pixels
     plain: np.ndarray  # (n,) bool, of one colour, or nearly
-    bad: list[tuple[int, str]] = field(default_factory=list)  # (index, what is wrong), in order
+    bad: list[tuple[int, str]] = field(default_factory=list)  # (index, fault), in order
 
     @property
     def good(self) -> np.ndarray:
@@ -54,10 +54,10 @@ class Scan:
 
 
 def scan(dataset: FaceDataset, indices: np.ndarray, threads: int, hashes: bool = True, what: str = "reading") -> Scan:
-    """Read and decode the images `indices` (n,) of a set, under a progress bar; damage is recorded, never raised.
+    """Read and decode the images `indices` (n,) of a set with a progress bar; damage is recorded, never raised.
 
     Args:
-        threads: that read and decode.
+        threads: number of threads that read and decode.
         hashes: False leaves digest and dhash 0.
     """
     count = len(indices)
@@ -92,12 +92,12 @@ def scan(dataset: FaceDataset, indices: np.ndarray, threads: int, hashes: bool =
 
 
 def is_plain(pixels: np.ndarray) -> bool:
-    """Return whether (H, W, 3) uint8 pixels are of one colour, or nearly: 98 of 100 within PLAIN_RANGE levels in each channel.
+    """Return whether (H, W, 3) uint8 pixels have nearly one colour: 98 of 100 within PLAIN_RANGE levels in each channel.
 
-    Landmarks of another picture, or a failed download, make such images; no face is one.
+    Such images come from landmarks of another picture, or from failed downloads; they are never faces.
     """
     few = np.sort(pixels[8::24, 8::24, 1], axis=None).astype(np.int32)
-    if len(few) > 9 and few[-3] - few[2] > PLAIN_RANGE:  # what nearly every image is known by, in a few microseconds
+    if len(few) > 9 and few[-3] - few[2] > PLAIN_RANGE:  # decides nearly every image in a few microseconds
         return False
     some = pixels[::4, ::4].reshape(-1, 3)
     low, high = len(some) // 100, len(some) - 1 - len(some) // 100
@@ -117,20 +117,20 @@ def dhash(pixels: np.ndarray) -> int:
 
 
 def correlation(one: np.ndarray, other: np.ndarray) -> float:
-    """Return how alike two pictures are: the correlation of their fine structure, gray at 56 x 56, in [-1, 1]."""
+    """Return the similarity of two pictures: the correlation of their fine structure, gray at 56 x 56, in [-1, 1]."""
     a, b = _structure(one), _structure(other)
     length = np.linalg.norm(a) * np.linalg.norm(b)
     return float(np.sum(a * b) / length) if length else float(np.array_equal(one, other))
 
 
 def _structure(pixels: np.ndarray) -> np.ndarray:
-    """Return (56, 56) float32: what is left of the gray picture without its broad light, which all aligned faces share."""
+    """Return (56, 56) float32: the gray picture minus its low frequencies, which all aligned faces have in common."""
     small = cv2.resize(cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY), (56, 56), interpolation=cv2.INTER_AREA).astype(np.float32)
     return small - cv2.GaussianBlur(small, (0, 0), 4.0)
 
 
 def equal_groups(scanned: Scan) -> list[np.ndarray]:
-    """Return the indices of images with the same bytes, in groups of two or more; those of one colour are left out."""
+    """Return the indices of images with equal bytes, in groups of two or more; images of one colour are left out."""
     places = np.flatnonzero(scanned.faces)
     places = places[np.lexsort((places, scanned.num_bytes[places], scanned.digest[places]))]
     same = (scanned.digest[places[1:]] == scanned.digest[places[:-1]]) & (
@@ -141,14 +141,14 @@ def equal_groups(scanned: Scan) -> list[np.ndarray]:
 
 
 def candidates(one: np.ndarray, other: np.ndarray | None = None) -> np.ndarray:
-    """Return pairs (k, 2) int64 of places in two arrays of hashes that differ in at most MAX_DISTANCE bits, without repeats.
+    """Return unique pairs (k, 2) int64 of positions in two arrays of hashes that differ in at most MAX_DISTANCE bits.
 
-    Pairs are found that agree in one of four runs of 32 bits (each starts 16 bits after the last): all that differ in one bit,
-    most that differ in a few. Each image brings at most 64 from a band.
+    It finds pairs that agree in one of four bands of 32 bits, which start 16 bits apart: all pairs that differ in one bit, and
+    most pairs that differ in a few. Each image has at most 64 candidates per band.
 
     Args:
         one: (n,) uint64.
-        other: (m,) uint64; None pairs `one` with itself, each pair once, the smaller place first.
+        other: (m,) uint64; None pairs `one` with itself, each pair once, with the smaller position first.
     """
     right = one if other is None else other
     found = [np.empty((0, 2), dtype=np.int64)]
@@ -170,7 +170,7 @@ def candidates(one: np.ndarray, other: np.ndarray | None = None) -> np.ndarray:
 
 
 def _band(hashes: np.ndarray, band: int) -> np.ndarray:
-    """Return 32 bits of each hash, from bit 16 * band on, cyclic."""
+    """Return 32 bits of each hash from bit 16 * band on, cyclically."""
     shift = np.uint64(16 * band)
     turned = hashes if band == 0 else (hashes >> shift) | (hashes << np.uint64(64 - 16 * band))
     return turned.astype(np.uint32)

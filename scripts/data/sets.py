@@ -1,4 +1,4 @@
-"""Sets as the tools see them: opened with their warnings, and what a user calls their pictures and people."""
+"""Opens sets for the tools, prints their warnings, and names their pictures and people for the user."""
 
 if __name__ == "__main__":
     raise SystemExit("error: scripts/data/sets.py is no program; python -m scripts lists them")
@@ -18,7 +18,7 @@ from utils.text import one_line
 
 
 def open_set_of(path: str | os.PathLike[str]) -> FaceDataset:
-    """Return the set at a path, as data.datasets.open_set does; what its opening noticed goes to stderr."""
+    """Return the set at a path, like data.datasets.open_set; print its warnings to stderr."""
     dataset = open_set(path)
     for line in dataset.warnings:
         print(f"warning: {one_line(line)}", file=sys.stderr)
@@ -26,7 +26,7 @@ def open_set_of(path: str | os.PathLike[str]) -> FaceDataset:
 
 
 class SetNames:
-    """Names by index and by class. A record set has them in train.lst, which scripts.data.folder_to_rec writes beside it."""
+    """Names of pictures and identities. For a record set they come from train.lst, which scripts.data.folder_to_rec writes."""
 
     def __init__(self, dataset: FaceDataset) -> None:
         self.dataset = dataset
@@ -34,7 +34,7 @@ class SetNames:
         self._folders = dataset.classes if isinstance(dataset, FolderDataset) else _folders(self._listed, dataset)
 
     def file(self, index: int) -> str:
-        """Return the path of a picture, relative where the set is a folder or a list; or the number of its record."""
+        """Return the path of a picture, relative if the set is a folder or a list; or the key of its record."""
         if self._listed:
             return self._listed[index]
         key = self.dataset.key(index)
@@ -54,7 +54,7 @@ class SetNames:
 
 
 def _read_list(dataset: RecordDataset) -> list[str]:
-    """Return the paths in train.lst, if it fits the set: as many lines as images, and their labels."""
+    """Return the paths in train.lst if its lines and labels fit the set, otherwise nothing."""
     path = Path(dataset.folder) / "train.lst"
     try:
         rows = [line.split("\t") for line in read_text(path, encoding="utf-8").splitlines()]
@@ -66,7 +66,7 @@ def _read_list(dataset: RecordDataset) -> list[str]:
 
 
 def _folders(files: list[str], dataset: FaceDataset) -> list[str]:
-    """Return the folder of each class, if all its files lie in one of its own; else nothing."""
+    """Return the folder of each class if every class has exactly one folder, otherwise nothing."""
     found: dict[int, str] = {}
     for file, label in zip(files, np.asarray(dataset.labels()).tolist() if files else [], strict=True):
         if found.setdefault(label, file.split("/")[0]) != file.split("/")[0] or "/" not in file:

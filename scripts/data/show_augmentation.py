@@ -1,6 +1,6 @@
-"""See what augmentation does: python -m scripts.data.show_augmentation SET sheet.png
+"""Show what augmentation does: python -m scripts.data.show_augmentation SET sheet.png
 
-Draws a PNG: some pictures as they are; each operation at its strengths, on all of them; and what training would see.
+Draws a PNG with some pictures: unchanged, with each operation alone at its configured strength, and as training would see them.
 
 SET: a folder with train.rec and train.idx, with *.tar shards, or with a sub-folder of pictures for each person; or a text file
 of lines 'path label'.
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="PNG file")
     parser.add_argument("overrides", nargs="*", default=_SHARE.split(), help=f"augment.KEY=VALUE ... (default {_SHARE})")
     parser.add_argument("--config", type=Path, help="YAML file of a run (default: configs/base.yaml)")
-    parser.add_argument("--columns", type=int_in_range(1, 100), default=8, help="pictures (default 8)")
-    parser.add_argument("--seed", type=int_in_range(0), default=0, help="of pictures and changes (default 0)")
+    parser.add_argument("--columns", type=int_in_range(1, 100), default=8, help="number of pictures (default 8)")
+    parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed of pictures and changes (default 0)")
     options = parser.parse_intermixed_args(arguments)
     return run_main(lambda: show(options))
 
@@ -68,7 +68,7 @@ def show(options: argparse.Namespace) -> None:
 
 
 def changed(pictures: np.ndarray, section: dict[str, float], seed: int, epoch: int) -> list[np.ndarray]:
-    """Return the pictures (n, H, W, 3) uint8 as training would see them at some positions of its stream."""
+    """Return the pictures (n, H, W, 3) uint8 as training would see them in an epoch."""
     augment = Augment(section, seed)
     copies = pictures.copy()
     for picture, numbers in zip(copies, augment.draw(np.arange(len(copies)) + 1000 * epoch), strict=True):

@@ -1,7 +1,7 @@
 """Copy a RecordIO set in random order: python -m scripts.data.shuffle SET OUT --seed 1
 
-For readers that go through the file from front to back (a network file system, DALI), and for data.shuffle=block. The copy has
-no header record; images and labels stay the same.
+For readers that read the file from front to back (a network file system, DALI), and for data.shuffle=block. The copy has no
+header record; images and labels do not change.
 
 Example: python -m scripts.data.shuffle set shuffled --seed 1
 """
@@ -21,7 +21,7 @@ from utils.cli import int_in_range, make_parser, progress
 from utils.program import run_main
 from utils.randomness import permute
 
-_AHEAD = 4096  # images that the storage is told of at once
+_AHEAD = 4096  # images that are prefetched at once
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("python -m scripts.data.shuffle", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec")
     parser.add_argument("out", type=Path, help="folder of the copy")
-    parser.add_argument("--seed", type=int_in_range(0), default=0, help="another seed is another order (default 0)")
+    parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed of the order (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
     options = parser.parse_args(arguments)
     return run_main(lambda: shuffle(options))
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def shuffle(options: argparse.Namespace) -> None:
     """Write the images in the order of a pseudo-random permutation."""
     if options.out.resolve() == options.set.resolve():
-        raise ValueError(f"{options.out}: the copy must not be the set itself; choose another folder")
+        raise ValueError(f"{options.out}: the copy must not overwrite the set; choose another folder")
     dataset = RecordDataset(options.set)
     with RecordSetWriter(options.out, False, overwrite=options.overwrite, num_classes=dataset.num_classes) as writer:
         bar = progress(range(0, dataset.num_images, _AHEAD), None, "shuffling", "block")

@@ -1,7 +1,7 @@
-"""Hold people out for testing: python -m scripts.data.split SET OUT --held-out 200
+"""Hold out people for testing: python -m scripts.data.split SET OUT --held-out 200
 
-OUT/train is the set without the held-out identities, OUT/held_out has them, OUT/held_out.bin has pairs of them, half genuine,
-in ten folds without a common identity: eval.targets=[held_out] eval.path=OUT scores it during training.
+OUT/train is the set without the held-out identities, OUT/held_out has only them, and OUT/held_out.bin has pairs of them, half
+genuine, in ten folds without common identities. eval.targets=[held_out] eval.path=OUT scores them during training.
 
 SET: a folder with train.rec and train.idx, with *.tar shards, or with a sub-folder of pictures for each person; or a text file
 of lines 'path label'.
@@ -37,17 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--held-out",
         type=_number,
         default=None,
-        help="identities; below 1: this share of them (default: a fiftieth of them, but at least 30, or 3 tenths of a set that "
-        "has fewer than 100, and never fewer than 20)",
+        help="number of identities, or below 1 their share (default: 2 %% of them, but at least 30, or 30 %% if the set has "
+        "fewer than 100, and never fewer than 20)",
     )
     parser.add_argument(
         "--pairs",
         type=int_in_range(1),
         default=None,
-        help="of held_out.bin, half of them genuine (default: 6000, or as many different ones as there are)",
+        help="pairs in held_out.bin, half of them genuine (default: 6000, or as many different pairs as there are)",
     )
-    parser.add_argument("--seed", type=int_in_range(0), default=0, help="another seed holds out others (default 0)")
-    parser.add_argument("--overwrite", action="store_true", help="replace what OUT has")
+    parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed of the choice (default 0)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the files in OUT")
     options = parser.parse_args(arguments)
     return run_main(lambda: split(options))
 
@@ -64,7 +64,7 @@ def split(options: argparse.Namespace) -> None:
         raise ValueError(f"{target} exists; add --overwrite to replace it, or choose another folder")
     rng = np.random.default_rng(options.seed)
     held = np.zeros(dataset.num_classes, dtype=bool)
-    # identities with several images first: those with one give no genuine pair
+    # identities with several images first, because one image gives no genuine pair
     order = rng.permutation(people)
     held[order[np.argsort(counts[order] < 2, kind="stable")][:wanted]] = True
     inside = np.flatnonzero(held[labels])
@@ -73,8 +73,8 @@ def split(options: argparse.Namespace) -> None:
     if pairs > most or not most:
         several = int(np.count_nonzero(counts[held] > 1))
         raise ValueError(
-            f"the {wanted} identities that are held out ({several} of them with several images) give at most {most} pairs in "
-            f"{FOLDS} folds without a common identity; "
+            f"the {wanted} held-out identities ({several} of them with several images) give at most {most} pairs in {FOLDS} "
+            "folds without common identities; "
             + (f"ask for --pairs {most} or fewer, or " if most else "")
             + "hold out more with --held-out N"
         )

@@ -1,11 +1,11 @@
 """Read a set from end to end: python -m scripts.data.verify SET_OR_BIN ...
 
-Opens each set as training does (index, header record, every label and length), then reads and decodes every image. The exit
-status is 0 if all is well and 1 if anything is not; an image of one colour is not. --bad FILE lists every bad image for
-scripts.data.filter --drop; scripts.data.repair mends a set that does not open.
+Opens each set like training (index, header record, every label and length), then reads and decodes every image. The exit status
+is 0 if there is no fault, otherwise 1; an image of one colour is a fault. --bad FILE lists every bad image for
+scripts.data.filter --drop. scripts.data.repair mends a set that does not open.
 
-SET_OR_BIN: what can be trained on (a folder with train.rec, *.tar or a sub-folder for each person; a list of 'path label'), or
-pairs: .bin, .safetensors, or .csv with lines 'path1,path2,same'.
+SET_OR_BIN: a training set (a folder with train.rec, *.tar or a sub-folder for each person; a list of 'path label'), or pairs:
+.bin, .safetensors, or .csv with lines 'path1,path2,same'.
 
 Example: python -m scripts.data.verify datasets/demo lfw.bin
 """
