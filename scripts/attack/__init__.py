@@ -1,1 +1,1 @@
-"""Attackers of this project: files that lie, and bad days for trainings."""
+"""Robustness tests: a fuzzer for every input, and fault injection for training runs."""

@@ -1,10 +1,10 @@
 """Attack every input of this project: python -m scripts.attack.fuzz --minutes 10
 
-Sound files are made first, and those of tests/fixtures taken: sets in every form, lists, landmarks, images, configurations,
-checkpoints, weights, files of arcface_torch. They are damaged at random, and lies are written by their grammar. The program
-that a user would start reads each case, in a process with limits of time, memory and files. It must end in success, or in one
-line `error: ...`. Anything else is a find, and so is whatever runs or writes what no file may. Finds are made small and kept in
---out, and the exit status is 1. Case N of seed S is the same always.
+The fuzzer first makes valid files, and takes those of tests/fixtures: sets in every form, lists, landmarks, images,
+configurations, checkpoints, weights, files of arcface_torch. It damages them at random, and generates well-formed files with
+false contents. The program that a user would start reads each case, in a process with limits of time, memory and files. It must
+succeed, or end with one line `error: ...`. Anything else is a find, and so is a case that runs code or writes files outside its
+folder. Finds are minimised and kept in --out, and the exit status is then 1. Case N of seed S is always the same.
 
 Examples:
   python -m scripts.attack.fuzz --minutes 10 --seed 1
@@ -41,7 +41,7 @@ from .fuzz_finds import keep, minimise, run_one
 from .fuzz_inputs import Input, make_case
 from .fuzz_seeds import make_seeds
 
-# imported before the first child is made, so that none of them spends its time on it
+# imported before the first fork, so that no child spends its time on them
 _MODULES = (
     "train",
     "eval.__main__",
@@ -64,12 +64,12 @@ _PROGRAMS = (
     "data.verify",
     "eval.ijb",
 )
-_KEPT = 50  # finds that are made small; more of one kind only count
+_KEPT = 50  # finds that are minimised, one of each kind; the others are only counted
 
 
 @dataclass
 class Tally:
-    """What happened to one input."""
+    """The results of one input."""
 
     cases: int = 0
     read: int = 0
@@ -92,21 +92,19 @@ class Tally:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and fuzz; return the exit status."""
     parser = make_parser("python -m scripts.attack.fuzz", __doc__)
-    parser.add_argument("--minutes", type=float, default=1.0, help="how long (default 1)")
-    parser.add_argument("--cases", type=int_in_range(0), default=0, help="stop after so many cases; 0 = when the time is up")
-    parser.add_argument("--seed", type=int_in_range(0), default=0, help="of the damage (default 0)")
-    parser.add_argument("--inputs", nargs="+", metavar="NAME", default=[], help="attack these alone; --inputs help lists them")
-    parser.add_argument(
-        "--only", type=int_in_range(0), metavar="N", help="run case N of one input alone, and show what it says"
-    )
-    parser.add_argument("--out", type=Path, default=Path("fuzz_finds"), help="folder for what was found (default fuzz_finds)")
+    parser.add_argument("--minutes", type=float, default=1.0, help="duration (default 1)")
+    parser.add_argument("--cases", type=int_in_range(0), default=0, help="stop after N cases; 0 = when the time is up")
+    parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed (default 0)")
+    parser.add_argument("--inputs", nargs="+", metavar="NAME", default=[], help="attack only these; --inputs help lists them")
+    parser.add_argument("--only", type=int_in_range(0), metavar="N", help="run only case N of one input, and show its output")
+    parser.add_argument("--out", type=Path, default=Path("fuzz_finds"), help="folder for finds (default fuzz_finds)")
     parser.add_argument("--json", type=Path, help="write counts and finds to this file")
     options = parser.parse_args(arguments)
     return run_main(lambda: fuzz(options))
 
 
 def fuzz(options: argparse.Namespace) -> None:
-    """Make cases and read them until the time is up; raise ValueError at the end if there were finds."""
+    """Make and run cases until the time is up; raise ValueError at the end if there were finds."""
     with tempfile.TemporaryDirectory() as name:
         inputs = load_inputs(Path(name), options.inputs)
         places = {key: Place.below(Path(name) / "cases" / key) for key in inputs}
@@ -130,10 +128,10 @@ def fuzz(options: argparse.Namespace) -> None:
 
 
 def load_inputs(folder: Path, names: Sequence[str] = ()) -> dict[str, Input]:
-    """Make the sound files below a folder; return the inputs of these names, or all.
+    """Make the valid files below a folder; return the inputs with these names, or all inputs.
 
     Raises:
-        ValueError: there is no input of a name.
+        ValueError: a name is unknown.
     """
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
@@ -155,15 +153,15 @@ def load_inputs(folder: Path, names: Sequence[str] = ()) -> dict[str, Input]:
     inputs |= fuzz_inputs_config.inputs()
     unknown = [name for name in names if name not in inputs]
     if unknown:
-        raise ValueError(f"--inputs: no input {unknown[0]}; there are {', '.join(inputs)}")
+        raise ValueError(f"--inputs: no input {unknown[0]}; choose from {', '.join(inputs)}")
     return {name: entry for name, entry in inputs.items() if not names or name in names}
 
 
 def attack(inputs: dict[str, Input], places: dict[str, Place], options: argparse.Namespace) -> dict[str, Tally]:
-    """Run cases until the time is up, always of the input that had the least of it; keep one find of each kind."""
+    """Run cases until the time is up, always of the input with the least time so far; keep one find of each kind."""
     tallies = {name: Tally() for name in inputs}
     kept: set[tuple[str, str]] = set()
-    beside = {name: Place.below(place.root.with_name(f"{name} small")) for name, place in places.items()}  # while a batch runs
+    beside = {name: Place.below(place.root.with_name(f"{name} small")) for name, place in places.items()}  # for single cases
     end, number = time.monotonic() + 60 * options.minutes, 0
     with progress([], options.cases or None, "fuzzing", "case") as bar:
         while time.monotonic() < end and (not options.cases or number < options.cases):
@@ -173,7 +171,7 @@ def attack(inputs: dict[str, Input], places: dict[str, Place], options: argparse
             numbers = range(tally.cases, tally.cases + batch)
             makers = [functools.partial(make_case, name, entry, options.seed, one) for one in numbers]
             for one, outcome in zip(numbers, run_cases(place, makers, entry.sound, entry.memory), strict=True):
-                if outcome.kind == "hang":  # of the case, or of a busy machine?
+                if outcome.kind == "hang":  # run it again: the machine may just be busy
                     outcome = run_one(makers[one - numbers[0]](), beside[name], entry.sound, entry.memory)
                 tally.add(outcome)
                 bar.update()
@@ -186,21 +184,21 @@ def attack(inputs: dict[str, Input], places: dict[str, Place], options: argparse
 
 
 def _keep(name: str, entry: Input, place: Place, number: int, outcome: Outcome, options: argparse.Namespace) -> None:
-    """Make a find small and write it, with the command that repeats it."""
+    """Minimise a find, and write it with the command that reproduces it."""
     again = f"python -m scripts.attack.fuzz --inputs {name} --seed {options.seed} --only {number}"
     facts: dict[str, Any] = {"input": name, "kind": outcome.kind, "repeat": again}
     try:
         case = make_case(name, entry, options.seed, number)
         small = minimise(case, outcome.kind, place, entry.sound, entry.memory, min(30.0, 3 * options.minutes))
-    except Exception as error:  # of the fuzzer itself; the find counts all the same
-        print(f"\n{name} {number}: the case cannot be made small: {error!r}")
+    except Exception as error:  # of the fuzzer itself; the find still counts
+        print(f"\n{name} {number}: the case cannot be minimised: {error!r}")
         return
     keep(options.out / f"{name}-{number}", small, facts, outcome.detail)
     print(f"\n{name}: {outcome.kind}\n  {again}", flush=True)
 
 
 def _show_one(inputs: dict[str, Input], places: dict[str, Place], options: argparse.Namespace) -> None:
-    """Run one case and print how it ended; raise ValueError if badly."""
+    """Run one case and print its outcome; raise ValueError if it is a find."""
     if len(inputs) != 1:
         raise ValueError("--only N needs one input: --inputs NAME")
     ((name, entry),) = inputs.items()

@@ -1,8 +1,9 @@
-"""One case of the fuzzer: files and a command, run in a child process with limits, and judged.
+"""Runs cases of the fuzzer, each with files and a command, in a child process with limits, and judges them.
 
-A case is judged good if the program returned 0, or ended with 1 and exactly one line `error: ...`, the last one of stderr. All
-else is a find: a traceback, a death by signal, more than MAX_SECONDS, memory beyond the input's bound, the marker that
-hostile payloads make, an event of Python's audit hooks that no input may cause, or a file outside the case's folder.
+A case is good if the program returned 0, or returned 1 and printed exactly one line `error: ...`, as the last line of stderr.
+Everything else is a find: a traceback, a death by signal, more than MAX_SECONDS, memory beyond the input's bound, the marker
+file that hostile payloads create, an event of Python's audit hooks that no input may cause, or a file outside the folder of the
+case.
 """
 
 if __name__ == "__main__":
@@ -32,12 +33,12 @@ from tqdm import tqdm
 from .fuzz_files import Case, Files, Place, lay_out
 
 MAX_SECONDS = 20  # for one case, on a busy machine
-_MEMORY = 2 << 30  # bytes of address space beyond what the fuzzer itself has
+_MEMORY = 2 << 30  # bytes of address space beyond the fuzzer's own
 _FILE = 1 << 28  # bytes of a file that a case may write
 _HANDLES = 256  # beyond those that the fuzzer itself has open
 _MAINS = {"eval": "eval.__main__"}
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
-# what no file may ever make a program do
+# events that no file may ever cause
 _FORBIDDEN = (
     "os.system",
     "subprocess.Popen",
@@ -58,10 +59,10 @@ Program = Callable[[list[str]], int]
 class Outcome(NamedTuple):
     """How a case ended."""
 
-    kind: str  # "read", "refused", or what is wrong in a few words, equal for equal faults
-    detail: str = ""  # what stood on stderr
+    kind: str  # "read", "refused", or the fault in a few words, equal for equal faults
+    detail: str = ""  # the output of the program
     seconds: float = 0.0
-    growth: float = 0.0  # MiB of resident memory
+    growth: float = 0.0  # of resident memory, MiB
 
     @property
     def is_find(self) -> bool:
@@ -70,11 +71,11 @@ class Outcome(NamedTuple):
 
 
 def run_cases(place: Place, cases: Sequence[Callable[[], Case]], sound: Files, memory: float) -> Iterator[Outcome]:
-    """Run cases one after another in a child, a new one after each death; yield an outcome for each.
+    """Run cases one after another in a child, with a new child after each death; yield the outcome of each case.
 
     Args:
-        cases: make a case each, in the child.
-        sound: the input's sound files, which all its cases have beside their own.
+        cases: functions that each make a case, in the child.
+        sound: the input's valid files, which each case has besides its own.
         memory: MiB that a case may add to the resident memory.
     """
     done = 0
@@ -84,7 +85,7 @@ def run_cases(place: Place, cases: Sequence[Callable[[], Case]], sound: Files, m
             for line in _answers(pipe):
                 yield _judge(line, memory)
                 done += 1
-        finally:  # also where nobody asks for the rest
+        finally:  # also if the caller stops iterating
             ended = _end(child, pipe)
         if done < len(cases):
             yield _judge({**ended, **place.left()}, memory)
@@ -92,7 +93,7 @@ def run_cases(place: Place, cases: Sequence[Callable[[], Case]], sound: Files, m
 
 
 def _fork(place: Place, cases: Sequence[Callable[[], Case]], sound: Files) -> tuple[int, int]:
-    """Start a child that runs the cases and writes a line of JSON about each; return its number and the pipe."""
+    """Start a child that runs the cases and writes a line of JSON about each; return its process ID and the pipe."""
     reading, writing = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -113,7 +114,7 @@ def _fork(place: Place, cases: Sequence[Callable[[], Case]], sound: Files) -> tu
 
 
 def _answers(pipe: int) -> Iterator[dict[str, Any]]:
-    """Yield what the child says until it is silent for too long, or gone."""
+    """Yield the child's answers until it ends, or is silent for too long."""
     rest = b""
     while select.select([pipe], [], [], MAX_SECONDS)[0]:
         data = os.read(pipe, 1 << 16)
@@ -124,7 +125,7 @@ def _answers(pipe: int) -> Iterator[dict[str, Any]]:
 
 
 def _end(child: int, pipe: int) -> dict[str, Any]:
-    """End the child and all that it started; return how it ended, as the answer to the case it was in."""
+    """End the child and its descendants; return how it ended, as the answer for the case that it was running."""
     os.close(pipe)
     handle = os.pidfd_open(child)
     alive = not select.select([handle], [], [], 0.5)[0]
@@ -142,8 +143,8 @@ def _end(child: int, pipe: int) -> dict[str, Any]:
 
 
 def _child(place: Place, cases: Sequence[Callable[[], Case]], sound: Files, pipe: int) -> None:
-    """Run the cases. This process is a copy of the fuzzer, whose memory it shares until it writes to it."""
-    tqdm._instances.clear()  # a bar of the fuzzer's own would stand above those of the programs
+    """Run the cases. This process is a fork of the fuzzer and shares its memory until it writes to it."""
+    tqdm._instances.clear()  # otherwise the fuzzer's bar would shift those of the programs
     watch = _Watch(place.work)
     sys.addaudithook(watch)
     handles = _HANDLES + max(map(int, os.listdir("/proc/self/fd")))
@@ -151,7 +152,7 @@ def _child(place: Place, cases: Sequence[Callable[[], Case]], sound: Files, pipe
         resource.setrlimit(number, (limit, limit))
     resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + _MEMORY,) * 2)
     os.environ["TMPDIR"] = tempfile.tempdir = str(place.work)
-    faulthandler.enable(2)  # a case that dies of a signal says where
+    faulthandler.enable(2)  # prints a traceback if a signal kills the case
     for make in cases:
         case = make()
         lay_out(place.work, sound, case.files)
@@ -165,7 +166,7 @@ def _child(place: Place, cases: Sequence[Callable[[], Case]], sound: Files, pipe
         seconds = int(used.ru_utime + used.ru_stime) + MAX_SECONDS + 1
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
         _give_back_free_memory()
-        with open("/proc/self/clear_refs", "w") as file:  # the peak of resident memory begins anew
+        with open("/proc/self/clear_refs", "w") as file:  # resets the peak of resident memory
             file.write("5")
         before, begun = _status("VmHWM"), time.monotonic()
         kind = _run(case.command, watch)
@@ -176,14 +177,14 @@ def _child(place: Place, cases: Sequence[Callable[[], Case]], sound: Files, pipe
 
 
 def _give_back_free_memory() -> None:
-    """Let the heap keep no free pages: a case that took its memory from them would not seem to grow."""
+    """Return the heap's free pages to the system, because a case that reuses them would not seem to grow."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
     if trim is not None:
         trim(0)
 
 
 def _run(command: list[str], watch: "_Watch") -> str:
-    """Run a program in this process; return "status N", or what it did."""
+    """Run a program in this process; return "status N", or the way in which it failed."""
     program = find_program(_MAINS.get(command[0], command[0]))
     watch.events.clear()
     watch.on = True
@@ -191,7 +192,7 @@ def _run(command: list[str], watch: "_Watch") -> str:
         kind = f"status {program(command[1:])}"
     except SystemExit as end:
         kind = f"usage {end.code}"
-    except BaseException as error:  # this is what the fuzzer looks for
+    except BaseException as error:  # a find
         traceback.print_exc()
         kind = f"traceback: {type(error).__name__}"
     finally:
@@ -200,13 +201,13 @@ def _run(command: list[str], watch: "_Watch") -> str:
 
 
 def find_program(name: str) -> Program:
-    """Return what runs a command: `MODULE`, for its main, or `MODULE:function`, for a reader of the fuzzer."""
+    """Return the function of a command: main for `MODULE`, or the named function for `MODULE:function`."""
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function or "main")
 
 
 class _Watch:
-    """An audit hook that notes what no input may cause."""
+    """An audit hook that records events that no input may cause."""
 
     def __init__(self, work: Path) -> None:
         self.work, self.on = os.path.realpath(work), False
@@ -236,14 +237,14 @@ class _Watch:
         try:
             parent, name = os.path.split(os.path.abspath(os.fsdecode(path)))
             return os.path.join(os.path.realpath(parent), name).startswith(self.work)
-        except ValueError:  # a zero byte: the system refuses it too
+        except ValueError:  # a zero byte, which the system rejects anyway
             return True
         finally:
             self.on = on
 
 
 def _judge(answer: dict[str, Any], memory: float) -> Outcome:
-    """Return the outcome of what the child answered."""
+    """Return the outcome of a case from the child's answer."""
     kind, said, fault = str(answer["kind"]), str(answer.get("said", "")), answer.get("fault", "")
     lines = [line for line in said.replace("\r", "\n").split("\n") if line.strip()]
     errors = sum(line.startswith("error: ") for line in lines)
@@ -279,7 +280,7 @@ def _last_word(lines: Sequence[str]) -> str:
 
 
 def _where(said: str) -> str:
-    """Return the innermost line of a traceback that lies in this project."""
+    """Return the innermost line of a traceback that belongs to this project."""
     root = str(Path(__file__).parents[2])
     own = [f" at {path[len(root) + 1 :]}:{line}" for path, line in _LINE.findall(said) if path.startswith(root)]
     return own[-1] if own else ""

@@ -1,4 +1,4 @@
-"""A case of the fuzzer as files: links, pipes and odd names too; laid out in a folder, and written down as JSON."""
+"""The files of a fuzzer case, including links, pipes and odd names: written to a folder, or dumped as JSON."""
 
 if __name__ == "__main__":
     raise SystemExit("error: scripts/attack/fuzz_files.py is no program; python -m scripts lists them")
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MARKER = "marker"  # the file beside the case's folder that payloads make
-_STAMP = 10**18  # modification time of all files of a case, in nanoseconds, so that equal cases are equal to caches too
+MARKER = "marker"  # the file beside the case's folder that payloads create
+_STAMP = 10**18  # modification time of all files of a case, in nanoseconds; fixed, because caches depend on it
 
 
 class Link(NamedTuple):
@@ -22,26 +22,26 @@ class Link(NamedTuple):
 
 
 class Fifo(NamedTuple):
-    """A pipe with a name."""
+    """A named pipe."""
 
 
 class Folder(NamedTuple):
     """An empty folder."""
 
 
-Entry = bytes | Link | Fifo | Folder | None  # None takes a file of the input's sound files away
+Entry = bytes | Link | Fifo | Folder | None  # None removes a file of the input's valid files
 Files = Mapping[str, Entry]
 
 
 class Case(NamedTuple):
-    """What is run, and what differs from the input's sound files; names are relative, and may hold any bytes."""
+    """A command, and the files that differ from the input's valid files; names are relative, and may contain any bytes."""
 
-    command: list[str]  # a program and its words
+    command: list[str]  # a program and its arguments
     files: dict[str, Entry]
 
 
 class Place(NamedTuple):
-    """Where cases run: `work` is the case's own folder, all else in `root` must stay as it is."""
+    """The folders of cases: `work` is the case's own folder; everything else in `root` must not change."""
 
     root: Path
     work: Path
@@ -56,16 +56,16 @@ class Place(NamedTuple):
         return place
 
     def left(self) -> dict[str, str]:
-        """Return what a case said, and what it left outside its folder, which is cleared away."""
+        """Return a case's output, and what it changed outside its folder, and clean that up."""
         said = self.said.read_bytes()[-20_000:].decode("utf-8", "backslashreplace") if self.said.exists() else ""
         return {"said": said, "fault": self._fault()}
 
     def _fault(self) -> str:
-        """Return what a case left outside its folder, "" if nothing, and clear it away."""
+        """Return what a case changed outside its folder, "" if nothing, and clean it up."""
         names = {entry.name for entry in os.scandir(self.root)}
         found = ""
         if MARKER in names:
-            found = "marker: a payload was run"
+            found = "marker: a payload was executed"
         elif names - {"case", "said", "canary"}:
             found = "outside: a file beside the folder of the case"
         elif not (self.root / "canary").is_file() or (self.root / "canary").read_bytes() != b"sing":
@@ -104,7 +104,7 @@ def _remove(path: Path) -> None:
 
 
 def dump_case(case: Case, facts: Mapping[str, Any]) -> str:
-    """Return a case as JSON; files in base64, names with bytes that are no UTF-8 as lone surrogates."""
+    """Return a case as JSON: binary files in base64, and bytes of names that are not UTF-8 as lone surrogates."""
     return (
         json.dumps(
             {**facts, "command": case.command, "files": {name: _dump(entry) for name, entry in case.files.items()}}, indent=1

@@ -1,4 +1,4 @@
-"""What the fuzzer found: made small, and written down."""
+"""Minimises finds of the fuzzer, and writes them to disk."""
 
 if __name__ == "__main__":
     raise SystemExit("error: scripts/attack/fuzz_finds.py is no program; python -m scripts lists them")
@@ -13,7 +13,7 @@ from .fuzz_files import Case, Files, Place, dump_case
 
 
 def minimise(case: Case, kind: str, place: Place, sound: Files, memory: float, seconds: float) -> Case:
-    """Return a smaller case that ends in the same way: fewer files, and fewer bytes in each; take so many seconds at most."""
+    """Return a smaller case with the same outcome: fewer files, and fewer bytes in each; take at most `seconds`."""
     end = time.monotonic() + seconds
 
     def ends_so(smaller: Case) -> bool:
@@ -34,7 +34,7 @@ def minimise(case: Case, kind: str, place: Place, sound: Files, memory: float, s
 
 
 def _shorten(case: Case, name: str, data: bytes, ends_so: Callable[[Case], bool], end: float) -> Case:
-    """Cut pieces out of a file, large ones first, while it ends in the same way, until the time `end`."""
+    """Cut pieces out of a file, large ones first, as long as the outcome stays the same, until the time `end`."""
     size = len(data) // 2
     while size:
         place = 0
@@ -50,13 +50,13 @@ def _shorten(case: Case, name: str, data: bytes, ends_so: Callable[[Case], bool]
 
 
 def run_one(case: Case, place: Place, sound: Files, memory: float) -> Outcome:
-    """Run one case in a child of its own."""
+    """Run one case in its own child."""
     (outcome,) = run_cases(place, [lambda: case], sound, memory)
     return outcome
 
 
 def keep(folder: Path, case: Case, facts: Mapping[str, Any], said: str) -> None:
-    """Write a find: case.json, what the program said, and its files as they are."""
+    """Write a find: case.json, and the output of the program."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "case.json").write_text(dump_case(case, facts))
     (folder / "said.txt").write_text(said, errors="backslashreplace")

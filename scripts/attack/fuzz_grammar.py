@@ -1,4 +1,4 @@
-"""Lies by grammar: bytes, values, pickles and tensors that are well formed and wrong."""
+"""Generates hostile contents: bytes, values, pickles and tensors that are well formed but wrong."""
 
 if __name__ == "__main__":
     raise SystemExit("error: scripts/attack/fuzz_grammar.py is no program; python -m scripts lists them")
@@ -19,8 +19,8 @@ from .fuzz_files import MARKER
 Rng = np.random.Generator
 WORDS = (0, 1, 2, 3, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 1 << 29, 2 << 29, 3 << 29, 7 << 29, (1 << 29) - 1, 0xCED7230A)
 _LARGEST_SAVE = 16 << 20  # bytes
-_TOUCH = f"../{MARKER}"  # a payload runs in the case's folder
-# callables a pickle can name, with arguments that would make the marker
+_TOUCH = f"../{MARKER}"  # relative, because a payload runs in the case's folder
+# callables that a pickle can name, with arguments that would create the marker
 _CALLS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("os", "system", (f"touch {_TOUCH}",)),
     ("posix", "system", (f"touch {_TOUCH}",)),
@@ -72,7 +72,7 @@ def pick(rng: Rng, values: Sequence[Any]) -> Any:
 
 
 def damage(data: bytes, others: Sequence[bytes], rng: Rng) -> bytes:
-    """Return the bytes with one change or some more: bits, bytes, sizes, cuts, repeats, and parts of other files."""
+    """Return the bytes with one or more changes: bits, bytes, sizes, cuts, repeats, and parts of other files."""
     changed = bytearray(data)
     for _ in range(int(rng.geometric(0.4))):
         _change(changed, others, rng)
@@ -124,7 +124,7 @@ _NUMBERS = (None, True, False, -1, 0, 1, 2, 7, 10**9, 2**31, 2**63, 2**64, 10**3
 
 
 def value(rng: Rng) -> Any:
-    """Return a plain value that is probably none that was expected."""
+    """Return a plain value that a program probably does not expect."""
     kind = int(rng.integers(8))
     if kind < 3:
         return pick(rng, _NUMBERS)
@@ -139,7 +139,7 @@ def value(rng: Rng) -> Any:
 
 
 def change_tree(tree: Any, rng: Rng, lie: Callable[[Any, Rng], Any] = lambda old, rng: value(rng)) -> Any:
-    """Return a copy of nested dicts and lists with one or some places replaced, missing, doubled or swapped."""
+    """Return a copy of nested dicts and lists with one or more entries replaced, deleted, added or copied."""
     tree = copy.deepcopy(tree)
     for _ in range(int(rng.geometric(0.6))):
         spots = list(_spots(tree))
@@ -155,7 +155,7 @@ def change_tree(tree: Any, rng: Rng, lie: Callable[[Any, Rng], Any] = lambda old
             try:
                 other, name = pick(rng, spots)
                 holder[key] = copy.deepcopy(other[name])
-            except (KeyError, IndexError, RecursionError):  # gone by now, or deep
+            except (KeyError, IndexError, RecursionError):  # deleted already, or nested too deeply
                 holder[key] = None
         elif isinstance(holder, dict):
             holder[pick(rng, ("", "x", "../x", "a\0b", "\x1b[2J", 7, "step", "slots"))] = value(rng)
@@ -165,7 +165,7 @@ def change_tree(tree: Any, rng: Rng, lie: Callable[[Any, Rng], Any] = lambda old
 
 
 def _spots(tree: Any) -> list[tuple[Any, Any]]:
-    """Return (holder, key) of all places in nested dicts and lists."""
+    """Return (holder, key) of all entries in nested dicts and lists."""
     found: list[tuple[Any, Any]] = []
     waiting = [tree]
     while waiting:
@@ -181,7 +181,7 @@ def _spots(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def evil_pickle(rng: Rng) -> bytes:
-    """Return a pickle that calls what no pickle may, by a random way to say so, or one that costs memory or time."""
+    """Return a pickle that calls a forbidden function, encoded in a random way, or one that costs memory or time."""
     module, name, words = pick(rng, _CALLS)
     head = pick(rng, (b"", b"\x80\x02", b"\x80\x04", b"\x80\x05", b"\x80\x04\x95" + (1 << 60).to_bytes(8, "little")))
     arguments = pickle.dumps(tuple(words), 2)[2:-1]
@@ -218,7 +218,7 @@ def evil_pickle(rng: Rng) -> bytes:
 
 
 def evil_zip(rng: Rng, seed: bytes = b"") -> bytes:
-    """Return an archive of torch.save in which data.pkl is an evil pickle, or members lie."""
+    """Return an archive like those of torch.save in which data.pkl is an evil pickle, with wrong members besides."""
     out = io.BytesIO()
     compression = pick(rng, (zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))
     with zipfile.ZipFile(out, "w", compression) as archive:
@@ -239,7 +239,7 @@ def evil_zip(rng: Rng, seed: bytes = b"") -> bytes:
 
 
 def tensor(old: Any, rng: Rng) -> Any:
-    """Return something else in place of a tensor: its shape, type, memory or numbers lie; in place of others, a value."""
+    """Return a replacement of a tensor with wrong shape, type, memory or numbers; for other objects, a plain value."""
     if not isinstance(old, Tensor):
         return value(rng)
     dtypes = (torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64)
@@ -269,7 +269,7 @@ def tensor(old: Any, rng: Rng) -> Any:
     )
     try:
         return pick(rng, lies)()
-    except RuntimeError:  # as of an empty one, which cannot be shown 10^9 times
+    except RuntimeError:  # for example an empty tensor, which cannot be expanded
         return torch.tensor(0.5)
 
 
@@ -277,7 +277,8 @@ def saved(tree: Any) -> bytes:
     """Return the file that torch.save writes.
 
     Raises:
-        RuntimeError: it would have more than 16 MiB, as of a tensor that was expanded and then copied: no lie, only long.
+        RuntimeError: it has more than 16 MiB, for example because of a tensor that was expanded and then copied. Such a file is
+            valid, only long.
     """
     out = io.BytesIO()
     torch.save(tree, out)
@@ -287,11 +288,11 @@ def saved(tree: Any) -> bytes:
 
 
 def changed_save(data: bytes, rng: Rng) -> bytes:
-    """Return a file of torch.save with lies in it."""
+    """Return a file of torch.save with wrong values in it."""
     tree = torch.load(io.BytesIO(data), weights_only=True)
     for _ in range(9):
         try:
             return saved(change_tree(tree, rng, tensor))
         except (RuntimeError, pickle.PicklingError, UnicodeEncodeError, NotImplementedError, RecursionError):
-            continue  # what torch cannot save
+            continue  # torch cannot save it
     return data

@@ -1,7 +1,7 @@
-"""The inputs of this project that the fuzzer attacks: the registry, and the readers that are not programs themselves.
+"""The inputs that the fuzzer attacks: their class, and the readers that are not programs themselves.
 
-An input has sound files, makers of cases and a bound for memory. A maker takes the sound files and a generator of random
-numbers and returns a case, which names the program that is to read it.
+An input has valid files, makers of cases, and a memory bound. A maker takes the valid files and a random number generator, and
+returns a case, which names the program that reads it.
 """
 
 if __name__ == "__main__":
@@ -36,14 +36,14 @@ HERE = "scripts.attack.fuzz_inputs"
 class Input(NamedTuple):
     """One input of the project."""
 
-    sound: Sound  # files that each case has, unless it has others in their place
-    makers: Sequence[Maker]  # drawn with equal chances
-    memory: float = 256  # MiB of resident memory that reading a case may take
-    batch: int = 50  # cases to a process
+    sound: Sound  # valid files of each case, unless the case replaces them
+    makers: Sequence[Maker]  # drawn with equal probability
+    memory: float = 256  # MiB of resident memory that a case may take
+    batch: int = 50  # cases per process
 
 
 def make_case(name: str, entry: Input, seed: int, number: int) -> Case:
-    """Return the case of this number, the same one always."""
+    """Return the case with this number, which is always the same."""
     rng = np.random.default_rng([seed, number, zlib.crc32(name.encode())])
     return entry.makers[int(rng.integers(len(entry.makers)))](entry.sound, rng)
 
@@ -62,7 +62,7 @@ def pairs(words: list[str]) -> int:
 
 
 def image(words: list[str]) -> int:
-    """Decode an image as training does, and as the tools do."""
+    """Decode an image like training, and like the tools."""
 
     def run() -> None:
         data = Path(words[0]).read_bytes()
@@ -79,7 +79,7 @@ def images_of_set(words: list[str]) -> int:
 
 
 def cached_set(words: list[str]) -> int:
-    """Open a set of tar shards with an index that was kept: cache.index, laid where it would be looked for."""
+    """Open a set of tar shards with a cached index: cache.index, copied to the place of the cache."""
 
     def run() -> None:
         path = cache_path(Path("cache"), Path("tar/0.tar"))

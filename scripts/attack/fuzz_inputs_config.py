@@ -56,7 +56,7 @@ def _yaml_tree(sound: Sound, rng: Rng) -> Case:
 
 
 def _keys() -> dict[str, Any]:
-    """Return all keys with their defaults, those of every loss and backbone too."""
+    """Return all keys with their defaults, including those of every loss and of the default backbone."""
     base: dict[str, Any] = yaml.safe_load(_BASE.read_text())
     for name in list_margins():
         base["loss"] |= margin_arguments(name)
@@ -81,7 +81,7 @@ _SIGNS = (
 
 
 def _bad_yaml(rng: Rng) -> str:
-    """Return a value in YAML as no program writes it."""
+    """Return a hostile value in YAML."""
     depth = int(pick(rng, (3, 60, 1500, 20000)))
     laughs = "&a0 [x]" + "".join(f", &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, int(pick(rng, (3, 12, 40)))))
     words = ("[touch ../marker]", "x", "{a: b}", "3", '""')
@@ -105,7 +105,7 @@ def _bad_yaml(rng: Rng) -> str:
 
 
 def _yaml_text(sound: Sound, rng: Rng) -> Case:
-    """Return a case with a configuration in which YAML itself is turned against the reader."""
+    """Return a case with a configuration that abuses features of YAML."""
     base = _keys()
     section = str(pick(rng, sorted(base)))
     place = (f"{section}: {{{pick(rng, sorted(base[section]))}: ", "}", f"{section}: ", "", "", "", "? ", "\n: 1")
@@ -141,7 +141,7 @@ _NUMBERS = (
 
 
 def _overrides(sound: Sound, rng: Rng) -> Case:
-    """Return a case whose command line lies."""
+    """Return a case with wrong overrides on the command line."""
     base = _keys()
     words = []
     for _ in range(int(rng.integers(1, 4))):
@@ -175,7 +175,7 @@ def _overrides(sound: Sound, rng: Rng) -> Case:
                 ),
             )
         )
-    words = [word.replace("\0", "") for word in words]  # no command line can hold it
+    words = [word.replace("\0", "") for word in words]  # a command line cannot contain it
     return Case(["train", "tiny.yaml", str(pick(rng, ("--check", "--print-config"))), *words], {})
 
 
@@ -220,7 +220,7 @@ _KEYS = (
 
 
 def _arcface_config(sound: Sound, rng: Rng) -> Case:
-    """Return a case with a configuration in Python whose values would cost much, or run something, if they were evaluated."""
+    """Return a case with a Python configuration whose values would be expensive or harmful if they were evaluated."""
     lines = [
         "from easydict import EasyDict as edict",
         "config = edict()",

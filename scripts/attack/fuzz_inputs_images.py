@@ -12,7 +12,7 @@ from pathlib import Path
 
 from xxhash import xxh3_128
 
-from data.index_cache import _DIGEST, _MAGIC  # the layout of a cache, to seal a changed one again
+from data.index_cache import _DIGEST, _MAGIC  # the layout of a cache, to give a changed one a valid checksum
 
 from .fuzz_files import Case
 from .fuzz_grammar import Rng, change_tree, damage, pick
@@ -55,7 +55,7 @@ def _tar_mutated(seed: bytes) -> Maker:
 
 
 def _lie_in_header(data: bytearray, rng: Rng) -> None:
-    """Change a field of a header, and set its checksum right again."""
+    """Change a field of a header, and correct its checksum."""
     starts = [place for place in range(0, len(data) - 511, 512) if data[place + 257 : place + 262] == b"ustar"]
     if not starts:
         return
@@ -161,7 +161,7 @@ def _tar_grammar(sound: Sound, rng: Rng) -> Case:
 
 
 def _cache_maker(seed: bytes) -> Maker:
-    """Return a maker of caches with lies in their header or arrays, most of them under a right checksum."""
+    """Return a maker of caches with wrong headers or arrays, most of them with a valid checksum."""
     start = len(_MAGIC) + _DIGEST
 
     def make(sound: Sound, rng: Rng) -> Case:
@@ -197,7 +197,7 @@ def _image_mutated(images: dict[str, bytes]) -> Maker:
 
 
 def _image_grammar(images: dict[str, bytes]) -> Maker:
-    """Return a maker of images with headers that lie, and of bombs."""
+    """Return a maker of images with wrong headers, and of decompression bombs."""
     makers: tuple[Callable[[Rng], bytes], ...] = (
         lambda rng: _sized_jpeg(images[".jpg"], rng),
         _png,
@@ -211,7 +211,7 @@ _SIDES = (0, 1, 7, 112, 113, 2000, 2049, 16383, 16384, 30000, 65500, 65535, 10**
 
 
 def _sized_jpeg(data: bytes, rng: Rng) -> bytes:
-    """Return a JPEG whose frame claims another size, or whose scans come again and again."""
+    """Return a JPEG whose frame claims another size, or whose scans are repeated many times."""
     place = data.index(b"\xff\xc0")
     sides = b"".join(min(int(pick(rng, _SIDES)), 65535).to_bytes(2, "big") for _ in range(2))
     if rng.random() < 0.7:
@@ -226,7 +226,7 @@ def _sized_jpeg(data: bytes, rng: Rng) -> bytes:
 
 
 def _png(rng: Rng) -> bytes:
-    """Return a PNG with a right checksum for each chunk: of any size, depth and colour, with few bytes for many pixels."""
+    """Return a PNG with valid checksums, of any size, depth and colour type, often with few bytes for many pixels."""
     width, height = int(pick(rng, _SIDES)), int(pick(rng, _SIDES))
     if rng.random() < 0.4:
         height = max(1, min((1 << 22) // max(width, 1), 2**31))
@@ -248,7 +248,7 @@ def _png(rng: Rng) -> bytes:
 
 
 def _patched(data: bytes, places: Sequence[int], rng: Rng) -> bytes:
-    """Return the bytes with numbers of four bytes changed."""
+    """Return the bytes with some four-byte numbers changed."""
     changed = bytearray(data)
     for _ in range(int(rng.integers(1, 3))):
         place = pick(rng, places)

@@ -59,7 +59,7 @@ _CENTRES = (
 
 
 def _sealed(files: dict[str, Entry], sound: Sound) -> dict[str, Entry]:
-    """Return the files with sizes and hashes in the manifest that agree with them, so that no checksum stops a lie."""
+    """Return the files with a manifest of matching sizes and hashes, so that no checksum rejects them."""
     manifest = json.loads(bytes(sound[_MANIFEST] or b""))  # type: ignore[arg-type]
     for name, entry in manifest["files"].items():
         data = files.get(f"{CHECKPOINT}/{name}")
@@ -91,7 +91,7 @@ def _manifest(sound: Sound, rng: Rng) -> Case:
 
 
 def _changed(name: str, *commands: list[str]) -> Maker:
-    """Return a maker that puts lies into one file of a checkpoint."""
+    """Return a maker that changes one file of a checkpoint."""
 
     def make(sound: Sound, rng: Rng) -> Case:
         seed = bytes(sound[name] or b"")  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def _changed(name: str, *commands: list[str]) -> Maker:
 
 
 def _other_tensors(data: bytes, rng: Rng) -> bytes:
-    """Return a sound .safetensors file of other tensors than were there."""
+    """Return a valid .safetensors file with other tensors than before."""
     tensors = load(data)
     for _ in range(int(rng.geometric(0.6))):
         name = str(pick(rng, sorted(tensors)))
@@ -134,7 +134,7 @@ def _other_tensors(data: bytes, rng: Rng) -> bytes:
 
 
 def _evil_weights(weights: dict[str, bytes], rng: Rng) -> tuple[str, bytes]:
-    """Return the name and the bytes of a file that lies about its weights."""
+    """Return the name and the bytes of a hostile weights file."""
     seeds = [data for name, data in weights.items() if name.endswith((".pt", ".pth"))]
     kind = rng.random()
     if kind < 0.35:
@@ -168,7 +168,7 @@ def _as_safetensors(weights: dict[str, bytes]) -> bytes:
 
 
 def _init(weights: dict[str, bytes]) -> Maker:
-    """Return a maker of trainings that begin with weights that lie."""
+    """Return a maker of training runs that start from hostile weights."""
 
     def make(sound: Sound, rng: Rng) -> Case:
         name, data = _evil_weights(weights, rng)

@@ -101,17 +101,17 @@ _ODD = ("../canary", "/dev/zero", "/dev/stdin", "pipe", "people", "", "nowhere.j
 
 
 def _word(rng: Rng, names: Sequence[str], share: float) -> str:
-    """Return a name for a list: one of a picture, but for this share."""
+    """Return a name for a list: a picture's name, or with probability `share` an odd one."""
     return str(pick(rng, names) if rng.random() >= share else pick(rng, (*_ODD, *TEXTS, *_NAMES)))
 
 
 def _share(rng: Rng) -> float:
-    """Return how much of a list lies: some lists have one lie only, so that all behind it is read."""
+    """Return the share of wrong entries in a list: some lists have only one, so that everything else is read."""
     return float(pick(rng, (0.0, 0.03, 0.3)))
 
 
 def _text(lines: Sequence[str], rng: Rng, share: float) -> bytes:
-    """Return lines as a file: in one of several encodings, with damage now and then."""
+    """Return lines as a file, in one of several encodings, sometimes damaged."""
     text = pick(rng, ("\n", "\n", "\n", "\r\n", "\r")).join(lines)
     if "\ud800" in text:
         data = b"\xed\xa0\x80" + text.encode("utf-8", "replace")
@@ -163,7 +163,7 @@ def _tensor_pairs(seed: bytes) -> Maker:
 
 
 def changed_header(data: bytes, rng: Rng) -> bytes:
-    """Return a .safetensors file with lies in its header, or with another length of it."""
+    """Return a .safetensors file with a wrong header, or with a wrong header length."""
     length = int.from_bytes(data[:8], "little")
     tree = change_tree(json.loads(data[8 : 8 + length]), rng)
     text = json.dumps(tree).encode()
@@ -234,7 +234,7 @@ def _landmarks(sound: Sound, rng: Rng) -> Case:
 
 
 def _folder_tree(sound: Sound, rng: Rng) -> Case:
-    """Return a case with a folder of people in which links, pipes, odd names and empty folders lie."""
+    """Return a case with a folder of people that contains links, pipes, odd names and empty folders."""
     files: dict[str, Entry] = {}
     targets = (
         ".",

@@ -1,4 +1,4 @@
-"""The sound files that the fuzzer starts from: made by this project's own writers, and a training of two steps."""
+"""Makes the valid files that the fuzzer starts from, with this project's own writers and a training run of two steps."""
 
 if __name__ == "__main__":
     raise SystemExit("error: scripts/attack/fuzz_seeds.py is no program; python -m scripts lists them")
@@ -51,7 +51,7 @@ def encoded(seed: int, ending: str = ".jpg", side: int = 112) -> bytes:
 
 
 def make_seeds(folder: Path) -> None:
-    """Write all seeds below a folder, in a child process: a training starts threads, which no fork survives."""
+    """Write all seeds below a folder, in a child process, because training starts threads, which do not survive a fork."""
     child = os.fork()
     if not child:
         status = 1
@@ -65,7 +65,7 @@ def make_seeds(folder: Path) -> None:
         finally:
             os._exit(status)
     if os.waitpid(child, 0)[1]:
-        raise ValueError(f"the sound files that the fuzzer starts from cannot be made in {folder}; see above")
+        raise ValueError(f"the valid files that the fuzzer starts from cannot be made in {folder}; see above")
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
@@ -94,7 +94,7 @@ def _write_all(folder: Path) -> None:
 
 
 def _write_pictures(folder: Path) -> None:
-    """Write people with pictures, and IJB in the small."""
+    """Write people with pictures, and a tiny IJB."""
     names = [f"p{person}/{number}.jpg" for person in range(3) for number in range(2)]
     for seed, name in enumerate(names):
         path = folder / "people" / name
@@ -123,7 +123,7 @@ def _write_tar(folder: Path) -> None:
 
 
 def _write_arcface(folder: Path) -> None:
-    """Write what arcface_torch leaves behind, of three years."""
+    """Write the files of arcface_torch in the formats of three versions."""
     torch.manual_seed(1)
     model = build_backbone("r18", _DIM, 1 / 64)
     state, weight = model.state_dict(), torch.randn(_CLASSES, _DIM)
@@ -152,7 +152,7 @@ def _write_arcface(folder: Path) -> None:
 
 
 def _write_weights(folder: Path) -> None:
-    """Write a network in each form that evaluation takes, ONNX where the package onnx is installed."""
+    """Write a network in each form that evaluation reads; ONNX only if the package onnx is installed."""
     model = build_backbone("r18", _DIM, 1 / 64).eval()
     (folder / "weights.pt").write_bytes(saved(model.state_dict()))
     (folder / "weights.pth").write_bytes(saved({f"module.{name}": value for name, value in model.state_dict().items()}))

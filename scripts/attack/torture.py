@@ -1,15 +1,15 @@
-"""Torture real trainings: python -m scripts.attack.torture --minutes 10
+"""Inject faults into real training runs: python -m scripts.attack.torture --minutes 10
 
-Starts tiny trainings of one, two and three CPU processes on drawn data, through scripts/launch/torchrun.py as a user does, and
-strikes at random moments of the start, of steps, saves and evaluations: kills, stops, signals, full disks, ranks that
-disagree. It starts them again, on as many processes or on others, until they are done. After every blow it reads the run
-folder with its own code: no checkpoint lost or damaged, no process or lock left, the exit status and words that the
-documents promise; and the end of a run on one number of processes has the bits of an unbroken one. The disk is full by a
-limit on the size of the files that the processes may write (RLIMIT_FSIZE), set while they run; that needs no rights.
+Starts tiny training runs of one, two and three CPU processes on generated data, through scripts/launch/torchrun.py like a user,
+and strikes at random moments of the start, of steps, saves and evaluations: kills, stops, signals, full disks, ranks that
+disagree. It restarts each run, on the same or another number of processes, until the run is finished. After every blow it
+checks the run folder with its own code: no checkpoint is lost or damaged, no process or lock is left, and exit status and
+messages are as documented. A run that kept its number of processes must end with the same bits as an undisturbed one. A full
+disk is simulated by a limit on the size of files (RLIMIT_FSIZE), set on the running processes, which needs no privileges.
 
-One start of --by-hand is made as a user makes it; the others are forked by a process that has imported torch
+One of every --by-hand starts is made like a user's; the others are forked by a process that has imported torch
 (scripts/attack/torture_nest.py). A find is kept in --out with the log and the run folder. Each run is drawn from --seed and its
-number: --run 17 repeats that one, as far as the moments fall the same way. Exit status 1 with finds. Linux only.
+number: --run 17 repeats that run, except for timing. The exit status is 1 if there are finds. Linux only.
 
 Example: python -m scripts.attack.torture --minutes 10 --seed 1
 """
@@ -37,11 +37,11 @@ from .torture_blows import GOES_ON, KINDS, PHASES, Blow, await_end, await_progre
 from .torture_checks import History, check_resumed, check_said, wait_until, weights_of
 from .torture_runs import CLASSES, LIMIT_MINUTES, STEPS, Life, Nest, TorturePlace
 
-_LONGEST = 180.0  # seconds that an unbroken training may take
+_LONGEST = 180.0  # seconds that an undisturbed training run may take
 
 
 class Dealt(NamedTuple):
-    """A blow that fell."""
+    """A blow that was dealt."""
 
     run: int
     kind: str
@@ -52,10 +52,10 @@ class Dealt(NamedTuple):
 
 
 class Find(NamedTuple):
-    """What was wrong after a blow."""
+    """A fault after a blow."""
 
     run: int
-    start: int  # which start of that run
+    start: int  # number of the start within the run
     kind: str
     phase: str
     processes: int
@@ -66,15 +66,15 @@ class Find(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and torture; return the exit status."""
     parser = make_parser("python -m scripts.attack.torture", __doc__)
-    parser.add_argument("--minutes", type=float, default=0.0, help="how long; 0 = until --kills blows fell (default 0)")
-    parser.add_argument("--kills", type=int_in_range(0), default=0, help="end after so many blows; 0 = when the time is up")
-    parser.add_argument("--seed", type=int_in_range(0), default=0, help="of runs, blows and moments (default 0)")
-    parser.add_argument("--run", type=int_in_range(0), help="only the run of this number")
+    parser.add_argument("--minutes", type=float, default=0.0, help="duration; 0 = until --kills blows (default 0)")
+    parser.add_argument("--kills", type=int_in_range(0), default=0, help="end after N blows; 0 = when the time is up")
+    parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed of runs, blows and moments (default 0)")
+    parser.add_argument("--run", type=int_in_range(0), help="only the run with this number")
     parser.add_argument(
         "--processes", type=int_in_range(1, 3), nargs="+", default=[1, 2, 3], help="numbers of processes to start"
     )
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="which blows")
-    parser.add_argument("--by-hand", type=int_in_range(0), default=5, help="one start in so many is not forked; 0 = none")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="kinds of blows")
+    parser.add_argument("--by-hand", type=int_in_range(0), default=5, help="one start in N is not forked; 0 = none")
     parser.add_argument("--out", type=Path, default=Path("torture_finds"), help="folder for finds")
     parser.add_argument("--json", type=Path, help="write counts and finds to this file")
     options = parser.parse_args(arguments)
@@ -86,8 +86,8 @@ def torture(options: argparse.Namespace) -> None:
     if not sys.platform.startswith("linux"):
         raise ValueError("scripts.attack.torture reads /proc and sets limits of other processes: it needs Linux")
     if not (options.minutes or options.kills or options.run is not None):
-        raise ValueError("--minutes, --kills or --run must say how long; --minutes 10 is a beginning")
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing that was started stays behind
+        raise ValueError("one of --minutes, --kills or --run must be given; --minutes 10 is a good start")
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no started process is left behind
     with tempfile.TemporaryDirectory(prefix="torture_") as folder:
         torturer = Torturer(options, TorturePlace(Path(folder)))
         try:
@@ -105,7 +105,7 @@ def torture(options: argparse.Namespace) -> None:
 
 
 class Torturer:
-    """Runs, blows and finds of one call."""
+    """The runs, blows and finds of one call."""
 
     def __init__(self, options: argparse.Namespace, place: TorturePlace) -> None:
         self.options, self.place = options, place
@@ -115,7 +115,7 @@ class Torturer:
         self.dealt: list[Dealt] = []
         self.finds: list[Find] = []
         self.finished = {"same processes": 0, "other processes": 0}
-        self.reference: dict[int, dict[str, bytes]] = {}  # files of an unbroken run, by number of processes
+        self.reference: dict[int, dict[str, bytes]] = {}  # files of an undisturbed run, by number of processes
         self._starts: dict[tuple[int, bool], list[float]] = {}  # seconds to the first step
         self._begun = time.monotonic()
 
@@ -155,11 +155,11 @@ class Torturer:
         wait_until(lambda: not life.alive(), _LONGEST)
         life.end()
         if life.status() != 0:
-            raise ValueError(f"a training that nobody touched ended with status {life.status()}: {life.said()}")
+            raise ValueError(f"an undisturbed training run ended with status {life.status()}: {life.said()}")
         self.reference[processes] = weights_of(life.folder, STEPS)
 
     def _one_run(self, number: int, bar: Any) -> None:
-        """Start a training again and again, with a blow each time, until it has reached its last step."""
+        """Start a training run again and again, with a blow each time, until it has reached its last step."""
         rng = random.Random(f"{self.options.seed} {number}")
         fixed, blows = rng.random() < 0.6, rng.randint(2, 6)
         chosen = rng.choice(self.options.processes)
@@ -168,12 +168,12 @@ class Torturer:
         used: set[int] = set()
         found = len(self.finds)
         life: Life | None = None
-        while len(self.finds) == found:  # what comes after a find says little
+        while len(self.finds) == found:  # faults after a find would mean little
             if life is None:
                 chosen = chosen if fixed else rng.choice(self.options.processes)
                 by_hand = bool(self.options.by_hand) and rng.randrange(self.options.by_hand) == 0
             blow = draw(rng, chosen, self.options.kinds)
-            if blow.kind in ("disagree", "stop_rank") and life is not None:  # these need a setting at the start
+            if blow.kind in ("disagree", "stop_rank") and life is not None:  # these need settings at the start
                 blow = blow._replace(kind="kill_all")
             if blows == 0 or self._is_over():
                 break
@@ -186,7 +186,7 @@ class Torturer:
                     used.add(chosen)
             newest, before = history.newest, self._shown(history.folder)
             if not wait_for(life, blow, self._start_seconds(chosen, by_hand)) and blow.kind != "disagree":
-                break  # it ended before; whether well, is looked at below
+                break  # it ended before; _finish checks whether it ended well
             blows -= 1
             bar.update()
             if self._deal(life, blow, number, start, by_hand, history, newest, before):
@@ -216,7 +216,7 @@ class Torturer:
         newest: int,
         before: dict[str, tuple[int, int]],
     ) -> bool:
-        """Strike and look; return whether the start is over."""
+        """Deal a blow and check its effects; return whether this start is over."""
         phase, step = life.phase(), life.last_step()
         if life.first_step:
             self._starts.setdefault((life.processes, by_hand), []).append(life.first_step)
@@ -248,10 +248,10 @@ class Torturer:
     def _finish(
         self, life: Life | None, number: int, start: int, name: str, processes: int, history: History, used: set[int]
     ) -> None:
-        """Let a run come to its end, and compare that with an unbroken one."""
+        """Let a run finish, and compare the result with an undisturbed run."""
         newest, old = history.newest, life
         faults: list[str] = []
-        while True:  # a start that ended just before its blow was not hit by it, but may have been held up before
+        while True:  # a start that ended just before its blow may have been paused before
             current = life or self._start(name, processes, start, self.nest, [])
             used.add(processes)
             if wait_until(lambda current=current: not current.alive(), _LONGEST) is None:
@@ -275,14 +275,14 @@ class Torturer:
         if len(used) == 1 and not faults:
             weights, expected = weights_of(history.folder, STEPS), self.reference[processes]
             changed = [file for file in expected if weights.get(file) != expected[file]]
-            faults += [f"{file} has other bits than that of an unbroken run" for file in changed]
+            faults += [f"{file} differs from the file of an undisturbed run" for file in changed]
         self.finished["same processes" if len(used) == 1 else "other processes"] += 1
         self._note(current, number, start, "none", "end", False, faults, history)
 
     def _note(
         self, life: Life, number: int, start: int, kind: str, phase: str, by_hand: bool, faults: list[str], history: History
     ) -> None:
-        """Keep what belongs to a find."""
+        """Record faults as finds, and keep the files that belong to them."""
         if not faults:
             return
         life.end()
@@ -297,7 +297,7 @@ class Torturer:
         self.finds += [Find(number, start, kind, phase, life.processes, by_hand, what) for what in faults]
 
     def report(self) -> dict[str, Any]:
-        """Return what JSON shows of it all."""
+        """Return the contents of the JSON file."""
         return {
             "blows": len(self.dealt),
             "by_hand": sum(blow.by_hand for blow in self.dealt),

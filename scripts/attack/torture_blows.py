@@ -1,4 +1,4 @@
-"""The blows of the torturer: how each is dealt, and what must come of it, as docs/checkpoints.md and docs/cluster.md say."""
+"""The blows of the torturer: how each is dealt, and the effect that docs/checkpoints.md and docs/cluster.md promise."""
 
 if __name__ == "__main__":
     raise SystemExit("error: scripts/attack/torture_blows.py is no program; python -m scripts lists them")
@@ -15,7 +15,7 @@ from .torture_checks import wait_until
 from .torture_runs import LIMIT_MINUTES, STEPS, Life, TorturePlace
 
 PHASES = ("start", "step", "save", "evaluation")
-# how often each is drawn
+# relative frequencies
 KINDS = {
     "kill_all": 10,
     "kill_worker": 10,
@@ -32,11 +32,11 @@ KINDS = {
     "disagree": 8,
 }
 ALONE = ("kill_all", "stop_short", "term", "int", "int_twice", "disk_short", "disk_full")
-# seconds until all processes must be gone, on a busy machine. Of a rank that is stopped: its limit, a minute more where another
-# one saves or evaluates, and the half minute after which torchrun kills it
+# seconds until all processes must be gone, on a busy machine. For a stopped rank: its limit, a minute more if another rank
+# saves or evaluates, and the half minute after which torchrun kills it
 LIMITS = {"stop_rank": 60 * LIMIT_MINUTES + 60.0 + 30.0 + 30.0, "kill_torchrun": 25.0, "disk_full": 120.0, "others": 40.0}
 GOES_ON = ("stop_short", "disk_short")
-# a key of one rank, with what the error must name; the others have another value
+# the setting of one rank -> what the error must name; the other ranks have another value
 ODD_KEYS = {
     "optimizer.lr=0.1": "optimizer.lr",
     "run.seed=7": "run.seed",
@@ -56,19 +56,19 @@ _NO_LIMIT = resource.RLIM_INFINITY
 
 
 class Blow(NamedTuple):
-    """What is done to a start, drawn before it is made."""
+    """A blow to a start, drawn before the start."""
 
     kind: str
-    phase: str  # in which it is to strike
-    times: int  # of new steps or saves to wait for
-    part: float  # of a start, or of a short pause, to wait for
+    phase: str  # in which to strike
+    times: int  # number of new steps or saves to wait for
+    part: float  # fraction of a start, or of a short pause, to wait for
     rank: int
-    limit: int  # bytes that a file may have, where the disk is full
+    limit: int  # largest size of a file in bytes, to simulate a full disk
     odd: str  # one of ODD_KEYS
 
 
 def draw(rng: random.Random, processes: int, kinds: list[str]) -> Blow:
-    """Draw a blow for so many processes; always takes the same numbers from rng."""
+    """Draw a blow for a number of processes; always consumes the same random numbers."""
     possible = [kind for kind in kinds if processes > 1 or kind in ALONE] or ["kill_all"]
     kind = rng.choices(possible, [KINDS[name] for name in possible])[0]
     phase = rng.choices(PHASES, [3, 4, 3, 2])[0]
@@ -78,17 +78,17 @@ def draw(rng: random.Random, processes: int, kinds: list[str]) -> Blow:
 
 
 def odd_rank(blow: Blow, place: TorturePlace) -> tuple[int, str] | None:
-    """Return the rank that gets another value, and which, if the blow is that ranks disagree."""
+    """Return the rank that gets another setting, and the setting, if the blow is `disagree`."""
     if blow.kind != "disagree":
         return None
     return blow.rank, f"data.path={place.work / 'other_labels'}" if blow.odd == "data.path" else blow.odd
 
 
 def wait_for(life: Life, blow: Blow, start_seconds: float) -> bool:
-    """Wait until the moment of the blow; return False if the training ended before.
+    """Wait until the moment of the blow; return False if the training run ended before.
 
     Args:
-        start_seconds: that a start takes, up to its first step.
+        start_seconds: seconds from a start to its first step.
     """
     first = life.last_step()
     seen: set[str] = set()
@@ -113,7 +113,7 @@ def strike(life: Life, blow: Blow) -> None:
     workers = life.workers()
     one = workers[blow.rank : blow.rank + 1] or workers[:1]
     if blow.kind == "kill_all":
-        everybody = sorted(life.alive(), key=lambda pid: pid != life.pid)  # torchrun first, so that it reports nothing
+        everybody = sorted(life.alive(), key=lambda pid: pid != life.pid)  # torchrun first, so that it cannot report the deaths
         life.send(everybody, signal.SIGKILL)
     elif blow.kind == "kill_worker":
         life.send(one, signal.SIGKILL)
@@ -141,14 +141,14 @@ def strike(life: Life, blow: Blow) -> None:
 
 
 def limit_files(workers: list[int], size: int) -> None:
-    """Let processes write no byte beyond this place of a file: a full disk, as any user can make one for his processes."""
+    """Limit the size of files that processes may write. This simulates a full disk, and needs no privileges."""
     for pid in workers:
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, _NO_LIMIT))
 
 
 def await_progress(life: Life, seconds: float = 90.0) -> list[str]:
-    """Wait until a training that was held up does another step, or ends; return a line if it does neither."""
+    """Wait until a paused training run does another step, or ends; return a line if it does neither."""
     first = life.last_step()
     if wait_until(lambda: life.last_step() > first or life.status_ended(), seconds) is None:
         return [f"did not go on within {seconds:.0f} s after step {first}"]
@@ -156,7 +156,7 @@ def await_progress(life: Life, seconds: float = 90.0) -> list[str]:
 
 
 def await_end(life: Life, blow: Blow) -> tuple[float, list[str]]:
-    """Wait until all processes are gone; return the seconds, and a line if some are not in time."""
+    """Wait until all processes are gone; return the seconds, and a line if some are still alive after the limit."""
     limit = LIMITS.get(blow.kind, LIMITS["others"])
     seconds = wait_until(lambda: not life.alive(), limit)
     if seconds is None:
@@ -166,17 +166,17 @@ def await_end(life: Life, blow: Blow) -> tuple[float, list[str]]:
 
 
 def judge(life: Life, blow: Blow, phase: str, step_before: int, newest: int) -> list[str]:
-    """Return what is wrong with how a start ended: its exit status, its words, and what it saved.
+    """Return the faults in the end of a start: its exit status, its messages, and what it saved.
 
     Args:
-        phase: in which the blow fell.
-        step_before: the last step in the log when it fell.
-        newest: step of the newest checkpoint afterwards.
+        phase: the phase in which the blow was dealt.
+        step_before: the last step in the log at that moment.
+        newest: the step of the newest checkpoint afterwards.
     """
     wait_until(lambda: life.status() is not None, 10.0)
     said, status, alone = life.said(), life.status(), life.processes == 1
     over = newest == STEPS
-    # where no step was left, it ends as if nobody had said anything; torchrun has a status of its own
+    # if no step was left, it ends like an undisturbed run; torchrun has its own exit status
     finished = over and (status == 0 or f"finished {STEPS} steps" in life.log())
     faults = []
     expected: tuple[int | None, ...] = (1,)
@@ -189,9 +189,9 @@ def judge(life: Life, blow: Blow, phase: str, step_before: int, newest: int) -> 
     elif blow.kind == "disk_full":
         expected = (1, 0)
     if phase == "start" and blow.kind in ("term", "int", "int_twice"):
-        expected += (-15, -2)  # before Python has begun
+        expected += (-15, -2)  # before Python has started
     elif blow.kind == "int_twice":
-        expected += (-2,)  # it stops at once: torchrun, too, dies of a second Ctrl-C that meets it outside its own handling
+        expected += (-2,)  # it stops at once; torchrun also dies of a second Ctrl-C outside its own handler
     if status not in expected and not finished:
         faults.append(f"exit status {status}, expected {' or '.join(map(str, expected))}")
     if status == 0 and not over:

@@ -1,6 +1,6 @@
-"""What the torturer checks after every blow, by its own reading of the files: nothing here uses this program's readers.
+"""The checks of the torturer after every blow. They read the files with their own code, not with this program's readers.
 
-The format is that of docs/checkpoints.md. Each check returns lines about what is wrong; none = all is as promised.
+The format is that of docs/checkpoints.md. Each check returns a line for each fault; an empty list means no fault.
 """
 
 if __name__ == "__main__":
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import xxhash
 
-KEEP_LAST = 2  # the defaults of configs/base.yaml, which the trainings have
+KEEP_LAST = 2  # the default of configs/base.yaml
 _WIDTHS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I8": "i1", "U8": "u1"}
 
 
@@ -28,7 +28,7 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     """Return the tensors of a .safetensors file; bfloat16 as float32.
 
     Raises:
-        ValueError, KeyError: it is not as the format says.
+        ValueError, KeyError: it does not follow the format.
     """
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -49,7 +49,7 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def check_checkpoint(folder: Path, classes: int) -> list[str]:
-    """Return what is wrong with a sealed checkpoint: its files, sizes, hashes, numbers, and the class centres it holds."""
+    """Return the faults of a complete checkpoint: in its files, sizes, hashes, numbers, and class centres."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         faults, files = [], manifest["files"]
@@ -75,13 +75,13 @@ def check_checkpoint(folder: Path, classes: int) -> list[str]:
             reached = last
         if reached != classes:
             faults.append(f"its files hold class centres up to {reached} of {classes}")
-    except Exception as error:  # whatever a damaged file leads to is what this looks for
+    except Exception as error:  # a damaged file may raise anything
         faults = [f"cannot be read: {type(error).__name__}: {error}"]
     return [f"{folder.name}: {fault}" for fault in faults]
 
 
 def _numbers_of(path: Path) -> dict[str, np.ndarray]:
-    """Return all tensors and floats of a trainer.pt by their place in it."""
+    """Return all tensors and floats of a trainer.pt by their path in it."""
     found: dict[str, np.ndarray] = {}
 
     def collect(value: Any, name: str) -> None:
@@ -98,10 +98,10 @@ def _numbers_of(path: Path) -> dict[str, np.ndarray]:
 
 
 class History:
-    """What was seen of one run folder so far, and what must therefore still hold.
+    """The observations of one run folder so far, which later states must agree with.
 
     Args:
-        classes: in the training set.
+        classes: number of classes in the training set.
     """
 
     def __init__(self, folder: Path, classes: int) -> None:
@@ -116,7 +116,7 @@ class History:
         return max(self.sealed, default=0)
 
     def check(self) -> list[str]:
-        """Compare the run folder with what was seen before, and return what is wrong."""
+        """Compare the run folder with earlier observations, and return the faults."""
         found = {int(path.name[5:]): path for path in (self.folder / "checkpoints").glob("step_*")}
         faults = [line for path in found.values() for line in check_checkpoint(path, self.classes)]
         now: dict[int, tuple[str, float | None]] = {}
@@ -145,7 +145,7 @@ class History:
 
 
 def check_metrics(path: Path, may_lack_steps: bool = False) -> list[str]:
-    """Return what is wrong with a metrics.jsonl whose writer may have been killed within its last line."""
+    """Return the faults of a metrics.jsonl whose writer may have been killed in the middle of its last line."""
     if not path.is_file():
         return []
     *lines, _ = path.read_text(errors="replace").split("\n")
@@ -179,10 +179,10 @@ def check_lock(folder: Path) -> list[str]:
 
 
 def check_said(said: str, interrupted_at_start: bool) -> list[str]:
-    """Return the traces of an error that nobody foresaw in what the processes said on stderr.
+    """Return signs of an unexpected error in the stderr of the processes.
 
     Args:
-        interrupted_at_start: Ctrl-C met Python while it imports, where it ends any program with a traceback.
+        interrupted_at_start: Ctrl-C came while Python was importing, which ends any program with a traceback.
     """
     if interrupted_at_start and "KeyboardInterrupt" in said:
         said = ""
@@ -191,15 +191,15 @@ def check_said(said: str, interrupted_at_start: bool) -> list[str]:
 
 
 def check_resumed(log: str, newest: int) -> list[str]:
-    """Return a line unless what a start added to train.log says that it went on from the newest checkpoint (0 = anew)."""
+    """Return a line unless a start's part of train.log shows that it resumed from the newest checkpoint (0 = a new run)."""
     if not re.search(r" step \d+/", log):
-        return []  # it did not come so far
+        return []  # it did not get that far
     step = max(map(int, re.findall(r"resumed from \S+ after step (\d+)", log)), default=0)
     return [] if step == newest else [f"started after step {step}, the newest checkpoint was step {newest}"]
 
 
 def wait_until(condition: Any, seconds: float, pause: float = 0.02) -> float | None:
-    """Return the seconds after which condition() held, None if it did not within the time."""
+    """Wait until condition() holds; return the seconds, None if it does not hold in time."""
     begun = time.monotonic()
     while not condition():
         if time.monotonic() - begun > seconds:

@@ -1,11 +1,11 @@
-"""Starts the trainings of the torturer quickly: a process that has imported everything is forked for each of them.
+"""Starts the torturer's training runs quickly: it imports everything once, and forks for each run.
 
-What is forked runs the real scripts/launch/torchrun.py with the real agent of torch, and the real train.py. One thing is not
-as in a start by hand: a worker is a fork of the agent, made before the agent began, not a new Python that imports torch.
+The fork runs the real scripts/launch/torchrun.py with the real agent of torch, and the real train.py. There is one difference
+from a start by hand: a worker is a fork, made before the agent starts, and not a new Python process that imports torch.
 
-Orders are lines of JSON on stdin: {"program", "arguments", "processes", "script", "environment", "stderr", "statuses"} starts
-one and is answered by {"pids": [the one started, its workers by rank]}; {"wait": pid} is answered by {"status": null while it
-lives}. The process ends with its stdin.
+Orders are lines of JSON on stdin: {"program", "arguments", "processes", "script", "environment", "stderr", "statuses"} starts a
+run, and the answer is {"pids": [the started process, its workers by rank]}. The answer to {"wait": pid} is
+{"status": null while it lives}. The process ends when its stdin is closed.
 """
 
 if __name__ == "__main__":
@@ -27,7 +27,7 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parents[2]
 _TORCHRUN = str(_ROOT / "scripts" / "launch" / "torchrun.py")
 _HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"  # where torchrun starts workers
-# what a training imports once it runs
+# what training imports only while it runs
 _LATE = (
     "torch.utils.tensorboard",
     "matplotlib.figure",
@@ -35,17 +35,17 @@ _LATE = (
     "simplejpeg",
     "PIL.JpegImagePlugin",
 )
-_ENDED: dict[int, int] = {}  # exit statuses of what was started, by process
+_ENDED: dict[int, int] = {}  # exit statuses of the started processes
 
 
 def serve() -> None:
-    """Import everything, then start what the lines of stdin ask for."""
+    """Import everything, then follow the orders on stdin."""
     sys.path[0] = str(_ROOT)
     runpy.run_path(str(_ROOT / "train.py"), run_name="imported")
     for name in _LATE:
         importlib.import_module(name)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        runpy.run_path(_TORCHRUN, run_name="imported")["main"](["--help"])  # imports all that torchrun does
+        runpy.run_path(_TORCHRUN, run_name="imported")["main"](["--help"])  # imports everything that torchrun imports
     if threading.active_count() > 1:
         raise SystemExit(f"error: a fork needs a single thread, there are {threading.enumerate()}")
     print(json.dumps({"ready": True}), flush=True)
@@ -67,14 +67,14 @@ def _status_of(pid: int) -> int | None:
 
 
 def _become(order: dict[str, Any]) -> None:
-    """Turn this fork into what was ordered, as if it had been started by hand; ends the process."""
+    """Run an order in this fork, as if it had been started by hand; ends the process."""
     answer = os.dup(1)
     nowhere, said = os.open(os.devnull, os.O_RDWR), os.open(order["stderr"], os.O_WRONLY)
     for place, handle in ((0, nowhere), (1, nowhere), (2, said)):
         os.dup2(handle, place)
     os.close(nowhere)
     os.close(said)
-    for name, place in (("stdout", 1), ("stderr", 2)):  # the old ones remember what kind of file they wrote to
+    for name, place in (("stdout", 1), ("stderr", 2)):  # the old objects are set up for another kind of file
         setattr(sys, name, open(place, "w", buffering=1, errors="backslashreplace", closefd=False))  # noqa: SIM115
     os.environ.update(order["environment"])
     workers = _Workers(order["processes"] if order["program"] == _TORCHRUN else 0, order["statuses"], answer)
@@ -90,7 +90,7 @@ def _become(order: dict[str, Any]) -> None:
 
 
 def _run(program: str, arguments: list[str]) -> None:
-    """Run a program file as Python would; ends the process."""
+    """Run a program file like Python; ends the process."""
     sys.argv = [program, *arguments]
     runpy.run_path(program, run_name="__main__")
     raise SystemExit(0)
@@ -116,7 +116,7 @@ class _Workers:
         self._given = 0
 
     def give(self, args: list[str], environment: dict[str, str]) -> int:
-        """Send the next of them a command line; return its process number."""
+        """Send a command line to the next worker; return its process ID."""
         number, self._given = self._given, self._given + 1
         with contextlib.suppress(BrokenPipeError), os.fdopen(self._ends[number], "w") as pipe:  # it may be dead already
             pipe.write(json.dumps({"args": args, "environment": environment}) + "\n")
@@ -128,7 +128,7 @@ def _wait_for_orders(handle: int) -> None:
     with os.fdopen(handle) as pipe:
         line = pipe.readline()
     if not line:
-        os._exit(0)  # nobody needs it any more
+        os._exit(0)  # no longer needed
     order = json.loads(line)
     os.environ.clear()
     os.environ.update(order["environment"])
@@ -137,7 +137,7 @@ def _wait_for_orders(handle: int) -> None:
 
 
 class _Worker:
-    """What torchrun needs of subprocess.Popen."""
+    """The methods of subprocess.Popen that torchrun uses."""
 
     def __init__(self, workers: _Workers, args: list[str], environment: dict[str, str]) -> None:
         self.args, self._statuses = args, workers.statuses

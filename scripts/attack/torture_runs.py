@@ -1,4 +1,4 @@
-"""The trainings of scripts.attack.torture: their drawn data and configuration, how they are started, and what of them lives."""
+"""The training runs of scripts.attack.torture: their generated data and configuration, their start, and their processes."""
 
 if __name__ == "__main__":
     raise SystemExit("error: scripts/attack/torture_runs.py is no program; python -m scripts lists them")
@@ -24,8 +24,8 @@ from eval.pair_sets.bin_file import write_bin
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN, TORCHRUN = str(ROOT / "train.py"), str(ROOT / "scripts" / "launch" / "torchrun.py")
 CLASSES, IMAGES, STEPS, EVALUATE_EVERY = 12, 72, 24, 12
-LIMIT_MINUTES = 0.1  # run.timeout_minutes where a process is stopped for good
-_MARK = "FACE_TORTURE"  # in the environment of all processes of one start
+LIMIT_MINUTES = 0.1  # run.timeout_minutes if a process is stopped for good
+_MARK = "FACE_TORTURE"  # an environment variable that marks all processes of one start
 _ODD = """import os, runpy, sys
 if os.environ["RANK"] == os.environ["FACE_TORTURE_RANK"]:
     sys.argv.append(os.environ["FACE_TORTURE_KEY"])
@@ -47,7 +47,7 @@ eval: {{targets: [tiny], every: {evaluate_every}, batch_size: 12}}
 
 
 def draw_face(label: int, number: int) -> bytes:
-    """Return a JPEG of coarse tiles, which the class fixes, under noise."""
+    """Return a JPEG of coarse tiles, which depend on the class, with noise."""
     tiles = np.random.default_rng([7, label]).integers(30, 225, (8, 8, 3)).astype(np.uint8)
     pixels = cv2.resize(tiles, (112, 112), interpolation=cv2.INTER_NEAREST)
     noise = np.random.default_rng([8, number]).normal(0, 10, pixels.shape)
@@ -55,7 +55,7 @@ def draw_face(label: int, number: int) -> bytes:
 
 
 def draw_data(folder: Path, shift: int = 0) -> None:
-    """Write a training set whose labels are moved on by `shift`, and the verification set `tiny` of other people."""
+    """Write a training set whose labels are shifted by `shift`, and the verification set `tiny` of other people."""
     with RecordSetWriter(folder, header=False, num_classes=CLASSES) as writer:
         for number in range(IMAGES):
             writer.add((number + shift) % CLASSES, draw_face(number % CLASSES, number))
@@ -65,17 +65,17 @@ def draw_data(folder: Path, shift: int = 0) -> None:
 
 
 class TorturePlace(NamedTuple):
-    """Where a torturer keeps its files."""
+    """The folder of a torturer's files."""
 
     work: Path
 
     @property
     def config(self) -> Path:
-        """The configuration of all trainings."""
+        """The configuration of all training runs."""
         return self.work / "torture.yaml"
 
     def make(self) -> None:
-        """Draw the data, a copy of it with other labels, and write the configuration."""
+        """Generate the data, and a copy with other labels, and write the configuration."""
         for name, shift in (("data", 0), ("other_labels", 5)):
             draw_data(self.work / name, shift)
         (self.work / "runs").mkdir()
@@ -86,7 +86,7 @@ class TorturePlace(NamedTuple):
 
 
 class Nest:
-    """A process that starts trainings without the imports, see scripts/attack/torture_nest.py."""
+    """A process that starts training runs without importing torch again, see scripts/attack/torture_nest.py."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-c", "from scripts.attack.torture_nest import serve; serve()"]
@@ -97,7 +97,7 @@ class Nest:
             text=True,
             cwd=ROOT,
             env=_environment(),
-            start_new_session=True,  # Ctrl-C is the torturer's
+            start_new_session=True,  # only the torturer handles Ctrl-C
         )
         self._answer()
 
@@ -112,7 +112,7 @@ class Nest:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise ValueError("the process that starts the trainings ended; its words are above")
+            raise ValueError("the process that starts the training runs ended; see its messages above")
         return json.loads(line)
 
     def close(self) -> None:
@@ -123,11 +123,11 @@ class Nest:
 
 
 class Life:
-    """One start of a training, until all its processes are gone.
+    """One start of a training run, until all its processes are gone.
 
     Args:
-        nest: that starts it; None = as a user does.
-        odd: (rank, "key=value") of a rank that gets another value.
+        nest: the process that starts it; None = start it like a user.
+        odd: (rank, "key=value") of a rank that gets another setting.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Life:
         if odd:
             environment |= {"FACE_TORTURE_RANK": str(odd[0]), "FACE_TORTURE_KEY": odd[1]}
         pipe = place.work / f"{run}.{number}.stderr"
-        os.mkfifo(pipe)  # a limit on the size of files does not hold for it
+        os.mkfifo(pipe)  # a limit on the size of files does not apply to it
         self._said: list[bytes] = []
         self._over = threading.Event()
         handle = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -195,7 +195,7 @@ class Life:
             self._over.wait(0.05)
 
     def workers(self) -> list[int]:
-        """Return the processes that train, by rank, as far as they have been started."""
+        """Return the started training processes, by rank."""
         if self._process is None:
             return [pid for pid in self._workers if self._lives(pid)]
         if self.processes == 1:
@@ -204,11 +204,11 @@ class Life:
         return [ranks[rank] for rank in sorted(ranks)]
 
     def alive(self) -> list[int]:
-        """Return all processes of this start that live, also those that nobody waits for any more."""
+        """Return all living processes of this start, including orphans."""
         if self._process is None:
             return [pid for pid in self._born if self._lives(pid)]
         self._process.poll()
-        # one that ends shows no environment any more, while it still has its files and locks
+        # an ending process no longer shows its environment, but still has its files and locks
         self._born |= {pid: _born(pid) for pid in _marked(self.mark)}
         return [pid for pid in self._born if self._lives(pid)]
 
@@ -229,7 +229,7 @@ class Life:
         return not self._lives(self.pid) if self._process is None else self._process.poll() is not None
 
     def statuses(self) -> list[int]:
-        """Return the exit statuses of the workers that torchrun has seen end; none where it was started by hand."""
+        """Return the exit statuses of the workers whose end torchrun has seen; none for a start by hand."""
         return [int(line) for line in self._statuses.read_text().split()] if self._statuses.is_file() else []
 
     def said(self) -> str:
@@ -249,13 +249,13 @@ class Life:
         return int(steps[-1]) if steps else 0
 
     def saves(self) -> list[str]:
-        """Return the folders of saves under way."""
+        """Return the folders of saves in progress."""
         with contextlib.suppress(FileNotFoundError):
             return [name for name in os.listdir(self.folder / "checkpoints") if name.endswith(".partial")]
         return []
 
     def phase(self) -> str:
-        """Return what it does now: start, save, evaluation or step."""
+        """Return the current phase: start, save, evaluation or step."""
         text = self.log()
         steps = re.findall(r" step (\d+)/", text)
         if not steps:
@@ -269,7 +269,7 @@ class Life:
         return "evaluation" if due and "tiny" not in text[text.rindex(f" step {last}/") :] else "step"
 
     def send(self, pids: list[int], number: int) -> None:
-        """Send a signal to processes, those that have ended since aside."""
+        """Send a signal to processes, and ignore those that have ended."""
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -297,13 +297,13 @@ def _size(path: Path) -> int:
 
 
 def _born(pid: int) -> str:
-    """Return when a process was born, "" if it is gone or only waits to be counted as gone."""
+    """Return the start time of a process, "" if it is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         threads = len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
         return ""
-    # one whose first thread has ended still has its files and locks while other threads of it end
+    # a process whose first thread has ended keeps its files and locks until its other threads end
     return "" if fields[0] in "ZX" and threads < 2 else fields[19]
 
 
