@@ -19,7 +19,7 @@ def head_config(head: Any, optimizer: Any, autocast: torch.dtype | None, device:
     """Return what the sections `head` and `optimizer` of the configuration say; see configs/base.yaml.
 
     Args:
-        autocast: what the backbone computes in; bfloat16 makes head.matmul_dtype=auto take it too.
+        autocast: what the backbone computes in, which head.matmul_dtype=auto follows.
     """
     return HeadConfig(
         sample_rate=head.sample_rate,
@@ -78,10 +78,15 @@ def build_row_optimizer(head: Any, optimizer: Any) -> RowOptimizer:
 
 
 def matmul_dtype(name: str, autocast: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """Return the dtype of the head's matrix products; auto takes bf16 where the backbone does and the device is fast at it."""
+    """Return the dtype of the head's matrix products.
+
+    auto takes bf16 where the device is fast at it, for a backbone in bf16, and on CUDA for one in fp16 as well, since fp16 does
+    not hold the exponentials.
+    """
     if name != "auto":
         return _DTYPES[name]
-    return torch.bfloat16 if autocast is torch.bfloat16 and _is_fast_in_bf16(device) else torch.float32
+    half = (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.bfloat16,)
+    return torch.bfloat16 if autocast in half and _is_fast_in_bf16(device) else torch.float32
 
 
 def _is_fast_in_bf16(device: torch.device) -> bool:

@@ -15,6 +15,7 @@ Shapes: B = samples of the global (micro-)batch, D = embedding size, c = classes
 (c, B), so neither product needs a transpose.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -62,6 +63,16 @@ def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return (unit rows, norms (n, 1)) of (n, D) fp32; a zero row stays zero."""
     norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-12)
     return rows / norms, norms
+
+
+@functools.cache
+def has_fp32_output(device: torch.device) -> bool:
+    """Return whether bf16 matrices have a product in fp32, so that U is not rounded for each chunk: on CUDA, torch 2.8."""
+    tiny = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        return bool(torch.mm(tiny, tiny, out_dtype=torch.float32).dtype == torch.float32)
+    except (TypeError, RuntimeError):
+        return False
 
 
 def constant_shift(margin: MarginLike, num_classes: int) -> float | None:
@@ -141,6 +152,8 @@ class TwoPass:
             weighted = self._weighted(batch, operand, unit, chunk, micro, cached, z_sum, by_target)
             if self.dtype == torch.float32:
                 u_sum.addmm_(weighted.t(), unit)
+            elif has_fp32_output(u_sum.device):
+                u_sum += torch.mm(weighted.t(), unit, out_dtype=torch.float32)
             else:
                 u_sum += torch.mm(weighted.t(), unit, out=self.workspace.buffer("u", tuple(u_sum.shape), self.dtype))
         return z_sum, u_sum, by_target

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from losses import build_margin, list_margins
 from losses.margin import Margin
-from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
+from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD, softmax
 from partial_fc.kernels import KERNELS
 from partial_fc.softmax import auto_chunk
 
@@ -332,3 +332,33 @@ def test_buffers_do_not_grow_after_the_first_step_nor_with_the_classes():
         assert sizes[0] == sizes[2]
         held.append(sizes[0])
     assert held[0] == held[1] > 0
+
+
+def test_u_is_summed_in_fp32_where_products_can_return_it(monkeypatch: pytest.MonkeyPatch):
+    """As on CUDA: U then has the error of fp32 sums over the rounded factors, not that of a rounding to bf16 in each chunk."""
+    centres, whole = all_centres(4096, 64, 3), torch.mm
+    x, labels = near_their_centres(centres, 32)
+    exact = torch.zeros(32, 64, dtype=torch.float64)
+
+    def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        if len(a) == 32:  # E (B, c) times the unit centres (c, D)
+            exact.add_(whole(a.double(), b.double()))
+        return whole(a, b, out=out) if out_dtype is None else whole(a.to(out_dtype), b.to(out_dtype))
+
+    monkeypatch.setattr(torch, "mm", mm)
+    for has in (False, True):
+        monkeypatch.setattr(softmax, "has_fp32_output", lambda device, has=has: has)
+        config = HeadConfig(optimizer=RowSGD(0.0, 0.0), matmul_dtype=torch.bfloat16, chunk=256, kernels="plain")
+        head, sums = PartialFC(_margin("cosface"), 4096, 64, seed=3, config=config), []
+
+        def forward(*given: object, whole: Callable[..., tuple[Tensor, ...]] = head._passes.forward) -> tuple[Tensor, ...]:
+            result = whole(*given)
+            sums.append(result[1].clone())
+            return result
+
+        monkeypatch.setattr(head._passes, "forward", forward)
+        exact.zero_()
+        _one_step(head, x, labels)
+        error = relative(sums[0], exact)
+        assert error < (rounding_bound(torch.float32, 4096) if has else rounding_bound(torch.bfloat16, 16))
+        assert has or error > 2.0**-11  # a rounding to 8 bits shows

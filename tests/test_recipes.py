@@ -44,8 +44,9 @@ def test_a_recipe_is_what_the_importer_makes_of_its_source(name: str, tmp_path: 
     theirs.write_text("config = edict()\n" + "".join(f"config.{key} = {value!r}\n" for key, value in given.items()))
     assert import_arcface_config.main([str(theirs), "--gpus", str(gpus), "--out", str(imported)]) == 0
     ours, other = (load_config(path, (), train.NAMED) for path in (SCHEMA.with_name(f"{name}.yaml"), imported))
-    for section in ("backbone", "loss", "head", "optimizer", "schedule", "train", "eval"):
+    for section in ("backbone", "loss", "head", "optimizer", "schedule", "eval"):
         assert ours[section] == other[section], section
+    assert {**ours.train, "precision": "fp16"} == other.train and ours.train.precision == "bf16"  # see docs/migration.md
     assert (ours.data.num_classes, ours.data.num_images) == (other.data.num_classes, other.data.num_images)
     # the same against the table itself, so that a mistake of the importer cannot hide one of a recipe
     margin = 0.5 if margins == ARCFACE else 0.4

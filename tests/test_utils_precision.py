@@ -1,13 +1,16 @@
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_runs import tiny_run, write_dataset
 from torch import nn
 
+import train
 from utils.distributed import World, all_ranks
 from utils.optim import unscale_and_clip_grad_norm_
-from utils.precision import LossScaler
+from utils.precision import LossScaler, set_tf32
 
 
 def test_scaler_halves_at_an_overflow_and_doubles_after_its_interval():
@@ -78,3 +81,12 @@ def _overflow_on_one_rank(rank: int, world_size: int) -> None:
 def test_an_overflow_on_one_rank_is_an_overflow_on_all_and_halves_their_scales(run_ranks: Callable[..., None]):
     """That no weight moves in such a step: tests/test_train_failures.py."""
     run_ranks(_overflow_on_one_rank, 2)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_train_tf32_is_the_one_key_for_convolutions_and_products(tmp_path: Path, allowed: bool):
+    set_tf32(not allowed)
+    write_dataset(tmp_path)
+    arguments = tiny_run(tmp_path, tmp_path, "train.max_steps=1", "eval.targets=[]", f"train.tf32={allowed}")
+    assert train.main(arguments) == 0
+    assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == allowed

@@ -19,6 +19,7 @@ from utils.checkpoint.format import SOFTMAX
 from utils.checkpoint.resume import prepare_run_folder
 from utils.distributed import World, init_distributed, raise_on_all_ranks
 from utils.distributed.agreement import require_equal, require_same_program
+from utils.precision import set_tf32
 
 
 class Task(NamedTuple):
@@ -60,6 +61,7 @@ def set_up(config: EasyDict) -> Setup:
     """
     # one minute beyond the watchdog, which reports first
     world = init_distributed(config.run.device, config.run.threads, config.run.timeout_minutes + 1)
+    set_tf32(config.train.tf32)
     unlike = require_same_program(shared_settings(as_plain(config)), world)
     for first in (True, False):  # one process of each machine parses the data, the others map what it found
         with raise_on_all_ranks(world):

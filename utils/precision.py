@@ -6,6 +6,12 @@ from torch import Tensor
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # train.precision -> dtype of the forward pass
 
 
+def set_tf32(allowed: bool) -> None:
+    """Say whether CUDA may round the inputs of fp32 convolutions and matrix products to TF32; torch's own default is mixed."""
+    torch.backends.cudnn.allow_tf32 = allowed
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
 class LossScaler:
     """Dynamic loss scale for fp16: halved at an overflow, doubled after `interval` good steps.
 
