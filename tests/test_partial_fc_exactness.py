@@ -351,7 +351,11 @@ def test_u_is_summed_in_fp32_where_products_can_return_it(monkeypatch: pytest.Mo
         config = HeadConfig(optimizer=RowSGD(0.0, 0.0), matmul_dtype=torch.bfloat16, chunk=256, kernels="plain")
         head, sums = PartialFC(_margin("cosface"), 4096, 64, seed=3, config=config), []
 
-        def forward(*given: object, whole: Callable[..., tuple[Tensor, ...]] = head._passes.forward) -> tuple[Tensor, ...]:
+        def forward(
+            *given: object,
+            whole: Callable[..., tuple[Tensor, ...]] = head._passes.forward,
+            sums: list[Tensor] = sums,
+        ) -> tuple[Tensor, ...]:
             result = whole(*given)
             sums.append(result[1].clone())
             return result

@@ -177,3 +177,36 @@ def test_torchrun_killed_at_any_moment_of_the_start_leaves_no_process_and_no_loc
     again = run_train(1, [*arguments, "train.epochs=1", "checkpoint.resume=auto"])
     assert again.returncode == 0, again.stderr
     assert list_checkpoints(tmp_path / "tiny")
+
+
+# As under NCCL: the main thread of rank 0 waits in a call that never returns, while rank 1 ends.
+_NEVER_RETURNS = """
+import functools
+whole, train.Watchdog = train.train_step, functools.partial(train.Watchdog, silence=2.0)
+def train_step(config, tasks, model, parallel, prepared, *more):
+    if prepared.number == 5:
+        if os.environ["RANK"] == "1":
+            time.sleep(0.5)
+            {act}
+        time.sleep(1000)
+    return whole(config, tasks, model, parallel, prepared, *more)
+train.train_step = train_step
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        ("os.kill(os.getpid(), 9)", r"rank 1 has been silent for \d+ s"),
+        ("raise RuntimeError('CUDA error: an illegal memory access')", "rank 1 failed"),
+        ("raise RuntimeError('NCCL error: unhandled cuda error')", "rank 1 failed"),
+    ],
+)
+def test_a_rank_whose_collective_never_returns_ends_when_its_peer_is_gone(dataset: Path, tmp_path: Path, act: str, said: str):
+    command = _command(tmp_path, 2, _NEVER_RETURNS.format(act=act), tiny_run(dataset, tmp_path, "eval.targets=[]"))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd="/")
+    assert done.returncode != 0
+    assert re.search(rf"error: rank 0 in step 5, training: {said}", done.stderr), done.stderr
+    if "raise" in act:  # the error itself is shown, and not taken for another rank's
+        assert act.partition("'")[2].rpartition("'")[0] in done.stderr
+        assert "rank 1 in step 5, training: another process ended" not in done.stderr

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from utils.distributed import (
@@ -15,6 +16,7 @@ from utils.distributed import (
     any_ranks,
     broadcast_module,
     init_distributed,
+    is_lost_peer,
     raise_on_all_ranks,
 )
 
@@ -105,3 +107,24 @@ def test_a_rank_without_a_world_size_is_said_in_one_line(tmp_path: Path):
     )
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1
     assert "RANK must be below WORLD_SIZE, got RANK=3 and WORLD_SIZE=not set" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("NCCL error in: ProcessGroupNCCL.cpp:77, remote process exited or there was a network error, NCCL version 2.27", True),
+        ("NCCL error in: NCCLUtils.cpp:94, ncclSystemError: System call (e.g. socket, malloc) failed", True),
+        ("NCCL communicator was aborted on rank 1.", True),
+        (
+            "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 600000 milliseconds",
+            True,
+        ),
+        ("NCCL error in: ProcessGroupNCCL.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO for details)", False),
+        ("NCCL error: invalid usage, ncclInvalidUsage: This usually reflects invalid usage of NCCL library.", False),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
+        ("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4242", True),
+    ],
+)
+@pytest.mark.parametrize("kind", [RuntimeError, dist.DistBackendError])
+def test_only_what_means_that_another_process_is_gone_is_taken_for_it(kind: type[Exception], text: str, lost: bool):
+    assert is_lost_peer(kind(text)) == (lost or (kind is dist.DistBackendError and "CUDA" in text))

@@ -30,6 +30,8 @@ class StoppedError(Exception):
         status: the exit status of the program.
     """
 
+    on_all_ranks = True
+
     def __init__(self, message: str, status: int = REQUEUE) -> None:
         super().__init__(message)
         self.status = status

@@ -21,9 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .parent import follow_parent
 
+# in errors of NCCL: another process, or the way to it, is gone
+_LOST_TO_NCCL = ("ncclRemoteError", "remote process", "ncclSystemError", "communicator was aborted", "operation timeout")
+
 
 class SharedError(ValueError):
     """An error that every rank raises with the same message, so that one rank may print it for all."""
+
+    on_all_ranks = True
 
 
 class RendezvousError(ValueError):
@@ -112,9 +117,11 @@ def stop() -> None:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether a collective failed because another process ended, so that this rank is not at fault."""
+    if "NCCL" in str(error):  # which also reports errors of this rank's device, as out of memory
+        return any(word in str(error) for word in _LOST_TO_NCCL)
     return isinstance(error, (dist.DistError, LostPeerError)) or (
         isinstance(error, RuntimeError)
-        and any(word in str(error) for word in ("Connection closed by peer", "Connection reset", "gloo", "NCCL"))
+        and any(word in str(error) for word in ("Connection closed by peer", "Connection reset", "gloo"))
     )
 
 

@@ -1,5 +1,8 @@
 """Tracks the position of each rank, so that a hanging run reports where it hangs, and ends.
 
+Under gloo a collective raises an error when another process is gone. Under NCCL it waits, in a call in which Python handles
+nothing. So there each rank also watches the signs of life of the next rank, and ends when they stop.
+
 Each rank records its step and its activity; a thread publishes them in the key-value store of the rendezvous. When a rank
 stays in one place for longer than the time limit, or a collective fails because another process is gone, the error names this
 rank, its step, and where all others were last seen. A single process is watched in the same way.
@@ -20,6 +23,7 @@ from . import LostPeerError, World, is_lost_peer
 _BEAT = 2.0  # seconds between heartbeats
 _PAUSE = 0.1  # the shortest time between heartbeats when this process moves on, seconds
 _PATIENCE = 10.0  # seconds that the store has to answer where the others are
+_SILENCE = 30.0  # seconds without a sign of life of the next rank, after which it counts as gone
 _WORKERS = ("decoder", "reader")  # prefixes of the names of the loader's threads
 
 
@@ -28,10 +32,13 @@ class Watchdog:
 
     Args:
         timeout_minutes: the longest that a rank may stay in one limited activity.
+        silence: seconds after which a silent next rank ends this process; 0 = never; None = what the device needs.
     """
 
-    def __init__(self, world: World, timeout_minutes: float) -> None:
+    def __init__(self, world: World, timeout_minutes: float, silence: float | None = None) -> None:
         self.world, self.limit = world, 60 * timeout_minutes
+        self.silence = silence if silence is not None else _SILENCE if world.device.type == "cuda" else 0.0
+        self._heard: tuple[str, float] = ("", 0.0)  # the last sign of life of the next rank, and when it changed
         self._store: Any = None  # opened by the thread, because connecting may hang if the first machine is gone
         self._place: tuple[int, str | Callable[[], str], float, bool] = (0, "setting up", time.monotonic(), False)
         self._stopped, self._moved = threading.Event(), threading.Event()
@@ -45,6 +52,10 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._store is not None:  # a rank that fails alone leaves the others waiting
+            alone = error is not None and not getattr(error, "on_all_ranks", False)
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"end {self.world.rank}", "failed" if alone else "ended")
         if error is not None and self.world.world_size > 1 and is_lost_peer(error):
             time.sleep(1.5 * _BEAT)  # so that living ranks have sent a heartbeat
             raise LostPeerError(f"{self._here()}: another process ended or cannot be reached. {self._others()}") from None
@@ -123,16 +134,34 @@ class Watchdog:
             looked = now
             _, _, since, limited = self._place
             waited = now - max(since, awake)
+            if gone := self._next_is_gone(now):
+                self._end(f"error: {self._here()}: {gone}. {self._others()}", beat)
             if limited and waited > self.limit:
                 others = f". {self._others()}" if self.world.world_size > 1 else ""
-                print(
-                    f"error: {self._here()}, for {waited / 60:.1f} minutes (run.timeout_minutes={self.limit / 60:g}), "
-                    f"at {_lines_of_code()}{others}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                time.sleep(beat)  # the others end the same way; let them read the store, which may be in this process
-                os._exit(1)  # because the main thread hangs
+                minutes = f"for {waited / 60:.1f} minutes (run.timeout_minutes={self.limit / 60:g})"
+                self._end(f"error: {self._here()}, {minutes}, at {_lines_of_code()}{others}", beat)
+
+    def _end(self, line: str, beat: float) -> None:
+        """End the process, whose main thread hangs."""
+        print(line, file=sys.stderr, flush=True)
+        time.sleep(beat)  # the others end the same way; let them read the store, which may be in this process
+        os._exit(1)
+
+    def _next_is_gone(self, now: float) -> str:
+        """Return how the next rank ended or since when it is silent, "" if it lives or was never heard."""
+        if not self.silence or self._store is None:
+            return ""
+        rank = (self.world.rank + 1) % self.world.world_size
+        try:
+            if self._store.check([f"end {rank}"]):
+                return f"rank {rank} failed" if self._store.get(f"end {rank}") == b"failed" else ""
+            sign = str(self._store.get(f"place {rank}")) if self._store.check([f"place {rank}"]) else ""
+        except RuntimeError:
+            return "the first machine cannot be reached"
+        if sign != self._heard[0]:
+            self._heard = (sign, now)
+        quiet = now - self._heard[1]
+        return f"rank {rank} has been silent for {quiet:.0f} s" if sign and quiet > self.silence else ""
 
 
 def _lines_of_code() -> str:
