@@ -103,7 +103,7 @@ def test_without_a_known_gpu_there_are_no_step_times_but_the_reason(capsys: pyte
 
 def test_step_times_of_a_card_are_arithmetic_at_its_peak_and_say_so(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     file = tmp_path / "capacity.json"
-    common = ("--memory", "2", "--batch", "16", "--cache-mb", "0", "--json", str(file))
+    common = ("--memory", "5", "--batch", "16", "--cache-mb", "0", "--json", str(file))
     status, out, _ = _capacity(capsys, "--card", "a100", *common)
     assert status == 0 and "estimates, not measured: a lower bound, at 312 TFLOP/s" in out and "A100" in out
     (row,) = json.loads(file.read_text())["rows"]

@@ -158,7 +158,7 @@ def test_a_run_with_two_heads_saves_both_and_resumes_to_the_same_bits(tmp_path: 
     assert checkpoint_program.main(["verify", str(newest)]) == 1
     assert "second: class slots 3 to 5 are in no file" in capsys.readouterr().out
     ended = run_program(train_on_two, [run("run.name=again", "train.max_steps=7")])
-    assert ended.returncode == 1 and "of second, class slots 3 to 5 are in no file" in ended.stderr
+    assert ended.returncode == 1 and "second: class slots 3 to 5 are in no file" in ended.stderr
 
 
 def test_a_run_with_two_heads_does_not_begin_with_a_checkpoint_of_one(tmp_path: Path):

@@ -21,7 +21,7 @@ from utils.checkpoint.trainer import TrainerState
 from utils.checkpoint.weights import load_initial
 from utils.checkpoint.writer import Shard
 from utils.distributed import all_gather_objects, raise_on_all_ranks
-from utils.memory import available_bytes, backbone_memory
+from utils.memory import LIBRARY_BYTES, available_bytes, backbone_memory
 from utils.optim import ParameterRule, build_optimizer, freeze
 from utils.precision import AUTOCAST, LossScaler
 from utils.randomness import derive
@@ -75,6 +75,7 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
             optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in settings}, rules=rules)
         moments, samples = 2 if config.optimizer.name == "adamw" else 1, config.train.batch_size // config.train.accumulation
         beside = backbone_memory(backbone, autocast, moments).total(samples // world.world_size)
+        beside += LIBRARY_BYTES[world.device.type]
         for task in setup.tasks:
             classes = task.dataset.num_classes
             beside += check_head_fits(classes, dim, world, of_head, samples, config.train.accumulation, beside, free)

@@ -10,6 +10,10 @@ from torch import Tensor, nn
 from .distributed import World
 from .image import IMAGE_SIZE
 
+# what libraries take: oneDNN and MKL; CUDA's context, cuDNN's workspaces, NCCL's buffers, fragmentation. The latter from data
+# sheets and experience of others: not measured here
+LIBRARY_BYTES = {"cpu": 64 << 20, "cuda": 3 << 30}
+
 
 class BackboneMemory(NamedTuple):
     """Bytes on one device."""

@@ -1,7 +1,7 @@
 """Starts the torturer's training runs quickly: it imports everything once, and forks for each run.
 
-The fork runs the real scripts/launch/torchrun.py with the real agent of torch, and the real train.py. There is one difference
-from a start by hand: a worker is a fork, made before the agent starts, and not a new Python process that imports torch.
+The fork runs the real scripts/launch/torchrun.py with the real agent of torch, and the real train.py. Only one thing differs
+when a user starts a run: a worker is a new Python process that imports torch, and here a fork made before the agent starts.
 
 Orders are lines of JSON on stdin: {"program", "arguments", "processes", "script", "environment", "stderr", "statuses"} starts a
 run, and the answer is {"pids": [the started process, its workers by rank]}. The answer to {"wait": pid} is

@@ -37,7 +37,7 @@ from partial_fc.memory import HeadMemory
 from utils import distributed
 from utils.cli import make_parser
 from utils.image import IMAGE_SIZE
-from utils.memory import BackboneMemory, backbone_memory
+from utils.memory import LIBRARY_BYTES, BackboneMemory, backbone_memory
 from utils.optim import build_optimizer
 from utils.precision import AUTOCAST
 from utils.program import run_main
@@ -47,8 +47,6 @@ from .device_rates import CARDS, Rates, head_dtype, rates_of
 from .head import peak_bytes
 
 _GIB = 2**30
-# memory of libraries: oneDNN and MKL; CUDA context, cuDNN, NCCL, fragmentation
-_RESERVE = {"cpu": 64 * 2**20, "cuda": _GIB}
 # printed instead of step times
 _NO_RATES = "no step times: no GPU is named, and there is none here; name it with --card, or give --tflops and --bandwidth"
 
@@ -102,7 +100,7 @@ def capacity(options: argparse.Namespace) -> None:
     device = distributed.choose_device(options.device, 0)
     rates = rates_of(options, device)
     memory, flops = _backbone(options)
-    others = memory.total(options.batch) + _RESERVE["cuda" if _for_gpu(options, device) else "cpu"]
+    others = memory.total(options.batch) + LIBRARY_BYTES["cuda" if _for_gpu(options, device) else "cpu"]
     budget = int(options.memory * _GIB)
     print(
         f"{options.gpus} process(es) of {options.memory:g} GiB, {options.batch} images each, D = {options.embedding_size}, "
@@ -216,7 +214,7 @@ def _fits(options: argparse.Namespace, storage: str, local: int, device: torch.d
         process = subprocess.run(command, env=os.environ, capture_output=True, text=True)
         if process.returncode == 0 and result.is_file():
             # on the CPU the growth of the process is measured, which includes the memory of libraries
-            reserve = _RESERVE["cuda"] if device.type == "cuda" else 0
+            reserve = LIBRARY_BYTES["cuda"] if device.type == "cuda" else 0
             return int(result.read_text()) + reserve <= options.memory * _GIB
         if "out of memory" in process.stderr.lower() or "can't allocate" in process.stderr or process.returncode < 0:
             return False
