@@ -209,7 +209,7 @@ def test_the_page_about_configuration_is_true(tmp_path: Path, capsys: pytest.Cap
     printed = yaml.safe_load(capsys.readouterr().out)
     expected = as_plain(load_config(SCHEMA))
     for name, value in {
-        "data.num_classes": 93431, "data.num_images": 5179510, "train.precision": "fp16",  # the file below
+        "data.num_classes": 93431, "data.num_images": 5179510, "train.precision": "bf16",  # the file below
         "backbone.name": "r100", "optimizer.lr": 0.05, "eval.targets": ["lfw"],  # the file
         "train.epochs": 2.0, "run.name": "short",  # the command line
     }.items():  # fmt: skip
