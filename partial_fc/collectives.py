@@ -8,7 +8,7 @@ Shapes: b = samples of this rank, B = b * world_size samples of all ranks in ran
 import torch.distributed as dist
 from torch import Tensor
 
-from utils.distributed import gather_blocks, scatter_sum
+from utils.distributed import gather_blocks, new_group, scatter_sum
 
 
 class Collectives:
@@ -18,8 +18,8 @@ class Collectives:
         if world_size > 1 and not dist.is_initialized():
             raise ValueError(f"head: {world_size} ranks need a process group; start with torchrun or init_process_group")
         self.world_size = world_size
-        self.group = dist.new_group() if world_size > 1 else None
-        self.label_group = dist.new_group(backend="gloo") if world_size > 1 else None
+        self.group = new_group() if world_size > 1 else None
+        self.label_group = new_group("gloo") if world_size > 1 else None
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """Return (B, ...) from every rank's (b, ...), rank 0's samples first; b is the same on all ranks."""

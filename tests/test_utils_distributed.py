@@ -1,14 +1,17 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from tiny_runs import run_program
 from torch import nn
 
+from partial_fc.collectives import Collectives
 from utils.distributed import (
     SharedError,
     World,
@@ -128,3 +131,22 @@ def test_a_rank_without_a_world_size_is_said_in_one_line(tmp_path: Path):
 @pytest.mark.parametrize("kind", [RuntimeError, dist.DistBackendError])
 def test_only_what_means_that_another_process_is_gone_is_taken_for_it(kind: type[Exception], text: str, lost: bool):
     assert is_lost_peer(kind(text)) == (lost or (kind is dist.DistBackendError and "CUDA" in text))
+
+
+def _wait_for_labels(arguments: list[str]) -> int:
+    world = init_distributed("cpu", timeout_minutes=0.05)
+    collectives = Collectives(world.world_size)
+    if world.rank == 1:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        {"labels": collectives.gather_labels, "sum": collectives.sum}[arguments[0]](torch.zeros(2))
+    except RuntimeError:
+        print("gave up")
+    os._exit(0)
+
+
+@pytest.mark.skipif(bool(os.environ.get("FACE_ONE_PROCESS")), reason="FACE_ONE_PROCESS: ran in the suite itself")
+@pytest.mark.parametrize("what", ["labels", "sum"])
+def test_the_groups_of_the_head_wait_as_long_as_run_timeout_minutes_says(what: str):
+    assert "gave up" in run_program(_wait_for_labels, [[what]] * 2, timeout=60).stdout

@@ -122,7 +122,7 @@ def load_optimizer(
     # the fused step ignores strides, so a moment must have the memory layout of its weight (channels last)
     for weight, kept in optimizer.state.items():
         for name, moment in kept.items():
-            if moment.ndim and moment.stride() != weight.stride():
+            if moment.ndim:  # always a copy: in a file two moments may share their memory
                 kept[name] = torch.empty_like(weight, dtype=moment.dtype).copy_(moment)
     for group, mine in zip(optimizer.param_groups, settings, strict=True):
         group.update(mine)

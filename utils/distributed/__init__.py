@@ -23,6 +23,7 @@ from .parent import follow_parent
 
 # in errors of NCCL: another process, or the way to it, is gone
 _LOST_TO_NCCL = ("ncclRemoteError", "remote process", "ncclSystemError", "communicator was aborted", "operation timeout")
+_timeout: datetime.timedelta | None = None  # of the group of all processes; None = torch's own
 
 
 class SharedError(ValueError):
@@ -62,6 +63,7 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
     Raises:
         ValueError: the device does not exist, the environment is incomplete, or the rendezvous fails.
     """
+    global _timeout
     follow_parent()
     rank, world_size = _from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1)
     if rank >= world_size:
@@ -86,9 +88,15 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
                 # find the addresses of the dead processes. For several machines see scripts/launch/machines.sh
                 store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            _timeout = timeout
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise RendezvousError(_explain_rendezvous(error)) from None
     return World(rank, world_size, local_rank, local_world_size, chosen, store)
+
+
+def new_group(backend: str | None = None) -> dist.ProcessGroup:
+    """Return a further group of all processes, which waits as long as the first one; torch would give it 30 minutes."""
+    return dist.new_group(backend=backend, timeout=_timeout)
 
 
 def init_local(rank: int, world_size: int, device: str, rendezvous: str) -> World:

@@ -24,7 +24,7 @@ _BEAT = 2.0  # seconds between heartbeats
 _PAUSE = 0.1  # the shortest time between heartbeats when this process moves on, seconds
 _PATIENCE = 10.0  # seconds that the store has to answer where the others are
 _SILENCE = 30.0  # seconds without a sign of life of the next rank, after which it counts as gone
-_WORKERS = ("decoder", "reader")  # prefixes of the names of the loader's threads
+_WORKERS = ("decoder", "reader", "planner")  # prefixes of the names of the loader's threads
 
 
 class Watchdog:
@@ -38,13 +38,16 @@ class Watchdog:
     def __init__(self, world: World, timeout_minutes: float, silence: float | None = None) -> None:
         self.world, self.limit = world, 60 * timeout_minutes
         self.silence = silence if silence is not None else _SILENCE if world.device.type == "cuda" else 0.0
-        self._heard: tuple[str, float] = ("", 0.0)  # the last sign of life of the next rank, and when it changed
+        self._heard_at = 0.0  # when the last sign of life of the next rank came, 0 = never
+        self._next_ended = ""  # how the next rank ended
         self._store: Any = None  # opened by the thread, because connecting may hang if the first machine is gone
         self._place: tuple[int, str | Callable[[], str], float, bool] = (0, "setting up", time.monotonic(), False)
         self._stopped, self._moved = threading.Event(), threading.Event()
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
         if world.store is not None:
             self._threads.append(threading.Thread(target=self._show, name="watchdog's signs of life", daemon=True))
+            if self.silence:
+                self._threads.append(threading.Thread(target=self._listen, name="watchdog of the next rank", daemon=True))
 
     def __enter__(self) -> "Watchdog":
         for thread in self._threads:
@@ -52,10 +55,8 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._store is not None:  # a rank that fails alone leaves the others waiting
-            alone = error is not None and not getattr(error, "on_all_ranks", False)
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"end {self.world.rank}", "failed" if alone else "ended")
+        # a rank that fails alone leaves the others waiting
+        self._tell("ended" if error is None or getattr(error, "on_all_ranks", False) else "failed")
         if error is not None and self.world.world_size > 1 and is_lost_peer(error):
             time.sleep(1.5 * _BEAT)  # so that living ranks have sent a heartbeat
             raise LostPeerError(f"{self._here()}: another process ended or cannot be reached. {self._others()}") from None
@@ -134,7 +135,7 @@ class Watchdog:
             looked = now
             _, _, since, limited = self._place
             waited = now - max(since, awake)
-            if gone := self._next_is_gone(now):
+            if self.silence and (gone := self._next_is_gone(now, awake)):
                 self._end(f"error: {self._here()}: {gone}. {self._others()}", beat)
             if limited and waited > self.limit:
                 others = f". {self._others()}" if self.world.world_size > 1 else ""
@@ -144,24 +145,41 @@ class Watchdog:
     def _end(self, line: str, beat: float) -> None:
         """End the process, whose main thread hangs."""
         print(line, file=sys.stderr, flush=True)
+        self._tell("failed")
         time.sleep(beat)  # the others end the same way; let them read the store, which may be in this process
         os._exit(1)
 
-    def _next_is_gone(self, now: float) -> str:
+    def _next_is_gone(self, now: float, awake: float) -> str:
         """Return how the next rank ended or since when it is silent, "" if it lives or was never heard."""
-        if not self.silence or self._store is None:
-            return ""
         rank = (self.world.rank + 1) % self.world.world_size
-        try:
-            if self._store.check([f"end {rank}"]):
-                return f"rank {rank} failed" if self._store.get(f"end {rank}") == b"failed" else ""
-            sign = str(self._store.get(f"place {rank}")) if self._store.check([f"place {rank}"]) else ""
-        except RuntimeError:
-            return "the first machine cannot be reached"
-        if sign != self._heard[0]:
-            self._heard = (sign, now)
-        quiet = now - self._heard[1]
-        return f"rank {rank} has been silent for {quiet:.0f} s" if sign and quiet > self.silence else ""
+        if self._next_ended:
+            return f"rank {rank} failed" if self._next_ended == "failed" else ""
+        quiet = now - max(self._heard_at, awake)
+        return f"rank {rank} has been silent for {quiet:.0f} s" if self._heard_at and quiet > self.silence else ""
+
+    def _listen(self) -> None:
+        """Note the signs of life of the next rank, until the watch ends. A store that does not answer counts as silence."""
+        rank, sign = (self.world.rank + 1) % self.world.world_size, b""
+        with contextlib.suppress(RuntimeError):
+            store = getattr(self.world.store, "clone", lambda: self.world.store)()
+            while not self._stopped.wait(_BEAT / 2):
+                if store.check([f"end {rank}"]):
+                    self._next_ended = store.get(f"end {rank}").decode()
+                elif store.check([f"place {rank}"]) and (new := store.get(f"place {rank}")) != sign:
+                    sign, self._heard_at = new, time.monotonic()
+
+    def _tell(self, how: str) -> None:
+        """Publish how this rank ends, where another one watches it; give up if the store does not answer."""
+        if not self.silence or self.world.store is None:
+            return
+
+        def publish() -> None:
+            with contextlib.suppress(RuntimeError):
+                getattr(self.world.store, "clone", lambda: self.world.store)().set(f"end {self.world.rank}", how)
+
+        thread = threading.Thread(target=publish, daemon=True)
+        thread.start()
+        thread.join(_PATIENCE)
 
 
 def _lines_of_code() -> str:
