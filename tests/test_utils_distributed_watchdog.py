@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -94,3 +95,18 @@ def test_a_rank_tells_how_it_ends(ended: list[str], error: Exception | None, how
     watch.__enter__()
     watch.__exit__(type(error), error, None)
     assert store.told == [("end 1", how)]
+
+
+def test_the_threads_of_a_watch_that_ended_keep_nothing_alive(ended: list[str]):
+    """They outlive it by seconds. With the head's process groups among what they kept, processes aborted at their end."""
+
+    class Steps:
+        def doing(self) -> str:
+            return "waiting for data"
+
+    steps = Steps()
+    seen, watch = weakref.ref(steps), Watchdog(World(0, 2, 0, 2, torch.device("cpu"), _Store()), timeout_minutes=1)
+    with watch:
+        watch.at(3, steps.doing)
+    del steps
+    assert seen() is None and watch._here() == "rank 0 in step 3, waiting for data"

@@ -55,6 +55,9 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # the threads outlive this call; if they kept what `doing` belongs to, with its process groups, the process would abort
+        step, doing = self._step_and_words()
+        self._place = (step, doing, time.monotonic(), False)
         # a rank that fails alone leaves the others waiting
         self._tell("ended" if error is None or getattr(error, "on_all_ranks", False) else "failed")
         if error is not None and self.world.world_size > 1 and is_lost_peer(error):
