@@ -157,9 +157,10 @@ def reshard(options: argparse.Namespace) -> None:
             flush(partial / name)
             files[name] = entry
     with progress([], sum(heads.values()), "resharding", "class") as bar:
-        for head, rank in itertools.product(heads, range(options.ranks)):
+        readers = {head: shard_reader(source, head) for head in heads}  # each checks the sizes of all files
+        for (head, read), rank in itertools.product(readers.items(), range(options.ranks)):
             start, stop = shard_range(heads[head], rank, options.ranks)
-            name, read = shard_name(rank, options.ranks, head), shard_reader(source, head)
+            name = shard_name(rank, options.ranks, head)
             files[name] = write_planned(partial / name, _planned_rows(read, start, stop, bar.update)) | {"slots": [start, stop]}
     facts = {key: value for key, value in manifest.items() if key not in ("format", "files")}
     commit(partial, final, {**facts, "world_size": options.ranks, "files": files})

@@ -1,8 +1,7 @@
 """What a run trains: backbone, heads and their optimizers, built, and resumed or begun with other weights."""
 
-import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from utils.memory import LIBRARY_BYTES, available_bytes, backbone_memory
 from utils.optim import ParameterRule, build_optimizer, freeze
 from utils.precision import AUTOCAST, LossScaler
 from utils.randomness import derive
+from utils.text import prefix_errors
 
 from .setup import Setup
 
@@ -68,9 +68,9 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     of_head = head_config(config.head, config.optimizer, autocast, world.device)
     free = min(all_gather_objects(available_bytes(world), world))  # so that all ranks say the same
     with raise_on_all_ranks(world):
-        with _of_key("backbone.freeze"):
+        with prefix_errors("backbone.freeze"):
             freeze(backbone, config.backbone.freeze)
-        with _of_key("optimizer.rules"):
+        with prefix_errors("optimizer.rules"):
             rules = parameter_rules(config.optimizer.rules)
             optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in settings}, rules=rules)
         moments, samples = 2 if config.optimizer.name == "adamw" else 1, config.train.batch_size // config.train.accumulation
@@ -89,15 +89,6 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
 def parameter_rules(entries: Iterable[Any]) -> list[ParameterRule]:
     """Return the rules of the key optimizer.rules."""
     return [ParameterRule(e.match, e.lr_factor, None if e.weight_decay == -1 else e.weight_decay) for e in entries]
-
-
-@contextlib.contextmanager
-def _of_key(key: str) -> Iterator[None]:
-    """Name the key of the configuration that a ValueError is about."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from None
 
 
 def resume_or_init(config: EasyDict, setup: Setup, model: Model) -> tuple[int, InitCounts]:

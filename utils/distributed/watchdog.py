@@ -85,6 +85,10 @@ class Watchdog:
         step, doing, _, _ = self._place
         return step, doing if isinstance(doing, str) else doing()
 
+    def _new_store(self) -> Any:
+        """Return a connection to the store of the caller's own, if torch can clone it; calls of one object block each other."""
+        return getattr(self.world.store, "clone", lambda: self.world.store)()
+
     def _others(self) -> str:
         """Return where the other ranks were last seen; give up if the store does not answer."""
         answer: list[str] = []
@@ -117,8 +121,7 @@ class Watchdog:
     def _show(self) -> None:
         """Publish where this rank is, until the watch ends."""
         with contextlib.suppress(RuntimeError):  # the store's machine is gone; the collectives will report that
-            # calls of one store object block each other, so this thread uses its own copy if torch can clone it
-            self._store = getattr(self.world.store, "clone", lambda: self.world.store)()
+            self._store = self._new_store()
         while self._store is not None and not self._stopped.is_set():
             self._moved.clear()
             step, doing = self._step_and_words()
@@ -164,7 +167,7 @@ class Watchdog:
         """Note the signs of life of the next rank, until the watch ends. A store that does not answer counts as silence."""
         rank, sign = (self.world.rank + 1) % self.world.world_size, b""
         with contextlib.suppress(RuntimeError):
-            store = getattr(self.world.store, "clone", lambda: self.world.store)()
+            store = self._new_store()
             while not self._stopped.wait(_BEAT / 2):
                 if store.check([f"end {rank}"]):
                     self._next_ended = store.get(f"end {rank}").decode()
@@ -178,7 +181,7 @@ class Watchdog:
 
         def publish() -> None:
             with contextlib.suppress(RuntimeError):
-                getattr(self.world.store, "clone", lambda: self.world.store)().set(f"end {self.world.rank}", how)
+                self._new_store().set(f"end {self.world.rank}", how)
 
         thread = threading.Thread(target=publish, daemon=True)
         thread.start()
