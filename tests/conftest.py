@@ -22,18 +22,35 @@ mp.get_context("forkserver").set_forkserver_preload(list(_IMPORTED))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def sees_gpu(marks: str) -> bool:
+    """Return whether tests chosen by `-m marks` may use a GPU: those marked gpu. All others mean the CPU."""
+    return "gpu" in marks.split() and "not gpu" not in marks
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs of this machine from tests that mean the CPU, before anything looks for them."""
+    if not sees_gpu(config.option.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     for item in items:
         if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and pytest -m gpu"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _forkserver() -> None:
     """Start the server before any test changes the environment, which its forks inherit."""
     forkserver.ensure_running()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Return the device of a test whose body is the same on both: CI runs it on the CPU, `pytest -m gpu` on a GPU."""
+    return torch.device(request.param)
 
 
 @pytest.fixture

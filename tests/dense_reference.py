@@ -90,7 +90,7 @@ def active_classes(head: PartialFC) -> Tensor:
     """Return (C,) bool, which of this rank's classes are in the softmax of the step begun."""
     active = torch.zeros(head.num_classes, dtype=torch.bool)
     for chunk in head._step().plan.chunks:
-        where = torch.arange(head.num_slots)[chunk.select]
+        where = torch.arange(head.num_slots)[chunk.select if isinstance(chunk.select, slice) else chunk.select.cpu()]
         active[torch.from_numpy(head.shard_classes())[where]] = True
     return active
 

@@ -32,11 +32,6 @@ FORMATS = {"lean": (torch.bfloat16, torch.bfloat16), "tiny": (torch.bfloat16, to
 BF16_STEPS = 2.0**-7  # bf16 numbers in [1, 2) lie this far apart
 
 
-@pytest.fixture
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def _normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 

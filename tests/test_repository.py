@@ -2,11 +2,13 @@
 
 import ast
 import importlib
+import os
 import re
 import subprocess
 from collections import Counter
 from pathlib import Path
 
+import conftest
 import pytest
 
 from scripts import architecture
@@ -198,9 +200,9 @@ def test_the_list_of_utils_is_closed():
 
 # what concerns several modules; everything else is named after the one it tests, or its folder
 TOPICS = {
-    "configs_hostile", "data_properties", "data_sources", "data_tar_damage", "docs_datasets", "eval_agreement", "hostile_data",
-    "partial_fc_exactness", "programs", "recipes", "repository", "train_agreement", "train_failures", "train_finetune",
-    "train_hangs", "train_resume", "training_tasks",
+    "configs_hostile", "data_properties", "data_sources", "data_tar_damage", "docs_datasets", "eval_agreement", "gpu_head",
+    "gpu_ranks", "gpu_training", "gpu_triton", "hostile_data", "partial_fc_exactness", "programs", "recipes", "repository",
+    "train_agreement", "train_failures", "train_finetune", "train_hangs", "train_resume", "training_tasks",
 }  # fmt: skip
 
 
@@ -209,6 +211,26 @@ def test_a_test_file_has_the_name_of_the_module_that_it_tests():
     folders = {"_".join(path.parent.relative_to(ROOT).parts) for path in SOURCES}
     names = {path.stem.removeprefix("test_") for path in TESTS}
     assert names - TOPICS <= modules | folders and names >= TOPICS
+
+
+@pytest.mark.parametrize(
+    ("marks", "sees"),
+    [
+        ("", False),
+        ("numeric", False),
+        ("not gpu", False),
+        ("gpu", True),
+        ("gpu and not numeric", True),
+        ("gpu or numeric", True),
+    ],
+)
+def test_only_tests_that_are_marked_gpu_see_one(
+    marks: str, sees: bool, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(pytestconfig.option, "markexpr", marks)
+    conftest.pytest_configure(pytestconfig)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("0" if sees else "")
 
 
 def test_every_package_is_listed_for_installation():

@@ -1,0 +1,227 @@
+"""The head on a GPU against float64, beside other work, and beyond 2^31 elements; CI runs the same bodies on the CPU, small."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dense_reference import DenseHead, active_classes, near_their_centres, relative
+from rounding import bf16_half_step, head_bounds
+from torch import Tensor
+
+from losses import build_margin
+from partial_fc import HeadConfig, PartialFC, RowSGD
+from partial_fc.centre_store import CentreStore
+from partial_fc.kernels import KERNELS
+from partial_fc.shard import slots_of_classes
+from partial_fc.side_stream import SideStream
+
+pytestmark = pytest.mark.numeric
+
+SCALE = 64.0
+BF16_STEP = 2.0**-7  # of a number: how far its neighbours in bf16 lie apart at most
+LR = 0.05
+
+
+def _state(head: PartialFC) -> dict[str, Tensor]:
+    return {name: tensor.cpu().clone() for name, tensor in head.shard_state().items()}
+
+
+def _numbers(state: dict[str, Tensor], name: str, by_class: Tensor) -> Tensor:
+    """Return stored centres or momentum (C, D) in class order, in float64."""
+    values = state[name].double()
+    return (values * state[f"{name}_scale"].double()[:, None] if f"{name}_scale" in state else values)[by_class]
+
+
+@pytest.mark.parametrize("sample_rate", [1.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("storage", ["exact", "lean", "tiny"])
+def test_two_micro_batches_give_the_loss_and_the_step_of_the_dense_head(
+    device: torch.device, storage: str, dtype: torch.dtype, sample_rate: float
+):
+    num_classes, dim, rows = 3000, 128, 64
+    margin, optimizer = build_margin("arcface", scale=SCALE, margin=0.5), RowSGD(0.9, 5e-4)
+    config = HeadConfig(sample_rate, optimizer, storage, matmul_dtype=dtype, chunk=700)  # the last chunk has fewer
+    head = PartialFC(margin, num_classes, dim, seed=3, config=config, device=device)
+    by_class = torch.from_numpy(head.shard_classes()).argsort()
+    centres = _numbers(_state(head), "centres", by_class)
+    x, labels = near_their_centres(centres.float(), rows)
+    head.begin_step(labels.view(2, -1), 0)
+    active = active_classes(head)
+    assert int(active.sum()) == head.num_active()
+    parts = [part.clone().requires_grad_() for part in x.to(device).view(2, rows // 2, dim)]
+    losses = [head(part, micro) for micro, part in enumerate(parts)]
+    for loss in losses:
+        (loss / 2).backward()
+    head.step(LR)
+    after = _state(head)
+
+    dense = DenseHead(margin.cpu(), centres.clone(), optimizer)
+    expected, by_x, by_w = dense.step(x, labels, LR, active)
+    if dtype == torch.float32:
+        loss_bound, bound = head_bounds(SCALE, dim, rows)
+    else:  # the logits of negatives are rounded by half a step of the largest, and so is what follows from them
+        cosine = (F.normalize(x) @ F.normalize(centres.float()).t()).scatter(1, labels[:, None], -1.0)
+        bound = bf16_half_step(SCALE * cosine.max().item())
+        loss_bound = bound / rows**0.5  # a mean over rows
+    assert sum(loss.item() for loss in losses) / 2 == pytest.approx(expected, abs=loss_bound)
+    assert relative(torch.cat([part.grad.cpu() for part in parts]), by_x) < bound  # type: ignore[union-attr]
+    momentum, moved = _numbers(after, "momentum", by_class), _numbers(after, "centres", by_class)
+    rounding = BF16_STEP * dense.momentum.norm()
+    if storage == "tiny":
+        rounding = (dense.momentum.abs().amax(dim=1) / 127).norm() * dim**0.5  # a step of int8 each
+    allowed = bound * by_w.norm() + (0 if storage == "exact" else rounding)
+    assert allowed < dense.momentum.norm() / 2
+    assert (momentum - dense.momentum).norm() < allowed
+    allowed = LR * bound * by_w.norm() + (0 if storage == "exact" else BF16_STEP * dense.centres.norm())
+    allowed += torch.finfo(torch.float32).eps * dense.centres.norm()
+    assert allowed < (dense.centres - centres).norm() / 2
+    assert (moved - dense.centres).norm() < allowed
+    assert torch.equal(moved[~active], centres[~active])
+
+
+def _sleep(device: torch.device, milliseconds: float) -> None:
+    """Make the current CUDA stream wait, so that what other streams do too early or too late shows."""
+    if device.type == "cuda":
+        torch.cuda._sleep(int(milliseconds * 1.5e6))  # cycles of some 1.5 GHz
+
+
+def _train_with_noise(device: torch.device, beside: bool, steps: int, storage: str) -> list[Tensor]:
+    """Return losses, gradients and rows of a head, trained while the main stream sleeps, allocates and overwrites memory."""
+    margin = build_margin("arcface", scale=SCALE, margin=0.5)
+    config = HeadConfig(0.3, RowSGD(0.9, 5e-4), storage, matmul_dtype=torch.bfloat16, chunk=256)
+    head = PartialFC(margin, 3000, 64, seed=3, config=config, device=device)
+    if not beside:
+        head._beside = SideStream(torch.device("cpu"))
+    found = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        labels = torch.randperm(3000, generator=generator)[:32]  # distinct: CUDA adds repeats to a row in any order
+        part = torch.randn(32, 64, generator=generator).to(device).requires_grad_()
+        head.begin_step(labels[None], step)
+        loss = head(part)
+        if step % 2:
+            _sleep(device, 0.5)
+        if beside and head._beside._stream is not None:
+            with torch.cuda.stream(head._beside._stream):
+                _sleep(device, 0.5)  # the update begins late, when the main stream has long gone on
+        head.step(LR)
+        loss.backward()
+        assert part.grad is not None
+        found += [loss.detach(), part.grad]
+        del part, loss
+        # what the update still reads must not be handed out again
+        rubbish = [torch.full((size,), float("nan"), device=device) for size in (32, 32 * 64, 256 * 64, 3000 * 32) * 4]
+        del rubbish
+    return [tensor.cpu() for tensor in [*found, *head.shard_state().values()]]
+
+
+@pytest.mark.parametrize("storage", ["exact", "tiny"])
+def test_the_update_on_a_stream_of_its_own_gives_the_same_bits(device: torch.device, storage: str):
+    steps = 50 if device.type == "cuda" else 5
+    alone, beside = (_train_with_noise(device, flag, steps, storage) for flag in (False, True))
+    assert all(bool(tensor.isfinite().all()) for tensor in alone)
+    assert [number for number, pair in enumerate(zip(alone, beside, strict=True)) if not torch.equal(*pair)] == []
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("storage", ["exact", "lean", "tiny"])
+def test_a_loss_that_is_not_finite_changes_no_byte(device: torch.device, storage: str, kernels: str):
+    margin = build_margin("arcface", scale=SCALE, margin=0.5)
+    config = HeadConfig(0.5, RowSGD(0.9, 5e-4), storage, chunk=32, kernels=kernels)
+    head = PartialFC(margin, 100, 32, config=config, device=device)
+    changed = []
+    for step, (bad, good) in enumerate([(0.0, True), (torch.nan, True), (torch.inf, True), (0.0, False), (0.0, True)]):
+        before = {name: tensor.view(torch.uint8) for name, tensor in _state(head).items()}
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+        x[3, 5] += bad
+        head.begin_step(torch.arange(step, step + 8)[None], step)
+        head(x.to(device))
+        head.step(LR, torch.tensor(good, device=device))
+        after = {name: tensor.view(torch.uint8) for name, tensor in _state(head).items()}
+        changed.append([name for name in before if not torch.equal(before[name], after[name])])
+    assert changed[1:4] == [[], [], []] and all(
+        "centres" in names and "momentum" in names for names in (changed[0], changed[4])
+    )
+
+
+@contextlib.contextmanager
+def _centres_drawn_on_the_device() -> Iterator[None]:
+    """The host would draw millions of centres for a minute."""
+
+    def fill(self: CentreStore, start: int, seed: int) -> None:
+        generator = torch.Generator(self.inverse_norms.device).manual_seed(seed)
+        for low in range(0, self.num_rows, 1 << 18):
+            self.tensors["centres"][low : low + (1 << 18)].normal_(std=0.01, generator=generator)
+        self.refresh_norms()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CentreStore, "fill_initial", fill)
+        yield
+
+
+def _chunked_float64(x: Tensor, slots: Tensor, centres: Tensor, chosen: Tensor) -> tuple[float, Tensor, Tensor]:
+    """Return loss, its gradient for x (B, D), and for the unit centres of the chosen slots (n, D); cosface 0.4, in float64.
+
+    The softmax over all classes is written down once more: z = 64 cos, and 64 (cos - 0.4) for the target class.
+    """
+    unit = F.normalize(x.double())
+    rows = torch.arange(len(x), device=x.device)
+
+    def logits_of(low: int) -> tuple[Tensor, Tensor]:
+        w = F.normalize(centres[low : low + 65536].double())
+        z = SCALE * unit @ w.t()
+        here = (slots >= low) & (slots < low + len(w))
+        z[rows[here], slots[here] - low] -= SCALE * 0.4
+        return z, w
+
+    blocks = range(0, len(centres), 65536)
+    lse = torch.logsumexp(torch.stack([torch.logsumexp(logits_of(low)[0], dim=1) for low in blocks]), dim=0)
+    target = SCALE * ((unit * F.normalize(centres[slots].double())).sum(dim=1) - 0.4)
+    by_unit = torch.zeros_like(unit)
+    for low in blocks:
+        z, w = logits_of(low)
+        by_unit += SCALE / len(x) * torch.exp(z - lse[:, None]) @ w
+    by_unit -= SCALE / len(x) * F.normalize(centres[slots].double())
+    by_x = (by_unit - unit * (by_unit * unit).sum(dim=1, keepdim=True)) / x.double().norm(dim=1, keepdim=True)
+    of_chosen = F.normalize(centres[chosen].double())
+    z = SCALE * unit @ of_chosen.t()
+    own = slots[:, None] == chosen[None]
+    weights = torch.exp(z - SCALE * 0.4 * own - lse[:, None]) - own.double()
+    return (lse - target).mean().item(), by_x, SCALE / len(x) * weights.t() @ unit
+
+
+def test_a_head_of_more_than_2_31_elements_gives_the_numbers_of_float64(device: torch.device):
+    num_classes, dim, rows = (5_000_000, 512, 32) if device.type == "cuda" else (70_000, 32, 32)
+    needed = 2 * 4 * num_classes * dim + (4 << 30)
+    if device.type == "cuda" and torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"needs {needed / 2**30:.0f} GiB of GPU memory, {torch.cuda.mem_get_info()[0] / 2**30:.0f} GiB are free")
+    config = HeadConfig(optimizer=RowSGD(0.0, 0.0), cache_mb=256)
+    with _centres_drawn_on_the_device():
+        head = PartialFC(build_margin("cosface", scale=SCALE, margin=0.4), num_classes, dim, config=config, device=device)
+    slots = torch.arange(num_classes - rows // 2, num_classes, device=device).repeat(2)  # each class twice, the last of all
+    labels = torch.from_numpy(head.shard_classes()[-rows // 2 :]).repeat(2)
+    assert slots_of_classes(labels.numpy(), num_classes, 0).tolist() == slots.tolist()
+    generator = torch.Generator().manual_seed(0)
+    x = F.normalize(head.centres[slots].cpu()) + torch.linspace(0, 2, rows)[:, None] * F.normalize(
+        torch.randn(rows, dim, generator=generator)
+    )
+    x = (5 * x).to(device).requires_grad_()
+    chosen = torch.cat([torch.arange(1000, device=device), slots[: rows // 2]])
+    loss_should, by_x, by_unit = _chunked_float64(x.detach(), slots, head.centres, chosen)
+    before = head.centres[chosen].double()
+    head.begin_step(labels[None], 0)
+    loss = head(x)
+    loss.backward()
+    head.step(1e-3)
+    # as the norm of a centre: d(unit)/d(centre) is the part across it, over its norm
+    unit, norm = F.normalize(before), before.norm(dim=1, keepdim=True)
+    expected = 1e-3 * (by_unit - unit * (by_unit * unit).sum(dim=1, keepdim=True)) / norm
+    moved = before - head.centres[chosen].double()
+    loss_bound, bound = head_bounds(SCALE, dim, rows)
+    assert loss.item() == pytest.approx(loss_should, abs=loss_bound)
+    assert x.grad is not None and relative(x.grad, by_x) < bound
+    # the difference of two fp32 numbers has the rounding of the centres themselves
+    assert (moved - expected)[1000:].norm() < bound * expected[1000:].norm() + torch.finfo(torch.float32).eps * before.norm()
+    assert bool(head.centres[:1000].isfinite().all()) and expected[1000:].norm() > 1e-3 * before[1000:].norm()

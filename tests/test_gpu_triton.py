@@ -1,0 +1,73 @@
+"""A head on Triton beside one on plain torch, in the formats that are rounded; without a GPU Triton's interpreter runs it."""
+
+import importlib
+import os
+
+import pytest
+import torch
+from dense_reference import relative
+from rounding import head_bounds
+from torch import Tensor
+
+from losses import build_margin
+from partial_fc import HeadConfig, PartialFC, RowSGD
+from partial_fc.kernels import _why_no_triton, build_kernels
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the import: Triton's own library is decorated then
+if _why_no_triton():
+    pytest.skip(f"{_why_no_triton()}; the CUDA builds of torch bring it", allow_module_level=True)
+importlib.import_module("partial_fc.kernels.triton")
+
+pytestmark = pytest.mark.numeric
+
+LR = 0.05
+DIM, ROWS = 40, 8  # DIM is no power of two
+
+
+def _momentum(rows: dict[str, Tensor]) -> Tensor:
+    values = rows["momentum"].double()
+    return values * rows["momentum_scale"].double()[:, None] if "momentum_scale" in rows else values
+
+
+# 81 classes in chunks of 16 end with a chunk of one slot; half of them: a run with a remainder, and positives one by one
+@pytest.mark.parametrize(("chunk", "sample_rate"), [(16, 1.0), (7, 0.5), (1, 0.1)])
+@pytest.mark.parametrize("storage", ["lean", "tiny"])
+def test_triton_and_plain_torch_take_the_same_step_but_for_the_rounding(
+    device: torch.device, storage: str, chunk: int, sample_rate: float
+):
+    losses, gradients, rows = [], [], []
+    for name in ("plain", "triton"):
+        margin = build_margin("arcface", scale=64.0, margin=0.5)
+        config = HeadConfig(sample_rate, RowSGD(0.9, 5e-4), storage, chunk=chunk, kernels="plain")
+        head = PartialFC(margin, 81, DIM, seed=2, config=config, device=device)
+        head.workspace.kernels = build_kernels(name)
+        before = {key: tensor.clone() for key, tensor in head.shard_state().items()}
+        generator = torch.Generator().manual_seed(0)
+        labels = torch.randint(81, (ROWS,), generator=generator)
+        labels[1] = labels[0]
+        x = torch.randn(ROWS, DIM, generator=generator).to(device).requires_grad_()
+        head.begin_step(labels[None], 0)
+        loss = head(x)
+        loss.backward()
+        head.step(LR)
+        assert x.grad is not None
+        losses.append(loss.item())
+        gradients.append(x.grad)
+        rows.append({key: tensor.clone() for key, tensor in head.shard_state().items()})
+    loss_bound, bound = head_bounds(64.0, DIM, ROWS)
+    assert losses[0] == pytest.approx(losses[1], abs=2 * loss_bound)
+    assert relative(gradients[1], gradients[0]) < 2 * bound
+    plain, triton = rows
+    # each rounds to one of the two neighbours of almost the same number; of bf16 they are 2^-7 of it apart at most
+    wide = 2.0**-7 * plain["centres"].double().abs() + 2 * bound * LR * _momentum(plain).abs().amax()
+    assert ((triton["centres"].double() - plain["centres"].double()).abs() <= wide).all()
+    step = 2.0**-7 * _momentum(plain).abs() if storage == "lean" else _momentum(plain).abs().amax(dim=1, keepdim=True) / 127
+    wide = 1.01 * step + 2 * bound * _momentum(plain).abs().amax()
+    assert ((_momentum(triton) - _momentum(plain)).abs() <= wide).all()
+    active = [(state["momentum"] != 0).any(dim=1) for state in rows]
+    assert torch.equal(*active) and int(active[0].sum()) == head.num_active()
+    for state in rows:
+        assert torch.equal(state["centres"][~active[0]], before["centres"][~active[0]])
+    norms = 1 / triton["centres"].float().norm(dim=1)
+    torch.testing.assert_close(triton["inverse_norms"], norms, rtol=2.0**-20, atol=0)
