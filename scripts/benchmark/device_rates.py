@@ -69,7 +69,7 @@ def rates_of(options: argparse.Namespace, device: torch.device) -> Rates | None:
         tflops = (head, card.fp32_tflops if options.precision == "fp32" else card.half_tflops)
     elif device.type == "cuda" or options.device == "cpu":
         source = f"as measured on this {device.type}"
-        measured, bandwidth = _measured(options, device)
+        measured, bandwidth = measured_rates(head_dtype(options), device)
         tflops = (measured, measured)
     else:
         return None
@@ -78,10 +78,10 @@ def rates_of(options: argparse.Namespace, device: torch.device) -> Rates | None:
     return Rates(*tflops, bandwidth, words)
 
 
-def _measured(options: argparse.Namespace, device: torch.device) -> tuple[float, float]:
-    """Return TFLOP/s of matrix products and GB/s of a copy on this device."""
+def measured_rates(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """Return TFLOP/s of matrix products in a dtype and GB/s of a copy on this device."""
     size = 4096 if device.type == "cuda" else 1024
-    first = torch.randn(size, size, device=device).to(head_dtype(options))
+    first = torch.randn(size, size, device=device).to(dtype)
     data = torch.empty(2**26, device=device)
 
     def seconds(work: Any) -> float:
