@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -153,3 +154,12 @@ def test_the_least_bytes_of_a_step_are_those_of_the_formats():
     case = {"classes": 1000, "sample_rate": 0.5, "storage": "tiny", "matmul": "bf16", "batch": 64}
     # bf16 centres in, in, out; int8 momentum in, out; bf16 E of 64 samples out, in
     assert heads.least_bytes(case) == 500 * (512 * (2 + 2 + 2) + 512 * (1 + 1) + 64 * (2 + 2))
+
+
+def test_the_page_on_gpus_names_the_parts_and_tests_that_there_are():
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    benchmark = text[text.index("## The benchmark") :]
+    assert re.findall(r"^\| `(\w+)` \|", benchmark, re.M) == list(gpu.PARTS)
+    named = set(re.findall(r"tests/test_\w+\.py", text))
+    assert named and not [name for name in named if not (ROOT / name).is_file()]
+    assert {f"tests/{path.name}" for path in (ROOT / "tests").glob("test_gpu_*.py")} <= named
