@@ -1,0 +1,52 @@
+"""The slow references of the losses against the numbers of published programs."""
+
+import pytest
+import torch
+from loss_references_other import kappaface_psi, sphereface2_bias
+from published_losses import (
+    DIM,
+    KAPPA_LENGTHS,
+    KAPPA_PSI,
+    KAPPA_SIZES,
+    NUM_CLASSES,
+    PUBLISHED,
+    SPHEREFACE2_BIAS,
+    Published,
+    make_inputs,
+)
+from torch import Tensor
+
+pytestmark = pytest.mark.numeric
+
+CASES = [(case, name) for case in PUBLISHED for name in case.numbers]
+
+
+def _id(value: Published | str) -> str:
+    return value if isinstance(value, str) else f"{value.loss.func.__name__}-{value.source.split(' ')[0]}"
+
+
+@pytest.mark.parametrize(("case", "name"), CASES, ids=_id)
+def test_reference_equals_published_program(case: Published, name: str) -> None:
+    embeddings, centres, labels = make_inputs(name)
+    embeddings, centres = embeddings.double().requires_grad_(), centres.double().requires_grad_()
+    loss, state = case.loss(embeddings, centres, labels)
+    of_embeddings, of_centres = torch.autograd.grad(loss, (embeddings, centres), retain_graph=True)
+    found = [loss, of_embeddings.norm(), of_embeddings[1, 5], of_centres.norm(), of_centres[3, 7]]
+    for key in case.more:
+        learned = case.loss.keywords.get(key)
+        if isinstance(learned, Tensor):
+            found.append(torch.autograd.grad(loss, learned, retain_graph=True)[0].norm())
+        else:
+            found.append(torch.as_tensor(state[key]))
+    for value, expected in zip(found, case.numbers[name], strict=True):
+        assert expected is None or value.item() == pytest.approx(expected, rel=1e-6)  # of 9 digits; some clip at 1e-3
+
+
+def test_kappaface_has_the_weights_of_its_program() -> None:
+    """Leminhbinh0209/KappaFace at 5158b2f0, momentum_head.py; it computes the part of the sizes in fp32."""
+    psi = kappaface_psi(KAPPA_LENGTHS, KAPPA_SIZES, DIM, temperature=0.4, gamma=0.7)
+    assert psi.tolist() == pytest.approx(KAPPA_PSI.tolist(), rel=1e-6)
+
+
+def test_sphereface2_begins_with_the_bias_of_its_program() -> None:
+    assert sphereface2_bias(NUM_CLASSES) == pytest.approx(SPHEREFACE2_BIAS.item())
