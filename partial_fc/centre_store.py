@@ -83,18 +83,29 @@ class CentreStore:
         for low in range(0, self.num_rows, _BLOCK):
             self._take_norms(slice(low, min(low + _BLOCK, self.num_rows)), {})
 
-    def unit_rows(self, select: Select, dtype: torch.dtype, padded: int = 0) -> Tensor:
-        """Return the unit centres (c, D) in dtype, in a buffer that is valid until the next call.
+    def operand(self, select: Select, dtype: torch.dtype, num_rows: int) -> Tensor:
+        """Return centres for a matrix product, (num_rows, D) in dtype, not normalised: the selected ones first.
 
-        Args:
-            padded: if larger than c, the number of rows to return; those beyond c are zero.
+        Consecutive rows that are stored in dtype are a view, and finite rows of any value follow those selected. Otherwise they
+        are copied into a buffer that is valid until the next call, and zeros follow.
         """
+        centres = self.tensors["centres"]
+        if isinstance(select, slice) and centres.dtype == dtype and select.start + num_rows <= self.num_rows:
+            return centres[select.start : select.start + num_rows]
         count = len(select) if isinstance(select, Tensor) else select.stop - select.start
-        whole = self.workspace.buffer("unit", (max(count, padded), self.dim), dtype)
-        whole[count:].zero_()
-        kernels = self.workspace.kernels
-        kernels.unit_rows(self.tensors["centres"], self.inverse_norms, select, whole[:count], self.workspace)
-        return whole
+        rows = self.workspace.buffer("operand", (num_rows, self.dim), dtype)
+        rows[count:].zero_()
+        if isinstance(select, Tensor) and centres.dtype == dtype:
+            torch.index_select(centres, 0, select, out=rows[:count])
+        else:
+            rows[:count].copy_(centres[select])
+        return rows
+
+    def unit_rows(self, select: slice, dtype: torch.dtype) -> Tensor:
+        """Return the unit centres (c, D) in dtype, in a buffer that is valid until the next call."""
+        unit = self.workspace.buffer("unit", (select.stop - select.start, self.dim), dtype)
+        self.workspace.kernels.unit_rows(self.tensors["centres"], self.inverse_norms, select, unit, self.workspace)
+        return unit
 
     def load(self, name: str, select: Select) -> Tensor:
         """Return rows (c, D) of centres, momentum or variance as fp32: a view of the storage if possible, else a buffer."""

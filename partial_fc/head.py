@@ -7,9 +7,10 @@ Source: An et al., https://arxiv.org/abs/2010.05222 and https://arxiv.org/abs/22
     loss = head(embeddings, micro)         # once per micro-batch; loss.backward() gives the embeddings' gradient
     head.step(lr)                          # after the last forward: gradient and update of the active centres
 
-so centres have no .grad: their gradient exists for one chunk at a time, inside step(). Nothing in step() waits for the
-backbone's backward; called before it on CUDA, it runs beside it on a stream of its own. Gradients are those of the mean loss
-over the global batch; a data-parallel backbone averages over the ranks, so the caller multiplies its loss by world_size.
+so centres have no .grad: their gradient exists for one chunk at a time, inside step(). On CUDA step() is enqueued on a stream
+of its own, behind all that was enqueued before it, and runs beside what follows: the backbone's update and its next forward.
+Gradients are those of the mean loss over the global batch; a data-parallel backbone averages over the ranks, so the caller
+multiplies its loss by world_size.
 
 Shapes: b = samples of this rank per micro-batch, B = b * world_size, D = embedding size, A = micro-batches.
 """
@@ -298,8 +299,9 @@ class PartialFC(nn.Module):
         target_centres = self.centres[rows].float() * self.centre_store.inverse_norms[rows, None]
         cosine = unit.new_zeros(len(unit))
         cosine[here] = (unit[here] * target_centres).sum(dim=1)
+        batch = Batch(unit, cosine, 0.0, step.plan.places[micro])
         batch, z_sum, u_sum, by_target = sums_over_shards(
-            self._passes, self.collectives, Batch(unit, cosine, 0.0), norm.squeeze(1), self._shift, step.plan.chunks, micro
+            self._passes, self.collectives, batch, norm.squeeze(1), self._shift, step.plan.chunks, micro
         )
         factors = sample_factors(self.margin, batch, norm.squeeze(1), z_sum, by_target, self._passes.gain)
         gradient = u_sum.mul_(factors.negatives[:, None])

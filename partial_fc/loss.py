@@ -72,7 +72,7 @@ def sums_over_shards(
     collectives.sum(batch.target_cosine)  # the chunks need every sample's target cosine, or its maximum
     batch = batch._replace(state=passes.margin.observe(batch.target_cosine, norm))
     if shift is None:
-        batch = batch._replace(shift=collectives.max(passes.sample_maximum(batch, chunks, micro)))
+        batch = batch._replace(shift=collectives.max(passes.sample_maximum(batch, chunks)))
     else:
         batch = batch._replace(shift=shift)
     z_sum, u_sum, by_target = passes.forward(batch, chunks, micro)

@@ -8,6 +8,8 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from .centre_store import FORMATS
 from .config import HeadConfig
 from .head import MEBI
@@ -41,11 +43,11 @@ class HeadMemory(NamedTuple):
         config, size = self.config, self.config.matmul_dtype.itemsize
         c = min(config.chunk or auto_chunk(device, config.matmul_dtype), num_local)
         padded, fp32 = padded_rows(c, config.matmul_dtype), c * self.dim * 4
-        total = padded * (2 * self.dim + self.rows) * size  # unit centres, gradient, logits
-        total += 0 if size == 4 else self.rows * self.dim * size + (fp32 if self.kernels != "c" else 0)
+        total = padded * (self.dim + self.rows) * size + self._copied_rows(c) * self.dim * size  # gradient, logits, centres
+        total += 0 if size == 4 else self.rows * self.dim * size
         total += padded * self.dim * 4 if self.accumulation > 1 else 0
         if self.kernels == "plain" and size < 4:
-            total += c * self.rows * 4  # exponentials in fp32
+            total += c * self.rows * 4 + fp32  # exponentials and gradient in fp32
         if self.kernels == "plain" or config.decays:  # rows are changed by torch, in fp32 buffers
             total += fp32
             if config.storage != "exact":
@@ -58,6 +60,15 @@ class HeadMemory(NamedTuple):
                 config.cache_mb * MEBI, self.accumulation * padded_rows(active, config.matmul_dtype) * self.rows * size
             )
         return total + self.accumulation * _ROWS_KEPT * self.rows * self.dim * 4
+
+    def _copied_rows(self, c: int) -> int:
+        """Return how many centres are copied at most for the products of a chunk of c; see CentreStore.operand."""
+        config = self.config
+        if config.matmul_dtype == torch.bfloat16 or FORMATS[config.storage][0] != config.matmul_dtype:
+            return padded_rows(c, config.matmul_dtype)  # those stored in bf16 for padding only, at the end of the shard
+        if config.sample_rate == 1:
+            return 0
+        return c if config.sampling == "neighbours" else min(c, self.accumulation * self.rows)  # single rows: positives
 
     def bytes_for(self, num_local: int) -> int:
         """Bytes of a shard of num_local classes."""

@@ -2,7 +2,8 @@
 
 All of it follows from the labels, the seed and the number of the step. So a thread can decide it while the step before is
 computed, and upload it to the device in one copy.
-Shapes: A = micro-batches, B = samples of the global micro-batch, c = classes of one chunk.
+Shapes: A = micro-batches, B = samples of the global micro-batch, c = classes of one chunk. A place is the number of an active
+class in the order of the chunks; the chunk that begins at place p has the places p to p + c - 1.
 """
 
 import itertools
@@ -20,11 +21,20 @@ _ALIGNMENT = 64  # bytes
 
 
 class Chunk(NamedTuple):
-    """Active local slots that are processed at once, and the samples whose target class is among them."""
+    """Active local slots that are processed at once, and the samples whose target class is among them.
 
-    select: Select  # consecutive slots (a view of the centres) or single slots (a copy)
+    Args:
+        select: consecutive slots (a view of the centres) or single slots (a copy).
+        size: c.
+        begin: the place of its first class.
+        targets: (class_index, sample_index), int64 (n,): class_index in [0, c) ascends, and within a class sample_index, which
+            counts the samples of all micro-batches, in [0, A * B).
+    """
+
+    select: Select
     size: int
-    targets: list[tuple[Tensor, Tensor]]  # per micro-batch: (class_index, sample_index), int64
+    begin: int
+    targets: tuple[Tensor, Tensor]
 
 
 class SharedLabels(NamedTuple):
@@ -41,6 +51,7 @@ class StepPlan(NamedTuple):
     labels: SharedLabels
     owners: list[Tensor]  # per micro-batch: the samples whose class lies in this shard (n,), int64
     local: list[Tensor]  # per micro-batch: the local slots of their classes (n,), int64
+    places: list[Tensor]  # per micro-batch: the place of each sample's class (B,), int64; -1 if it does not lie in this shard
     chunks: list[Chunk]
 
 
@@ -61,24 +72,23 @@ def plan_step(labels: SharedLabels, active: ActiveSet, slots: range, size: int, 
     pieces += [active.extra[low : low + size] for low in range(0, len(active.extra), size)]
     sizes = [piece[1] - piece[0] if isinstance(piece, tuple) else len(piece) for piece in pieces]
     begins = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-    arrays, cuts = [*owners, *local], []
-    for samples, chosen in zip(owners, local, strict=True):
-        places = active.places(chosen)
-        order = np.argsort(places, kind="stable")
-        cuts.append(np.searchsorted(places[order], begins))
-        arrays += [places[order] - np.repeat(begins[:-1], np.diff(cuts[-1])), samples[order]]
-    arrays += [piece for piece in pieces if isinstance(piece, np.ndarray)]
-    tensors = iter(upload(arrays, device))
-    owned, chosen_here = ([next(tensors) for _ in owners] for _ in range(2))
-    shares = []
-    for bounds in cuts:
-        class_index, sample_index = next(tensors), next(tensors)
-        shares.append([(class_index[low:high], sample_index[low:high]) for low, high in itertools.pairwise(bounds)])
+    places = np.full(labels.slots.shape, -1, dtype=np.int64)
+    for row, samples, chosen in zip(places, owners, local, strict=True):
+        row[samples] = active.places(chosen)
+    order = np.argsort(places.reshape(-1), kind="stable")[np.sum(places < 0) :]  # of the samples with a class in this shard
+    ordered = places.reshape(-1)[order]
+    cuts = np.searchsorted(ordered, begins)
+    class_index = ordered - np.repeat(begins[:-1], np.diff(cuts))
+    singles = [piece for piece in pieces if isinstance(piece, np.ndarray)]
+    tensors = iter(upload([*owners, *local, *places, class_index, order, *singles], device))
+    on_device = [[next(tensors) for _ in owners] for _ in range(3)]
+    by_class = next(tensors), next(tensors)
     chunks = []
-    for number, (piece, count) in enumerate(zip(pieces, sizes, strict=True)):
+    for piece, count, begin, (low, high) in zip(pieces, sizes, begins.tolist(), itertools.pairwise(cuts), strict=False):
         select = slice(*piece) if isinstance(piece, tuple) else next(tensors)
-        chunks.append(Chunk(select, count, [share[number] for share in shares]))
-    return StepPlan(labels, owned, chosen_here, chunks)
+        chunks.append(Chunk(select, count, begin, (by_class[0][low:high], by_class[1][low:high])))
+    owned, of_owned, placed = on_device
+    return StepPlan(labels, owned, of_owned, placed, chunks)
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

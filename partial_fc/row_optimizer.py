@@ -1,6 +1,6 @@
 """SGD and AdamW that update some rows of the class centres at a time, from the gradient of their unit vectors.
 
-For each row, w is the centre, v = 1 / |w| and g = dL / d(w v). The gradient of w is G = v (g - t w) with t = v^2 (g . w).
+For each row, w is the centre, v = 1 / |w| and g = dL / d(w v). The gradient of w is G = v g - t w with t = v^2 (v g . w).
 
     SGD     m <- momentum m + G + weight_decay w,   w <- w - lr m                          as torch.optim.SGD
     AdamW   m <- beta1 m + (1 - beta1) G,  s <- beta2 s + (1 - beta2) G^2,
@@ -28,12 +28,11 @@ class RowSGD(NamedTuple):
     weight_decay: float = 5e-4
 
     def update(self, store: CentreStore, select: Select, gradient: Tensor, lr: float) -> None:
-        """Update the selected centres from the gradient (c, D) of their unit vectors, fp32."""
+        """Update the selected centres from v g (c, D), fp32."""
         rows, inverse = store.load("centres", select), store.inverse_norms[select]
         along = _dot(store, gradient, rows) * inverse.square()
-        momentum = store.load("momentum", select).mul_(self.momentum)
-        momentum.addcmul_(gradient, inverse[:, None])
-        momentum.addcmul_(rows, (self.weight_decay - along * inverse)[:, None])
+        momentum = store.load("momentum", select).mul_(self.momentum).add_(gradient)
+        momentum.addcmul_(rows, (self.weight_decay - along)[:, None])
         rows.add_(momentum, alpha=-lr)
         store.save("momentum", select, momentum)
         store.save_centres(select, rows)
@@ -48,10 +47,10 @@ class RowAdamW(NamedTuple):
     weight_decay: float = 0.05
 
     def update(self, store: CentreStore, select: Select, gradient: Tensor, lr: float) -> None:
-        """Update the selected centres from the gradient (c, D) of their unit vectors, fp32, which is overwritten."""
+        """Update the selected centres from v g (c, D), fp32, which is overwritten."""
         rows, inverse = store.load("centres", select), store.inverse_norms[select]
         along = _dot(store, gradient, rows) * inverse.square()
-        gradient.mul_(inverse[:, None]).addcmul_(rows, (-along * inverse)[:, None])
+        gradient.addcmul_(rows, -along[:, None])
         momentum = store.load("momentum", select).lerp_(gradient, 1.0 - self.beta1)
         variance = store.load("variance", select).mul_(self.beta2).addcmul_(gradient, gradient, value=1.0 - self.beta2)
         count = store.tensors["updates"][select].double() + 1.0

@@ -1,4 +1,7 @@
-"""Runs the update of the centres in parallel with the backbone's backward pass on CUDA; on the CPU everything runs in order."""
+"""Runs the update of the centres on CUDA in parallel with the backbone's update and its next forward pass.
+
+The backward pass comes before it, because its gradient decides whether anything is updated. On the CPU all runs in order.
+"""
 
 import contextlib
 from typing import Any

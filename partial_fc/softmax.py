@@ -11,6 +11,10 @@ classes, plus the cache of exponentials, which has a budget.
 The target class is masked out of the chunks and computed separately, so 1 - p_i = exp(log Z_i + K - lse_i) does not cancel. If
 negatives are scale * cosine, dz/dcos is the scale, which multiplies the factors of the samples instead of E. exp(K - lse_i)
 multiplies the small matrix of embeddings, not E. So the exponential is the only operation on the elements of E.
+
+The products take the centres as they are stored, not unit centres, which saves a copy of all of them in each pass. With v_j
+= 1 / length of a stored centre, the logit is v_j times the product. E_ij v_j takes the place of E_ij: times stored centres it
+gives U, and in update the gradient of w_j times v_j, which the chain rule of normalisation asks for. Only Z needs E itself.
 Shapes: B = samples of the global (micro-)batch, D = embedding size, c = classes of one chunk. x and w are unit vectors; E is
 (c, B), so neither product needs a transpose.
 """
@@ -24,6 +28,7 @@ import torch
 from torch import Tensor
 
 from .centre_store import CentreStore
+from .kernels.plain import fill_targets
 from .planning import Chunk
 from .workspace import Workspace
 
@@ -56,6 +61,7 @@ class Batch(NamedTuple):
     unit: Tensor  # (B, D) fp32
     target_cosine: Tensor  # (B,) fp32
     shift: float | Tensor  # K, a constant or (B,)
+    places: Tensor  # (B,) int64, of the target classes; see planning.py
     state: Any = None  # what margin.observe returned; a recomputed chunk sees the same state
 
 
@@ -89,9 +95,10 @@ def auto_chunk(device: str, dtype: torch.dtype) -> int:
     """Return the default number of classes that are processed at once.
 
     On the CPU products are fastest on large chunks, and the work between them on small chunks, which stay in cache. From 2048
-    to 16384 classes the step time differs by a tenth. On CUDA, where this was not measured, there should be few launches.
+    to 16384 classes the step time differs by a tenth. On CUDA, where this was not measured, there should be few launches. A
+    chunk's logits and gradient take 128 MiB there at B = D = 512.
     """
-    return 32768 if device == "cuda" else 8192 * 4 // dtype.itemsize
+    return (32768 if device == "cuda" else 8192) * 4 // dtype.itemsize
 
 
 def padded_rows(count: int, dtype: torch.dtype) -> int:
@@ -124,14 +131,14 @@ class TwoPass:
             num_micro * sum(padded_rows(chunk.size, self.dtype) * samples * self.dtype.itemsize + 64 for chunk in chunks)
         )
 
-    def sample_maximum(self, batch: Batch, chunks: list[Chunk], micro: int) -> Tensor:
+    def sample_maximum(self, batch: Batch, chunks: list[Chunk]) -> Tensor:
         """Return the (B,) largest negative logit over this shard's active classes, -1e30 if there is none."""
         maximum = batch.unit.new_full((len(batch.unit),), _NO_NEGATIVE)
         operand = self._operand(batch)
         for chunk in chunks:
-            logits = torch.mm(self.centre_store.unit_rows(chunk.select, self.dtype), operand).float()
-            logits = self._negatives(batch, logits)
-            logits[chunk.targets[micro]] = _NO_NEGATIVE
+            product = torch.mm(self.centre_store.operand(chunk.select, self.dtype, chunk.size), operand).float()
+            logits = self._negatives(batch, product.mul_(self.centre_store.inverse_norms[chunk.select, None]))
+            fill_targets(logits, (batch.places, chunk.begin), _NO_NEGATIVE)
             maximum = torch.maximum(maximum, logits.amax(dim=0))
         return maximum
 
@@ -145,17 +152,17 @@ class TwoPass:
         by_target = torch.zeros_like(z_sum)
         operand = self._operand(batch)
         for number, chunk in enumerate(chunks):
-            unit = self.centre_store.unit_rows(chunk.select, self.dtype, padded_rows(chunk.size, self.dtype))
-            cached = self.workspace.cache((len(unit), len(batch.unit)), self.dtype)
+            centres = self.centre_store.operand(chunk.select, self.dtype, padded_rows(chunk.size, self.dtype))
+            cached = self.workspace.cache((len(centres), len(batch.unit)), self.dtype)
             if cached is not None:
                 self._cached[micro, number] = cached
-            weighted = self._weighted(batch, operand, unit, chunk, micro, cached, z_sum, by_target)
+            weighted = self._weighted(batch, operand, centres, chunk, cached, z_sum, by_target)
             if self.dtype == torch.float32:
-                u_sum.addmm_(weighted.t(), unit)
+                u_sum.addmm_(weighted.t(), centres)
             elif has_fp32_output(u_sum.device):
-                u_sum += torch.mm(weighted.t(), unit, out_dtype=torch.float32)
+                u_sum += torch.mm(weighted.t(), centres, out_dtype=torch.float32)
             else:
-                u_sum += torch.mm(weighted.t(), unit, out=self.workspace.buffer("u", tuple(u_sum.shape), self.dtype))
+                u_sum += torch.mm(weighted.t(), centres, out=self.workspace.buffer("u", tuple(u_sum.shape), self.dtype))
         return z_sum, u_sum, by_target
 
     @property
@@ -166,10 +173,9 @@ class TwoPass:
     def gradients(
         self, batches: list[Batch], factors: list[Tensor], grad_targets: list[Tensor], chunks: list[Chunk]
     ) -> Iterator[tuple[Chunk, Tensor, tuple[Tensor, Tensor, Tensor]]]:
-        """Yield (chunk, gradient (c, D) of its unit centres, target part) for each chunk; the gradient is in a reused buffer.
+        """Yield (chunk, gradient (c, D), target part) for each chunk, as update_rows of the kernels takes them.
 
-        The caller must add the target part, (class_index, sample_index, values (B, D)): values[sample_index] to
-        gradient[class_index]. It may update the chunk's centres before it asks for the next chunk.
+        The gradient is in a reused buffer. The caller may update the chunk's centres before it asks for the next chunk.
 
         Args:
             batches: the micro-batches.
@@ -177,35 +183,28 @@ class TwoPass:
             grad_targets: dL/d(target cosine) of each micro-batch, (B,).
         """
         scaled = [(batch.unit * factor[:, None]).to(self.dtype) for batch, factor in zip(batches, factors, strict=True)]
-        of_targets = [batch.unit * grad[:, None] for batch, grad in zip(batches, grad_targets, strict=True)]
+        of_targets = torch.cat([batch.unit * grad[:, None] for batch, grad in zip(batches, grad_targets, strict=True)])
         operands = [self._operand(batch) for batch in batches]
         for number, chunk in enumerate(chunks):
-            shape = (padded_rows(chunk.size, self.dtype), scaled[0].shape[1])
-            total: Tensor | None = None
-            unit: Tensor | None = None
+            shape = (padded_rows(chunk.size, self.dtype), of_targets.shape[1])
+            centres: Tensor | None = None
             for micro, batch in enumerate(batches):
                 weighted = self._cached.get((micro, number))
                 if weighted is None:
-                    unit = self.centre_store.unit_rows(chunk.select, self.dtype, shape[0]) if unit is None else unit
-                    weighted = self._weighted(batch, operands[micro], unit, chunk, micro, None, None, None)
+                    centres = self.centre_store.operand(chunk.select, self.dtype, shape[0]) if centres is None else centres
+                    weighted = self._weighted(batch, operands[micro], centres, chunk, None, None, None)
                 product = torch.mm(weighted, scaled[micro], out=self.workspace.buffer("product", shape, self.dtype))
-                if len(batches) == 1:
-                    yield chunk, product[: chunk.size], (*chunk.targets[0], of_targets[0])
-                    break
-                if total is None:
-                    total = self.workspace.buffer("total", shape, torch.float32).zero_()
-                class_index, sample_index = chunk.targets[micro]
-                total.add_(product).index_add_(0, class_index, of_targets[micro][sample_index])
-            if total is not None:
-                nothing = chunk.targets[0][0][:0]
-                yield chunk, total[: chunk.size], (nothing, nothing, of_targets[0])
+                if len(batches) > 1:  # their sum, in fp32
+                    total = self.workspace.buffer("total", shape, torch.float32)
+                    product = total.copy_(product) if micro == 0 else total.add_(product)
+            yield chunk, product[: chunk.size], (*chunk.targets, of_targets)
 
     def _operand(self, batch: Batch) -> Tensor:
-        """Return the (D, B) operand of the products with unit centres, which give logits if linear, otherwise cosines."""
+        """Return the (D, B) operand whose products with unit centres are logits if those are linear, otherwise cosines."""
         return (batch.unit * self.gain).to(self.dtype).t()
 
     def _negatives(self, batch: Batch, product: Tensor) -> Tensor:
-        """Return the negative logits (c, B) from the product with _operand."""
+        """Return the negative logits (c, B) from the product of unit centres with _operand."""
         if self.margin.linear_negatives:
             return product
         return self.margin.negatives(product.t(), batch.target_cosine[:, None], batch.state).t()
@@ -214,34 +213,34 @@ class TwoPass:
         self,
         batch: Batch,
         operand: Tensor,
-        unit: Tensor,
+        centres: Tensor,
         chunk: Chunk,
-        micro: int,
         out: Tensor | None,
         z_sum: Tensor | None,
         by_target: Tensor | None,
     ) -> Tensor:
-        """Return E dz/dcos / gain (padded c, B) in dtype, 0 beyond the chunk's c classes, in `out` or a buffer.
+        """Return E v dz/dcos / gain (padded c, B) in dtype, 0 beyond the chunk's c classes, in `out` or a buffer.
 
         Also add to z_sum, Z (B,), and to by_target, sum_j E dz/dt (B,), if they are given.
         """
         if out is None:
-            out = self.workspace.buffer("logits", (len(unit), operand.shape[1]), self.dtype)
+            out = self.workspace.buffer("logits", (len(centres), operand.shape[1]), self.dtype)
         if z_sum is None:
             z_sum = self.workspace.buffer("unused", (operand.shape[1],), torch.float32)
-        torch.mm(unit, operand, out=out)
+        torch.mm(centres, operand, out=out)
         out[chunk.size :].zero_()
-        real, kernels, where = out[: chunk.size], self.workspace.kernels, chunk.targets[micro]
+        real, kernels, targets = out[: chunk.size], self.workspace.kernels, (batch.places, chunk.begin)
+        inverse_norms = self.centre_store.inverse_norms[chunk.select]
         if self.margin.linear_negatives:
-            kernels.exponentials(real, where, batch.shift, self.logit_limit, z_sum, self.workspace)
+            kernels.exponentials(real, inverse_norms, targets, batch.shift, self.logit_limit, z_sum, self.workspace)
             return out
         with torch.enable_grad():
-            cosine = real.float().t().detach().requires_grad_()  # (B, c)
+            cosine = (real.float() * inverse_norms[:, None]).t().requires_grad_()  # (B, c)
             target = batch.target_cosine[:, None].clone().requires_grad_()
             logits = self.margin.negatives(cosine, target, batch.state)
         exp = logits.detach().float().t().clone(memory_format=torch.contiguous_format)
         unlimited = z_sum if self.limit is None else torch.zeros_like(z_sum)
-        kernels.exponentials(exp, where, batch.shift, None, unlimited, self.workspace)
+        kernels.exponentials(exp, None, targets, batch.shift, None, unlimited, self.workspace)
         if self.limit is not None:
             exp.masked_fill_(cosine.detach().t() > self.limit, 0.0)
             z_sum += exp.sum(dim=0)
@@ -250,5 +249,5 @@ class TwoPass:
             by_target += grad_target.squeeze(1)
         if grad_cosine is None:
             return out.zero_()
-        real.copy_(grad_cosine.t())
+        real.copy_(grad_cosine.t() * inverse_norms[:, None])
         return out

@@ -23,12 +23,16 @@ CPU = torch.device("cpu")
 FP32_TINY = torch.finfo(torch.float32).tiny  # processors may take smaller numbers for zero
 
 
-def _both(logits: Tensor, shift: float, limit: float | None) -> list[tuple[Tensor, Tensor]]:
-    """Return (E, its sums) by C and by plain torch; columns 3 and 5 have their own class in rows 0 and 2."""
-    own, results = (torch.tensor([0, 2]), torch.tensor([3, 5])), []
+def _both(
+    products: Tensor, inverse_norms: Tensor | None, begin: int, shift: float, limit: float | None
+) -> list[tuple[Tensor, Tensor]]:
+    """Return (E v, the sums) by C and by plain torch; columns 3 and 5 have their own class in rows 0 and 2."""
+    places, results = torch.full((products.shape[1],), -1), []
+    places[3], places[5], places[4] = begin, begin + 2, begin + len(products)  # column 4's is in the next chunk
     for kernels in ("c", "plain"):
-        copy, sums = logits.clone(), torch.ones(logits.shape[1])
-        build_kernels(kernels).exponentials(copy, own, shift, limit, sums, Workspace(CPU, 0, build_kernels(kernels)))
+        copy, sums = products.clone(), torch.ones(products.shape[1])
+        workspace = Workspace(CPU, 0, build_kernels(kernels))
+        workspace.kernels.exponentials(copy, inverse_norms, (places, begin), shift, limit, sums, workspace)
         results.append((copy, sums))
     return results
 
@@ -37,22 +41,26 @@ def _both(logits: Tensor, shift: float, limit: float | None) -> list[tuple[Tenso
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shift", "limit"), [(0.0, None), (7.5, None), (0.0, 20.0), (3.0, 20.0)])
-@pytest.mark.parametrize("shape", [(3, 6), (17, 300), (200, 513)])
+@pytest.mark.parametrize(("shape", "begin", "normalised"), [((3, 6), 0, True), ((17, 300), 40, False), ((200, 513), 0, False)])
 def test_exponentials_equal_float64_and_plain_torch(
-    dtype: torch.dtype, shift: float, limit: float | None, shape: tuple[int, int]
+    dtype: torch.dtype, shift: float, limit: float | None, shape: tuple[int, int], begin: int, normalised: bool
 ):
-    logits = (30 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).clamp(-64, 64).to(dtype)
-    expected = torch.exp(logits.double() - shift)
+    # powers of two, so that a logit is on the same side of the limit in float64
+    inverse = None if normalised else 2.0 ** (torch.arange(shape[0]) % 3 - 1)
+    v = torch.ones(shape[0], 1) if inverse is None else inverse[:, None]
+    products = ((30 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).clamp(-64, 64) / v).to(dtype)
+    logits = products.double() * v
+    expected = torch.exp(logits - shift)
     if limit is not None:
         expected[logits > limit] = 0
     expected[0, 3] = expected[2, 5] = 0
-    for exp, sums in _both(logits, shift, limit):
+    for exp, sums in _both(products, inverse, begin, shift, limit):
         # |logit - shift| is below 128, so it is rounded by 2^-18 at most, and exp by as much of itself and four units;
         # all terms are positive, so the sums err no more, but for the rounding of their own
         fp32 = 2**-18 + 4 * FP32_UNIT
         step = fp32 if dtype == torch.float32 else fp32 + 2**-8
-        torch.testing.assert_close(exp.double(), expected, rtol=step, atol=0)
-        sum_step = fp32 + rounding_bound(torch.float32, len(logits) + 1)
+        torch.testing.assert_close(exp.double(), expected * v, rtol=step, atol=0)
+        sum_step = fp32 + rounding_bound(torch.float32, shape[0] + 1)
         torch.testing.assert_close(sums.double(), 1 + expected.sum(dim=0), rtol=sum_step, atol=0)
 
 
@@ -60,7 +68,7 @@ def test_exponentials_equal_float64_and_plain_torch(
 @needs_library
 def test_exponentials_at_the_ends_of_fp32_equal_float64():
     logits = torch.tensor([[-200.0, -87.0, 88.0, 0.0, float("-inf"), 0.0]] * 3)
-    (exp, _), _ = _both(logits, 0.0, None)
+    (exp, _), _ = _both(logits, None, 0, 0.0, None)
     torch.testing.assert_close(exp[1].double(), torch.exp(logits[1].double()), rtol=2**-17, atol=FP32_TINY)
 
 
@@ -71,12 +79,9 @@ def test_exponentials_at_the_ends_of_fp32_equal_float64():
 def test_unit_rows_are_rounded_to_the_nearest(source: torch.dtype, target: torch.dtype):
     centres = torch.randn(7, 45).to(source)
     inverse = 1 / centres.float().norm(dim=1)
-    expected = (centres.float() * inverse[:, None]).to(target)
-    for select in (slice(0, 7), torch.tensor([6, 0, 3])):
-        unit = torch.empty(7 if isinstance(select, slice) else 3, 45, dtype=target)
-        kernels = build_kernels("c")
-        kernels.unit_rows(centres, inverse, select, unit, Workspace(CPU, 0, kernels))
-        assert torch.equal(unit, expected[select])
+    unit, kernels = torch.empty(4, 45, dtype=target), build_kernels("c")
+    kernels.unit_rows(centres, inverse, slice(2, 6), unit, Workspace(CPU, 0, kernels))
+    assert torch.equal(unit, (centres.float() * inverse[:, None]).to(target)[2:6])
 
 
 @pytest.mark.numeric

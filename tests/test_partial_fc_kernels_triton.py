@@ -22,10 +22,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the import: Triton's own library is decorated then
 if _why_no_triton():
     pytest.skip(f"{_why_no_triton()}; the CUDA builds of torch bring it", allow_module_level=True)
-kernels = importlib.import_module("partial_fc.kernels.triton")
+kernels = importlib.import_module("partial_fc.kernels.cuda")
 
 pytestmark = pytest.mark.numeric
 State = dict[str, Tensor]
+Target = tuple[Tensor, Tensor, Tensor]
 Update = Callable[..., None]
 SEED = 2**62 + 987654321
 FORMATS = {"lean": (torch.bfloat16, torch.bfloat16), "tiny": (torch.bfloat16, torch.int8)}
@@ -61,23 +62,42 @@ def _momentum(state: State) -> Tensor:
     return values * state["momentum_scale"].double()[:, None] if "momentum_scale" in state else values
 
 
-def _sgd(state: State, gradient: Tensor, select: int | Tensor, seed: int = SEED, apply: Tensor | None = None) -> None:
-    places = (state["centres"], state["momentum"], state.get("momentum_scale"), gradient, state["inverse_norms"])
+def _sgd(
+    state: State,
+    gradient: Tensor,
+    select: int | Tensor,
+    seed: int = SEED,
+    apply: Tensor | None = None,
+    target: Target | None = None,
+) -> None:
+    places = (state["centres"], state["momentum"], state.get("momentum_scale"), gradient, target or _no_target(gradient))
     flag = gradient.new_ones(1) if apply is None else apply
-    kernels.sgd_update(*places, select, 0.3, 0.9, 0.02, seed, flag)
+    kernels.sgd_update(*places, state["inverse_norms"], select, 0.3, 0.9, 0.02, seed, flag)
 
 
-def _adamw(state: State, gradient: Tensor, select: int | Tensor, seed: int = SEED, apply: Tensor | None = None) -> None:
-    places = (state["centres"], state["momentum"], state.get("momentum_scale"), state["variance"], state["updates"])
+def _adamw(
+    state: State,
+    gradient: Tensor,
+    select: int | Tensor,
+    seed: int = SEED,
+    apply: Tensor | None = None,
+    target: Target | None = None,
+) -> None:
+    places = (state["centres"], state["momentum"], state.get("momentum_scale"), state["variance"], state["updates"], gradient)
     flag = gradient.new_ones(1) if apply is None else apply
-    kernels.adamw_update(*places, gradient, state["inverse_norms"], select, 0.01, 0.9, 0.999, 1e-8, 0.05, seed, flag)
+    settings = (0.01, 0.9, 0.999, 1e-8, 0.05)
+    kernels.adamw_update(*places, target or _no_target(gradient), state["inverse_norms"], select, *settings, seed, flag)
+
+
+def _no_target(gradient: Tensor) -> Target:
+    none = torch.empty(0, dtype=torch.int64, device=gradient.device)
+    return none, none, torch.empty(0, gradient.shape[1], device=gradient.device)
 
 
 def _gradient_of_centres(state: State, gradient: Tensor) -> Tensor:
-    """Return the float64 gradient of w from that of w / |w|: its part across w, over |w|."""
-    v, gradient = state["inverse_norms"].double()[:, None], gradient.double()
-    unit = state["centres"].double() * v
-    return v * (gradient - unit * (unit * gradient).sum(dim=1, keepdim=True))
+    """Return the float64 gradient of w from that of w / |w| over |w|: its part across w."""
+    unit, gradient = state["centres"].double() * state["inverse_norms"].double()[:, None], gradient.double()
+    return gradient - unit * (unit * gradient).sum(dim=1, keepdim=True)
 
 
 def _expected_sgd(state: State, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,30 +123,61 @@ def _assert_norms_are_those_of_the_stored_rows(state: State) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("shape", "shift", "limit"), [((70, 300), 7.5, None), ((131, 5), 3, 12.0), ((3, 1), None, None)])
+@pytest.mark.parametrize(
+    ("shape", "shift", "limit", "normalised"),
+    [((70, 300), 7.5, None, False), ((131, 5), 3, 12.0, False), ((3, 1), 0.0, None, True), ((131, 5), 3, 12.0, True)],
+)
 def test_exponentials_and_their_sums_are_those_of_float64(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, int], shift: float | None, limit: float | None
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int], shift: float, limit: float | None, normalised: bool
 ) -> None:
     num_rows, num_columns = shape
     z_sum, expected_sum = torch.full((num_columns,), 0.5, device=device), torch.full((num_columns,), 0.5, dtype=torch.float64)
-    for call in range(2):  # the second adds to the first
-        buffer = (10 * _normal(num_rows, num_columns + 3, seed=call)).to(device, dtype)  # rows lie further apart than B
+    for begin in (0, 1000):  # the second call adds to the first
+        buffer = (10 * _normal(num_rows, num_columns + 3, seed=begin)).to(device, dtype)  # rows lie further apart than B
         before = buffer.cpu().clone()
-        own = torch.randint(0, num_rows, (num_columns,), dtype=torch.int32, generator=torch.Generator().manual_seed(call))
-        own[1::4], own[2::4], own[3::4] = -1, num_rows, num_rows + 7  # not in this chunk
-        kernels.exp_mask_sum(buffer[:, :num_columns], own.to(device), shift, limit, z_sum)
-        expected = (before.double()[:, :num_columns] - (shift or 0.0)).exp()
-        expected[before[:, :num_columns] > (np.inf if limit is None else limit)] = 0.0
+        own = torch.randint(0, num_rows, (num_columns,), generator=torch.Generator().manual_seed(begin))
+        own[1::4], own[2::4], own[3::4] = -1 - begin, num_rows, num_rows + 7  # not in this chunk
+        inverse = None if normalised else torch.linspace(0.3, 1.5, num_rows + 1)[1:]  # not at a multiple of 16 bytes
+        given = None if inverse is None else inverse.to(device)
+        kernels.exp_mask_sum(buffer[:, :num_columns], given, ((own + begin).to(device), begin), shift, limit, z_sum)
+        v = torch.ones(num_rows, 1, dtype=torch.float64) if inverse is None else inverse.double()[:, None]
+        logits = before.double()[:, :num_columns] * v
+        expected = (logits - shift).exp()
+        expected[logits > (np.inf if limit is None else limit)] = 0.0
         for column in range(0, num_columns, 4):
             expected[own[column], column] = 0.0
         stored = buffer.cpu().double()[:, :num_columns]
         # fp32: the hardware's exp is 2^x of a rounded product; bf16: CUDA rounds to nearest, the interpreter cuts off
         rtol = 1e-5 if dtype == torch.float32 else BF16_STEPS * (0.5 if device.type == "cuda" else 1.0)
-        torch.testing.assert_close(stored, expected, rtol=rtol, atol=0)
+        torch.testing.assert_close(stored, expected * v, rtol=rtol, atol=0)
         assert torch.equal(stored == 0, expected == 0)
         assert torch.equal(buffer[:, num_columns:].cpu(), before[:, num_columns:])
         expected_sum += expected.sum(dim=0)
     torch.testing.assert_close(z_sum.cpu().double(), expected_sum, rtol=1e-5, atol=0)  # the hardware's exp: 3e-6 near 64
+
+
+@pytest.mark.parametrize("update", [_sgd, _adamw])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_part_of_the_target_classes_is_added_once_for_each_sample_of_a_class(
+    device: torch.device, update: Update, dtype: torch.dtype
+) -> None:
+    state, gradient = _state(9, 40, device), _normal(9, 40, seed=4).to(device, dtype)
+    values = _normal(12, 40, seed=5).to(device)
+    rows, samples = [0, 2, 2, 2, 5, 6, 6], [3, 0, 7, 11, 1, 2, 9]  # row 2 has three samples; samples 4, 5, ... are elsewhere
+    whole = gradient.double()
+    for row, sample in zip(rows, samples, strict=True):
+        whole[row] += state["inverse_norms"][row].double() * values[sample].double()
+    expected = _expected_sgd(state, whole) if update is _sgd else _expected_adamw(state, whole)
+    before = _copy(state)
+    padded = torch.tensor([rows[0], *rows], device=device)[1:]  # not at a multiple of 16 bytes
+    update(state, gradient, 0, target=(padded, torch.tensor(samples, device=device), values))
+    for name, wanted in zip(("centres", "momentum", "variance"), expected, strict=False):
+        torch.testing.assert_close(
+            state[name].double(), wanted, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    again = before
+    update(again, gradient, 0, target=(padded, torch.tensor(samples, device=device), values))
+    assert all(torch.equal(again[name], state[name]) for name in state)
 
 
 @pytest.mark.parametrize("dim", [16, 48, 130])
@@ -166,11 +217,12 @@ def test_adamw_in_fp32_equals_torchs_with_one_optimizer_per_row(device: torch.de
     optimizers = [torch.optim.AdamW([row], **settings) for row in rows]
     for step, touched in enumerate([[0, 1, 2, 3], [3, 1], [1, 2], [0, 1, 2, 3], [1]]):  # row 1 takes all five steps
         gradient = _normal(len(touched), 24, seed=10 + step)
+        over_norm = gradient.to(device) * state["inverse_norms"][touched, None]
         for row, direction in zip(touched, gradient.double(), strict=True):
             optimizers[row].zero_grad()
             (F.normalize(rows[row], dim=0) * direction).sum().backward()
             optimizers[row].step()
-        _adamw(state, gradient.to(device), torch.tensor(touched, device=device))
+        _adamw(state, over_norm, torch.tensor(touched, device=device))
     torch.testing.assert_close(state["centres"].cpu().double(), torch.stack(rows).detach(), rtol=1e-5, atol=1e-6)
     assert state["updates"].tolist() == [2, 5, 3, 3]
     _assert_norms_are_those_of_the_stored_rows(state)
@@ -181,7 +233,6 @@ def test_adamw_corrects_the_bias_at_any_number_of_updates(device: torch.device) 
     state["updates"] = torch.tensor([0, 1, 3, 4, 400, 600, 20_000, 2_000_000_000], dtype=torch.int32, device=device)
     state["centres"] *= 1e-3  # short, so that the difference below has digits enough
     state["inverse_norms"] *= 1e3
-    gradient *= 1e-3
     before = _copy(state)
     centres, momentum, variance = _expected_adamw(before, gradient)
     _adamw(state, gradient, 0)
@@ -265,7 +316,7 @@ def test_zero_centres_and_zero_momentum_stay_zero_without_a_gradient(device: tor
 
 @pytest.mark.parametrize("form", ["exact", "lean", "tiny"])
 def test_a_zero_centre_moves_as_the_formula_says(device: torch.device, form: str) -> None:
-    state, gradient = _state(2, 20, device, form), 1e-12 * _normal(2, 20, seed=4).to(device)
+    state, gradient = _state(2, 20, device, form), _normal(2, 20, seed=4).to(device)
     state["centres"][1], state["momentum"][1], state["inverse_norms"][1] = 0, 0, 1e12
     centres, momentum = _expected_sgd(state, gradient)
     _sgd(state, gradient, 0)
@@ -319,10 +370,11 @@ def test_a_head_on_triton_trains_as_one_on_plain_torch(device: torch.device, opt
         )
         head.workspace.kernels = build_kernels(name)
         for step in range(3):
-            head.begin_step(torch.arange(step, step + 6)[None], step)
-            embeddings = _normal(6, 24, seed=step)
-            embeddings[0, 0] = torch.inf if step == 1 else 0.0  # this step must be skipped
-            head(embeddings.to(device))
+            head.begin_step(torch.tensor([[7, 7, step, 40, 41, 7], [41, 50, 7, 60, 61, 62]])[: 1 + step], step)
+            for micro in range(1 + min(step, 1)):
+                embeddings = _normal(6, 24, seed=10 * step + micro)
+                embeddings[0, 0] = torch.inf if step == 1 else 0.0  # this step must be skipped
+                head(embeddings.to(device), micro)
             head.step(0.01)
         heads.append({name: tensor.clone() for name, tensor in head.shard_state().items()})
     for name, tensor in heads[0].items():

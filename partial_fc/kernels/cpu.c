@@ -106,15 +106,13 @@ static inline void store_row(void *base, int kind, int64_t row, int64_t dim, flo
     }
 }
 
-/* unit (classes, dim) = centres * inverse. index (classes) selects the centres; NULL selects the first `classes` centres. */
-void unit_rows(const void *centres, int kind, const float *inverse, const int64_t *index, int64_t classes, int64_t dim,
-               void *unit, int unit_kind) {
+/* unit (classes, dim) = centres * inverse, row by row. */
+void unit_rows(const void *centres, int kind, const float *inverse, int64_t classes, int64_t dim, void *unit, int unit_kind) {
     #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < classes; i++) {
-        int64_t row = index ? index[i] : i;
-        float v = inverse[row];
-        const float *in = (const float *)centres + row * dim;
-        const uint16_t *in16 = (const uint16_t *)centres + row * dim;
+        float v = inverse[i];
+        const float *in = (const float *)centres + i * dim;
+        const uint16_t *in16 = (const uint16_t *)centres + i * dim;
         float *out = (float *)unit + i * dim;
         uint16_t *out16 = (uint16_t *)unit + i * dim;
         if (kind == FLOAT32 && unit_kind == FLOAT32) {
@@ -133,43 +131,46 @@ void unit_rows(const void *centres, int kind, const float *inverse, const int64_
     }
 }
 
-/* Replace logits (classes, samples) by E = exp(logits - shift), 0 for target classes and above the limit. Add the sums of E to
-   z_sum (samples). partial: (threads, samples) scratch. */
-void exponentials(void *logits, int kind, int64_t classes, int64_t samples, const int64_t *class_index,
-                  const int64_t *sample_index, int64_t num_targets, float shift, float limit, float *z_sum, float *partial,
-                  int threads) {
-    for (int64_t n = 0; n < num_targets; n++) {
-        int64_t at = class_index[n] * samples + sample_index[n];
-        if (kind == FLOAT32) ((float *)logits)[at] = -INFINITY;
-        else ((uint16_t *)logits)[at] = 0xff80u;
+/* Replace products (classes, samples) by E v with E = exp(v product - shift), v = inverse (classes), or 1 if that is NULL. E is 0
+   above the limit, and in row places[i] - begin of column i, the target class, if there is one. Add the sums of E to z_sum
+   (samples). partial: (threads, samples) scratch. */
+void exponentials(void *products, int kind, int64_t classes, int64_t samples, const float *inverse, const int64_t *places,
+                  int64_t begin, float shift, float limit, float *z_sum, float *partial, int threads) {
+    for (int64_t i = 0; i < samples; i++) {
+        int64_t target = places[i] - begin;
+        if (target < 0 || target >= classes) continue;
+        if (kind == FLOAT32) ((float *)products)[target * samples + i] = -INFINITY;
+        else ((uint16_t *)products)[target * samples + i] = 0xff80u;
     }
     #pragma omp parallel for schedule(static) num_threads(threads)
     for (int t = 0; t < threads; t++) {
         float *sum = partial + (int64_t)t * samples;
         memset(sum, 0, samples * sizeof(float));
         for (int64_t c = classes * t / threads; c < classes * (t + 1) / threads; c++) {
+            float v = inverse ? inverse[c] : 1.0f;
             if (kind == FLOAT32) {
-                float *z = (float *)logits + c * samples;
+                float *z = (float *)products + c * samples;
                 #pragma omp simd
                 for (int64_t i = 0; i < samples; i++) {
-                    float e = z[i] > limit ? 0.0f : exponential(z[i] - shift);
-                    z[i] = e;
+                    float logit = v * z[i];
+                    float e = logit > limit ? 0.0f : exponential(logit - shift);
+                    z[i] = v * e;
                     sum[i] += e;
                 }
             } else {
-                uint16_t *z = (uint16_t *)logits + c * samples;
+                uint16_t *z = (uint16_t *)products + c * samples;
                 for (int64_t low = 0; low < samples; low += BLOCK) { /* one element width per loop: twice as fast */
                     int64_t count = samples - low < BLOCK ? samples - low : BLOCK;
                     float e[BLOCK];
                     #pragma omp simd
-                    for (int64_t i = 0; i < count; i++) e[i] = from_bits((uint32_t)z[low + i] << 16);
+                    for (int64_t i = 0; i < count; i++) e[i] = v * from_bits((uint32_t)z[low + i] << 16);
                     #pragma omp simd
                     for (int64_t i = 0; i < count; i++) {
                         e[i] = e[i] > limit ? 0.0f : exponential(e[i] - shift);
                         sum[low + i] += e[i];
                     }
                     #pragma omp simd
-                    for (int64_t i = 0; i < count; i++) z[low + i] = nearest_bfloat16(e[i]);
+                    for (int64_t i = 0; i < count; i++) z[low + i] = nearest_bfloat16(v * e[i]);
                 }
             }
         }
@@ -179,9 +180,10 @@ void exponentials(void *logits, int kind, int64_t classes, int64_t samples, cons
 }
 
 /* One step of SGD (adamw = 0) or AdamW for `classes` centres; see row_optimizer.py for the formulas.
-   gradient (classes, dim) of the unit centres lacks the part of the target classes. That part is target (samples, dim) fp32:
-   row sample_index[n] of it is added to row class_index[n] of gradient; class_index ascends. If index is NULL, the centres are
-   consecutive rows of the shard, starting at row `first`. Nothing is done if `apply` points to 0. */
+   gradient (classes, dim) is that of the unit centres times v = 1 / norm, without the part of the target classes. That part,
+   not yet times v, is target (samples, dim) fp32: row sample_index[n] of it belongs to row class_index[n] of gradient;
+   class_index ascends. If index is NULL, the centres are consecutive rows of the shard, starting at row `first`. Nothing is
+   done if `apply` points to 0. */
 void update_rows(void *centres, int centre_kind, void *momentum, int momentum_kind, float *momentum_scale, void *variance,
                  int variance_kind, int32_t *updates, float *inverse, const int64_t *index, int64_t first, int64_t classes,
                  int64_t dim, const void *gradient, int gradient_kind, const float *target, const int64_t *class_index,
@@ -197,6 +199,7 @@ void update_rows(void *centres, int centre_kind, void *momentum, int momentum_ki
         load_row(centres, centre_kind, row, dim, 1.0f, w);
         load_row(momentum, momentum_kind, row, dim, momentum_scale ? momentum_scale[row] : 1.0f, m);
         load_row(gradient, gradient_kind, i, dim, 1.0f, g);
+        float v = inverse[row], along = 0.0f, square = 0.0f;
         int64_t low = 0, high = num_targets;
         while (low < high) { /* the first n with class_index[n] >= i */
             int64_t middle = (low + high) / 2;
@@ -205,16 +208,15 @@ void update_rows(void *centres, int centre_kind, void *momentum, int momentum_ki
         for (int64_t n = low; n < num_targets && class_index[n] == i; n++) {
             const float *add = target + sample_index[n] * dim;
             #pragma omp simd
-            for (int64_t j = 0; j < dim; j++) g[j] += add[j];
+            for (int64_t j = 0; j < dim; j++) g[j] += v * add[j];
         }
-        float v = inverse[row], along = 0.0f, square = 0.0f;
         #pragma omp simd reduction(+ : along)
         for (int64_t j = 0; j < dim; j++) along += g[j] * w[j];
-        along *= v * v * v;
+        along *= v * v;
         if (!adamw) {
             #pragma omp simd
             for (int64_t j = 0; j < dim; j++) {
-                m[j] = (float)beta1 * m[j] + v * g[j] + ((float)weight_decay - along) * w[j];
+                m[j] = (float)beta1 * m[j] + g[j] + ((float)weight_decay - along) * w[j];
                 w[j] -= (float)lr * m[j];
             }
         } else {
@@ -224,7 +226,7 @@ void update_rows(void *centres, int centre_kind, void *momentum, int momentum_ki
             float keep = (float)(1.0 - lr * weight_decay);
             #pragma omp simd
             for (int64_t j = 0; j < dim; j++) {
-                float full = v * g[j] - along * w[j];
+                float full = g[j] - along * w[j];
                 m[j] += rate1 * (full - m[j]);
                 s[j] = (float)beta2 * s[j] + rate2 * full * full;
                 w[j] = keep * w[j] - rate * m[j] / (sqrtf(s[j] * inverse_bias) + (float)eps);

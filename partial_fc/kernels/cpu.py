@@ -37,7 +37,7 @@ _LARGEST_DIM = 16384  # each thread holds rows on its stack
 _NO_LIMIT = float("inf")
 
 _POINTER, _INT, _LONG, _FLOAT, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_double
-_UNIT_ROWS: list[Any] = [_POINTER, _INT, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _INT]
+_UNIT_ROWS: list[Any] = [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER, _INT]
 _EXPONENTIALS: list[Any] = [_POINTER, _INT, _LONG, _LONG, _POINTER, _POINTER, _LONG, _FLOAT, _FLOAT, _POINTER, _POINTER, _INT]
 _UPDATE_ROWS: list[Any] = [
     *(_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG),
@@ -112,33 +112,33 @@ class CKernels(PlainKernels):
     words = "C kernels"
     reads_flag = True
 
-    def unit_rows(self, centres: Tensor, inverse_norms: Tensor, select: Select, unit: Tensor, workspace: Workspace) -> None:
-        index, run = (select, slice(None)) if isinstance(select, Tensor) else (None, select)
-        stored, inverse = centres[run], inverse_norms[run]
+    def unit_rows(self, centres: Tensor, inverse_norms: Tensor, select: slice, unit: Tensor, workspace: Workspace) -> None:
+        stored, inverse = centres[select], inverse_norms[select]
         assert stored.is_contiguous() and inverse.is_contiguous() and unit.is_contiguous()
         _library().unit_rows(
-            *(stored.data_ptr(), _KINDS[stored.dtype], inverse.data_ptr(), _pointer(index)),
+            *(stored.data_ptr(), _KINDS[stored.dtype], inverse.data_ptr()),
             *(len(unit), unit.shape[1], unit.data_ptr(), _KINDS[unit.dtype]),
         )
 
     def exponentials(
         self,
-        logits: Tensor,
-        target: tuple[Tensor, Tensor],
+        products: Tensor,
+        inverse_norms: Tensor | None,
+        targets: tuple[Tensor, int],
         shift: float | Tensor,
         limit: float | None,
         z_sum: Tensor,
         workspace: Workspace,
     ) -> None:
         if isinstance(shift, Tensor):
-            super().exponentials(logits, target, shift, limit, z_sum, workspace)
+            super().exponentials(products, inverse_norms, targets, shift, limit, z_sum, workspace)
             return
-        partial = workspace.buffer("partial", (torch.get_num_threads(), logits.shape[1]), torch.float32)
-        class_index, sample_index = target
-        assert logits.is_contiguous() and z_sum.is_contiguous()
+        partial = workspace.buffer("partial", (torch.get_num_threads(), products.shape[1]), torch.float32)
+        places, begin = targets
+        assert products.is_contiguous() and z_sum.is_contiguous() and places.is_contiguous()
+        assert inverse_norms is None or inverse_norms.is_contiguous()
         _library().exponentials(
-            *(logits.data_ptr(), _KINDS[logits.dtype], *logits.shape),
-            *(class_index.data_ptr(), sample_index.data_ptr(), len(sample_index)),
+            *(products.data_ptr(), _KINDS[products.dtype], *products.shape, _pointer(inverse_norms), places.data_ptr(), begin),
             *(shift, _NO_LIMIT if limit is None else limit, z_sum.data_ptr(), partial.data_ptr(), len(partial)),
         )
 

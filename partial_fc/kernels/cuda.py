@@ -1,14 +1,19 @@
-"""Calls the Triton kernels of triton.py for the head."""
+"""Launches the Triton kernels of triton.py for the head."""
+
+import math
 
 import torch
+import triton
 from torch import Tensor
 
 from partial_fc.centre_store import CentreStore, Select
 from partial_fc.row_optimizer import RowOptimizer, RowSGD
 from partial_fc.workspace import Workspace
 
-from .plain import PlainKernels, whole_gradient
-from .triton import adamw_update, exp_mask_sum, sgd_update
+from .plain import PlainKernels
+from .triton import CLASSES, SAMPLES, TILES, adamw_kernel, exp_mask_sum_kernel, sgd_kernel
+
+_LARGEST_DIM = 4096  # one program holds a row in its registers
 
 
 class TritonKernels(PlainKernels):
@@ -20,19 +25,18 @@ class TritonKernels(PlainKernels):
 
     def exponentials(
         self,
-        logits: Tensor,
-        target: tuple[Tensor, Tensor],
+        products: Tensor,
+        inverse_norms: Tensor | None,
+        targets: tuple[Tensor, int],
         shift: float | Tensor,
         limit: float | None,
         z_sum: Tensor,
         workspace: Workspace,
     ) -> None:
         if isinstance(shift, Tensor):
-            super().exponentials(logits, target, shift, limit, z_sum, workspace)
+            super().exponentials(products, inverse_norms, targets, shift, limit, z_sum, workspace)
             return
-        position = torch.full((logits.shape[1],), -1, dtype=torch.int32, device=logits.device)
-        position[target[1]] = target[0].to(torch.int32)
-        exp_mask_sum(logits, position, shift, limit, z_sum)
+        exp_mask_sum(products, inverse_norms, targets, shift, limit, z_sum)
 
     def update_rows(
         self,
@@ -45,16 +49,165 @@ class TritonKernels(PlainKernels):
         seed: int,
         apply: Tensor | None,
     ) -> None:
-        gradient = whole_gradient(store, gradient, target)
         where = select.start if isinstance(select, slice) else select
         flag = torch.ones(1, device=gradient.device) if apply is None else apply
         tensors, inverse = store.tensors, store.inverse_norms
         centres, momentum, scale = tensors["centres"], tensors["momentum"], tensors.get("momentum_scale")
         if isinstance(optimizer, RowSGD):
             settings = (lr, optimizer.momentum, optimizer.weight_decay)
-            sgd_update(centres, momentum, scale, gradient, inverse, where, *settings, seed, flag)
+            sgd_update(centres, momentum, scale, gradient, target, inverse, where, *settings, seed, flag)
             if "updates" in tensors:
                 tensors["updates"][select] += 1
             return
         variance, updates = tensors["variance"], tensors["updates"]
-        adamw_update(centres, momentum, scale, variance, updates, gradient, inverse, where, lr, *optimizer, seed, flag)
+        adamw_update(centres, momentum, scale, variance, updates, gradient, target, inverse, where, lr, *optimizer, seed, flag)
+
+
+def exp_mask_sum(
+    products: Tensor,
+    inverse_norms: Tensor | None,
+    targets: tuple[Tensor, int],
+    shift: float,
+    limit: float | None,
+    z_sum: Tensor,
+) -> None:
+    """Replace products (c, B) by E v; see PlainKernels.exponentials for the arguments. Their arithmetic is fp32.
+
+    Args:
+        products: fp32 or bf16; each row is contiguous.
+    """
+    num_classes, num_samples = products.shape
+    places, begin = targets
+    assert products.stride(1) == 1 or num_samples == 1, "each row of products must be contiguous"
+    assert places.dtype == torch.int64 and z_sum.dtype == torch.float32
+    assert inverse_norms is None or (inverse_norms.is_contiguous() and len(inverse_norms) == num_classes)
+    if not products.numel():
+        return
+    grid = (triton.cdiv(num_classes, CLASSES.value * TILES.value), triton.cdiv(num_samples, SAMPLES.value))
+    # one row of partial sums per program, then a sum in a fixed order; atomics would add in a varying order
+    partial = torch.empty(grid[0], num_samples, dtype=torch.float32, device=products.device)
+    with torch.cuda.device_of(products):
+        numbers = (
+            num_classes,
+            num_samples,
+            products.stride(0),
+            begin,
+            float(shift),
+            math.inf if limit is None else float(limit),
+        )
+        exp_mask_sum_kernel[grid](products, inverse_norms, places, partial, *numbers)
+    z_sum += partial.sum(dim=0)
+
+
+def sgd_update(
+    centres: Tensor,
+    momentum: Tensor,
+    momentum_scale: Tensor | None,
+    gradient: Tensor,
+    target: tuple[Tensor, Tensor, Tensor],
+    inverse_norms: Tensor,
+    select: int | Tensor,
+    lr: float,
+    momentum_factor: float,
+    weight_decay: float,
+    seed: int,
+    apply: Tensor,
+) -> None:
+    """Take one step of SGD with the selected centres, from both parts of the gradient of their unit vectors.
+
+    Args:
+        gradient, target: see PlainKernels.update_rows.
+        centres: (n, D) fp32 or bf16.
+        momentum: (n, D) fp32, bf16, or int8 in units of momentum_scale (n,) fp32, which is None otherwise.
+        inverse_norms: (n,) fp32, 1 / max(|w|, 1e-12) of the centres as stored; read and rewritten.
+        select: the first of c consecutive rows, or c distinct rows (int64).
+        seed: of the stochastic rounding; only its low 63 bits are used.
+        apply: device flag, one number: 0 skips the update without a host sync.
+    """
+    states = [centres, momentum] if momentum_scale is None else [centres, momentum, momentum_scale]
+    block, warps = _check(states, gradient, target, inverse_norms, select)
+    if not len(gradient):
+        return
+    index, start = (select, 0) if isinstance(select, Tensor) else (None, select)
+    with torch.cuda.device_of(centres):
+        sgd_kernel[(len(gradient),)](
+            *(centres, momentum, momentum_scale, gradient, *target, len(target[0]), inverse_norms, index, apply),
+            *(start, seed & (2**63 - 1)),
+            *(float(lr), float(momentum_factor), float(weight_decay), centres.shape[1], block),
+            num_warps=warps,
+        )
+
+
+def adamw_update(
+    centres: Tensor,
+    momentum: Tensor,
+    momentum_scale: Tensor | None,
+    variance: Tensor,
+    updates: Tensor,
+    gradient: Tensor,
+    target: tuple[Tensor, Tensor, Tensor],
+    inverse_norms: Tensor,
+    select: int | Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    seed: int,
+    apply: Tensor,
+) -> None:
+    """Take one step of AdamW with the selected centres; see sgd_update.
+
+    Args:
+        variance: (n, D) fp32 or bf16.
+        updates: (n,) int32, the number of updates of each row so far; k is one more. Incremented here.
+    """
+    states = [centres, momentum, variance, updates] + ([] if momentum_scale is None else [momentum_scale])
+    block, warps = _check(states, gradient, target, inverse_norms, select)
+    if not len(gradient):
+        return
+    index, start = (select, 0) if isinstance(select, Tensor) else (None, select)
+    # in double precision: 1 - 0.999 and log(0.999) in fp32 would be wrong in the fifth digit
+    logs = [math.log(beta) if beta > 0.0 else -math.inf for beta in (beta1, beta2)]
+    with torch.cuda.device_of(centres):
+        adamw_kernel[(len(gradient),)](
+            *(
+                centres,
+                momentum,
+                momentum_scale,
+                variance,
+                updates,
+                gradient,
+                *target,
+                len(target[0]),
+                inverse_norms,
+                index,
+                apply,
+            ),
+            *(start, seed & (2**63 - 1), float(lr), 1.0 - beta1, float(beta2), 1.0 - beta2, *logs, float(eps)),
+            *(1.0 - lr * weight_decay, centres.shape[1], block),
+            num_warps=warps,
+        )
+
+
+def _check(
+    states: list[Tensor],
+    gradient: Tensor,
+    target: tuple[Tensor, Tensor, Tensor],
+    inverse_norms: Tensor,
+    select: int | Tensor,
+) -> tuple[int, int]:
+    """Return the columns (a power of two) and warps of a program, after checking what the kernels assume."""
+    num_rows, dim = states[0].shape
+    assert dim <= _LARGEST_DIM, f"rows of at most {_LARGEST_DIM} numbers, got {dim}"
+    assert all(tensor.is_contiguous() and len(tensor) == num_rows for tensor in [*states, inverse_norms])
+    assert gradient.is_contiguous() and gradient.shape[1] == dim
+    class_index, sample_index, values = target
+    assert class_index.dtype == sample_index.dtype == torch.int64 and class_index.shape == sample_index.shape
+    assert values.dtype == torch.float32 and values.is_contiguous() and values.shape[1] == dim
+    if isinstance(select, Tensor):
+        assert select.dtype == torch.int64 and select.shape == gradient.shape[:1] and select.is_contiguous()
+    else:
+        assert 0 <= select <= num_rows - len(gradient)
+    block = max(16, triton.next_power_of_2(dim))
+    return block, min(max(block // 256, 1), 8)

@@ -21,7 +21,7 @@ class PlainKernels:
     words = "plain torch"
     reads_flag = False
 
-    def unit_rows(self, centres: Tensor, inverse_norms: Tensor, select: Select, unit: Tensor, workspace: Workspace) -> None:
+    def unit_rows(self, centres: Tensor, inverse_norms: Tensor, select: slice, unit: Tensor, workspace: Workspace) -> None:
         """Write the selected rows of centres (n, D) times their inverse_norms (n,) into unit (c, D)."""
         stored, inverse = centres[select], inverse_norms[select][:, None]
         if stored.dtype == unit.dtype == torch.float32 or stored.is_cuda:
@@ -36,35 +36,43 @@ class PlainKernels:
 
     def exponentials(
         self,
-        logits: Tensor,
-        target: tuple[Tensor, Tensor],
+        products: Tensor,
+        inverse_norms: Tensor | None,
+        targets: tuple[Tensor, int],
         shift: float | Tensor,
         limit: float | None,
         z_sum: Tensor,
         workspace: Workspace,
     ) -> None:
-        """Replace logits (c, B) by E = exp(logits - shift), 0 for target classes and above the limit; add its sums to z_sum.
+        """Replace products (c, B) by E v with E = exp(v product - K), v = inverse_norms; add the sums of E to z_sum.
+
+        E is 0 for target classes and above the limit.
 
         Args:
-            target: (class_index, sample_index), int64: E[class_index[n], sample_index[n]] is set to 0, because this is the
-                target class of the sample.
+            products: of centres with embeddings times the scale; v times a product is a logit.
+            inverse_norms: (c,) fp32; None = 1.
+            targets: (places, begin): the target class of sample i is in row places[i] - begin, int64, if that is in [0, c).
             shift: K, one number or (B,).
             limit: logits above it are left out of the softmax (the interclass filter); None = none.
-            z_sum: (B,) fp32; the sums are of the fp32 values, before E is rounded to the dtype of logits.
+            z_sum: (B,) fp32; the sums are of the fp32 values, before E is rounded to the dtype of products.
         """
-        exp = logits
-        if logits.dtype != torch.float32:  # exp and sum in an fp32 buffer are faster than in bf16, and more exact
-            exp = workspace.buffer("exp", tuple(logits.shape), torch.float32).copy_(logits)
+        exp = products
+        if products.dtype != torch.float32:  # exp and sum in an fp32 buffer are faster than in bf16, and more exact
+            exp = workspace.buffer("exp", tuple(products.shape), torch.float32).copy_(products)
+        if inverse_norms is not None:
+            exp.mul_(inverse_norms[:, None])
         left_out = None if limit is None else exp > limit
         if isinstance(shift, Tensor) or shift:
             exp.sub_(shift)
         exp.exp_()
         if left_out is not None:
             exp.masked_fill_(left_out, 0.0)
-        exp[target] = 0.0
+        fill_targets(exp, targets, 0.0)
         z_sum += exp.sum(dim=0)
-        if exp is not logits:
-            logits.copy_(exp)
+        if inverse_norms is not None:
+            exp.mul_(inverse_norms[:, None])
+        if exp is not products:
+            products.copy_(exp)
 
     def update_rows(
         self,
@@ -77,24 +85,35 @@ class PlainKernels:
         seed: int,
         apply: Tensor | None,
     ) -> None:
-        """Update the selected centres from the gradient (c, D) of their unit vectors, fp32 or bf16, which is overwritten.
+        """Update the selected centres from the gradient of their unit vectors, which has two parts.
 
         Args:
-            target: (class_index, sample_index, values (B, D) fp32), the part of the target classes: values[sample_index[n]]
-                is added to gradient[class_index[n]]; class_index ascends.
+            gradient: (c, D) fp32 or bf16, the part of the negatives, times v = 1 / norm of each centre; may be overwritten.
+            target: (class_index, sample_index, values (n, D) fp32), the part of the target classes, not yet times v:
+                values[sample_index[k]] is added to the gradient of row class_index[k], in the order of k; class_index ascends.
             seed: of the stochastic rounding in C and Triton.
             apply: device flag, one number: 0 skips the update without a host sync. Only if reads_flag; None = update.
         """
-        optimizer.update(store, select, whole_gradient(store, gradient, target), lr)
+        optimizer.update(store, select, whole_gradient(store, select, gradient, target), lr)
         if "updates" in store.tensors:
             store.tensors["updates"][select] += 1
 
 
-def whole_gradient(store: CentreStore, gradient: Tensor, target: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Return the gradient (c, D) in fp32, including the part of the target classes."""
+def whole_gradient(store: CentreStore, select: Select, gradient: Tensor, target: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Return both parts of the gradient (c, D) of unit centres in fp32, times 1 / norm of each."""
     if gradient.dtype != torch.float32:
         gradient = store.workspace.buffer("gradient", tuple(gradient.shape), torch.float32).copy_(gradient)
     class_index, sample_index, values = target
     if len(sample_index):
-        gradient.index_add_(0, class_index, values[sample_index])
+        inverse_norms = store.inverse_norms[select][class_index, None]
+        gradient.index_add_(0, class_index, values[sample_index] * inverse_norms)
     return gradient
+
+
+def fill_targets(matrix: Tensor, targets: tuple[Tensor, int], value: float) -> None:
+    """Set the elements of a matrix (c, B) that belong to target classes; see PlainKernels.exponentials."""
+    places, begin = targets
+    rows = places - begin
+    here = (rows >= 0) & (rows < len(matrix))
+    index = rows.clamp(0, len(matrix) - 1)[None]  # no selection by `here`: on CUDA the host would wait for its size
+    matrix.scatter_(0, index, matrix.gather(0, index).masked_fill_(here, value))

@@ -1,167 +1,75 @@
-"""The elementwise work of the head's two passes on CUDA, each in one sweep over memory; cuda.py calls it.
+"""The elementwise work of the head's two passes on CUDA, each in one sweep over memory; cuda.py launches it.
 
 The same arithmetic as the plain torch code in plain.py and row_optimizer.py. With w a centre, v = 1 / |w|, g = dL / d(w v):
 
-    exp_mask_sum    E = exp(z - K), 0 for target classes and above the limit;  Z_i += sum_j E_ji
-    sgd_update      G = v g - t v w,  t = v^2 (g . w);  m <- mu m + G + weight_decay w;  w <- w - lr m
-    adamw_update    m <- beta1 m + (1 - beta1) G;  s <- beta2 s + (1 - beta2) G^2;
-                    w <- (1 - lr weight_decay) w - lr (m / (1 - beta1^k)) / (sqrt(s / (1 - beta2^k)) + eps)
+    exp_mask_sum_kernel  E = exp(v y - K), 0 for target classes and above the limit;  y <- E v;  Z_i += sum_j E_ji
+    sgd_kernel           v g = y + v sum_n t_n,  of the samples n of this class;  G = v g - t w,  t = v^2 (v g . w)
+                         m <- mu m + G + weight_decay w;  w <- w - lr m
+    adamw_kernel         m <- beta1 m + (1 - beta1) G;  s <- beta2 s + (1 - beta2) G^2;
+                         w <- (1 - lr weight_decay) w - lr (m / (1 - beta1^k)) / (sqrt(s / (1 - beta2^k)) + eps)
 
 Formats narrower than fp32 are rounded stochastically, so that a stored number is right on average (see rounding.py).
 The noise is Philox of (seed, row, column). It depends neither on the chunks nor on the order in which they are processed.
 Shapes: c = classes of one chunk, B = samples of the global (micro-)batch, n = classes of the shard, D = embedding size.
 """
 
-import math
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-_LARGEST_DIM = 4096  # one program holds a row in its registers
 _SMALLEST_NORM = tl.constexpr(1e-12)
 _ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass BigCrush, https://doi.org/10.1145/2063384.2063405, table 2
-_CLASSES, _SAMPLES = tl.constexpr(8), tl.constexpr(256)  # the tile that a program of exp_mask_sum holds at once
-_TILES = tl.constexpr(8)  # tiles of consecutive classes per program; each program writes one row of partial sums
+CLASSES, SAMPLES = tl.constexpr(8), tl.constexpr(256)  # the tile that a program of exp_mask_sum_kernel holds at once
+TILES = tl.constexpr(8)  # tiles of consecutive classes per program; each program writes one row of partial sums
 
 
-def exp_mask_sum(logits: Tensor, target: Tensor, shift: float | None, limit: float | None, z_sum: Tensor) -> None:
-    """Replace logits (c, B) by E = exp(logits - shift), 0 for target classes and above the limit; add E's sums to z_sum.
-
-    Args:
-        logits: fp32 or bf16; each row is contiguous. The arithmetic is fp32.
-        target: int32 (B,), the row of logits with the target class of sample i; outside [0, c) if it is in another chunk.
-        shift: K; None = 0.
-        limit: logits above it are left out of the softmax (the interclass filter); None = none.
-        z_sum: (B,) fp32; the sums are of the fp32 values, before E is rounded to the dtype of logits.
-    """
-    num_classes, num_samples = logits.shape
-    assert logits.stride(1) == 1 or num_samples == 1, "each row of logits must be contiguous"
-    assert target.dtype == torch.int32 and z_sum.dtype == torch.float32
-    if not logits.numel():
-        return
-    grid = (triton.cdiv(num_classes, _CLASSES.value * _TILES.value), triton.cdiv(num_samples, _SAMPLES.value))
-    # one row of partial sums per program, then a sum in a fixed order; atomics would add in a varying order
-    partial = torch.empty(grid[0], num_samples, dtype=torch.float32, device=logits.device)
-    with torch.cuda.device_of(logits):
-        numbers = (num_classes, num_samples, logits.stride(0), float(shift or 0.0), math.inf if limit is None else float(limit))
-        _exp_mask_sum_kernel[grid](logits, target, partial, *numbers)
-    z_sum += partial.sum(dim=0)
-
-
-def sgd_update(
-    centres: Tensor,
-    momentum: Tensor,
-    momentum_scale: Tensor | None,
-    gradient: Tensor,
-    inverse_norms: Tensor,
-    select: int | Tensor,
-    lr: float,
-    momentum_factor: float,
-    weight_decay: float,
-    seed: int,
-    apply: Tensor,
-) -> None:
-    """Take one step of SGD with the selected centres, from the gradient (c, D) of their unit vectors; fp32 or bf16.
-
-    Args:
-        centres: (n, D) fp32 or bf16.
-        momentum: (n, D) fp32, bf16, or int8 in units of momentum_scale (n,) fp32, which is None otherwise.
-        inverse_norms: (n,) fp32, 1 / max(|w|, 1e-12) of the centres as stored; read and rewritten.
-        select: the first of c consecutive rows, or c distinct rows (int64).
-        seed: of the stochastic rounding; only its low 63 bits are used.
-        apply: device flag, one number: 0 skips the update without a host sync.
-    """
-    states = [centres, momentum] if momentum_scale is None else [centres, momentum, momentum_scale]
-    block, warps = _check(states, gradient, inverse_norms, select)
-    if not len(gradient):
-        return
-    index, start = (select, 0) if isinstance(select, Tensor) else (None, select)
-    with torch.cuda.device_of(centres):
-        _sgd_kernel[(len(gradient),)](
-            *(centres, momentum, momentum_scale, gradient, inverse_norms, index, apply, start, seed & (2**63 - 1)),
-            *(float(lr), float(momentum_factor), float(weight_decay), centres.shape[1], block),
-            num_warps=warps,
-        )
-
-
-def adamw_update(
-    centres: Tensor,
-    momentum: Tensor,
-    momentum_scale: Tensor | None,
-    variance: Tensor,
-    updates: Tensor,
-    gradient: Tensor,
-    inverse_norms: Tensor,
-    select: int | Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    seed: int,
-    apply: Tensor,
-) -> None:
-    """Take one step of AdamW with the selected centres; see sgd_update.
-
-    Args:
-        variance: (n, D) fp32 or bf16.
-        updates: (n,) int32, the number of updates of each row so far; k is one more. Incremented here.
-    """
-    states = [centres, momentum, variance, updates] + ([] if momentum_scale is None else [momentum_scale])
-    block, warps = _check(states, gradient, inverse_norms, select)
-    if not len(gradient):
-        return
-    index, start = (select, 0) if isinstance(select, Tensor) else (None, select)
-    # in double precision: 1 - 0.999 and log(0.999) in fp32 would be wrong in the fifth digit
-    logs = [math.log(beta) if beta > 0.0 else -math.inf for beta in (beta1, beta2)]
-    with torch.cuda.device_of(centres):
-        _adamw_kernel[(len(gradient),)](
-            *(centres, momentum, momentum_scale, variance, updates, gradient, inverse_norms, index, apply, start),
-            *(seed & (2**63 - 1), float(lr), 1.0 - beta1, float(beta2), 1.0 - beta2, *logs, float(eps)),
-            *(1.0 - lr * weight_decay, centres.shape[1], block),
-            num_warps=warps,
-        )
-
-
-def _check(states: list[Tensor], gradient: Tensor, inverse_norms: Tensor, select: int | Tensor) -> tuple[int, int]:
-    """Return the columns (a power of two) and warps of a program, after checking what the kernels assume."""
-    num_rows, dim = states[0].shape
-    assert dim <= _LARGEST_DIM, f"rows of at most {_LARGEST_DIM} numbers, got {dim}"
-    assert all(tensor.is_contiguous() and len(tensor) == num_rows for tensor in [*states, inverse_norms])
-    assert gradient.is_contiguous() and gradient.shape[1] == dim
-    if isinstance(select, Tensor):
-        assert select.dtype == torch.int64 and select.shape == gradient.shape[:1] and select.is_contiguous()
-    else:
-        assert 0 <= select <= num_rows - len(gradient)
-    block = max(16, triton.next_power_of_2(dim))
-    return block, min(max(block // 256, 1), 8)
-
-
-@triton.jit
-def _exp_mask_sum_kernel(logits, target, partial, num_classes, num_samples, stride, shift, limit):
-    samples = tl.program_id(1) * _SAMPLES + tl.arange(0, _SAMPLES)
+# what changes from call to call is not specialised: each new alignment would be compiled
+@triton.jit(do_not_specialize=["inverse_norms", "num_classes", "begin"])
+def exp_mask_sum_kernel(products, inverse_norms, places, partial, num_classes, num_samples, stride, begin, shift, limit):
+    """Replace products (c, B) by E v, and write the sums of E over this program's classes to its row of partial."""
+    samples = tl.program_id(1) * SAMPLES + tl.arange(0, SAMPLES)
     inside = samples < num_samples
-    target_class = tl.load(target + samples, mask=inside, other=-1)
-    total = tl.zeros((_CLASSES, _SAMPLES), tl.float32)
-    for tile in range(_TILES):
-        classes = (tl.program_id(0) * _TILES + tile) * _CLASSES + tl.arange(0, _CLASSES)
-        places = logits + classes[:, None].to(tl.int64) * stride + samples[None, :]
+    target_class = tl.load(places + samples, mask=inside, other=-1) - begin
+    total = tl.zeros((CLASSES, SAMPLES), tl.float32)
+    for tile in range(TILES):
+        classes = (tl.program_id(0) * TILES + tile) * CLASSES + tl.arange(0, CLASSES)
+        at = products + classes[:, None].to(tl.int64) * stride + samples[None, :]
         mask = (classes < num_classes)[:, None] & inside[None, :]
-        z = tl.load(places, mask=mask, other=float("-inf")).to(tl.float32)
-        left_out = (z > limit) | (classes[:, None] == target_class[None, :])
-        exponential = tl.where(left_out, 0.0, tl.exp(z - shift))
-        tl.store(places, exponential.to(logits.dtype.element_ty), mask=mask)
+        logits = tl.load(at, mask=mask, other=float("-inf")).to(tl.float32)
+        if inverse_norms is not None:
+            v = tl.load(inverse_norms + classes, mask=classes < num_classes, other=1.0)[:, None]
+            logits = v * logits
+        left_out = (logits > limit) | (classes[:, None] == target_class[None, :])
+        exponential = tl.where(left_out, 0.0, tl.exp(logits - shift))
         total += exponential
+        if inverse_norms is not None:
+            exponential = v * exponential
+        tl.store(at, exponential.to(products.dtype.element_ty), mask=mask)
     sums = partial + tl.program_id(0).to(tl.int64) * num_samples + samples
     tl.store(sums, tl.sum(total, axis=0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["start", "seed"])  # they change with every call; specialising would recompile
-def _sgd_kernel(
-    centres, momentum, scale, gradient, inverse_norms, index, apply, start, seed, lr, factor, decay, dim, block: tl.constexpr
+@triton.jit(do_not_specialize=["class_index", "sample_index", "num_targets", "start", "seed"])
+def sgd_kernel(
+    centres,
+    momentum,
+    scale,
+    gradient,
+    class_index,
+    sample_index,
+    values,
+    num_targets,
+    inverse_norms,
+    index,
+    apply,
+    start,
+    seed,
+    lr,
+    factor,
+    decay,
+    dim,
+    block: tl.constexpr,
 ):
+    """Take one step of SGD with the centre of this program."""
     if tl.load(apply) != 0:
         columns = tl.arange(0, block)
         mask = columns < dim
@@ -169,22 +77,27 @@ def _sgd_kernel(
         places = row * dim + columns
         w = tl.load(centres + places, mask=mask, other=0.0).to(tl.float32)
         m = _load_momentum(momentum, scale, row, places, mask)
-        full = _gradient_of_centre(gradient, inverse_norms, row, columns, mask, w, dim)
-        m = factor * m + full + decay * w
+        v = tl.load(inverse_norms + row)
+        g = _gradient_of_unit(gradient, class_index, sample_index, values, num_targets, v, columns, mask, dim)
+        m = factor * m + _gradient_of_centre(g, v, w) + decay * w
         w = w - lr * m
         noise = _random_bits(seed, row, 0, block)
         _store_momentum(momentum, scale, row, places, mask, m, noise >> 16)
         _store_centre(centres, inverse_norms, row, places, mask, w, noise & 0xFFFF)
 
 
-@triton.jit(do_not_specialize=["start", "seed"])
-def _adamw_kernel(
+@triton.jit(do_not_specialize=["class_index", "sample_index", "num_targets", "start", "seed"])
+def adamw_kernel(
     centres,
     momentum,
     scale,
     variance,
     updates,
     gradient,
+    class_index,
+    sample_index,
+    values,
+    num_targets,
     inverse_norms,
     index,
     apply,
@@ -201,6 +114,7 @@ def _adamw_kernel(
     dim,
     block: tl.constexpr,
 ):
+    """Take one step of AdamW with the centre of this program."""
     if tl.load(apply) != 0:
         columns = tl.arange(0, block)
         mask = columns < dim
@@ -210,7 +124,9 @@ def _adamw_kernel(
         m = _load_momentum(momentum, scale, row, places, mask)
         s = tl.load(variance + places, mask=mask, other=0.0).to(tl.float32)
         count = tl.load(updates + row) + 1
-        full = _gradient_of_centre(gradient, inverse_norms, row, columns, mask, w, dim)
+        v = tl.load(inverse_norms + row)
+        g = _gradient_of_unit(gradient, class_index, sample_index, values, num_targets, v, columns, mask, dim)
+        full = _gradient_of_centre(g, v, w)
         m = m + rate1 * (full - m)
         s = beta2 * s + rate2 * full * full
         spread = tl.sqrt(s / _one_minus_power(log_beta2, count)) + eps
@@ -230,12 +146,27 @@ def _row_number(index, start):
 
 
 @triton.jit
-def _gradient_of_centre(gradient, inverse_norms, row, columns, mask, w, dim):
-    """Return G: g without its component along w, divided by the norm of w."""
-    g = tl.load(gradient + tl.program_id(0).to(tl.int64) * dim + columns, mask=mask, other=0.0).to(tl.float32)
-    v = tl.load(inverse_norms + row)
-    along = tl.sum(g * w, axis=0) * v * v
-    return v * g - along * v * w
+def _gradient_of_unit(gradient, class_index, sample_index, values, num_targets, v, columns, mask, dim):
+    """Return v g of this program's row, both parts, the samples of its class added in their order."""
+    row = tl.program_id(0).to(tl.int64)
+    g = tl.load(gradient + row * dim + columns, mask=mask, other=0.0).to(tl.float32)
+    low, high = row * 0, row * 0 + num_targets
+    while low < high:  # the first n with class_index[n] >= row
+        middle = (low + high) // 2
+        is_before = tl.load(class_index + middle) < row
+        low = tl.where(is_before, middle + 1, low)
+        high = tl.where(is_before, high, middle)
+    while tl.load(class_index + low, mask=low < num_targets, other=-1) == row:
+        sample = tl.load(sample_index + low)
+        g += v * tl.load(values + sample * dim + columns, mask=mask, other=0.0)
+        low += 1
+    return g
+
+
+@triton.jit
+def _gradient_of_centre(g, v, w):
+    """Return G from v g: without its component along w."""
+    return g - tl.sum(g * w, axis=0) * v * v * w
 
 
 @triton.jit
