@@ -103,6 +103,7 @@ def test_plain_torch_serves_where_it_is_wanted_or_nothing_else_can():
 def test_triton_serves_on_cuda_from_the_version_on_that_is_right(
     monkeypatch: pytest.MonkeyPatch, found: str | None, kernels: str, reason: str
 ):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # or a kernel would be tried
     monkeypatch.setitem(sys.modules, "triton", None if found is None else SimpleNamespace(__version__=found))
     _why_no_triton.cache_clear()
     try:

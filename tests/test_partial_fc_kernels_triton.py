@@ -156,6 +156,15 @@ def test_exponentials_and_their_sums_are_those_of_float64(
     torch.testing.assert_close(z_sum.cpu().double(), expected_sum, rtol=1e-5, atol=0)  # the hardware's exp: 3e-6 near 64
 
 
+def test_the_kernel_that_is_tried_before_the_first_step_runs_and_notices_a_wrong_sum(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels.try_kernel(device)
+    monkeypatch.setattr(kernels, "exp_mask_sum", lambda products, *others: None)
+    with pytest.raises(ArithmeticError, match=r"should be 1 and 2, they are \[0.0, 0.0\]"):
+        kernels.try_kernel(device)
+
+
 @pytest.mark.parametrize("update", [_sgd, _adamw])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_part_of_the_target_classes_is_added_once_for_each_sample_of_a_class(

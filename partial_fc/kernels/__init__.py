@@ -55,4 +55,11 @@ def _why_no_triton() -> str:
         return "Triton is not installed"
     if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) < _OLDEST_TRITON:
         return f"Triton {found} is older than {'.'.join(map(str, _OLDEST_TRITON))}; a newer torch brings a newer one"
+    if not torch.cuda.is_available():  # a GPU elsewhere is planned for
+        return ""
+    try:  # what can fail has many kinds: no C compiler for its launcher, no headers of Python, a GPU that it does not know
+        importlib.import_module(".cuda", __name__).try_kernel(torch.device("cuda"))
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        return f"Triton {found} cannot run a kernel here: {lines[-1].strip() if lines else type(error).__name__}"
     return ""

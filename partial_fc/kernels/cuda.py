@@ -63,6 +63,15 @@ class TritonKernels(PlainKernels):
         adamw_update(centres, momentum, scale, variance, updates, gradient, target, inverse, where, lr, *optimizer, seed, flag)
 
 
+def try_kernel(device: torch.device) -> None:
+    """Run a kernel on four numbers; raise what keeps Triton from it, or ArithmeticError if a sum is wrong."""
+    products, places = torch.zeros(2, 2, device=device), torch.tensor([0, -1], device=device)
+    z_sum = torch.zeros(2, device=device)
+    exp_mask_sum(products, None, (places, 0), 0.0, None, z_sum)
+    if z_sum.tolist() != [1.0, 2.0]:
+        raise ArithmeticError(f"the sums of a kernel should be 1 and 2, they are {z_sum.tolist()}")
+
+
 def exp_mask_sum(
     products: Tensor,
     inverse_norms: Tensor | None,

@@ -1,0 +1,135 @@
+"""What a machine without a GPU can tell about the CUDA kernels: they compile, and their place is taken where they cannot run.
+
+What they compute is tested in Triton's interpreter, in test_partial_fc_kernels_triton.py.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from partial_fc.kernels import _why_no_triton, choose_kernels, why_plain
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed; the CUDA builds of torch bring it", allow_module_level=True)
+
+ROOT = Path(__file__).parents[1]
+CUDA = torch.device("cuda")
+
+# Compiles each kernel with the types of the arguments that the head's calls give it.
+COMPILE = """
+import json, sys
+from pathlib import Path
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from partial_fc import RowAdamW, RowSGD
+from partial_fc.centre_store import CentreStore
+from partial_fc.kernels import cuda
+from partial_fc.workspace import Workspace
+
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
+done = []
+
+class Compiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return self.compile
+
+    def compile(self, *arguments, num_warps=4):
+        signature, constants = {}, {}
+        for parameter, value in zip(self.kernel.params, arguments, strict=True):
+            if parameter.is_constexpr or value is None:
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = TYPES[value.dtype]
+            elif isinstance(value, int):
+                signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+            else:
+                signature[parameter.name] = "fp32"
+        for capability in (80, 90, 100):
+            source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants)
+            target = GPUTarget("cuda", capability, 32)
+            code = triton.compile(source, target=target, options={"num_warps": num_warps}).asm["cubin"]
+            assert code[:4] == b"\\x7fELF"
+            done.append([self.kernel.__name__, capability])
+
+for name in ("exp_mask_sum_kernel", "sgd_kernel", "adamw_kernel"):
+    setattr(cuda, name, Compiled(getattr(cuda, name)))
+kernels = cuda.TritonKernels()
+workspace = Workspace(torch.device("cpu"), 0, kernels)
+places = torch.tensor([0, -1])
+for dtype, inverse_norms in ((torch.float32, None), (torch.bfloat16, torch.ones(4))):
+    kernels.exponentials(torch.zeros(4, 2, dtype=dtype), inverse_norms, (places, 0), 0.0, None, torch.zeros(2), workspace)
+target = (places[:1], places[:1], torch.zeros(2, 512))
+for optimizer in (RowSGD(), RowAdamW()):
+    for form, dtype, select in (
+        ("exact", torch.float32, slice(0, 4)),
+        ("lean", torch.bfloat16, torch.arange(4)),
+        ("tiny", torch.bfloat16, slice(0, 4)),
+    ):
+        store = CentreStore(8, 512, form, isinstance(optimizer, RowAdamW), isinstance(optimizer, RowAdamW), 4, workspace)
+        kernels.update_rows(optimizer, store, select, torch.zeros(4, 512, dtype=dtype), target, 0.1, 2**62, None)
+print(json.dumps(done))
+"""
+
+
+def test_every_kernel_compiles_for_ampere_hopper_and_blackwell(tmp_path: Path):
+    import triton  # here, because the tests of the interpreter set its variable before Triton's first import
+
+    if not list(Path(triton.__file__).parent.glob("backends/nvidia/bin/ptxas*")):
+        pytest.skip("this build of Triton has no ptxas, NVIDIA's assembler")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    compiled = [(name, capability) for name, capability in json.loads(done.stdout)]
+    for capability in (80, 90, 100):
+        assert compiled.count(("exp_mask_sum_kernel", capability)) == 2
+        assert compiled.count(("sgd_kernel", capability)) == compiled.count(("adamw_kernel", capability)) == 3
+
+
+@pytest.fixture
+def forget_what_was_found():
+    _why_no_triton.cache_clear()
+    yield
+    _why_no_triton.cache_clear()
+
+
+def test_plain_torch_replaces_kernels_that_fail_when_one_is_tried(monkeypatch: pytest.MonkeyPatch, forget_what_was_found: None):
+    def no_compiler(device: torch.device) -> None:
+        raise RuntimeError("in the build of a launcher\nFailed to find C compiler. Please specify via CC\n")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("partial_fc.kernels.cuda.try_kernel", no_compiler)
+    assert choose_kernels("auto", CUDA, 512) == "plain"
+    reason = why_plain("auto", CUDA, 512)
+    assert reason.startswith("Triton ") and reason.endswith(
+        " cannot run a kernel here: Failed to find C compiler. Please specify via CC"
+    )
+
+
+TRIED = """
+import torch
+torch.cuda.is_available = lambda: True
+from partial_fc.kernels import why_plain
+print(why_plain("auto", torch.device("cuda"), 512))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, on which the kernel runs")
+def test_where_triton_has_no_device_the_reason_is_one_line():
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", TRIED], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("Triton ") and " cannot run a kernel here: " in line
