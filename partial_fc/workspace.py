@@ -56,6 +56,11 @@ class Workspace:
             self._cache = self._cache.new_empty(0)  # free the smaller one before the larger is allocated
             self._cache = with_huge_pages(torch.empty(room, dtype=torch.uint8, device=self.device))
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that the cache holds."""
+        return self._cache.nbytes
+
     def cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Return memory of the cache, valid until the next begin_cache, or None if the budget is used up."""
         size = math.prod(shape) * dtype.itemsize

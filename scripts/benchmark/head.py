@@ -3,7 +3,7 @@
 Every line of the table is a separate process (one per rank): some warm-up steps, the median of several steps, and the growth of
 its peak memory. ratio = plain / ours, in time and in memory. At sample rate 1 the plain head is the dense one of tutorials,
 below 1 it is Partial FC as in arcface_torch: baselines/heads.py. "target-only" is a dense head that computes the margin only
-for the targets, the best plain version.
+for the targets, the best plain version. Below the table stand the bytes that our steps move, and the fewest they could.
 
 Examples:
   python -m scripts.benchmark.head --quick
@@ -37,6 +37,7 @@ from utils.cli import make_parser
 from utils.log import peak_memory_gib
 from utils.program import run_main
 
+from . import head_traffic
 from .baselines.heads import PlainHead
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -119,6 +120,9 @@ def benchmark(options: argparse.Namespace) -> None:
                     row[f"memory_ratio{suffix}"] = base["bytes_per_identity"] / row["bytes_per_identity"]
                 rows.append(row)
                 _print_row(row)
+    for row in rows:
+        if row.get("moved"):
+            print(head_traffic.describe(row))
     for name, result in sorted(bare.items()):
         each = ", ".join(f"{key} {value:.0f}" for key, value in result["gflops_of_each"].items())
         print(f"bare products in {name} with 100000 classes: {result['gflops']:.0f} GFLOP/s together ({each})")
@@ -175,9 +179,8 @@ def work(case: dict[str, Any]) -> None:
         labels = torch.randint(case["classes"], (len(embeddings),), device=device)
         torch.mm(embeddings, embeddings.t())  # so that the library's memory is allocated before the measurement
         before = peak_bytes(device)
-        step = (
-            _plain_step(case, rank, embeddings, labels) if case["head"] != "ours" else _our_step(case, rank, embeddings, labels)
-        )
+        head = _our_head(case, rank, device) if case["head"] == "ours" else None
+        step = _our_step(head, embeddings, labels) if head else _plain_step(case, rank, embeddings, labels)
         for number in range(2):
             step(number)
         times = []
@@ -192,6 +195,7 @@ def work(case: dict[str, Any]) -> None:
             "step_ms": statistics.median(times),
             "step_ms_range": [min(times), max(times)],
             "bytes_per_identity": (peak_bytes(device) - before) / local,
+            "moved": head_traffic.moved(head, case["batch"]) if head else {},
         }
     if rank == 0:
         Path(case["result"]).write_text(json.dumps(figures))
@@ -205,14 +209,14 @@ def _plain_step(case: dict[str, Any], rank: int, embeddings: torch.Tensor, label
     return lambda number: head.step(embeddings, labels)
 
 
-def _our_step(case: dict[str, Any], rank: int, embeddings: torch.Tensor, labels: torch.Tensor) -> Callable[[int], Any]:
-    head = PartialFC(
+def _our_head(case: dict[str, Any], rank: int, device: torch.device) -> PartialFC:
+    return PartialFC(
         build_margin("arcface", scale=64.0, margin=0.5),
         case["classes"],
         _DIM,
         rank,
         case["ranks"],
-        device=embeddings.device,
+        device=device,
         config=HeadConfig(
             sample_rate=case["sample_rate"],
             storage=case["storage"],
@@ -223,6 +227,8 @@ def _our_step(case: dict[str, Any], rank: int, embeddings: torch.Tensor, labels:
         ),
     )
 
+
+def _our_step(head: PartialFC, embeddings: torch.Tensor, labels: torch.Tensor) -> Callable[[int], Any]:
     def step(number: int) -> None:
         own = embeddings.clone().requires_grad_()
         head.begin_step(labels[None].cpu(), number)

@@ -20,11 +20,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from partial_fc import HeadConfig
 from utils.cli import make_parser
 from utils.program import run_main
 from utils.report.figure import make_figure
 
 from .baselines.heads import PlainHead
+from .head_traffic import floor_per_class
 
 _COLOURS = {
     "plain, tutorial": "tab:red",
@@ -114,7 +116,7 @@ class _Traffic(TorchDispatchMode):
 
 
 def _traffic(row: dict[str, Any]) -> float:
-    """Return the bytes that a step moves per active class: counted for plain heads, from the storage format for ours."""
+    """Return the bytes that a step moves per active class: counted for plain heads, the floor for ours."""
     if row["head"] != "ours":
         head = PlainHead(row["head"], _COUNTED, _DIM, 0, 1, row["sample_rate"], torch.device("cpu"))
         embeddings, labels = torch.randn(row["batch"], _DIM), torch.randint(_COUNTED, (row["batch"],))
@@ -122,9 +124,8 @@ def _traffic(row: dict[str, Any]) -> float:
         with _Traffic() as counter:
             head.step(embeddings, labels)
         return counter.bytes / (_COUNTED * row["sample_rate"])
-    centre, moment = {"exact": (4, 4), "lean": (2, 2), "tiny": (2, 1)}[row["storage"]]
-    exponentials = 2 * row["batch"] * (4 if row["matmul"] == "fp32" else 2)
-    return _DIM * (3 * centre + 2 * moment) + exponentials  # centres read twice and written, momentum read and written
+    dtype = torch.float32 if row["matmul"] == "fp32" else torch.bfloat16
+    return floor_per_class(HeadConfig(storage=row["storage"], matmul_dtype=dtype), row["batch"], _DIM)
 
 
 def _roofline(rows: list[dict[str, Any]], bare: dict[str, Any], path: Path) -> None:
