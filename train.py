@@ -77,6 +77,9 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             watch.at(step, "training")
             lr = learning_rate(step, config.optimizer.lr, total_steps, setup.warmup_steps, config.schedule.power)
             late.post(step, train_step(config, setup.tasks, model, parallel, prepared, lr, world))
+            for head in heads:
+                if head.news:
+                    log.info(head.news)
             timed = saving.every_minutes > 0 and writer.minutes_since_save() >= saving.every_minutes and world.rank == 0
             stopping, writing, timed = distributed.any_ranks([bool(stop.name), writer.is_writing, timed], world)
             writer.advance(writing)

@@ -29,6 +29,8 @@ def head_config(head: Any, optimizer: Any, autocast: torch.dtype | None, device:
         sampling=head.sampling,
         num_neighbours=head.neighbours,
         neighbours_every=head.neighbours_every,
+        neighbours_search=head.neighbours_search,
+        neighbours_probes=head.neighbours_probes,
         filter_above=head.interclass_filtering_threshold or None,
         matmul_dtype=matmul_dtype(head.matmul_dtype, autocast, device),
         wire_dtype=_DTYPES[head.wire_dtype],
@@ -64,7 +66,7 @@ def check_head_fits(
         ValueError: it does not fit, with what would.
     """
     kernels = choose_kernels(config.kernels, world.device, embedding_size)
-    memory = HeadMemory(embedding_size, rows, config, accumulation, kernels)
+    memory = HeadMemory(embedding_size, rows, config, accumulation, kernels, world.world_size)
     check_fits(memory, num_classes, world.world_size, free, others)
     return memory.bytes_for(-(-num_classes // world.world_size))
 

@@ -101,10 +101,22 @@ class CentreStore:
             rows[:count].copy_(centres[select])
         return rows
 
-    def unit_rows(self, select: slice, dtype: torch.dtype) -> Tensor:
-        """Return the unit centres (c, D) in dtype, in a buffer that is valid until the next call."""
-        unit = self.workspace.buffer("unit", (select.stop - select.start, self.dim), dtype)
-        self.workspace.kernels.unit_rows(self.tensors["centres"], self.inverse_norms, select, unit, self.workspace)
+    def unit_rows(self, select: Select, dtype: torch.dtype, num_rows: int = 0, workspace: Workspace | None = None) -> Tensor:
+        """Return the unit centres (c, D) in dtype, in a buffer that is valid until the next call.
+
+        Args:
+            num_rows: if larger than c, the number of rows to return; those beyond c are zero.
+            workspace: owner of the buffers, instead of the head's.
+        """
+        workspace = self.workspace if workspace is None else workspace
+        count = len(select) if isinstance(select, Tensor) else select.stop - select.start
+        unit = workspace.buffer("unit", (max(count, num_rows), self.dim), dtype)
+        unit[count:].zero_()
+        centres, inverse_norms = self.tensors["centres"], self.inverse_norms
+        if isinstance(select, Tensor):
+            unit[:count].copy_(centres[select].float().mul_(inverse_norms[select, None]))
+        else:
+            workspace.kernels.unit_rows(centres, inverse_norms, select, unit[:count], workspace)
         return unit
 
     def load(self, name: str, select: Select) -> Tensor:

@@ -6,6 +6,8 @@ import torch
 
 from .row_optimizer import RowAdamW, RowOptimizer, RowSGD
 
+EXACT_UP_TO = 1 << 20  # classes whose neighbours are searched exactly; docs/head.md compares the cost with that of training
+
 
 @dataclass(frozen=True)
 class HeadConfig:
@@ -19,6 +21,8 @@ class HeadConfig:
             what a dense optimizer would have done.
         sampling: "uniform", or "neighbours": up to half of the negatives are the classes nearest to the batch's own.
         num_neighbours, neighbours_every: classes kept per class, and optimizer steps between rebuilds of that graph.
+        neighbours_search: "exact", "inverted_lists", or "auto" = exact for at most EXACT_UP_TO classes.
+        neighbours_probes: lists that each class searches for its neighbours, of four times the root of the number of classes.
         filter_above: negatives with a larger cosine are left out, as likely to be the same person; None = none are.
         matmul_dtype: float32 or bfloat16, of the matrix products; sums are float32.
         wire_dtype: float32 or bfloat16, of the embeddings and their gradients on their way between ranks.
@@ -35,6 +39,8 @@ class HeadConfig:
     sampling: str = "uniform"
     num_neighbours: int = 10
     neighbours_every: int = 1000
+    neighbours_search: str = "auto"
+    neighbours_probes: int = 32
     filter_above: float | None = None
     matmul_dtype: torch.dtype = torch.float32
     wire_dtype: torch.dtype = torch.float32
@@ -56,3 +62,7 @@ class HeadConfig:
     def counts_updates(self) -> bool:
         """Whether each centre keeps the number of its updates."""
         return self.has_second_moment or self.decays
+
+    def searches_lists(self, num_classes: int) -> bool:
+        """Return whether the neighbours of so many classes, over all ranks, are searched by inverted lists."""
+        return self.neighbours_search == "inverted_lists" or (self.neighbours_search == "auto" and num_classes > EXACT_UP_TO)

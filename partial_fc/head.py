@@ -116,8 +116,8 @@ class PartialFC(nn.Module):
         self._shift = constant_shift(margin, num_classes)
         self._graph: NeighbourGraph | None = None
         if config.sampling == "neighbours" and num_classes > 1:
-            graph = (config.num_neighbours, config.neighbours_every)
-            self._graph = NeighbourGraph(num_classes, rank, *graph, self.collectives, device)
+            self._graph = NeighbourGraph(num_classes, rank, config, seed, self.collectives, device)
+        self.news = ""  # what the log should say about the step begun last
         self._beside = SideStream(device)
         self.positive_cosine = torch.zeros((), device=device)
         self._current: _Step | None = None
@@ -136,10 +136,8 @@ class PartialFC(nn.Module):
 
     def describe(self) -> str:
         """Return a line for the log: what the head is and how it computes."""
-        size, dtype = (
-            self.num_slots * self.centre_store.bytes_per_row / MEBI,
-            str(self._passes.dtype).removeprefix("torch."),
-        )
+        size = self.num_slots * self.centre_store.bytes_per_row / MEBI
+        dtype = str(self._passes.dtype).removeprefix("torch.")
         here = f"{self.num_slots} here in {size:.1f} MiB ({self.centre_store.form})"
         return f"head: {self.num_classes} classes, {here}, {dtype} products, {self.workspace.kernels.words}"
 
@@ -171,9 +169,10 @@ class PartialFC(nn.Module):
             prepared = self.prepare(prepared, step)
         if isinstance(prepared, SharedLabels):
             assert self._graph is not None
+            self.news = ""
             if self._graph.is_due(step):
                 self._beside.wait()
-                self._graph.rebuild(self.centre_store, self._passes.dtype)
+                self.news = self._graph.rebuild(self.centre_store, self._passes.dtype, step)
             prepared = self._plan(prepared, self._graph.near(prepared.classes))
         self._number, self._classes = step, prepared.labels.classes
         self._current = _Step(prepared, [], [], [], [])

@@ -13,6 +13,7 @@ import torch
 from .centre_store import FORMATS
 from .config import HeadConfig
 from .head import MEBI
+from .neighbours import search_bytes
 from .softmax import auto_chunk, padded_rows
 
 _ROWS_KEPT = 8  # fp32 matrices of (B, D) that live at once in one forward and the update
@@ -26,6 +27,7 @@ class HeadMemory(NamedTuple):
     config: HeadConfig = HeadConfig()
     accumulation: int = 1
     kernels: str = "c"  # as kernels.choose_kernels returns it
+    world_size: int = 1  # ranks with a shard each
 
     @property
     def bytes_per_class(self) -> int:
@@ -38,7 +40,7 @@ class HeadMemory(NamedTuple):
         return size + (4 * config.num_neighbours if config.sampling == "neighbours" else 0)
 
     def shared_bytes(self, num_local: int) -> int:
-        """Bytes of buffers and cache of a shard of num_local classes: bounded for any number of classes."""
+        """Bytes of buffers and cache of a shard of num_local classes: bounded, but for 40 per class of inverted lists."""
         device = "cuda" if self.kernels == "triton" else "cpu"
         config, size = self.config, self.config.matmul_dtype.itemsize
         c = min(config.chunk or auto_chunk(device, config.matmul_dtype), num_local)
@@ -59,6 +61,8 @@ class HeadMemory(NamedTuple):
             total += min(
                 config.cache_mb * MEBI, self.accumulation * padded_rows(active, config.matmul_dtype) * self.rows * size
             )
+        if config.sampling == "neighbours":
+            total += search_bytes(config, num_local * self.world_size, num_local, self.dim, device)
         return total + self.accumulation * _ROWS_KEPT * self.rows * self.dim * 4
 
     def _copied_rows(self, c: int) -> int:

@@ -1,15 +1,8 @@
-from collections.abc import Callable
-
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
 from scipy import stats
 
-from losses import build_margin
-from partial_fc import HeadConfig, PartialFC
 from partial_fc.sampling import ActiveSet, draw_active
-from partial_fc.shard import initial_centres
 from utils.randomness import derive
 
 
@@ -88,29 +81,3 @@ def test_places_number_the_active_slots_in_the_order_of_the_chunks():
     active = draw_active(np.array([3, 90, 95]), 100, 0.3, 5)
     members = _members(active)
     assert active.places(members).tolist() == list(range(30))
-
-
-def _graph(rank: int, world_size: int) -> None:
-    """Compare the graph over the shards with all cosines at once."""
-    num_classes, dim, k = 61, 12, 5
-    config = HeadConfig(0.5, sampling="neighbours", num_neighbours=k, neighbours_every=2)
-    head = PartialFC(build_margin("cosface", scale=64.0, margin=0.4), num_classes, dim, rank, world_size, 3, config)
-    centres = F.normalize(initial_centres(0, num_classes, dim, 3))
-    cosine = centres @ centres.t()
-    cosine.fill_diagonal_(-2)
-    expected = cosine.topk(k, dim=1)[1]
-    labels = torch.arange(rank, rank + 4)
-    head.begin_step(labels[None], 0)
-    graph = head._graph
-    assert graph is not None and bool((graph.slots == -1).all())
-    head.begin_step(labels[None], 2)
-    assert torch.equal(graph.slots.long(), expected[head.first_slot : head.end_slot])
-    slots = np.unique(head._step().plan.labels.slots)
-    near = set(expected[slots].reshape(-1).tolist()) & set(range(head.first_slot, head.end_slot))
-    assert set((graph.near(slots) + head.first_slot).tolist()) == near
-    assert graph.near(slots)[0] + head.first_slot in expected[slots].T.reshape(-1).tolist()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_graph_of_neighbours_equals_all_cosines_at_once_at_any_world_size(run_ranks: Callable[..., None], world_size: int):
-    run_ranks(_graph, world_size)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import run_program, tiny_run, write_dataset
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from waiting import Syncs
 
 import train
 from partial_fc.kernels import cpu
@@ -83,30 +82,12 @@ def test_a_loss_between_two_checkpoints_is_seen_one_step_later(tmp_path: Path):
     assert f"step {NAN_IN + 2}" not in ended.stdout and list_checkpoints(tmp_path / "tiny") == []
 
 
-class _Syncs(TorchDispatchMode):
-    """Counts the operations after which the host would wait for a CUDA device."""
-
-    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero", "equal")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        indices = args[1] if name.startswith("index") and len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
-        masks = [item for item in indices if isinstance(item, Tensor)]
-        if name in self.WAITING or any(item.dtype in (torch.bool, torch.uint8) for item in masks):
-            self.found.append(name)
-        return function(*args, **(kwargs or {}))
-
-
 def _count_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     whole: Callable[..., StepResult] = train.train_step
 
     def counted(config: Any, tasks: Any, model: Any, parallel: Any, prepared: Any, *more: Any) -> StepResult:
-        with _Syncs() as syncs:
+        with Syncs() as syncs:
             result = whole(config, tasks, model, parallel, prepared, *more)
         found[prepared.number] = syncs.found
         return result
@@ -132,7 +113,7 @@ def test_a_warm_step_never_waits_for_the_device(
 def test_the_counter_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     found = _count_syncs(tmp_path, monkeypatch, "head.kernels=plain")
     assert all(names == ["_local_scalar_dense"] for names in found.values()), found
-    with _Syncs() as syncs:
+    with Syncs() as syncs:
         numbers = torch.arange(4.0)
         numbers[numbers > 2] = 0.0
         bool(numbers.isfinite().all())

@@ -153,7 +153,8 @@ def _head_config(options: argparse.Namespace, storage: str) -> HeadConfig:
 
 def _memory(options: argparse.Namespace, storage: str, device: torch.device) -> HeadMemory:
     kernels = "triton" if _for_gpu(options, device) else choose_kernels("auto", device, options.embedding_size)
-    return HeadMemory(options.embedding_size, options.batch * options.gpus, _head_config(options, storage), kernels=kernels)
+    config = _head_config(options, storage)
+    return HeadMemory(options.embedding_size, options.batch * options.gpus, config, kernels=kernels, world_size=options.gpus)
 
 
 def _backbone(options: argparse.Namespace) -> tuple[BackboneMemory, int]:

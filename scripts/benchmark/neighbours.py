@@ -1,0 +1,173 @@
+"""Measure the searches for the nearest classes (head.sampling=neighbours): time, and recall of the approximate one.
+
+python -m scripts.benchmark.neighbours [--json FILE]
+
+The centres are random, or clustered: groups of 20 whose members have a given cosine with each other, in a random order. In many
+dimensions random centres are nearly orthogonal to one another, so no list holds a class's neighbours together; they are the
+worst case. Exact search is timed for a sample of classes and extrapolated to all. The inverted lists are built and searched for
+all classes, once for each number of probes. recall = share of the found neighbours that are among the exact ones of the sample.
+
+Examples:
+  python -m scripts.benchmark.neighbours --quick
+  python -m scripts.benchmark.neighbours --classes 1000000 --centres clustered --probes 32
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.neighbours")
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from partial_fc.centre_store import CentreStore
+from partial_fc.collectives import Collectives
+from partial_fc.inverted_lists import QUERIES, InvertedLists
+from partial_fc.kernels import build_kernels, choose_kernels
+from partial_fc.neighbour_search import Nearest, UnitCentres, hits, search_exact
+from partial_fc.workspace import Workspace
+from utils import distributed
+from utils.cli import int_in_range, make_parser, progress
+from utils.program import run_main
+
+from .head import machine
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_GROUP = 20  # clustered centres in one group
+_BLOCK = 65536  # centres drawn at once
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and measure; return the exit status."""
+    positive = int_in_range(1)
+    parser = make_parser("python -m scripts.benchmark.neighbours", __doc__)
+    parser.add_argument("--classes", type=int_in_range(2), nargs="+", default=[100_000], help="numbers of identities")
+    parser.add_argument(
+        "--centres", nargs="+", choices=("random", "clustered"), default=["random", "clustered"], help="how they are drawn"
+    )
+    parser.add_argument("--cosine", type=float, default=0.4, help="expected cosine within a group of clustered centres")
+    parser.add_argument("--dim", type=positive, default=512, help="embedding size")
+    parser.add_argument("--neighbours", type=positive, default=10, help="head.neighbours")
+    parser.add_argument("--probes", type=positive, nargs="+", default=[8, 32, 128], help="values of head.neighbours_probes")
+    parser.add_argument("--matmul", nargs="+", choices=tuple(_DTYPES), default=["fp32", "bf16"], help="dtypes of the products")
+    parser.add_argument("--sample", type=positive, default=4096, help="classes that are searched exactly, for time and recall")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
+    parser.add_argument("--quick", action="store_true", help="20,000 identities, 8 and 32 probes: under a minute on two cores")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.classes, options.probes, options.sample = [20_000], [8, 32], 2048
+    if not 0 <= options.cosine < 1:
+        parser.error(f"argument --cosine: must be from 0 to below 1, got {options.cosine}")
+    return run_main(lambda: benchmark(options))
+
+
+def benchmark(options: argparse.Namespace) -> None:
+    """Measure every case, print the table, write the requested file."""
+    device = distributed.choose_device(options.device, 0)
+    rows: list[dict[str, Any]] = []
+    print(f"{machine(device.type)}\nD = {options.dim}, {options.neighbours} neighbours per class\n")
+    print(
+        f"{'classes':>9} {'centres':<10} {'products':<9} {'search':<26} {'pairs':>7} {'seconds':>9} {'GMAC/s':>8} {'recall':>7}"
+    )
+    for num_classes in options.classes:
+        for kind in options.centres:
+            values = make_centres(num_classes, options.dim, options.cosine if kind == "clustered" else 0.0)
+            for matmul in options.matmul:
+                store = make_store(values, device)
+                centres = UnitCentres(store, num_classes, 0, _DTYPES[matmul], Collectives(1))
+                for found in measure(centres, options):
+                    rows.append({"classes": num_classes, "centres": kind, "matmul": matmul} | found)
+                    _print_row(rows[-1])
+    if options.json:
+        options.json.write_text(
+            json.dumps({"dim": options.dim, "neighbours": options.neighbours, "rows": rows}, indent=1) + "\n"
+        )
+
+
+def make_centres(num_classes: int, dim: int, cosine: float) -> Tensor:
+    """Return (C, D) bf16 centres, in groups of 20 whose members have this cosine with each other, in a random order."""
+    generator = torch.Generator().manual_seed(1)
+    groups = F.normalize(torch.randn(-(-num_classes // _GROUP), dim, generator=generator))
+    group = torch.randperm(num_classes, generator=generator) // _GROUP
+    centres = torch.empty(num_classes, dim, dtype=torch.bfloat16)
+    for low in range(0, num_classes, _BLOCK):
+        rows = slice(low, min(low + _BLOCK, num_classes))
+        noise = F.normalize(torch.randn(rows.stop - low, dim, generator=generator))
+        centres[rows] = cosine**0.5 * groups[group[rows]] + (1 - cosine) ** 0.5 * noise
+    return centres
+
+
+def make_store(values: Tensor, device: torch.device) -> CentreStore:
+    """Return a store of these centres in the format "tiny", which takes the least memory beside them."""
+    workspace = Workspace(device, 0, build_kernels(choose_kernels("auto", device, values.shape[1])))
+    store = CentreStore(
+        len(values), values.shape[1], "tiny", second_moment=False, count_updates=False, block=1, workspace=workspace
+    )
+    store.tensors["centres"].copy_(values)
+    store.refresh_norms()
+    return store
+
+
+def measure(centres: UnitCentres, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return figures of the exact search, and of the lists with each number of probes."""
+    num_classes, device, k = centres.num_classes, centres.device, min(options.neighbours, centres.num_classes - 1)
+    rows = torch.arange(num_classes, device=device)
+    sample = rows[: min(options.sample, num_classes)]  # their order is random
+    search_exact(centres, sample[:64], k)  # first calls allocate and compile
+    begun = _clock(device)
+    truth = search_exact(centres, sample, k)
+    seconds = (_clock(device) - begun) * num_classes / len(sample)
+    found: list[dict[str, Any]] = [{"search": "exact", "share": 1.0, "seconds": seconds, "sample": len(sample), "recall": 1.0}]
+    for probes in options.probes:
+        begun = _clock(device)
+        lists = InvertedLists(centres, seed=1)
+        building = _clock(device) - begun
+        parts = []
+        for low in progress(range(0, num_classes, QUERIES), -(-num_classes // QUERIES), f"{probes} probes", "pass"):
+            parts.append(lists.search(rows[low : low + QUERIES], k, probes))
+        seconds = _clock(device) - begun
+        found.append(
+            {
+                "search": f"{min(probes, lists.num_lists)} of {lists.num_lists} lists",
+                "share": lists.compared / num_classes**2,
+                "seconds": seconds,
+                "building_seconds": building,
+                "sample": len(sample),
+                "recall": float(hits(_head(parts[0], len(sample)), truth).float().mean()),
+            }
+        )
+    for row in found:
+        row["gmac_per_second"] = row["share"] * num_classes**2 * options.dim / row["seconds"] / 1e9
+    return found
+
+
+def _head(nearest: Nearest, count: int) -> Nearest:
+    """Return the first queries of a search."""
+    part = Nearest(0, nearest.k, nearest.cosine.device)
+    part.cosine, part.slots = nearest.cosine[:count], nearest.slots[:count]
+    return part
+
+
+def _clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    print(
+        f"{row['classes']:>9} {row['centres']:<10} {row['matmul']:<9} {row['search']:<26} {100 * row['share']:>6.2f}% "
+        f"{row['seconds']:>9.1f} {row['gmac_per_second']:>8.0f} {row['recall']:>7.3f}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
