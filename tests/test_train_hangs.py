@@ -6,11 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tiny_runs import ROOT, command_of, descendants, run_train, tiny_run, write_dataset
+from tiny_runs import ROOT, command_of, descendants, run_program, run_train, tiny_run, write_dataset
 
+import train
+from training import setup
 from utils.checkpoint.format import list_checkpoints
 
 
@@ -177,6 +181,26 @@ def test_torchrun_killed_at_any_moment_of_the_start_leaves_no_process_and_no_loc
     again = run_train(1, [*arguments, "train.epochs=1", "checkpoint.resume=auto"])
     assert again.returncode == 0, again.stderr
     assert list_checkpoints(tmp_path / "tiny")
+
+
+def _train_with_a_slow_parse(arguments: list[str]) -> int:
+    """Train, where rank 0 reads the data for longer than a collective may take."""
+    limit, init, build = 6.0, setup.init_distributed, setup.build_dataset
+
+    def slow_build(*given: Any) -> Any:
+        if os.environ["RANK"] == "0":
+            time.sleep(limit + 2)
+        return build(*given)
+
+    setup.init_distributed = lambda device, threads, timeout_minutes: init(device, threads, limit / 60)
+    setup.build_dataset = slow_build
+    return train.main(arguments)
+
+
+def test_reading_may_take_longer_than_a_collective(dataset: Path, tmp_path: Path):
+    arguments = tiny_run(dataset, tmp_path, "eval.targets=[]", "train.epochs=1")
+    done = run_program(_train_with_a_slow_parse, [arguments] * 2)
+    assert done.returncode == 0 and "finished 7 steps" in done.stdout, done.stderr
 
 
 # As under NCCL: the main thread of rank 0 waits in a call that never returns, while rank 1 ends.

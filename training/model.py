@@ -20,6 +20,7 @@ from utils.checkpoint.trainer import TrainerState
 from utils.checkpoint.weights import load_initial
 from utils.checkpoint.writer import Shard
 from utils.distributed import all_gather_objects, raise_on_all_ranks
+from utils.distributed.patience import patiently
 from utils.memory import LIBRARY_BYTES, available_bytes, backbone_memory
 from utils.optim import ParameterRule, build_optimizer, freeze
 from utils.precision import AUTOCAST, LossScaler
@@ -97,7 +98,7 @@ def resume_or_init(config: EasyDict, setup: Setup, model: Model) -> tuple[int, I
     Raises:
         SharedError: on every rank, if they do not fit.
     """
-    with raise_on_all_ranks(setup.world):
+    with raise_on_all_ranks(setup.world), patiently(setup.world, "reading weights"):
         if setup.resume_from is not None:
             return restore(setup.resume_from, model.saved_states()), InitCounts(0, 0, 0)
         if config.init.backbone:

@@ -19,6 +19,7 @@ from utils.checkpoint.format import SOFTMAX
 from utils.checkpoint.resume import prepare_run_folder
 from utils.distributed import World, init_distributed, raise_on_all_ranks
 from utils.distributed.agreement import require_equal, require_same_program
+from utils.distributed.patience import patiently
 from utils.precision import set_tf32
 
 
@@ -64,7 +65,7 @@ def set_up(config: EasyDict) -> Setup:
     set_tf32(config.train.tf32)
     unlike = require_same_program(shared_settings(as_plain(config)), world)
     for first in (True, False):  # one process of each machine parses the data, the others map what it found
-        with raise_on_all_ranks(world):
+        with raise_on_all_ranks(world), patiently(world, "reading the data"):
             if (world.local_rank == 0) is first:
                 dataset, pair_sets = open_data(config, world.world_size)
     seen = {**dataset.fingerprint(), **{f"hash of {pair_set.name}": pair_set.digest() for pair_set in pair_sets}}

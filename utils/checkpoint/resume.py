@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from utils.distributed import World, all_gather_objects, raise_on_all_ranks
+from utils.distributed.patience import patiently
 
 from . import format as ckpt
 from .reading import check_hashes, read_file
@@ -46,7 +47,8 @@ def prepare_run_folder(folder: Path, saving: Any, config_text: str, run_signatur
             start = start._replace(checkpoint=choose_checkpoint(folder, saving.resume, run_signature, start.warnings))
     start, holder = all_gather_objects((start, holder), world)[0]
     while saving.verify and start.checkpoint is not None:
-        found = check_hashes(start.checkpoint, world.rank, world.world_size)
+        with patiently(world, "comparing hashes"):
+            found = check_hashes(start.checkpoint, world.rank, world.world_size)
         faults = [line for lines in all_gather_objects(found, world) for line in lines]
         if not faults:
             break
