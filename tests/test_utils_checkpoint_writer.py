@@ -1,6 +1,7 @@
 """Saving under every fault: whatever fails or dies when, the checkpoints there before stay whole, and the next save works."""
 
 import errno
+import mmap
 import multiprocessing as mp
 import os
 import signal
@@ -192,13 +193,13 @@ def test_without_memory_for_a_copy_training_waits(tmp_path: Path, monkeypatch: p
 
 
 def test_memory_that_is_not_to_be_had_after_all_costs_waiting_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def refused(*arguments: object, **more: object) -> torch.Tensor:
-        raise RuntimeError("DefaultCPUAllocator: not enough memory")
+    def refused(*arguments: object, **more: object) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     warnings: list[str] = []
     with _writer(tmp_path, warn=warnings.append) as writer:
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty_like", refused)
+            patch.setattr(mmap, "mmap", refused)
             writer.save(3, **as_files(**_state(3)))
         assert not writer.is_writing and "no memory for a copy" in warnings[0]
         writer.save(4, **as_files(**_state(4)))
@@ -230,6 +231,21 @@ def _steps_of_ranks(rank: int, world_size: int, folder: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_ranks_save_beside_their_steps_and_agree_on_a_failure(run_ranks: Callable[..., None], tmp_path: Path, world_size: int):
     run_ranks(_steps_of_ranks, world_size, str(tmp_path / "run"))
+
+
+def _one_rank_without_memory(rank: int, world_size: int, folder: str) -> None:
+    world, warnings = World(rank, world_size, rank, world_size, torch.device("cpu")), []
+    if rank == 1:
+        checkpoint_writer.available_bytes = lambda world: 100
+    with _writer(Path(folder), world, warn=warnings.append) as writer:
+        writer.save(3, **as_files(**_state(3, world)))
+        assert not writer.is_writing and len(ckpt.list_checkpoints(Path(folder))) == 1  # the save returned when it was complete
+    assert len(warnings) == 1 and "no memory for a copy" in warnings[0]
+
+
+def test_all_ranks_wait_for_the_disk_if_one_has_no_memory_for_a_copy(run_ranks: Callable[..., None], tmp_path: Path):
+    run_ranks(_one_rank_without_memory, 2, str(tmp_path / "run"))
+    assert _check_whole(tmp_path / "run", 2) == [3]
 
 
 def _prepare(run: Path) -> Any:

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from utils.distributed import SharedError, World, all_gather_objects
-from utils.huge_pages import with_huge_pages
+from utils.distributed import SharedError, World, all_gather_objects, any_ranks
+from utils.distributed.patience import patiently
 from utils.memory import available_bytes
 
 from .format import checkpoint_path, commit, partial_path, shard_name
+from .host_copy import HostCopy, host_bytes
 from .retention import prune
 from .tensor_file import NotFiniteError, write_object, write_tensors
 
@@ -55,8 +56,8 @@ class CheckpointWriter:
     have failed. Numbers that are not finite are never saved: the run stops at once, because no training recovers from them.
 
     Args:
-        background: write beside training, from a second copy of this rank's state in host memory. If this is false, or the
-            host has no room for the copy, training waits for the disk instead.
+        background: write beside training, from a second copy of this rank's state in host memory. If this is false, or one
+            rank's host has no room for the copy, training waits for the disk instead.
         warn: shows a line to the user.
     """
 
@@ -75,7 +76,7 @@ class CheckpointWriter:
         self._allowed = max_failed
         self.saved_at = time.monotonic()  # when this rank began its last save
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_be_nice)
-        self._copies: dict[str, Any] = {}  # of the state, in host memory, by file
+        self._host_copy = HostCopy(world.device, warn)
         self._job: Future[dict[str, Any]] | None = None
         self._manifest: dict[str, Any] | None = None  # of the checkpoint being written, until its parts are written
         self._partial = self._final = run_folder
@@ -92,6 +93,8 @@ class CheckpointWriter:
                 if error is None:
                     raise
                 self.warn(str(failure))
+        if not self.is_writing:
+            self._host_copy.release()
 
     @property
     def is_writing(self) -> bool:
@@ -122,18 +125,13 @@ class CheckpointWriter:
         self._partial = partial = partial_path(self._final)
         self._manifest = {"step": step, "world_size": world.world_size, **facts}
         states, slots = _this_ranks_files(files, world)
-        background = self.background and (bool(self._copies) or _has_room(states, world))
-        if background:
-            try:
-                # the memory is kept for the next save: to allocate it again costs several times the copy
-                self._copies = {name: _on_host(state, self._copies.get(name)) for name, state in states.items()}
-                states = self._copies
-                if world.device.type == "cuda":
-                    torch.cuda.synchronize(world.device)
-            except (MemoryError, RuntimeError):  # torch raises an error of its own for memory, pinned or not
-                background, self._copies = False, {}
-        if background != self.background:
+        copy = self._copy_of(states) if self.background else None
+        (waits,) = any_ranks([copy is None], world)  # if one rank has to wait for the disk, the others would wait for it later
+        if waits and self.background:
             self.warn("checkpoint: no memory for a copy of the state, so training waits until it is on the disk")
+        states = states if copy is None else copy
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
 
         def write_parts() -> dict[str, Any]:
             partial.mkdir(parents=True, exist_ok=True)
@@ -145,9 +143,19 @@ class CheckpointWriter:
                     written[name]["slots"] = list(slots[name])
             return written
 
-        self._job = self._pool.submit(write_parts) if background else _at_once(write_parts)
-        if last or not self.background:
+        self._job = self._pool.submit(write_parts)
+        if last or waits:
             self.finish()
+
+    def _copy_of(self, states: dict[str, Any]) -> dict[str, Any] | None:
+        """Return a copy of this rank's state in host memory, or None without room for it."""
+        if not self._host_copy.has_memory() and not _has_room(states, self.world):
+            return None
+        try:
+            copy: dict[str, Any] = self._host_copy.take(states)
+        except MemoryError:
+            return None
+        return copy
 
     def advance(self, any_writing: bool) -> None:
         """Take the next step of the save under way, unless there is none or a rank still writes.
@@ -184,7 +192,8 @@ class CheckpointWriter:
             SharedError: as for `save`.
         """
         while self._job is not None:
-            self._job.exception()  # waits
+            with patiently(self.world, "saving"):
+                self._job.exception()  # waits
             self.advance(any_writing=False)
 
     def _complete(self, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -241,46 +250,6 @@ def _in_words(error: BaseException | None) -> str:
     )
 
 
-def _at_once(act: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
-    """Return what a pool would, after doing it here."""
-    future: Future[dict[str, Any]] = Future()
-    try:
-        future.set_result(act())
-    except Exception as error:
-        future.set_exception(error)
-    return future
-
-
 def _has_room(states: Any, world: World) -> bool:
-    """Return whether the host's free memory holds a copy of what this rank saves."""
-    return 1.1 * _host_bytes(states) < available_bytes(world._replace(device=torch.device("cpu")))
-
-
-def _on_host(value: Any, before: Any = None) -> Any:
-    """Return a copy in host memory of tensors in dicts, lists and tuples; on CUDA through pinned memory.
-
-    Args:
-        before: an earlier copy, whose memory is taken where it fits.
-    """
-    if isinstance(value, Tensor):
-        pinned = value.device.type == "cuda"
-        copy = before
-        if not isinstance(before, Tensor) or (before.shape, before.dtype) != (value.shape, value.dtype):
-            copy = with_huge_pages(torch.empty_like(value, device="cpu", pin_memory=pinned))  # keeps the layout
-        return copy.copy_(value.detach(), non_blocking=pinned)
-    if isinstance(value, dict):
-        old = before if isinstance(before, dict) else {}
-        return {key: _on_host(item, old.get(key)) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        parts = before if isinstance(before, (list, tuple)) and len(before) == len(value) else [None] * len(value)
-        return type(value)(_on_host(item, part) for item, part in zip(value, parts, strict=True))
-    return value
-
-
-def _host_bytes(value: Any) -> int:
-    """Return how many bytes `_on_host` takes."""
-    if isinstance(value, Tensor):
-        return value.nbytes
-    if isinstance(value, dict):
-        return sum(_host_bytes(item) for item in value.values())
-    return sum(_host_bytes(item) for item in value) if isinstance(value, (list, tuple)) else 0
+    """Return whether the host's free memory holds a copy of what this rank saves, with a tenth to spare."""
+    return 1.1 * host_bytes(states) < available_bytes(world._replace(device=torch.device("cpu")))
