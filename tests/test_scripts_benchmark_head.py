@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from dense_reference import DenseHead, all_centres, dense_loss, near_their_centres, relative
 from rounding import head_bounds
+from tiny_runs import tiny_run
 
+import train
 from losses import build_margin
 from partial_fc import PartialFC, RowSGD
 from partial_fc.kernels import choose_kernels
@@ -17,6 +19,7 @@ from scripts.benchmark import capacity, plot_head
 from scripts.benchmark import head as benchmark_head
 from scripts.benchmark import numerics as compare_head_numerics
 from scripts.benchmark.baselines.heads import KINDS, PlainHead
+from training import model
 
 NUM_CLASSES, D, ROWS = 60, 24, 12
 
@@ -85,6 +88,31 @@ def test_capacity_agrees_with_what_is_found_here(tmp_path: Path):
     assert row["found_per_process"] == pytest.approx(row["identities"], rel=0.35)  # the libraries' own share is large here
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_capacity_and_the_check_before_training_know_the_same_limit(
+    precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    file, memory = tmp_path / "capacity.json", 0.15
+    network = ["--backbone", "mbf", "--width", "0.125", "--embedding-size", "16", "--batch", "8", "--precision", precision]
+    assert capacity.main(["--memory", str(memory), *network, "--device", "cpu", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+
+    def built(*arguments: object) -> None:
+        raise ValueError("the head fits")
+
+    monkeypatch.setattr(model, "available_bytes", lambda world: int(memory * 2**30))
+    monkeypatch.setattr(model, "build_head", built)
+    capsys.readouterr()
+    assert [row["storage"] for row in rows] == ["exact", "lean", "tiny"]
+    for row in rows:
+        for more, said in ((0, "error: the head fits"), (1, f"error: head: {row['identities'] + 1} classes over 1 process")):
+            classes = row["identities"] + more
+            of_data = ["data.source=synthetic", "data.path=", f"data.num_classes={classes}", f"data.num_images={classes}"]
+            of_run = ["eval.targets=[]", "head.chunk=0", f"head.storage={row['storage']}", f"train.precision={precision}"]
+            assert train.main(tiny_run(tmp_path, tmp_path, *of_data, *of_run)) == 1
+            assert capsys.readouterr().err.startswith(said)
+
+
 def test_capacity_says_when_nothing_fits(capsys: pytest.CaptureFixture[str]):
     assert capacity.main(["--memory", "0.05", "--backbone", "mbf", "--batch", "64", "--device", "cpu"]) == 0
     assert "nothing fits" in capsys.readouterr().out
@@ -103,7 +131,8 @@ def test_without_a_known_gpu_there_are_no_step_times_but_the_reason(capsys: pyte
     status, out, _ = _capacity(capsys, "--gpus", "8", "--memory", "2", "--json", str(file))
     assert status == 0 and "no step times: no GPU is named" in out and " ms" not in out
     found = json.loads(file.read_text())
-    assert found["rates"] is None and set(found["rows"][0]) == {"storage", "bytes_per_identity", "identities"}
+    assert found["rows"][0]["copy_bytes"] == found["rows"][0]["bytes_per_identity"] * found["rows"][0]["identities"] // 8
+    assert found["rates"] is None and set(found["rows"][0]) == {"storage", "bytes_per_identity", "identities", "copy_bytes"}
 
 
 def test_step_times_of_a_card_are_arithmetic_at_its_peak_and_say_so(capsys: pytest.CaptureFixture[str], tmp_path: Path):

@@ -21,7 +21,7 @@ from utils.checkpoint.weights import load_initial
 from utils.checkpoint.writer import Shard
 from utils.distributed import all_gather_objects, raise_on_all_ranks
 from utils.distributed.patience import patiently
-from utils.memory import LIBRARY_BYTES, available_bytes, backbone_memory
+from utils.memory import available_bytes, backbone_memory, bytes_beside_heads
 from utils.optim import ParameterRule, build_optimizer, freeze
 from utils.precision import AUTOCAST, LossScaler
 from utils.randomness import derive
@@ -62,12 +62,13 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
         SharedError: on every rank, if the head does not fit into the memory, with what would.
     """
     world, autocast, seed = setup.world, AUTOCAST[config.train.precision], config.run.seed
+    # before the backbone takes its share; the least of all ranks, so that all say the same
+    free = min(all_gather_objects(available_bytes(world), world))
     torch.manual_seed(derive(seed, "backbone"))
     backbone = build_backbone(**{key: config.backbone[key] for key in ("name", *backbone_arguments(config.backbone.name))})
     backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     dim, settings = config.backbone.embedding_size, ("name", "lr", "momentum", "weight_decay", "beta2", "eps")
     of_head = head_config(config.head, config.optimizer, autocast, world.device)
-    free = min(all_gather_objects(available_bytes(world), world))  # so that all ranks say the same
     with raise_on_all_ranks(world):
         with prefix_errors("backbone.freeze"):
             freeze(backbone, config.backbone.freeze)
@@ -75,8 +76,8 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
             rules = parameter_rules(config.optimizer.rules)
             optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in settings}, rules=rules)
         moments, samples = 2 if config.optimizer.name == "adamw" else 1, config.train.batch_size // config.train.accumulation
-        beside = backbone_memory(backbone, autocast, moments).total(samples // world.world_size)
-        beside += LIBRARY_BYTES[world.device.type]
+        memory = backbone_memory(backbone, autocast, moments)
+        beside = bytes_beside_heads(memory, samples // world.world_size, world.device.type)
         for task in setup.tasks:
             classes = task.dataset.num_classes
             beside += check_head_fits(classes, dim, world, of_head, samples, config.train.accumulation, beside, free)

@@ -44,6 +44,15 @@ def backbone_memory(backbone: nn.Module, autocast: torch.dtype | None, moments: 
     return BackboneMemory(copies * size + max(0, one - per_image), round(1.1 * per_image))
 
 
+def bytes_beside_heads(backbone: BackboneMemory, images: int, device: str) -> int:
+    """Return the bytes that one process needs beside its heads, for micro-batches of `images` images.
+
+    Args:
+        device: cpu or cuda.
+    """
+    return backbone.total(images) + LIBRARY_BYTES[device]
+
+
 def _kept_bytes(backbone: nn.Module, count: int, autocast: torch.dtype | None) -> int:
     first = next(backbone.parameters())
     images = torch.zeros(count, 3, IMAGE_SIZE, IMAGE_SIZE, device=first.device).to(memory_format=torch.channels_last)

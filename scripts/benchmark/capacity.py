@@ -1,8 +1,9 @@
 """Compute how many identities fit, and a lower bound of the step time.
 
 Prints the largest number of identities for each head.storage, from the memory model (partial_fc/memory.py, and a forward pass
-that records what the backbone keeps). Step times are estimates from arithmetic and memory traffic at peak rates, a lower bound.
-The rates are those of --card, from its data sheet; those of --tflops and --bandwidth; or those measured on this device, if it
+that records what the backbone keeps): the same numbers with which train.py checks before training that the head fits. copy GiB
+is the host memory that each process keeps for a copy of its class centres once it has saved. Step times are estimates from
+arithmetic and memory traffic at peak rates, a lower bound. The rates are those of --card, from its data sheet; those of --tflops and --bandwidth; or those measured on this device, if it
 is a GPU or --device names it. Without any of these there are no step times. --find measures how many identities fit: it trains
 one step per candidate number of identities on this device, each in a separate process, until the largest is known to about 2 %.
 
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +39,13 @@ from partial_fc.memory import HeadMemory
 from utils import distributed
 from utils.cli import make_parser
 from utils.image import IMAGE_SIZE
-from utils.memory import LIBRARY_BYTES, BackboneMemory, backbone_memory
+from utils.memory import LIBRARY_BYTES, BackboneMemory, backbone_memory, bytes_beside_heads
 from utils.optim import build_optimizer
 from utils.precision import AUTOCAST
 from utils.program import run_main
 from utils.text import prefix_errors
 
-from .device_rates import CARDS, Rates, head_dtype, rates_of
+from .device_rates import CARDS, Rates, head_dtype, is_for_gpu, rates_of
 from .head import peak_bytes
 
 _GIB = 2**30
@@ -99,8 +101,8 @@ def capacity(options: argparse.Namespace) -> None:
         raise ValueError(f"--sample-rate must be above 0 and at most 1, got {options.sample_rate}")
     device = distributed.choose_device(options.device, 0)
     rates = rates_of(options, device)
-    memory, flops = _backbone(options)
-    others = memory.total(options.batch) + LIBRARY_BYTES["cuda" if _for_gpu(options, device) else "cpu"]
+    memory, flops = _backbone(options, device)
+    others = bytes_beside_heads(memory, options.batch, "cuda" if is_for_gpu(options, device) else "cpu")
     budget = int(options.memory * _GIB)
     print(
         f"{options.gpus} process(es) of {options.memory:g} GiB, {options.batch} images each, D = {options.embedding_size}, "
@@ -110,14 +112,18 @@ def capacity(options: argparse.Namespace) -> None:
     )
     print(f"{rates.words if rates else _NO_RATES}\n")
     times = f" {'head ms':>8} {'backbone ms':>12}" if rates else ""
-    print(f"{'storage':<7} {'B/identity':>10} {'identities':>12}{times}" + ("  found here" if options.find else ""))
+    print(
+        f"{'storage':<7} {'B/identity':>10} {'identities':>12} {'copy GiB':>9}{times}"
+        + ("  found here" if options.find else "")
+    )
     rows = []
     for storage in options.storage:
         head = _memory(options, storage, device)
         local = head.classes_in(budget - others)
         size = head.bytes_per_class
         row: dict[str, Any] = {"storage": storage, "bytes_per_identity": size, "identities": local * options.gpus}
-        line = f"{storage:<7} {size:>10} {local * options.gpus:>12,}"
+        row["copy_bytes"] = local * size
+        line = f"{storage:<7} {size:>10} {local * options.gpus:>12,} {row['copy_bytes'] / _GIB:>9.2f}"
         if rates:
             head_ms, body_ms = _step_ms(options, head, local, memory, flops, rates)
             row |= {"head_ms": head_ms, "backbone_ms": body_ms}
@@ -136,37 +142,34 @@ def capacity(options: argparse.Namespace) -> None:
         options.json.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
 
 
-def _for_gpu(options: argparse.Namespace, device: torch.device) -> bool:
-    """Return whether the target is a GPU: always, unless this CPU is to be measured."""
-    return device.type == "cuda" or bool(options.card) or not (options.device == "cpu" or options.find)
-
-
-def _head_config(options: argparse.Namespace, storage: str) -> HeadConfig:
+def _head_config(options: argparse.Namespace, storage: str, device: torch.device) -> HeadConfig:
     return HeadConfig(
         sample_rate=options.sample_rate,
         optimizer=RowAdamW() if options.optimizer == "adamw" else RowSGD(),
         storage=storage,
-        matmul_dtype=head_dtype(options),
+        matmul_dtype=head_dtype(options, device),
         cache_mb=options.cache_mb,
     )
 
 
 def _memory(options: argparse.Namespace, storage: str, device: torch.device) -> HeadMemory:
-    kernels = "triton" if _for_gpu(options, device) else choose_kernels("auto", device, options.embedding_size)
-    config = _head_config(options, storage)
+    away = device.type == "cpu" and is_for_gpu(options, device)  # a GPU that is not here
+    kernels = "triton" if away else choose_kernels("auto", device, options.embedding_size)
+    config = _head_config(options, storage, device)
     return HeadMemory(options.embedding_size, options.batch * options.gpus, config, kernels=kernels, world_size=options.gpus)
 
 
-def _backbone(options: argparse.Namespace) -> tuple[BackboneMemory, int]:
+def _backbone(options: argparse.Namespace, device: torch.device) -> tuple[BackboneMemory, int]:
     """Return (its memory, operations of forward and backward per image)."""
     if options.backbone == "none":
         return BackboneMemory(0, 0), 0
     with prefix_errors("--backbone, --embedding-size, --width"):
         backbone = build_backbone(options.backbone, options.embedding_size, options.width, 0.0)
+    backbone = backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     moments = 2 if options.optimizer == "adamw" else 1
     memory = backbone_memory(backbone, AUTOCAST[options.precision], moments)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        backbone.eval()(torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE))
+        backbone.eval()(torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, device=device))
     return memory, 3 * counter.get_total_flops()
 
 
@@ -195,6 +198,8 @@ def _step_ms(
 
 def _find(options: argparse.Namespace, storage: str, guess: int, device: torch.device) -> int:
     """Return the largest number of identities with which one process trains a step within the memory, by bisection."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the probes are other processes
     low, high = 0, max(64, 2 * guess)
     probes = [max(32, guess), int(0.97 * guess), int(1.03 * guess)]  # the model should be close, so try near it first
     while high - low > max(16, (0.1 if options.quick else 0.02) * high):
@@ -236,7 +241,9 @@ def _worker(options: argparse.Namespace, case: dict[str, Any]) -> None:
     rows, dim = options.batch * options.gpus, options.embedding_size
     torch.mm(torch.ones(64, 64, device=device), torch.ones(64, 64, device=device))
     before = peak_bytes(device)
-    head = PartialFC(margin, case["local"], dim, config=_head_config(options, case["storage"]), device=device)
+    # the automatic cache takes a part of what the rest leaves of this machine's memory, which may be more than --memory
+    config = replace(_head_config(options, case["storage"], device), cache_mb=max(0, options.cache_mb))
+    head = PartialFC(margin, case["local"], dim, config=config, device=device)
     for (
         tensor
     ) in head.centre_store.tensors.values():  # on the CPU untouched zeros take no memory, but training touches all of them
@@ -253,9 +260,8 @@ def _worker(options: argparse.Namespace, case: dict[str, Any]) -> None:
             own = backbone(images).float()
         embeddings = torch.cat([own, embeddings[len(own) :].detach()])
     head.begin_step(labels, 0)
-    loss = head(embeddings)
+    head(embeddings).backward()
     head.step(0.1)
-    loss.backward()
     if options.backbone != "none":
         optimizer.step()
     Path(case["result"]).write_text(str(int(peak_bytes(device) - before)))

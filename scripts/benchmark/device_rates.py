@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from partial_fc.build import matmul_dtype
+from utils.precision import AUTOCAST
+
 
 class Card(NamedTuple):
     """Peak rates without sparsity, and memory."""
@@ -40,9 +43,17 @@ CARDS = {
 }
 
 
-def head_dtype(options: argparse.Namespace) -> torch.dtype:
-    """Return the dtype of the head's products: bf16 if --precision is bf16, fp32 otherwise."""
-    return torch.bfloat16 if options.precision == "bf16" else torch.float32
+def is_for_gpu(options: argparse.Namespace, device: torch.device) -> bool:
+    """Return whether the target is a GPU: always, unless this CPU is to be measured."""
+    return device.type == "cuda" or bool(options.card) or not (options.device == "cpu" or options.find)
+
+
+def head_dtype(options: argparse.Namespace, device: torch.device) -> torch.dtype:
+    """Return the dtype of the head's products that a training with head.matmul_dtype=auto takes on the target."""
+    if device.type == "cpu" and is_for_gpu(options, device):  # a GPU that is not here
+        has_bf16 = CARDS[options.card].bf16 if options.card else True
+        return torch.bfloat16 if options.precision != "fp32" and has_bf16 else torch.float32
+    return matmul_dtype("auto", AUTOCAST[options.precision], device)
 
 
 class Rates(NamedTuple):
@@ -65,11 +76,11 @@ def rates_of(options: argparse.Namespace, device: torch.device) -> Rates | None:
     elif options.card:
         card = CARDS[options.card]
         source, bandwidth = f"the peak of {card.name} on its data sheet", card.bandwidth
-        head = card.half_tflops if head_dtype(options) == torch.bfloat16 else card.fp32_tflops
+        head = card.half_tflops if head_dtype(options, device) == torch.bfloat16 else card.fp32_tflops
         tflops = (head, card.fp32_tflops if options.precision == "fp32" else card.half_tflops)
     elif device.type == "cuda" or options.device == "cpu":
         source = f"as measured on this {device.type}"
-        measured, bandwidth = measured_rates(head_dtype(options), device)
+        measured, bandwidth = measured_rates(head_dtype(options, device), device)
         tflops = (measured, measured)
     else:
         return None
