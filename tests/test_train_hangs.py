@@ -202,6 +202,62 @@ def test_reading_may_take_longer_than_a_collective(dataset: Path, tmp_path: Path
     assert done.returncode == 0 and "finished 7 steps" in done.stdout, done.stderr
 
 
+# a call in which Python runs no handlers and which no signal interrupts, as a wait for the GPU
+_DEADLOCK = """
+import ctypes
+def hang():
+    lock = ctypes.create_string_buffer(256)
+    ctypes.CDLL(None).pthread_mutex_lock(lock)
+    print("hangs now", flush=True)
+    ctypes.CDLL(None).pthread_mutex_lock(lock)
+"""
+_HANGS_IN_STEP_5 = """
+whole = train.train_step
+def train_step(config, tasks, model, parallel, prepared, *more):
+    if prepared.number == 5:
+        hang()
+    return whole(config, tasks, model, parallel, prepared, *more)
+train.train_step = train_step
+"""
+_HANGS_BEFORE_TRAINING = """
+from training import setup
+setup.build_dataset = lambda *arguments: hang()
+"""
+
+
+def _interrupt(tmp_path: Path, program: str, arguments: list[str], after_first: str) -> tuple[int, str]:
+    """Send SIGINT where the program prints "hangs now", and again after the line `after_first`; return status, stderr."""
+    command = _command(tmp_path, 1, _DEADLOCK + program, arguments)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/") as process:
+        assert process.stdout is not None and process.stderr is not None
+        while "hangs now" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        said = ""
+        if after_first:
+            while after_first not in said:
+                assert process.poll() is None, said
+                said += process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+        try:
+            said += process.communicate(timeout=30)[1]
+        finally:
+            process.kill()
+    return process.returncode, said
+
+
+def test_a_second_ctrl_c_ends_a_run_that_hangs_in_a_call(dataset: Path, tmp_path: Path):
+    arguments = tiny_run(dataset, tmp_path, "eval.targets=[]")
+    status, said = _interrupt(tmp_path, _HANGS_IN_STEP_5, arguments, "Ctrl-C again stops at once")
+    assert status == -signal.SIGINT and "Traceback" not in said, said
+
+
+def test_ctrl_c_before_training_ends_a_run_that_hangs_in_a_call(dataset: Path, tmp_path: Path):
+    status, said = _interrupt(tmp_path, _HANGS_BEFORE_TRAINING, tiny_run(dataset, tmp_path, "eval.targets=[]"), "")
+    assert status == 130
+    assert said.strip() == "interrupted: no step was trained, so nothing was saved; earlier checkpoints are untouched"
+
+
 # As under NCCL: the main thread of rank 0 waits in a call that never returns, while rank 1 ends.
 _NEVER_RETURNS = """
 import functools

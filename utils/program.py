@@ -1,6 +1,7 @@
 """Shared by the programs: one-line errors with an exit status, and signals that ask a run to stop."""
 
 import contextlib
+import ctypes
 import io
 import os
 import signal
@@ -21,6 +22,9 @@ REQUEUE = 75  # exit status of a run that saved and stopped on request: EX_TEMPF
 INTERRUPTED = 130  # exit status after Ctrl-C, as in shells: 128 + SIGINT
 # exit status under torchrun of an error that would occur again: EX_CONFIG. scripts/launch/torchrun.py then restarts nothing
 USER_ERROR = 78
+_STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # signals that ask a run to stop
+_NOTHING_SAVED = "no step was trained, so nothing was saved; earlier checkpoints are untouched"
+_PATIENCE = 3.0  # seconds in which the main thread raises KeyboardInterrupt, unless it hangs
 
 
 class StoppedError(Exception):
@@ -43,12 +47,17 @@ class StopSignal:
     Schedulers send SIGTERM or SIGUSR1 before they take a machine away. Ctrl-C (SIGINT) is recorded only while `can_save` is
     true; before that it raises KeyboardInterrupt, as there is nothing to save. A second Ctrl-C ends the process immediately.
     Outside the main thread no handlers are installed. The death of torchrun counts as SIGTERM, see utils/distributed/parent.py.
+
+    Python runs handlers in the main thread, between two instructions, so not while that thread waits for a GPU or another
+    process. But it writes the number of each signal to a pipe at once. A thread reads that, and does what cannot wait.
     """
 
     def __init__(self) -> None:
         self.name = ""  # the last signal
         self._can_save = False
         self._before: dict[int, Any] = {}
+        self._pipe_before, self._pipe, self._reader = -1, -1, threading.Thread()
+        self._interrupted = threading.Event()  # the main thread has raised KeyboardInterrupt
 
     @property
     def can_save(self) -> bool:
@@ -63,30 +72,61 @@ class StopSignal:
     def __enter__(self) -> "StopSignal":
         follow_parent(lambda: self.can_save)
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._note)
+            numbers, self._pipe = os.pipe()
+            os.set_blocking(self._pipe, False)
+            self._reader = threading.Thread(target=self._read, args=(numbers,), name="signals", daemon=True)
+            self._reader.start()
+            self._pipe_before = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
+            for number in _STOPPING:
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.can_save = False
+        self._interrupted.set()  # the main thread hangs no more
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._pipe >= 0:
+            signal.set_wakeup_fd(self._pipe_before)
+            os.close(self._pipe)  # which ends the thread
+            self._reader.join()
 
     @property
     def status(self) -> int:
         """The exit status of a run that saved and stopped because of the signal."""
         return INTERRUPTED if self.name == "SIGINT" else REQUEUE
 
-    def _note(self, number: int, frame: object) -> None:
+    def _handle(self, number: int, frame: object) -> None:
+        """Run in the main thread; what else there is to do the thread has done."""
+        if number == signal.SIGINT and not self.can_save:
+            self._interrupted.set()
+            raise KeyboardInterrupt(_NOTHING_SAVED)
+
+    def _read(self, numbers: int) -> None:
+        """Run in the thread: act on each signal whose number arrives."""
+        with open(numbers, "rb", buffering=0) as pipe:
+            while number := pipe.read(1):
+                if number[0] in _STOPPING:
+                    self._note(signal.Signals(number[0]))
+
+    def _note(self, number: signal.Signals) -> None:
+        if number == signal.SIGINT and not self.can_save:
+            if not self._interrupted.wait(_PATIENCE):  # the main thread hangs in a call
+                if _is_rank_0():
+                    os.write(2, f"interrupted: {_NOTHING_SAVED}\n".encode())
+                os._exit(INTERRUPTED)
+            return
         if number == signal.SIGINT:
-            if not self.can_save:
-                raise KeyboardInterrupt("no step was trained, so nothing was saved; earlier checkpoints are untouched")
-            # the system's default: it ends the process even in a collective, where Python handles no signals
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            if os.environ.get("RANK", "0") == "0":
+            # the system's default, which ends the process whatever it does; Python allows signal.signal in the main thread only
+            ctypes.CDLL(None).signal(int(number), None)
+            if _is_rank_0():  # not print: the main thread may be in print, and hold its lock
                 text = "\nCtrl-C: saving and stopping when this step is done. Ctrl-C again stops at once, without saving\n"
-                os.write(2, text.encode())  # not print: this handler may interrupt print, which is not reentrant
-        self.name = signal.Signals(number).name
+                os.write(2, text.encode())
+        self.name = number.name
+
+
+def _is_rank_0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _say(line: str) -> None:

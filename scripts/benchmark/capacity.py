@@ -3,9 +3,10 @@
 Prints the largest number of identities for each head.storage, from the memory model (partial_fc/memory.py, and a forward pass
 that records what the backbone keeps): the same numbers with which train.py checks before training that the head fits. copy GiB
 is the host memory that each process keeps for a copy of its class centres once it has saved. Step times are estimates from
-arithmetic and memory traffic at peak rates, a lower bound. The rates are those of --card, from its data sheet; those of --tflops and --bandwidth; or those measured on this device, if it
-is a GPU or --device names it. Without any of these there are no step times. --find measures how many identities fit: it trains
-one step per candidate number of identities on this device, each in a separate process, until the largest is known to about 2 %.
+arithmetic and memory traffic at peak rates, a lower bound. The rates are those of --card, from its data sheet; those of
+--tflops and --bandwidth; or those measured on this device, if it is a GPU or --device names it. Without any of these there are
+no step times. --find measures how many identities fit: it trains one step per candidate number of identities on this device,
+each in a separate process, until the largest is known to about 2 %.
 
 Examples:
   python -m scripts.benchmark.capacity --gpus 8 --card v100 --precision fp16 --backbone r50 --batch 128
