@@ -5,6 +5,7 @@ fork, and without growing memory. An error in a thread is raised in the training
 Shapes: n = images of this rank in one optimizer step, H = W = 112.
 """
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Generator
@@ -94,7 +95,9 @@ class Loader:
         self.waited = 0.0  # seconds in which the consumer waited for a batch, the first one aside
 
     def __iter__(self) -> Generator[LoadedBatch, None, None]:
-        pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decoder")
+        # a decoder thread may wait for the device, and each thread has a device of its own
+        set_device = functools.partial(torch.cuda.set_device, self.device) if self.device.type == "cuda" else None
+        pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decoder", initializer=set_device)
         reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         ahead: deque[Future[None]] = deque()
         free: deque[_Buffer] = deque()

@@ -104,7 +104,8 @@ def class_means(
     done = 0
     with inference_mode(model):
         for images in _batches(decode, range(len(samples)), batch_size, threads):
-            embeddings = _forward(model, normalise(torch.from_numpy(images).to(device)), autocast)
+            pixels = _on_device(images, min(batch_size, len(samples)), device)
+            embeddings = _forward(model, normalise(pixels), autocast)[: len(images)]
             part = slice(done, done + len(images))
             counted = torch.from_numpy(own[part])
             sums.index_add_(0, rows[part][counted], nn.functional.normalize(embeddings).cpu()[counted])
@@ -131,13 +132,26 @@ def _embed(
     blocks: list[Tensor] = []
     with raise_on_all_ranks(world), inference_mode(model):
         for images in _batches(decode, range(first, first + counts[world.rank]), batch_size, threads):
-            pixels = torch.from_numpy(images).to(world.device)
+            pixels = _on_device(images, min(batch_size, counts[world.rank]), world.device)
             embeddings = _forward(model, normalise(torch.cat([pixels, pixels.flip(2)])), autocast)
-            blocks.append(reduce(torch.stack(embeddings.chunk(2), dim=1)))
+            blocks.append(reduce(torch.stack(embeddings.chunk(2), dim=1)[: len(images)]))
             progress(len(images))
     if not blocks:  # more ranks than images
         blocks = [reduce(torch.zeros(0, 2, _embedding_size(model, world.device), device=world.device))]
     return all_gather_rows(torch.cat(blocks), counts, world).cpu().numpy()
+
+
+def _on_device(images: np.ndarray, size: int, device: torch.device) -> Tensor:
+    """Return images (b, H, W, 3) on the device; where shapes must be constant, with black ones added up to `size` images."""
+    pixels = torch.from_numpy(images)
+    if _wants_constant_shapes(device) and len(pixels) < size:
+        pixels = torch.cat([pixels, pixels.new_zeros(size - len(pixels), *pixels.shape[1:])])
+    return (pixels.pin_memory() if device.type == "cuda" else pixels).to(device, non_blocking=True)
+
+
+def _wants_constant_shapes(device: torch.device) -> bool:
+    """Return whether a batch of another shape costs more than its own time: cuDNN tries its algorithms for each new shape."""
+    return device.type == "cuda"
 
 
 def _forward(model: nn.Module, views: Tensor, autocast: torch.dtype | None) -> Tensor:

@@ -14,8 +14,9 @@ from saving import save_now
 from torch import nn
 
 from backbones import build_backbone
+from eval import embed
 from eval.__main__ import main
-from eval.embed import embed_images
+from eval.embed import class_means, embed_images
 from eval.evaluate import evaluate, load_pair_sets, selection_score, verify_views
 from eval.figures import overview, roc_curve
 from eval.html_report import write_report
@@ -102,6 +103,25 @@ def _write_set(folder: Path, name: str, num_pairs: int = 20) -> None:
     same = [bool(pair % 2) for pair in range(num_pairs)]
     images = [_jpeg(2 * pair + (side and not same[pair])) for pair in range(num_pairs) for side in (0, 1)]
     write_bin(folder / f"{name}.bin", images, same)
+
+
+def test_where_shapes_must_be_constant_they_are_and_no_number_changes(monkeypatch: pytest.MonkeyPatch):
+    """As on CUDA; 7 images in batches of 3, and means over 7 images of 2 classes."""
+    model, shapes = InFloat64(_model()), []
+    model.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
+    labels, classes = np.array([0, 1, 0, 1, 0, 1, 0]), np.array([1, 0])
+
+    def compute() -> list[np.ndarray]:
+        means, found = class_means(model, lambda n: (_decode(n), labels[n]), labels, classes, 9, ALONE.device, 3)
+        return [*embed_images(model, _decode, 7, ALONE, batch_size=3), means.numpy(), found]
+
+    expected = compute()
+    assert (2 * 1, 3, 112, 112) in shapes  # as it is, the last batch is smaller
+    shapes.clear()
+    monkeypatch.setattr(embed, "_wants_constant_shapes", lambda device: True)
+    padded = compute()
+    assert all(np.array_equal(*pair) for pair in zip(expected, padded, strict=True))
+    assert {shape for shape in shapes if shape[0] > 1} == {(6, 3, 112, 112), (3, 3, 112, 112)}  # 1: asks for the size
 
 
 def test_identical_images_score_perfectly_and_every_report_holds_the_numbers(tmp_path: Path):
