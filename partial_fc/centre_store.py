@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from utils.cli import progress
 from utils.huge_pages import with_huge_pages
 
 from .rounding import Noise, quantise_rows, round_to_bfloat16_
@@ -28,6 +29,7 @@ FORMATS = {  # name: dtype of the centres, of the momentum, of AdamW's second mo
 Select = slice | Tensor  # consecutive rows, or single rows (int64, distinct)
 Read = Callable[[int, int], dict[str, Tensor]]  # (first row, last row) of the shard -> tensors by name
 _BLOCK = 8192  # rows converted at once when a checkpoint is read: 16 MiB of 512 numbers
+_LONG = 1 << 31  # numbers whose drawing takes so long that it is shown
 _SMALLEST_NORM = 1e-12
 _LAST_STEP = 99_999_999  # the largest that the name of a checkpoint's folder can hold
 
@@ -74,7 +76,10 @@ class CentreStore:
 
     def fill_initial(self, start: int, seed: int) -> None:
         """Give the centres their initial values, those of the slots from `start` on."""
-        for rows, values in initial_blocks(start, start + self.num_rows, self.dim, seed):
+        blocks = initial_blocks(start, start + self.num_rows, self.dim, seed)
+        if start == 0 and self.num_rows * self.dim > _LONG:
+            blocks = iter(progress(blocks, None, "first class centres", " blocks of 1024"))
+        for rows, values in blocks:
             self.tensors["centres"][rows] = values.to(self.tensors["centres"])
             self._take_norms(rows, {})
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from utils.distributed import SharedError
+from utils.parallel import map_in_order
 from utils.randomness import derive, permute, unpermute
 
 _BLOCK = 1024  # slots that share one generator; changing it changes the initial centres of a seed
@@ -48,11 +49,18 @@ def classes_of_slots(slots: np.ndarray, num_classes: int, seed: int) -> np.ndarr
 def initial_blocks(start: int, stop: int, dim: int, seed: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield (rows of the shard, their float32 initial values) block by block for the slots [start, stop), on the CPU.
 
-    The values are normal with standard deviation 0.01.
+    The values are normal with standard deviation 0.01. Blocks are drawn in as many threads as torch has, each in one thread.
     """
-    for block in range(start // _BLOCK, (stop + _BLOCK - 1) // _BLOCK):
+
+    def draw(block: int) -> Tensor:
         generator = torch.Generator().manual_seed(derive(seed, "centres", block))
-        rows = torch.randn(_BLOCK, dim, generator=generator).mul_(_STD)
+        rows = torch.randn(_BLOCK, dim, generator=generator)
+        numbers = rows.numpy()
+        np.multiply(numbers, np.float32(_STD), out=numbers)  # torch would start threads of its own in each of these
+        return rows
+
+    blocks = range(start // _BLOCK, (stop + _BLOCK - 1) // _BLOCK)
+    for block, rows in zip(blocks, map_in_order(draw, blocks, torch.get_num_threads(), ahead=2), strict=True):
         first, last = max(start, block * _BLOCK), min(stop, (block + 1) * _BLOCK)
         yield slice(first - start, last - start), rows[first - block * _BLOCK : last - block * _BLOCK]
 
