@@ -158,13 +158,13 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 def _interrupted(tmp_path: Path, patch: str, arguments: list[str], times: int) -> tuple[int, str]:
-    """Start train.py with a patch that prints "here" and sleeps; send SIGINT `times` there; return status and stderr."""
+    """Start train.py with a patch that prints "it is here" and sleeps; send SIGINT `times` there; return status and stderr."""
     program = tmp_path / "slow.py"
     program.write_text(_SLOW.format(root=str(ROOT), patch=patch))
     command = [sys.executable, str(program), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/") as process:
         assert process.stdout is not None
-        while "here" not in process.stdout.readline():
+        while "it is here" not in process.stdout.readline():
             assert process.poll() is None
         for _ in range(times):
             time.sleep(0.2)
@@ -178,7 +178,7 @@ def test_a_second_ctrl_c_stops_at_once_without_saving(dataset: Path, tmp_path: P
 from training import step
 whole = step.prepare
 def prepare(images, mirrored):
-    print("here", flush=True)
+    print("it is here", flush=True)
     time.sleep(30)
     return whole(images, mirrored)
 step.prepare = prepare
@@ -195,7 +195,7 @@ def test_ctrl_c_before_the_first_step_stops_at_once_and_promises_nothing(dataset
 from training import setup
 whole = setup.build_dataset
 def build_dataset(*arguments):
-    print("here", flush=True)
+    print("it is here", flush=True)
     time.sleep(30)
     return whole(*arguments)
 setup.build_dataset = build_dataset
@@ -206,7 +206,7 @@ setup.build_dataset = build_dataset
 
 
 def test_ctrl_c_in_another_program_speaks_of_no_checkpoint(tmp_path: Path):
-    program = "import sys, time; from utils.program import run_main; print('here', flush=True); sys.exit(run_main(lambda: "
+    program = "import sys, time; from utils.program import run_main; print('it is here', flush=True); sys.exit(run_main(lambda: "
     program += "time.sleep(30)))"
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
