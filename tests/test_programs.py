@@ -27,8 +27,9 @@ def _module(path: Path) -> str:
 
 
 SCRIPTS = sorted(path for path in (ROOT / "scripts").rglob("*.py") if path.name not in ("__init__.py", "__main__.py"))
-# started as files: torchrun by the launch files, mxnet_judge by check_with_mxnet with another Python
-FILES = ("torchrun", "mxnet_judge")
+# started as files: torchrun by the launch files, mxnet_judge by check_with_mxnet with another Python, arcface_torch_loop by
+# scripts.benchmark.train without the packages of this project
+FILES = ("torchrun", "mxnet_judge", "arcface_torch_loop")
 PROGRAMS = [_module(path) for path in SCRIPTS if "make_parser(" in path.read_text()]
 PARTS = [path for path in SCRIPTS if _module(path) not in PROGRAMS and path.stem not in FILES]
 MODULES = {"train": "python train.py", "eval.__main__": "python -m eval"} | {name: f"python -m {name}" for name in PROGRAMS}

@@ -51,14 +51,15 @@ def test_imports_go_one_way(path: Path):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_torch_distributed_has_four_homes(path: Path):
+def test_torch_distributed_has_few_homes(path: Path):
     uses = {name for name in _imports(path) if name.startswith("torch.distributed")}
     homes = (
         "utils/distributed/__init__.py",
         "utils/distributed/patience.py",
         "partial_fc/collectives.py",
-        "scripts/launch/torchrun.py",
-    )  # the last one starts torchrun itself
+        "scripts/launch/torchrun.py",  # starts torchrun itself
+        "scripts/benchmark/baselines/arcface_torch_loop.py",  # may import nothing of this project
+    )
     assert not uses or path.relative_to(ROOT).as_posix() in homes
 
 

@@ -1,0 +1,251 @@
+"""Measure the whole training step: python -m scripts.benchmark.train
+
+Takes steps of the real training code (loader, backbone, head, optimizer, several processes) and of a plain loop, fp32 and
+eager, baselines/train.py, and prints images per second, their ratio and the peak memory of a process. Both run in processes of
+their own and take turns, so that other load on the machine meets both; a turn is --steps steps after an untimed one.
+--reference adds the loop of arcface_torch, which computes in fp32 on a CPU and in fp16 on CUDA, on images drawn once.
+
+Then it splits a step of ours into its parts, and gives the rate of the useful operations (those of the network's convolutions
+and products, forward and backward, and 6 B C D of the head) as a share of matrix products in the same dtype, measured here.
+
+Examples:
+  python -m scripts.benchmark.train --quick
+  python -m scripts.benchmark.train --backbone r50 --classes 93431 --processes 2 --json train.json
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.train")
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from backbones import build_backbone, list_backbones
+from utils.cli import int_in_range, make_parser
+from utils.distributed import choose_device
+from utils.image import IMAGE_SIZE
+from utils.precision import AUTOCAST
+from utils.program import run_main
+
+from .device_rates import measured_rates
+from .head import machine
+from .train_steps import serve_case
+
+_DIM = 512
+_REFERENCE_LOOP = Path(__file__).parent / "baselines" / "arcface_torch_loop.py"
+_NAMES = {"ours": "ours", "plain": "plain, fp32", "reference": "arcface_torch"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and measure; return the exit status."""
+    parser = make_parser("python -m scripts.benchmark.train", __doc__)
+    count = int_in_range(1)
+    parser.add_argument("--backbone", choices=list_backbones(), default="r18", help="network")
+    parser.add_argument("--width", type=float, default=1.0, help="factor on its channels")
+    parser.add_argument("--batch-size", type=count, default=64, help="images of a step, over all processes")
+    parser.add_argument("--classes", type=count, default=10_000, help="identities")
+    parser.add_argument("--precision", choices=tuple(AUTOCAST), default="bf16", help="train.precision of ours")
+    parser.add_argument("--data", type=Path, help="RecordIO set that ours reads (default: generated images)")
+    parser.add_argument("--processes", type=count, default=1, help="processes on this machine, one per GPU")
+    parser.add_argument("--threads", type=int_in_range(0), default=0, help="CPU threads of a process, 0 = share the cores")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further keys of ours, as for train.py")
+    parser.add_argument("--reference", type=Path, metavar="DIR", help="folder of arcface_torch, measured as well")
+    parser.add_argument("--steps", type=count, default=3, help="timed steps of a turn")
+    parser.add_argument("--rounds", type=count, default=3, help="turns of each; the median is reported")
+    parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.worker:
+        return run_main(lambda: serve_case(json.loads(options.worker)))
+    return run_main(lambda: benchmark(options))
+
+
+def benchmark(options: argparse.Namespace) -> None:
+    """Measure all loops in turn, print the table and the parts of a step, and write the JSON."""
+    if options.quick:
+        options.batch_size, options.classes, options.steps, options.rounds = min(options.batch_size, 32), 1000, 2, 2
+        options.width = options.width if options.reference else min(options.width, 0.25)
+    device = choose_device(options.device, 0)
+    _check(options, device)
+    torch.set_num_threads(_num_cores())
+    ways = ["ours", "plain", *(["reference"] if options.reference else [])]
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    with tempfile.TemporaryDirectory() as folder:
+        loops = {way: _Loop(way, options, device.type, Path(folder)) for way in ways}
+        try:
+            for _ in range(options.rounds):
+                for way, loop in loops.items():
+                    seconds[way].append(loop.ask("time", options.steps)[0])
+            peaks = {way: max(loop.ask("peak", 0)) for way, loop in loops.items()}
+            parts = loops["ours"].ask("parts", options.steps)[0]
+        finally:
+            for loop in loops.values():
+                loop.end()
+    rows = [{"loop": way, **_figures(seconds["ours"], seconds[way], options.batch_size, peaks[way])} for way in ways]
+    _print_table(options, device, rows)
+    for part, value in parts.items():
+        print(f"  {part:<15}{1e3 * value:9.1f} ms {100 * value / sum(parts.values()):6.1f} %")
+    useful = _useful(options, rows[0]["step_seconds"], device)
+    print(f"\n{useful['gflop_per_image']:.1f} GFLOP an image, {useful['tflops']:.3g} TFLOP/s: {100 * useful['share']:.0f} % of")
+    print(f"the {useful['peak_tflops']:.3g} TFLOP/s of matrix products in {useful['dtype']}, measured here")
+    if options.json:
+        asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+        found = {"machine": machine(device.type), "options": asked, "rows": rows, "parts": parts, "useful": useful}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check(options: argparse.Namespace, device: torch.device) -> None:
+    if options.batch_size % options.processes:
+        raise ValueError(f"--batch-size must be a multiple of --processes, got {options.batch_size} and {options.processes}")
+    if options.precision == "fp16" and device.type == "cpu":
+        raise ValueError("--precision fp16 is for CUDA; a CPU computes in bf16 or fp32")
+    if options.reference:
+        for name in ("backbones/__init__.py", "losses.py", "partial_fc_v2.py"):
+            if not (options.reference / name).is_file():
+                raise ValueError(f"--reference: no file {options.reference / name}; give the folder recognition/arcface_torch")
+        if options.width != 1:
+            raise ValueError(f"--reference needs --width 1, the only one that arcface_torch has, got {options.width:g}")
+
+
+class _Loop:
+    """The processes that take the steps of one loop, a process per rank."""
+
+    def __init__(self, way: str, options: argparse.Namespace, device: str, folder: Path) -> None:
+        self.way, ranks = way, options.processes
+        threads = options.threads or max(1, _num_cores() // ranks)
+        case = {
+            "way": way,
+            "network": options.backbone,
+            "width": options.width,
+            "dim": _DIM,
+            "classes": options.classes,
+            "rank_batch": options.batch_size // ranks,
+            "ranks": ranks,
+            "threads": threads,
+            "device": device,
+            "half": device == "cuda",  # of arcface_torch
+            "rendezvous": str(folder / f"rendezvous_{way}"),
+            "overrides": _overrides(options, device, threads, folder),
+        }
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+        environment = {name: value for name, value in os.environ.items() if name not in unset}
+        if ranks > 1 and way == "ours":
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+            environment |= {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}", **meeting}
+        self.processes, self.said = [], folder / f"said_{way}"
+        for rank in range(ranks):
+            payload = json.dumps(case | {"rank": rank})
+            command = [sys.executable, "-m", "scripts.benchmark.train", "--worker", payload]
+            if way == "reference":
+                command = [sys.executable, str(_REFERENCE_LOOP), str(options.reference), payload]
+            place = (
+                {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "MASTER_PORT": f"{port}"} if "WORLD_SIZE" in environment else {}
+            )
+            with open(self.said, "a") as said:
+                pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said, "text": True}
+                self.processes.append(subprocess.Popen(command, env=environment | place, **pipes))
+
+    def ask(self, command: str, count: int) -> list[Any]:
+        """Return what each rank answers to a command."""
+        for process in self.processes:
+            assert process.stdin is not None
+            try:
+                print(command, count, file=process.stdin, flush=True)
+            except BrokenPipeError:  # it ended, and does not answer
+                continue
+        answers = [process.stdout.readline() for process in self.processes if process.stdout is not None]
+        if not all(answers):
+            said = self.said.read_text(errors="replace").strip().splitlines() or ["without a word"]
+            raise ValueError(f"the loop {_NAMES[self.way]} ended: {said[-1].removeprefix('error: ')}")
+        return [json.loads(answer) for answer in answers]
+
+    def end(self) -> None:
+        """End the processes, which need not save anything."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.communicate()
+
+
+def _overrides(options: argparse.Namespace, device: str, threads: int, folder: Path) -> list[str]:
+    """Return the keys of the run that ours trains."""
+    data = ["data.source=synthetic", f"data.num_classes={options.classes}", f"data.num_images={10 * options.classes}"]
+    if options.data:
+        data = [f"data.path={options.data}"]
+    return [
+        *data,
+        "data.prefetch=1",  # or the loader would decode many batches ahead while the other loops have their turn
+        f"run.output={folder}",
+        f"run.device={device}",
+        f"run.threads={threads}",
+        f"backbone.name={options.backbone}",
+        f"backbone.width={options.width}",
+        f"backbone.embedding_size={_DIM}",
+        f"train.precision={options.precision}",
+        f"train.batch_size={options.batch_size}",
+        "train.max_steps=1000000",
+        "optimizer.lr=0.01",
+        *options.set,
+    ]
+
+
+def _figures(ours: Sequence[float], seconds: Sequence[float], images: int, peak: float) -> dict[str, Any]:
+    """Return a row of the table; its ratio is the median over the rounds of this loop's time by ours."""
+    ratios = [theirs / own for theirs, own in zip(seconds, ours, strict=True)]
+    return {
+        "step_seconds": statistics.median(seconds),
+        "images_per_second": images / statistics.median(seconds),
+        "peak_gib": peak / 2**30,
+        "ratio": statistics.median(ratios),
+        "ratio_range": [min(ratios), max(ratios)],
+    }
+
+
+def _print_table(options: argparse.Namespace, device: torch.device, rows: Sequence[dict[str, Any]]) -> None:
+    print(machine(device.type))
+    print(f"{options.backbone} of width {options.width:g}, {options.precision}, {options.batch_size} images,")
+    print(f"{options.classes} classes, {options.processes} process(es); the ratio is loop / ours, of each round\n")
+    print(f"{'loop':<16}{'step ms':>10}{'images/s':>10}{'peak GiB':>10}{'ratio':>8}{'range':>16}")
+    for row in rows:
+        span = "{:.2f} to {:.2f}".format(*row["ratio_range"])
+        numbers = f"{1e3 * row['step_seconds']:10.0f}{row['images_per_second']:10.1f}{row['peak_gib']:10.2f}"
+        print(f"{_NAMES[row['loop']]:<16}{numbers}{row['ratio']:8.2f}{span:>16}")
+    print("\na step of ours, timed part by part")
+
+
+def _useful(options: argparse.Namespace, step_seconds: float, device: torch.device) -> dict[str, Any]:
+    """Return the useful operations of a step, their rate, and its share of that of matrix products on all devices."""
+    with torch.device("meta"):
+        network, images = build_backbone(options.backbone, _DIM, options.width), torch.empty(2, 3, IMAGE_SIZE, IMAGE_SIZE)
+    with FlopCounterMode(display=False) as counter:
+        network(images).sum().backward()
+    flop = counter.get_total_flops() / len(images) + 6 * options.classes * _DIM
+    dtype = AUTOCAST[options.precision] or torch.float32
+    peak = measured_rates(dtype, device)[0] * (options.processes if device.type == "cuda" else 1)
+    rate = flop * options.batch_size / step_seconds / 1e12
+    name = str(dtype).removeprefix("torch.")
+    return {"gflop_per_image": flop / 1e9, "tflops": rate, "peak_tflops": peak, "share": rate / peak, "dtype": name}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
