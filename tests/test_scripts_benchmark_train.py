@@ -103,6 +103,8 @@ def _plain_step_equals_autograd(rank: int, world_size: int) -> None:
     world = World(rank, world_size, rank, world_size, torch.device("cpu"))
     torch.manual_seed(0)
     backbone = nn.Sequential(nn.AvgPool2d(16), nn.Flatten(), nn.Linear(3 * 7 * 7, DIM))
+    for parameter in backbone.parameters():
+        parameter.data *= 256  # longer embeddings have smaller gradients, which are not clipped
     torch.manual_seed(1 + rank)
     training = PlainTraining(backbone, CLASSES, DIM, BATCH // world_size, world)
     centres = torch.cat(distributed.all_gather_objects(training.head.weight.detach().clone(), world)).double()
@@ -114,14 +116,13 @@ def _plain_step_equals_autograd(rank: int, world_size: int) -> None:
     logits = 64 * cosine.index_put((rows, labels), torch.cos(torch.acos(cosine[rows, labels]) + 0.5))
     F.cross_entropy(logits, labels).backward()
     assert weight.grad is not None and bias.grad is not None
-    norm = torch.cat([weight.grad.flatten(), bias.grad]).norm()
-    scale = min(1.0, 5.0 / float(norm))
-    expected = (weight - 0.01 * (scale * weight.grad + 5e-4 * weight)).detach()
+    assert float(torch.cat([weight.grad.flatten(), bias.grad]).norm()) < 4.9
+    expected = (weight - 0.01 * (weight.grad + 5e-4 * weight)).detach()
     training.step()
     updated, before = backbone[2].weight.detach().double(), weight.detach()
-    bound = rounding_bound(torch.float32, 3 * 7 * 7 * DIM, 64.0 * float(expected.abs().max()))
-    assert float((updated - expected).abs().max()) < 0.01 * bound + 2**-23
-    assert float((expected - before).abs().max()) > 100 * (0.01 * bound + 2**-23)  # it moved by far more than that
+    bound = 0.01 * rounding_bound(torch.float32, 3 * 7 * 7 * DIM, 64.0) + 2**-24 * float(expected.abs().max())
+    assert float((updated - expected).abs().max()) < bound
+    assert float((expected - before).abs().max()) > 10 * bound  # it moved by far more than that
 
 
 @pytest.mark.numeric
