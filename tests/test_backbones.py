@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rounding import rounding_bound
 from torch import Tensor, nn
 
-from backbones import build_backbone, list_backbones
+from backbones import build_backbone, iresnet, list_backbones
 from backbones.iresnet import IResNet, PReLU, scale_channels
 
 FIXTURES = Path(__file__).parent / "fixtures" / "backbones"
@@ -290,12 +291,17 @@ def test_forward_on_the_meta_device_gives_the_shape_without_computing() -> None:
 
 
 @pytest.mark.numeric
+@pytest.mark.parametrize("channels", [16, 128])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_prelu_equals_torch_in_values_and_gradients(memory_format: torch.memory_format) -> None:
+def test_prelu_equals_torch_in_values_and_gradients(
+    memory_format: torch.memory_format, channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(iresnet, "_BLOCK", 7 * 5 * channels)  # several blocks, and a remainder
     torch.manual_seed(0)
-    x = torch.randn(3, 16, 6, 5, dtype=torch.float64).to(memory_format=memory_format)
-    ours, theirs = PReLU(16).double(), nn.PReLU(16).double()
-    slopes = torch.rand(16, dtype=torch.float64)
+    x = torch.randn(3, channels, 6, 5, dtype=torch.float64).to(memory_format=memory_format)
+    x[0, :, 0] = 0.0
+    ours, theirs = PReLU(channels).double(), nn.PReLU(channels).double()
+    slopes = torch.rand(channels, dtype=torch.float64)
     results = []
     for module in (ours, theirs):
         module.weight.data.copy_(slopes)
@@ -303,5 +309,23 @@ def test_prelu_equals_torch_in_values_and_gradients(memory_format: torch.memory_
         out = module(leaf)
         (out * torch.arange(out.numel()).view(out.shape)).sum().backward()
         assert out.is_contiguous(memory_format=memory_format)
+        with torch.no_grad():
+            assert torch.equal(module(x), out)
         results.append((out, leaf.grad, module.weight.grad))
     torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.numeric
+def test_prelu_in_bf16_sums_the_gradient_of_its_slopes_in_fp32() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 8, 16, 16).bfloat16().to(memory_format=torch.channels_last).requires_grad_()
+    grad = torch.rand(x.shape).bfloat16().to(memory_format=torch.channels_last)
+    module = PReLU(8)
+    module(x).backward(grad)
+    assert x.grad is not None and module.weight.grad is not None
+    assert torch.equal(x.grad, torch.where(x > 0, grad, 0.25 * grad))  # a quarter is exact
+    products = (grad.double() * x.detach().double().clamp(max=0)).sum((0, 2, 3))
+    sizes = (grad.double() * x.detach().double().clamp(max=0)).abs().sum((0, 2, 3))
+    # each product of the 16 x 16 x 16 is rounded to bf16, up or down alike; their sum is not
+    bound = rounding_bound(torch.bfloat16, 16**3) / 16**3 * sizes
+    assert bool(((module.weight.grad.double() - products).abs() < bound).all())
