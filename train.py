@@ -21,6 +21,7 @@ from eval.monitor import Evaluator
 from losses.first_loss import judge_first_loss
 from partial_fc.init_centres import InitCounts
 from training.ahead import StepsAhead
+from training.compiled import compiled
 from training.late import LateValues, StepValues
 from training.model import Model, build_model, resume_or_init
 from training.sections import NAMED
@@ -47,7 +48,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     world, total_steps, saving = setup.world, setup.total_steps, config.checkpoint
     last_evaluation = total_steps if config.eval.at_end else 0
     torch.backends.cudnn.benchmark = True  # from here on every batch has the same shape
-    parallel = distributed.as_data_parallel(model.backbone, world)
+    parallel = distributed.as_data_parallel(compiled(model.backbone, config.train.compile), world)
     best = distributed.all_gather_objects(best_score(setup.folder, setup.facts) if world.rank == 0 else None, world)[0]
     set_training(model.backbone, config.backbone.freeze_norm, config.backbone.freeze)
 
@@ -130,6 +131,10 @@ def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, 
     )
     for line in describe_groups(model.optimizer):
         log.info(line)
+    if config.train.compile != "off":
+        log.info(
+            f"backbone: torch.compile in mode {config.train.compile}; the first step waits for it, minutes for a large network"
+        )
     for head in model.heads.values():
         log.info(head.describe())
         for line in head.warnings:

@@ -32,6 +32,7 @@ CHOICES = {
     "head.wire_dtype": ("fp32", "bf16"),
     "head.kernels": ("auto", "plain"),
     "optimizer.name": ("sgd", "adamw"),
+    "train.compile": ("off", "default", "reduce-overhead", "max-autotune"),
     "train.precision": ("fp32", "bf16", "fp16"),
     "eval.metric": ("accuracy", "auc", "eer", "tar@1e-1", "tar@1e-2", "tar@1e-3", "tar@1e-4", "tar@1e-5", "tar@1e-6"),
 }

@@ -22,6 +22,8 @@ from utils.distributed.agreement import require_equal, require_same_program
 from utils.distributed.patience import patiently
 from utils.precision import set_tf32
 
+from .compiled import check_compile
+
 
 class Task(NamedTuple):
     """Identities to tell apart, and the images of them: a head of its own is trained on each task.
@@ -64,6 +66,8 @@ def set_up(config: EasyDict) -> Setup:
     world = init_distributed(config.run.device, config.run.threads, config.run.timeout_minutes + 1)
     set_tf32(config.train.tf32)
     unlike = require_same_program(shared_settings(as_plain(config)), world)
+    with raise_on_all_ranks(world):
+        check_compile(config.train.compile, world.device)
     for first in (True, False):  # one process of each machine parses the data, the others map what it found
         with raise_on_all_ranks(world), patiently(world, "reading the data"):
             if (world.local_rank == 0) is first:

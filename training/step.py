@@ -144,7 +144,7 @@ def forward_backward(
 def _embed(parallel: nn.Module, parts: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
     """Return the float embeddings (b, D) of each part, from one forward pass, as DDP wants it, over the images of all."""
     if len(parts) == 1:
-        return [parallel(prepare(*parts[0])).float()]
+        return [parallel(prepare(*parts[0])).to(torch.float32, copy=True)]  # a CUDA graph writes its output again
     images = torch.cat([prepare(*part) for part in parts])
-    embeddings: Tensor = parallel(images).float()
+    embeddings: Tensor = parallel(images).to(torch.float32, copy=True)
     return embeddings.split([len(pixels) for pixels, _ in parts])

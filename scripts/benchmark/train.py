@@ -32,6 +32,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from backbones import build_backbone, list_backbones
+from configs.rules import CHOICES
 from utils.cli import int_in_range, make_parser
 from utils.distributed import choose_device
 from utils.image import IMAGE_SIZE
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=count, default=64, help="images of a step, over all processes")
     parser.add_argument("--classes", type=count, default=10_000, help="identities")
     parser.add_argument("--precision", choices=tuple(AUTOCAST), default="bf16", help="train.precision of ours")
+    parser.add_argument("--compile", choices=CHOICES["train.compile"], default="off", help="train.compile of ours")
     parser.add_argument("--data", type=Path, help="RecordIO set that ours reads (default: generated images)")
     parser.add_argument("--processes", type=count, default=1, help="processes on this machine, one per GPU")
     parser.add_argument("--threads", type=int_in_range(0), default=0, help="CPU threads of a process, 0 = share the cores")
@@ -202,6 +204,7 @@ def _overrides(options: argparse.Namespace, device: str, threads: int, folder: P
         f"backbone.width={options.width}",
         f"backbone.embedding_size={_DIM}",
         f"train.precision={options.precision}",
+        f"train.compile={options.compile}",
         f"train.batch_size={options.batch_size}",
         "train.max_steps=1000000",
         "optimizer.lr=0.01",

@@ -15,6 +15,7 @@ from backbones import build_backbone
 from configs import load_config
 from training import step as training_step
 from training.ahead import PreparedStep, StepsAhead
+from training.compiled import compiled
 from training.late import LateValues
 from training.model import build_model
 from training.sections import NAMED
@@ -62,7 +63,7 @@ class OurTraining:
         self.config, self.setup, self.world, self.device = config, setup, setup.world, setup.world.device
         self.model = build_model(config, setup)
         torch.backends.cudnn.benchmark = True
-        self.parallel = distributed.as_data_parallel(self.model.backbone, self.world)
+        self.parallel = distributed.as_data_parallel(compiled(self.model.backbone, config.train.compile), self.world)
         set_training(self.model.backbone, config.backbone.freeze_norm, config.backbone.freeze)
         heads = [self.model.heads[task.name] for task in setup.tasks]
         self.ahead = iter(StepsAhead(open_loaders(config, setup, 0), heads, 0, config.train.accumulation))

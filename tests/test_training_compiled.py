@@ -1,0 +1,88 @@
+"""train.compile: the compiled network trains as the network itself, and what is missing is said before anything trains."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from rounding import network_bound
+from tiny_runs import final_weights, read_metrics, run_program, run_train, tiny_run, write_dataset
+from torch import Tensor, nn
+
+import train
+from backbones import BACKBONES
+from backbones.iresnet import Block, autocast_off
+from training.compiled import check_compile
+
+SETTINGS = ["train.max_steps=3", "eval.every=2", "checkpoint.every=0", "optimizer.lr=0.01", "loss.scale=16"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a RecordIO set and a verification set of other classes, `tiny`."""
+    folder = tmp_path_factory.mktemp("data")
+    write_dataset(folder)
+    return folder
+
+
+class _OneBlock(nn.Module):
+    """A network that compiles in seconds."""
+
+    def __init__(self, embedding_size: int = 512, width: float = 1.0, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Conv2d(3, 16, 16, 16, bias=False), Block(16, 16, 1)
+        self.fc = nn.Linear(16 * 7 * 7, embedding_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.block(self.stem(images)).flatten(1)
+        with autocast_off(x.device.type):
+            return self.fc(x.to(self.fc.weight.dtype))
+
+
+def _train_one_block(arguments: list[str]) -> int:
+    BACKBONES["r18"] = _OneBlock
+    return train.main([*arguments, "backbone.name=r18"])
+
+
+@pytest.mark.numeric
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
+def test_the_compiled_network_trains_as_the_network_itself(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    if os.environ.get("FACE_ONE_PROCESS"):
+        pytest.skip("FACE_ONE_PROCESS: both sides have the same arithmetic, and compiling takes long")
+    for processes in (1, 2):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"cache_{processes}"))
+        runs = []
+        for mode in ("off", "default"):
+            arguments = tiny_run(folder, tmp_path, *SETTINGS, f"run.name={mode}_{processes}", f"train.compile={mode}")
+            done = run_program(_train_one_block, [arguments] * processes, timeout=600)
+            assert done.returncode == 0, done.stderr
+            assert ("torch.compile in mode default" in done.stdout + done.stderr) == (mode == "default")
+            runs.append(tmp_path / f"{mode}_{processes}")
+        cache = tmp_path / f"cache_{processes}"
+        assert any("batch_norm" in path.read_text() for path in cache.rglob("*.py"))  # what training ran was compiled
+        eager, compiled = ([values["loss"] for values in read_metrics(run).values()] for run in runs)
+        assert compiled == pytest.approx(eager, abs=16 * network_bound())
+        assert max(eager) - min(eager) > 100 * 16 * network_bound()
+        eager_weights, weights = (final_weights(run) for run in runs)
+        assert list(weights) == list(eager_weights)
+        for name, value in eager_weights.items():
+            bound = network_bound() * max(1.0, float(value.abs().max()))
+            assert float((weights[name].double() - value.double()).abs().max()) < bound, name
+        assert list(read_metrics(runs[1], "tiny")) == list(read_metrics(runs[0], "tiny")) == [2, 3]
+
+
+def test_a_compiler_that_is_missing_is_reported_in_one_line_before_the_run_has_a_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    done = run_train(2, tiny_run(folder, tmp_path, "train.compile=default"))
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("error: train.compile=default needs a C++ compiler (g++, or the one that CXX names)")
+    assert done.stderr.endswith("install it, or set train.compile=off\n") and not (tmp_path / "tiny").exists()
+
+
+def test_cuda_graphs_are_refused_on_a_cpu():
+    with pytest.raises(ValueError, match=r"train.compile=reduce-overhead records CUDA graphs.*set train.compile=default"):
+        check_compile("reduce-overhead", torch.device("cpu"))
