@@ -211,15 +211,16 @@ def all_ranks(flag: Tensor, world: World) -> Tensor:
     return shared > 0
 
 
-def as_data_parallel(backbone: nn.Module, world: World) -> nn.Module:
+def as_data_parallel(backbone: nn.Module, world: World, **changed: Any) -> nn.Module:
     """Return the backbone, wrapped so that its gradients are averaged over the ranks if there are several.
 
-    Buffers, such as BatchNorm statistics, differ between the ranks until `broadcast_module`; no training step reads them.
+    Buffers, such as BatchNorm statistics, differ between the ranks until `broadcast_module`; no training step reads them. The
+    settings are those that scripts.benchmark.ddp found cheapest; `changed` are others, for that comparison.
     """
     if world.world_size == 1:
         return backbone
     devices = [world.device] if world.device.type == "cuda" else None
-    settings: dict[str, Any] = {"device_ids": devices, "gradient_as_bucket_view": True}
+    settings: dict[str, Any] = {"device_ids": devices, "gradient_as_bucket_view": True, **changed}
     known = inspect.signature(DistributedDataParallel).parameters
     of_buffers = (
         "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
