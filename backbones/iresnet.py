@@ -75,6 +75,34 @@ class _RowsPReLU(torch.autograd.Function):
         return grad_x, grad_slopes.view(-1, len(weight)).sum(0)
 
 
+class BatchNorm2d(nn.BatchNorm2d):
+    """BatchNorm2d that counts its batches on the host: torch's launches a kernel for that in every layer and step.
+
+    num_batches_tracked is brought up to date where the state dict is made; nothing else reads it, because momentum is fixed.
+    """
+
+    _uncounted = 0  # batches since num_batches_tracked was up to date
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (b, c, h, w) from (b, c, h, w)."""
+        if not self.training or torch.compiler.is_compiling():  # compiled code would be made anew for each number
+            return super().forward(x)
+        assert self.momentum is not None
+        self._uncounted += 1
+        statistics = (self.running_mean, self.running_var, self.weight, self.bias)
+        return F.batch_norm(x, *statistics, True, self.momentum, self.eps)
+
+    def _save_to_state_dict(self, *arguments: Any) -> None:
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked += self._uncounted
+        self._uncounted = 0
+        super()._save_to_state_dict(*arguments)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self._uncounted = 0
+        super()._load_from_state_dict(*arguments)
+
+
 def check_head(embedding_size: int, dropout: float) -> None:
     """Raise ValueError for an embedding size or a dropout probability out of range."""
     if not 1 <= embedding_size <= 65536:
@@ -105,16 +133,16 @@ class Block(nn.Module):
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()
-        self.bn1 = nn.BatchNorm2d(in_channels)
+        self.bn1 = BatchNorm2d(in_channels)
         self.conv1 = nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
+        self.bn2 = BatchNorm2d(channels)
         self.prelu = PReLU(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, stride=stride, padding=1, bias=False)
-        self.bn3 = nn.BatchNorm2d(channels)
+        self.bn3 = BatchNorm2d(channels)
         self.downsample: nn.Sequential | None = None
         if stride != 1 or in_channels != channels:
             self.downsample = nn.Sequential(
-                nn.Conv2d(in_channels, channels, 1, stride=stride, bias=False), nn.BatchNorm2d(channels)
+                nn.Conv2d(in_channels, channels, 1, stride=stride, bias=False), BatchNorm2d(channels)
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -136,13 +164,13 @@ class IResNet(nn.Module):
         check_head(embedding_size, dropout)
         channels = [scale_channels(c, width) for c in _STAGE_CHANNELS]
         self.conv1 = nn.Conv2d(3, channels[0], 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels[0])
+        self.bn1 = BatchNorm2d(channels[0])
         self.prelu = PReLU(channels[0])
         self.layer1 = _stage(channels[0], channels[0], num_blocks[0])
         self.layer2 = _stage(channels[0], channels[1], num_blocks[1])
         self.layer3 = _stage(channels[1], channels[2], num_blocks[2])
         self.layer4 = _stage(channels[2], channels[3], num_blocks[3])
-        self.bn2 = nn.BatchNorm2d(channels[3])
+        self.bn2 = BatchNorm2d(channels[3])
         self.dropout = nn.Dropout(dropout)
         self.fc = nn.Linear(channels[3] * _OUTPUT_SIDE**2, embedding_size)
         self.features = nn.BatchNorm1d(embedding_size)

@@ -9,7 +9,7 @@ Shapes: b = images of this rank, h = w = feature map side, D = embedding size.
 
 from torch import Tensor, nn
 
-from .iresnet import PReLU, autocast_off, check_head, check_images, scale_channels
+from .iresnet import BatchNorm2d, PReLU, autocast_off, check_head, check_images, scale_channels
 
 
 class ConvBlock(nn.Module):
@@ -28,7 +28,7 @@ class ConvBlock(nn.Module):
         super().__init__()
         conv = nn.Conv2d(in_channels, channels, kernel_size, stride, padding, groups=groups, bias=False)
         activation = [] if linear else [PReLU(channels)]
-        self.layers = nn.Sequential(conv, nn.BatchNorm2d(channels), *activation)
+        self.layers = nn.Sequential(conv, BatchNorm2d(channels), *activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (b, channels, h', w') from (b, in_channels, h, w)."""

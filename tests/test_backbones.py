@@ -329,3 +329,35 @@ def test_prelu_in_bf16_sums_the_gradient_of_its_slopes_in_fp32() -> None:
     # each product of the 16 x 16 x 16 is rounded to bf16, up or down alike; their sum is not
     bound = rounding_bound(torch.bfloat16, 16**3) / 16**3 * sizes
     assert bool(((module.weight.grad.double() - products).abs() < bound).all())
+
+
+@pytest.mark.parametrize("name", ["r18", "mbf"])
+def test_batches_are_counted_in_the_state_dict_as_by_torch(name: str) -> None:
+    torch.manual_seed(0)
+    model, reference = (build_backbone(name, embedding_size=8, width=0.125) for _ in range(2))
+    for part in list(reference.modules()):
+        for path, child in part.named_children():
+            if isinstance(child, nn.BatchNorm2d):
+                setattr(part, path, nn.BatchNorm2d(child.num_features))
+    reference.load_state_dict(model.state_dict())
+    images = torch.randn(2, 3, 112, 112)
+
+    def counts(network: nn.Module) -> dict[str, int]:
+        return {key: int(value) for key, value in network.state_dict().items() if key.endswith("num_batches_tracked")}
+
+    with torch.no_grad():
+        for network in (model, reference):
+            for _ in range(3):
+                network(images)
+            network.eval()(images)  # not counted
+        assert counts(model) == counts(reference) and set(counts(model).values()) == {3}
+        assert counts(model) == counts(reference)  # a second look changes nothing
+        saved = model.state_dict()
+        copied = {key: value.clone() for key, value in saved.items()}
+        for network in (model, reference):
+            network.train()(images)
+            network.load_state_dict(copied)  # which forgets the fourth
+            network(images)
+        assert counts(model) == counts(reference) and set(counts(model).values()) == {4}
+    for key, value in reference.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value), key
