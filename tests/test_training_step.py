@@ -1,12 +1,17 @@
 """The terms of a loss on several ranks give the gradient of the whole batch on one."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rounding import rounding_bound
-from torch import nn
+from tiny_runs import tiny_run, write_dataset
+from torch import Tensor, nn
 
+import train
+from training import model as training_model
 from training.step import LossTerm, backward
 from utils import distributed
 from utils.distributed import World
@@ -57,3 +62,32 @@ def test_the_gradient_is_that_of_the_weighted_sum_and_an_empty_loss_is_refused()
     assert weight.grad is not None and float(weight.grad) == 2 * 4 + 1.5  # the mean of DDP over 4 ranks makes it 2 + 1.5 / 4
     with pytest.raises(AssertionError, match="at least one term"):
         backward([], 1)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_images_and_weights_are_channels_last_from_the_first_convolution_to_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int
+):
+    build, seen = training_model.build_backbone, []
+
+    def note(module: nn.Module, given: tuple[Tensor], out: Tensor) -> None:
+        if module.training:
+            seen.append((given[0], module.weight, out))
+
+    def watched(**arguments: Any) -> nn.Module:
+        network = build(**arguments)
+        for part in network.modules():
+            if isinstance(part, nn.Conv2d):
+                part.register_forward_hook(note)
+        return network
+
+    monkeypatch.setattr(training_model, "build_backbone", watched)
+    write_dataset(tmp_path)
+    settings = ("train.max_steps=1", "eval.targets=[]", "train.batch_size=4", f"train.accumulation={accumulation}")
+    assert train.main(tiny_run(tmp_path, tmp_path, *settings)) == 0
+    images, _, _ = seen[0]
+    b = 4 // accumulation
+    assert images.shape == (b, 3, 112, 112) and images.stride() == (3 * 112 * 112, 1, 3 * 112, 3)
+    assert len(seen) > 40 * accumulation
+    for given, weight, out in seen:
+        assert all(part.is_contiguous(memory_format=torch.channels_last) for part in (given, weight, out))
