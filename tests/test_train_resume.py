@@ -206,7 +206,9 @@ setup.build_dataset = build_dataset
 
 
 def test_ctrl_c_in_another_program_speaks_of_no_checkpoint(tmp_path: Path):
-    program = "import sys, time; from utils.program import run_main; print('it is here', flush=True); sys.exit(run_main(lambda: "
+    program = (
+        "import sys, time; from utils.program import run_main; print('it is here', flush=True); sys.exit(run_main(lambda: "
+    )
     program += "time.sleep(30)))"
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
