@@ -50,26 +50,25 @@ def _train_one_block(arguments: list[str]) -> int:
 def test_the_compiled_network_trains_as_the_network_itself(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if os.environ.get("FACE_ONE_PROCESS"):
         pytest.skip("FACE_ONE_PROCESS: both sides have the same arithmetic, and compiling takes long")
-    for processes in (1, 2):
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"cache_{processes}"))
-        runs = []
-        for mode in ("off", "default"):
-            arguments = tiny_run(folder, tmp_path, *SETTINGS, f"run.name={mode}_{processes}", f"train.compile={mode}")
-            done = run_program(_train_one_block, [arguments] * processes, timeout=600)
-            assert done.returncode == 0, done.stderr
-            assert ("torch.compile in mode default" in done.stdout + done.stderr) == (mode == "default")
-            runs.append(tmp_path / f"{mode}_{processes}")
-        cache = tmp_path / f"cache_{processes}"
-        assert any("batch_norm" in path.read_text() for path in cache.rglob("*.py"))  # what training ran was compiled
-        eager, compiled = ([values["loss"] for values in read_metrics(run).values()] for run in runs)
-        assert compiled == pytest.approx(eager, abs=16 * network_bound())
-        assert max(eager) - min(eager) > 100 * 16 * network_bound()
-        eager_weights, weights = (final_weights(run) for run in runs)
-        assert list(weights) == list(eager_weights)
-        for name, value in eager_weights.items():
-            bound = network_bound() * max(1.0, float(value.abs().max()))
-            assert float((weights[name].double() - value.double()).abs().max()) < bound, name
-        assert list(read_metrics(runs[1], "tiny")) == list(read_metrics(runs[0], "tiny")) == [2, 3]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    runs = []
+    for mode in ("off", "default"):
+        arguments = tiny_run(folder, tmp_path, *SETTINGS, f"run.name={mode}", f"train.compile={mode}")
+        done = run_program(_train_one_block, [arguments] * 2, timeout=600)
+        assert done.returncode == 0, done.stderr
+        assert ("torch.compile in mode default" in done.stdout + done.stderr) == (mode == "default")
+        runs.append(tmp_path / mode)
+    cache = tmp_path / "cache"
+    assert any("batch_norm" in path.read_text() for path in cache.rglob("*.py"))  # what training ran was compiled
+    eager, compiled = ([values["loss"] for values in read_metrics(run).values()] for run in runs)
+    assert compiled == pytest.approx(eager, abs=16 * network_bound())
+    assert max(eager) - min(eager) > 100 * 16 * network_bound()
+    eager_weights, weights = (final_weights(run) for run in runs)
+    assert list(weights) == list(eager_weights)
+    for name, value in eager_weights.items():
+        bound = network_bound() * max(1.0, float(value.abs().max()))
+        assert float((weights[name].double() - value.double()).abs().max()) < bound, name
+    assert list(read_metrics(runs[1], "tiny")) == list(read_metrics(runs[0], "tiny")) == [2, 3]
 
 
 def test_a_compiler_that_is_missing_is_reported_in_one_line_before_the_run_has_a_folder(

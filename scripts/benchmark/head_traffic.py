@@ -5,6 +5,9 @@ anything from one use to the next. Not counted is what does not grow with the cl
 Shapes: B = samples of the global batch, D = embedding size.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/benchmark/head_traffic.py is no program; python -m scripts lists them")
+
 from dataclasses import replace
 from typing import Any
 
