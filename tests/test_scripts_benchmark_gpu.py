@@ -8,15 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny_runs import ROOT
 
-from scripts.benchmark import gpu
+from scripts.benchmark import device_rates, gpu
 from scripts.benchmark.gpu_parts import heads
-from scripts.benchmark.gpu_parts.measuring import Interval, attempt, device_figures, outermost
+from scripts.benchmark.gpu_parts.measuring import Context, Interval, attempt, device_figures, outermost
 
 POSITIVE = {  # of each part: figures that its rows have, each in one row at least
     "machine": {"TFLOP/s", "GB/s", "us"},
@@ -150,10 +151,32 @@ def test_a_case_without_memory_is_left_out_and_any_other_error_is_a_failure():
     assert attempt({"a": 1}, lambda: raises(KeyError("x"))) == {"a": 1, "failed": "KeyError: 'x'"}
 
 
-def test_the_least_bytes_of_a_step_are_those_of_the_formats():
-    case = {"classes": 1000, "sample_rate": 0.5, "storage": "tiny", "matmul": "bf16", "batch": 64}
-    # bf16 centres in, in, out; int8 momentum in, out; bf16 E of 64 samples out, in
-    assert heads.least_bytes(case) == 500 * (512 * (2 + 2 + 2) + 512 * (1 + 1) + 64 * (2 + 2))
+def test_the_floor_of_a_step_is_that_of_the_operations_or_of_the_bytes(tmp_path: Path):
+    settings = {"sample_rate": 0.5, "storage": "tiny", "matmul": "bf16", "cache_mb": -1, "chunk": 0, "kernels": "plain"}
+    case = {"classes": 1000, "batch": 64, **settings}
+    # bf16 centres in; bf16 E of 64 samples out and in; centre, int8 momentum, its scale and the norm in and out
+    size = 500 * (512 * 2 + 4 + 64 * (2 + 2) + 2 * (512 * (2 + 1) + 4 + 4))
+    operations = 500 * 6 * 64 * 512
+    for rates, floor in (((1e-3, 1e9), operations / 1e6), ((1e9, 1e-3), size / 1e3)):
+        limits = {"bf16": rates[0], "GB/s": rates[1]}
+        row = heads._one(case, Context(torch.device("cpu"), True, tmp_path), limits)
+        assert row["flops_per_byte"] == pytest.approx(operations / size)
+        assert row["floor_ms"] == pytest.approx(floor) and row["share_of_floor"] == pytest.approx(floor / row["wall_ms"])
+
+
+@pytest.mark.parametrize(("device", "calls"), [("cuda", 20), ("cpu", 1)])
+def test_bare_work_on_a_gpu_is_timed_over_twenty_calls_between_two_waits(
+    monkeypatch: pytest.MonkeyPatch, device: str, calls: int
+):
+    """The clock counts a second for a call of the work, and nine for a wait."""
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("wait"))
+    clock = SimpleNamespace(perf_counter=lambda: done.count("work") + 9.0 * done.count("wait"))
+    monkeypatch.setattr(device_rates, "time", clock)
+    seconds = device_rates.bare_seconds(lambda: done.append("work"), torch.device(device), rounds=3)
+    waits = ["wait"] if device == "cuda" else []
+    assert done == 4 * [*waits, *calls * ["work"], *waits]  # the first round is not counted
+    assert seconds == (1.0 if device == "cpu" else (20 + 9) / 20)
 
 
 def test_the_page_on_gpus_names_the_parts_and_tests_that_there_are():

@@ -7,13 +7,17 @@ if __name__ == "__main__":
     raise SystemExit("error: scripts/benchmark/device_rates.py is no program; python -m scripts lists them")
 
 import argparse
+import statistics
 import time
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from partial_fc.build import matmul_dtype
 from utils.precision import AUTOCAST
+
+_CALLS = 20  # of bare work on a GPU between two waits for it
 
 
 class Card(NamedTuple):
@@ -93,20 +97,31 @@ def measured_rates(dtype: torch.dtype, device: torch.device) -> tuple[float, flo
     """Return TFLOP/s of matrix products in a dtype and GB/s of a copy on this device."""
     size = 4096 if device.type == "cuda" else 1024
     first = torch.randn(size, size, device=device).to(dtype)
-    data = torch.empty(2**26, device=device)
-
-    def seconds(work: Any) -> float:
-        times = []
-        for _ in range(5):
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            started = time.perf_counter()
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - started)
-        return sorted(times)[2]
-
+    data, product = torch.empty(2**26, device=device), torch.empty_like(first)
     half = len(data) // 2
-    copied = seconds(lambda: data[:half].copy_(data[half:]))
-    return 2e-12 * size**3 / seconds(lambda: torch.mm(first, first)), 8e-9 * half / copied
+    copied = bare_seconds(lambda: data[:half].copy_(data[half:]), device)
+    multiplied = bare_seconds(lambda: torch.mm(first, first, out=product), device)
+    return 2e-12 * size**3 / multiplied, 8e-9 * half / copied
+
+
+def bare_seconds(work: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
+    """Return the seconds of one call of some work: the median over the rounds, after one that is not timed.
+
+    On a GPU a round is many calls between two waits for the device. After a wait the device is idle until the next launch
+    reaches it, which takes about as long as a small product, and would be counted to a single call.
+    """
+    calls, times = _CALLS if device.type == "cuda" else 1, []
+    for _ in range(1 + rounds):
+        synchronise(device)
+        started = time.perf_counter()
+        for _ in range(calls):
+            work()
+        synchronise(device)
+        times.append((time.perf_counter() - started) / calls)
+    return statistics.median(times[1:])
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for all work of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -39,6 +39,7 @@ from utils.program import run_main
 
 from . import head_traffic
 from .baselines.heads import PlainHead
+from .device_rates import bare_seconds, synchronise
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _OURS = (("exact", "fp32"), ("exact", "bf16"), ("lean", "bf16"), ("tiny", "bf16"))
@@ -185,10 +186,10 @@ def work(case: dict[str, Any]) -> None:
             step(number)
         times = []
         for number in range(case["steps"]):
-            _synchronise(device)
+            synchronise(device)
             started = time.perf_counter()
             step(2 + number)
-            _synchronise(device)
+            synchronise(device)
             times.append(1e3 * (time.perf_counter() - started))
         local = case["classes"] / ranks
         figures = {
@@ -250,16 +251,7 @@ def _bare_products(case: dict[str, Any], device: torch.device) -> dict[str, Any]
         "centre gradient": lambda: torch.mm(e, x, out=dw),
         "copy": lambda: dw.copy_(w),
     }
-    seconds = {}
-    for name, work in works.items():
-        times = []
-        for _ in range(9):
-            _synchronise(device)
-            started = time.perf_counter()
-            work()
-            _synchronise(device)
-            times.append(time.perf_counter() - started)
-        seconds[name] = statistics.median(times[2:])
+    seconds = {name: bare_seconds(work, device, rounds=7) for name, work in works.items()}
     copy = 2 * w.nbytes / seconds.pop("copy") / 1e9
     product = 2 * batch * classes * _DIM / 1e9
     rates = {name: product / value for name, value in seconds.items()}
@@ -292,11 +284,6 @@ def peak_bytes(device: torch.device) -> float:
     if device.type == "cpu" and status.is_file():  # getrusage would include the parent's memory at the fork
         return 1024.0 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
     return peak_memory_gib(device) * 2**30
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _memory_bytes(device: str, ranks: int) -> float:

@@ -10,9 +10,9 @@ import torch
 
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC
-from partial_fc.centre_store import FORMATS
 
-from ..device_rates import measured_rates
+from ..device_rates import measured_rates, synchronise
+from ..head_traffic import floor_per_class
 from .machine import DTYPES
 from .measuring import (
     Context,
@@ -23,7 +23,6 @@ from .measuring import (
     event_ms,
     peak_from_here,
     record,
-    synchronise,
     times_of,
 )
 
@@ -79,7 +78,7 @@ def _one(case: Row, context: Context, limits: dict[str, float]) -> Row:
         row["enqueue_ms"] = enqueue
         row["gpu_ms"] = event_ms(step, steps, head.shard_state)  # which makes this stream wait for the update's
         row |= device_figures(record(device, step))
-    flops, size = 6.0 * case["batch"] * case["classes"] * case["sample_rate"] * _DIM, least_bytes(case)
+    flops, size = 6.0 * case["batch"] * case["classes"] * case["sample_rate"] * _DIM, _least_bytes(case)
     row["useful_tflops"] = flops / row["wall_ms"] / 1e9
     row["flops_per_byte"] = flops / size
     row["floor_ms"] = max(flops / limits[case["matmul"]] / 1e9, size / limits["GB/s"] / 1e6)
@@ -89,10 +88,8 @@ def _one(case: Row, context: Context, limits: dict[str, float]) -> Row:
 
 def _head(case: Row, device: torch.device) -> tuple[PartialFC, Callable[[], None]]:
     """Return a head, and a function that takes one step with it; its plans are made before, as a training's thread does."""
-    config: dict[str, Any] = {name: case[name] for name in ("sample_rate", "storage", "cache_mb", "chunk", "kernels")}
     margin = build_margin("arcface", scale=64.0, margin=0.5)
-    config["matmul_dtype"] = DTYPES[case["matmul"]]
-    head = PartialFC(margin, case["classes"], _DIM, config=HeadConfig(**config), device=device)
+    head = PartialFC(margin, case["classes"], _DIM, config=_config(case), device=device)
     embeddings = torch.randn(case["batch"], _DIM, device=device).requires_grad_()
     labels = torch.randint(case["classes"], (1, case["batch"]))
     plan = head.prepare(labels, 0)
@@ -106,8 +103,11 @@ def _head(case: Row, device: torch.device) -> tuple[PartialFC, Callable[[], None
     return head, step
 
 
-def least_bytes(case: Row) -> float:
-    """Return the bytes that a step must move: centres twice in, once out; momentum and E (c, B) each once in and once out."""
-    centre, momentum, _ = (dtype.itemsize for dtype in FORMATS[case["storage"]])
-    per_class = _DIM * (3 * centre + 2 * momentum) + 2 * case["batch"] * DTYPES[case["matmul"]].itemsize
-    return float(per_class * case["classes"] * case["sample_rate"])
+def _config(case: Row) -> HeadConfig:
+    settings: dict[str, Any] = {name: case[name] for name in ("sample_rate", "storage", "cache_mb", "chunk", "kernels")}
+    return HeadConfig(**settings, matmul_dtype=DTYPES[case["matmul"]])
+
+
+def _least_bytes(case: Row) -> float:
+    """Return the fewest bytes that a step moves."""
+    return floor_per_class(_config(case), case["batch"], _DIM) * case["classes"] * case["sample_rate"]

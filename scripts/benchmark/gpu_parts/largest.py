@@ -14,7 +14,8 @@ from partial_fc.kernels import choose_kernels
 from partial_fc.memory import HeadMemory
 from utils.memory import free_bytes
 
-from .measuring import Context, Row, centres_drawn_on_the_device, peak_from_here, synchronise
+from ..device_rates import synchronise
+from .measuring import Context, Row, centres_drawn_on_the_device, peak_from_here
 
 _DIM, _BATCH = 512, 128
 

@@ -15,7 +15,8 @@ from data.record_dataset import RecordDataset
 from data.sampler import SampleOrder
 
 from ..data import make_faces
-from .measuring import Context, Row, synchronise
+from ..device_rates import synchronise
+from .measuring import Context, Row
 
 _LAUNCHES = 300
 

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from partial_fc.centre_store import CentreStore
 
+from ..device_rates import synchronise
 from ..head import peak_bytes
 
 Row = dict[str, Any]
@@ -41,12 +42,6 @@ class Interval(NamedTuple):
     name: str
     start: float
     end: float
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait for all work of a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def times_of(device: torch.device, work: Callable[[], object], repeats: int) -> tuple[float, float]:

@@ -13,7 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from backbones import build_backbone
 from utils.precision import AUTOCAST
 
-from .measuring import Context, Row, attempt, device_figures, peak_from_here, record, synchronise, times_of
+from ..device_rates import synchronise
+from .measuring import Context, Row, attempt, device_figures, peak_from_here, record, times_of
 
 # what the names of operators contain -> what they are; the first match counts
 _KINDS = (
