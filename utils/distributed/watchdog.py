@@ -92,7 +92,8 @@ class Watchdog:
     def _others(self) -> str:
         """Return where the other ranks were last seen; give up if the store does not answer."""
         answer: list[str] = []
-        thread = threading.Thread(target=lambda: answer.append(self._ask()), daemon=True)
+        name = "watchdog's question"
+        thread = threading.Thread(target=lambda: answer.append(self._ask()), name=name, daemon=True)
         thread.start()
         thread.join(_PATIENCE)
         return answer[0] if answer else "The first machine cannot be reached"
@@ -183,7 +184,7 @@ class Watchdog:
             with contextlib.suppress(RuntimeError):
                 self._new_store().set(f"end {self.world.rank}", how)
 
-        thread = threading.Thread(target=publish, daemon=True)
+        thread = threading.Thread(target=publish, name="watchdog's last word", daemon=True)
         thread.start()
         thread.join(_PATIENCE)
 

@@ -1,0 +1,86 @@
+"""The page on GPUs names the threads and process groups that a training really has."""
+
+import json
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from tiny_runs import ROOT, run_program, tiny_run, write_dataset
+
+import train
+
+PAGE = (ROOT / "docs" / "gpu.md").read_text()
+THREADING = threading.Thread.__module__
+
+
+def _table(first_column: str) -> list[list[str]]:
+    """Return the cells of the table whose first column is called this, row by row."""
+    lines = PAGE[PAGE.index(f"| {first_column} |") :].split("\n\n", 1)[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def _kind(thread: threading.Thread) -> str:
+    """Return the name of a thread without its number; for a class of a library, the library."""
+    module = type(thread).__module__
+    return re.sub(r"_\d+$", "", thread.name) if module == THREADING else module.partition(".")[0]
+
+
+def _caller() -> str:
+    """Return the file of this project that asked for a process group."""
+    frame: Any = sys._getframe(2)
+    while True:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT) and path != ROOT / "utils" / "distributed" / "__init__.py" and path != Path(__file__):
+            return path.relative_to(ROOT).as_posix()
+        frame = frame.f_back
+
+
+def _train_and_note(arguments: list[str]) -> int:
+    """Train as under torchrun, and write down which threads were started and who made process groups."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"
+    threads: set[str] = set()
+    groups: list[str] = []
+    start, init, new = threading.Thread.start, dist.init_process_group, dist.new_group
+
+    def noted_start(thread: threading.Thread) -> None:
+        threads.add(_kind(thread))
+        start(thread)
+
+    def noted_init(*given: Any, **named: Any) -> None:
+        groups.append(_caller())
+        init(*given, **named)
+
+    def noted_new(*given: Any, **named: Any) -> Any:
+        groups.append(_caller())
+        return new(*given, **named)
+
+    threading.Thread.start = noted_start  # type: ignore[method-assign]
+    dist.init_process_group, dist.new_group = noted_init, noted_new
+    status = train.main(arguments)
+    found = {"threads": sorted(threads), "groups": groups}
+    (Path(arguments[0]).parent / f"found {os.environ['RANK']}.json").write_text(json.dumps(found))
+    return status
+
+
+def test_the_page_names_the_threads_and_process_groups_of_a_training(tmp_path: Path):
+    write_dataset(tmp_path)
+    # block order, in which there is reading ahead
+    arguments = tiny_run(tmp_path, tmp_path, "data.shuffle=block", "data.block=2", "data.window=4", "head.sample_rate=0.5")
+    done = run_program(_train_and_note, [arguments] * 2)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads((tmp_path / f"found {rank}.json").read_text()) for rank in range(2)]
+    groups = [row[1].strip("`") for row in _table("process group")]
+    assert found[0]["groups"] == found[1]["groups"] and sorted(found[0]["groups"]) == sorted(groups)
+    main_thread, *rows = _table("thread")
+    assert main_thread[0] == "main thread"
+    named = {row[0].strip("`"): row for row in rows}
+    seen = set(found[0]["threads"]) | set(found[1]["threads"])
+    assert seen <= named.keys(), f"docs/gpu.md does not name {sorted(seen - named.keys())}"
+    for name in named.keys() - seen:
+        assert re.search(r"only (on CUDA|at an error)|progress bars", named[name][1]), f"a training has no thread {name!r}"
+    paths = re.findall(r"`([\w/]+\.py)`", PAGE)
+    assert paths and not [path for path in paths if not (ROOT / path).is_file()]
