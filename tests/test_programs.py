@@ -31,6 +31,7 @@ SCRIPTS = sorted(path for path in (ROOT / "scripts").rglob("*.py") if path.name 
 # scripts.benchmark.train without the packages of this project
 FILES = ("torchrun", "mxnet_judge", "arcface_torch_loop")
 PROGRAMS = [_module(path) for path in SCRIPTS if "make_parser(" in path.read_text()]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PARTS = [path for path in SCRIPTS if _module(path) not in PROGRAMS and path.stem not in FILES]
 MODULES = {"train": "python train.py", "eval.__main__": "python -m eval"} | {name: f"python -m {name}" for name in PROGRAMS}
 
@@ -93,6 +94,23 @@ def test_the_examples_of_a_program_are_taken_by_its_own_parser(module: str, monk
             except SystemExit as end:
                 status = end.code
         assert status == 0, f"{command} {example}: {said.getvalue()}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_the_commands_of_a_page_are_taken_by_the_programs(page: Path, monkeypatch: pytest.MonkeyPatch):
+    text = page.read_text().replace("\\\n", " ")  # a command may go on in the next line
+    modules = {command: module for module, command in MODULES.items()}
+    for command, arguments in re.findall(r"(python train\.py|python -m (?:eval|scripts[.\w]+)\b)([^`\n]*--[^`\n]*)", text):
+        if command not in modules:
+            continue
+        program = importlib.import_module(modules[command])
+        monkeypatch.setattr(program, "run_main", lambda run: 0)  # parse, and do nothing
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                status = program.main(shlex.split(arguments, comments=True))
+            except SystemExit as end:
+                status = end.code
+        assert status == 0, f"{command}{arguments}: {said.getvalue()}"
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name != "train"])
