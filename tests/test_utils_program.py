@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from utils import program
 from utils.program import StopSignal
 
 LIBC = ctypes.CDLL(None)
@@ -38,3 +39,20 @@ def test_a_signal_is_seen_while_the_main_thread_is_in_a_call_that_does_not_retur
     assert seen == [number.name]
     assert (signal.getsignal(number), signal.set_wakeup_fd(-1)) == before
     assert "signals" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_ctrl_c_in_the_moment_before_training_can_be_saved_does_not_end_it_later(monkeypatch: pytest.MonkeyPatch):
+    """The thread that reads signals sees one before the run can save, and the main thread's handler runs just after that."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(program, "_PATIENCE", 1.0)
+    before = signal.getsignal(signal.SIGINT)
+    with StopSignal() as stop:
+        thread = threading.Thread(target=stop._note, args=(signal.SIGINT,))
+        thread.start()
+        time.sleep(0.2)  # a thread that is not there yet could only let this test pass
+        stop.can_save = True
+        stop._handle(signal.SIGINT, None)
+        thread.join()
+        assert ended == [] and stop.name == "SIGINT"
+    assert signal.getsignal(signal.SIGINT) == before

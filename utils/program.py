@@ -111,11 +111,13 @@ class StopSignal:
 
     def _note(self, number: signal.Signals) -> None:
         if number == signal.SIGINT and not self.can_save:
-            if not self._interrupted.wait(_PATIENCE):  # the main thread hangs in a call
+            if self._interrupted.wait(_PATIENCE):
+                return
+            if not self.can_save:  # the main thread hangs in a call
                 if _is_rank_0():
                     os.write(2, f"interrupted: {_NOTHING_SAVED}\n".encode())
                 os._exit(INTERRUPTED)
-            return
+            # it has begun to train between the signal and the handler
         if number == signal.SIGINT:
             # the system's default, which ends the process whatever it does; Python allows signal.signal in the main thread only
             ctypes.CDLL(None).signal(int(number), None)
