@@ -66,7 +66,7 @@ def check_head_fits(
         ValueError: it does not fit, with what would.
     """
     kernels = choose_kernels(config.kernels, world.device, embedding_size)
-    memory = HeadMemory(embedding_size, rows, config, accumulation, kernels, world.world_size)
+    memory = HeadMemory(embedding_size, rows, config, accumulation, kernels, world.world_size, world.device.type)
     check_fits(memory, num_classes, world.world_size, free, others)
     return memory.bytes_for(-(-num_classes // world.world_size))
 

@@ -28,6 +28,7 @@ class HeadMemory(NamedTuple):
     accumulation: int = 1
     kernels: str = "c"  # as kernels.choose_kernels returns it
     world_size: int = 1  # ranks with a shard each
+    device: str = "cpu"  # or cuda: sizes of chunks and of a search differ
 
     @property
     def bytes_per_class(self) -> int:
@@ -41,9 +42,8 @@ class HeadMemory(NamedTuple):
 
     def shared_bytes(self, num_local: int) -> int:
         """Bytes of buffers and cache of a shard of num_local classes: bounded, but for 40 per class of inverted lists."""
-        device = "cuda" if self.kernels == "triton" else "cpu"
         config, size = self.config, self.config.matmul_dtype.itemsize
-        c = min(config.chunk or auto_chunk(device, config.matmul_dtype), num_local)
+        c = min(config.chunk or auto_chunk(self.device, config.matmul_dtype), num_local)
         padded, fp32 = padded_rows(c, config.matmul_dtype), c * self.dim * 4
         total = padded * (self.dim + self.rows) * size + self._copied_rows(c) * self.dim * size  # gradient, logits, centres
         total += 0 if size == 4 else self.rows * self.dim * size
@@ -62,7 +62,7 @@ class HeadMemory(NamedTuple):
                 config.cache_mb * MEBI, self.accumulation * padded_rows(active, config.matmul_dtype) * self.rows * size
             )
         if config.sampling == "neighbours":
-            total += search_bytes(config, num_local * self.world_size, num_local, self.dim, device)
+            total += search_bytes(config, num_local * self.world_size, num_local, self.dim, self.device)
         return total + self.accumulation * _ROWS_KEPT * self.rows * self.dim * 4
 
     def _copied_rows(self, c: int) -> int:

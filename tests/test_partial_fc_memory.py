@@ -1,15 +1,20 @@
 """The memory model against heads that really run, and what a run that cannot fit is told."""
 
+from typing import Any
+
 import pytest
 import torch
 from dense_reference import bytes_of_workspace
 
 from backbones import build_backbone
 from losses import build_margin
-from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
+from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD, check_head_fits
 from partial_fc.centre_store import FORMATS
 from partial_fc.kernels import KERNELS
 from partial_fc.memory import HeadMemory, check_fits
+from partial_fc.neighbours import search_bytes
+from partial_fc.softmax import auto_chunk
+from utils.distributed import World
 from utils.memory import backbone_memory
 
 D, ROWS = 64, 32
@@ -40,6 +45,20 @@ def test_the_model_is_what_a_head_holds(
     held = bytes_of_workspace(head) + (0 if noise is None else sum(table.nbytes for table in noise._tables.values()))
     model = memory.shared_bytes(num_classes)
     assert 0.75 * model < held <= model  # the model counts small tensors besides, and never too little
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_torch_on_a_gpu_has_the_chunks_and_the_search_of_a_gpu(dtype: torch.dtype):
+    classes, world = 200_000, World(0, 1, 0, 1, torch.device("cuda"))
+
+    def fitting(**settings: Any) -> int:
+        config = HeadConfig(kernels="plain", matmul_dtype=dtype, **settings)
+        return check_head_fits(classes, D, world, config, ROWS, 1, 0, 1 << 40)
+
+    assert fitting() == fitting(chunk=auto_chunk("cuda", dtype)) > fitting(chunk=auto_chunk("cpu", dtype))
+    graph = 4 * HeadConfig().num_neighbours * classes
+    searched = search_bytes(HeadConfig(matmul_dtype=dtype), classes, classes, D, "cuda")
+    assert fitting(sample_rate=0.5, sampling="neighbours") - fitting(sample_rate=0.5) >= graph + searched
 
 
 @pytest.mark.parametrize("state", FORMATS)

@@ -156,8 +156,9 @@ def _head_config(options: argparse.Namespace, storage: str, device: torch.device
 def _memory(options: argparse.Namespace, storage: str, device: torch.device) -> HeadMemory:
     away = device.type == "cpu" and is_for_gpu(options, device)  # a GPU that is not here
     kernels = "triton" if away else choose_kernels("auto", device, options.embedding_size)
-    config = _head_config(options, storage, device)
-    return HeadMemory(options.embedding_size, options.batch * options.gpus, config, kernels=kernels, world_size=options.gpus)
+    config, rows = _head_config(options, storage, device), options.batch * options.gpus
+    where = {"world_size": options.gpus, "device": "cuda" if away else device.type}
+    return HeadMemory(options.embedding_size, rows, config, kernels=kernels, **where)
 
 
 def _backbone(options: argparse.Namespace, device: torch.device) -> tuple[BackboneMemory, int]:

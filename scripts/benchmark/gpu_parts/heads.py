@@ -79,10 +79,11 @@ def _one(case: Row, context: Context, limits: dict[str, float]) -> Row:
         row["gpu_ms"] = event_ms(step, steps, head.shard_state)  # which makes this stream wait for the update's
         row |= device_figures(record(device, step))
     flops, size = 6.0 * case["batch"] * case["classes"] * case["sample_rate"] * _DIM, _least_bytes(case)
-    row["useful_tflops"] = flops / row["wall_ms"] / 1e9
+    milliseconds = row.get("gpu_ms", row["wall_ms"])  # of steps in a row, as training and the bare rates have them
+    row["useful_tflops"] = flops / milliseconds / 1e9
     row["flops_per_byte"] = flops / size
     row["floor_ms"] = max(flops / limits[case["matmul"]] / 1e9, size / limits["GB/s"] / 1e6)
-    row["share_of_floor"] = row["floor_ms"] / row["wall_ms"]
+    row["share_of_floor"] = row["floor_ms"] / milliseconds
     return row
 
 

@@ -29,7 +29,8 @@ def measure(context: Context) -> Iterator[Row]:
     device = context.device
     matmul = torch.float32 if context.quick else torch.bfloat16
     config = HeadConfig(storage="tiny", matmul_dtype=matmul, cache_mb=64)
-    memory = HeadMemory(_DIM, _BATCH, config, 1, choose_kernels("auto", device, _DIM))
+    kernels = choose_kernels("auto", device, _DIM)
+    memory = HeadMemory(_DIM, _BATCH, config, kernels=kernels, device=device.type)
     wanted = 30_000 if context.quick else 85_000_000
     classes = min(wanted, memory.classes_in(int(0.97 * free_bytes(device, 1))))
     peak = peak_from_here(device)
