@@ -1,11 +1,11 @@
 """The interface between a margin and the head: cosines in, logits out.
 
 Source: the losses of Wang et al. (CosFace), Deng et al. (ArcFace), Liu et al. (SphereFace) and their successors are all
-cross-entropy on logits that are a function of the cosines. They differ only in that function.
-Shapes: B = samples, the global batch; K = classes of one chunk of the head.
+cross-entropy, or a sum over classes, of logits that are a function of the cosines. They differ in that function.
+Shapes: B = samples, the global batch; c = classes of one chunk of the head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,40 +13,45 @@ from torch import Tensor, nn
 
 from utils.suggest import did_you_mean
 
-GRADIENTS = ("exact", "straight_through")
+from .negatives import POLE_EPS, Negatives, negatives_of
 
-# Closer to |cosine| = 1, exact derivatives are evaluated at 1 - this value, where d theta / d cosine is 224. At 1 it is
-# infinite. The embedding's gradient hardly changes, since d cosine / d embedding goes to 0 as fast.
-_DERIVATIVE_EPS = 1e-5
+GRADIENTS = ("exact", "straight_through")
+State = dict[str, Tensor]
 
 
 class Margin(nn.Module):
-    """Maps cosines to logits, without knowledge of ranks, labels or class centres. Subclasses define `target`.
+    """Maps cosines to logits, without knowledge of ranks, labels or class centres. Subclasses define at least `target`.
 
-    A margin with batch statistics, such as the mean cosine, also defines `observe` and `commit`. In an optimizer step
+    A margin's part in an optimizer step:
 
-        state = margin.observe(target_cosine, norm)       # once per micro-batch; changes nothing
-        margin.target(..., state), margin.negatives(..., state)
-        margin.commit([state of each micro-batch])        # once, when the step updates the centres
+        margin.at_step(step)                                     # once; numbers that follow a schedule
+        state = margin.observe(cosine, norm, seed, of_class)     # once per micro-batch; changes nothing
+        margin.negatives(cosine, norm, state)                    # the function of the negatives, if it is not linear
+        state = margin.complete(state, log_z, hard)              # after the sums over all classes; changes nothing
+        margin.target(cosine, norm, state)                       # the logits of the samples' own classes
+        margin.commit([state of each micro-batch], good)         # once, when the step updates the centres
 
     The head may rely on the following:
-    - `target` and `negatives` depend only on their arguments, sample by sample, and change no buffer. The head may call them on
-      any samples and any chunk of classes, and again in the update.
-    - `target` is differentiable by autograd with respect to `cosine`. Its values and derivatives are finite for every finite
-      cosine, including rounding errors beyond [-1, 1], and it never falls when the cosine rises. It computes in fp32 or
-      better, for any autocast setting and any input dtype.
-    - For cosines in [-1, 1], no target logit is above `logit_bound` and no negative logit is above it in absolute value. A
-      cosine that rounding puts beyond 1 may exceed it in proportion.
-    - If `linear_negatives` is true, `negatives(cosine, ...)` is exactly `scale * cosine`, and the head may put the scale into a
-      matrix product instead of calling it. Otherwise its derivative comes from autograd.
+    - `target` and `negatives` depend only on their arguments and on what `at_step` set, sample by sample, and change nothing.
+    - `target` is differentiable by autograd with respect to cosine, norm and the trained numbers in `state`. Its values and
+      derivatives are finite for every finite cosine, including rounding errors beyond [-1, 1]. It computes in fp32 or better,
+      for any autocast setting and any input dtype.
+    - No method makes the host wait for the device: a number that depends on a batch stays a tensor.
+    - For cosines in [-1, 1], no logit is above `logit_bound`, and no negative's is below `lowest_negative`. A cosine that
+      rounding puts beyond 1 may exceed them in proportion.
     - A margin keeps state between steps in buffers, so `state_dict` and `.to(device)` include it. The state is equal on all
-      ranks, since `observe` gets the global batch.
+      ranks, since all methods get the global batch.
 
     Args:
         scale: factor s on all cosines.
         gradient: "exact" differentiates the margin; "straight_through" gives every target logit the derivative `scale`,
             as arcface_torch does. The values are the same.
     """
+
+    link = "softmax"  # or "sum": each class has a loss of its own, softplus(-t) of the target, softplus(z) of a negative
+    negative_weight = 1.0  # of the negatives' softplus, in a sum
+    target_weight = 1.0  # of the target's softplus, in a sum
+    wants_hard = False  # whether `complete` is given the hard negatives of a `Negatives` of kind "hard"
 
     def __init__(self, scale: float = 64.0, gradient: str = "exact") -> None:
         super().__init__()
@@ -59,37 +64,76 @@ class Margin(nn.Module):
         self.scale = float(scale)
         self.gradient = gradient
 
+    def prepare(self, num_classes: int, num_active: int) -> None:
+        """Set first values that depend on how many classes there are, and how many are in a step's loss, over all ranks.
+
+        The head calls it once, before a checkpoint is loaded.
+        """
+
+    def at_step(self, step: int) -> None:
+        """Set what depends on the number of the optimizer step, counted from 1."""
+
+    def observe(self, cosine: Tensor, norm: Tensor, seed: int = 0, of_class: Mapping[str, Tensor] | None = None) -> State:
+        """Return the state of a micro-batch that the other methods need.
+
+        All micro-batches see the buffers of the last optimizer step.
+
+        Args:
+            cosine: (B,) fp32, of each sample with its class.
+            norm: (B,) fp32, of the embeddings.
+            seed: for random numbers: equal on all ranks, different for each micro-batch of a run.
+            of_class: by the names of `class_state`: the numbers (B,) of the samples' classes.
+        """
+        return {}
+
+    def negatives(self, cosine: Tensor, norm: Tensor, state: State) -> Negatives:
+        """Return the function of the negatives for samples with these target cosines (B,) and norms (B,).
+
+        A margin that overrides it has negatives that are not linear; the others give `negative_scale`.
+        """
+        return negatives_of("linear", cosine, scale=self.negative_scale(norm, state))
+
+    def negative_scale(self, norm: Tensor, state: State) -> float | Tensor:
+        """Return the factor on the cosines of linear negatives: a number, a tensor of one number, or (B,)."""
+        return self.scale
+
+    def complete(self, state: State, log_z: Tensor, hard: Tensor) -> State:
+        """Return the state for `target` and `commit`, once the sums over all classes are known.
+
+        Args:
+            log_z: (B,) log sum_j exp(logit) over each sample's negatives. Only if link is "softmax".
+            hard: (2, B) how many of them are hard, and the sum of their cosines. Zeros unless `wants_hard`.
+        """
+        return state
+
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
         """Return the (B,) logits of the target classes, from their cosines (B,) and the norms of the embeddings (B,)."""
         raise NotImplementedError(f"{type(self).__name__} must define target(cosine, norm, state)")
 
-    def negatives(self, cosine: Tensor, target_cosine: Tensor, state: Any = None) -> Tensor:
-        """Return the (B, K) logits of the other classes, from their cosines (B, K) and the target cosines (B, 1)."""
-        return self.scale * cosine
-
-    def observe(self, target_cosine: Tensor, norm: Tensor) -> Any:
-        """Return the state of a micro-batch that target and negatives need, from its target cosines and norms (B,), fp32.
-
-        All micro-batches see the buffers of the last optimizer step, so accumulation changes no sample's margin.
-        """
+    def penalty(self, norm: Tensor) -> Tensor | None:
+        """Return what is added to each sample's loss, (B,), differentiable with respect to the norms (B,); None = nothing."""
         return None
 
-    def commit(self, states: Sequence[Any]) -> None:
-        """Update the buffers from the states that `observe` returned for the micro-batches of an optimizer step."""
+    def commit(self, states: Sequence[State], good: Tensor | None = None) -> None:
+        """Update the buffers from the states of the micro-batches of an optimizer step.
 
-    @property
-    def observes(self) -> bool:
-        """Whether the margin defines `observe`."""
-        return type(self).observe is not Margin.observe
+        Args:
+            good: () bool on the device; where it is False, all buffers keep their values. None = True.
+        """
 
     @property
     def logit_bound(self) -> float:
-        """An upper bound of all target logits and of |negative logit|. Override it together with `negatives`."""
+        """An upper bound of all logits; infinite if there is none before the batch is known."""
         return self.scale
 
     @property
+    def lowest_negative(self) -> float:
+        """A lower bound of the logits of the negatives."""
+        return -self.logit_bound
+
+    @property
     def linear_negatives(self) -> bool:
-        """Whether the negative logits are exactly scale * cosine."""
+        """Whether the negative logits are exactly negative_scale * cosine, so that the scale can go into a matrix product."""
         return type(self).negatives is Margin.negatives
 
     def logits_with_derivative(self, cosine: Tensor, value: Tensor, derivative: Tensor) -> Tensor:
@@ -111,4 +155,4 @@ def at_least_float32(cosine: Tensor) -> Tensor:
 
 def off_the_poles(cosine: Tensor) -> Tensor:
     """Return cosine, kept far enough from +1 and -1 that derivatives of the angle stay moderate."""
-    return cosine.clamp(-1.0 + _DERIVATIVE_EPS, 1.0 - _DERIVATIVE_EPS)
+    return cosine.clamp(-1.0 + POLE_EPS, 1.0 - POLE_EPS)
