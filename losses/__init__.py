@@ -6,15 +6,42 @@ from typing import Any
 
 from utils.suggest import did_you_mean
 
+from .adacos import AdaCos
+from .adaface import AdaFace
+from .angular import LiArcFace, QAMFace
 from .arcface import ArcFace
+from .circle import Circle
 from .combined import Combined
 from .cosface import CosFace
+from .elasticface import ElasticFace
+from .hard_negatives import ArcNegFace, CurricularFace, MVSoftmax, NPCFace
+from .magface import MagFace
 from .margin import Margin
+from .normface import NormFace
+from .sphereface import SphereFace, SphereFaceR
+from .sphereface2 import SphereFace2
+from .uniface import UniFace
 
 MARGINS: dict[str, Callable[..., Margin]] = {
     "arcface": ArcFace,
     "cosface": CosFace,
     "combined": Combined,
+    "normface": NormFace,
+    "sphereface": SphereFace,
+    "sphereface_r": SphereFaceR,
+    "sphereface2": SphereFace2,
+    "curricularface": CurricularFace,
+    "mv_softmax": MVSoftmax,
+    "arcnegface": ArcNegFace,
+    "npcface": NPCFace,
+    "adacos": AdaCos,
+    "circle": Circle,
+    "adaface": AdaFace,
+    "magface": MagFace,
+    "elasticface": ElasticFace,
+    "li_arcface": LiArcFace,
+    "qamface": QAMFace,
+    "uniface": UniFace,
 }
 
 

@@ -6,13 +6,13 @@ first code.
 Shapes: B = samples, the global batch.
 """
 
-import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .margin import Margin, at_least_float32, off_the_poles
+from .angles import at_least_float32, cos_of_sum
+from .margin import Margin
+from .ranges import angle_margin
 
 
 class ArcFace(Margin):
@@ -20,22 +20,18 @@ class ArcFace(Margin):
     margin: angle m in radians.
     """
 
-    def __init__(self, scale: float = 64.0, margin: float = 0.5, gradient: str = "exact") -> None:
-        super().__init__(scale, gradient)
-        if not 0.0 <= margin <= math.pi / 2:
-            raise ValueError(f"margin must be in [0, pi / 2] for arcface (radians, not degrees), got {margin}")
-        self.margin = float(margin)
+    def __init__(
+        self,
+        scale: float = 64.0,
+        margin: float = 0.5,
+        gradient: str = "exact",
+        margin_start: float = 1.0,
+        margin_steps: int = 0,
+    ) -> None:
+        super().__init__(scale, gradient, margin_start, margin_steps)
+        self.margin = angle_margin("margin", margin, " for arcface")
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
         """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         cosine = at_least_float32(cosine)
-        cos_m, sin_m = math.cos(self.margin), math.sin(self.margin)
-        with torch.no_grad():
-            c = cosine.clamp(-1.0, 1.0)
-            sin_theta = ((1.0 - c) * (1.0 + c)).sqrt()
-            within = c >= -cos_m  # theta + m <= pi
-            value = torch.where(within, c * cos_m - sin_theta * sin_m, c - self.margin * sin_m)
-            # d cos(theta + m) / d cos theta = sin(theta + m) / sin theta; beyond pi the derivative is 1.
-            c = off_the_poles(c)
-            derivative = torch.where(within, cos_m + sin_m * c / ((1.0 - c) * (1.0 + c)).sqrt(), 1.0)
-        return self.logits_with_derivative(cosine, value, derivative)
+        return self.logits_with_derivative(cosine, *cos_of_sum(cosine, self.share * self.margin))

@@ -1,6 +1,8 @@
 """CosFace: subtract a fixed margin from the target cosine.
 
-Source: Wang et al., "CosFace", CVPR 2018, https://arxiv.org/abs/1801.09414, Eq. 4.
+Source: Wang et al., "CosFace", CVPR 2018, https://arxiv.org/abs/1801.09414, Eq. 4. The same as
+AM-Softmax, Wang et al., "Additive Margin Softmax", 2018, https://arxiv.org/abs/1801.05599, published with scale 30 and
+margin 0.35.
 Shapes: B = samples, the global batch.
 """
 
@@ -8,7 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .margin import Margin, at_least_float32
+from .angles import at_least_float32
+from .margin import Margin
+from .ranges import cosine_margin
 
 
 class CosFace(Margin):
@@ -17,12 +21,17 @@ class CosFace(Margin):
     gradient: both choices are the same here, because the derivative is always `scale`.
     """
 
-    def __init__(self, scale: float = 64.0, margin: float = 0.4, gradient: str = "exact") -> None:
-        super().__init__(scale, gradient)
-        if not 0.0 <= margin < 1.0:
-            raise ValueError(f"margin must be in [0, 1) for cosface (a cosine, not an angle), got {margin}")
-        self.margin = float(margin)
+    def __init__(
+        self,
+        scale: float = 64.0,
+        margin: float = 0.4,
+        gradient: str = "exact",
+        margin_start: float = 1.0,
+        margin_steps: int = 0,
+    ) -> None:
+        super().__init__(scale, gradient, margin_start, margin_steps)
+        self.margin = cosine_margin("margin", margin, " for cosface")
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
         """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
-        return self.scale * (at_least_float32(cosine) - self.margin)
+        return self.scale * (at_least_float32(cosine) - self.share * self.margin)

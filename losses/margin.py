@@ -5,15 +5,15 @@ cross-entropy, or a sum over classes, of logits that are a function of the cosin
 Shapes: B = samples, the global batch; c = classes of one chunk of the head.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from utils.suggest import did_you_mean
-
-from .negatives import POLE_EPS, Negatives, negatives_of
+from .negatives import Negatives, negatives_of
+from .ranges import number_in, one_of
 
 GRADIENTS = ("exact", "straight_through")
 State = dict[str, Tensor]
@@ -42,10 +42,15 @@ class Margin(nn.Module):
     - A margin keeps state between steps in buffers, so `state_dict` and `.to(device)` include it. The state is equal on all
       ranks, since all methods get the global batch.
 
+    - Trained numbers are the parameters of the module, () each and equal on all ranks. `observe` hands them on in the state,
+      by which `target` and `negative_offset` are differentiable.
+
     Args:
         scale: factor s on all cosines.
         gradient: "exact" differentiates the margin; "straight_through" gives every target logit the derivative `scale`,
             as arcface_torch does. The values are the same.
+        margin_start: share of the margin with which a training begins, in [0, 1]; 1 = no schedule.
+        margin_steps: optimizer steps in which the share rises to 1, linearly.
     """
 
     link = "softmax"  # or "sum": each class has a loss of its own, softplus(-t) of the target, softplus(z) of a negative
@@ -53,16 +58,19 @@ class Margin(nn.Module):
     target_weight = 1.0  # of the target's softplus, in a sum
     wants_hard = False  # whether `complete` is given the hard negatives of a `Negatives` of kind "hard"
 
-    def __init__(self, scale: float = 64.0, gradient: str = "exact") -> None:
+    def __init__(self, scale: float = 64.0, gradient: str = "exact", margin_start: float = 1.0, margin_steps: int = 0) -> None:
         super().__init__()
         if not 0 < scale <= 1e30:  # false of nan
             raise ValueError(f"scale must be a number above 0 and at most 1e30 (64 is usual), got {scale}")
-        if gradient not in GRADIENTS:
-            raise ValueError(
-                f"gradient must be one of {', '.join(GRADIENTS)}, got '{gradient}'.{did_you_mean(gradient, GRADIENTS)}"
-            )
         self.scale = float(scale)
-        self.gradient = gradient
+        self.gradient = one_of("gradient", gradient, GRADIENTS)
+        self.margin_start = number_in("margin_start", margin_start, 0.0, 1.0, " (a share of the margin)")
+        self.margin_steps = int(number_in("margin_steps", margin_steps, 0, math.inf, " (optimizer steps)"))
+        if (margin_start < 1.0) != (margin_steps > 0):
+            rule = "1 or more where margin_start is below 1" if margin_start < 1.0 else "0 where margin_start is 1"
+            raise ValueError(f"margin_steps must be {rule}, got {margin_steps}: the two are one schedule, or none")
+        self.share = 1.0  # of the margin, in this step
+        Margin.at_step(self, 1)
 
     def prepare(self, num_classes: int, num_active: int) -> None:
         """Set first values that depend on how many classes there are, and how many are in a step's loss, over all ranks.
@@ -71,7 +79,9 @@ class Margin(nn.Module):
         """
 
     def at_step(self, step: int) -> None:
-        """Set what depends on the number of the optimizer step, counted from 1."""
+        """Set what depends on the number of the optimizer step, counted from 1: here the share of the margin."""
+        if self.margin_steps:
+            self.share = self.margin_start + (1.0 - self.margin_start) * min(1.0, step / self.margin_steps)
 
     def observe(self, cosine: Tensor, norm: Tensor, seed: int = 0, of_class: Mapping[str, Tensor] | None = None) -> State:
         """Return the state of a micro-batch that the other methods need.
@@ -94,8 +104,19 @@ class Margin(nn.Module):
         return negatives_of("linear", cosine, scale=self.negative_scale(norm, state))
 
     def negative_scale(self, norm: Tensor, state: State) -> float | Tensor:
-        """Return the factor on the cosines of linear negatives: a number, a tensor of one number, or (B,)."""
+        """Return the factor on the cosines of linear negatives: a number, a tensor of one number, or (B,).
+
+        It is differentiable with respect to the norms (B,) if it depends on them.
+        """
         return self.scale
+
+    def negative_offset(self, state: State) -> Tensor | None:
+        """Return the part of the offset of `negatives` that is trained, () and differentiable; None = nothing is trained.
+
+        A trained number reaches the logits of negatives in this way alone. The offset is equal for all samples, so the head
+        needs only the sum of the losses' derivatives with respect to the logits.
+        """
+        return None
 
     def complete(self, state: State, log_z: Tensor, hard: Tensor) -> State:
         """Return the state for `target` and `commit`, once the sums over all classes are known.
@@ -120,6 +141,13 @@ class Margin(nn.Module):
         Args:
             good: () bool on the device; where it is False, all buffers keep their values. None = True.
         """
+
+    @torch.no_grad()
+    def keep(self, good: Tensor | None, **values: Tensor) -> None:
+        """Store new values of the buffers with these names, unless good is False."""
+        for name, value in values.items():
+            buffer = getattr(self, name)
+            buffer.copy_(value if good is None else torch.where(good, value, buffer))
 
     @property
     def logit_bound(self) -> float:
@@ -146,13 +174,3 @@ class Margin(nn.Module):
         if self.gradient == "exact":
             distance = derivative * distance
         return self.scale * (value + distance)
-
-
-def at_least_float32(cosine: Tensor) -> Tensor:
-    """Return cosine in fp32 or better, because a step of fp16 near 1, 2^-11, is 0.03 in the logit."""
-    return cosine.to(torch.promote_types(cosine.dtype, torch.float32))
-
-
-def off_the_poles(cosine: Tensor) -> Tensor:
-    """Return cosine, kept far enough from +1 and -1 that derivatives of the angle stay moderate."""
-    return cosine.clamp(-1.0 + POLE_EPS, 1.0 - POLE_EPS)

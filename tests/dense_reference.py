@@ -8,6 +8,7 @@ import copy
 import numpy as np
 import torch
 import torch.nn.functional as F
+from dense_margin import cosines_of, losses_of_cosines
 from torch import Tensor
 
 from losses.margin import Margin
@@ -30,17 +31,11 @@ def dense_loss(
     limit: float | None = None,
 ) -> Tensor:
     """Return the mean margin softmax loss over the active classes (C,) bool, without negatives whose cosine exceeds limit."""
-    cosine = F.normalize(embeddings) @ F.normalize(centres).t()
-    own = cosine.gather(1, labels[:, None])
-    norm = embeddings.norm(dim=1)
-    state = margin.observe(own.squeeze(1).detach(), norm.detach())
-    logits = margin.negatives(cosine, own, state)
-    if limit is not None:
-        logits = logits.masked_fill(cosine > limit, -torch.inf)
+    cosine = cosines_of(embeddings, centres)
+    left_out = torch.zeros_like(cosine, dtype=torch.bool) if limit is None else cosine > limit
     if active is not None:
-        logits = logits.masked_fill(~active, -torch.inf)
-    logits = logits.scatter(1, labels[:, None], margin.target(own.squeeze(1), norm, state)[:, None])
-    return F.cross_entropy(logits, labels)
+        left_out = left_out | ~active
+    return losses_of_cosines(margin, cosine, embeddings.norm(dim=1), labels, left_out)[0].mean()
 
 
 class DenseHead:

@@ -1,0 +1,70 @@
+"""UniFace: one threshold for the cosines of all samples and classes.
+
+Source: Zhou et al., "UniFace", ICCV 2023 (the unified cross-entropy loss).
+Shapes: B = samples, the global batch.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .angles import at_least_float32
+from .margin import Margin, State
+from .negatives import Negatives, negatives_of
+from .ranges import cosine_margin, number_above
+
+
+class UniFace(Margin):
+    """softplus(-(s (c_y - m) - b)) + l sum_j softplus(s c_j - b), with a trained b.
+
+    b begins as ln(10 C) for C classes in the loss. The authors' program clips s c - b to [-s, s], where gradients end, and
+    computes log(1 + exp(z)) as written, which overflows. Here neither happens.
+
+    Args:
+        margin: m in [0, 1), a cosine.
+        weight: l, of the negatives, above 0.
+    """
+
+    link = "sum"
+
+    def __init__(
+        self,
+        scale: float = 64.0,
+        margin: float = 0.4,
+        weight: float = 1.0,
+        margin_start: float = 1.0,
+        margin_steps: int = 0,
+    ) -> None:
+        super().__init__(scale, "exact", margin_start, margin_steps)
+        self.margin = cosine_margin("margin", margin, " for uniface")
+        self.weight = self.negative_weight = number_above("weight", weight, 0.0, " (of the negatives)")
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    @torch.no_grad()
+    def prepare(self, num_classes: int, num_active: int) -> None:
+        """Set the first bias."""
+        self.bias.fill_(math.log(10.0 * num_active))
+
+    def observe(self, cosine: Tensor, norm: Tensor, seed: int = 0, of_class: Mapping[str, Tensor] | None = None) -> State:
+        """Return the bias ()."""
+        return {"bias": self.bias}
+
+    def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
+        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
+        return self.scale * (at_least_float32(cosine) - self.share * self.margin) - state["bias"]
+
+    def negatives(self, cosine: Tensor, norm: Tensor, state: State) -> Negatives:
+        """Return s c - b."""
+        return negatives_of("linear", cosine, scale=self.scale, offset=-state["bias"])
+
+    def negative_offset(self, state: State) -> Tensor:
+        """Return -b, ()."""
+        return -state["bias"]
+
+    @property
+    def logit_bound(self) -> float:
+        """Infinite, since the bias is trained; a sum of softplus needs no bound."""
+        return math.inf
