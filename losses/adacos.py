@@ -48,7 +48,7 @@ class AdaCos(Margin):
         """Return the scale () of this step, and the target angles (B,) that the next one follows."""
         if not self.dynamic:
             return {}
-        return {"scale": self.running_scale.clone(), "theta": cosine.detach().clamp(-1.0, 1.0).acos()}
+        return {"scale": self.running_scale.clone(), "theta": at_least_float32(cosine.detach()).clamp(-1.0, 1.0).acos()}
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
         """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""

@@ -38,7 +38,7 @@ def _cos_and_sin(margin: float | Tensor) -> tuple[float | Tensor, float | Tensor
 def bare_cos_of_sum(cosine: Tensor, margin: float) -> Tensor:
     """Return cos(theta + m), (B,), which rises again where theta + m exceeds pi. Thresholds of hard negatives are so."""
     cos_m, sin_m = _cos_and_sin(margin)
-    c = cosine.clamp(-1.0, 1.0)
+    c = at_least_float32(cosine).clamp(-1.0, 1.0)
     return c * cos_m - sin_of(c) * sin_m
 
 

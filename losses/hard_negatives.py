@@ -50,7 +50,7 @@ class CurricularFace(Margin):
 
     def observe(self, cosine: Tensor, norm: Tensor, seed: int = 0, of_class: Mapping[str, Tensor] | None = None) -> State:
         """Return the mean target cosine (), and t () with it."""
-        mean = cosine.detach().mean()
+        mean = at_least_float32(cosine.detach()).mean()
         return {"mean": mean, "t": torch.lerp(self.t.to(mean.dtype), mean, self.alpha)}
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
@@ -116,7 +116,7 @@ class MVSoftmax(Margin):
 
     def negatives(self, cosine: Tensor, norm: Tensor, state: State) -> Negatives:
         """Return (t + 1) c + t for hard negatives."""
-        margin = self.share * self.margin
+        cosine, margin = at_least_float32(cosine), self.share * self.margin
         threshold = cosine - margin if self.kind == "am" else bare_cos_of_sum(cosine, margin)
         return negatives_of("hard", cosine, scale=self.scale, slope=self.t + 1.0, constant=self.t, threshold=threshold)
 

@@ -44,10 +44,12 @@ class Negatives(NamedTuple):
     straight: bool = False
 
     def logits(self, cosine: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits (c, B) of cosines (c, B), and their derivatives with respect to the cosines (c, B), in fp32.
+        """Return the logits (c, B) of cosines (c, B), and their derivatives with respect to the cosines (c, B).
 
-        Cosines that rounding put beyond [-1, 1] give finite numbers, too.
+        Both are computed in fp32, or in fp64 if the cosines are. Cosines that rounding put beyond [-1, 1] give finite
+        numbers, too.
         """
+        cosine = cosine.to(torch.promote_types(cosine.dtype, torch.float32))
         scale, quadratic, slope, constant, threshold, offset = self.coefficients
         if self.kind == "linear":
             value, derivative = cosine, torch.ones_like(cosine)

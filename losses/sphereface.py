@@ -56,7 +56,7 @@ class SphereFace(Margin):
 
     def negative_scale(self, norm: Tensor, state: State) -> Tensor:
         """Return the norms (B,)."""
-        return norm
+        return at_least_float32(norm)
 
     @property
     def logit_bound(self) -> float:

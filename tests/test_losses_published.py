@@ -1,7 +1,10 @@
-"""The slow references of the losses against the numbers of published programs."""
+"""The slow references of the losses, and the losses themselves, against the numbers of published programs."""
+
+from typing import Any
 
 import pytest
 import torch
+from dense_margin import DenseMargin
 from loss_references_other import kappaface_psi, sphereface2_bias
 from published_losses import (
     DIM,
@@ -15,6 +18,8 @@ from published_losses import (
     make_inputs,
 )
 from torch import Tensor
+
+from losses import build_margin
 
 pytestmark = pytest.mark.numeric
 
@@ -40,6 +45,43 @@ def test_reference_equals_published_program(case: Published, name: str) -> None:
             found.append(torch.as_tensor(state[key]))
     for value, expected in zip(found, case.numbers[name], strict=True):
         assert expected is None or value.item() == pytest.approx(expected, rel=1e-6)  # of 9 digits; some clip at 1e-3
+
+
+BUFFERS = {"curricularface": ("t",), "adaface": ("mean", "std"), "adacos": ("running_scale",)}
+OURS = [(case, name) for case, name in CASES if case.loss.func.__name__ not in ("adaptiveface", "kappaface")]  # of the head
+
+
+@pytest.mark.parametrize(("case", "name"), OURS, ids=_id)
+def test_loss_in_fp32_equals_published_program(case: Published, name: str) -> None:
+    given, loss_name = dict(case.loss.keywords), case.loss.func.__name__
+    if given.pop("straight_through", False):
+        given["gradient"] = "straight_through"
+    steps, active, draws = given.pop("steps", 0), given.pop("active", None), given.pop("draws", None)
+    given.pop("bias", None)  # the one with which ours begins
+    buffers = BUFFERS.get(loss_name, ())
+    begins: dict[str, Any] = {key: given.pop(key) for key in buffers if key in given}
+    margin = build_margin(loss_name, **given)
+    dense = DenseMargin(margin, NUM_CLASSES)
+    dense.steps = steps
+    for key, value in begins.items():
+        getattr(margin, key).fill_(value)
+    if draws is not None:
+        margin.observe = lambda *_: {"margin": draws.float()}  # type: ignore[method-assign]
+    embeddings, centres, labels = make_inputs(name)
+    embeddings, centres = embeddings.requires_grad_(), centres.requires_grad_()
+    if loss_name == "adacos":  # its scale holds from the next step on
+        dense.step([(embeddings, labels)], centres)
+        loss = dense.step([(embeddings, labels)], centres, torch.tensor(False))
+    else:
+        loss = dense.step([(embeddings, labels)], centres, active=active)
+    of_embeddings, of_centres, *of_bias = torch.autograd.grad(loss, (embeddings, centres, *margin.parameters()))
+    found = [loss, of_embeddings.norm(), of_embeddings[1, 5], of_centres.norm(), of_centres[3, 7]]
+    found += [gradient.abs() for gradient in of_bias] + [getattr(margin, key) for key in buffers]
+    sizes = [loss, of_embeddings.norm(), of_embeddings.norm(), of_centres.norm(), of_centres.norm(), *found[5:]]
+    expected = case.numbers[name]
+    assert len(found) >= len(expected)
+    for value, other, size in zip(found, expected, sizes, strict=False):  # states that a program does not show are left
+        assert other is None or abs(value.item() - other) <= 1e-5 * size.item()
 
 
 def test_kappaface_has_the_weights_of_its_program() -> None:
