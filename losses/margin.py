@@ -6,8 +6,8 @@ Shapes: B = samples, the global batch; c = classes of one chunk of the head.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,25 @@ from .ranges import number_in, one_of
 
 GRADIENTS = ("exact", "straight_through")
 State = dict[str, Tensor]
+Reduce = Callable[[Tensor], Tensor]  # the sum over the ranks
+
+
+class ClassNumber(NamedTuple):
+    """A number, or a tensor, that a margin keeps of each class. It lives with the centre of the class.
+
+    Args:
+        shape: of one class; those of shape () are given to `observe`.
+        first: the first value of each.
+        trained: updated by the optimizer of the class centres, without weight decay, for all classes in every step. `observe`
+            must hand it on in the state under its name, by which `target` is differentiable.
+        low, high: where a trained number is kept.
+    """
+
+    shape: tuple[int, ...] = ()
+    first: float = 0.0
+    trained: bool = False
+    low: float = -math.inf
+    high: float = math.inf
 
 
 class Margin(nn.Module):
@@ -92,7 +111,7 @@ class Margin(nn.Module):
             cosine: (B,) fp32, of each sample with its class.
             norm: (B,) fp32, of the embeddings.
             seed: for random numbers: equal on all ranks, different for each micro-batch of a run.
-            of_class: by the names of `class_state`: the numbers (B,) of the samples' classes.
+            of_class: by the names of `class_numbers` that have the shape (): the numbers (B,) of the samples' classes.
         """
         return {}
 
@@ -149,6 +168,34 @@ class Margin(nn.Module):
             buffer = getattr(self, name)
             buffer.copy_(value if good is None else torch.where(good, value, buffer))
 
+    def class_numbers(self, dim: int) -> Mapping[str, ClassNumber]:
+        """Return what the margin keeps of each class, by name, for embeddings of dim numbers.
+
+        The methods that get these numbers get (n, *shape) of the n classes of one shard, which they may change in place.
+        """
+        return {}
+
+    def class_penalty(self, numbers: Mapping[str, Tensor], num_classes: int) -> tuple[Tensor, State] | None:
+        """Return a shard's part () of what the loss has of all num_classes classes, and its gradients by name; None = 0."""
+        return None
+
+    def collect(self, numbers: Mapping[str, Tensor], rows: Tensor, unit: Tensor, good: Tensor) -> None:
+        """Take the samples of a micro-batch whose classes lie in the shard, after an optimizer step.
+
+        Args:
+            rows: (k,) int64, the row of each sample's class.
+            unit: (k, D) fp32, the unit embeddings.
+            good: () bool on the device; where it is False, nothing may change.
+        """
+
+    def refresh(self, numbers: Mapping[str, Tensor], step: int, good: Tensor, reduce: Reduce) -> None:
+        """Recompute numbers of all classes after an optimizer step, the step-th, counted from 1.
+
+        Args:
+            good: as in `collect`.
+            reduce: the sum of a tensor over the ranks. All ranks call it equally often.
+        """
+
     @property
     def logit_bound(self) -> float:
         """An upper bound of all logits; infinite if there is none before the batch is known."""
@@ -163,6 +210,11 @@ class Margin(nn.Module):
     def linear_negatives(self) -> bool:
         """Whether the negative logits are exactly negative_scale * cosine, so that the scale can go into a matrix product."""
         return type(self).negatives is Margin.negatives
+
+    @property
+    def constant_scale(self) -> bool:
+        """Whether linear negatives are exactly `scale` * cosine in every step, so that nothing of the batch must be known."""
+        return type(self).negative_scale is Margin.negative_scale
 
     def logits_with_derivative(self, cosine: Tensor, value: Tensor, derivative: Tensor) -> Tensor:
         """Return the (B,) logits scale * value. Their derivative is scale * derivative, or scale if straight-through.

@@ -23,6 +23,10 @@ class HeadConfig:
         num_neighbours, neighbours_every: classes kept per class, and optimizer steps between rebuilds of that graph.
         neighbours_search: "exact", "inverted_lists", or "auto" = exact for at most EXACT_UP_TO classes.
         neighbours_probes: lists that each class searches for its neighbours, of four times the root of the number of classes.
+        logit_correction: "log_r" adds -log(inclusion probability) to the logits of sampled negatives, so that their sum
+            estimates that over all classes; "none" does not, as in the papers.
+        focal: gamma of the factor (1 - p)^gamma on each sample's loss; 0 = none. Only for a softmax.
+        label_smoothing: the share of the label that is spread evenly over the classes in a sample's softmax, in [0, 1).
         filter_above: negatives with a larger cosine are left out, as likely to be the same person; None = none are.
         matmul_dtype: float32 or bfloat16, of the matrix products; sums are float32.
         wire_dtype: float32 or bfloat16, of the embeddings and their gradients on their way between ranks.
@@ -41,6 +45,9 @@ class HeadConfig:
     neighbours_every: int = 1000
     neighbours_search: str = "auto"
     neighbours_probes: int = 32
+    logit_correction: str = "none"
+    focal: float = 0.0
+    label_smoothing: float = 0.0
     filter_above: float | None = None
     matmul_dtype: torch.dtype = torch.float32
     wire_dtype: torch.dtype = torch.float32

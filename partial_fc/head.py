@@ -16,7 +16,7 @@ Shapes: b = samples of this rank per micro-batch, B = b * world_size, D = embedd
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,28 +28,20 @@ from utils.randomness import derive
 from .centre_store import CentreStore, Read
 from .collectives import Collectives
 from .config import HeadConfig
+from .forward import Forward, Step
 from .kernels import build_kernels, choose_kernels, why_plain
-from .loss import ReadyGradient, sample_factors, sums_over_shards
+from .loss import ReadyGradient, check_loss
+from .margin_numbers import MarginNumbers
 from .neighbours import NeighbourGraph
 from .planning import SharedLabels, StepPlan, plan_step
 from .row_optimizer import LazyDecay
-from .sampling import draw_active, num_active
+from .sampling import active_of_all_ranks, draw_active
 from .shard import check_labels, classes_of_slots, shard_range, slots_of_classes
 from .side_stream import SideStream
-from .softmax import Batch, TwoPass, auto_chunk, constant_shift, unit_rows
+from .softmax import TwoPass, auto_chunk, constant_shift
 from .workspace import Workspace
 
 MEBI = 1 << 20
-
-
-class _Step(NamedTuple):
-    """What begin_step decided and the forwards since left behind, until step() uses it."""
-
-    plan: StepPlan
-    batches: list[Batch]
-    factors: list[Tensor]
-    grad_targets: list[Tensor]
-    losses: list[Tensor]
 
 
 class PartialFC(nn.Module):
@@ -82,10 +74,11 @@ class PartialFC(nn.Module):
                 f"head: {num_classes} classes cannot be shared by {world_size} processes; each needs one. Start fewer processes"
             )
         device = torch.device(device)
+        check_loss(margin, config := HeadConfig() if config is None else config)
         self.margin = margin.to(device)
         self.num_classes, self.embedding_size = num_classes, embedding_size
         self.rank, self.world_size, self.seed = rank, world_size, seed
-        self.config = config = HeadConfig() if config is None else config
+        self.config = config
         self.first_slot, self.end_slot = shard_range(num_classes, rank, world_size)
         self.num_slots = self.end_slot - self.first_slot
         self.chunk = min(config.chunk or auto_chunk(device.type, config.matmul_dtype), self.num_slots)
@@ -112,15 +105,19 @@ class PartialFC(nn.Module):
             workspace=self.workspace,
         )
         self.centre_store.fill_initial(self.first_slot, seed)
-        self._passes = TwoPass(margin, self.centre_store, self.workspace, config.matmul_dtype, config.filter_above)
-        self._shift = constant_shift(margin, num_classes)
+        margin.prepare(num_classes, active_of_all_ranks(None, num_classes, world_size, config.sample_rate))
+        self._numbers = MarginNumbers(margin, self.num_slots, num_classes, embedding_size, config.optimizer, device)
+        shift, smooths = constant_shift(margin, num_classes), config.label_smoothing > 0
+        how = (config.matmul_dtype, config.filter_above, smooths, shift)
+        self._passes = TwoPass(margin, self.centre_store, self.workspace, *how)
+        self._forward = Forward(self._passes, self._numbers, self.collectives, config, rank, seed)
         self._graph: NeighbourGraph | None = None
         if config.sampling == "neighbours" and num_classes > 1:
             self._graph = NeighbourGraph(num_classes, rank, config, seed, self.collectives, device)
         self.news = ""  # what the log should say about the step begun last
         self._beside = SideStream(device)
         self.positive_cosine = torch.zeros((), device=device)
-        self._current: _Step | None = None
+        self._current: Step | None = None
         self._number = 0  # of the optimizer step begun last
         self._classes: np.ndarray | None = None  # distinct slots of its batch, all ranks
 
@@ -175,14 +172,16 @@ class PartialFC(nn.Module):
                 self.news = self._graph.rebuild(self.centre_store, self._passes.dtype, step)
             prepared = self._plan(prepared, self._graph.near(prepared.classes))
         self._number, self._classes = step, prepared.labels.classes
-        self._current = _Step(prepared, [], [], [], [])
+        self.margin.at_step(step + 1)
+        self._current = Step(prepared, [], [], [], {}, [])
 
     def _plan(self, labels: SharedLabels, near: np.ndarray | None) -> StepPlan:
         classes = labels.classes
         positives = classes[(classes >= self.first_slot) & (classes < self.end_slot)] - self.first_slot
         seed = derive(self.seed, "active", labels.step, self.rank)
         active = draw_active(positives, self.num_slots, self.config.sample_rate, seed, near)
-        return plan_step(labels, active, range(self.first_slot, self.end_slot), self.chunk, self.workspace.device)
+        slots, weighs = range(self.first_slot, self.end_slot), self.config.logit_correction == "log_r"
+        return plan_step(labels, active, slots, self.chunk, self.workspace.device, weighs)
 
     def num_people(self) -> int:
         """Return how many different classes the images of the step begun last have, over all ranks."""
@@ -192,12 +191,7 @@ class PartialFC(nn.Module):
         """Return how many classes, over all ranks, are in the softmax of the step begun last."""
         if self._classes is None:
             raise RuntimeError("head: call begin_step(labels, step) before num_active()")
-        total = 0
-        for rank in range(self.world_size):
-            start, stop = shard_range(self.num_classes, rank, self.world_size)
-            positives = int(np.sum((self._classes >= start) & (self._classes < stop)))
-            total += num_active(stop - start, positives, self.config.sample_rate)
-        return total
+        return active_of_all_ranks(self._classes, self.num_classes, self.world_size, self.config.sample_rate)
 
     def forward(self, embeddings: Tensor, micro: int = 0) -> Tensor:
         """Return the scalar mean loss over all ranks' rows of micro-batch number `micro`, equal on all ranks.
@@ -206,9 +200,9 @@ class PartialFC(nn.Module):
             embeddings: (b, D) raw (not normalised) embeddings of this rank's rows; differentiable.
         """
         step = self._step()
-        if len(step.batches) != micro:
+        if len(step.pulls) != micro:
             raise ValueError(
-                f"head: micro-batch {micro} out of turn, expected {len(step.batches)}; call them in order, once each"
+                f"head: micro-batch {micro} out of turn, expected {len(step.pulls)}; call them in order, once each"
             )
         rows, expected = len(embeddings) * self.world_size, step.plan.labels.slots.shape[1]
         if rows != expected:
@@ -227,24 +221,22 @@ class PartialFC(nn.Module):
         """
         current = self._step()
         plan = current.plan
-        if len(current.batches) != len(plan.owners):
-            raise ValueError(f"head: step() after {len(current.batches)} of {len(plan.owners)} micro-batches")
+        if len(current.pulls) != len(plan.owners):
+            raise ValueError(f"head: step() after {len(current.pulls)} of {len(plan.owners)} micro-batches")
         finite = torch.stack(current.losses).isfinite().all()
-        finite = (finite if good is None else finite & good).float().reshape(1)
-        # C and Triton read the flag where it lies; for plain torch, and for statistics of a margin, the host has to
-        apply = finite if self.workspace.kernels.reads_flag and self._decay is None and not self.margin.observes else None
+        finite = finite if good is None else finite & good
+        share = 1.0 / len(current.pulls)
         self._current = None
+        self._forward.step_margin(current, lr, finite)
+        # C and Triton read the flag where it lies; for plain torch the host has to
+        apply = finite.float().reshape(1) if self.workspace.kernels.reads_flag and self._decay is None else None
         if apply is None and not bool(finite):
             return
-        if self.margin.observes:
-            self.margin.commit([batch.state for batch in current.batches])
-        share = 1.0 / len(current.batches)
-        factors = [factor * share for factor in current.factors]
-        grad_targets = [grad * share for grad in current.grad_targets]
+        pulls = [pull.times(share) for pull in current.pulls]
         seed = derive(self.seed, "rounding", plan.labels.step, self.rank)
         self._begin_noise("rounding", plan.labels.step)
-        with self._beside.run(keep=(current, factors, grad_targets, apply)):
-            passes = self._passes.gradients(current.batches, factors, grad_targets, plan.chunks)
+        with self._beside.run(keep=(current, pulls, apply)):
+            passes = self._passes.gradients(pulls, plan.chunks)
             for number, (chunk, gradient, target) in enumerate(passes):
                 where = (self.centre_store, chunk.select)
                 self.workspace.kernels.update_rows(self.config.optimizer, *where, gradient, target, lr, seed + number, apply)
@@ -265,12 +257,12 @@ class PartialFC(nn.Module):
             rows.pop("updates", None)  # says only how far rows lag, which is nothing now
         if self._graph is not None:
             rows["neighbours"] = self._graph.slots
-        return rows
+        return {**rows, **self._numbers.saved()}
 
     @torch.no_grad()
     def load_rows(self, read: Read) -> None:
         """Fill this shard from read(start slot, stop slot) -> tensors by name, of any world size and storage."""
-        also = {} if self._graph is None else {"neighbours": self._graph.slots}
+        also = self._numbers.saved() | ({} if self._graph is None else {"neighbours": self._graph.slots})
         self.centre_store.read_rows(lambda low, high: read(self.first_slot + low, self.first_slot + high), also)
         if self._graph is not None:
             self._graph.loaded()
@@ -281,7 +273,7 @@ class PartialFC(nn.Module):
         """Return the class (label) of each of this shard's rows, (num_slots,) int64."""
         return classes_of_slots(np.arange(self.first_slot, self.end_slot), self.num_classes, self.seed)
 
-    def _step(self) -> _Step:
+    def _step(self) -> Step:
         if self._current is None:
             raise RuntimeError("head: call begin_step(labels, step) before forward() and step()")
         return self._current
@@ -291,32 +283,11 @@ class PartialFC(nn.Module):
         step = self._step()
         if micro == 0:
             self._begin_passes(step, samples=len(embeddings) * self.world_size)
-        everyone = self.collectives.all_gather(embeddings.to(self.config.wire_dtype)).float()
-        mine = slice(self.rank * len(embeddings), (self.rank + 1) * len(embeddings))
-        unit, norm = unit_rows(everyone)
-        here, rows = step.plan.owners[micro], step.plan.local[micro]  # the samples whose class lies here, and its slot
-        target_centres = self.centres[rows].float() * self.centre_store.inverse_norms[rows, None]
-        cosine = unit.new_zeros(len(unit))
-        cosine[here] = (unit[here] * target_centres).sum(dim=1)
-        batch = Batch(unit, cosine, 0.0, step.plan.places[micro])
-        batch, z_sum, u_sum, by_target = sums_over_shards(
-            self._passes, self.collectives, batch, norm.squeeze(1), self._shift, step.plan.chunks, micro
-        )
-        factors = sample_factors(self.margin, batch, norm.squeeze(1), z_sum, by_target, self._passes.gain)
-        gradient = u_sum.mul_(factors.negatives[:, None])
-        gradient.index_add_(0, here, target_centres * factors.grad_target_cosine[here, None])
-        gradient = self.collectives.reduce_scatter(gradient.to(self.config.wire_dtype)).float()
-        gradient = (gradient - unit[mine] * (gradient * unit[mine]).sum(dim=1, keepdim=True)) / norm[mine]
-        if factors.grad_norm is not None:
-            gradient += unit[mine] * factors.grad_norm[mine, None]
-        step.batches.append(batch)
-        step.factors.append(factors.negatives)
-        step.grad_targets.append(factors.grad_target_cosine)
-        step.losses.append(factors.loss)
-        self.positive_cosine = batch.target_cosine.mean()
-        return factors.loss, gradient
+        loss, gradient = self._forward.compute(step, embeddings, micro)
+        self.positive_cosine = step.pulls[-1].batch.target_cosine.mean()
+        return loss, gradient
 
-    def _begin_passes(self, step: _Step, samples: int) -> None:
+    def _begin_passes(self, step: Step, samples: int) -> None:
         self._beside.wait()  # the buffers and the centres may be in use by the step before
         self._passes.begin(step.plan.chunks, samples, len(step.plan.owners))
         if self._decay is not None:

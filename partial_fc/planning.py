@@ -29,12 +29,14 @@ class Chunk(NamedTuple):
         begin: the place of its first class.
         targets: (class_index, sample_index), int64 (n,): class_index in [0, c) ascends, and within a class sample_index, which
             counts the samples of all micro-batches, in [0, A * B).
+        weights: 1 / inclusion probability of each class, (c,) fp32; None = they are not used, or 1.
     """
 
     select: Select
     size: int
     begin: int
     targets: tuple[Tensor, Tensor]
+    weights: Tensor | None = None
 
 
 class SharedLabels(NamedTuple):
@@ -55,13 +57,16 @@ class StepPlan(NamedTuple):
     chunks: list[Chunk]
 
 
-def plan_step(labels: SharedLabels, active: ActiveSet, slots: range, size: int, device: torch.device) -> StepPlan:
+def plan_step(
+    labels: SharedLabels, active: ActiveSet, slots: range, size: int, device: torch.device, weighs: bool = False
+) -> StepPlan:
     """Return the plan of a step, its indices on the device.
 
     Args:
         active: the active local slots.
         slots: those of this shard.
         size: the most classes of a chunk.
+        weighs: whether the chunks get the weights of their classes.
     """
     here = (labels.slots >= slots.start) & (labels.slots < slots.stop)
     owners = [np.flatnonzero(mask) for mask in here]
@@ -80,13 +85,18 @@ def plan_step(labels: SharedLabels, active: ActiveSet, slots: range, size: int, 
     cuts = np.searchsorted(ordered, begins)
     class_index = ordered - np.repeat(begins[:-1], np.diff(cuts))
     singles = [piece for piece in pieces if isinstance(piece, np.ndarray)]
-    tensors = iter(upload([*owners, *local, *places, class_index, order, *singles], device))
+    certain = active.places(active.certain)
+    tensors = iter(upload([*owners, *local, *places, class_index, order, certain, *singles], device))
     on_device = [[next(tensors) for _ in owners] for _ in range(3)]
-    by_class = next(tensors), next(tensors)
+    by_class, drawn_not = (next(tensors), next(tensors)), next(tensors)
+    weights: Tensor | None = None
+    if weighs and active.weight != 1.0:
+        weights = torch.full((len(active),), active.weight, device=device).index_fill_(0, drawn_not, 1.0)
     chunks = []
     for piece, count, begin, (low, high) in zip(pieces, sizes, begins.tolist(), itertools.pairwise(cuts), strict=False):
         select = slice(*piece) if isinstance(piece, tuple) else next(tensors)
-        chunks.append(Chunk(select, count, begin, (by_class[0][low:high], by_class[1][low:high])))
+        weight = None if weights is None else weights[begin : begin + count]
+        chunks.append(Chunk(select, count, begin, (by_class[0][low:high], by_class[1][low:high]), weight))
     owned, of_owned, placed = on_device
     return StepPlan(labels, owned, of_owned, placed, chunks)
 

@@ -14,12 +14,21 @@ import numpy as np
 
 from utils.randomness import derive
 
+from .shard import shard_range
+
 
 class ActiveSet(NamedTuple):
-    """Active local slots of one step: `runs` of consecutive slots [start, stop), and `extra` (int64, ascending) ones."""
+    """Active local slots of one step: `runs` of consecutive slots [start, stop), and `extra` (int64, ascending) ones.
+
+    Args:
+        certain: those that were not drawn (int64, ascending): their inclusion probability is 1.
+        weight: 1 / inclusion probability of the others.
+    """
 
     runs: list[tuple[int, int]]
     extra: np.ndarray
+    certain: np.ndarray = np.empty(0, dtype=np.int64)
+    weight: float = 1.0
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.runs) + len(self.extra)
@@ -39,6 +48,20 @@ class ActiveSet(NamedTuple):
 def num_active(num_local: int, num_positives: int, sample_rate: float) -> int:
     """Return how many of a shard's classes are active: its budget, or the number of positives if that is larger."""
     return max(num_positives, min(num_local, max(1, round(sample_rate * num_local))))
+
+
+def active_of_all_ranks(classes: np.ndarray | None, num_classes: int, world_size: int, sample_rate: float) -> int:
+    """Return how many classes are active, over all ranks.
+
+    Args:
+        classes: distinct slots of the batch's classes, of all ranks; None = of an empty batch.
+    """
+    total = 0
+    for rank in range(world_size):
+        start, stop = shard_range(num_classes, rank, world_size)
+        positives = 0 if classes is None else int(np.sum((classes >= start) & (classes < stop)))
+        total += num_active(stop - start, positives, sample_rate)
+    return total
 
 
 def draw_active(
@@ -65,7 +88,7 @@ def draw_active(
         chosen = np.union1d(positives, _first_distinct(neighbours, positives, (budget - len(positives)) // 2))
     num_wanted, num_others = budget - len(chosen), num_local - len(chosen)
     if num_wanted == 0:
-        return ActiveSet([], chosen)
+        return ActiveSet([], chosen, chosen)
     # uniform in range(num_others); the bias of the modulus is below 2^-40 for any number of classes that fits a machine
     first = derive(seed, "negatives") % num_others
     last = first + num_wanted - 1
@@ -76,7 +99,7 @@ def draw_active(
     inside = np.zeros(len(chosen), dtype=bool)
     for start, stop in runs:
         inside |= (chosen >= start) & (chosen < stop)
-    return ActiveSet(sorted(runs), chosen[~inside])
+    return ActiveSet(sorted(runs), chosen[~inside], chosen, num_others / num_wanted)
 
 
 def _first_distinct(neighbours: np.ndarray, positives: np.ndarray, most: int) -> np.ndarray:

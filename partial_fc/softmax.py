@@ -1,7 +1,7 @@
-"""The two passes of a margin softmax over a shard's active classes, chunk by chunk.
+"""The two passes of a margin loss over a shard's active classes, chunk by chunk.
 
 Neither all logits nor the whole gradient of the centres is held at once. Memory is O(B x chunk + chunk x D) for any number of
-classes, plus the cache of exponentials, which has a budget.
+classes, plus the cache of weights, which has a budget.
 
     forward   z = margin.negatives(x . w), E = exp(z - K), Z_i = sum_j E_ij, U_i = sum_j E_ij dz_ij/dcos w_j
               over every class but the target; then, with the target logit t_i, lse_i = log(exp(log Z_i + K) + exp(t_i)),
@@ -9,60 +9,43 @@ classes, plus the cache of exponentials, which has a budget.
     update    dL/dw_j = sum_i exp(K - lse_i) E_ij dz_ij/dcos x_i / B + (target class), for unit w_j
 
 The target class is masked out of the chunks and computed separately, so 1 - p_i = exp(log Z_i + K - lse_i) does not cancel. If
-negatives are scale * cosine, dz/dcos is the scale, which multiplies the factors of the samples instead of E. exp(K - lse_i)
-multiplies the small matrix of embeddings, not E. So the exponential is the only operation on the elements of E.
+negatives are one scale times the cosine, dz/dcos is the scale, which multiplies the factors of the samples instead of E. In all
+other cases the kernels compute W = E dz/dcos from the margin's `Negatives`. exp(K - lse_i) multiplies the small matrix of
+embeddings, not W. A margin whose link is "sum" has W = sigmoid(z) dz/dcos instead, and needs no K.
+
+K is one constant if the margin's bounds allow it. Otherwise K is the largest logit so far, for each sample and in each shard:
+Z and U are rescaled when it grows, and the update divides each chunk by the K that it was computed with, as in Milakov and
+Gimelshein, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867, and FlashAttention,
+https://arxiv.org/abs/2205.14135. So every chunk is multiplied once.
 
 The products take the centres as they are stored, not unit centres, which saves a copy of all of them in each pass. With v_j
-= 1 / length of a stored centre, the logit is v_j times the product. E_ij v_j takes the place of E_ij: times stored centres it
+= 1 / length of a stored centre, the cosine is v_j times the product. W_ij v_j takes the place of W_ij: times stored centres it
 gives U, and in update the gradient of w_j times v_j, which the chain rule of normalisation asks for. Only Z needs E itself.
+
+Label smoothing also pulls every logit of a sample with the same strength S_i (loss.py). For linear negatives without a filter
+that is a vector for all classes together. Otherwise the forward pass takes a second product, and the update subtracts S_i
+from E.
 Shapes: B = samples of the global (micro-)batch, D = embedding size, c = classes of one chunk. x and w are unit vectors; E is
 (c, B), so neither product needs a transpose.
 """
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from .batch import Batch, Pull, ShardSums
 from .centre_store import CentreStore
-from .kernels.plain import fill_targets
+from .kernels.plain import NO_NEGATIVE
+from .margin_like import MarginLike
 from .planning import Chunk
 from .workspace import Workspace
 
 # exp must stay in the range of fp32 (and bf16), whose normal numbers end at exp(88.7) and exp(-87.3)
 _LARGEST, _SMALLEST = 80.0, -87.0
 _GRANULE = 256  # bf16 products have a multiple of this many rows
-_NO_NEGATIVE = -1e30  # the largest logit of a sample without negatives
-
-
-class MarginLike(Protocol):
-    """The interface of a margin that the head uses; see losses/margin.py."""
-
-    @property
-    def scale(self) -> float: ...
-    @property
-    def logit_bound(self) -> float: ...
-    @property
-    def linear_negatives(self) -> bool: ...
-    @property
-    def observes(self) -> bool: ...
-    def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor: ...
-    def negatives(self, cosine: Tensor, target_cosine: Tensor, state: Any = None) -> Tensor: ...
-    def observe(self, target_cosine: Tensor, norm: Tensor) -> Any: ...
-    def commit(self, states: Sequence[Any]) -> None: ...
-
-
-class Batch(NamedTuple):
-    """One global micro-batch, as the two passes need it."""
-
-    unit: Tensor  # (B, D) fp32
-    target_cosine: Tensor  # (B,) fp32
-    shift: float | Tensor  # K, a constant or (B,)
-    places: Tensor  # (B,) int64, of the target classes; see planning.py
-    state: Any = None  # what margin.observe returned; a recomputed chunk sees the same state
 
 
 def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,11 +67,13 @@ def has_fp32_output(device: torch.device) -> bool:
 def constant_shift(margin: MarginLike, num_classes: int) -> float | None:
     """Return K such that exp(logit - K) and its sum over all classes stay in fp32's range, whatever the cosines are.
 
-    None if there is no such constant because the logits are too far apart; then the samples' maxima must be found first.
+    None if there is no such constant because the logits are too far apart; then the samples' maxima must be found. Weights
+    of sampled classes change nothing: in each shard they add up to the number of its classes.
     """
-    bound = margin.logit_bound
-    shift = max(0.0, bound + math.log(num_classes) - _LARGEST)
-    return shift if -bound - shift > _SMALLEST else None
+    if margin.link == "sum":
+        return 0.0
+    shift = max(0.0, margin.logit_bound + math.log(num_classes) - _LARGEST)
+    return shift if margin.lowest_negative - shift > _SMALLEST else None
 
 
 def auto_chunk(device: str, dtype: torch.dtype) -> int:
@@ -115,139 +100,192 @@ class TwoPass:
 
     Args:
         dtype: float32 or bfloat16, of the matrix products. Sums, states and all (B,) and (B, D) tensors are float32.
-        limit: leave negatives with a larger cosine out of the softmax: they are likely the same person (interclass filter).
+        limit: leave negatives with a larger cosine out of the loss: they are likely the same person (interclass filter).
+        smooths: whether label smoothing needs ShardSums.spread and slopes.
+        shift: K, or None if the samples' maxima must be found; see constant_shift.
     """
 
-    def __init__(self, margin: MarginLike, store: CentreStore, workspace: Workspace, dtype: torch.dtype, limit: float | None):
+    def __init__(
+        self,
+        margin: MarginLike,
+        store: CentreStore,
+        workspace: Workspace,
+        dtype: torch.dtype,
+        limit: float | None = None,
+        smooths: bool = False,
+        shift: float | None = 0.0,
+    ) -> None:
         self.margin, self.centre_store, self.workspace, self.dtype = margin, store, workspace, dtype
         self.logit_limit = None if limit is None else limit * margin.scale
-        self.limit = limit
+        self.limit, self.smooths, self.shift = limit, smooths, shift
         self._cached: dict[tuple[int, int], Tensor] = {}
+        self._shifts: dict[tuple[int, int], Tensor] = {}  # K of each chunk, where it is not constant
 
     def begin(self, chunks: list[Chunk], samples: int, num_micro: int) -> None:
         """Prepare the passes of one step with num_micro micro-batches of `samples` samples each."""
         self._cached.clear()
+        self._shifts.clear()
         self.workspace.begin_cache(
             num_micro * sum(padded_rows(chunk.size, self.dtype) * samples * self.dtype.itemsize + 64 for chunk in chunks)
         )
 
-    def sample_maximum(self, batch: Batch, chunks: list[Chunk]) -> Tensor:
-        """Return the (B,) largest negative logit over this shard's active classes, -1e30 if there is none."""
-        maximum = batch.unit.new_full((len(batch.unit),), _NO_NEGATIVE)
-        operand = self._operand(batch)
-        for chunk in chunks:
-            product = torch.mm(self.centre_store.operand(chunk.select, self.dtype, chunk.size), operand).float()
-            logits = self._negatives(batch, product.mul_(self.centre_store.inverse_norms[chunk.select, None]))
-            fill_targets(logits, (batch.places, chunk.begin), _NO_NEGATIVE)
-            maximum = torch.maximum(maximum, logits.amax(dim=0))
-        return maximum
+    def spreads_evenly(self, batch: Batch) -> bool:
+        """Return whether dz/dcos is the same for all negatives of a sample, so that label smoothing is a vector."""
+        return self.limit is None and (batch.function is None or batch.function.kind == "linear")
 
-    def forward(self, batch: Batch, chunks: list[Chunk], micro: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this shard's Z (B,), U (B, D) and sum_j E_ij dz_ij/dt_i (B,), all fp32, over the negatives of each sample.
+    def slope(self, batch: Batch) -> float | Tensor:
+        """Return dz/dcos of linear negatives: one number, or (B,)."""
+        return self.margin.scale if batch.function is None else batch.function.coefficients[0]
 
-        For linear negatives U is not yet multiplied by the scale; see `gain`.
-        """
-        z_sum = batch.unit.new_zeros(len(batch.unit))
+    def gain(self, batch: Batch) -> float:
+        """The factor that turns the E of the fast path into E dz/dcos."""
+        return self.margin.scale if batch.function is None else 1.0
+
+    def forward(self, batch: Batch, chunks: list[Chunk], micro: int) -> ShardSums:
+        """Return the sums over this shard, and keep the weights of as many chunks as the cache holds."""
+        sums = batch.unit.new_zeros(3, len(batch.unit))
         u_sum = torch.zeros_like(batch.unit)
-        by_target = torch.zeros_like(z_sum)
+        running = sums.new_full((len(batch.unit),), NO_NEGATIVE) if self.shift is None else None
+        spreads = (
+            None if not self.smooths or self.spreads_evenly(batch) else (torch.zeros_like(sums[:2]), torch.zeros_like(u_sum))
+        )
         operand = self._operand(batch)
         for number, chunk in enumerate(chunks):
             centres = self.centre_store.operand(chunk.select, self.dtype, padded_rows(chunk.size, self.dtype))
-            cached = self.workspace.cache((len(centres), len(batch.unit)), self.dtype)
+            if spreads is not None:
+                self._add_slopes(batch, operand, centres, chunk, *spreads)
+            cached = None if spreads is not None else self.workspace.cache((len(centres), len(batch.unit)), self.dtype)
             if cached is not None:
                 self._cached[micro, number] = cached
-            weighted = self._weighted(batch, operand, centres, chunk, cached, z_sum, by_target)
-            if self.dtype == torch.float32:
-                u_sum.addmm_(weighted.t(), centres)
-            elif has_fp32_output(u_sum.device):
-                u_sum += torch.mm(weighted.t(), centres, out_dtype=torch.float32)
-            else:
-                u_sum += torch.mm(weighted.t(), centres, out=self.workspace.buffer("u", tuple(u_sum.shape), self.dtype))
-        return z_sum, u_sum, by_target
-
-    @property
-    def gain(self) -> float:
-        """The factor that turns the E of linear negatives into E dz/dcos."""
-        return self.margin.scale if self.margin.linear_negatives else 1.0
+            products = self._products(operand, centres, chunk, cached)
+            shift: float | Tensor = 0.0 if self.shift is None else self.shift
+            if running is not None:
+                before, shift = running, self._largest(batch, products, chunk, running)
+                rescale = torch.exp(before - shift)
+                sums[0] *= rescale
+                u_sum *= rescale[:, None]
+                running = self._shifts[micro, number] = shift
+            self._weigh(batch, products, chunk, shift, sums)
+            self._add_product(u_sum, products, centres)
+        if self.smooths and spreads is None:
+            spreads = self._even_slopes(batch, chunks)
+        return ShardSums(sums, u_sum, running if running is not None else self.shift or 0.0, *(spreads or ()))
 
     def gradients(
-        self, batches: list[Batch], factors: list[Tensor], grad_targets: list[Tensor], chunks: list[Chunk]
+        self, pulls: list[Pull], chunks: list[Chunk]
     ) -> Iterator[tuple[Chunk, Tensor, tuple[Tensor, Tensor, Tensor]]]:
         """Yield (chunk, gradient (c, D), target part) for each chunk, as update_rows of the kernels takes them.
 
         The gradient is in a reused buffer. The caller may update the chunk's centres before it asks for the next chunk.
-
-        Args:
-            batches: the micro-batches.
-            factors: gain exp(K - lse_i) / B of each micro-batch, (B,).
-            grad_targets: dL/d(target cosine) of each micro-batch, (B,).
         """
-        scaled = [(batch.unit * factor[:, None]).to(self.dtype) for batch, factor in zip(batches, factors, strict=True)]
-        of_targets = torch.cat([batch.unit * grad[:, None] for batch, grad in zip(batches, grad_targets, strict=True)])
-        operands = [self._operand(batch) for batch in batches]
+        scaled = [None if pull.lse is not None else self._scaled(pull, pull.negatives) for pull in pulls]
+        of_targets = torch.cat([pull.batch.unit * pull.of_target[:, None] for pull in pulls])
+        operands = [self._operand(pull.batch) for pull in pulls]
+        evens = [pull.even @ pull.batch.unit for pull in pulls if pull.even is not None]
+        even = torch.stack(evens).sum(dim=0) if evens else None
         for number, chunk in enumerate(chunks):
             shape = (padded_rows(chunk.size, self.dtype), of_targets.shape[1])
             centres: Tensor | None = None
-            for micro, batch in enumerate(batches):
-                weighted = self._cached.get((micro, number))
+            for micro, pull in enumerate(pulls):
+                weighted, shift = self._cached.get((micro, number)), self._shift_of(pull, micro, number)
                 if weighted is None:
                     centres = self.centre_store.operand(chunk.select, self.dtype, shape[0]) if centres is None else centres
-                    weighted = self._weighted(batch, operands[micro], centres, chunk, None, None, None)
-                product = torch.mm(weighted, scaled[micro], out=self.workspace.buffer("product", shape, self.dtype))
-                if len(batches) > 1:  # their sum, in fp32
+                    weighted = self._products(operands[micro], centres, chunk, None)
+                    unused = self.workspace.buffer("unused", (3, len(pull.negatives)), torch.float32)
+                    self._weigh(pull.batch, weighted, chunk, shift, unused, pull.less)
+                rows = scaled[micro]
+                if rows is None:
+                    assert pull.lse is not None
+                    rows = self._scaled(pull, pull.negatives * torch.exp(shift - pull.lse))
+                product = torch.mm(weighted, rows, out=self.workspace.buffer("product", shape, self.dtype))
+                if len(pulls) > 1:  # their sum, in fp32
                     total = self.workspace.buffer("total", shape, torch.float32)
                     product = total.copy_(product) if micro == 0 else total.add_(product)
-            yield chunk, product[: chunk.size], (*chunk.targets, of_targets)
+            gradient = product[: chunk.size]
+            if even is not None:
+                inverse = self.centre_store.inverse_norms[chunk.select]
+                gradient.addr_(inverse.to(gradient.dtype), even.to(gradient.dtype), alpha=-1.0)
+            yield chunk, gradient, (*chunk.targets, of_targets)
 
     def _operand(self, batch: Batch) -> Tensor:
-        """Return the (D, B) operand whose products with unit centres are logits if those are linear, otherwise cosines."""
-        return (batch.unit * self.gain).to(self.dtype).t()
+        """Return the (D, B) operand whose products with unit centres are logits on the fast path, otherwise cosines."""
+        return (batch.unit * self.gain(batch)).to(self.dtype).t()
 
-    def _negatives(self, batch: Batch, product: Tensor) -> Tensor:
-        """Return the negative logits (c, B) from the product of unit centres with _operand."""
-        if self.margin.linear_negatives:
-            return product
-        return self.margin.negatives(product.t(), batch.target_cosine[:, None], batch.state).t()
+    def _scaled(self, pull: Pull, factor: Tensor) -> Tensor:
+        return (pull.batch.unit * factor[:, None]).to(self.dtype)
 
-    def _weighted(
-        self,
-        batch: Batch,
-        operand: Tensor,
-        centres: Tensor,
-        chunk: Chunk,
-        out: Tensor | None,
-        z_sum: Tensor | None,
-        by_target: Tensor | None,
-    ) -> Tensor:
-        """Return E v dz/dcos / gain (padded c, B) in dtype, 0 beyond the chunk's c classes, in `out` or a buffer.
+    def _shift_of(self, pull: Pull, micro: int, number: int) -> float | Tensor:
+        """Return the K with which the weights of a chunk were, or are to be, computed."""
+        if pull.less is not None:  # computed again, from a K that makes E the probability
+            assert pull.lse is not None
+            return pull.lse
+        return self._shifts[micro, number] if self.shift is None else self.shift
 
-        Also add to z_sum, Z (B,), and to by_target, sum_j E dz/dt (B,), if they are given.
-        """
+    def _products(self, operand: Tensor, centres: Tensor, chunk: Chunk, out: Tensor | None) -> Tensor:
+        """Return centres times operand (padded c, B) in `out` or a buffer, 0 beyond the chunk's c classes."""
         if out is None:
             out = self.workspace.buffer("logits", (len(centres), operand.shape[1]), self.dtype)
-        if z_sum is None:
-            z_sum = self.workspace.buffer("unused", (operand.shape[1],), torch.float32)
         torch.mm(centres, operand, out=out)
         out[chunk.size :].zero_()
-        real, kernels, targets = out[: chunk.size], self.workspace.kernels, (batch.places, chunk.begin)
-        inverse_norms = self.centre_store.inverse_norms[chunk.select]
-        if self.margin.linear_negatives:
-            kernels.exponentials(real, inverse_norms, targets, batch.shift, self.logit_limit, z_sum, self.workspace)
-            return out
-        with torch.enable_grad():
-            cosine = (real.float() * inverse_norms[:, None]).t().requires_grad_()  # (B, c)
-            target = batch.target_cosine[:, None].clone().requires_grad_()
-            logits = self.margin.negatives(cosine, target, batch.state)
-        exp = logits.detach().float().t().clone(memory_format=torch.contiguous_format)
-        unlimited = z_sum if self.limit is None else torch.zeros_like(z_sum)
-        kernels.exponentials(exp, None, targets, batch.shift, None, unlimited, self.workspace)
-        if self.limit is not None:
-            exp.masked_fill_(cosine.detach().t() > self.limit, 0.0)
-            z_sum += exp.sum(dim=0)
-        grad_cosine, grad_target = torch.autograd.grad(logits, (cosine, target), exp.t().to(logits.dtype), allow_unused=True)
-        if by_target is not None and grad_target is not None:
-            by_target += grad_target.squeeze(1)
-        if grad_cosine is None:
-            return out.zero_()
-        real.copy_(grad_cosine.t() * inverse_norms[:, None])
         return out
+
+    def _largest(self, batch: Batch, products: Tensor, chunk: Chunk, before: Tensor) -> Tensor:
+        """Return the larger of `before` (B,) and each sample's largest logit in this chunk."""
+        assert batch.function is not None
+        maximum, where = before.clone(), (batch.places, chunk.begin)
+        self.workspace.kernels.maxima(
+            products[: chunk.size],
+            self.centre_store.inverse_norms[chunk.select],
+            where,
+            batch.function,
+            chunk.weights,
+            self.limit,
+            maximum,
+            self.workspace,
+        )
+        return maximum
+
+    def _weigh(
+        self, batch: Batch, products: Tensor, chunk: Chunk, shift: float | Tensor, sums: Tensor, less: Tensor | None = None
+    ) -> None:
+        """Replace products (padded c, B) by W v, on the fast path E v, and add to sums (3, B)."""
+        real, kernels, targets = products[: chunk.size], self.workspace.kernels, (batch.places, chunk.begin)
+        inverse_norms = self.centre_store.inverse_norms[chunk.select]
+        if batch.function is None:
+            kernels.exponentials(real, inverse_norms, targets, shift, self.logit_limit, sums[0], self.workspace)
+            return
+        how = (batch.function, self.margin.link, chunk.weights, shift, self.limit, less)
+        kernels.weights(real, inverse_norms, targets, *how, sums, self.workspace)
+
+    def _add_product(self, total: Tensor, weighted: Tensor, centres: Tensor) -> None:
+        """Add weighted.t() times centres to total (B, D), fp32."""
+        if self.dtype == torch.float32:
+            total.addmm_(weighted.t(), centres)
+        elif has_fp32_output(total.device):
+            total += torch.mm(weighted.t(), centres, out_dtype=torch.float32)
+        else:
+            total += torch.mm(weighted.t(), centres, out=self.workspace.buffer("u", tuple(total.shape), self.dtype))
+
+    def _add_slopes(self, batch: Batch, operand: Tensor, centres: Tensor, chunk: Chunk, spread: Tensor, slopes: Tensor) -> None:
+        """Add a chunk's part to ShardSums.spread and slopes of any negatives."""
+        assert batch.function is not None
+        products, targets = self._products(operand, centres, chunk, None), (batch.places, chunk.begin)
+        how = (self.centre_store.inverse_norms[chunk.select], targets, batch.function, chunk.weights, self.limit)
+        self.workspace.kernels.slopes(products[: chunk.size], *how, spread, self.workspace)
+        self._add_product(slopes, products, centres)
+
+    def _even_slopes(self, batch: Batch, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
+        """Return ShardSums.spread and slopes of linear negatives, from the sum of all unit centres."""
+        total, logs = batch.unit.new_zeros(batch.unit.shape[1]), batch.unit.new_zeros(())
+        for chunk in chunks:
+            centres = self.centre_store.operand(chunk.select, self.dtype, chunk.size)
+            total += torch.mv(centres.float().t(), self.centre_store.inverse_norms[chunk.select])
+            if chunk.weights is not None:
+                logs += chunk.weights.log().sum()
+        here = batch.places >= 0
+        cosines = batch.unit @ total - torch.where(here, batch.target_cosine, 0.0)
+        counts = sum(chunk.size for chunk in chunks) - here.float()
+        logits = self.slope(batch) * cosines + logs
+        if batch.function is not None:
+            logits += counts * batch.function.coefficients[-1]
+        return torch.stack([counts, logits]), total

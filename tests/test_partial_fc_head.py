@@ -1,7 +1,7 @@
 """The sharded, chunked, sampled head against a dense softmax over the joined batch in float64."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ from rounding import bf16_half_step, head_bounds, rounding_bound
 from torch import Tensor, nn
 
 from losses import build_margin
-from losses.margin import Margin
+from losses.margin import Margin, State
+from losses.negatives import Negatives, negatives_of
 from partial_fc import HeadConfig, PartialFC, RowSGD
 from partial_fc.shard import initial_centres, shard_range
 from utils.randomness import derive
@@ -29,13 +30,12 @@ class HardNegatives(Margin):
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
         return self.scale * (cosine - 0.35)
 
-    def negatives(self, cosine: Tensor, target_cosine: Tensor, state: Any = None) -> Tensor:
-        bent = torch.where(cosine > target_cosine - 0.35, 1.2 * cosine + 0.2, cosine)
-        return (self.scale * bent + 0.5 * target_cosine).contiguous()  # a margin may return any layout
+    def negatives(self, cosine: Tensor, norm: Tensor, state: State) -> Negatives:
+        return negatives_of("hard", cosine, scale=self.scale, slope=1.2, constant=0.2, threshold=cosine - 0.35)
 
     @property
     def logit_bound(self) -> float:
-        return 1.4 * self.scale + 0.5
+        return 1.4 * self.scale
 
 
 class NormScaled(Margin):
@@ -48,23 +48,28 @@ class NormScaled(Margin):
 class Running(Margin):
     """Its target and its negatives depend on running means over the batches, as CurricularFace's and AdaFace's do."""
 
+    cosine: Tensor
+    norm: Tensor
+
     def __init__(self, scale: float = 32.0) -> None:
         super().__init__(scale)
         self.register_buffer("cosine", torch.tensor(0.1))
         self.register_buffer("norm", torch.tensor(4.0))
 
-    def observe(self, target_cosine: Tensor, norm: Tensor) -> Any:
-        return torch.lerp(self.cosine, target_cosine.mean(), 0.3), torch.lerp(self.norm, norm.mean(), 0.3)
+    def observe(self, cosine: Tensor, norm: Tensor, seed: int = 0, of_class: Mapping[str, Tensor] | None = None) -> State:
+        return {
+            "cosine": torch.lerp(self.cosine.to(cosine.dtype), cosine.mean(), 0.3),
+            "norm": torch.lerp(self.norm.to(norm.dtype), norm.mean(), 0.3),
+        }
 
-    def commit(self, states: Sequence[Any]) -> None:
-        for buffer, values in zip((self.cosine, self.norm), zip(*states, strict=True), strict=True):
-            buffer.copy_(torch.stack(values).mean())
+    def commit(self, states: Sequence[State], good: Tensor | None = None) -> None:
+        self.keep(good, **{name: torch.stack([state[name] for state in states]).mean() for name in ("cosine", "norm")})
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        return self.scale * (cosine - 0.02 * norm / state[1])
+        return self.scale * (cosine - 0.02 * norm / state["norm"])
 
-    def negatives(self, cosine: Tensor, target_cosine: Tensor, state: Any = None) -> Tensor:
-        return self.scale * torch.where(cosine > target_cosine, cosine * (state[0] + 0.9), cosine)
+    def negatives(self, cosine: Tensor, norm: Tensor, state: State) -> Negatives:
+        return negatives_of("hard", cosine, scale=self.scale, slope=state["cosine"] + 0.9, threshold=cosine)
 
     @property
     def logit_bound(self) -> float:
