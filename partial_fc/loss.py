@@ -131,7 +131,7 @@ def sample_losses(
                 by_trained[name] += grad
     if penalty is not None:
         loss = loss + penalty.detach().mean()
-        (grad,) = torch.autograd.grad(penalty.mean(), (norm,))
+        (grad,) = torch.autograd.grad(penalty, (norm,), torch.full_like(penalty, 1.0 / count))
         by_norm = grad if by_norm is None else by_norm + grad
     by_target = torch.zeros_like(t) if by_cosine is None else by_cosine
     return SampleLosses(loss, state, by_negatives, by_target, by_norm, by_trained, lse, spread)
@@ -176,7 +176,7 @@ def norm_gradient(margin: MarginLike, batch: Batch, losses: SampleLosses, along:
         scale = margin.negative_scale(norm, batch.state)
     if not isinstance(scale, Tensor) or not scale.requires_grad:
         return by_norm
-    (slope,) = torch.autograd.grad(scale.sum(), (norm,))
+    (slope,) = torch.autograd.grad(scale, (norm,), torch.ones_like(scale))
     negatives = along - losses.by_target[mine] * batch.target_cosine[mine]
     added = negatives * slope / scale.detach()
     return added if by_norm is None else by_norm + added

@@ -1,0 +1,240 @@
+"""The real head with every loss beside the slow references: one table of the losses, and the comparison of optimizer steps.
+
+The references know nothing of shards, chunks, kernels or sums; loss_references.py says what they are.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from dense_reference import active_classes, all_centres
+from loss_references import State, arcface, circle, combined, cosface, li_arcface, normface, qamface, sphereface, sphereface_r
+from loss_references_adaptive import adacos, adaface, arcnegface, curricularface, magface, mv_softmax, npcface
+from loss_references_other import elasticface, sphereface2, uniface
+from rounding import FP32_UNIT, bf16_half_step, head_bounds
+from torch import Tensor
+
+from losses import build_margin
+from losses.margin import Margin
+from partial_fc import HeadConfig, PartialFC, RowSGD
+from partial_fc.shard import shard_range, slots_of_classes
+from utils.randomness import derive
+
+C, D, B, SEED = 31, 16, 12, 3
+Reference = Callable[..., tuple[Tensor, State]]
+
+
+def _adacos(*inputs: Tensor, scale: float | None = None, **composition: Any) -> tuple[Tensor, State]:
+    """The scale that a batch gives holds from the next step on."""
+    loss, _ = adacos(*inputs, dynamic=False, scale=scale, **composition)
+    return loss, adacos(*inputs, scale=scale, **composition)[1]
+
+
+class Case(NamedTuple):
+    """A loss: arguments of the margin, its reference, and how much steeper than its scale a logit may be."""
+
+    arguments: dict[str, Any]
+    reference: Reference
+    steep: float = 1.0
+    known: dict[str, Any] = {}
+
+
+CASES = {
+    "normface": Case({"scale": 30.0}, partial(normface, scale=30.0)),
+    "cosface": Case({}, cosface),
+    "cosface, wide": Case({"scale": 300.0}, partial(cosface, scale=300.0)),
+    "arcface": Case({}, arcface, 2.0),
+    "combined": Case({"m1": 1.35}, partial(combined, m1=1.35), 2.0),
+    "sphereface": Case({}, sphereface, 120.0),
+    "sphereface_r": Case({}, sphereface_r),
+    "circle": Case({}, circle, 1.25),
+    "li_arcface": Case({}, li_arcface, 2.0),
+    "qamface": Case({}, qamface, 4 * math.pi),
+    "curricularface": Case({"alpha": 0.3}, partial(curricularface, alpha=0.3), 3.0),
+    "mv_softmax": Case({}, mv_softmax, 1.2),
+    "arcnegface": Case({}, arcnegface, 2.0),
+    "npcface": Case({}, npcface, 2.0),
+    "adacos": Case({}, _adacos, 2.0),
+    "adaface": Case({"alpha": 0.5}, partial(adaface, alpha=0.5), 2.0),
+    "magface": Case({}, magface, 2.0),
+    "elasticface": Case({}, elasticface, 2.0),
+    "sphereface2": Case({}, sphereface2, 3.0),
+    "uniface": Case({"weight": 0.5}, partial(uniface, weight=0.5)),
+}
+STATES = {"t": "t", "mean": "mean", "std": "std", "scale": "running_scale"}  # of the reference: the margin's buffers
+SUMS = ("sphereface2", "uniface")
+
+
+class Setting(NamedTuple):
+    """How the head computes; see HeadConfig."""
+
+    rate: float = 1.0
+    limit: float | None = None
+    correction: str = "none"
+    focal: float = 0.0
+    smoothing: float = 0.0
+    accumulation: int = 1
+    storage: str = "exact"
+    dtype: torch.dtype = torch.float32
+    kernels: str = "auto"
+    cache_mb: int = 1
+    chunk: int = 5
+
+    def config(self) -> HeadConfig:
+        """Return the configuration of a head whose centres move by minus the gradient at rate 1."""
+        return HeadConfig(
+            self.rate,
+            RowSGD(0.0, 0.0),
+            self.storage,
+            logit_correction=self.correction,
+            focal=self.focal,
+            label_smoothing=self.smoothing,
+            filter_above=self.limit,
+            matmul_dtype=self.dtype,
+            chunk=self.chunk,
+            cache_mb=self.cache_mb,
+            kernels=self.kernels,
+        )
+
+
+def make_batch(centres: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """Return (B, D) embeddings of norms from 4 to 60, from near their centres to beyond them, and labels with repeats."""
+    generator = torch.Generator().manual_seed(100 + step)
+    labels = torch.randint(len(centres), (B,), generator=generator)
+    noise = F.normalize(torch.randn(B, centres.shape[1], generator=generator))
+    unit = F.normalize(F.normalize(centres[labels]) * torch.linspace(1.5, -0.4, B)[:, None] + noise)
+    return unit * torch.linspace(4.0, 60.0, B)[torch.randperm(B, generator=generator)][:, None], labels
+
+
+def whole_centres(head: PartialFC) -> Tensor:
+    """Return the centres of all ranks in the order of the classes, (C, D) fp32."""
+    parts: list[Any] = [None] * head.world_size
+    mine = (head.shard_classes(), head.centres.float().clone())
+    if head.world_size > 1:
+        dist.all_gather_object(parts, mine)
+    else:
+        parts = [mine]
+    centres = torch.empty(head.num_classes, head.embedding_size)
+    for classes, rows in parts:
+        centres[torch.from_numpy(classes)] = rows
+    return centres
+
+
+def whole_active(head: PartialFC) -> Tensor:
+    """Return which classes (C,) are in the loss, over all ranks."""
+    active = active_classes(head).to(torch.int32)
+    if head.world_size > 1:
+        dist.all_reduce(active)
+    return active > 0
+
+
+def inclusion_weights(head: PartialFC, labels: Tensor, active: Tensor) -> Tensor:
+    """Return log(1 / inclusion probability) of each class (C,): of those drawn, (others) / (others drawn) in their shard."""
+    slots = torch.from_numpy(slots_of_classes(np.arange(head.num_classes), head.num_classes, head.seed))
+    is_label = torch.zeros(head.num_classes, dtype=torch.bool)
+    is_label[labels] = True
+    weights = torch.zeros(head.num_classes, dtype=torch.float64)
+    for rank in range(head.world_size):
+        start, stop = shard_range(head.num_classes, rank, head.world_size)
+        drawable = (slots >= start) & (slots < stop) & ~is_label
+        drawn = drawable & active
+        if drawn.any():
+            weights[drawn] = math.log(int(drawable.sum()) / int(drawn.sum()))
+    return weights
+
+
+def reference_losses(
+    case: str, known: dict[str, Any], head: PartialFC, batch: tuple[Tensor, Tensor, Tensor], micro: int, setting: Setting
+) -> tuple[Tensor, State]:
+    """Return the reference's mean loss of a micro-batch, and its state.
+
+    Args:
+        known: the reference's arguments.
+        batch: embeddings and centres in float64, and the labels.
+    """
+    name = case.partition(",")[0]
+    composition: dict[str, Any] = {"limit": setting.limit}
+    if setting.rate < 1:
+        composition["active"] = whole_active(head)
+    if setting.correction == "log_r":
+        composition["log_weights"] = inclusion_weights(head, known["labels"], whole_active(head))
+    if setting.focal or setting.smoothing:
+        composition |= {"focal": setting.focal, "label_smoothing": setting.smoothing}
+    arguments = {key: value for key, value in known.items() if key != "labels"}
+    if name == "elasticface":
+        seed = derive(head.seed, "margin", head._number, micro)
+        ones = torch.ones(len(batch[2]))
+        arguments["draws"] = build_margin("elasticface").observe(ones, ones, seed)["margin"].double()
+    return CASES[case].reference(*batch, **arguments, **composition)
+
+
+def first_known(case: str, margin: Margin) -> dict[str, Any]:
+    """Return the arguments that the reference needs beside those of the margin."""
+    return {"bias": margin.get_parameter("bias").detach().double().requires_grad_()} if case in SUMS else {}
+
+
+def compare_steps(rank: int, world_size: int, case: str, setting: Setting, steps: int = 2) -> None:
+    """Compare loss, gradients, state and, in the last step, the update of the centres and the trained numbers."""
+    name, entry = case.partition(",")[0], CASES[case]
+    margin = build_margin(name, **entry.arguments)
+    head = PartialFC(margin, C, D, rank, world_size, SEED, setting.config())
+    known = first_known(case, margin)
+    start = all_centres(C, D, SEED)
+    accumulation = setting.accumulation
+    share = B // (accumulation * world_size)
+    for step in range(steps):
+        embeddings, labels = make_batch(start, step)
+        blocks = [slice((a * world_size + rank) * share, (a * world_size + rank + 1) * share) for a in range(accumulation)]
+        micros = [slice(a * B // accumulation, (a + 1) * B // accumulation) for a in range(accumulation)]
+        x = embeddings.clone().requires_grad_()
+        head.begin_step(torch.stack([labels[block] for block in blocks]), step)
+        known["labels"] = labels
+        centres, before = whole_centres(head).double().requires_grad_(), head.centres.float().clone()
+        parameters = [parameter.detach().clone() for parameter in margin.parameters()]
+        exact = embeddings.double().requires_grad_()
+        results = [
+            reference_losses(case, known, head, (exact[rows], centres, labels[rows]), micro, setting)
+            for micro, rows in enumerate(micros)
+        ]
+        expected = torch.stack([loss for loss, _ in results]).mean()
+        trained = [known["bias"]] if "bias" in known else []
+        by_x, by_w, *by_trained = torch.autograd.grad(expected, [exact, centres, *trained])
+        losses = [head(x[block], micro) for micro, block in enumerate(blocks)]
+        (torch.stack(losses).mean() * 1.0).backward()
+        last = step == steps - 1
+        head.step(1.0 if last else 0.0)
+        loss_bound, bound = _bounds(margin, entry, setting, start, embeddings, labels)
+        assert abs(torch.stack(losses).mean().item() - expected.item()) <= loss_bound + 8 * FP32_UNIT * abs(expected.item())
+        mine = torch.cat([torch.arange(B)[block] for block in blocks])
+        assert x.grad is not None
+        assert (x.grad[mine] - by_x[mine]).norm() <= bound * by_x.norm()
+        classes = torch.from_numpy(head.shard_classes())
+        moved, should = before - head.centres.float(), by_w[classes] if last else torch.zeros_like(by_w[classes])
+        rounding = 0.0 if setting.storage == "exact" else 2.0**-7 * float(head.centres.float().norm())
+        assert (moved - should).norm() <= bound * by_w.norm() + rounding
+        for parameter, was, gradient in zip(margin.parameters(), parameters, by_trained, strict=True):
+            size = FP32_UNIT * 4 * abs(was.item())
+            assert (was - parameter).item() == pytest.approx(last * gradient.item(), rel=bound, abs=size)
+        state = results[0][1]
+        for key in state.keys() & STATES.keys():
+            value = getattr(margin, STATES[key]).item()
+            assert accumulation > 1 or value == pytest.approx(state[key], rel=bound, abs=bound)
+            state[key] = value
+        known.update(state)
+
+
+def _bounds(
+    margin: Margin, entry: Case, setting: Setting, centres: Tensor, embeddings: Tensor, labels: Tensor
+) -> tuple[float, float]:
+    """Return the bounds of the loss, absolute, and of the gradients, relative to their norms."""
+    steep = entry.steep * margin.scale
+    if setting.dtype == torch.float32:
+        return head_bounds(steep, D, B)
+    half = bf16_half_step(steep)
+    return half, half
