@@ -8,6 +8,7 @@ from utils.suggest import did_you_mean
 
 from .adacos import AdaCos
 from .adaface import AdaFace
+from .adaptiveface import AdaptiveFace
 from .angular import LiArcFace, QAMFace
 from .arcface import ArcFace
 from .circle import Circle
@@ -15,6 +16,7 @@ from .combined import Combined
 from .cosface import CosFace
 from .elasticface import ElasticFace
 from .hard_negatives import ArcNegFace, CurricularFace, MVSoftmax, NPCFace
+from .kappaface import KappaFace
 from .magface import MagFace
 from .margin import Margin
 from .normface import NormFace
@@ -38,6 +40,8 @@ MARGINS: dict[str, Callable[..., Margin]] = {
     "circle": Circle,
     "adaface": AdaFace,
     "magface": MagFace,
+    "adaptiveface": AdaptiveFace,
+    "kappaface": KappaFace,
     "elasticface": ElasticFace,
     "li_arcface": LiArcFace,
     "qamface": QAMFace,

@@ -6,8 +6,8 @@ Shapes: B = samples, the global batch; c = classes of one chunk of the head.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,16 @@ from .ranges import number_in, one_of
 
 GRADIENTS = ("exact", "straight_through")
 State = dict[str, Tensor]
-Reduce = Callable[[Tensor], Tensor]  # the sum over the ranks
+
+
+class Ranks(Protocol):
+    """What a margin may ask of the other ranks. All call it equally often; the results are equal on all."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the elementwise sum over the ranks; tensor is overwritten."""
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Return the elementwise maximum over the ranks; tensor is overwritten."""
 
 
 class ClassNumber(NamedTuple):
@@ -188,12 +197,11 @@ class Margin(nn.Module):
             good: () bool on the device; where it is False, nothing may change.
         """
 
-    def refresh(self, numbers: Mapping[str, Tensor], step: int, good: Tensor, reduce: Reduce) -> None:
+    def refresh(self, numbers: Mapping[str, Tensor], step: int, good: Tensor, ranks: Ranks) -> None:
         """Recompute numbers of all classes after an optimizer step, the step-th, counted from 1.
 
         Args:
             good: as in `collect`.
-            reduce: the sum of a tensor over the ranks. All ranks call it equally often.
         """
 
     @property

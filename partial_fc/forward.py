@@ -104,7 +104,7 @@ class Forward:
         self.numbers.update({name: gradient * share for name, gradient in step.gradients.items()}, lr, good)
         for pull, here, rows in zip(step.pulls, step.plan.owners, step.plan.local, strict=True):
             self.numbers.collect(rows, pull.batch.unit[here], good)
-        self.numbers.refresh(step.plan.labels.step + 1, good, self.collectives.sum)
+        self.numbers.refresh(step.plan.labels.step + 1, good, self.collectives)
 
     def _observe(self, norm: Tensor, seed: int, cosine: Tensor, of_class: Tensor) -> State:
         return self.margin.observe(cosine, norm, seed, dict(zip(self.numbers.scalars, of_class, strict=False)))

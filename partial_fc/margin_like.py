@@ -3,14 +3,15 @@
 Shapes: B = samples of the global (micro-)batch, D = embedding size, c = classes of one chunk, n = classes of a shard.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from .collectives import Collectives
+
 State = dict[str, Tensor]
-Reduce = Callable[[Tensor], Tensor]  # the sum over the ranks
 
 
 class NegativesLike(Protocol):
@@ -85,6 +86,6 @@ class MarginLike(Protocol):
     def class_numbers(self, dim: int) -> Mapping[str, ClassNumberLike]: ...
     def class_penalty(self, numbers: Mapping[str, Tensor], num_classes: int) -> tuple[Tensor, State] | None: ...
     def collect(self, numbers: Mapping[str, Tensor], rows: Tensor, unit: Tensor, good: Tensor) -> None: ...
-    def refresh(self, numbers: Mapping[str, Tensor], step: int, good: Tensor, reduce: Reduce) -> None: ...
+    def refresh(self, numbers: Mapping[str, Tensor], step: int, good: Tensor, ranks: Collectives) -> None: ...
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
     def register_buffer(self, name: str, tensor: Tensor | None) -> None: ...

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .margin_like import MarginLike, Reduce
+from .collectives import Collectives
+from .margin_like import MarginLike
 from .row_optimizer import RowAdamW, RowOptimizer
 
 PREFIX = "margin_"  # of their names in a checkpoint
@@ -79,10 +80,10 @@ class MarginNumbers:
         if self.specs:
             self.margin.collect(self.tensors, rows, unit, good)
 
-    def refresh(self, step: int, good: Tensor, reduce: Reduce) -> None:
+    def refresh(self, step: int, good: Tensor, ranks: Collectives) -> None:
         """Let the margin recompute numbers of all classes after optimizer step number `step`, counted from 1."""
         if self.specs:
-            self.margin.refresh(self.tensors, step, good, reduce)
+            self.margin.refresh(self.tensors, step, good, ranks)
 
     def update(self, gradients: Mapping[str, Tensor], lr: float, good: Tensor) -> None:
         """Update all trained numbers from their gradients, unless good, () bool, is False."""

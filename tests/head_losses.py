@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from dense_reference import active_classes, all_centres
 from loss_references import State, arcface, circle, combined, cosface, li_arcface, normface, qamface, sphereface, sphereface_r
 from loss_references_adaptive import adacos, adaface, arcnegface, curricularface, magface, mv_softmax, npcface
-from loss_references_other import elasticface, sphereface2, uniface
-from rounding import FP32_UNIT, bf16_half_step, head_bounds
+from loss_references_other import adaptiveface, elasticface, kappaface, sphereface2, uniface
+from rounding import FP32_UNIT, bf16_half_step, head_bounds, rounding_bound
 from torch import Tensor
 
 from losses import build_margin
+from losses.adaptiveface import AdaptiveFace
 from losses.margin import Margin
 from partial_fc import HeadConfig, PartialFC, RowSGD
 from partial_fc.shard import shard_range, slots_of_classes
@@ -42,7 +43,6 @@ class Case(NamedTuple):
     arguments: dict[str, Any]
     reference: Reference
     steep: float = 1.0
-    known: dict[str, Any] = {}
 
 
 CASES = {
@@ -64,6 +64,8 @@ CASES = {
     "adaface": Case({"alpha": 0.5}, partial(adaface, alpha=0.5), 2.0),
     "magface": Case({}, magface, 2.0),
     "elasticface": Case({}, elasticface, 2.0),
+    "adaptiveface": Case({}, adaptiveface),
+    "kappaface": Case({"margin": 0.8}, kappaface, 2.0),
     "sphereface2": Case({}, sphereface2, 3.0),
     "uniface": Case({"weight": 0.5}, partial(uniface, weight=0.5)),
 }
@@ -112,18 +114,18 @@ def make_batch(centres: Tensor, step: int) -> tuple[Tensor, Tensor]:
     return unit * torch.linspace(4.0, 60.0, B)[torch.randperm(B, generator=generator)][:, None], labels
 
 
-def whole_centres(head: PartialFC) -> Tensor:
-    """Return the centres of all ranks in the order of the classes, (C, D) fp32."""
+def whole_rows(head: PartialFC, rows: Tensor) -> Tensor:
+    """Return rows (n, ...) of a shard from all ranks in the order of the classes, (C, ...) fp32."""
     parts: list[Any] = [None] * head.world_size
-    mine = (head.shard_classes(), head.centres.float().clone())
+    mine = (head.shard_classes(), rows.float())
     if head.world_size > 1:
         dist.all_gather_object(parts, mine)
     else:
         parts = [mine]
-    centres = torch.empty(head.num_classes, head.embedding_size)
-    for classes, rows in parts:
-        centres[torch.from_numpy(classes)] = rows
-    return centres
+    whole = torch.empty(head.num_classes, *rows.shape[1:])
+    for classes, part in parts:
+        whole[torch.from_numpy(classes)] = part
+    return whole
 
 
 def whole_active(head: PartialFC) -> Tensor:
@@ -176,7 +178,18 @@ def reference_losses(
 
 def first_known(case: str, margin: Margin) -> dict[str, Any]:
     """Return the arguments that the reference needs beside those of the margin."""
+    if case == "adaptiveface":
+        return {"margins": torch.full((C,), 0.35, dtype=torch.float64, requires_grad=True)}
+    if case == "kappaface":
+        return {"psi": torch.full((C,), 0.5), "sums": torch.zeros(C, D), "counts": torch.zeros(C)}
     return {"bias": margin.get_parameter("bias").detach().double().requires_grad_()} if case in SUMS else {}
+
+
+def trained_numbers(head: PartialFC) -> list[Tensor]:
+    """Return what a step trains beside the centres: a parameter (), or the margins (C,) of all ranks."""
+    if isinstance(head.margin, AdaptiveFace):
+        return [whole_rows(head, head.shard_state()["margin_margin"].clone())]
+    return [parameter.detach().clone() for parameter in head.margin.parameters()]
 
 
 def compare_steps(rank: int, world_size: int, case: str, setting: Setting, steps: int = 2) -> None:
@@ -195,15 +208,15 @@ def compare_steps(rank: int, world_size: int, case: str, setting: Setting, steps
         x = embeddings.clone().requires_grad_()
         head.begin_step(torch.stack([labels[block] for block in blocks]), step)
         known["labels"] = labels
-        centres, before = whole_centres(head).double().requires_grad_(), head.centres.float().clone()
-        parameters = [parameter.detach().clone() for parameter in margin.parameters()]
+        centres, before = whole_rows(head, head.centres).double().requires_grad_(), head.centres.float().clone()
+        numbers = trained_numbers(head)
         exact = embeddings.double().requires_grad_()
         results = [
             reference_losses(case, known, head, (exact[rows], centres, labels[rows]), micro, setting)
             for micro, rows in enumerate(micros)
         ]
         expected = torch.stack([loss for loss, _ in results]).mean()
-        trained = [known["bias"]] if "bias" in known else []
+        trained = [known[key] for key in ("bias", "margins") if key in known]
         by_x, by_w, *by_trained = torch.autograd.grad(expected, [exact, centres, *trained])
         losses = [head(x[block], micro) for micro, block in enumerate(blocks)]
         (torch.stack(losses).mean() * 1.0).backward()
@@ -218,10 +231,17 @@ def compare_steps(rank: int, world_size: int, case: str, setting: Setting, steps
         moved, should = before - head.centres.float(), by_w[classes] if last else torch.zeros_like(by_w[classes])
         rounding = 0.0 if setting.storage == "exact" else 2.0**-7 * float(head.centres.float().norm())
         assert (moved - should).norm() <= bound * by_w.norm() + rounding
-        for parameter, was, gradient in zip(margin.parameters(), parameters, by_trained, strict=True):
-            size = FP32_UNIT * 4 * abs(was.item())
-            assert (was - parameter).item() == pytest.approx(last * gradient.item(), rel=bound, abs=size)
+        for value, was, gradient in zip(trained_numbers(head), numbers, by_trained, strict=True):
+            should = (was.double() - gradient).clamp(0.0, 1.0) if case == "adaptiveface" else was.double() - gradient
+            error = value - should if last else value - was
+            assert error.norm() <= bound * gradient.norm() + 4 * FP32_UNIT * was.norm()
         state = results[0][1]
+        if case == "kappaface":
+            for key in ("sums", "counts"):
+                state[key] = known[key] + sum(part[key] - known[key] for _, part in results)
+                found = whole_rows(head, head.shard_state()[f"margin_{key}"])
+                assert (found - state[key]).norm() <= rounding_bound(torch.float32, B, state[key].norm())
+        state.pop("margins", None)
         for key in state.keys() & STATES.keys():
             value = getattr(margin, STATES[key]).item()
             assert accumulation > 1 or value == pytest.approx(state[key], rel=bound, abs=bound)
