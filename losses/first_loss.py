@@ -1,13 +1,15 @@
 """The expected loss of an untrained network. Comparing with it finds a wrong number of classes, scale or margin.
 
 The embeddings and centres of the first step are independent directions in D dimensions. So a cosine is approximately normal
-with standard deviation 1 / sqrt(D), and the loss of one image is log sum exp(logits) - target logit. For many classes the first
-term is about ln(classes) + s^2 / (2 D) if s^2 / D <= 2 ln(classes) (Derrida, "Random-energy model", 1981). For up to 200,000
-classes it is sampled, which is always right.
+with standard deviation 1 / sqrt(D), and the loss of a sample has two parts: that of the negatives, log sum exp(logits) or a
+sum of softplus, and that of the target class, minus its logit or its softplus. For many classes and linear negatives the first
+is about ln(classes) + s^2 / (2 D) if s^2 / D <= 2 ln(classes) (Derrida, "Random-energy model", 1981). For up to 200,000 classes
+it is sampled, which is always right; for more classes and other functions of the cosine, the sum is extrapolated.
 
 The tolerance is three standard deviations of the mean over the batch. The target cosines of images of different people are
-independent, so their contribution falls with the batch size. That of the first term does not fall: an untrained network gives
-all images nearly the same embedding, so all of them have nearly the same sum.
+independent, so their contribution falls with the batch size. That of the negatives does not fall: an untrained network gives
+all images nearly the same embedding, so all of them have nearly the same sum. Some losses depend on the length of the
+embeddings. Behind a batch normalisation it is about sqrt(D); the tolerance covers lengths from sqrt(D / 2) to sqrt(2 D).
 """
 
 import copy
@@ -15,12 +17,16 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from .margin import Margin
 
 _LEAST_TOLERANCE = 0.3  # for effects outside the model: embeddings that are not quite normal, augmentation, dropout
 _DRAWS = 64
 _DRAWN_CLASSES = 200_000  # at most; 64 x 200,000 numbers are 51 MB
+_TARGETS = 4096
+_LENGTHS = (1.0, math.sqrt(0.5), math.sqrt(2.0))  # of the embeddings, as multiples of sqrt(D)
 
 
 class FirstLoss(NamedTuple):
@@ -30,37 +36,153 @@ class FirstLoss(NamedTuple):
     tolerance: float
 
 
-def expected_first_loss(margin: Margin, num_active: int, embedding_size: int, num_people: int) -> FirstLoss:
-    """Return the expected mean loss of the first step.
+class FirstStep(NamedTuple):
+    """What the first loss depends on, beside the margin."""
+
+    num_active: int  # classes in the loss, over all ranks
+    embedding_size: int
+    num_people: int  # different classes among the images of the batch
+    num_classes: int | None = None  # that the classes in the loss stand for, where sampled ones are weighted; None = themselves
+    focal: float = 0.0  # gamma
+    label_smoothing: float = 0.0
+
+    @property
+    def negatives(self) -> int:
+        """How many negatives the sum stands for."""
+        return max(1, (self.num_classes or self.num_active) - 1)
+
+
+class _Parts(NamedTuple):
+    """The parts of the loss of some samples, (k,) each."""
+
+    negatives: Tensor  # log of the sum of exp(logit), or the sum of softplus
+    target: Tensor  # the logit
+    mean_logit: Tensor  # of the negatives
+
+
+def _parts(margin: Margin, cosine: Tensor, own: Tensor, length: float, count: int) -> _Parts:
+    """Return the parts for k samples with target cosines own (k,).
 
     Args:
-        num_active: classes in the softmax, over all ranks.
-        num_people: different classes among the images of the batch.
+        cosine: (n, k) of negatives; each stands for count / n of them.
     """
-    margin = copy.deepcopy(margin).cpu()  # its statistics may be on the GPU
+    norm = torch.full_like(own, length)
+    state = margin.observe(own, norm)
+    negatives = margin.negatives(own, norm, state)
+    logits, _ = negatives.logits(cosine)
+    hard = (cosine > negatives.coefficients[4]).float()
+    weight = count / len(cosine)
+    log_z = logits.logsumexp(0) + math.log(weight)
+    state = margin.complete(state, log_z, weight * torch.stack([hard.sum(0), (hard * cosine).sum(0)]))
+    target = margin.target(own, norm, state)
+    of_negatives = log_z if margin.link == "softmax" else weight * F.softplus(logits).sum(0)
+    return _Parts(of_negatives, target, logits.mean(0))
+
+
+def _linear_sum(scale: float, step: FirstStep, at_zero: float, generator: torch.Generator) -> tuple[float, float]:
+    """Return mean and deviation of log sum exp over all classes, for logits of negatives that are scale * cosine."""
+    deviation = scale / math.sqrt(step.embedding_size)
+    count = step.negatives
+    if step.num_active > _DRAWN_CLASSES and deviation**2 <= math.log(step.num_active):
+        mean = math.log(count) + deviation**2 / 2
+        return mean, math.sqrt(math.expm1(deviation**2) / step.num_active)
+    drawn = max(1, min(step.num_active, _DRAWN_CLASSES) - 1)
+    logits = torch.randn(_DRAWS, drawn, generator=generator) * deviation
+    weight = math.log(count / drawn) if step.num_active <= _DRAWN_CLASSES else 0.0  # few of many dominate such a sum
+    sums = torch.logaddexp(torch.logsumexp(logits, dim=1) + weight, torch.tensor(at_zero))
+    return float(sums.mean()), float(sums.std())
+
+
+def _sum(margin: Margin, step: FirstStep, at_zero: float, length: float, seed: torch.Generator) -> tuple[float, float]:
+    """Return mean and deviation of the negatives' part, for target cosines of 0."""
+    deviation, zero = 1.0 / math.sqrt(step.embedding_size), torch.zeros(1)
+    drawn = max(1, min(step.num_active, _DRAWN_CLASSES) - 1)
+    sums = []
+    for _ in range(_DRAWS):
+        cosine = torch.randn(drawn, 1, generator=seed) * deviation
+        sums.append(_parts(margin, cosine, zero, length, step.negatives).negatives)
+    found = torch.cat(sums)
+    if margin.link == "softmax":
+        found = torch.logaddexp(found, torch.tensor(at_zero))
+    return float(found.mean()), float(found.std())
+
+
+def _at_length(margin: Margin, step: FirstStep, length: float) -> FirstLoss:
+    """Return the expected loss, and three standard deviations, for embeddings of this length."""
     generator = torch.Generator().manual_seed(0)
-    deviation = 1.0 / math.sqrt(embedding_size)
-    norm = torch.full((4096,), math.sqrt(embedding_size))
-    cosines = torch.randn(4096, generator=generator) * deviation
-    state = margin.observe(cosines, norm)
-    targets = margin.target(cosines, norm, state)
-    at_zero = float(margin.target(torch.zeros(1), norm[:1], state)[0])
-    variance = (margin.scale * deviation) ** 2
-    if num_active > _DRAWN_CLASSES and variance <= math.log(num_active):
-        mean = math.log(num_active) + variance / 2
-        spread = math.sqrt(math.expm1(variance) / num_active)
+    deviation, zero = 1.0 / math.sqrt(step.embedding_size), torch.zeros(1)
+    quantiles = (torch.arange(_TARGETS, dtype=torch.float64) + 0.5) / _TARGETS
+    own = (torch.erfinv(2.0 * quantiles - 1.0) * math.sqrt(2.0) * deviation).float()
+    own = own if margin.linear_negatives else own[8::16].contiguous()
+    few = torch.randn(1 if margin.linear_negatives else max(1, min(step.num_active, 8192) - 1), 1, generator=generator)
+    few = few.mul_(deviation)
+    parts = _parts(margin, few.expand(-1, len(own)), own, length, step.negatives)
+    at_zero = _parts(margin, few, zero, length, step.negatives)
+    if margin.linear_negatives:
+        norm = torch.full((1,), length)
+        scale = float(margin.negative_scale(norm, margin.observe(zero, norm)))
+        mean, spread = _linear_sum(scale, step, float(at_zero.target), generator)
+        changes, mean_logit = torch.zeros_like(own), torch.zeros(())
     else:
-        drawn = max(1, min(num_active, _DRAWN_CLASSES) - 1)
-        logits = torch.randn(_DRAWS, drawn, generator=generator) * (margin.scale * deviation)
-        sums = torch.logaddexp(torch.logsumexp(logits, dim=1), torch.tensor(at_zero))
-        mean, spread = float(sums.mean()), float(sums.std())
-    spread = math.hypot(spread, float(targets.std()) / math.sqrt(max(1, num_people)))
-    return FirstLoss(mean - float(targets.mean()), max(_LEAST_TOLERANCE, 3 * spread))
+        mean, spread = _sum(margin, step, float(at_zero.target), length, generator)
+        changes, mean_logit = parts.negatives - at_zero.negatives, parts.mean_logit
+    if margin.link == "softmax":
+        smoothing = step.label_smoothing
+        of_own = changes - (1.0 - smoothing) * parts.target - smoothing * mean_logit
+        unsmoothed = mean + float((changes - parts.target).mean())
+        factor = (1.0 - math.exp(-max(0.0, unsmoothed))) ** step.focal
+    else:
+        mean, spread, factor = margin.negative_weight * mean, margin.negative_weight * spread, 1.0
+        of_own = margin.negative_weight * changes + margin.target_weight * F.softplus(-parts.target)
+    penalty = margin.penalty(torch.full((1,), length))
+    expected = factor * (mean + float(of_own.mean())) + (0.0 if penalty is None else float(penalty))
+    return FirstLoss(expected, 3 * math.hypot(spread, float(of_own.std()) / math.sqrt(max(1, step.num_people))))
 
 
-def judge_first_loss(loss: float, margin: Margin, num_active: int, embedding_size: int, num_people: int) -> tuple[str, bool]:
-    """Return a line that compares the first loss with that of an untrained network, and whether they agree."""
-    expected, tolerance = expected_first_loss(margin, num_active, embedding_size, num_people)
+def _depends_on_length(margin: Margin) -> bool:
+    own, results = torch.tensor([-0.25, 0.0, 0.25]), []
+    for length in (10.0, 30.0):
+        norm = torch.full_like(own, length)
+        penalty = margin.penalty(norm)
+        parts = _parts(margin, own[:, None].expand(3, 3), own, length, 3)
+        results.append(torch.stack([*parts, own if penalty is None else penalty]))
+    return not torch.equal(*results)
+
+
+@torch.no_grad()
+def expected_first_loss(margin: Margin, step: FirstStep) -> FirstLoss:
+    """Return the expected mean loss of the first step."""
+    margin = copy.deepcopy(margin).cpu()  # its statistics may be on the GPU
+    lengths = _LENGTHS if _depends_on_length(margin) else _LENGTHS[:1]
+    usual, *others = (_at_length(margin, step, factor * math.sqrt(step.embedding_size)) for factor in lengths)
+    change = max((abs(other.expected - usual.expected) for other in others), default=0.0)
+    return FirstLoss(usual.expected, max(_LEAST_TOLERANCE, usual.tolerance) + change)
+
+
+def judge_first_loss(
+    loss: float,
+    margin: Margin,
+    num_active: int,
+    embedding_size: int,
+    num_people: int,
+    num_classes: int | None = None,
+    focal: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> tuple[str, bool]:
+    """Return a line that compares the first loss with that of an untrained network, and whether they agree.
+
+    Args:
+        num_active: classes in the loss, over all ranks.
+        num_people: different classes among the images of the batch.
+        num_classes: that the classes in the loss stand for, where sampled ones are weighted (head.logit_correction); None =
+            themselves.
+        focal: gamma of the focal factor.
+    """
+    step = FirstStep(num_active, embedding_size, num_people, num_classes, focal, label_smoothing)
+    expected, tolerance = expected_first_loss(margin, step)
+    if not (math.isfinite(expected) and math.isfinite(tolerance)):
+        name = type(margin).__name__
+        return f"first loss {loss:.3f} for {num_active} active classes; what to expect of {name} is not known", True
     text = f"first loss {loss:.3f}, expected {expected:.2f} +- {tolerance:.2f} for {num_active} active classes"
     if abs(loss - expected) <= tolerance:
         return text, True

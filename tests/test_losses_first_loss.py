@@ -5,25 +5,42 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from dense_reference import dense_loss
+from dense_margin import cosines_of, losses_of_cosines
+from torch import Tensor
 
-from losses import build_margin
-from losses.first_loss import expected_first_loss, judge_first_loss
+from losses import build_margin, list_margins
+from losses.first_loss import FirstStep, expected_first_loss, judge_first_loss
 from losses.margin import Margin
+
+NAMES = [name for name in list_margins() if name not in ("adaptiveface", "kappaface")]  # those have numbers of each class
 
 
 def _arcface(scale: float = 64.0) -> Margin:
     return build_margin("arcface", scale=scale, margin=0.5)
 
 
-def _first_loss(margin: Margin, num_classes: int, dim: int, batch: int, alike: float, seed: int) -> float:
-    """Return a dense first loss; `alike` = 1 gives all images the same embedding, as an untrained network nearly does."""
+def _random_step(num_classes: int, dim: int, batch: int, alike: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return embeddings of length sqrt(dim), centres and labels.
+
+    `alike` = 1 gives all images the same embedding, as an untrained network nearly does.
+    """
     generator = torch.Generator().manual_seed(seed)
-    centres = F.normalize(torch.randn(num_classes, dim, generator=generator, dtype=torch.float64))
-    common, own = (torch.randn(rows, dim, generator=generator, dtype=torch.float64) for rows in (1, batch))
-    embeddings = F.normalize(math.sqrt(alike) * common + math.sqrt(1 - alike) * own)
-    labels = torch.randperm(num_classes, generator=generator)[:batch]
-    return float(dense_loss(margin, embeddings, centres, labels))
+    centres = F.normalize(torch.randn(num_classes, dim, generator=generator))
+    common, own = (torch.randn(rows, dim, generator=generator) for rows in (1, batch))
+    embeddings = math.sqrt(alike) * common + math.sqrt(1 - alike) * own
+    return embeddings, centres, torch.randperm(num_classes, generator=generator)[:batch]
+
+
+def _first_loss(margin: Margin, num_classes: int, dim: int, batch: int, alike: float, seed: int, length: float = 1.0) -> float:
+    """Return a dense first loss.
+
+    Args:
+        length: of the embeddings, as a multiple of sqrt(dim).
+    """
+    embeddings, centres, labels = _random_step(num_classes, dim, batch, alike, seed)
+    norm = length * embeddings.norm(dim=1)
+    losses, _ = losses_of_cosines(margin, cosines_of(embeddings, centres), norm, labels, seed=seed)
+    return float(losses.detach().mean())
 
 
 @pytest.mark.parametrize("alike", [0.0, 1.0])
@@ -35,7 +52,7 @@ def test_sound_labels_are_found_sound_at_any_batch(num_classes: int, dim: int, b
     losses = [_first_loss(margin, num_classes, dim, batch, alike, seed) for seed in range(20)]
     verdicts = [judge_first_loss(loss, margin, num_classes, dim, batch)[1] for loss in losses]
     assert sum(verdicts) >= 19  # three standard deviations: one in 370 is beyond them
-    expected, tolerance = expected_first_loss(margin, num_classes, dim, batch)
+    expected, tolerance = expected_first_loss(margin, FirstStep(num_classes, dim, batch))
     standard_error = tolerance / 3 / math.sqrt(len(losses))
     assert abs(sum(losses) / len(losses) - expected) < 4 * standard_error
 
@@ -53,7 +70,84 @@ def test_a_wrong_scale_margin_or_number_of_classes_is_found():
 
 def test_millions_of_classes_take_the_formula_and_agree_with_what_is_drawn():
     """Just below and above the number from which nothing is drawn."""
-    low, high = (expected_first_loss(_arcface(), classes, 512, 1024) for classes in (200_000, 200_001))
+    low, high = (expected_first_loss(_arcface(), FirstStep(classes, 512, 1024)) for classes in (200_000, 200_001))
     assert abs(low.expected - high.expected) < low.tolerance / 3
     assert low.tolerance == pytest.approx(high.tolerance, rel=0.5)
-    assert expected_first_loss(_arcface(), 10_000_000, 512, 1024).tolerance == 0.3
+    assert expected_first_loss(_arcface(), FirstStep(10_000_000, 512, 1024)).tolerance == 0.3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_loss_is_found_sound_on_random_embeddings(name: str):
+    margin = build_margin(name)
+    margin.prepare(2000, 2000)
+    expected, tolerance = expected_first_loss(margin, FirstStep(2000, 128, 32))
+    for alike in (0.0, 1.0):
+        losses = [_first_loss(margin, 2000, 128, 32, alike, seed) for seed in range(10)]
+        assert sum(abs(loss - expected) <= tolerance for loss in losses) >= 9
+        assert abs(sum(losses) / len(losses) - expected) < tolerance / 2
+
+
+@pytest.mark.parametrize("name", ["sphereface", "magface"])
+def test_losses_that_depend_on_the_length_of_embeddings_have_a_wider_tolerance(name: str):
+    margin = build_margin(name)
+    for length in (0.75, 1.0, 1.35):
+        assert judge_first_loss(_first_loss(margin, 4000, 256, 64, 0.5, 1, length), margin, 4000, 256, 64)[1]
+    step = FirstStep(4000, 256, 64)
+    assert expected_first_loss(margin, step).tolerance > 1.5 * expected_first_loss(build_margin("adacos"), step).tolerance
+    assert not judge_first_loss(_first_loss(margin, 4000, 256, 64, 0.5, 1, 4.0), margin, 4000, 256, 64)[1]
+
+
+@pytest.mark.parametrize("name", ["sphereface2", "uniface", "curricularface", "qamface", "arcnegface"])
+def test_a_wrong_number_of_classes_is_found_with_any_function_of_the_negatives(name: str):
+    margin = build_margin(name)
+    margin.prepare(8000, 8000)
+    loss = _first_loss(margin, 500, 512, 256, 1.0, 0)
+    assert not judge_first_loss(loss, margin, 8000, 512, 256)[1]
+
+
+@pytest.mark.parametrize("name", ["cosface", "mv_softmax", "uniface"])
+def test_weighted_classes_stand_for_all(name: str):
+    margin = build_margin(name)
+    margin.prepare(4000, 4000)
+    embeddings, centres, labels = _random_step(4000, 256, 64, 0.0, 3)
+    left_out = torch.ones(4000, dtype=torch.bool)
+    left_out[labels], left_out[::8] = False, False
+    weights = torch.where(left_out, 0.0, math.log(3936 / ((~left_out).sum().item() - 64)))
+    weights[labels] = 0.0
+    cosine = cosines_of(embeddings, centres)
+    losses, _ = losses_of_cosines(margin, cosine, embeddings.norm(dim=1), labels, left_out, weights)
+    active = int((~left_out).sum())
+    assert judge_first_loss(float(losses.detach().mean()), margin, active, 256, 64, num_classes=4000)[1]
+    difference = expected_first_loss(margin, FirstStep(active, 256, 64, 4000)).expected
+    difference -= expected_first_loss(margin, FirstStep(active, 256, 64)).expected
+    assert difference == pytest.approx(math.log(4000 / active), abs=0.1) or name == "uniface"
+    assert difference > 1
+
+
+def test_focal_factor_and_label_smoothing_are_known():
+    for margin, num_classes, dim, batch in (
+        (build_margin("cosface"), 2000, 256, 64),
+        (build_margin("normface", scale=4.0), 10, 64, 10),
+    ):
+        cosine = cosines_of(*_random_step(num_classes, dim, batch, 0.0, 2)[:2])
+        labels = _random_step(num_classes, dim, batch, 0.0, 2)[2]
+        target = margin.target(cosine.gather(1, labels[:, None]).squeeze(1), torch.ones(batch))
+        logits = (margin.scale * cosine).scatter(1, labels[:, None], target[:, None])
+        loss = F.cross_entropy(logits, labels, label_smoothing=0.2)
+        step = FirstStep(num_classes, dim, batch, label_smoothing=0.2)
+        assert judge_first_loss(loss.item(), margin, num_classes, dim, batch, label_smoothing=0.2)[1]
+        plain = F.cross_entropy(logits, labels, reduction="none")
+        focal = (plain * (1 - torch.exp(-plain)) ** 4).mean()
+        assert judge_first_loss(focal.item(), margin, num_classes, dim, batch, focal=4.0)[1]
+        changed = expected_first_loss(margin, step).expected, expected_first_loss(margin, step._replace(focal=4.0)).expected
+        usual = expected_first_loss(margin, FirstStep(num_classes, dim, batch)).expected
+        assert (usual - changed[0] > 2.0) if num_classes == 2000 else (changed[0] - changed[1] > 0.3)
+
+
+def test_a_loss_that_cannot_be_foretold_is_called_sound_and_the_line_says_so():
+    class Unknown(Margin):
+        def target(self, cosine: Tensor, norm: Tensor, state: object = None) -> Tensor:
+            return cosine * math.inf
+
+    text, sound = judge_first_loss(3.0, Unknown(), 100, 64, 64)
+    assert sound and text == "first loss 3.000 for 100 active classes; what to expect of Unknown is not known"
