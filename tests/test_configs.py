@@ -307,7 +307,7 @@ def test_the_page_has_each_loss_and_backbone_with_its_arguments_and_their_defaul
     page = (SCHEMA.parent.parent / "docs" / "configuration.md").read_text()
     rows = {row.split("|")[1].strip(" `"): row for row in page.splitlines() if row.startswith("| `")}
     for name in list_margins():
-        assert re.findall(r"`(\w+)=([\w.]+)`", rows[f"loss.name={name}"]) == [
+        assert re.findall(r"`(\w+)=([\w.-]+)`", rows[f"loss.name={name}"]) == [
             (k, f"{v}") for k, v in margin_arguments(name).items()
         ]
     for name in list_backbones():
