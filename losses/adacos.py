@@ -72,6 +72,11 @@ class AdaCos(Margin):
         self.keep(good, running_scale=scale.clamp_min(_LEAST_SCALE))
 
     @property
+    def constant_scale(self) -> bool:
+        """Whether the scale is fixed."""
+        return not self.dynamic
+
+    @property
     def logit_bound(self) -> float:
         """Infinite if the scale is dynamic, because only the device knows it."""
         return math.inf if self.dynamic else self.scale

@@ -136,7 +136,15 @@ def _at_length(margin: Margin, step: FirstStep, length: float) -> FirstLoss:
         of_own = margin.negative_weight * changes + margin.target_weight * F.softplus(-parts.target)
     penalty = margin.penalty(torch.full((1,), length))
     expected = factor * (mean + float(of_own.mean())) + (0.0 if penalty is None else float(penalty))
+    expected += _class_penalty(margin, step.embedding_size)
     return FirstLoss(expected, 3 * math.hypot(spread, float(of_own.std()) / math.sqrt(max(1, step.num_people))))
+
+
+def _class_penalty(margin: Margin, dim: int) -> float:
+    """Return what the loss has of all classes while their numbers are equal, which is that of a single one."""
+    numbers = {name: torch.full((1, *number.shape), number.first) for name, number in margin.class_numbers(dim).items()}
+    found = margin.class_penalty(numbers, 1)
+    return 0.0 if found is None else float(found[0])
 
 
 def _depends_on_length(margin: Margin) -> bool:

@@ -252,8 +252,12 @@ def test_a_schedule_raises_the_margin_linearly(name: str) -> None:
     begin = {key: 0.25 * arguments.get(key, margin_arguments(name).get(key, 0.0)) for key in NO_MARGIN}
     for key in {"combined": ["m1"], "sphereface_r": ["margin"]}.get(name, []):
         begin[key] = 1.0 + 0.25 * 0.35
-    torch.testing.assert_close(logits[0], _value_and_slope(_build(name, **begin), cosine)[0])
+    first, norm = _build(name, **begin), torch.ones_like(cosine)
+    torch.testing.assert_close(logits[0], _value_and_slope(first, cosine)[0])
     assert not torch.equal(logits[0], full)
+    margin.at_step(0)
+    negatives, expected = (one.negatives(cosine, norm, _state(one, cosine, norm)) for one in (margin, first))
+    torch.testing.assert_close(negatives.coefficients, expected.coefficients)
 
 
 def test_sphereface_begins_with_the_cosine_and_anneals_by_the_steps_number() -> None:
@@ -288,9 +292,17 @@ def test_margins_without_a_function_of_their_own_have_linear_negatives(name: str
     state = _state(margin, own, norm)
     negatives = margin.negatives(own, norm, state)
     assert margin.linear_negatives is (negatives.kind == "linear" and name != "uniface")
+    assert margin.constant_scale is (name not in ("sphereface", "adacos"))
     if margin.linear_negatives:
         cosine = torch.randn(3, 5)
         assert torch.equal(negatives.logits(cosine)[0], margin.negative_scale(norm, state) * cosine)
+
+
+def test_the_scale_of_adacos_is_constant_only_if_it_is_fixed() -> None:
+    fixed = build_margin("adacos", dynamic=False)
+    fixed.prepare(1000, 1000)
+    assert fixed.constant_scale and fixed.logit_bound == fixed.negative_scale(torch.ones(1), {}) == fixed.scale
+    assert not fixed.state_dict()
 
 
 def test_margin_that_bends_negatives_is_not_linear() -> None:
