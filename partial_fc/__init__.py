@@ -3,6 +3,7 @@
 from .build import build_head, check_head_fits, head_config
 from .config import HeadConfig
 from .head import PartialFC
+from .loss import check_loss
 from .row_optimizer import RowAdamW, RowSGD
 
-__all__ = ["HeadConfig", "PartialFC", "RowAdamW", "RowSGD", "build_head", "check_head_fits", "head_config"]
+__all__ = ["HeadConfig", "PartialFC", "RowAdamW", "RowSGD", "build_head", "check_head_fits", "check_loss", "head_config"]

@@ -9,14 +9,15 @@ from utils.distributed import World
 from .config import HeadConfig
 from .head import PartialFC
 from .kernels import choose_kernels
-from .memory import HeadMemory, check_fits
+from .margin_like import MarginLike
+from .memory import HeadMemory, check_fits, loss_memory
 from .row_optimizer import RowAdamW, RowOptimizer, RowSGD
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def head_config(head: Any, optimizer: Any, autocast: torch.dtype | None, device: torch.device) -> HeadConfig:
-    """Return what the sections `head` and `optimizer` of the configuration say; see configs/base.yaml.
+def head_config(head: Any, loss: Any, optimizer: Any, autocast: torch.dtype | None, device: torch.device) -> HeadConfig:
+    """Return what the sections `head`, `loss` and `optimizer` of the configuration say; see configs/base.yaml.
 
     Args:
         autocast: what the backbone computes in, which head.matmul_dtype=auto follows.
@@ -31,6 +32,9 @@ def head_config(head: Any, optimizer: Any, autocast: torch.dtype | None, device:
         neighbours_every=head.neighbours_every,
         neighbours_search=head.neighbours_search,
         neighbours_probes=head.neighbours_probes,
+        logit_correction=head.logit_correction,
+        focal=loss.focal,
+        label_smoothing=loss.label_smoothing,
         filter_above=head.interclass_filtering_threshold or None,
         matmul_dtype=matmul_dtype(head.matmul_dtype, autocast, device),
         wire_dtype=_DTYPES[head.wire_dtype],
@@ -40,12 +44,15 @@ def head_config(head: Any, optimizer: Any, autocast: torch.dtype | None, device:
     )
 
 
-def build_head(margin: Any, num_classes: int, embedding_size: int, world: World, seed: int, config: HeadConfig) -> PartialFC:
+def build_head(
+    margin: MarginLike, num_classes: int, embedding_size: int, world: World, seed: int, config: HeadConfig
+) -> PartialFC:
     """Return the head of this rank."""
     return PartialFC(margin, num_classes, embedding_size, world.rank, world.world_size, seed, config, world.device)
 
 
 def check_head_fits(
+    margin: MarginLike,
     num_classes: int,
     embedding_size: int,
     world: World,
@@ -58,6 +65,7 @@ def check_head_fits(
     """Return the bytes that one process's share of the head takes, after checking that they are there.
 
     Args:
+        margin: of this head.
         rows: of the global micro-batch.
         others: bytes that the backbone and other heads need.
         free: bytes that the process with the least free memory may still take (utils.memory.available_bytes).
@@ -66,7 +74,8 @@ def check_head_fits(
         ValueError: it does not fit, with what would.
     """
     kernels = choose_kernels(config.kernels, world.device, embedding_size)
-    memory = HeadMemory(embedding_size, rows, config, accumulation, kernels, world.world_size, world.device.type)
+    of_loss = loss_memory(margin, num_classes, embedding_size, config)
+    memory = HeadMemory(embedding_size, rows, config, accumulation, kernels, world.world_size, world.device.type, of_loss)
     check_fits(memory, num_classes, world.world_size, free, others)
     return memory.bytes_for(-(-num_classes // world.world_size))
 

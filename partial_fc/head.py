@@ -74,7 +74,8 @@ class PartialFC(nn.Module):
                 f"head: {num_classes} classes cannot be shared by {world_size} processes; each needs one. Start fewer processes"
             )
         device = torch.device(device)
-        check_loss(margin, config := HeadConfig() if config is None else config)
+        config = HeadConfig() if config is None else config
+        check_loss(margin, config)
         self.margin = margin.to(device)
         self.num_classes, self.embedding_size = num_classes, embedding_size
         self.rank, self.world_size, self.seed = rank, world_size, seed

@@ -13,10 +13,25 @@ import torch
 from .centre_store import FORMATS
 from .config import HeadConfig
 from .head import MEBI
+from .margin_like import MarginLike
 from .neighbours import search_bytes
-from .softmax import auto_chunk, padded_rows
+from .softmax import auto_chunk, constant_shift, padded_rows
 
+_COPIES = 6  # fp32 matrices of (c, B) that live at once where plain torch computes logits that are not linear
 _ROWS_KEPT = 8  # fp32 matrices of (B, D) that live at once in one forward and the update
+
+
+class LossMemory(NamedTuple):
+    """What a loss adds to the memory of a head.
+
+    Args:
+        per_class: bytes of the numbers that it keeps of each class, and of their moments.
+        general: whether the kernel `weights` computes its negatives, or label smoothing its slopes; with plain torch they make
+            copies of a chunk's logits.
+    """
+
+    per_class: int = 0
+    general: bool = False
 
 
 class HeadMemory(NamedTuple):
@@ -29,6 +44,7 @@ class HeadMemory(NamedTuple):
     kernels: str = "c"  # as kernels.choose_kernels returns it
     world_size: int = 1  # ranks with a shard each
     device: str = "cpu"  # or cuda: sizes of chunks and of a search differ
+    loss: LossMemory = LossMemory()
 
     @property
     def bytes_per_class(self) -> int:
@@ -37,7 +53,7 @@ class HeadMemory(NamedTuple):
         centre, momentum, variance = (dtype.itemsize for dtype in FORMATS[config.storage])
         size = self.dim * (centre + momentum + (variance if config.has_second_moment else 0)) + 4  # 4: 1 / norm
         size += 4 if config.storage == "tiny" else 0
-        size += 4 if config.counts_updates else 0
+        size += (4 if config.counts_updates else 0) + self.loss.per_class
         return size + (4 * config.num_neighbours if config.sampling == "neighbours" else 0)
 
     def shared_bytes(self, num_local: int) -> int:
@@ -56,6 +72,10 @@ class HeadMemory(NamedTuple):
                 total += (3 if config.has_second_moment else 2) * fp32
                 total += (2 if config.storage == "tiny" else 1) * (fp32 + 2 * 65536 * 4)  # tables of noise
                 total += c * (self.dim + 4) if config.storage == "tiny" else 0
+        if self.loss.general and (self.kernels == "plain" or config.label_smoothing):
+            total += _COPIES * c * self.rows * 4
+        if config.label_smoothing:
+            total += fp32 if size < 4 else 0  # centres, to add them up
         active = max(min(num_local, round(config.sample_rate * num_local)), min(num_local, self.rows))
         if config.cache_mb > 0:  # -1 takes only a part of what the rest leaves free
             total += min(
@@ -85,6 +105,16 @@ class HeadMemory(NamedTuple):
             middle = (low + high) // 2
             low, high = (middle, high) if self.bytes_for(middle) <= budget else (low, middle)
         return low
+
+
+def loss_memory(margin: MarginLike, num_classes: int, dim: int, config: HeadConfig) -> LossMemory:
+    """Return what a margin adds to the memory of a head of num_classes with embeddings of dim numbers."""
+    moments = 2 if config.has_second_moment else 1
+    numbers = margin.class_numbers(dim).values()
+    per_class = sum(4 * math.prod(number.shape) * (1 + moments * number.trained) for number in numbers)
+    fast = margin.linear_negatives and margin.constant_scale and constant_shift(margin, num_classes) is not None
+    filtered = config.label_smoothing > 0 and config.filter_above is not None
+    return LossMemory(per_class, not fast or filtered or config.logit_correction != "none")
 
 
 def check_fits(head: HeadMemory, num_classes: int, world_size: int, budget: int, others: int) -> None:

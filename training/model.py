@@ -11,8 +11,8 @@ from torch import nn
 
 from backbones import backbone_arguments, build_backbone
 from eval.embed import class_means
-from losses import build_margin
-from partial_fc import PartialFC, build_head, check_head_fits, head_config
+from losses import build_margin, margin_arguments
+from partial_fc import PartialFC, build_head, check_head_fits, check_loss, head_config
 from partial_fc.init_centres import InitCounts, init_centres
 from utils.checkpoint.format import BACKBONE, TRAINER
 from utils.checkpoint.resume import SavedState, restore
@@ -68,7 +68,9 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     backbone = build_backbone(**{key: config.backbone[key] for key in ("name", *backbone_arguments(config.backbone.name))})
     backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     dim, settings = config.backbone.embedding_size, ("name", "lr", "momentum", "weight_decay", "beta2", "eps")
-    of_head = head_config(config.head, config.optimizer, autocast, world.device)
+    of_head = head_config(config.head, config.loss, config.optimizer, autocast, world.device)
+    of_loss = {key: config.loss[key] for key in ("name", *margin_arguments(config.loss.name))}
+    margins = {task.name: build_margin(**of_loss) for task in setup.tasks}
     with raise_on_all_ranks(world):
         with prefix_errors("backbone.freeze"):
             freeze(backbone, config.backbone.freeze)
@@ -79,12 +81,13 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
         memory = backbone_memory(backbone, autocast, moments)
         beside = bytes_beside_heads(memory, samples // world.world_size, world.device.type)
         for task in setup.tasks:
-            classes = task.dataset.num_classes
-            beside += check_head_fits(classes, dim, world, of_head, samples, config.train.accumulation, beside, free)
+            margin, classes = margins[task.name], task.dataset.num_classes
+            check_loss(margin, of_head)
+            beside += check_head_fits(margin, classes, dim, world, of_head, samples, config.train.accumulation, beside, free)
     heads = {}
     for number, task in enumerate(setup.tasks):
         of_task = seed if number == 0 else derive(seed, "head", task.name)
-        heads[task.name] = build_head(build_margin(**config.loss), task.dataset.num_classes, dim, world, of_task, of_head)
+        heads[task.name] = build_head(margins[task.name], task.dataset.num_classes, dim, world, of_task, of_head)
     return Model(backbone, optimizer, heads, LossScaler(enabled=autocast is torch.float16, device=world.device), autocast)
 
 
