@@ -3,7 +3,7 @@
 Only the derivatives of the negatives are not autograd's: `Negatives` gives them, as it does to the kernels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,7 @@ def losses_of_cosines(
     left_out: Tensor | None = None,
     log_weights: Tensor | None = None,
     seed: int = 0,
+    of_class: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor, State]:
     """Return each sample's loss (B,), and the state that `commit` takes.
 
@@ -53,9 +54,10 @@ def losses_of_cosines(
         norm: (B,) of the embeddings, differentiable.
         left_out: (B, C) bool, negatives that are not in the loss.
         log_weights: (C,) or (B, C), the logarithm of how often a negative counts.
+        of_class: numbers (B,) of the samples' classes, by name.
     """
     own = cosine.gather(1, labels[:, None]).squeeze(1)
-    state = margin.observe(own.detach(), norm.detach(), seed)
+    state = margin.observe(own.detach(), norm.detach(), seed, of_class)
     is_negative = ~F.one_hot(labels, cosine.shape[1]).bool()
     if left_out is not None:
         is_negative = is_negative & ~left_out
@@ -75,12 +77,46 @@ def losses_of_cosines(
     return losses if penalty is None else losses + penalty, state
 
 
-class DenseMargin:
-    """Optimizer steps of a margin over all classes, without an update of the centres."""
+class _OneRank:
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
 
-    def __init__(self, margin: Margin, num_classes: int, num_active: int | None = None) -> None:
+    def max(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+class DenseMargin:
+    """Optimizer steps of a margin over all classes, without an update of the centres and of what is trained.
+
+    `numbers` are those of the classes, by name: (C, ...), the trained ones differentiable.
+    """
+
+    def __init__(self, margin: Margin, num_classes: int, dim: int = 0, dtype: torch.dtype = torch.float32) -> None:
         self.margin, self.steps = margin, 0
-        margin.prepare(num_classes, num_classes if num_active is None else num_active)
+        margin.prepare(num_classes, num_classes)
+        self.numbers = {
+            name: torch.full((num_classes, *number.shape), number.first, dtype=dtype, requires_grad=number.trained)
+            for name, number in margin.class_numbers(dim).items()
+        }
+
+    def _of_all_classes(self) -> Tensor | float:
+        """Return what the loss has of all classes, differentiable by the gradients that the margin gives."""
+        found = self.margin.class_penalty({name: value.detach() for name, value in self.numbers.items()}, self._num_classes())
+        if found is None:
+            return 0.0
+        value, gradients = found
+        for name, gradient in gradients.items():
+            value = value + (gradient * (self.numbers[name] - self.numbers[name].detach())).sum()
+        return value
+
+    def _num_classes(self) -> int:
+        return len(next(iter(self.numbers.values()))) if self.numbers else 0
+
+    def _after_step(self, micro_batches: Sequence[tuple[Tensor, Tensor]], good: Tensor) -> None:
+        numbers = {name: value.detach() for name, value in self.numbers.items()}
+        for embeddings, labels in micro_batches:
+            self.margin.collect(numbers, labels, F.normalize(embeddings.detach()).float(), good)
+        self.margin.refresh(numbers, self.steps, good, _OneRank())
 
     def step(
         self,
@@ -108,8 +144,10 @@ class DenseMargin:
             if active is not None:
                 left_out = left_out | ~active
             norm, seed = embeddings.norm(dim=1), 1000 * self.steps + number
-            of_samples, state = losses_of_cosines(self.margin, cosine, norm, labels, left_out, log_weights, seed)
+            of_class = {name: value[labels] for name, value in self.numbers.items() if value.dim() == 1}
+            of_samples, state = losses_of_cosines(self.margin, cosine, norm, labels, left_out, log_weights, seed, of_class)
             losses.append(of_samples.mean())
             states.append(state)
         self.margin.commit(states, good)
-        return torch.stack(losses).mean()
+        self._after_step(micro_batches, torch.tensor(True) if good is None else good)
+        return torch.stack(losses).mean() + self._of_all_classes()

@@ -10,9 +10,9 @@ import torch
 from dense_margin import DenseMargin
 from loss_references import State, arcface, circle, combined, cosface, li_arcface, normface, qamface, sphereface, sphereface_r
 from loss_references_adaptive import adacos, adaface, arcnegface, curricularface, magface, mv_softmax, npcface
-from loss_references_other import elasticface, sphereface2, sphereface2_bias, uniface
+from loss_references_other import adaptiveface, elasticface, kappaface, sphereface2, sphereface2_bias, uniface
 from published_losses import DIM, LABELS, NUM_CLASSES, make_inputs
-from rounding import FP32_UNIT, head_bounds
+from rounding import FP32_UNIT, head_bounds, rounding_bound
 from torch import Tensor
 
 from losses import MARGINS, Margin, build_margin, list_margins, margin_arguments
@@ -71,14 +71,23 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {  # referen
         {"gradient": "straight_through"},
         {"straight_through": True, "bias": sphereface2_bias(NUM_CLASSES)},
     ),
+    "adaptiveface": (adaptiveface, {"weight": 7.0}, {"weight": 7.0}),
+    "kappaface": (
+        kappaface,
+        {},
+        {
+            "psi": torch.full((NUM_CLASSES,), 0.5),
+            "sums": torch.zeros(NUM_CLASSES, DIM),
+            "counts": torch.zeros(NUM_CLASSES, dtype=torch.float64),
+        },
+    ),
     "uniface": (uniface, {"weight": 0.5}, {"weight": 0.5, "bias": math.log(10 * NUM_CLASSES)}),
 }
 STATES = {"t": "t", "mean": "mean", "std": "std", "scale": "running_scale"}  # of the reference: the margin's buffers
-OF_CLASSES = ("adaptiveface", "kappaface")  # their numbers live with the classes of the head
 
 
 def test_every_loss_has_a_case() -> None:
-    assert {case.partition(",")[0] for case in CASES} == set(list_margins()) - set(OF_CLASSES)
+    assert {case.partition(",")[0] for case in CASES} == set(list_margins())
 
 
 def _composition(name: str) -> dict[str, Any]:
@@ -102,8 +111,12 @@ def _steepest(margin: Margin) -> float:
 def test_loss_gradients_and_state_equal_the_reference_over_three_steps(case: str, dtype: torch.dtype, composed: str) -> None:
     reference, arguments, of_reference = CASES[case]
     margin = build_margin(case.partition(",")[0], **arguments).to(dtype)
-    dense, composition = DenseMargin(margin, NUM_CLASSES), _composition(composed)
+    dense, composition = DenseMargin(margin, NUM_CLASSES, DIM, dtype), _composition(composed)
     known = dict(of_reference)
+    if case == "adaptiveface":  # margins of their own, which the reference shares
+        with torch.no_grad():
+            dense.numbers["margin"].copy_(torch.linspace(0.1, 0.6, NUM_CLASSES))
+        known["margins"] = dense.numbers["margin"].detach().double().requires_grad_()
     if "bias" in known:
         known["bias"] = torch.tensor(known["bias"], dtype=torch.float64, requires_grad=True)
     for inputs in ("easy", "mixed", "beyond"):
@@ -112,18 +125,22 @@ def test_loss_gradients_and_state_equal_the_reference_over_three_steps(case: str
         of_reference_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
         loss = dense.step([(leaves[0], labels)], leaves[1], **composition)
         expected, state = reference(*of_reference_leaves, labels, **known, **composition)
-        known.update(state)
+        known.update({key: value for key, value in state.items() if key != "margins"})
         # coefficients of negatives and trained numbers are fp32 in either case
         of_loss, of_gradient = head_bounds(_steepest(margin), DIM if dtype == torch.float32 else 1, len(LABELS))
         assert abs(loss.item() - expected.item()) <= of_loss
-        trained = [known["bias"]] if "bias" in known else []
-        gradients = torch.autograd.grad(loss, [*leaves, *margin.parameters()])
+        trained = [known[key] for key in ("bias", "margins") if key in known]
+        of_classes = [value for value in dense.numbers.values() if value.requires_grad]
+        gradients = torch.autograd.grad(loss, [*leaves, *margin.parameters(), *of_classes])
         expected_gradients = torch.autograd.grad(expected, [*of_reference_leaves, *trained])
         for gradient, other in zip(gradients, expected_gradients, strict=True):
             assert (gradient.double() - other).norm() <= of_gradient * other.norm()
         for key, buffer in STATES.items():
             if key in state and case != "adacos, fixed":
                 assert getattr(margin, buffer).item() == pytest.approx(state[key], rel=max(1e-7, of_loss / 4))
+        for key in {"sums", "counts"} & set(state):
+            bound = rounding_bound(torch.float32, DIM, len(LABELS))
+            torch.testing.assert_close(dense.numbers[key].double(), state[key], rtol=0.0, atol=bound)
     assert len(list(margin.buffers())) == len([key for key in state if key in STATES and case != "adacos, fixed"])
 
 
@@ -186,7 +203,7 @@ def test_adaface_takes_no_deviation_from_one_sample() -> None:
     assert (margin.mean.item(), margin.std.item()) == (25.0, 100.0)
 
 
-@pytest.mark.parametrize("name", [name for name in list_margins() if name not in OF_CLASSES])
+@pytest.mark.parametrize("name", list_margins())
 def test_build_margin_hands_every_argument_over(name: str) -> None:
     given: dict[str, Any] = {}
     for key, default in margin_arguments(name).items():

@@ -26,10 +26,10 @@ NO_MARGIN = {"margin": 0.0, "m0": 0.0, "m1": 0.0, "m2": 0.0, "m3": 0.0, "l_m": 0
 NONE_OF_NAME = {"sphereface": {"margin": 1.0}, "sphereface_r": {"margin": 1.0}, "combined": {**NO_MARGIN, "m1": 1.0}}
 SCALED_COSINE = {  # without a margin, the target logit is the scaled cosine
     "arcface", "cosface", "combined", "normface", "sphereface", "sphereface_r", "curricularface", "mv_softmax", "arcnegface",
-    "npcface", "adacos", "adaface", "magface", "elasticface", "uniface",
+    "npcface", "adacos", "adaface", "magface", "elasticface", "uniface", "adaptiveface", "kappaface",
 }  # fmt: skip
 BEYOND = 1.0 + 2.4e-7  # how far fp32 rounding puts the cosine of two equal unit vectors
-NAMES = [name for name in list_margins() if name not in ("adaptiveface", "kappaface")]  # those have numbers of each class
+NAMES = list_margins()
 WITH_GRADIENT = [name for name in NAMES if "gradient" in margin_arguments(name)]
 SCHEDULED = [name for name in NAMES if "margin_steps" in margin_arguments(name)]
 
@@ -80,7 +80,7 @@ def _kinks(name: str) -> list[float]:
     """Return the angles at which the formula of the target logit changes."""
     if name in ("combined", "sphereface", "sphereface_r"):  # m1 theta + m2 = pi
         return [(math.pi - (0.2 if name == "combined" else 0.0)) / 1.35]
-    return [math.pi - 0.4]  # theta + m = pi
+    return [math.pi - (0.2 if name == "kappaface" else 0.4)]  # theta + m = pi; kappaface begins with half of m
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "circle"])  # its weight has no derivative
