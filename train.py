@@ -152,8 +152,17 @@ def judge_losses(losses: Mapping[str, float], model: Model, embedding_size: int,
     """Log whether the losses of the first step are those of an untrained network."""
     for name, loss in losses.items():
         head = model.heads[name]
-        counts = (head.num_active(), embedding_size, head.num_people(), head.num_represented())
-        text, sound = judge_first_loss(loss, head.margin, *counts, head.config.focal, head.config.label_smoothing)
+        text, sound = judge_first_loss(
+            loss,
+            head.margin,
+            head.num_active(),
+            embedding_size,
+            head.num_people(),
+            head.num_classes,
+            head.config.logit_correction == "log_r",
+            head.config.focal,
+            head.config.label_smoothing,
+        )
         (log.info if sound else log.warn)(text)
 
 

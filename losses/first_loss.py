@@ -42,14 +42,16 @@ class FirstStep(NamedTuple):
     num_active: int  # classes in the loss, over all ranks
     embedding_size: int
     num_people: int  # different classes among the images of the batch
-    num_classes: int | None = None  # that the classes in the loss stand for, where sampled ones are weighted; None = themselves
+    num_classes: int | None = None  # of the head, with which it prepared the margin; None = the margin is as it should be
+    weighted: bool = False  # whether sampled classes stand for all (head.logit_correction)
     focal: float = 0.0  # gamma
     label_smoothing: float = 0.0
 
     @property
     def negatives(self) -> int:
         """How many negatives the sum stands for."""
-        return max(1, (self.num_classes or self.num_active) - 1)
+        stands_for = self.num_classes if self.weighted else None
+        return max(1, (stands_for or self.num_active) - 1)
 
 
 class _Parts(NamedTuple):
@@ -161,6 +163,9 @@ def _depends_on_length(margin: Margin) -> bool:
 def expected_first_loss(margin: Margin, step: FirstStep) -> FirstLoss:
     """Return the expected mean loss of the first step."""
     margin = copy.deepcopy(margin).cpu()  # its statistics may be on the GPU
+    if step.num_classes is not None:  # what is trained has moved in the step whose loss is judged
+        margin.prepare(step.num_classes, step.num_active)
+        margin.at_step(1)
     lengths = _LENGTHS if _depends_on_length(margin) else _LENGTHS[:1]
     usual, *others = (_at_length(margin, step, factor * math.sqrt(step.embedding_size)) for factor in lengths)
     change = max((abs(other.expected - usual.expected) for other in others), default=0.0)
@@ -174,19 +179,21 @@ def judge_first_loss(
     embedding_size: int,
     num_people: int,
     num_classes: int | None = None,
+    weighted: bool = False,
     focal: float = 0.0,
     label_smoothing: float = 0.0,
 ) -> tuple[str, bool]:
     """Return a line that compares the first loss with that of an untrained network, and whether they agree.
 
     Args:
+        margin: in its first step, or, with num_classes, in any: its first numbers are computed again.
         num_active: classes in the loss, over all ranks.
         num_people: different classes among the images of the batch.
-        num_classes: that the classes in the loss stand for, where sampled ones are weighted (head.logit_correction); None =
-            themselves.
+        num_classes: of the head.
+        weighted: whether sampled classes stand for all num_classes (head.logit_correction).
         focal: gamma of the focal factor.
     """
-    step = FirstStep(num_active, embedding_size, num_people, num_classes, focal, label_smoothing)
+    step = FirstStep(num_active, embedding_size, num_people, num_classes, weighted, focal, label_smoothing)
     expected, tolerance = expected_first_loss(margin, step)
     if not (math.isfinite(expected) and math.isfinite(tolerance)):
         name = type(margin).__name__

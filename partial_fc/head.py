@@ -194,10 +194,6 @@ class PartialFC(nn.Module):
             raise RuntimeError("head: call begin_step(labels, step) before num_active()")
         return active_of_all_ranks(self._classes, self.num_classes, self.world_size, self.config.sample_rate)
 
-    def num_represented(self) -> int:
-        """Return how many classes those of `num_active` stand for: all, if head.logit_correction weighs the sampled ones."""
-        return self.num_classes if self.config.logit_correction == "log_r" else self.num_active()
-
     def forward(self, embeddings: Tensor, micro: int = 0) -> Tensor:
         """Return the scalar mean loss over all ranks' rows of micro-batch number `micro`, equal on all ranks.
 

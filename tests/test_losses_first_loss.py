@@ -105,21 +105,33 @@ def test_a_wrong_number_of_classes_is_found_with_any_function_of_the_negatives(n
     assert not judge_first_loss(loss, margin, 8000, 512, 256)[1]
 
 
+@pytest.mark.parametrize("name", ["uniface", "adacos", "arcface"])
+def test_what_the_first_step_trained_is_taken_back(name: str):
+    changes = {"margin_start": 0.5, "margin_steps": 4} if name == "arcface" else {}
+    margin = build_margin(name, **changes)
+    margin.prepare(2000, 2000)
+    loss = _first_loss(margin, 2000, 128, 32, 0.0, 1)
+    margin.at_step(4)
+    for value in (*margin.parameters(), *margin.buffers()):
+        value.data.add_(30.0)
+    assert not judge_first_loss(loss, margin, 2000, 128, 32)[1]
+    assert judge_first_loss(loss, margin, 2000, 128, 32, 2000)[1]
+
+
 @pytest.mark.parametrize("name", ["cosface", "mv_softmax", "uniface"])
 def test_weighted_classes_stand_for_all(name: str):
     margin = build_margin(name)
-    margin.prepare(4000, 4000)
     embeddings, centres, labels = _random_step(4000, 256, 64, 0.0, 3)
     left_out = torch.ones(4000, dtype=torch.bool)
     left_out[labels], left_out[::8] = False, False
     weights = torch.where(left_out, 0.0, math.log(3936 / ((~left_out).sum().item() - 64)))
     weights[labels] = 0.0
-    cosine = cosines_of(embeddings, centres)
+    cosine, active = cosines_of(embeddings, centres), int((~left_out).sum())
+    margin.prepare(4000, active)
     losses, _ = losses_of_cosines(margin, cosine, embeddings.norm(dim=1), labels, left_out, weights)
-    active = int((~left_out).sum())
-    assert judge_first_loss(float(losses.detach().mean()), margin, active, 256, 64, num_classes=4000)[1]
-    difference = expected_first_loss(margin, FirstStep(active, 256, 64, 4000)).expected
-    difference -= expected_first_loss(margin, FirstStep(active, 256, 64)).expected
+    assert judge_first_loss(float(losses.detach().mean()), margin, active, 256, 64, 4000, weighted=True)[1]
+    difference = expected_first_loss(margin, FirstStep(active, 256, 64, 4000, weighted=True)).expected
+    difference -= expected_first_loss(margin, FirstStep(active, 256, 64, 4000)).expected
     assert difference == pytest.approx(math.log(4000 / active), abs=0.1) or name == "uniface"
     assert difference > 1
 
