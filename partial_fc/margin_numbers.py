@@ -85,6 +85,7 @@ class MarginNumbers:
         if self.specs:
             self.margin.refresh(self.tensors, step, good, ranks)
 
+    @torch.no_grad()
     def update(self, gradients: Mapping[str, Tensor], lr: float, good: Tensor) -> None:
         """Update all trained numbers from their gradients, unless good, () bool, is False."""
         if not self._moments:

@@ -1,0 +1,93 @@
+"""Every loss through the real head against the slow references in float64: values, gradients, updates, trained numbers, states."""
+
+import pytest
+import torch
+from head_losses import CASES, SUMS, Setting, compare_steps
+
+from losses import build_margin, list_margins
+from partial_fc import HeadConfig, PartialFC
+from partial_fc.kernels import KERNELS
+
+pytestmark = pytest.mark.numeric
+
+SMALL = Setting(rate=0.6, kernels="plain", cache_mb=0)
+# one of each way through the head: fast, running maxima, a scale of each sample or of the batch, hard negatives, each other
+# function, norms, numbers of classes, sums
+WAYS = (
+    "cosface",
+    "cosface, wide",
+    "sphereface",
+    "adacos",
+    "npcface",
+    "circle",
+    "li_arcface",
+    "magface",
+    "adaptiveface",
+    "uniface",
+)
+SETTINGS = {
+    "filter": Setting(limit=0.3),
+    "weights": Setting(rate=0.5, correction="log_r"),
+    "focal": Setting(rate=0.7, focal=2.0),
+    "gentle focal": Setting(focal=0.5, kernels="plain"),
+    "smoothing": Setting(smoothing=0.1),
+    "smoothing of sampled and weighted classes": Setting(smoothing=0.1, rate=0.6, correction="log_r"),
+    "all at once": Setting(rate=0.7, limit=0.3, correction="log_r", focal=1.5, smoothing=0.1, cache_mb=0),
+    "two micro-batches": Setting(rate=0.8, accumulation=2),
+    "two micro-batches, smoothing": Setting(accumulation=2, smoothing=0.2, limit=0.4),
+    "lean": Setting(storage="lean", rate=0.6),
+    "tiny": Setting(storage="tiny"),
+    "bf16": Setting(dtype=torch.bfloat16, limit=0.3),
+    "bf16, smoothing": Setting(dtype=torch.bfloat16, smoothing=0.1, kernels="plain"),
+}
+
+
+def test_every_loss_has_a_case():
+    assert {case.partition(",")[0] for case in CASES} == set(list_margins())
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("case", CASES)
+def test_steps_equal_the_reference(case: str, kernels: str):
+    compare_steps(0, 1, case, Setting(rate=1.0 if kernels == "auto" else 0.6, kernels=kernels, cache_mb=int(kernels == "auto")))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("case", WAYS)
+def test_what_a_head_does_besides_equals_the_reference(case: str, setting: str):
+    chosen = SETTINGS[setting]
+    if case in SUMS:  # no probabilities to bend
+        chosen = chosen._replace(focal=0.0, smoothing=0.0)
+    compare_steps(0, 1, case, chosen)
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize(("key", "value"), [("focal", 2.0), ("label_smoothing", 0.1)])
+def test_a_sum_over_classes_takes_neither_focal_weights_nor_label_smoothing(name: str, key: str, value: float):
+    with pytest.raises(ValueError, match=rf"loss\.{key} must be 0 for .*, got {value}: .* Set loss\.{key}=0"):
+        PartialFC(build_margin(name), 20, 8, config=HeadConfig(**{key: value}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("key", "value"), [("focal", -1.0), ("focal", 11.0), ("label_smoothing", 1.0)])
+def test_focal_weights_and_label_smoothing_have_a_range(key: str, value: float):
+    with pytest.raises(ValueError, match=rf"loss\.{key} must be in \[0, .*got {value}"):
+        PartialFC(build_margin("arcface"), 20, 8, config=HeadConfig(**{key: value}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_that_is_not_good_changes_nothing(case: str, kernels: str):
+    margin = build_margin(case.partition(",")[0], **CASES[case].arguments)
+    head = PartialFC(margin, 20, 8, config=HeadConfig(kernels=kernels))
+    everything = [*head.shard_state().values(), *margin.state_dict().values()]
+    before = [tensor.clone() for tensor in everything]
+    for step, infinite in enumerate((True, False, False)):
+        x = 20.0 * torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        x[2, 3] = torch.inf if infinite else x[2, 3]
+        head.begin_step(torch.tensor([[3, 4, 3, 9]]), step)
+        head(x)
+        head.step(0.1, None if infinite else torch.tensor(step == 2))
+        changed = [not torch.equal(now, was) for now, was in zip(everything, before, strict=True)]
+        assert any(changed) == (step == 2)
+        if step == 2:
+            assert all(changed[-len(margin.state_dict()) :])

@@ -1,0 +1,84 @@
+"""Every loss on two and three ranks against the slow references, which know of none; and how often the ranks communicate."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from head_losses import CASES, SUMS, B, C, D, Setting, compare_steps, make_batch
+
+from losses import build_margin
+from partial_fc import HeadConfig, PartialFC
+
+pytestmark = pytest.mark.numeric
+
+ONE_REDUCTION = {"normface", "cosface", "arcface", "combined", "sphereface_r", "adaface", "magface", "elasticface"}
+
+
+def _compare(rank: int, world_size: int) -> None:
+    for case in CASES:
+        compare_steps(rank, world_size, case, Setting(rate=0.6, correction="log_r" if world_size == 2 else "none"))
+    for case in ("cosface", "sphereface", "npcface", "adaptiveface", *SUMS):
+        bent = (0.0, 0.0) if case in SUMS else (1.5, 0.1)
+        for limit in (None, 0.3):
+            setting = Setting(rate=0.7, limit=limit, focal=bent[0], smoothing=bent[1], accumulation=2, cache_mb=0)
+            compare_steps(rank, world_size, case, setting)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_steps_on_several_ranks_equal_the_reference(run_ranks: Callable[..., None], world_size: int):
+    run_ranks(_compare, world_size)
+
+
+def _count(rank: int, world_size: int) -> None:
+    counted: list[str] = []
+
+    def count(name: str) -> None:
+        whole = getattr(dist, name)
+
+        def counting(*given: object, **named: object) -> object:
+            counted.append(name)
+            return whole(*given, **named)
+
+        setattr(dist, name, counting)
+
+    for case in CASES:
+        head = PartialFC(build_margin(case.partition(",")[0], **CASES[case].arguments), C, D, rank, world_size, 3, HeadConfig())
+        x, labels = make_batch(head.centres, 0)
+        mine = slice(rank * B // 2, (rank + 1) * B // 2)
+        head.begin_step(labels[mine][None] % C, 0)
+        if rank == 0 and not counted:
+            for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
+                count(name)
+        counted.clear()
+        head(x[mine])
+        head.step(0.1)
+        # the embeddings are gathered, and their gradient is scattered; the others are sums of some (B,)
+        sums = len(counted) - 2
+        expected = 1 if case in ONE_REDUCTION or case in ("adaptiveface", "kappaface") else 2
+        assert rank != 0 or sums == expected, f"{case}: {counted}"
+        dist.barrier()
+
+
+def test_ranks_exchange_sums_once_or_twice(run_ranks: Callable[..., None]):
+    run_ranks(_count, 2)
+
+
+def _equal_on_all(rank: int, world_size: int) -> None:
+    for case in CASES:
+        margin = build_margin(case.partition(",")[0], **CASES[case].arguments)
+        head = PartialFC(margin, C, D, rank, world_size, 3, HeadConfig(0.5))
+        for step in range(3):
+            x, labels = make_batch(torch.zeros(C, D) + torch.arange(C)[:, None], step)
+            mine = slice(rank * B // world_size, (rank + 1) * B // world_size)
+            head.begin_step(labels[mine][None], step)
+            head(x[mine])
+            head.step(0.1)
+        for name, value in margin.state_dict().items():
+            parts = [torch.empty_like(value) for _ in range(world_size)]
+            dist.all_gather(parts, value)
+            assert all(torch.equal(part, value) for part in parts), f"{case}: {name}"
+
+
+def test_statistics_and_trained_numbers_are_equal_on_all_ranks(run_ranks: Callable[..., None]):
+    run_ranks(_equal_on_all, 3)
