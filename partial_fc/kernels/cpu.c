@@ -5,42 +5,11 @@
    The threads belong to the OpenMP runtime that torch has loaded. Each thread gets an equal range of classes. Results depend on
    the number of threads only where partial sums over the classes are added (exponentials), and never on timing. */
 
-#include <math.h>
-#include <omp.h>
-#include <stdint.h>
-#include <string.h>
+#include "numbers.h"
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+#include <omp.h>
 
 #define SMALLEST_NORM 1e-12f
-#define BLOCK 256
-
-static inline float from_bits(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
-static inline uint32_t to_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
-
-/* Round to nearest, ties to even; NaN stays NaN. */
-static inline uint16_t nearest_bfloat16(float x) {
-    uint32_t bits = to_bits(x);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (uint16_t)rounded;
-}
-
-/* exp(x), relative error about 1e-7; 0 below fp32's normal numbers. exp(x) = 2^n exp(r), |r| <= ln(2) / 2, Taylor to r^7. */
-static inline float exponential(float x) {
-    float clamped = x < -87.0f ? -87.0f : (x > 88.5f ? 88.5f : x);
-    float n = (clamped * 1.44269504f + 12582912.0f) - 12582912.0f; /* nearest integer, by the rounding of 1.5 * 2^23 */
-    float r = (clamped - n * 0.693145752f) - n * 1.42860677e-6f;
-    float p = 1.98412698e-4f;
-    p = p * r + 1.38888889e-3f;
-    p = p * r + 8.33333333e-3f;
-    p = p * r + 4.16666667e-2f;
-    p = p * r + 1.66666667e-1f;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    float value = p * from_bits((uint32_t)((int32_t)n + 127) << 23);
-    return x < -87.0f ? 0.0f : (x > 88.5f ? INFINITY : value);
-}
 
 /* Return 32 random bits, a hash of x; Wellons' lowbias32, https://nullprogram.com/blog/2018/07/31/ */
 static inline uint32_t hash(uint32_t x) {

@@ -1,6 +1,6 @@
-"""Builds cpu.c with the system's C compiler at first use, and calls it on tensors.
+"""Builds cpu.c and negatives.c with the system's C compiler at first use, and calls it on tensors.
 
-The library is stored in the user's cache folder under a hash of source, compiler and processor, so later runs start at once.
+The library is stored in the user's cache folder under a hash of sources, compiler and processor, so later runs start at once.
 Without a compiler (or outside Linux, or if the build fails), `load` returns None, `why_missing` says why, and the plain torch
 code of plain.py does the same work in more sweeps over memory. The library is not linked to an OpenMP runtime. It uses the one
 that torch has loaded, so both share their threads.
@@ -25,20 +25,29 @@ import torch
 from torch import Tensor
 
 from partial_fc.centre_store import CentreStore, Select
+from partial_fc.margin_like import NegativesLike
 from partial_fc.row_optimizer import RowOptimizer, RowSGD
 from partial_fc.workspace import Workspace
 
 from .plain import PlainKernels
 
-_SOURCE = Path(__file__).with_name("cpu.c")
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_SOURCES = [Path(__file__).with_name(name) for name in ("cpu.c", "negatives.c")]
+_HEADER = Path(__file__).with_name("numbers.h")
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-c"]
 _LARGEST_DIM = 16384  # each thread holds rows on its stack
 _NO_LIMIT = float("inf")
+# the numbers that negatives.c has for the functions of losses/negatives.py, and for what a sweep is to find
+_KINDS = {"linear": 0, "hard": 1, "arcneg": 2, "circle": 3, "angle": 4, "angle_squared": 5, "power": 6}
+_SWEEPS = {"softmax": 0, "sum": 1, "largest": 2}
+_TABLE_ROWS = 8
 
 _POINTER, _INT, _LONG, _FLOAT, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_double
 _UNIT_ROWS: list[Any] = [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER, _INT]
 _EXPONENTIALS: list[Any] = [_POINTER, _INT, _LONG, _LONG, _POINTER, _POINTER, _LONG, _FLOAT, _FLOAT, _POINTER, _POINTER, _INT]
+_NEGATIVES: list[Any] = [
+    *(_POINTER, _INT, _LONG, _LONG, *[_POINTER] * 4, _INT, _FLOAT, _INT, _INT, _POINTER, _POINTER, _INT),
+]
 _UPDATE_ROWS: list[Any] = [
     *(_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG),
     *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _INT, *[_DOUBLE] * 5, ctypes.c_uint64, _POINTER),
@@ -90,6 +99,7 @@ def _last_line(error: Exception) -> str:
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     library.exponentials.argtypes = _EXPONENTIALS
+    library.negatives.argtypes = _NEGATIVES
     library.unit_rows.argtypes = _UNIT_ROWS
     library.update_rows.argtypes = _UPDATE_ROWS
     return library
@@ -106,7 +116,7 @@ def why_unsuited(dim: int) -> str:
 
 
 class CKernels(PlainKernels):
-    """The kernels of cpu.c; see PlainKernels for the arguments."""
+    """The kernels of cpu.c and negatives.c; see PlainKernels for the arguments."""
 
     name = "c"
     words = "C kernels"
@@ -116,8 +126,8 @@ class CKernels(PlainKernels):
         stored, inverse = centres[select], inverse_norms[select]
         assert stored.is_contiguous() and inverse.is_contiguous() and unit.is_contiguous()
         _library().unit_rows(
-            *(stored.data_ptr(), _KINDS[stored.dtype], inverse.data_ptr()),
-            *(len(unit), unit.shape[1], unit.data_ptr(), _KINDS[unit.dtype]),
+            *(stored.data_ptr(), _FORMATS[stored.dtype], inverse.data_ptr()),
+            *(len(unit), unit.shape[1], unit.data_ptr(), _FORMATS[unit.dtype]),
         )
 
     def exponentials(
@@ -138,9 +148,47 @@ class CKernels(PlainKernels):
         assert products.is_contiguous() and z_sum.is_contiguous() and places.is_contiguous()
         assert inverse_norms is None or inverse_norms.is_contiguous()
         _library().exponentials(
-            *(products.data_ptr(), _KINDS[products.dtype], *products.shape, _pointer(inverse_norms), places.data_ptr(), begin),
+            *(
+                products.data_ptr(),
+                _FORMATS[products.dtype],
+                *products.shape,
+                _pointer(inverse_norms),
+                places.data_ptr(),
+                begin,
+            ),
             *(shift, _NO_LIMIT if limit is None else limit, z_sum.data_ptr(), partial.data_ptr(), len(partial)),
         )
+
+    def weights(
+        self,
+        products: Tensor,
+        inverse_norms: Tensor | None,
+        targets: tuple[Tensor, int],
+        function: NegativesLike,
+        link: str,
+        row_weights: Tensor | None,
+        shift: float | Tensor,
+        limit: float | None,
+        less: Tensor | None,
+        sums: Tensor,
+        workspace: Workspace,
+    ) -> None:
+        given = (inverse_norms, targets, function, row_weights, limit)
+        _negatives(link, products, given, shift, less, sums, workspace)
+
+    def maxima(
+        self,
+        products: Tensor,
+        inverse_norms: Tensor | None,
+        targets: tuple[Tensor, int],
+        function: NegativesLike,
+        row_weights: Tensor | None,
+        limit: float | None,
+        maximum: Tensor,
+        workspace: Workspace,
+    ) -> None:
+        given = (inverse_norms, targets, function, None if row_weights is None else row_weights.log(), limit)
+        _negatives("largest", products, given, 0.0, None, maximum, workspace)
 
     def update_rows(
         self,
@@ -160,13 +208,44 @@ class CKernels(PlainKernels):
         touched = (*tensors.values(), inverse, gradient, values, class_index, sample_index)
         assert all(tensor.is_contiguous() for tensor in touched)
         _library().update_rows(
-            *(centres.data_ptr(), _KINDS[centres.dtype], momentum.data_ptr(), _KINDS[momentum.dtype]),
-            *(_pointer(tensors.get("momentum_scale")), _pointer(variance), 0 if variance is None else _KINDS[variance.dtype]),
+            *(centres.data_ptr(), _FORMATS[centres.dtype], momentum.data_ptr(), _FORMATS[momentum.dtype]),
+            *(_pointer(tensors.get("momentum_scale")), _pointer(variance), 0 if variance is None else _FORMATS[variance.dtype]),
             *(_pointer(tensors.get("updates")), inverse.data_ptr(), None if isinstance(select, slice) else select.data_ptr()),
             *(select.start if isinstance(select, slice) else 0, len(gradient), gradient.shape[1], gradient.data_ptr()),
-            *(_KINDS[gradient.dtype], values.data_ptr(), class_index.data_ptr(), sample_index.data_ptr(), len(sample_index)),
+            *(_FORMATS[gradient.dtype], values.data_ptr(), class_index.data_ptr(), sample_index.data_ptr(), len(sample_index)),
             *(int(not sgd), lr, *settings, seed, _pointer(apply)),
         )
+
+
+def _negatives(
+    sweep: str,
+    products: Tensor,
+    given: tuple[Tensor | None, tuple[Tensor, int], NegativesLike, Tensor | None, float | None],
+    shift: float | Tensor,
+    less: Tensor | None,
+    sums: Tensor,
+    workspace: Workspace,
+) -> None:
+    """Call `negatives` of negatives.c for a link, or for the largest logits.
+
+    Args:
+        given: inverse_norms, targets, function, row_weights (their logarithms for the largest logits) and limit.
+    """
+    inverse_norms, (places, begin), function, row_weights, limit = given
+    classes, samples = products.shape
+    threads = torch.get_num_threads()
+    partial = workspace.buffer("partial", (threads, 3, samples), torch.float32)
+    table = workspace.buffer("table", (_TABLE_ROWS, samples), torch.float32)  # the rows of negatives.c
+    table[:-2] = function.coefficients
+    table[-2] = shift
+    table[-1] = 0.0 if less is None else less
+    own = workspace.buffer("own", (samples,), torch.int32).copy_((places - begin).clamp(-1, classes))
+    assert sums.is_contiguous() and all(tensor is None or tensor.is_contiguous() for tensor in (products, *given[::3]))
+    _library().negatives(
+        *(products.data_ptr(), _FORMATS[products.dtype], classes, samples, _pointer(inverse_norms), _pointer(row_weights)),
+        *(own.data_ptr(), table.data_ptr(), int(function.straight), _NO_LIMIT if limit is None else limit),
+        *(_KINDS[function.kind], _SWEEPS[sweep], sums.data_ptr(), partial.data_ptr(), threads),
+    )
 
 
 def _library() -> ctypes.CDLL:
@@ -185,7 +264,8 @@ def _path(compiler: list[str], flags: list[str]) -> Path:
     version = ask([*compiler, "--version"]).stdout
     # the macros name every instruction set that -march=native enables, even if /proc does not list them
     macros = ask([*compiler, *flags, "-dM", "-E", "-x", "c", os.devnull]).stdout
-    parts = (_SOURCE.read_text(), " ".join(compiler), version, " ".join(flags), macros, _processor())
+    sources = [path.read_text() for path in (*_SOURCES, _HEADER)]
+    parts = (*sources, " ".join(compiler), version, " ".join(flags), macros, _processor())
     name = f"cpu_kernels_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.so"
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "face_head"
@@ -207,10 +287,12 @@ def _private_folder() -> str:
 
 def _build(compiler: list[str], flags: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
-        objects, library = Path(work) / "kernels.o", Path(work) / path.name
+        objects = [Path(work) / f"{source.stem}.o" for source in _SOURCES]
+        library = Path(work) / path.name
         run = functools.partial(subprocess.run, capture_output=True, check=True, timeout=120)
-        run([*compiler, *flags, str(_SOURCE), "-o", str(objects)])
-        run([*compiler, "-shared", str(objects), "-lm", "-o", str(library)])  # without -fopenmp: torch's runtime is used
+        for source, output in zip(_SOURCES, objects, strict=True):
+            run([*compiler, *flags, str(source), "-o", str(output)])
+        run([*compiler, "-shared", *map(str, objects), "-lm", "-o", str(library)])  # without -fopenmp: torch's runtime is used
         library.replace(path)  # atomic, so that no other process ever loads half a file
 
 
