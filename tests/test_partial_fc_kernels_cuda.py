@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from losses.negatives import KINDS
 from partial_fc.kernels import _why_no_triton, choose_kernels, why_plain
 
 if importlib.util.find_spec("triton") is None:
@@ -28,6 +29,7 @@ from pathlib import Path
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from losses.negatives import KINDS, Negatives
 from partial_fc import RowAdamW, RowSGD
 from partial_fc.centre_store import CentreStore
 from partial_fc.kernels import cuda
@@ -61,13 +63,21 @@ class Compiled:
             assert code[:4] == b"\\x7fELF"
             done.append([self.kernel.__name__, capability])
 
-for name in ("exp_mask_sum_kernel", "sgd_kernel", "adamw_kernel"):
+for name in ("exp_mask_sum_kernel", "negatives_kernel", "sgd_kernel", "adamw_kernel"):
     setattr(cuda, name, Compiled(getattr(cuda, name)))
 kernels = cuda.TritonKernels()
 workspace = Workspace(torch.device("cpu"), 0, kernels)
 places = torch.tensor([0, -1])
 for dtype, inverse_norms in ((torch.float32, None), (torch.bfloat16, torch.ones(4))):
     kernels.exponentials(torch.zeros(4, 2, dtype=dtype), inverse_norms, (places, 0), 0.0, None, torch.zeros(2), workspace)
+sums, ones = torch.zeros(3, 2), torch.ones(4)
+for number, kind in enumerate(KINDS):  # every kind, but what does not depend on it only for the last
+    function = Negatives(kind, torch.ones(6, 2), straight=number == 0)
+    given = (torch.zeros(4, 2, dtype=torch.bfloat16), ones, (places, 0), function)
+    kernels.weights(*given, "softmax", ones, sums[1], 0.5, sums[2], sums, workspace)
+given = (torch.zeros(4, 2), None, (places, 0), function)
+kernels.weights(*given, "sum", None, 0.0, None, None, sums, workspace)
+kernels.maxima(*given, ones, None, sums[0], workspace)
 target = (places[:1], places[:1], torch.zeros(2, 512))
 for optimizer in (RowSGD(), RowAdamW()):
     for form, dtype, select in (
@@ -95,6 +105,7 @@ def test_every_kernel_compiles_for_ampere_hopper_and_blackwell(tmp_path: Path):
     compiled = [(name, capability) for name, capability in json.loads(done.stdout)]
     for capability in (80, 90, 100):
         assert compiled.count(("exp_mask_sum_kernel", capability)) == 2
+        assert compiled.count(("negatives_kernel", capability)) == len(KINDS) + 2
         assert compiled.count(("sgd_kernel", capability)) == compiled.count(("adamw_kernel", capability)) == 3
 
 

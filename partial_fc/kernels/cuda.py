@@ -1,4 +1,4 @@
-"""Launches the Triton kernels of triton.py for the head."""
+"""Launches the Triton kernels of triton.py and triton_negatives.py for the head."""
 
 import math
 
@@ -7,11 +7,14 @@ import triton
 from torch import Tensor
 
 from partial_fc.centre_store import CentreStore, Select
+from partial_fc.margin_like import NegativesLike
 from partial_fc.row_optimizer import RowOptimizer, RowSGD
 from partial_fc.workspace import Workspace
 
+from . import triton_negatives
 from .plain import PlainKernels
 from .triton import CLASSES, SAMPLES, TILES, adamw_kernel, exp_mask_sum_kernel, sgd_kernel
+from .triton_negatives import negatives_kernel
 
 _LARGEST_DIM = 4096  # one program holds a row in its registers
 
@@ -37,6 +40,38 @@ class TritonKernels(PlainKernels):
             super().exponentials(products, inverse_norms, targets, shift, limit, z_sum, workspace)
             return
         exp_mask_sum(products, inverse_norms, targets, shift, limit, z_sum)
+
+    def weights(
+        self,
+        products: Tensor,
+        inverse_norms: Tensor | None,
+        targets: tuple[Tensor, int],
+        function: NegativesLike,
+        link: str,
+        row_weights: Tensor | None,
+        shift: float | Tensor,
+        limit: float | None,
+        less: Tensor | None,
+        sums: Tensor,
+        workspace: Workspace,
+    ) -> None:
+        partial = sweep_negatives(link, products, (inverse_norms, row_weights), targets, function, shift, limit, less)
+        sums += partial.sum(dim=0)
+
+    def maxima(
+        self,
+        products: Tensor,
+        inverse_norms: Tensor | None,
+        targets: tuple[Tensor, int],
+        function: NegativesLike,
+        row_weights: Tensor | None,
+        limit: float | None,
+        maximum: Tensor,
+        workspace: Workspace,
+    ) -> None:
+        by_class = (inverse_norms, None if row_weights is None else row_weights.log())
+        partial = sweep_negatives("largest", products, by_class, targets, function, 0.0, limit, None)
+        torch.maximum(maximum, partial.amax(dim=(0, 1)), out=maximum)
 
     def update_rows(
         self,
@@ -106,6 +141,46 @@ def exp_mask_sum(
         )
         exp_mask_sum_kernel[grid](products, inverse_norms, places, partial, *numbers)
     z_sum += partial.sum(dim=0)
+
+
+def sweep_negatives(
+    sweep: str,
+    products: Tensor,
+    by_class: tuple[Tensor | None, Tensor | None],
+    targets: tuple[Tensor, int],
+    function: NegativesLike,
+    shift: float | Tensor,
+    limit: float | None,
+    less: Tensor | None,
+) -> Tensor:
+    """Return the sums over groups of classes (groups, 3, B), or their largest logits (groups, 1, B); see PlainKernels.weights.
+
+    Args:
+        sweep: a link, whose weights take the place of products, or "largest", as PlainKernels.maxima wants them.
+        products: (c, B) fp32 or bf16; each row is contiguous.
+        by_class: inverse_norms, and row_weights or their logarithms for "largest"; each (c,) fp32 or None.
+    """
+    num_classes, num_samples = products.shape
+    places, begin = targets
+    per_sample = [tensor for tensor in (shift, less) if isinstance(tensor, Tensor)]
+    assert products.stride(1) == 1 or num_samples == 1, "each row of products must be contiguous"
+    assert places.dtype == torch.int64 and all(len(tensor) == num_samples for tensor in [places, *per_sample])
+    vectors = [tensor for tensor in (*by_class, function.coefficients, *per_sample) if tensor is not None]
+    assert all(tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in vectors)
+    assert all(tensor is None or len(tensor) == num_classes for tensor in by_class)
+    per_program = triton_negatives.CLASSES.value * triton_negatives.TILES.value
+    grid = (triton.cdiv(num_classes, per_program), triton.cdiv(num_samples, triton_negatives.SAMPLES.value))
+    rows = 1 if sweep == "largest" else triton_negatives.SUMS.value
+    # partial sums and then a sum in a fixed order, as in exp_mask_sum
+    partial = torch.empty(grid[0], rows, num_samples, dtype=torch.float32, device=products.device)
+    shifts = (shift, 0.0) if isinstance(shift, Tensor) else (None, float(shift))
+    with torch.cuda.device_of(products):
+        negatives_kernel[grid](
+            *(products, *by_class, places, function.coefficients, shifts[0], less, partial),
+            *(num_classes, num_samples, products.stride(0), begin, shifts[1], math.inf if limit is None else float(limit)),
+            *(function.kind, function.straight, sweep),
+        )
+    return partial
 
 
 def sgd_update(

@@ -47,7 +47,7 @@ INLINE void value_of(int kind, float c, float quadratic, float slope, float cons
     } else if (kind == POWER) {
         float half = (c + 1.0f) * 0.5f;
         half = half < 0.0f ? 0.0f : (half > 1.0f ? 1.0f : half); /* NaN stays NaN */
-        float power = exponential((slope - 1.0f) * logarithm(half < 1e-37f ? 1e-37f : half));
+        float power = exponential((slope - 1.0f) * logarithm(half > 1e-37f ? half : 1e-37f));
         float at_zero = slope > 1.0f ? 0.0f : power;
         power = half < 1e-37f ? at_zero : power;
         *value = 2.0f * power * half - 1.0f + constant;
