@@ -46,16 +46,16 @@ def negatives_kernel(
     samples = tl.program_id(1) * SAMPLES + tl.arange(0, SAMPLES)
     inside = samples < num_samples
     target_class = tl.load(places + samples, mask=inside, other=-1) - begin
-    scale = tl.load(coefficients + samples, mask=inside, other=0.0)
-    quadratic = tl.load(coefficients + num_samples + samples, mask=inside, other=0.0)
-    slope = tl.load(coefficients + 2 * num_samples + samples, mask=inside, other=0.0)
-    constant = tl.load(coefficients + 3 * num_samples + samples, mask=inside, other=1.0)
-    threshold = tl.load(coefficients + 4 * num_samples + samples, mask=inside, other=0.0)
-    offset = tl.load(coefficients + 5 * num_samples + samples, mask=inside, other=0.0)
+    scale = _of_samples(coefficients, 0, num_samples, samples)
+    quadratic = _of_samples(coefficients, 1, num_samples, samples)
+    slope = _of_samples(coefficients, 2, num_samples, samples)
+    constant = _of_samples(coefficients, 3, num_samples, samples)
+    threshold = _of_samples(coefficients, 4, num_samples, samples)
+    offset = _of_samples(coefficients, 5, num_samples, samples)
     if shifts is not None:
-        shift = tl.load(shifts + samples, mask=inside, other=0.0)[None, :]
+        shift = _of_samples(shifts, 0, num_samples, samples)
     if less is not None:
-        taken = tl.load(less + samples, mask=inside, other=0.0)[None, :]
+        taken = _of_samples(less, 0, num_samples, samples)
     first = tl.full((CLASSES, SAMPLES), NO_NEGATIVE if sweep == "largest" else 0.0, tl.float32)
     second, third = tl.zeros((CLASSES, SAMPLES), tl.float32), tl.zeros((CLASSES, SAMPLES), tl.float32)
     for tile in range(TILES):
@@ -69,20 +69,14 @@ def negatives_kernel(
             cosine = v * cosine
         left_out = (cosine > limit) | (classes[:, None] == target_class[None, :])
         counts = mask & (left_out == 0)
-        value, derivative = _value(cosine, quadratic[None, :], slope[None, :], constant[None, :], threshold[None, :], kind)
-        logit = scale[None, :] * value + offset[None, :]
+        value, derivative = _value(cosine, quadratic, slope, constant, threshold, kind)
+        logit = scale * value + offset
         if sweep == "largest":
             if row_weights is not None:
                 logit += tl.load(row_weights + classes, mask=here, other=0.0)[:, None]
             first = tl.maximum(first, tl.where(counts, logit, NO_NEGATIVE))
         else:
-            if sweep == "softmax":
-                weight = tl.exp(logit - shift)
-                gain = weight
-            else:
-                small = tl.exp(-tl.abs(logit))
-                gain = tl.where(logit > 0.0, logit, 0.0) + _log_of_ratio(small / (2.0 + small))  # softplus
-                weight = tl.where(logit > 0.0, 1.0, small) / (1.0 + small)
+            gain, weight = _gain(logit, shift, sweep)
             if row_weights is not None:
                 r = tl.load(row_weights + classes, mask=here, other=1.0)[:, None]
                 weight, gain = r * weight, r * gain
@@ -90,24 +84,47 @@ def negatives_kernel(
             if sweep == "sum":
                 second += tl.where(counts, weight, 0.0)
             elif kind == "hard":
-                is_hard = counts & (cosine > threshold[None, :])
+                is_hard = counts & (cosine > threshold)
                 second += tl.where(is_hard, 1.0, 0.0)
                 third += tl.where(is_hard, cosine, 0.0)
             if less is not None:
                 weight -= taken
-            weight *= scale[None, :] if straight else scale[None, :] * derivative
+            weight *= scale if straight else scale * derivative
             weight = tl.where(counts, weight, 0.0)
             if inverse_norms is not None:
                 weight *= v
             tl.store(at, weight.to(products.dtype.element_ty), mask=mask)
-    rows = 1 if sweep == "largest" else SUMS
-    sums = partial + tl.program_id(0).to(tl.int64) * (rows * num_samples) + samples
     if sweep == "largest":
-        tl.store(sums, tl.max(first, axis=0), mask=inside)
+        tl.store(partial + tl.program_id(0).to(tl.int64) * num_samples + samples, tl.max(first, axis=0), mask=inside)
     else:
-        tl.store(sums, tl.sum(first, axis=0), mask=inside)
-        tl.store(sums + num_samples, tl.sum(second, axis=0), mask=inside)
-        tl.store(sums + 2 * num_samples, tl.sum(third, axis=0), mask=inside)
+        _store_sums(partial, num_samples, samples, first, second, third)
+
+
+@triton.jit
+def _of_samples(table, row, num_samples, samples):
+    """Return a row of numbers of the samples, (1, SAMPLES); 1 beyond the last."""
+    return tl.load(table + row * num_samples + samples, mask=samples < num_samples, other=1.0)[None, :]
+
+
+@triton.jit
+def _store_sums(partial, num_samples, samples, first, second, third):
+    row, inside = partial + tl.program_id(0).to(tl.int64) * (SUMS * num_samples) + samples, samples < num_samples
+    tl.store(row, tl.sum(first, axis=0), mask=inside)
+    tl.store(row + num_samples, tl.sum(second, axis=0), mask=inside)
+    tl.store(row + 2 * num_samples, tl.sum(third, axis=0), mask=inside)
+
+
+@triton.jit
+def _gain(logit, shift, link: tl.constexpr):
+    """Return what a negative adds to its sample's sum, and the derivative with respect to the logit."""
+    if link == "softmax":
+        weight = tl.exp(logit - shift)
+        gain = weight
+    else:
+        small = tl.exp(-tl.abs(logit))
+        gain = tl.where(logit > 0.0, logit, 0.0) + _log_of_ratio(small / (2.0 + small))  # softplus
+        weight = tl.where(logit > 0.0, 1.0, small) / (1.0 + small)
+    return gain, weight
 
 
 @triton.jit
