@@ -67,6 +67,18 @@ def test_the_benchmark_measures_draws_and_writes(tmp_path: Path, capsys: pytest.
     assert plot_head.main([str(tmp_path / "missing.json"), str(tmp_path)]) == 1
 
 
+def test_the_benchmark_measures_other_losses_beside_arcface(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "result.json"
+    small = ["--classes", "700", "--batch", "16", "--steps", "3", "--sample-rate", "0.5", "--storage", "exact"]
+    arguments = [*small, "--matmul", "fp32", "--json", str(file), "--loss", "circle", "sphereface2"]
+    assert benchmark_head.main(arguments) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["head"], row["loss"]) for row in rows] == [("ours", "circle"), ("ours", "sphereface2")]
+    assert all(row["arcface_ratio"] > 0 and "time_ratio" not in row for row in rows)
+    said = capsys.readouterr().out
+    assert "circle exact fp32" in said and f"{rows[1]['arcface_ratio']:.2f}" in said
+
+
 def test_capacity_agrees_with_what_is_found_here(tmp_path: Path):
     file = tmp_path / "capacity.json"
     arguments = [

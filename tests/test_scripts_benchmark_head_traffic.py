@@ -31,6 +31,9 @@ class _Counter(TorchDispatchMode):
         self.bytes, self.head = 0, head
         self.exponentials, self.update_rows = head.workspace.kernels.exponentials, head.workspace.kernels.update_rows
         head.workspace.kernels.exponentials = self._exponentials  # type: ignore[method-assign]
+        self.weights, self.maxima = head.workspace.kernels.weights, head.workspace.kernels.maxima
+        head.workspace.kernels.weights = self._weights  # type: ignore[method-assign]
+        head.workspace.kernels.maxima = self._maxima  # type: ignore[method-assign]
         head.workspace.kernels.update_rows = self._update_rows  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,6 +50,16 @@ class _Counter(TorchDispatchMode):
         with _disable_current_modes():
             self.exponentials(products, inverse_norms, *others)
 
+    def _weights(self, products: Tensor, inverse_norms: Tensor, *others: Any) -> None:
+        self.bytes += 2 * products.nbytes + inverse_norms.nbytes
+        with _disable_current_modes():
+            self.weights(products, inverse_norms, *others)
+
+    def _maxima(self, products: Tensor, inverse_norms: Tensor, *others: Any) -> None:
+        self.bytes += products.nbytes + inverse_norms.nbytes
+        with _disable_current_modes():
+            self.maxima(products, inverse_norms, *others)
+
     def _update_rows(self, optimizer: Any, store: Any, select: Any, gradient: Tensor, *others: Any) -> None:
         state = sum(tensor[select].nbytes for tensor in (*store.tensors.values(), store.inverse_norms))
         self.bytes += gradient.nbytes + 2 * state
@@ -54,9 +67,9 @@ class _Counter(TorchDispatchMode):
             self.update_rows(optimizer, store, select, gradient, *others)
 
 
-def _count(num_classes: int, config: HeadConfig) -> tuple[int, dict[str, Any]]:
+def _count(num_classes: int, config: HeadConfig, loss: str = "cosface") -> tuple[int, dict[str, Any]]:
     """Return the bytes of the second step, and what the benchmark says about it."""
-    head = PartialFC(build_margin("cosface", scale=64.0, margin=0.4), num_classes, D, config=config)
+    head = PartialFC(build_margin(loss), num_classes, D, config=config)
     for step in range(2):
         head.begin_step(torch.arange(BATCH)[None], step)
         counter = _Counter(head) if step else None
@@ -85,6 +98,16 @@ def test_what_the_benchmark_says_is_moved_is_what_the_operations_of_a_step_are_g
     assert said["total"] == sum(read + written for read, written in said["parts"].values())
     assert ("exponentials again" in said["parts"]) == (cache_mb == 0)
     assert said["floor"] == floor_per_class(config, BATCH, D) < said["total"]
+
+
+@pytest.mark.skipif(choose_kernels("auto", torch.device("cpu"), D) == "plain", reason="no C compiler, so no C kernels")
+@pytest.mark.parametrize(("loss", "maxima"), [("circle", True), ("curricularface", True), ("sphereface2", False)])
+@pytest.mark.parametrize("cache_mb", [-1, 0])
+def test_other_losses_move_weights_and_where_they_must_maxima(loss: str, maxima: bool, cache_mb: int):
+    config = HeadConfig(cache_mb=cache_mb, chunk=MANY)
+    (few, _), (many, said) = (_count(num_classes, config, loss) for num_classes in (FEW, MANY))
+    assert (many - few) / (MANY - FEW) == said["total"]
+    assert ("maxima" in said["parts"]) == maxima
 
 
 def test_the_floor_is_that_of_the_formats():

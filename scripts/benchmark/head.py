@@ -3,17 +3,21 @@
 Every line of the table is a separate process (one per rank): some warm-up steps, the median of several steps, and the growth of
 its peak memory. ratio = plain / ours, in time and in memory. At sample rate 1 the plain head is the dense one of tutorials,
 below 1 it is Partial FC as in arcface_torch: baselines/heads.py. "target-only" is a dense head that computes the margin only
-for the targets, the best plain version. Below the table stand the bytes that our steps move, and the fewest they could.
+for the targets, the best plain version. With --loss other losses are measured with their default arguments, their steps in turn
+with those of ArcFace in the same process; arcface x = median of loss / ArcFace. Below the table stand the bytes that our steps
+move, and the fewest they could.
 
 Examples:
   python -m scripts.benchmark.head --quick
   python -m scripts.benchmark.head --classes 1000000 --sample-rate 0.1 --plot figures
+  python -m scripts.benchmark.head --classes 60000 --no-plain --storage exact --matmul fp32 --loss circle sphereface2
 """
 
 if __name__ == "__main__" and not __package__:
     raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.head")
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -26,12 +30,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from losses import build_margin
+from losses import MARGINS, build_margin
 from partial_fc import HeadConfig, PartialFC
-from partial_fc.sampling import draw_active
 from utils import distributed
 from utils.cli import make_parser
 from utils.log import peak_memory_gib
@@ -39,7 +41,8 @@ from utils.program import run_main
 
 from . import head_traffic
 from .baselines.heads import PlainHead
-from .device_rates import bare_seconds, synchronise
+from .device_rates import synchronise
+from .head_parts import bare_products, time_draws
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _OURS = (("exact", "fp32"), ("exact", "bf16"), ("lean", "bf16"), ("tiny", "bf16"))
@@ -71,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--world-size", type=int, default=1, help="gloo or NCCL processes on this machine")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
     parser.add_argument("--steps", type=int, default=5, help="timed steps; the median is reported")
+    parser.add_argument("--loss", nargs="+", choices=tuple(MARGINS), default=["arcface"], help="default arcface")
     parser.add_argument("--no-plain", action="store_true", help="leave the plain heads out")
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")
     parser.add_argument("--json", type=Path, help="write all figures there")
@@ -94,28 +98,29 @@ def benchmark(options: argparse.Namespace) -> None:
     common = {key: getattr(options, key) for key in ("batch", "kernels", "chunk", "cache_mb", "world_size", "steps")}
     common["device"] = device
     bare = {name: _run(common | {"head": "bare", "matmul": name, "classes": 100_000}) for name in {m for _, m in pairs}}
-    rows = []
+    rows, no_plain = [], options.no_plain or "arcface" not in options.loss  # the plain heads have no other loss
     print(f"{machine(device)}\nbatch {options.batch}, {options.world_size} process(es), D = {_DIM}; ratios are plain / ours\n")
-    print(
+    names = (
         f"{'classes':>9} {'rate':>5}  {'head':<22} {'step ms':>9} {'B/class':>8} {'time x':>7} {'memory x':>8} {'of bare':>8}"
     )
+    print(f"{names} {'arcface x':>9}")
     for classes in options.classes or [100_000, 1_000_000]:
         for rate in options.sample_rate or ([1.0] if classes <= 100_000 else [0.1, 1.0]):
             case = common | {"classes": classes, "sample_rate": rate}
             plain = {}
-            for kind in () if options.no_plain else ("tutorial", "target-only") if rate == 1.0 else ("sampled",):
+            for kind in () if no_plain else ("tutorial", "target-only") if rate == 1.0 else ("sampled",):
                 if classes * _PLAIN_BYTES[kind] > _memory_bytes(device, options.world_size):
                     print(f"{classes:>9} {rate:>5}  plain, {kind:<15} {'does not fit into memory here':>32}", flush=True)
                     continue
                 plain[kind] = _run(case | {"head": kind})
                 rows.append({"head": kind} | case | plain[kind])
                 _print_row(rows[-1])
-            for storage, matmul in pairs:
-                row = {"head": "ours"} | case | {"storage": storage, "matmul": matmul}
+            for (storage, matmul), loss in itertools.product(pairs, options.loss):
+                row = {"head": "ours"} | case | {"storage": storage, "matmul": matmul, "loss": loss}
                 row |= _run(row)
                 row["useful_gflops"] = 6 * options.batch * classes * rate * _DIM / row["step_ms"] / 1e6
                 row["share_of_bare_products"] = row["useful_gflops"] / bare[matmul]["gflops"]
-                for kind, base in plain.items():
+                for kind, base in plain.items() if loss == "arcface" else ():
                     suffix = "_target_only" if kind == "target-only" else ""
                     row[f"time_ratio{suffix}"] = base["step_ms"] / row["step_ms"]
                     row[f"memory_ratio{suffix}"] = base["bytes_per_identity"] / row["bytes_per_identity"]
@@ -127,7 +132,7 @@ def benchmark(options: argparse.Namespace) -> None:
     for name, result in sorted(bare.items()):
         each = ", ".join(f"{key} {value:.0f}" for key, value in result["gflops_of_each"].items())
         print(f"bare products in {name} with 100000 classes: {result['gflops']:.0f} GFLOP/s together ({each})")
-    draws = _time_draws(1_000_000 if options.quick else 10_000_000)
+    draws = time_draws(1_000_000 if options.quick else 10_000_000)
     print(
         f"drawing 10 % of {draws['classes']} classes: {draws['ours_us']:.0f} us, by random number, top-k and sort "
         f"{draws['plain_us']:.0f} us"
@@ -143,10 +148,12 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def _print_row(row: dict[str, Any]) -> None:
-    name = f"ours {row['storage']} {row['matmul']}" if row["head"] == "ours" else f"plain, {row['head']}"
+    name = f"plain, {row['head']}"
+    if row["head"] == "ours":
+        name = f"{'ours' if row['loss'] == 'arcface' else row['loss']} {row['storage']} {row['matmul']}"
     ratios = "".join(
         f"{row[key]:>{width}.2f}" if key in row else " " * width
-        for key, width in (("time_ratio", 8), ("memory_ratio", 9), ("share_of_bare_products", 9))
+        for key, width in (("time_ratio", 8), ("memory_ratio", 9), ("share_of_bare_products", 9), ("arcface_ratio", 10))
     )
     numbers = f"{row['step_ms']:>9.1f} {row['bytes_per_identity']:>8.0f}"
     print(f"{row['classes']:>9} {row['sample_rate']:>5}  {name:<22} {numbers}{ratios}", flush=True)
@@ -174,7 +181,7 @@ def work(case: dict[str, Any]) -> None:
     torch.manual_seed(rank)
     device = world.device
     if case["head"] == "bare":
-        figures = _bare_products(case, device)
+        figures = bare_products(case["classes"], case["batch"], _DIM, _DTYPES[case["matmul"]], device)
     else:
         embeddings = torch.randn(case["batch"] // ranks, _DIM, device=device)
         labels = torch.randint(case["classes"], (len(embeddings),), device=device)
@@ -184,23 +191,32 @@ def work(case: dict[str, Any]) -> None:
         step = _our_step(head, embeddings, labels) if head else _plain_step(case, rank, embeddings, labels)
         for number in range(2):
             step(number)
-        times = []
-        for number in range(case["steps"]):
-            synchronise(device)
-            started = time.perf_counter()
-            step(2 + number)
-            synchronise(device)
-            times.append(1e3 * (time.perf_counter() - started))
-        local = case["classes"] / ranks
+        steps, taken = [step], (peak_bytes(device) - before) * ranks / case["classes"]
+        if case.get("loss", "arcface") != "arcface":  # beside one with ArcFace, since a machine's speed may change
+            steps.append(_our_step(_our_head(case | {"loss": "arcface"}, rank, device), embeddings, labels))
+            for number in range(2):
+                steps[1](number)
+        times = [[_milliseconds(one, 2 + number, device) for one in steps] for number in range(case["steps"])]
+        own = [row[0] for row in times]
         figures = {
-            "step_ms": statistics.median(times),
-            "step_ms_range": [min(times), max(times)],
-            "bytes_per_identity": (peak_bytes(device) - before) / local,
+            "step_ms": statistics.median(own),
+            "step_ms_range": [min(own), max(own)],
+            "bytes_per_identity": taken,
             "moved": head_traffic.moved(head, case["batch"]) if head else {},
         }
+        if len(steps) > 1:
+            figures["arcface_ratio"] = statistics.median(row[0] / row[1] for row in times)
     if rank == 0:
         Path(case["result"]).write_text(json.dumps(figures))
     distributed.stop()
+
+
+def _milliseconds(step: Callable[[int], Any], number: int, device: torch.device) -> float:
+    synchronise(device)
+    started = time.perf_counter()
+    step(number)
+    synchronise(device)
+    return 1e3 * (time.perf_counter() - started)
 
 
 def _plain_step(case: dict[str, Any], rank: int, embeddings: torch.Tensor, labels: torch.Tensor) -> Callable[[int], Any]:
@@ -212,7 +228,7 @@ def _plain_step(case: dict[str, Any], rank: int, embeddings: torch.Tensor, label
 
 def _our_head(case: dict[str, Any], rank: int, device: torch.device) -> PartialFC:
     return PartialFC(
-        build_margin("arcface", scale=64.0, margin=0.5),
+        build_margin(case["loss"]),
         case["classes"],
         _DIM,
         rank,
@@ -237,45 +253,6 @@ def _our_step(head: PartialFC, embeddings: torch.Tensor, labels: torch.Tensor) -
         head.step(0.01)
 
     return step
-
-
-def _bare_products(case: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the rates of the step's three products alone, into given buffers, and of a copy."""
-    dtype, batch, classes = _DTYPES[case["matmul"]], case["batch"], case["classes"]
-    x, w = torch.randn(batch, _DIM, device=device).to(dtype), torch.randn(classes, _DIM, device=device).to(dtype)
-    e = torch.empty(classes, batch, device=device, dtype=dtype)
-    u, dw = torch.empty_like(x), torch.empty_like(w)
-    works = {
-        "logits": lambda: torch.mm(w, x.t(), out=e),
-        "embedding gradient": lambda: torch.mm(e.t(), w, out=u),
-        "centre gradient": lambda: torch.mm(e, x, out=dw),
-        "copy": lambda: dw.copy_(w),
-    }
-    seconds = {name: bare_seconds(work, device, rounds=7) for name, work in works.items()}
-    copy = 2 * w.nbytes / seconds.pop("copy") / 1e9
-    product = 2 * batch * classes * _DIM / 1e9
-    rates = {name: product / value for name, value in seconds.items()}
-    return {"gflops": 3 * product / sum(seconds.values()), "gflops_of_each": rates, "copy_gbs": copy}
-
-
-def _time_draws(num_classes: int) -> dict[str, float]:
-    """Return microseconds of one step's sampling, ours and the plain head's, on the CPU."""
-    positives = np.unique(np.random.default_rng(0).integers(num_classes, size=512))
-
-    def plain() -> None:
-        priority = torch.rand(num_classes)
-        priority[torch.from_numpy(positives)] = 2.0
-        torch.topk(priority, k=num_classes // 10)[1].sort()
-
-    figures: dict[str, float] = {"classes": num_classes}
-    for name, work, repeats in (("ours_us", lambda: draw_active(positives, num_classes, 0.1, 1), 50), ("plain_us", plain, 3)):
-        times = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            work()
-            times.append(1e6 * (time.perf_counter() - started))
-        figures[name] = statistics.median(times)
-    return figures
 
 
 def peak_bytes(device: torch.device) -> float:

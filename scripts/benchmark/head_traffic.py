@@ -1,7 +1,8 @@
 """The bytes that a step of the head moves per active class, part by part, and the fewest that it could move.
 
 Counted are the tensors that the products and the C or Triton kernels read and write, each once per use, as if no cache kept
-anything from one use to the next. Not counted is what does not grow with the classes, nor partial sums, 8 B / 64 bytes.
+anything from one use to the next. Not counted are what does not grow with the classes, partial sums, 8 B / 64 bytes, and label smoothing. If negatives are not one
+number times the cosine, a weight of the same size takes the place of an exponential.
 Shapes: B = samples of the global batch, D = embedding size.
 """
 
@@ -14,15 +15,19 @@ from typing import Any
 from partial_fc import HeadConfig, PartialFC
 from partial_fc.centre_store import FORMATS
 from partial_fc.memory import HeadMemory
+from partial_fc.softmax import constant_shift
 
 _NORM = 4  # bytes of 1 / norm
 
 
-def parts_per_class(config: HeadConfig, batch: int, dim: int, cached: float) -> dict[str, tuple[float, float]]:
+def parts_per_class(
+    config: HeadConfig, batch: int, dim: int, cached: float, maxima: bool = False
+) -> dict[str, tuple[float, float]]:
     """Return the bytes (read, written) of each part of a step with one micro-batch.
 
     Args:
         cached: share of the exponentials that are kept for the second pass, from 0 to 1.
+        maxima: whether the samples' largest logits are found, because no constant keeps the exponentials in range.
     """
     size, centre = config.matmul_dtype.itemsize, FORMATS[config.storage][0].itemsize
     state = _state_bytes(config, batch, dim)
@@ -32,6 +37,8 @@ def parts_per_class(config: HeadConfig, batch: int, dim: int, cached: float) -> 
     parts["logits"] = (dim * size, batch * size)
     parts["exponentials"] = (batch * size + _NORM, batch * size)
     again = [(1 - cached) * sum(part[way] for part in parts.values()) for way in (0, 1)]
+    if maxima:
+        parts["maxima"] = (batch * size + _NORM, 0)
     parts["embedding gradient"] = ((batch + dim) * size, 0)
     if cached < 1:
         parts["exponentials again"] = (again[0], again[1])
@@ -53,7 +60,9 @@ def moved(head: PartialFC, batch: int) -> dict[str, Any]:
         return {}
     config = head.config
     wanted = head.num_active() / head.world_size * batch * config.matmul_dtype.itemsize
-    parts = parts_per_class(config, batch, head.embedding_size, min(1.0, head.workspace.cache_bytes / wanted))
+    cached = min(1.0, head.workspace.cache_bytes / wanted)
+    maxima = constant_shift(head.margin, head.num_classes) is None
+    parts = parts_per_class(config, batch, head.embedding_size, cached, maxima)
     total = sum(read + written for read, written in parts.values())
     return {"parts": parts, "total": total, "floor": floor_per_class(config, batch, head.embedding_size)}
 
@@ -62,7 +71,8 @@ def describe(row: dict[str, Any]) -> str:
     """Return a line for a row of the benchmark that has `moved`."""
     parts = ", ".join(f"{name} {read:.0f} + {written:.0f}" for name, (read, written) in row["moved"]["parts"].items())
     total, floor = row["moved"]["total"], row["moved"]["floor"]
-    where = f"{row['classes']} classes at rate {row['sample_rate']:g}, {row['storage']} {row['matmul']}"
+    loss = "" if row["loss"] == "arcface" else f"{row['loss']}, "
+    where = f"{loss}{row['classes']} classes at rate {row['sample_rate']:g}, {row['storage']} {row['matmul']}"
     return f"bytes moved per active class, {where}: {total:.0f}, {total / floor:.2f} of the floor {floor:.0f} ({parts})"
 
 

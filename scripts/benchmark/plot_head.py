@@ -60,7 +60,8 @@ def _plot_file(file: Path, folder: Path) -> None:
 
 
 def plot(rows: list[dict[str, Any]], bare: dict[str, Any], folder: Path) -> None:
-    """Write the three pictures into folder."""
+    """Write the three pictures into folder; they are of ArcFace."""
+    rows = [row for row in rows if row.get("loss", "arcface") == "arcface"]
     folder.mkdir(parents=True, exist_ok=True)
     _curves(rows, folder / "head_time.png", lambda row: row["step_ms"], "step, ms")
     _curves(
