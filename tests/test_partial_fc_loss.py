@@ -1,16 +1,17 @@
-"""Every loss through the real head against the slow references in float64: values, gradients, updates, trained numbers, states."""
+"""Every loss through the real head against the slow references in float64: values, gradients, updates and states."""
 
 import pytest
 import torch
 from head_losses import CASES, SUMS, Setting, compare_steps
+from waiting import Syncs
 
 from losses import build_margin, list_margins
 from partial_fc import HeadConfig, PartialFC
 from partial_fc.kernels import KERNELS
+from partial_fc.kernels.plain import PlainKernels
 
 pytestmark = pytest.mark.numeric
 
-SMALL = Setting(rate=0.6, kernels="plain", cache_mb=0)
 # one of each way through the head: fast, running maxima, a scale of each sample or of the batch, hard negatives, each other
 # function, norms, numbers of classes, sums
 WAYS = (
@@ -79,7 +80,8 @@ def test_focal_weights_and_label_smoothing_have_a_range(key: str, value: float):
 def test_a_step_that_is_not_good_changes_nothing(case: str, kernels: str):
     margin = build_margin(case.partition(",")[0], **CASES[case].arguments)
     head = PartialFC(margin, 20, 8, config=HeadConfig(kernels=kernels))
-    everything = [*head.shard_state().values(), *margin.state_dict().values()]
+    of_margin = list(margin.state_dict().values())
+    everything = [*of_margin, *head.shard_state().values()]
     before = [tensor.clone() for tensor in everything]
     for step, infinite in enumerate((True, False, False)):
         x = 20.0 * torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
@@ -90,4 +92,22 @@ def test_a_step_that_is_not_good_changes_nothing(case: str, kernels: str):
         changed = [not torch.equal(now, was) for now, was in zip(everything, before, strict=True)]
         assert any(changed) == (step == 2)
         if step == 2:
-            assert all(changed[-len(margin.state_dict()) :])
+            assert all(changed[: len(of_margin)])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_host_waits_for_nothing_where_the_kernels_read_the_flag(case: str, monkeypatch: pytest.MonkeyPatch):
+    """As on CUDA with Triton. Only the update of the centres is left out: in plain torch it asks whether the step is good."""
+    monkeypatch.setattr(PlainKernels, "reads_flag", True)
+    monkeypatch.setattr(PlainKernels, "update_rows", lambda *given: None)
+    bent = {} if case in SUMS else {"focal": 2.0, "label_smoothing": 0.1}
+    arguments = CASES[case].arguments | ({"every": 2} if case == "kappaface" else {})
+    margin = build_margin(case.partition(",")[0], **arguments)
+    config = HeadConfig(0.5, filter_above=0.4, logit_correction="log_r", kernels="plain", cache_mb=1, **bent)  # type: ignore[arg-type]
+    head = PartialFC(margin, 40, 8, config=config)
+    for step in range(2):
+        head.begin_step(torch.tensor([[3, 4, 3, 9]]), step)
+        with Syncs() as syncs:
+            head(torch.randn(4, 8).requires_grad_()).backward()
+            head.step(0.1)
+        assert not syncs.found

@@ -1,0 +1,63 @@
+"""Runs with losses that keep something between steps: a resumed one ends with the bits of one that was never interrupted."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import final_weights, run_train, tiny_run, write_dataset
+
+import train
+from scripts import checkpoint
+from utils.checkpoint.format import list_checkpoints
+from utils.checkpoint.reading import read_trainer
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a RecordIO set."""
+    folder = tmp_path_factory.mktemp("data")
+    write_dataset(folder)
+    return folder
+
+
+RUNS = {  # overrides by the name of the loss; scale and margin are those of all tiny runs
+    "adaptiveface": ["optimizer.name=adamw", "optimizer.lr=0.01"],
+    "kappaface": ["loss.every=3"],
+    "uniface": ["head.logit_correction=log_r"],
+    "adacos": ["loss.focal=1.5", "loss.label_smoothing=0.1"],
+    "curricularface": ["loss.alpha=0.3", "loss.margin_start=0.2", "loss.margin_steps=10"],
+    "elasticface": ["train.accumulation=2"],
+}
+SHOWN = {"adaptiveface": ("margin_margin F32", "margin_margin_variance"), "kappaface": ("margin_psi", "margin_sums")}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resumed_run_ends_with_the_same_bits(dataset: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]):
+    overrides = [
+        f"loss.name={name}",
+        *RUNS[name],
+        "head.sample_rate=0.5",
+        "eval.targets=[]",
+        "checkpoint.every=4",
+        "train.epochs=1",
+    ]
+    assert train.main(tiny_run(dataset, tmp_path, *overrides, "run.name=whole")) == 0
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    shutil.copytree(whole, again)
+    first, *later = list_checkpoints(again)
+    for path in later:
+        shutil.rmtree(path)
+    num_processes = 2 if name == "kappaface" else 1
+    resumed = run_train(num_processes, tiny_run(dataset, tmp_path, *overrides, "run.name=again"))
+    assert resumed.returncode == 0 and "resumed from" in resumed.stdout, resumed.stderr
+    expected, found = final_weights(whole), final_weights(again)
+    assert found.keys() == expected.keys()
+    if num_processes == 1:
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        states = [read_trainer(list_checkpoints(run)[-1])["margins"]["softmax"] for run in (whole, again)]
+        assert all(torch.equal(states[1][key], value) for key, value in states[0].items())
+    capsys.readouterr()
+    assert checkpoint.main(["show", str(first)]) == 0
+    shown = capsys.readouterr().out
+    assert all(key in shown for key in SHOWN.get(name, ()))
