@@ -11,7 +11,7 @@ from dense_reference import DenseHead, active_classes, all_centres, bytes_of_wor
 from rounding import bf16_half_step, head_bounds, rounding_bound
 from torch import Tensor
 
-from losses import build_margin, list_margins
+from losses import build_margin
 from losses.margin import Margin
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD, softmax
 from partial_fc.kernels import KERNELS
@@ -19,16 +19,18 @@ from partial_fc.softmax import auto_chunk
 
 pytestmark = pytest.mark.numeric
 
+FIXED = ("arcface", "cosface", "combined")  # tests/test_partial_fc_loss.py has all losses, at a size that its references can do
+BENT = ("curricularface", "npcface", "circle", "li_arcface", "adaface")  # other functions of the negatives, or of the norm
 OPTIMIZERS = {"sgd": RowSGD(0.9, 5e-4), "adamw": RowAdamW(0.9, 0.999, 1e-8, 0.05)}
 RATES = {"sgd": 1e-2, "adamw": 1e-4}
 
 
 def _margin(name: str) -> Margin:
-    return build_margin(name, **({} if name == "combined" else {"margin": 0.4}))
+    return build_margin(name, **({"margin": 0.4} if name in ("arcface", "cosface") else {}))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("margin_name", list_margins())
+@pytest.mark.parametrize("margin_name", [*FIXED, *BENT])
 def test_loss_and_gradients_at_real_size_are_exact(margin_name: str, kernels: str):
     num_classes, dim, rows = 20_000, 512, 128
     margin, centres = _margin(margin_name), all_centres(20_000, 512, seed=3)
@@ -43,7 +45,7 @@ def test_loss_and_gradients_at_real_size_are_exact(margin_name: str, kernels: st
     head.step(1.0)
     expected, by_x, by_w = dense.step(x.detach(), labels, 0.0)
     assert x.grad is not None
-    loss_bound, gradient_bound = head_bounds(64.0, dim, rows)
+    loss_bound, gradient_bound = head_bounds(64.0 if margin_name in FIXED else 2 * margin.scale, dim, rows)
     assert loss.item() == pytest.approx(expected, abs=loss_bound)
     assert relative(x.grad, by_x) < gradient_bound
     assert relative(before - head.centres, by_w[torch.from_numpy(head.shard_classes())]) < gradient_bound
@@ -93,7 +95,7 @@ def _train_beside_dense(
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("sample_rate", [1.0, 0.3])
-@pytest.mark.parametrize("margin_name", list_margins())
+@pytest.mark.parametrize("margin_name", FIXED)
 def test_twenty_steps_follow_the_dense_head(margin_name: str, sample_rate: float, optimizer_name: str):
     for kernels in KERNELS:
         _train_beside_dense(0, 1, optimizer_name, sample_rate, margin_name, kernels)

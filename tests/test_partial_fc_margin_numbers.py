@@ -175,3 +175,11 @@ def test_trained_numbers_follow_torch_without_weight_decay(optimizer: str):
             torch.testing.assert_close(
                 parameter.detach().double(), copy.detach(), rtol=0, atol=rounding_bound(torch.float32, 25)
             )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("gradient", "expected"), [(-1e3, 1.0), (1e3, 0.0)])
+def test_trained_numbers_of_classes_stay_in_their_range(optimizer: str, gradient: float, expected: float):
+    numbers = _build("adaptiveface", 0, 1, optimizer)._numbers
+    numbers.update({"margin": torch.full((C,), gradient)}, 2.0, torch.tensor(True))
+    assert torch.equal(numbers.tensors["margin"], torch.full((C,), expected))
