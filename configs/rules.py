@@ -66,6 +66,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "loss.focal": (0, 10),
     "loss.label_smoothing": (0, 0.999),
     "head.sample_rate": (0, 1),
+    "head.sub_centers": (1, 64),
     "head.neighbours": (1, 1000),
     "head.neighbours_every": (1, 2**40),
     "head.neighbours_probes": (1, 16384),
@@ -151,6 +152,11 @@ def _check_across(tree: dict[str, Any]) -> None:
     if tree["head"]["sampling"] == "neighbours" and tree["head"]["sample_rate"] == 1:
         raise ValueError(
             "head.sampling=neighbours needs head.sample_rate below 1; at 1 every class is in every step, so none are sampled"
+        )
+    if tree["head"]["sampling"] == "neighbours" and tree["head"]["sub_centers"] > 1:
+        raise ValueError(
+            "head.sampling must be uniform where a class has several centres, got neighbours with head.sub_centers="
+            f"{tree['head']['sub_centers']}; the graph of neighbours knows one for each class. Set one of them back"
         )
     if data["source"] == "synthetic":
         for key in ("num_classes", "num_images"):

@@ -20,6 +20,8 @@ class Batch(NamedTuple):
         places: (B,) int64, of the target classes; see planning.py.
         state: what margin.observe returned.
         function: of the negatives, for the kernel `weights`; None = the fast path, the margin's scale times the cosine.
+        nearest: which of its class's centres each sample sees, (B,) int64, 0 if the class lies in another shard; None if a
+            class has one.
     """
 
     unit: Tensor
@@ -28,6 +30,7 @@ class Batch(NamedTuple):
     places: Tensor
     state: State
     function: NegativesLike | None = None
+    nearest: Tensor | None = None
 
 
 class ShardSums(NamedTuple):

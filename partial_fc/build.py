@@ -41,6 +41,7 @@ def head_config(head: Any, loss: Any, optimizer: Any, autocast: torch.dtype | No
         chunk=head.chunk,
         cache_mb=head.cache_mb,
         kernels=head.kernels,
+        sub_centers=head.sub_centers,
     )
 
 

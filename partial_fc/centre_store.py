@@ -26,6 +26,7 @@ FORMATS = {  # name: dtype of the centres, of the momentum, of AdamW's second mo
     "lean": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
     "tiny": (torch.bfloat16, torch.int8, torch.bfloat16),
 }
+BY_ROW = ("centres", "momentum", "momentum_scale", "variance", "variance_scale", "updates", "inverse_norms")  # in checkpoints
 Select = slice | Tensor  # consecutive rows, or single rows (int64, distinct)
 Read = Callable[[int, int], dict[str, Tensor]]  # (first row, last row) of the shard -> tensors by name
 _BLOCK = 8192  # rows converted at once when a checkpoint is read: 16 MiB of 512 numbers
@@ -158,19 +159,21 @@ class CentreStore:
         norms = torch.linalg.vector_norm(rows, dim=1).clamp_min_(_SMALLEST_NORM)
         self.inverse_norms[select] = norms.reciprocal_()
 
-    def read_rows(self, read: Read, also: dict[str, Tensor]) -> None:
+    def read_rows(self, read: Read, also: dict[str, Tensor], per_slot: int = 1) -> None:
         """Fill all tensors from saved rows of any format.
 
         Args:
-            also: more tensors (n, ...) to fill; unchanged if nothing of that name and shape was saved.
+            read: of slots, each of which has per_slot rows here.
+            also: more tensors (slots, ...) to fill; unchanged if nothing of that name and shape was saved.
 
         Raises:
             ValueError: a tensor is missing or has another shape; this shard must not be used then.
         """
-        for low in range(0, self.num_rows, _BLOCK):
-            high = min(low + _BLOCK, self.num_rows)
-            saved = read(low, high)
-            _check_saved(saved, high - low)
+        slots = self.num_rows // per_slot
+        for low in range(0, slots, max(1, _BLOCK // per_slot)):
+            high = min(low + max(1, _BLOCK // per_slot), slots)
+            saved, rows = _rows_of_slots(read(low, high), per_slot), slice(low * per_slot, high * per_slot)
+            _check_saved(saved, rows.stop - rows.start)
             if ("variance" in saved) != ("variance" in self.tensors):
                 was, now = ("adamw", "sgd") if "variance" in saved else ("sgd", "adamw")
                 raise ValueError(
@@ -179,11 +182,11 @@ class CentreStore:
             for name in ("centres", "momentum", "variance", "updates"):
                 # SGD saves no updates, because all its rows are up to date. AdamW needs them for the bias correction
                 if name in self.tensors and (name in saved or name != "updates" or "variance" in saved):
-                    self._convert(name, slice(low, high), saved)
+                    self._convert(name, rows, saved)
             for name, target in also.items():
                 if name in saved and saved[name].shape == target[low:high].shape:
                     target[low:high].copy_(saved[name])
-            self._take_norms(slice(low, high), saved)
+            self._take_norms(rows, saved)
 
     def _take_norms(self, rows: slice, saved: dict[str, Tensor]) -> None:
         """Set 1 / norm of rows. Restore the saved norms if possible; recomputed ones may differ in the last bit."""
@@ -213,6 +216,22 @@ class CentreStore:
             self.tensors[f"{name}_scale"][select].copy_(scale)
             values = (values / scale.clamp_min(1e-38)[:, None]).round_()
         target.copy_(values)
+
+
+def _rows_of_slots(saved: dict[str, Tensor], per_slot: int) -> dict[str, Tensor]:
+    """Return saved tensors by slot, (slots, per_slot, ...), by row; raise ValueError if a slot has another number of rows."""
+    centres = saved.get("centres")
+    was = centres.shape[1] if centres is not None and centres.ndim == 3 else 1
+    if was != per_slot:
+        raise ValueError(
+            f"head: the checkpoint has {was} centres for each class, this run has head.sub_centers={per_slot}. Set "
+            f"head.sub_centers={was}, or start a new run with another run.name, with the backbone's weights in init.backbone"
+        )
+    if per_slot == 1:
+        return saved
+    return {
+        name: rows.flatten(0, 1) if name in BY_ROW and rows.shape[1:2] == (per_slot,) else rows for name, rows in saved.items()
+    }
 
 
 def _check_saved(saved: dict[str, Tensor], num_rows: int) -> None:

@@ -30,10 +30,11 @@ class HeadConfig:
         filter_above: negatives with a larger cosine are left out, as likely to be the same person; None = none are.
         matmul_dtype: float32 or bfloat16, of the matrix products; sums are float32.
         wire_dtype: float32 or bfloat16, of the embeddings and their gradients on their way between ranks.
-        chunk: classes handled at once; 0 = what suits the device.
+        chunk: centres handled at once; 0 = what suits the device.
         cache_mb: MiB for exponentials that the second pass need not compute again; -1 = as many as there are, within a quarter
             of the free memory.
         kernels: "auto" = C on the CPU and Triton on CUDA where they can be had, otherwise "plain" torch.
+        sub_centers: centres of each class, of which a sample sees the nearest; see sub_centers.py.
     """
 
     sample_rate: float = 1.0
@@ -54,6 +55,11 @@ class HeadConfig:
     chunk: int = 0
     cache_mb: int = -1
     kernels: str = "auto"
+    sub_centers: int = 1
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.sub_centers <= 255  # which of them a sample sees takes one byte
+        assert self.sub_centers == 1 or self.sampling == "uniform"  # the graph of neighbours knows one centre for each class
 
     @property
     def decays(self) -> bool:

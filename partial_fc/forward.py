@@ -20,6 +20,7 @@ from .margin_numbers import MarginNumbers
 from .over_shards import sums_over_shards
 from .planning import StepPlan
 from .softmax import TwoPass, unit_rows
+from .sub_centers import target_centres
 
 
 class Step(NamedTuple):
@@ -65,11 +66,12 @@ class Forward:
         mine = slice(self.rank * len(embeddings), (self.rank + 1) * len(embeddings))
         unit, norm = unit_rows(everyone)
         here, rows = step.plan.owners[micro], step.plan.local[micro]  # the samples whose class lies here, and its slot
-        store, passes = self.passes.centre_store, self.passes
-        target_centres = store.tensors["centres"][rows].float() * store.inverse_norms[rows, None]
+        passes = self.passes
+        centres, which = target_centres(passes.centre_store, rows, unit[here], passes.sub_centers)
         cosine = unit.new_zeros(len(unit))
-        cosine[here] = (unit[here] * target_centres).sum(dim=1)
-        batch = Batch(unit, norm.squeeze(1), cosine, step.plan.places[micro], {})
+        cosine[here] = (unit[here] * centres).sum(dim=1)
+        nearest = None if which is None else torch.zeros_like(step.plan.places[micro]).index_copy_(0, here, which)
+        batch = Batch(unit, norm.squeeze(1), cosine, step.plan.places[micro], {}, nearest=nearest)
         of_classes = self._of_classes(step, here, rows, len(unit))
         observe = functools.partial(self._observe, batch.norm, derive(self.seed, "margin", step.plan.labels.step, micro))
         batch, of_classes, local, total = sums_over_shards(
@@ -83,7 +85,7 @@ class Forward:
         spread = losses.spread if pull.even is None else pull.even
         if spread is not None and local.slopes is not None:
             gradient -= spread[:, None] * local.slopes
-        gradient.index_add_(0, here, target_centres * pull.of_target[here, None])
+        gradient.index_add_(0, here, centres * pull.of_target[here, None])
         gradient = self.collectives.reduce_scatter(gradient.to(self.wire_dtype)).float()
         along = (gradient * unit[mine]).sum(dim=1, keepdim=True)
         gradient = (gradient - unit[mine] * along) / norm[mine]

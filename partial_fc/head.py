@@ -39,6 +39,7 @@ from .sampling import active_of_all_ranks, draw_active
 from .shard import check_labels, classes_of_slots, shard_range, slots_of_classes
 from .side_stream import SideStream
 from .softmax import TwoPass, auto_chunk, constant_shift
+from .sub_centers import by_slot
 from .workspace import Workspace
 
 MEBI = 1 << 20
@@ -82,7 +83,9 @@ class PartialFC(nn.Module):
         self.config = config
         self.first_slot, self.end_slot = shard_range(num_classes, rank, world_size)
         self.num_slots = self.end_slot - self.first_slot
-        self.chunk = min(config.chunk or auto_chunk(device.type, config.matmul_dtype), self.num_slots)
+        per_class = config.sub_centers
+        rows = min(config.chunk or auto_chunk(device.type, config.matmul_dtype), self.num_slots * per_class)
+        self.chunk = max(1, rows // per_class) * per_class  # rows of the centres, all those of each class
         self.collectives = Collectives(world_size)
         kernels = build_kernels(choose_kernels(config.kernels, device, embedding_size))
         # a rank does not know how many share its machine's memory, so it counts all of them
@@ -97,7 +100,7 @@ class PartialFC(nn.Module):
             )
         self._decay = LazyDecay(config.optimizer) if config.decays else None
         self.centre_store = CentreStore(
-            self.num_slots,
+            self.num_slots * per_class,
             embedding_size,
             config.storage,
             second_moment=config.has_second_moment,
@@ -105,11 +108,11 @@ class PartialFC(nn.Module):
             block=self.chunk,
             workspace=self.workspace,
         )
-        self.centre_store.fill_initial(self.first_slot, seed)
+        self.centre_store.fill_initial(self.first_slot * per_class, seed)
         margin.prepare(num_classes, active_of_all_ranks(None, num_classes, world_size, config.sample_rate))
         self._numbers = MarginNumbers(margin, self.num_slots, num_classes, embedding_size, config.optimizer, device)
         shift, smooths = constant_shift(margin, num_classes), config.label_smoothing > 0
-        how = (config.matmul_dtype, config.filter_above, smooths, shift)
+        how = (config.matmul_dtype, config.filter_above, smooths, shift, per_class)
         self._passes = TwoPass(margin, self.centre_store, self.workspace, *how)
         self._forward = Forward(self._passes, self._numbers, self.collectives, config, rank, seed)
         self._graph: NeighbourGraph | None = None
@@ -124,20 +127,21 @@ class PartialFC(nn.Module):
 
     @property
     def centres(self) -> Tensor:
-        """This rank's centres as stored, (num_slots, D), in slot order."""
-        return self.centre_store.tensors["centres"]
+        """This rank's centres as stored, (num_slots, D), in slot order; (num_slots, K, D) of K sub-centers."""
+        return by_slot(self.centre_store.tensors, self.config.sub_centers)["centres"]
 
     @property
     def momentum(self) -> Tensor:
-        """This rank's momentum as stored, (num_slots, D)."""
-        return self.centre_store.tensors["momentum"]
+        """This rank's momentum as stored, of the shape of the centres."""
+        return by_slot(self.centre_store.tensors, self.config.sub_centers)["momentum"]
 
     def describe(self) -> str:
         """Return a line for the log: what the head is and how it computes."""
-        size = self.num_slots * self.centre_store.bytes_per_row / MEBI
+        size = self.centre_store.num_rows * self.centre_store.bytes_per_row / MEBI
+        several = f" of {self.config.sub_centers} sub-centers" if self.config.sub_centers > 1 else ""
         dtype = str(self._passes.dtype).removeprefix("torch.")
         here = f"{self.num_slots} here in {size:.1f} MiB ({self.centre_store.form})"
-        return f"head: {self.num_classes} classes, {here}, {dtype} products, {self.workspace.kernels.words}"
+        return f"head: {self.num_classes} classes{several}, {here}, {dtype} products, {self.workspace.kernels.words}"
 
     def prepare(self, labels: Tensor, step: int) -> StepPlan | SharedLabels:
         """Share the labels of one optimizer step, check them, and draw the active classes unless that takes a graph.
@@ -182,7 +186,8 @@ class PartialFC(nn.Module):
         seed = derive(self.seed, "active", labels.step, self.rank)
         active = draw_active(positives, self.num_slots, self.config.sample_rate, seed, near)
         slots, weighs = range(self.first_slot, self.end_slot), self.config.logit_correction == "log_r"
-        return plan_step(labels, active, slots, self.chunk, self.workspace.device, weighs)
+        per_class = self.config.sub_centers
+        return plan_step(labels, active, slots, self.chunk // per_class, self.workspace.device, weighs, per_class)
 
     def num_people(self) -> int:
         """Return how many different classes the images of the step begun last have, over all ranks."""
@@ -256,22 +261,22 @@ class PartialFC(nn.Module):
         rows = {**self.centre_store.tensors, "inverse_norms": self.centre_store.inverse_norms}
         if not self.config.has_second_moment:
             rows.pop("updates", None)  # says only how far rows lag, which is nothing now
-        if self._graph is not None:
-            rows["neighbours"] = self._graph.slots
-        return {**rows, **self._numbers.saved()}
+        others = {} if self._graph is None else {"neighbours": self._graph.slots}
+        return {**by_slot(rows, self.config.sub_centers), **others, **self._numbers.saved()}
 
     @torch.no_grad()
     def load_rows(self, read: Read) -> None:
         """Fill this shard from read(start slot, stop slot) -> tensors by name, of any world size and storage."""
         also = self._numbers.saved() | ({} if self._graph is None else {"neighbours": self._graph.slots})
-        self.centre_store.read_rows(lambda low, high: read(self.first_slot + low, self.first_slot + high), also)
+        start, per_class = self.first_slot, self.config.sub_centers
+        self.centre_store.read_rows(lambda low, high: read(start + low, start + high), also, per_class)
         if self._graph is not None:
             self._graph.loaded()
         if self._decay is not None:
             self._decay.resume(self.centre_store)
 
     def shard_classes(self) -> np.ndarray:
-        """Return the class (label) of each of this shard's rows, (num_slots,) int64."""
+        """Return the class (label) in each of this shard's slots, (num_slots,) int64."""
         return classes_of_slots(np.arange(self.first_slot, self.end_slot), self.num_classes, self.seed)
 
     def _step(self) -> Step:

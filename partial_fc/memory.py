@@ -18,6 +18,7 @@ from .neighbours import search_bytes
 from .softmax import auto_chunk, constant_shift, padded_rows
 
 _COPIES = 6  # fp32 matrices of (c, B) that live at once where plain torch computes logits that are not linear
+_OF_NEAREST = 10  # bytes for each class and sample of a chunk whose classes have several centres; see sub_centers.py
 _ROWS_KEPT = 8  # fp32 matrices of (B, D) that live at once in one forward and the update
 
 
@@ -52,20 +53,23 @@ class HeadMemory(NamedTuple):
         config = self.config
         centre, momentum, variance = (dtype.itemsize for dtype in FORMATS[config.storage])
         size = self.dim * (centre + momentum + (variance if config.has_second_moment else 0)) + 4  # 4: 1 / norm
-        size += 4 if config.storage == "tiny" else 0
-        size += (4 if config.counts_updates else 0) + self.loss.per_class
+        size += (4 if config.storage == "tiny" else 0) + (4 if config.counts_updates else 0)
+        size = size * config.sub_centers + self.loss.per_class
         return size + (4 * config.num_neighbours if config.sampling == "neighbours" else 0)
 
     def shared_bytes(self, num_local: int) -> int:
         """Bytes of buffers and cache of a shard of num_local classes: bounded, but for 40 per class of inverted lists."""
         config, size = self.config, self.config.matmul_dtype.itemsize
-        c = min(config.chunk or auto_chunk(self.device, config.matmul_dtype), num_local)
+        several, shard = config.sub_centers, num_local * config.sub_centers  # rows of the centres
+        c = max(1, min(config.chunk or auto_chunk(self.device, config.matmul_dtype), shard) // several) * several
         padded, fp32 = padded_rows(c, config.matmul_dtype), c * self.dim * 4
         total = padded * (self.dim + self.rows) * size + self._copied_rows(c) * self.dim * size  # gradient, logits, centres
         total += 0 if size == 4 else self.rows * self.dim * size
         total += padded * self.dim * 4 if self.accumulation > 1 else 0
         if self.kernels == "plain" and size < 4:
-            total += c * self.rows * 4 + fp32  # exponentials and gradient in fp32
+            total += (c * self.rows * 4 if several == 1 else 0) + fp32  # exponentials and gradient in fp32
+        if several > 1:
+            total += c // several * self.rows * _OF_NEAREST + 2 * several * self.rows * self.dim * 4  # and the targets'
         if self.kernels == "plain" or config.decays:  # rows are changed by torch, in fp32 buffers
             total += fp32
             if config.storage != "exact":
@@ -73,10 +77,10 @@ class HeadMemory(NamedTuple):
                 total += (2 if config.storage == "tiny" else 1) * (fp32 + 2 * 65536 * 4)  # tables of noise
                 total += c * (self.dim + 4) if config.storage == "tiny" else 0
         if self.loss.general and (self.kernels == "plain" or config.label_smoothing):
-            total += _COPIES * c * self.rows * 4
+            total += _COPIES * c // several * self.rows * 4
         if config.label_smoothing:
             total += fp32 if size < 4 else 0  # centres, to add them up
-        active = max(min(num_local, round(config.sample_rate * num_local)), min(num_local, self.rows))
+        active = max(min(num_local, round(config.sample_rate * num_local)), min(num_local, self.rows)) * several
         if config.cache_mb > 0:  # -1 takes only a part of what the rest leaves free
             total += min(
                 config.cache_mb * MEBI, self.accumulation * padded_rows(active, config.matmul_dtype) * self.rows * size
@@ -92,7 +96,9 @@ class HeadMemory(NamedTuple):
             return padded_rows(c, config.matmul_dtype)  # those stored in bf16 for padding only, at the end of the shard
         if config.sample_rate == 1:
             return 0
-        return c if config.sampling == "neighbours" else min(c, self.accumulation * self.rows)  # single rows: positives
+        return (
+            c if config.sampling == "neighbours" else min(c, self.accumulation * self.rows * config.sub_centers)
+        )  # single rows: positives
 
     def bytes_for(self, num_local: int) -> int:
         """Bytes of a shard of num_local classes."""

@@ -33,7 +33,7 @@ def sums_over_shards(
     """
     margin = passes.margin
     if margin.linear_negatives and margin.constant_scale and passes.shift is not None:
-        if any(chunk.weights is not None for chunk in chunks) or (passes.smooths and passes.limit is not None):
+        if any(chunk.weights is not None for chunk in chunks) or (passes.smooths and not passes.spreads_evenly(batch)):
             batch = batch._replace(function=margin.negatives(batch.target_cosine, batch.norm, {}))
         local = passes.forward(batch, chunks, micro)
         spread = () if local.spread is None else local.spread

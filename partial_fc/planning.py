@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .centre_store import Select
 from .sampling import ActiveSet
+from .sub_centers import rows_of_slots
 
 _ALIGNMENT = 64  # bytes
 
@@ -24,7 +25,7 @@ class Chunk(NamedTuple):
     """Active local slots that are processed at once, and the samples whose target class is among them.
 
     Args:
-        select: consecutive slots (a view of the centres) or single slots (a copy).
+        select: rows of the centres: consecutive ones (a view) or single ones (a copy); K for each class, see sub_centers.py.
         size: c.
         begin: the place of its first class.
         targets: (class_index, sample_index), int64 (n,): class_index in [0, c) ascends, and within a class sample_index, which
@@ -37,6 +38,11 @@ class Chunk(NamedTuple):
     begin: int
     targets: tuple[Tensor, Tensor]
     weights: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows are selected: c K."""
+        return len(self.select) if isinstance(self.select, Tensor) else self.select.stop - self.select.start
 
 
 class SharedLabels(NamedTuple):
@@ -58,7 +64,13 @@ class StepPlan(NamedTuple):
 
 
 def plan_step(
-    labels: SharedLabels, active: ActiveSet, slots: range, size: int, device: torch.device, weighs: bool = False
+    labels: SharedLabels,
+    active: ActiveSet,
+    slots: range,
+    size: int,
+    device: torch.device,
+    weighs: bool = False,
+    sub_centers: int = 1,
 ) -> StepPlan:
     """Return the plan of a step, its indices on the device.
 
@@ -67,6 +79,7 @@ def plan_step(
         slots: those of this shard.
         size: the most classes of a chunk.
         weighs: whether the chunks get the weights of their classes.
+        sub_centers: K.
     """
     here = (labels.slots >= slots.start) & (labels.slots < slots.stop)
     owners = [np.flatnonzero(mask) for mask in here]
@@ -84,7 +97,7 @@ def plan_step(
     ordered = places.reshape(-1)[order]
     cuts = np.searchsorted(ordered, begins)
     class_index = ordered - np.repeat(begins[:-1], np.diff(cuts))
-    singles = [piece for piece in pieces if isinstance(piece, np.ndarray)]
+    singles = [rows_of_slots(piece, sub_centers) for piece in pieces if isinstance(piece, np.ndarray)]
     certain = active.places(active.certain)
     tensors = iter(upload([*owners, *local, *places, class_index, order, certain, *singles], device))
     on_device = [[next(tensors) for _ in owners] for _ in range(3)]
@@ -94,7 +107,7 @@ def plan_step(
         weights = torch.full((len(active),), active.weight, device=device).index_fill_(0, drawn_not, 1.0)
     chunks = []
     for piece, count, begin, (low, high) in zip(pieces, sizes, begins.tolist(), itertools.pairwise(cuts), strict=False):
-        select = slice(*piece) if isinstance(piece, tuple) else next(tensors)
+        select = slice(piece[0] * sub_centers, piece[1] * sub_centers) if isinstance(piece, tuple) else next(tensors)
         weight = None if weights is None else weights[begin : begin + count]
         chunks.append(Chunk(select, count, begin, (by_class[0][low:high], by_class[1][low:high]), weight))
     owned, of_owned, placed = on_device

@@ -25,6 +25,9 @@ gives U, and in update the gradient of w_j times v_j, which the chain rule of no
 Label smoothing also pulls every logit of a sample with the same strength S_i (loss.py). For linear negatives without a filter
 that is a vector for all classes together. Otherwise the forward pass takes a second product, and the update subtracts S_i
 from E.
+
+A class may have several centres (sub_centers.py). The products then have that many times c rows, which become those of the c
+classes before a kernel takes them, and again rows of all centres after it.
 Shapes: B = samples of the global (micro-)batch, D = embedding size, c = classes of one chunk. x and w are unit vectors; E is
 (c, B), so neither product needs a transpose.
 """
@@ -41,11 +44,14 @@ from .centre_store import CentreStore
 from .kernels.plain import NO_NEGATIVE
 from .margin_like import MarginLike
 from .planning import Chunk
+from .sub_centers import SubCenters
 from .workspace import Workspace
 
 # exp must stay in the range of fp32 (and bf16), whose normal numbers end at exp(88.7) and exp(-87.3)
 _LARGEST, _SMALLEST = 80.0, -87.0
 _GRANULE = 256  # bf16 products have a multiple of this many rows
+
+OfClasses = tuple[Tensor, Tensor | None]  # products (c, B), inverse norms (c,)
 
 
 def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,6 +109,7 @@ class TwoPass:
         limit: leave negatives with a larger cosine out of the loss: they are likely the same person (interclass filter).
         smooths: whether label smoothing needs ShardSums.spread and slopes.
         shift: K, or None if the samples' maxima must be found; see constant_shift.
+        sub_centers: centres of each class; see sub_centers.py.
     """
 
     def __init__(
@@ -114,10 +121,12 @@ class TwoPass:
         limit: float | None = None,
         smooths: bool = False,
         shift: float | None = 0.0,
+        sub_centers: int = 1,
     ) -> None:
         self.margin, self.centre_store, self.workspace, self.dtype = margin, store, workspace, dtype
         self.logit_limit = None if limit is None else limit * margin.scale
-        self.limit, self.smooths, self.shift = limit, smooths, shift
+        self.limit, self.smooths, self.shift, self.sub_centers = limit, smooths, shift, sub_centers
+        self._several = SubCenters(sub_centers, workspace) if sub_centers > 1 else None
         self._cached: dict[tuple[int, int], Tensor] = {}
         self._shifts: dict[tuple[int, int], Tensor] = {}  # K of each chunk, where it is not constant
 
@@ -126,12 +135,13 @@ class TwoPass:
         self._cached.clear()
         self._shifts.clear()
         self.workspace.begin_cache(
-            num_micro * sum(padded_rows(chunk.size, self.dtype) * samples * self.dtype.itemsize + 64 for chunk in chunks)
+            num_micro * sum(padded_rows(chunk.num_rows, self.dtype) * samples * self.dtype.itemsize + 64 for chunk in chunks)
         )
 
     def spreads_evenly(self, batch: Batch) -> bool:
         """Return whether dz/dcos is the same for all negatives of a sample, so that label smoothing is a vector."""
-        return self.limit is None and (batch.function is None or batch.function.kind == "linear")
+        linear = batch.function is None or batch.function.kind == "linear"
+        return linear and self.limit is None and self._several is None
 
     def slope(self, batch: Batch) -> float | Tensor:
         """Return dz/dcos of linear negatives: one number, or (B,)."""
@@ -151,21 +161,23 @@ class TwoPass:
         )
         operand = self._operand(batch)
         for number, chunk in enumerate(chunks):
-            centres = self.centre_store.operand(chunk.select, self.dtype, padded_rows(chunk.size, self.dtype))
+            centres = self.centre_store.operand(chunk.select, self.dtype, padded_rows(chunk.num_rows, self.dtype))
             if spreads is not None:
                 self._add_slopes(batch, operand, centres, chunk, *spreads)
             cached = None if spreads is not None else self.workspace.cache((len(centres), len(batch.unit)), self.dtype)
             if cached is not None:
                 self._cached[micro, number] = cached
             products = self._products(operand, centres, chunk, cached)
+            of_classes = self._of_classes(products, chunk)
             shift: float | Tensor = 0.0 if self.shift is None else self.shift
             if running is not None:
-                before, shift = running, self._largest(batch, products, chunk, running)
+                before, shift = running, self._largest(batch, of_classes, chunk, running)
                 rescale = torch.exp(before - shift)
                 sums[0] *= rescale
                 u_sum *= rescale[:, None]
                 running = self._shifts[micro, number] = shift
-            self._weigh(batch, products, chunk, shift, sums)
+            self._weigh(batch, of_classes, chunk, shift, sums)
+            self._spread(of_classes[0], products, chunk)
             self._add_product(u_sum, products, centres)
         if self.smooths and spreads is None:
             spreads = self._even_slopes(batch, chunks)
@@ -183,8 +195,10 @@ class TwoPass:
         operands = [self._operand(pull.batch) for pull in pulls]
         evens = [pull.even @ pull.batch.unit for pull in pulls if pull.even is not None]
         even = torch.stack(evens).sum(dim=0) if evens else None
+        nearest = [pull.batch.nearest for pull in pulls if pull.batch.nearest is not None]
+        seen = torch.cat(nearest) if nearest else None
         for number, chunk in enumerate(chunks):
-            shape = (padded_rows(chunk.size, self.dtype), of_targets.shape[1])
+            shape = (padded_rows(chunk.num_rows, self.dtype), of_targets.shape[1])
             centres: Tensor | None = None
             for micro, pull in enumerate(pulls):
                 weighted, shift = self._cached.get((micro, number)), self._shift_of(pull, micro, number)
@@ -192,7 +206,9 @@ class TwoPass:
                     centres = self.centre_store.operand(chunk.select, self.dtype, shape[0]) if centres is None else centres
                     weighted = self._products(operands[micro], centres, chunk, None)
                     unused = self.workspace.buffer("unused", (3, len(pull.negatives)), torch.float32)
-                    self._weigh(pull.batch, weighted, chunk, shift, unused, pull.less)
+                    of_classes = self._of_classes(weighted, chunk)
+                    self._weigh(pull.batch, of_classes, chunk, shift, unused, pull.less)
+                    self._spread(of_classes[0], weighted, chunk)
                 rows = scaled[micro]
                 if rows is None:
                     assert pull.lse is not None
@@ -201,11 +217,14 @@ class TwoPass:
                 if len(pulls) > 1:  # their sum, in fp32
                     total = self.workspace.buffer("total", shape, torch.float32)
                     product = total.copy_(product) if micro == 0 else total.add_(product)
-            gradient = product[: chunk.size]
+            gradient = product[: chunk.num_rows]
             if even is not None:
                 inverse = self.centre_store.inverse_norms[chunk.select]
                 gradient.addr_(inverse.to(gradient.dtype), even.to(gradient.dtype), alpha=-1.0)
-            yield chunk, gradient, (*chunk.targets, of_targets)
+            targets = chunk.targets
+            if seen is not None and self._several is not None:
+                targets = self._several.targets(targets, seen)
+            yield chunk, gradient, (*targets, of_targets)
 
     def _operand(self, batch: Batch) -> Tensor:
         """Return the (D, B) operand whose products with unit centres are logits on the fast path, otherwise cosines."""
@@ -222,20 +241,31 @@ class TwoPass:
         return self._shifts[micro, number] if self.shift is None else self.shift
 
     def _products(self, operand: Tensor, centres: Tensor, chunk: Chunk, out: Tensor | None) -> Tensor:
-        """Return centres times operand (padded c, B) in `out` or a buffer, 0 beyond the chunk's c classes."""
+        """Return centres times operand (padded c, B) in `out` or a buffer, 0 beyond the chunk's c rows."""
         if out is None:
             out = self.workspace.buffer("logits", (len(centres), operand.shape[1]), self.dtype)
         torch.mm(centres, operand, out=out)
-        out[chunk.size :].zero_()
+        out[chunk.num_rows :].zero_()
         return out
 
-    def _largest(self, batch: Batch, products: Tensor, chunk: Chunk, before: Tensor) -> Tensor:
+    def _of_classes(self, products: Tensor, chunk: Chunk) -> OfClasses:
+        """Return what the kernels take of products (padded c, B): those of each class, and its inverse norms."""
+        real, inverse_norms = products[: chunk.num_rows], self.centre_store.inverse_norms[chunk.select]
+        return (real, inverse_norms) if self._several is None else (self._several.nearest(real, inverse_norms), None)
+
+    def _spread(self, weights: Tensor, products: Tensor, chunk: Chunk) -> None:
+        """Bring what a kernel wrote over the result of `_of_classes` back to products."""
+        if self._several is not None:
+            self._several.spread(weights, self.centre_store.inverse_norms[chunk.select], products[: chunk.num_rows])
+
+    def _largest(self, batch: Batch, of_classes: OfClasses, chunk: Chunk, before: Tensor) -> Tensor:
         """Return the larger of `before` (B,) and each sample's largest logit in this chunk."""
         assert batch.function is not None
         maximum, where = before.clone(), (batch.places, chunk.begin)
+        products, inverse_norms = of_classes
         self.workspace.kernels.maxima(
-            products[: chunk.size],
-            self.centre_store.inverse_norms[chunk.select],
+            products,
+            inverse_norms,
             where,
             batch.function,
             chunk.weights,
@@ -246,16 +276,22 @@ class TwoPass:
         return maximum
 
     def _weigh(
-        self, batch: Batch, products: Tensor, chunk: Chunk, shift: float | Tensor, sums: Tensor, less: Tensor | None = None
+        self,
+        batch: Batch,
+        of_classes: OfClasses,
+        chunk: Chunk,
+        shift: float | Tensor,
+        sums: Tensor,
+        less: Tensor | None = None,
     ) -> None:
-        """Replace products (padded c, B) by W v, on the fast path E v, and add to sums (3, B)."""
-        real, kernels, targets = products[: chunk.size], self.workspace.kernels, (batch.places, chunk.begin)
-        inverse_norms = self.centre_store.inverse_norms[chunk.select]
+        """Replace products (c, B) by W v, on the fast path E v, and add to sums (3, B)."""
+        kernels, targets = self.workspace.kernels, (batch.places, chunk.begin)
+        products, inverse_norms = of_classes
         if batch.function is None:
-            kernels.exponentials(real, inverse_norms, targets, shift, self.logit_limit, sums[0], self.workspace)
+            kernels.exponentials(products, inverse_norms, targets, shift, self.logit_limit, sums[0], self.workspace)
             return
         how = (batch.function, self.margin.link, chunk.weights, shift, self.limit, less)
-        kernels.weights(real, inverse_norms, targets, *how, sums, self.workspace)
+        kernels.weights(products, inverse_norms, targets, *how, sums, self.workspace)
 
     def _add_product(self, total: Tensor, weighted: Tensor, centres: Tensor) -> None:
         """Add weighted.t() times centres to total (B, D), fp32."""
@@ -270,8 +306,10 @@ class TwoPass:
         """Add a chunk's part to ShardSums.spread and slopes of any negatives."""
         assert batch.function is not None
         products, targets = self._products(operand, centres, chunk, None), (batch.places, chunk.begin)
-        how = (self.centre_store.inverse_norms[chunk.select], targets, batch.function, chunk.weights, self.limit)
-        self.workspace.kernels.slopes(products[: chunk.size], *how, spread, self.workspace)
+        real, inverse_norms = self._of_classes(products, chunk)
+        how = (inverse_norms, targets, batch.function, chunk.weights, self.limit)
+        self.workspace.kernels.slopes(real, *how, spread, self.workspace)
+        self._spread(real, products, chunk)
         self._add_product(slopes, products, centres)
 
     def _even_slopes(self, batch: Batch, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:

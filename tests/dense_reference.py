@@ -16,10 +16,11 @@ from partial_fc import PartialFC, RowAdamW, RowSGD
 from partial_fc.shard import initial_centres, slots_of_classes
 
 
-def all_centres(num_classes: int, dim: int, seed: int) -> Tensor:
-    """Return the (C, D) first centres in class order."""
+def all_centres(num_classes: int, dim: int, seed: int, sub_centers: int = 1) -> Tensor:
+    """Return the (C, D) first centres in class order; (C, K, D) of K sub-centers."""
     slots = slots_of_classes(np.arange(num_classes), num_classes, seed)
-    return initial_centres(0, num_classes, dim, seed)[torch.from_numpy(slots)]
+    rows = initial_centres(0, num_classes * sub_centers, dim, seed)
+    return (rows if sub_centers == 1 else rows.view(num_classes, sub_centers, dim))[torch.from_numpy(slots)]
 
 
 def dense_loss(
@@ -85,8 +86,8 @@ def active_classes(head: PartialFC) -> Tensor:
     """Return (C,) bool, which of this rank's classes are in the softmax of the step begun."""
     active = torch.zeros(head.num_classes, dtype=torch.bool)
     for chunk in head._step().plan.chunks:
-        where = torch.arange(head.num_slots)[chunk.select if isinstance(chunk.select, slice) else chunk.select.cpu()]
-        active[torch.from_numpy(head.shard_classes())[where]] = True
+        rows = torch.arange(head.centre_store.num_rows)[chunk.select if isinstance(chunk.select, slice) else chunk.select.cpu()]
+        active[torch.from_numpy(head.shard_classes())[rows // head.config.sub_centers]] = True
     return active
 
 

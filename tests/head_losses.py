@@ -87,6 +87,7 @@ class Setting(NamedTuple):
     kernels: str = "auto"
     cache_mb: int = 1
     chunk: int = 5
+    sub_centers: int = 1
 
     def config(self) -> HeadConfig:
         """Return the configuration of a head whose centres move by minus the gradient at rate 1."""
@@ -102,15 +103,20 @@ class Setting(NamedTuple):
             chunk=self.chunk,
             cache_mb=self.cache_mb,
             kernels=self.kernels,
+            sub_centers=self.sub_centers,
         )
 
 
 def make_batch(centres: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Return (B, D) embeddings of norms from 4 to 60, from near their centres to beyond them, and labels with repeats."""
+    """Return (B, D) embeddings of norms from 4 to 60, from near their centres to beyond them, and labels with repeats.
+
+    Of sub-centers (C, K, D), the embeddings take one after the other.
+    """
     generator = torch.Generator().manual_seed(100 + step)
     labels = torch.randint(len(centres), (B,), generator=generator)
-    noise = F.normalize(torch.randn(B, centres.shape[1], generator=generator))
-    unit = F.normalize(F.normalize(centres[labels]) * torch.linspace(1.5, -0.4, B)[:, None] + noise)
+    noise = F.normalize(torch.randn(B, centres.shape[-1], generator=generator))
+    near = centres[labels] if centres.ndim == 2 else centres[labels, torch.arange(B) % centres.shape[1]]
+    unit = F.normalize(F.normalize(near) * torch.linspace(1.5, -0.4, B)[:, None] + noise)
     return unit * torch.linspace(4.0, 60.0, B)[torch.randperm(B, generator=generator)][:, None], labels
 
 
@@ -198,7 +204,7 @@ def compare_steps(rank: int, world_size: int, case: str, setting: Setting, steps
     margin = build_margin(name, **entry.arguments)
     head = PartialFC(margin, C, D, rank, world_size, SEED, setting.config())
     known = first_known(case, margin)
-    start = all_centres(C, D, SEED)
+    start = all_centres(C, D, SEED, setting.sub_centers)
     accumulation = setting.accumulation
     share = B // (accumulation * world_size)
     for step in range(steps):
