@@ -1,6 +1,6 @@
 """Reads class centres of another run by their labels, from a checkpoint of any number of ranks or from one matrix.
 
-Shapes: C = classes there, D = embedding size, n = classes asked for.
+Shapes: C = classes there, D = embedding size, n = classes asked for. Of sub-centers, (C, D) and (n, D) are (C, K, D) and (n, K, D).
 """
 
 from collections.abc import Callable
@@ -26,13 +26,14 @@ class CentreSource(NamedTuple):
     num_classes: int
     embedding_size: int
     read: Callable[[np.ndarray], Tensor]  # labels (n,) int64 -> their centres (n, D) float32, as stored; reads no other rows
+    sub_centers: int = 1  # K
 
 
 def open_centres(path: Path) -> CentreSource:
     """Return the class centres at path.
 
     Args:
-        path: run folder (its newest checkpoint), checkpoint folder, or a matrix (C, D) with row k for label k: .safetensors
+        path: run folder (its newest checkpoint), checkpoint folder, or a matrix (C, D) with row i for label i: .safetensors
             (key `weight`, or the only tensor), .pt or .pth (a tensor, or {"weight": tensor}), as scripts.checkpoint merge
             writes it.
 
@@ -44,9 +45,14 @@ def open_centres(path: Path) -> CentreSource:
     if not path.is_file():
         raise ValueError(f"no run folder, checkpoint or matrix of class centres at {path}")
     rows = mapped_tensor(path, "weight") if path.suffix == ".safetensors" else _matrix(path)
-    if rows.ndim != 2 or not rows.is_floating_point():
-        raise ValueError(f"{path}: class centres must be a matrix (classes, D) of floats, got {rows.dtype} {tuple(rows.shape)}")
-    return CentreSource(str(path), len(rows), rows.shape[1], lambda labels: rows[torch.from_numpy(labels)].float())
+    if rows.ndim not in (2, 3) or not rows.is_floating_point():
+        raise ValueError(
+            f"{path}: class centres must be a matrix (classes, D) of floats, or (classes, sub-centers, D), got {rows.dtype} "
+            f"{tuple(rows.shape)}"
+        )
+    several = rows.shape[1] if rows.ndim == 3 else 1
+    rows = rows.squeeze(1) if several == 1 and rows.ndim == 3 else rows
+    return CentreSource(str(path), len(rows), rows.shape[-1], lambda labels: rows[torch.from_numpy(labels)].float(), several)
 
 
 def _matrix(path: Path) -> Tensor:
@@ -65,9 +71,10 @@ def _matrix(path: Path) -> Tensor:
 def _open_checkpoint(checkpoint: Path) -> CentreSource:
     num_classes, seed = class_order(checkpoint)
     shards = [(slots, mapped_tensor(checkpoint / name, "centres")) for slots, name in shards_of(checkpoint, num_classes)]
-    dim = shards[0][1].shape[-1] if shards[0][1].ndim == 2 else 0
+    row = tuple(shards[0][1].shape[1:]) if shards[0][1].ndim in (2, 3) else (0,)
+    dim = row[-1]
     for (low, high), centres in shards:
-        if tuple(centres.shape) != (high - low, dim) or not centres.is_floating_point():
+        if tuple(centres.shape) != (high - low, *row) or not centres.is_floating_point():
             raise ValueError(
                 f"checkpoint {checkpoint}: the centres of slots {low} to {high - 1} must be a matrix of {high - low} rows of "
                 f"{dim or 'D'} floats, got {centres.dtype} {tuple(centres.shape)}"
@@ -75,13 +82,13 @@ def _open_checkpoint(checkpoint: Path) -> CentreSource:
 
     def read(labels: np.ndarray) -> Tensor:
         slots = slots_of_classes(labels, num_classes, seed)
-        rows = torch.empty(len(labels), dim)
+        rows = torch.empty(len(labels), *row)
         for (low, high), centres in shards:
             here = np.flatnonzero((slots >= low) & (slots < high))
             rows[torch.from_numpy(here)] = centres[torch.from_numpy(slots[here] - low)].float()
         return rows
 
-    return CentreSource(str(checkpoint), num_classes, dim, read)
+    return CentreSource(str(checkpoint), num_classes, dim, read, row[0] if len(row) == 2 else 1)
 
 
 def read_class_map(path: Path, num_old: int, num_new: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Initialises class centres from another run, and new ones from the images of their classes.
 
-Shapes: n = classes asked for, D = embedding size.
+Shapes: n = classes asked for, D = embedding size. Of sub-centers, rows (n, D) of centres are (n, K, D).
 """
 
 from collections.abc import Callable
@@ -38,7 +38,8 @@ def init_centres(head: PartialFC, source_path: str, class_map: str, class_means:
     """Fill this rank's centres before the first step; the same centres on any number of ranks.
 
     Centres of the source keep their norm, which determines how fast they turn. New ones get the mean norm of the source's
-    centres, or without a source the norm of a random start.
+    centres, or without a source the norm of a random start. Of several sub-centers, images give the first its direction, which so
+    is the dominant one from the start, and the others stay random.
 
     Args:
         source_path: init.head, a path for open_centres; "" = every class is new.
@@ -70,16 +71,23 @@ def init_centres(head: PartialFC, source_path: str, class_map: str, class_means:
                 f"init.head: {source.name} has {source.num_classes} classes, the data {head.num_classes}; "
                 "say with init.classes which label there is which label here"
             )
+        if source.sub_centers != head.config.sub_centers:
+            raise ValueError(
+                f"init.head: {source.name} has {source.sub_centers} centres for each class, this run has head.sub_centers="
+                f"{head.config.sub_centers}; set head.sub_centers={source.sub_centers}, or leave init.head empty"
+            )
         old = labels if old_of_new is None else old_of_new[labels]
         used = np.arange(source.num_classes) if old_of_new is None else old_of_new[old_of_new >= 0]
-        norm = float(source.read(used[:_SAMPLE]).norm(dim=1).mean())
+        norm = float(source.read(used[:_SAMPLE]).norm(dim=-1).mean())
     kept = np.flatnonzero(old >= 0)
     for start in range(0, len(kept), _BLOCK):
         rows = kept[start : start + _BLOCK]
         assert source is not None
         values = source.read(old[rows])
-        norms = values.norm(dim=1)
-        bad = np.flatnonzero(~((norms > 0) & norms.isfinite()).numpy())  # without a direction it would turn without bound
+        norms = values.norm(dim=-1).view(len(rows), -1)
+        bad = np.flatnonzero(
+            ~((norms > 0) & norms.isfinite()).all(dim=1).numpy()
+        )  # without a direction it would turn without bound
         if len(bad):
             raise ValueError(
                 f"init.head: in {source.name} the centre of label {old[rows[bad[0]]]} is zero or not finite; leave that label "
@@ -93,7 +101,8 @@ def init_centres(head: PartialFC, source_path: str, class_map: str, class_means:
         for start in range(0, len(new), _BLOCK):
             rows = new[start : start + _BLOCK]
             means, found = class_means(labels[rows])
-            centres[torch.from_numpy(rows[found])] = (means[torch.from_numpy(found)] * norm).to(centres)
+            first = centres if centres.ndim == 2 else centres[:, 0]
+            first[torch.from_numpy(rows[found])] = (means[torch.from_numpy(found)] * norm).to(centres)
             filled += int(found.sum())
     head.centre_store.refresh_norms()
     return InitCounts(len(kept), filled, len(new) - filled)
@@ -103,4 +112,4 @@ def _scale(head: PartialFC, rows: np.ndarray, norm: float) -> None:
     for start in range(0, len(rows), _BLOCK):
         part = torch.from_numpy(rows[start : start + _BLOCK])
         values = head.centres[part].float()
-        head.centres[part] = (values * (norm / values.norm(dim=1, keepdim=True).clamp_min(1e-12))).to(head.centres)
+        head.centres[part] = (values * (norm / values.norm(dim=-1, keepdim=True).clamp_min(1e-12))).to(head.centres)

@@ -3,7 +3,8 @@
 show      print the contents of a checkpoint, or of every checkpoint of a run
 verify    check sizes and hashes of all files, and that no class slot is missing; exit status 1 if anything is wrong
 reshard   write the checkpoint with its class centres in another number of files; training itself does not need this
-merge     write one matrix of class centres in the order of the labels, unit rows, for tools that do not read shards
+merge     write one matrix of class centres in the order of the labels, unit rows, for tools that do not read shards;
+          (classes, K, D) of K sub-centers
 average   write the mean of several backbones as one file of weights ("weight averaging"), for evaluation or fine-tuning
 
 PATH: a checkpoint, work_dirs/NAME/checkpoints/step_00012000, or a run folder, work_dirs/NAME.
@@ -199,14 +200,16 @@ def merge_centres(options: argparse.Namespace) -> None:
     def rows() -> Iterator[Tensor]:
         for start in progress(starts, len(starts), "merging", "block"):
             labels = np.arange(start, min(start + _ROWS_AT_ONCE, source.num_classes))
-            yield torch.nn.functional.normalize(source.read(labels), eps=1e-12)
+            yield torch.nn.functional.normalize(source.read(labels), dim=-1, eps=1e-12)
 
-    shape = (source.num_classes, source.embedding_size)
+    several = (source.sub_centers,) if source.sub_centers > 1 else ()
+    shape = (source.num_classes, *several, source.embedding_size)
     if options.out.suffix == ".safetensors":
         _save(options.out, lambda path: write_planned(path, {"weight": Planned(torch.float32, shape, rows)}))
     else:
         _save(options.out, lambda path: torch.save(torch.cat(list(rows())), path))
-    print(f"{options.out}: {shape[0]} class centres of {shape[1]} numbers, unit rows, row k for label k")
+    words = f"{shape[0]} class centres of {shape[-1]} numbers, unit rows, row k for label k"
+    print(f"{options.out}: {words}{f'; {shape[1]} sub-centers in each' if several else ''}")
 
 
 def average_backbones(options: argparse.Namespace) -> None:

@@ -168,6 +168,11 @@ class SavedRows:
                 raise ValueError(
                     f"checkpoint {checkpoint}: {name} must hold {length} rows of centres and of every other tensor"
                 )
+            if len(shapes["centres"]) > 2:
+                raise ValueError(
+                    f"checkpoint {checkpoint}: has {shapes['centres'][1]} centres for each class (head.sub_centers), and the "
+                    "head of arcface_torch only one. Its network alone is backbone.safetensors"
+                )
             if {key: shape[1:] for key, shape in shapes.items()} != {key: shape[1:] for key, shape in like.items()}:
                 raise ValueError(f"checkpoint {checkpoint}: {name} holds other tensors than {files[0][1]}")
             shards.append(shard)
