@@ -162,6 +162,7 @@ def judge_losses(losses: Mapping[str, float], model: Model, embedding_size: int,
             head.config.logit_correction == "log_r",
             head.config.focal,
             head.config.label_smoothing,
+            head.config.sub_centers,
         )
         (log.info if sound else log.warn)(text)
 

@@ -10,6 +10,9 @@ The tolerance is three standard deviations of the mean over the batch. The targe
 independent, so their contribution falls with the batch size. That of the negatives does not fall: an untrained network gives
 all images nearly the same embedding, so all of them have nearly the same sum. Some losses depend on the length of the
 embeddings. Behind a batch normalisation it is about sqrt(D); the tolerance covers lengths from sqrt(D / 2) to sqrt(2 D).
+
+If a class has K sub-centers, its cosine is the largest of K such numbers. A normal number x becomes one of these as the number
+below which x lies in the K-th root of the share of all numbers: Phi^-1(Phi(x)^(1/K)).
 """
 
 import copy
@@ -46,12 +49,30 @@ class FirstStep(NamedTuple):
     weighted: bool = False  # whether sampled classes stand for all (head.logit_correction)
     focal: float = 0.0  # gamma
     label_smoothing: float = 0.0
+    sub_centers: int = 1
 
     @property
     def negatives(self) -> int:
         """How many negatives the sum stands for."""
         stands_for = self.num_classes if self.weighted else None
         return max(1, (stands_for or self.num_active) - 1)
+
+
+def _nearest(normal: Tensor, sub_centers: int) -> Tensor:
+    """Return normal numbers turned into the largest of so many each."""
+    if sub_centers == 1:
+        return normal
+    return torch.special.ndtri(torch.special.ndtr(normal.double()) ** (1.0 / sub_centers)).to(normal.dtype)
+
+
+def _moments(deviation: float, sub_centers: int) -> tuple[float, float]:
+    """Return log E exp(z) and Var exp(z) / (E exp(z))^2 of a logit z, deviation times the largest of sub_centers normals."""
+    if sub_centers == 1:
+        return deviation**2 / 2, math.expm1(deviation**2)
+    x = torch.linspace(-12.0, 12.0 + 2 * deviation, 100_001, dtype=torch.float64)
+    density = torch.special.log_ndtr(x) * (sub_centers - 1) - x.square() / 2 + math.log(sub_centers / math.sqrt(2 * math.pi))
+    first, second = (float((density + p * deviation * x + math.log(float(x[1] - x[0]))).logsumexp(0)) for p in (1, 2))
+    return first, math.expm1(second - 2 * first)
 
 
 class _Parts(NamedTuple):
@@ -86,10 +107,10 @@ def _linear_sum(scale: float, step: FirstStep, at_zero: float, generator: torch.
     deviation = scale / math.sqrt(step.embedding_size)
     count = step.negatives
     if step.num_active > _DRAWN_CLASSES and deviation**2 <= math.log(step.num_active):
-        mean = math.log(count) + deviation**2 / 2
-        return mean, math.sqrt(math.expm1(deviation**2) / step.num_active)
+        log_mean, variance = _moments(deviation, step.sub_centers)
+        return math.log(count) + log_mean, math.sqrt(variance / step.num_active)
     drawn = max(1, min(step.num_active, _DRAWN_CLASSES) - 1)
-    logits = torch.randn(_DRAWS, drawn, generator=generator) * deviation
+    logits = _nearest(torch.randn(_DRAWS, drawn, generator=generator), step.sub_centers) * deviation
     weight = math.log(count / drawn) if step.num_active <= _DRAWN_CLASSES else 0.0  # few of many dominate such a sum
     sums = torch.logaddexp(torch.logsumexp(logits, dim=1) + weight, torch.tensor(at_zero))
     return float(sums.mean()), float(sums.std())
@@ -101,7 +122,7 @@ def _sum(margin: Margin, step: FirstStep, at_zero: float, length: float, seed: t
     drawn = max(1, min(step.num_active, _DRAWN_CLASSES) - 1)
     sums = []
     for _ in range(_DRAWS):
-        cosine = torch.randn(drawn, 1, generator=seed) * deviation
+        cosine = _nearest(torch.randn(drawn, 1, generator=seed), step.sub_centers) * deviation
         sums.append(_parts(margin, cosine, zero, length, step.negatives).negatives)
     found = torch.cat(sums)
     if margin.link == "softmax":
@@ -114,17 +135,17 @@ def _at_length(margin: Margin, step: FirstStep, length: float) -> FirstLoss:
     generator = torch.Generator().manual_seed(0)
     deviation, zero = 1.0 / math.sqrt(step.embedding_size), torch.zeros(1)
     quantiles = (torch.arange(_TARGETS, dtype=torch.float64) + 0.5) / _TARGETS
-    own = (torch.erfinv(2.0 * quantiles - 1.0) * math.sqrt(2.0) * deviation).float()
+    own = (_nearest(torch.erfinv(2.0 * quantiles - 1.0) * math.sqrt(2.0), step.sub_centers) * deviation).float()
     own = own if margin.linear_negatives else own[8::16].contiguous()
     few = torch.randn(1 if margin.linear_negatives else max(1, min(step.num_active, 8192) - 1), 1, generator=generator)
-    few = few.mul_(deviation)
+    few = _nearest(few, step.sub_centers).mul_(deviation)
     parts = _parts(margin, few.expand(-1, len(own)), own, length, step.negatives)
     at_zero = _parts(margin, few, zero, length, step.negatives)
     if margin.linear_negatives:
         norm = torch.full((1,), length)
         scale = float(margin.negative_scale(norm, margin.observe(zero, norm)))
         mean, spread = _linear_sum(scale, step, float(at_zero.target), generator)
-        changes, mean_logit = torch.zeros_like(own), torch.zeros(())
+        changes, mean_logit = torch.zeros_like(own), scale * own.mean()  # 0 if a class has one centre
     else:
         mean, spread = _sum(margin, step, float(at_zero.target), length, generator)
         changes, mean_logit = parts.negatives - at_zero.negatives, parts.mean_logit
@@ -182,6 +203,7 @@ def judge_first_loss(
     weighted: bool = False,
     focal: float = 0.0,
     label_smoothing: float = 0.0,
+    sub_centers: int = 1,
 ) -> tuple[str, bool]:
     """Return a line that compares the first loss with that of an untrained network, and whether they agree.
 
@@ -192,8 +214,9 @@ def judge_first_loss(
         num_classes: of the head.
         weighted: whether sampled classes stand for all num_classes (head.logit_correction).
         focal: gamma of the focal factor.
+        sub_centers: centres of each class, of which the nearest counts.
     """
-    step = FirstStep(num_active, embedding_size, num_people, num_classes, weighted, focal, label_smoothing)
+    step = FirstStep(num_active, embedding_size, num_people, num_classes, weighted, focal, label_smoothing, sub_centers)
     expected, tolerance = expected_first_loss(margin, step)
     if not (math.isfinite(expected) and math.isfinite(tolerance)):
         name = type(margin).__name__

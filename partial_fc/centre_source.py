@@ -1,6 +1,7 @@
 """Reads class centres of another run by their labels, from a checkpoint of any number of ranks or from one matrix.
 
-Shapes: C = classes there, D = embedding size, n = classes asked for. Of sub-centers, (C, D) and (n, D) are (C, K, D) and (n, K, D).
+Shapes: C = classes there, D = embedding size, n = classes asked for. With K > 1 sub-centers, (C, D) and (n, D) are (C, K, D)
+and (n, K, D).
 """
 
 from collections.abc import Callable

@@ -38,8 +38,8 @@ def init_centres(head: PartialFC, source_path: str, class_map: str, class_means:
     """Fill this rank's centres before the first step; the same centres on any number of ranks.
 
     Centres of the source keep their norm, which determines how fast they turn. New ones get the mean norm of the source's
-    centres, or without a source the norm of a random start. Of several sub-centers, images give the first its direction, which so
-    is the dominant one from the start, and the others stay random.
+    centres, or without a source the norm of a random start. Of several sub-centers, images give the first one its
+    direction, so that it is the dominant one from the start, and the others stay random.
 
     Args:
         source_path: init.head, a path for open_centres; "" = every class is new.

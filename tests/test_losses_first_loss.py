@@ -156,6 +156,31 @@ def test_focal_factor_and_label_smoothing_are_known():
         assert (usual - changed[0] > 2.0) if num_classes == 2000 else (changed[0] - changed[1] > 0.3)
 
 
+@pytest.mark.parametrize("name", ["arcface", "curricularface", "sphereface2"])
+def test_the_nearest_of_several_sub_centers_is_expected(name: str):
+    num_classes, dim, batch, several, losses = 2000, 256, 64, 3, []
+    margin = build_margin(name)
+    margin.prepare(num_classes, num_classes)
+    for seed in range(10):
+        embeddings, centres, labels = _random_step(num_classes * several, dim, batch, 0.5, seed)
+        cosine = cosines_of(embeddings, centres).view(batch, num_classes, several).amax(dim=2)
+        found, _ = losses_of_cosines(margin, cosine, embeddings.norm(dim=1), labels % num_classes, seed=seed)
+        losses.append(float(found.detach().mean()))
+    expected, tolerance = expected_first_loss(margin, FirstStep(num_classes, dim, batch, sub_centers=several))
+    usual = expected_first_loss(margin, FirstStep(num_classes, dim, batch)).expected
+    mean = sum(losses) / len(losses)
+    assert abs(mean - expected) < min(4 * tolerance / 3 / len(losses) ** 0.5, abs(expected - usual) / 4)
+    assert judge_first_loss(mean, margin, num_classes, dim, batch, sub_centers=several)[1]
+
+
+def test_the_formula_for_many_classes_continues_what_is_drawn_for_fewer():
+    for several in (1, 3):
+        steps = [FirstStep(count, 512, 10**6, sub_centers=several) for count in (200_000, 200_001)]
+        drawn, formula = (expected_first_loss(build_margin("cosface", scale=32.0), step).expected for step in steps)
+        deviation = math.sqrt(math.expm1(32.0**2 / 512) / 200_000)  # of one of 64 sums; less for the largest of several
+        assert abs(drawn - formula) < 4 * deviation / 8
+
+
 def test_a_loss_that_cannot_be_foretold_is_called_sound_and_the_line_says_so():
     class Unknown(Margin):
         def target(self, cosine: Tensor, norm: Tensor, state: object = None) -> Tensor:

@@ -38,7 +38,7 @@ from partial_fc.centre_store import FORMATS
 from partial_fc.kernels import choose_kernels
 from partial_fc.memory import HeadMemory
 from utils import distributed
-from utils.cli import make_parser
+from utils.cli import int_in_range, make_parser
 from utils.image import IMAGE_SIZE
 from utils.memory import LIBRARY_BYTES, BackboneMemory, backbone_memory, bytes_beside_heads
 from utils.optim import build_optimizer
@@ -69,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="of backbone and class centres")
     parser.add_argument("--sample-rate", type=float, default=1.0, help="head.sample_rate")
+    parser.add_argument("--sub-centers", type=int_in_range(1, 64), default=1, help="head.sub_centers (default 1)")
     parser.add_argument("--precision", choices=tuple(AUTOCAST), default="bf16", help="of backbone and head (default bf16)")
     parser.add_argument("--cache-mb", type=int, default=-1, help="head.cache_mb (default -1)")
     parser.add_argument(
@@ -150,6 +151,7 @@ def _head_config(options: argparse.Namespace, storage: str, device: torch.device
         storage=storage,
         matmul_dtype=head_dtype(options, device),
         cache_mb=options.cache_mb,
+        sub_centers=options.sub_centers,
     )
 
 
@@ -184,14 +186,15 @@ def _step_ms(
     rates: Rates,
 ) -> tuple[float, float]:
     """Return lower bounds of the times of head and backbone: the sum of their arithmetic and memory traffic."""
-    active = max(1, round(options.sample_rate * local))
+    several = head.config.sub_centers
+    active = several * max(1, round(options.sample_rate * local))  # centres
     size = head.config.matmul_dtype.itemsize
     left = options.memory * _GIB - head.bytes_for(local) - memory.total(options.batch)
     cache = head.config.cache_mb * 2**20 if head.config.cache_mb >= 0 else max(0.0, left / 4)
     cached = min(1.0, cache / (active * head.rows * size))
     products = (6 * cached + 8 * (1 - cached)) * head.rows * active * head.dim
     traffic = active * (
-        2.5 * head.bytes_per_class + 2 * cached * head.rows * size
+        2.5 * head.bytes_per_class / several + 2 * cached * head.rows * size
     )  # optimizer state is read twice, the centres three times
     head_seconds = products / (rates.head_tflops * 1e12) + traffic / (rates.bandwidth * 1e9)
     body_seconds = options.batch * (flops / (rates.backbone_tflops * 1e12) + 4 * memory.per_image / (rates.bandwidth * 1e9))
@@ -231,7 +234,11 @@ def _fits(options: argparse.Namespace, storage: str, local: int, device: torch.d
 
 def _arguments(options: argparse.Namespace) -> list[str]:
     names = ["gpus", "memory", "backbone", "width", "embedding_size", "batch", "optimizer", "sample_rate", "precision"]
-    return [text for name in [*names, "cache_mb"] for text in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
+    return [
+        text
+        for name in [*names, "cache_mb", "sub_centers"]
+        for text in (f"--{name.replace('_', '-')}", str(getattr(options, name)))
+    ]
 
 
 def _worker(options: argparse.Namespace, case: dict[str, Any]) -> None:
