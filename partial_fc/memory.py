@@ -67,7 +67,8 @@ class HeadMemory(NamedTuple):
         total += 0 if size == 4 else self.rows * self.dim * size
         total += padded * self.dim * 4 if self.accumulation > 1 else 0
         if self.kernels == "plain" and size < 4:
-            total += (c * self.rows * 4 if several == 1 else 0) + fp32  # exponentials and gradient in fp32
+            total += c * self.rows * 4 if several == 1 else 0  # exponentials in fp32
+            total += fp32 if self.accumulation == 1 else 0  # gradient in fp32; that of several micro-batches is, anyway
         if several > 1:
             total += c // several * self.rows * _OF_NEAREST + 2 * several * self.rows * self.dim * 4  # and the targets'
         if self.kernels == "plain" or config.decays:  # rows are changed by torch, in fp32 buffers
