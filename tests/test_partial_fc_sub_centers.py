@@ -8,20 +8,20 @@ from head_losses import CASES, Setting, compare_steps
 
 THREE = Setting(sub_centers=3)
 SETTINGS = {
-    "sampled": THREE._replace(rate=0.3),
+    "sampled": THREE._replace(rate=0.6),
     "as many as a chunk, without a cache": THREE._replace(sub_centers=5, cache_mb=0),
     "more than a chunk": THREE._replace(sub_centers=7),
     "filtered": THREE._replace(limit=0.1),
-    "weighted": THREE._replace(rate=0.3, correction="log_r", cache_mb=0),
-    "plain torch": THREE._replace(kernels="plain", rate=0.5),
+    "weighted": THREE._replace(rate=0.6, correction="log_r", cache_mb=0),
+    "plain torch": THREE._replace(kernels="plain", rate=0.3),
     "two micro-batches": THREE._replace(accumulation=2, sub_centers=2),
-    "lean": THREE._replace(storage="lean", rate=0.3),
+    "lean": THREE._replace(storage="lean", rate=0.6),
     "tiny": THREE._replace(storage="tiny"),
-    "bf16 products": THREE._replace(dtype=torch.bfloat16, rate=0.5),
+    "bf16 products": THREE._replace(dtype=torch.bfloat16, rate=0.6),
 }
 SMOOTHED = {
     "smoothed": THREE._replace(smoothing=0.1),
-    "smoothed and sampled": THREE._replace(smoothing=0.1, rate=0.3, correction="log_r"),
+    "smoothed and sampled": THREE._replace(smoothing=0.1, rate=0.6, correction="log_r"),
     "smoothed and filtered": THREE._replace(smoothing=0.1, limit=0.1, accumulation=2),
     "focal": THREE._replace(focal=2.0, smoothing=0.1),
 }
@@ -33,7 +33,7 @@ def test_the_nearest_centre_of_each_class_alone_counts_and_moves(case: str):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("case", ["arcface", "cosface, wide", "curricularface", "sphereface2"])
+@pytest.mark.parametrize("case", ["arcface", "curricularface", "sphereface2"])
 def test_whatever_the_head_does_besides(case: str, setting: str):
     compare_steps(0, 1, case, SETTINGS[setting])
 

@@ -34,7 +34,7 @@ SHORT = ["head.sub_centers=3", "head.sample_rate=0.5", "eval.targets=[]", "check
 
 
 def _head(rank: int = 0, world_size: int = 1, sub_centers: int = K, optimizer: str = "sgd", **more: object) -> PartialFC:
-    config = HeadConfig(0.4, OPTIMIZERS[optimizer], chunk=10, sub_centers=sub_centers, **more)  # type: ignore[arg-type]
+    config = HeadConfig(0.6, OPTIMIZERS[optimizer], chunk=10, sub_centers=sub_centers, **more)  # type: ignore[arg-type]
     return PartialFC(build_margin("curricularface"), C, D, rank, world_size, SEED, config)
 
 
