@@ -16,9 +16,9 @@ from .head import MEBI
 from .margin_like import MarginLike
 from .neighbours import search_bytes
 from .softmax import auto_chunk, constant_shift, padded_rows
+from .sub_centers import buffer_bytes
 
 _COPIES = 6  # fp32 matrices of (c, B) that live at once where plain torch computes logits that are not linear
-_OF_NEAREST = 10  # bytes for each class and sample of a chunk whose classes have several centres; see sub_centers.py
 _ROWS_KEPT = 8  # fp32 matrices of (B, D) that live at once in one forward and the update
 
 
@@ -70,7 +70,8 @@ class HeadMemory(NamedTuple):
             total += c * self.rows * 4 if several == 1 else 0  # exponentials in fp32
             total += fp32 if self.accumulation == 1 else 0  # gradient in fp32; that of several micro-batches is, anyway
         if several > 1:
-            total += c // several * self.rows * _OF_NEAREST + 2 * several * self.rows * self.dim * 4  # and the targets'
+            total += buffer_bytes(c // several, self.rows, device == "cuda")
+            total += 2 * several * self.rows * self.dim * 4  # centres of the samples' classes
         if self.kernels == "plain" or config.decays:  # rows are changed by torch, in fp32 buffers
             total += fp32
             if config.storage != "exact":

@@ -10,12 +10,16 @@ for K = 1, and `spread` writes their results back to the rows of those centres, 
 Shapes: B = samples of the global micro-batch, D = embedding size, c = classes of one chunk, n = samples with a class in it.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from .centre_store import CentreStore
 from .workspace import Workspace
+
+_IN_CACHE = 1 << 15  # products that are handled at once on the CPU, so that the sweeps over them stay in its cache
 
 
 def rows_of_slots(slots: np.ndarray, count: int) -> np.ndarray:
@@ -43,6 +47,12 @@ def target_centres(store: CentreStore, slots: Tensor, unit: Tensor, count: int) 
     return centres[torch.arange(len(slots), device=slots.device), which], which
 
 
+def buffer_bytes(classes: int, samples: int, on_cuda: bool) -> int:
+    """Return the bytes of the buffers of SubCenters for a chunk of so many classes."""
+    whole = classes * samples
+    return 5 * whole + 9 * (whole if on_cuda else min(whole, max(_IN_CACHE, samples)))
+
+
 class SubCenters:
     """The steps between the products of a chunk and the kernels.
 
@@ -60,20 +70,21 @@ class SubCenters:
         They are not rounded to the dtype of products, which holds what the second product takes.
 
         Args:
-            products: (c K, B) of the centres as they are stored; may be overwritten.
+            products: (c K, B) of the centres as they are stored.
             inverse_norms: (c K,) fp32.
         """
-        values, index, mask = self._buffers(len(products), products.shape[1])
-        for k in range(self.count):
-            of_k, inverse = products[k :: self.count], inverse_norms[k :: self.count, None]
-            if k == 0:
-                torch.mul(of_k, inverse, out=values)
-                index.zero_()
-                continue
-            other = self._scratch(products)
-            torch.mul(of_k, inverse, out=other)
-            index.masked_fill_(torch.gt(other, values, out=mask), k)
-            torch.maximum(values, other, out=values)
+        values, index = self._results(products)
+        for classes, number, other, larger in self._blocks(products):
+            best, which = values[classes], index[classes].zero_()
+            for k in range(self.count):
+                of_k, inverse = products[k :: self.count][classes], inverse_norms[k :: self.count, None][classes]
+                if k == 0:
+                    torch.mul(of_k, inverse, out=best)
+                    continue
+                torch.mul(of_k, inverse, out=other)
+                torch.gt(other, best, out=larger)  # as 0.0 and 1.0: on the CPU masks take ten times as long
+                torch.maximum(which, number.copy_(larger.mul_(k)), out=which)
+                torch.maximum(best, other, out=best)
         return values
 
     def spread(self, weights: Tensor, inverse_norms: Tensor, products: Tensor) -> None:
@@ -83,10 +94,11 @@ class SubCenters:
             weights: what a kernel made of the result of the last call of `nearest`.
             inverse_norms, products: as for that call.
         """
-        _, index, mask = self._buffers(len(products), products.shape[1])
-        for k in range(self.count):
-            of_k = torch.mul(weights, inverse_norms[k :: self.count, None], out=self._scratch(products))
-            products[k :: self.count] = of_k.masked_fill_(torch.ne(index, k, out=mask), 0.0)
+        _, index = self._results(products)
+        for classes, _, other, is_k in self._blocks(products):
+            for k in range(self.count):
+                torch.mul(weights[classes], inverse_norms[k :: self.count, None][classes], out=other)
+                products[k :: self.count][classes].copy_(other.mul_(torch.eq(index[classes], k, out=is_k)))
 
     def targets(self, targets: tuple[Tensor, Tensor], nearest: Tensor) -> tuple[Tensor, Tensor]:
         """Return (row_index, sample_index) in place of (class_index, sample_index), row_index ascending, see planning.py.
@@ -98,10 +110,16 @@ class SubCenters:
         rows, order = torch.sort(class_index * self.count + nearest[sample_index], stable=True)
         return rows, sample_index[order]
 
-    def _buffers(self, rows: int, samples: int) -> tuple[Tensor, Tensor, Tensor]:
-        shape, buffer = (rows // self.count, samples), self.workspace.buffer
-        values, index, mask = (buffer("nearest", shape, dtype) for dtype in (torch.float32, torch.uint8, torch.bool))
-        return values, index, mask
+    def _results(self, products: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the buffers (c, B) of the nearest centres' products, fp32, and of their numbers, uint8."""
+        shape, buffer = (len(products) // self.count, products.shape[1]), self.workspace.buffer
+        return buffer("nearest", shape, torch.float32), buffer("nearest", shape, torch.uint8)
 
-    def _scratch(self, products: Tensor) -> Tensor:
-        return self.workspace.buffer("of one", (len(products) // self.count, products.shape[1]), torch.float32)
+    def _blocks(self, products: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Yield classes that are handled at once, with scratch (block, B), uint8 and twice fp32."""
+        count, samples = len(products) // self.count, products.shape[1]
+        size = count if products.is_cuda else max(1, _IN_CACHE // max(1, samples))
+        for low in range(0, count, size):
+            shape, buffer = (min(size, count - low), samples), self.workspace.buffer
+            scratch = buffer("of one centre", shape, torch.uint8), buffer("of one centre", shape, torch.float32)
+            yield slice(low, low + shape[0]), *scratch, buffer("is that centre", shape, torch.float32)

@@ -28,6 +28,8 @@ from scripts import checkpoint as tool
 from scripts.arcface_torch import export_checkpoint as export
 from utils.checkpoint.format import list_checkpoints
 
+pytestmark = pytest.mark.numeric
+
 K = 3
 OPTIMIZERS = {"sgd": RowSGD(), "adamw": RowAdamW()}
 SHORT = ["head.sub_centers=3", "head.sample_rate=0.5", "eval.targets=[]", "checkpoint.keep_last=99"]
