@@ -1,0 +1,285 @@
+"""The trainings of scripts.benchmark.losses: their command lines, their folders, and what is measured when one has ended."""
+
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/benchmark/losses_runs.py is no program; python -m scripts lists them")
+
+import argparse
+import hashlib
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import yaml
+from easydict import EasyDict
+
+from backbones import build_backbone
+from configs import dump_config, load_config
+from data.base import FaceDataset
+from eval.evaluate import evaluate
+from eval.networks import add_network_arguments, load_network
+from eval.verification import VerificationResult
+from partial_fc.build import matmul_dtype
+from training.sections import NAMED
+from training.setup import open_data
+from utils import distributed
+from utils.cli import make_parser
+from utils.precision import AUTOCAST
+
+from .head import machine
+from .losses_settings import SETTINGS, loss_arguments
+
+ROOT = Path(__file__).parents[2]
+MEASURED, FAILED = "measured.json", "failed.txt"  # in the folder of a run that has ended
+BINS = np.linspace(-1.0, 1.0, 101)  # of the cosines of pairs
+_OF_PLACE = ("name", "output", "threads", "timeout_minutes", "device")  # keys of `run` that do not change what is trained
+_POLL = 0.5  # seconds
+
+
+class Job(NamedTuple):
+    """A training: a row of SETTINGS, its share of sampled classes and its seed, as overrides of the configuration."""
+
+    setting: str
+    rate: float
+    seed: int
+    config: Path
+    overrides: tuple[str, ...]
+    folder: Path
+    steps: int
+
+    @property
+    def title(self) -> str:
+        """The job in a few words."""
+        return f"{self.setting}, rate {self.rate:g}, seed {self.seed}"
+
+
+def list_jobs(options: argparse.Namespace, settings: Sequence[str]) -> list[Job]:
+    """Return the trainings in the order in which their results are worth most: every loss once, then again.
+
+    Raises:
+        ValueError: the configuration does not accept an override, or its data or verification sets cannot be read.
+    """
+    cases = [(setting, rate, seed) for seed in options.seeds for rate in options.rates for setting in settings]
+    overrides = [_overrides(options, *case) for case in cases]
+    configs = [load_config(options.config, given, NAMED) for given in overrides]
+    dataset, _ = open_data(configs[0], 1)
+    if not configs[0].eval.targets:
+        raise ValueError(f"--config: {options.config} must name verification sets in eval.targets")
+    jobs = []
+    for (setting, rate, seed), given, config in zip(cases, overrides, configs, strict=True):
+        folder = options.out / "runs" / f"{setting}_rate_{rate:g}_seed_{seed}_{_digest(config, dataset)}"
+        steps = config.train.max_steps or max(1, int(config.train.epochs * dataset.num_images / config.train.batch_size))
+        jobs.append(Job(setting, rate, seed, options.config, tuple(given), folder, steps))
+    return jobs
+
+
+def _overrides(options: argparse.Namespace, setting: str, rate: float, seed: int) -> list[str]:
+    """Return what a training changes in the configuration."""
+    given = {
+        **_of_program(options),
+        "loss.name": SETTINGS[setting].loss,
+        **{f"loss.{key}": value for key, value in loss_arguments(SETTINGS[setting]).items()},
+        "head.sample_rate": rate,
+        "run.seed": seed,
+        "eval.at_start": False,
+        "eval.at_end": False,  # this program evaluates, and keeps the cosines
+        "eval.every": 0,
+        "checkpoint.every": 0,
+        "checkpoint.every_minutes": 5.0,
+        "checkpoint.keep_last": 1,
+        "checkpoint.keep_best": 0,
+    }
+    return [
+        *(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in given.items()),
+        *options.set,
+    ]
+
+
+def _digest(config: EasyDict, dataset: FaceDataset) -> str:
+    """Return a hash of all that decides the result of a training, so that another one is never taken for it."""
+    sections = yaml.safe_load(dump_config(config))
+    for key in _OF_PLACE:
+        del sections["run"][key]
+    text = json.dumps([sections, dataset.fingerprint()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _of_program(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the keys that are equal for all losses."""
+    given: dict[str, Any] = {"log.every": 10}
+    if options.data:
+        given["data.path"] = options.data
+    if options.precision != "auto":
+        given["train.precision"] = options.precision
+    elif _is_slow_in_bf16(options):
+        given["train.precision"] = "fp32"
+    if options.epochs:
+        given["train.epochs"] = float(options.epochs)
+    if options.steps:
+        given["train.max_steps"] = options.steps
+    return given
+
+
+def _is_slow_in_bf16(options: argparse.Namespace) -> bool:
+    """Return whether the configuration asks for bf16, and the device has no units for it."""
+    config = load_config(options.config, options.set, NAMED)
+    device = distributed.choose_device(config.run.device, 0)
+    return config.train.precision == "bf16" and matmul_dtype("auto", torch.bfloat16, device) == torch.float32
+
+
+class Runner:
+    """Runs jobs, several at a time, each in processes of its own, so that a job that fails or is killed costs itself alone.
+
+    Args:
+        processes: jobs at a time.
+        ended: called with a job when its results are there, or it has failed.
+        moved: called with the number of optimizer steps that were done since the last call.
+    """
+
+    def __init__(self, processes: int, threads: int, ended: Callable[[Job, str], None], moved: Callable[[int], None]) -> None:
+        self.processes, self.threads, self.ended, self.moved = processes, threads, ended, moved
+        self._active: list[_Active] = []
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Run all jobs, in this order. If this program is told to stop, the trainings save, and go on when it starts again."""
+        waiting = list(jobs)
+        try:
+            while waiting or self._active:
+                while waiting and len(self._active) < self.processes:
+                    self._active.append(_Active(waiting.pop(0), self.threads))
+                time.sleep(_POLL)
+                for active in list(self._active):
+                    self.moved(active.new_steps())
+                    if (reason := active.advance()) is not None:
+                        self._active.remove(active)
+                        self.ended(active.job, reason)
+        finally:
+            for active in self._active:
+                active.stop()
+
+
+class _Active:
+    """A job that runs: first its training, then its evaluation."""
+
+    def __init__(self, job: Job, threads: int) -> None:
+        self.job, self.threads, self._is_evaluating = job, threads, False
+        job.folder.mkdir(parents=True, exist_ok=True)
+        (job.folder / FAILED).unlink(missing_ok=True)
+        own = [f"run.name={job.folder.name}", f"run.output={job.folder.parent.resolve()}", f"run.threads={threads}"]
+        self._seen = steps_done(job.folder)
+        self._start(["train.py", str(job.config.resolve()), *job.overrides, *own])
+
+    def _start(self, command: Sequence[str]) -> None:
+        with (self.job.folder / "output.txt").open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT
+            )
+
+    def new_steps(self) -> int:
+        """Return how many steps were logged since the last call."""
+        before, self._seen = self._seen, max(self._seen, steps_done(self.job.folder))
+        return self._seen - before
+
+    def advance(self) -> str | None:
+        """Go on to the evaluation after the training; return None while the job runs, "" when it is done, or why it failed."""
+        status = self._process.poll()
+        if status is None:
+            return None
+        if status:
+            lines = (self.job.folder / "output.txt").read_text(errors="replace").strip().splitlines()
+            errors = [line for line in lines if line.startswith("error: ")]
+            reason = (errors or lines or [f"status {status}"])[-1].removeprefix("error: ")
+            (self.job.folder / FAILED).write_text(reason + "\n")
+            return reason
+        if self._is_evaluating:
+            return ""
+        self._is_evaluating = True
+        case = {**self.job._asdict(), "folder": str(self.job.folder.resolve()), "threads": self.threads}
+        self._start(["-m", "scripts.benchmark.losses", "--worker", json.dumps(case, default=str)])
+        return None
+
+    def stop(self) -> None:
+        """Let the training save, and wait for its end."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.wait()
+
+
+def steps_done(folder: Path) -> int:
+    """Return the last optimizer step in a run's metrics.jsonl, 0 if there is none."""
+    records = _train_records(folder)
+    return int(records[-1]["step"]) if records else 0
+
+
+def _train_records(folder: Path) -> list[dict[str, float]]:
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    if lines and not lines[-1].endswith("}"):  # it is being written
+        lines.pop()
+    return [record for record in map(json.loads, lines) if record["kind"] == "train"]
+
+
+def measure(case: dict[str, Any]) -> None:
+    """Evaluate the network of a run that has ended, and write all numbers of the run to its folder."""
+    folder = Path(case["folder"])
+    parser = make_parser("evaluate", "")
+    add_network_arguments(parser)
+    network = load_network(parser.parse_args([str(folder)]), build_backbone)
+    config = load_config(folder / "config.yaml", (), NAMED)
+    dataset, sets = open_data(config, 1)
+    world = distributed.init_distributed(config.run.device, case["threads"])
+    model = network.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    settings = (config.eval.batch_size, AUTOCAST[config.train.precision], case["threads"])
+    results = dict(evaluate(model, sets, world, *settings))
+    records = _train_records(folder)
+    seconds = [
+        config.train.batch_size / record["images_per_second"] for record in records[1:] or records
+    ]  # the first is slower
+    found = {
+        **{name: case[name] for name in ("setting", "rate", "seed", "threads")},
+        "setup": _describe_setup(config, dataset),
+        "steps": int(records[-1]["step"]),
+        "accuracy": {name: result.accuracy for name, result in results.items()},
+        **_cosines(list(results.values())),
+        "step_seconds": statistics.median(seconds),
+        "memory_gib": max(record["memory_gib"] for record in records),
+        "loss": records[-1]["loss"],
+        "positive_cosine": records[-1]["positive_cosine"],
+        "machine": machine(world.device.type),
+    }
+    unfinished = folder / f"{MEASURED}.unfinished"
+    unfinished.write_text(json.dumps(found, indent=1) + "\n")
+    unfinished.replace(folder / MEASURED)
+
+
+def _describe_setup(config: EasyDict, dataset: FaceDataset) -> str:
+    """Return what all losses of a table have in common."""
+    network = f"{config.backbone.name} of width {config.backbone.width:g}, {config.train.precision}"
+    people = f"{dataset.num_classes:,} identities, {dataset.num_images:,} images"
+    return f"{people}; {network}; {config.train.batch_size} images a step, learning rate {config.optimizer.lr:g}"
+
+
+def _cosines(results: Sequence[VerificationResult]) -> dict[str, Any]:
+    """Return mean, deviation and histogram of the cosines of genuine and of impostor pairs, of all sets together."""
+    cosine = np.concatenate([1.0 - result.distances / 2.0 for result in results])
+    same = np.concatenate([result.same for result in results])
+    return {
+        name: {
+            "mean": float(cosine[of].mean()),
+            "std": float(cosine[of].std()),
+            "histogram": np.histogram(cosine[of].clip(-1.0, 1.0), BINS)[0].tolist(),
+        }
+        for name, of in (("genuine", same), ("impostor", ~same))
+    }
+
+
+def read_measured(out: Path) -> list[dict[str, Any]]:
+    """Return the numbers of all runs in a folder that have ended well, whichever command line started them."""
+    return [json.loads(path.read_text()) for path in sorted((out / "runs").glob(f"*/{MEASURED}"))]
