@@ -106,9 +106,9 @@ def draw(folder: Path) -> list[Path]:
 
 
 def _styles(names: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return (row of SETTINGS, style of its line) of those whose loss exists; where lines coincide, the later is the thinner."""
+    """Return (row of SETTINGS, style of its line) of those whose loss exists. Where lines coincide, the later is thinner."""
     kept = [name for name in names if SETTINGS[name].loss in MARGINS]
-    widths = [1.0 + 0.8 * (len(kept) - 1 - number) for number in range(len(kept))]
+    widths = [1.0 + 0.6 * (len(kept) - 1 - number) for number in range(len(kept))]
     return [(n, {"color": c, "linewidth": w}) for n, c, w in zip(kept, _COLOURS, widths, strict=False)]
 
 
