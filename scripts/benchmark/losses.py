@@ -31,6 +31,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from configs import load_config
+from training.sections import NAMED
 from utils.cli import int_in_range, make_parser, progress
 from utils.precision import AUTOCAST
 from utils.program import run_main
@@ -45,6 +47,14 @@ _QUICK_LOSSES = ["cosface", "curricularface"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
+    options = parse(arguments)
+    if options.worker:
+        return run_main(lambda: measure(json.loads(options.worker)))
+    return run_main(lambda: benchmark(options))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = make_parser("python -m scripts.benchmark.losses", __doc__)
     count = int_in_range(1)
     parser.add_argument("--losses", nargs="+", metavar="NAME", help=f"all, or among {', '.join(SETTINGS)}; default: one a loss")
@@ -66,10 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--curves-only", action="store_true", help="draw the losses over the angle, and train nothing")
     parser.add_argument("--quick", action="store_true", help="two losses, one seed, few steps: under a minute on two cores")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.worker:
-        return run_main(lambda: measure(json.loads(options.worker)))
-    return run_main(lambda: benchmark(options))
+    return parser.parse_args(arguments)
 
 
 def _share(text: str) -> float:
@@ -91,7 +98,8 @@ def benchmark(options: argparse.Namespace) -> None:
     if options.quick:
         options.losses, options.seeds = options.losses or _QUICK_LOSSES, options.seeds[:1]
         options.rates, options.steps = options.rates[:1], options.steps or 4
-        options.set = [*_QUICK, *options.set]
+        first = load_config(options.config, [], NAMED).eval.targets[:1]  # evaluation would take longer than the rest
+        options.set = [*_QUICK, f"eval.targets=[{', '.join(first)}]", *options.set]
     options.out.mkdir(parents=True, exist_ok=True)
     pictures = losses_curves.draw(options.out)
     if options.curves_only:

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from losses import MARGINS, Margin, build_margin
-from losses.margin import State
 from utils.report.figure import make_figure
 
 from .losses_settings import SETTINGS, loss_arguments
@@ -57,7 +56,7 @@ class Curve(NamedTuple):
 def first_step_margin(name: str) -> Margin:
     """Return the margin of a row of SETTINGS before its first step, with ended schedules; ElasticFace with its mean margin."""
     setting = SETTINGS[name]
-    arguments = loss_arguments(setting)
+    arguments = loss_arguments(setting, NUM_CLASSES)
     if setting.loss == "elasticface":
         arguments["std"] = 0.0
     margin = build_margin(setting.loss, **arguments)
@@ -70,7 +69,7 @@ def curve(margin: Margin, theta: Tensor) -> Curve:
     """Return a margin's curve over the angles theta (T,) float64, in radians."""
     cosine = theta.cos().requires_grad_()
     norm = torch.full_like(theta, NORM)
-    state = _observe(margin, cosine.detach(), norm)
+    state = margin.observe(cosine.detach(), norm)
     of_negatives, _ = margin.negatives(cosine.detach(), norm, state).logits(torch.zeros(1, len(theta), dtype=torch.float64))
     log_z = of_negatives[0] + math.log(NUM_CLASSES - 1)
     state = margin.complete(state, log_z, torch.zeros(2, len(theta), dtype=torch.float64))
@@ -85,16 +84,10 @@ def curve(margin: Margin, theta: Tensor) -> Curve:
     return Curve(logit, by_cosine * theta.sin(), loss.detach())
 
 
-def _observe(margin: Margin, cosine: Tensor, norm: Tensor) -> State:
-    """Return the state of a batch; what the margin keeps for each class is as it begins."""
-    kept = getattr(margin, "class_state", {})
-    return margin.observe(cosine, norm, of_class={name: torch.full_like(norm, float(entry[1])) for name, entry in kept.items()})
-
-
 def negative_curve(margin: Margin, theta: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logit (T,) of a negative at the angles theta, of a sample at NEGATIVE_AT, and minus its derivative (T,)."""
     own, norm = torch.full((1,), math.cos(NEGATIVE_AT), dtype=torch.float64), torch.full((1,), NORM, dtype=torch.float64)
-    state = _observe(margin, own, norm)
+    state = margin.observe(own, norm)
     logit, by_cosine = margin.negatives(own, norm, state).logits(theta.cos()[:, None])
     return logit[:, 0], by_cosine[:, 0] * theta.sin()
 
@@ -154,7 +147,7 @@ def _draw_negatives(folder: Path) -> Path:
 def unit_of(margin: Margin) -> float:
     """Return the scale by which a picture divides the logits: the norm where it takes the scale's place."""
     cosine, norm = torch.zeros(1), torch.full((1,), NORM)
-    return float(torch.as_tensor(margin.negative_scale(norm, _observe(margin, cosine, norm))).reshape(-1)[0])
+    return float(torch.as_tensor(margin.negative_scale(norm, margin.observe(cosine, norm))).reshape(-1)[0])
 
 
 def _finish(axes: Sequence[Any]) -> None:

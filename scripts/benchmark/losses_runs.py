@@ -5,6 +5,7 @@ if __name__ == "__main__":
 
 import argparse
 import hashlib
+import itertools
 import json
 import signal
 import statistics
@@ -30,7 +31,6 @@ from partial_fc.build import matmul_dtype
 from training.sections import NAMED
 from training.setup import open_data
 from utils import distributed
-from utils.cli import make_parser
 from utils.precision import AUTOCAST
 
 from .head import machine
@@ -66,26 +66,26 @@ def list_jobs(options: argparse.Namespace, settings: Sequence[str]) -> list[Job]
     Raises:
         ValueError: the configuration does not accept an override, or its data or verification sets cannot be read.
     """
-    cases = [(setting, rate, seed) for seed in options.seeds for rate in options.rates for setting in settings]
-    overrides = [_overrides(options, *case) for case in cases]
-    configs = [load_config(options.config, given, NAMED) for given in overrides]
-    dataset, _ = open_data(configs[0], 1)
-    if not configs[0].eval.targets:
+    config = load_config(options.config, [*_of_program(options), *options.set], NAMED)
+    if not config.eval.targets:
         raise ValueError(f"--config: {options.config} must name verification sets in eval.targets")
+    dataset, _ = open_data(config, 1)
+    epoch_steps = max(1, dataset.num_images // config.train.batch_size)
     jobs = []
-    for (setting, rate, seed), given, config in zip(cases, overrides, configs, strict=True):
+    for seed, rate, setting in itertools.product(options.seeds, options.rates, settings):
+        given = _overrides(options, setting, rate, seed, epoch_steps)
+        config = load_config(options.config, given, NAMED)
         folder = options.out / "runs" / f"{setting}_rate_{rate:g}_seed_{seed}_{_digest(config, dataset)}"
         steps = config.train.max_steps or max(1, int(config.train.epochs * dataset.num_images / config.train.batch_size))
         jobs.append(Job(setting, rate, seed, options.config, tuple(given), folder, steps))
     return jobs
 
 
-def _overrides(options: argparse.Namespace, setting: str, rate: float, seed: int) -> list[str]:
+def _overrides(options: argparse.Namespace, setting: str, rate: float, seed: int, epoch_steps: int) -> list[str]:
     """Return what a training changes in the configuration."""
     given = {
-        **_of_program(options),
         "loss.name": SETTINGS[setting].loss,
-        **{f"loss.{key}": value for key, value in loss_arguments(SETTINGS[setting]).items()},
+        **{f"loss.{key}": value for key, value in loss_arguments(SETTINGS[setting], epoch_steps).items()},
         "head.sample_rate": rate,
         "run.seed": seed,
         "eval.at_start": False,
@@ -96,10 +96,8 @@ def _overrides(options: argparse.Namespace, setting: str, rate: float, seed: int
         "checkpoint.keep_last": 1,
         "checkpoint.keep_best": 0,
     }
-    return [
-        *(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in given.items()),
-        *options.set,
-    ]
+    texts = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in given.items()}
+    return [*_of_program(options), *(f"{key}={text}" for key, text in texts.items()), *options.set]
 
 
 def _digest(config: EasyDict, dataset: FaceDataset) -> str:
@@ -111,19 +109,19 @@ def _digest(config: EasyDict, dataset: FaceDataset) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _of_program(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the keys that are equal for all losses."""
-    given: dict[str, Any] = {"log.every": 10}
+def _of_program(options: argparse.Namespace) -> list[str]:
+    """Return the overrides that are equal for all losses."""
+    given = ["log.every=10"]
     if options.data:
-        given["data.path"] = options.data
+        given.append(f"data.path={options.data}")
     if options.precision != "auto":
-        given["train.precision"] = options.precision
+        given.append(f"train.precision={options.precision}")
     elif _is_slow_in_bf16(options):
-        given["train.precision"] = "fp32"
+        given.append("train.precision=fp32")
     if options.epochs:
-        given["train.epochs"] = float(options.epochs)
+        given.append(f"train.epochs={options.epochs}")
     if options.steps:
-        given["train.max_steps"] = options.steps
+        given.append(f"train.max_steps={options.steps}")
     return given
 
 
@@ -229,7 +227,7 @@ def _train_records(folder: Path) -> list[dict[str, float]]:
 def measure(case: dict[str, Any]) -> None:
     """Evaluate the network of a run that has ended, and write all numbers of the run to its folder."""
     folder = Path(case["folder"])
-    parser = make_parser("evaluate", "")
+    parser = argparse.ArgumentParser()
     add_network_arguments(parser)
     network = load_network(parser.parse_args([str(folder)]), build_backbone)
     config = load_config(folder / "config.yaml", (), NAMED)

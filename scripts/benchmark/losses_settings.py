@@ -3,6 +3,7 @@
 The numbers are those that a paper or its authors' program trains with, on millions of photographs of tens of thousands of
 people; no search was made for settings that suit the demo. Only three losses say themselves how a number follows from the
 number of identities, and have that here as well: the scale of AdaCos, and the first biases of SphereFace2 and UniFace.
+KappaFace refreshes its margins after each epoch, as published.
 """
 
 if __name__ == "__main__":
@@ -57,7 +58,7 @@ SETTINGS: dict[str, Setting] = {
     ),
     "adacos": Setting("AdaCos", "1905.00292", "adacos", {"dynamic": True}),
     "adacos_fixed": Setting("AdaCos, fixed scale", "1905.00292", "adacos", {"dynamic": False}, True),
-    "adaptiveface": Setting("AdaptiveFace", "CVPR 2019", "adaptiveface", {}),
+    "adaptiveface": Setting("AdaptiveFace", "CVPR 2019", "adaptiveface", {"scale": 30.0, "weight": 70.0}),
     "adaface": Setting("AdaFace", "2204.00964", "adaface", {"scale": 64.0, "margin": 0.4, "h": 0.333, "alpha": 0.01}),
     "magface": Setting(
         "MagFace",
@@ -74,7 +75,9 @@ SETTINGS: dict[str, Setting] = {
     "elasticface_arc_plus": Setting("ElasticFace-Arc+", "2109.09416", "elasticface", {"kind": "arc", "plus": True}, True),
     "elasticface_cos": Setting("ElasticFace-Cos", "2109.09416", "elasticface", {"kind": "cos", "plus": False}, True),
     "elasticface_cos_plus": Setting("ElasticFace-Cos+", "2109.09416", "elasticface", {"kind": "cos", "plus": True}, True),
-    "kappaface": Setting("KappaFace", "2201.07394", "kappaface", {}),
+    "kappaface": Setting(
+        "KappaFace", "2201.07394", "kappaface", {"scale": 64.0, "margin": 0.8, "temperature": 0.4, "gamma": 0.7}
+    ),
     "circle": Setting("Circle loss", "2002.10857", "circle", {"scale": 256.0, "margin": 0.25}),
     "li_arcface": Setting("Li-ArcFace", "1907.12256", "li_arcface", {"scale": 64.0, "margin": 0.45}),
     "qamface": Setting("QAMFace", "code only", "qamface", {"scale": 6.0, "margin": 0.5}),
@@ -97,6 +100,11 @@ def chosen_settings(names: list[str] | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def loss_arguments(setting: Setting) -> dict[str, Any]:
-    """Return every argument of the loss, since one that is left out would keep the value of the configuration below."""
-    return {**margin_arguments(setting.loss), **setting.published}
+def loss_arguments(setting: Setting, epoch_steps: int) -> dict[str, Any]:
+    """Return every argument of the loss, since one that is left out would keep the value of the configuration below.
+
+    Args:
+        epoch_steps: optimizer steps of an epoch, after which KappaFace refreshes its margins.
+    """
+    defaults = margin_arguments(setting.loss)
+    return {**defaults, **({"every": epoch_steps} if "every" in defaults else {}), **setting.published}

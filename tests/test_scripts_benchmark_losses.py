@@ -1,0 +1,160 @@
+"""The benchmark of the losses: its trainings, what it keeps of them, its tables, and that another start goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from tiny_runs import ROOT, tiny_run, write_dataset
+
+from eval.pair_sets.bin_file import read_bin
+from losses import list_margins, margin_arguments
+from scripts.benchmark import losses, losses_report, losses_runs
+from scripts.benchmark.losses_settings import SETTINGS, chosen_settings
+from utils.checkpoint.format import list_checkpoints
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("losses")
+    (folder / "set").mkdir()
+    write_dataset(folder / "set")
+    return Path(tiny_run(folder / "set", folder)[0])
+
+
+@pytest.fixture(scope="module")
+def out(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run the program once, for two losses of two seeds, one of which cannot be trained."""
+    out = tmp_path_factory.mktemp("out")
+    (out / "page.md").write_text(f"Before\n\n{losses_report.BEGIN}\n\nold\n\n{losses_report.END}\n\nAfter\n")
+    assert losses.main([*_arguments(config, out), "--page", str(out / "page.md"), "--json", str(out / "all.json")]) == 0
+    return out
+
+
+def _arguments(config: Path, out: Path) -> list[str]:
+    chosen = ["--losses", "cosface", "sphereface2", "--seeds", "1", "2", "--rates", "0.5", "--processes", "2"]
+    return [*chosen, "--config", str(config), "--out", str(out), "--steps", "3", "--set", "log.every=1"]
+
+
+def test_every_loss_has_a_row_at_its_defaults_and_a_row_names_only_arguments_that_exist():
+    for name, setting in SETTINGS.items():
+        assert set(setting.published) <= set(margin_arguments(setting.loss)), name
+    for name in chosen_settings(None):
+        defaults = margin_arguments(SETTINGS[name].loss)
+        assert {key: defaults[key] for key in SETTINGS[name].published} == SETTINGS[name].published, name
+    assert sorted(SETTINGS[name].loss for name in chosen_settings(None)) == sorted(list_margins())
+    assert chosen_settings(["all"]) == list(SETTINGS)
+    with pytest.raises(ValueError, match="--losses must be all, or among .*; got arc"):
+        chosen_settings(["arcface", "arc"])
+
+
+def test_the_numbers_of_a_run_are_those_of_its_log_and_of_an_evaluation_of_its_network(config: Path, out: Path):
+    rows = json.loads((out / "all.json").read_text())
+    assert sorted((row["setting"], row["seed"]) for row in rows) == [
+        (name, seed) for name in ("cosface", "sphereface2") for seed in (1, 2)
+    ]
+    pairs = read_bin(config.parent / "set" / "tiny.bin")
+    for folder in (out / "runs").glob("*_seed_*"):
+        row = json.loads((folder / losses_runs.MEASURED).read_text())
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert row["steps"] == 3 == records[-1]["step"] and row["loss"] == records[-1]["loss"] and row["rate"] == 0.5
+        assert sum(row["genuine"]["histogram"]) == pairs.same.sum() and sum(row["impostor"]["histogram"]) == (~pairs.same).sum()
+        assert row["step_seconds"] == pytest.approx(np.median([8 / record["images_per_second"] for record in records[1:]]))
+        assert row["memory_gib"] == max(record["memory_gib"] for record in records)
+        report = out / "report"
+        command = [sys.executable, "-m", "eval", str(folder), "--report", str(report), "--device", "cpu"]
+        subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+        assert json.loads((report / "results.json").read_text())["tiny"]["accuracy"] == row["accuracy"]["tiny"]
+        break  # the others are measured by the same lines
+
+
+def test_a_run_has_the_loss_rate_and_seed_of_its_row_and_all_else_of_the_configuration(out: Path):
+    folder = next((out / "runs").glob("sphereface2_rate_0.5_seed_2_*"))
+    text = (folder / "config.yaml").read_text()
+    assert "name: sphereface2" in text and "seed: 2" in text and "sample_rate: 0.5" in text and "width: 0.125" in text
+    assert "scale: 40.0" in text  # and not the 16 that the configuration has for its own loss
+
+
+def test_tables_and_pictures_are_written_also_into_the_page(out: Path):
+    text = (out / "table.md").read_text().strip()
+    assert f"Before\n\n{losses_report.BEGIN}\n\n{text}\n\n{losses_report.END}\n\nAfter\n" == (out / "page.md").read_text()
+    assert "**Sample rate 0.5**: 12 identities, 60 images; mbf of width 0.125, fp32; 8 images a step" in text
+    pictures = {path.name for path in out.glob("*.png")}
+    assert {f"losses_{group}.png" for group in ("added", "adaptive", "negatives")} < pictures
+    assert "losses_cosines_0_rate_0.5.png" in pictures and pictures == {path.name for path in (out / "images").iterdir()}
+    assert all(cv2.imread(str(path)).std() > 5 for path in out.glob("*.png"))
+
+
+def test_a_mean_has_the_deviation_of_its_seeds_and_one_run_has_none():
+    row = {
+        "setting": "cosface", "rate": 1.0, "steps": 9, "setup": "a set", "machine": "M, torch 2", "step_seconds": 0.25,
+        "memory_gib": 1.0, "loss": 2.0, "genuine": {"mean": 0.5}, "impostor": {"mean": 0.0},
+    }  # fmt: skip
+    two = [{**row, "accuracy": {"demo": 0.90}}, {**row, "accuracy": {"demo": 0.94}, "step_seconds": 0.75}]
+    assert "| CosFace | 2 | 9 | 92.00 +- 2.83 | 0.50 +- 0.00 |" in losses_report.tables(two)
+    assert "| 500 | 1.00 |" in losses_report.tables(two)
+    alone = losses_report.tables([two[0], {**two[1], "steps": 12}])  # other steps are another line
+    assert "| CosFace | 1 | 9 | 90.00 | 0.50 |" in alone and "| CosFace | 1 | 12 | 94.00 | 0.50 |" in alone
+    assert alone.count("Sample rate") == 1 and losses_report.tables([]) == losses_report.NOTHING
+    other = losses_report.tables([two[0], {**two[1], "setup": "another set"}, {**two[1], "rate": 0.1}])
+    assert other.count("**Sample rate") == 3
+
+
+def test_a_run_that_has_ended_is_kept_and_another_setting_is_another_run(
+    config: Path, out: Path, capsys: pytest.CaptureFixture
+):
+    before = {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*")}
+    assert losses.main(_arguments(config, out)) == 0
+    assert "4 trainings, 0 of which are to be done" in capsys.readouterr().out
+    assert before == {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*")}
+    options = losses.parse([*_arguments(config, out), "optimizer.lr=0.01"])
+    folders = {job.folder for job in losses_runs.list_jobs(options, ["cosface"])}
+    assert len(folders) == 2 and not any(folder.exists() for folder in folders)
+
+
+def test_the_order_is_seeds_then_rates_then_losses(config: Path, tmp_path: Path):
+    options = losses.parse(["--config", str(config), "--out", str(tmp_path), "--seeds", "5", "6"])
+    jobs = losses_runs.list_jobs(options, ["arcface", "normface"])
+    cases = [(job.setting, job.rate, job.seed) for job in jobs]
+    assert cases == [(name, rate, seed) for seed in (5, 6) for rate in (1.0, 0.1) for name in ("arcface", "normface")]
+    assert len({job.folder for job in jobs}) == 8 and {job.steps for job in jobs} == {15}  # 2 epochs of 60 images, 8 a step
+
+
+def test_a_training_that_fails_costs_itself_and_is_tried_again(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    arguments = ["--losses", "cosface", "arcface", "--seeds", "1", "--rates", "1", "--config", str(config), "--steps", "2"]
+    options = losses.parse([*arguments, "--out", str(tmp_path)])
+    broken = losses_runs.list_jobs(options, ["cosface"])[0].folder
+    broken.mkdir(parents=True)
+    (broken / "checkpoints").write_text("no folder")  # so this run cannot save
+    assert losses.main([*arguments, "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "1 of 2 trainings failed: cosface, rate 1, seed 1:" in said.err and "| ArcFace | 1 | 2 |" in said.out
+    assert (broken / losses_runs.FAILED).read_text().strip() in said.err
+    (broken / "checkpoints").unlink()
+    assert losses.main([*arguments, "--out", str(tmp_path)]) == 0
+    assert not (broken / losses_runs.FAILED).exists() and "| CosFace | 1 | 2 |" in (tmp_path / "table.md").read_text()
+
+
+def test_an_interrupted_program_lets_its_training_save_and_goes_on_from_there(config: Path, tmp_path: Path):
+    arguments = ["--losses", "cosface", "--seeds", "1", "--rates", "1", "--config", str(config), "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "scripts.benchmark.losses", *arguments, "--set", "log.every=1", "train.max_steps=400"]
+    program = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
+    end = time.monotonic() + 100
+    while not any(losses_runs.steps_done(folder) >= 3 for folder in (tmp_path / "runs").glob("*_*")):
+        assert time.monotonic() < end and program.poll() is None
+        time.sleep(0.1)
+    program.send_signal(signal.SIGTERM)
+    assert program.wait(60) != 0
+    folder = next((tmp_path / "runs").glob("cosface_*"))
+    saved = list_checkpoints(folder)
+    assert saved and not (folder / losses_runs.MEASURED).exists()
+    at = int(saved[-1].name.split("_")[1])
+    assert 3 <= at < 400
+    log = (folder / "train.log").read_text()
+    assert f"saved after step {at} of 400" in (folder / "output.txt").read_text() and "resumed" not in log
