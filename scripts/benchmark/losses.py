@@ -3,7 +3,8 @@
 Starts train.py for each loss, share of sampled classes and seed, in this order: all losses with the first seed and rate, then
 with the next rate, then with the next seed. So the table is useful at any time. It is written anew after each training:
 accuracy on the verification sets (mean and standard deviation over the seeds), mean cosines of genuine and impostor pairs, step
-time and memory. The pictures show each loss and its derivative over the angle, and the cosines after training.
+time and memory. A picture shows the cosines after training; --page and --curves-only also draw each loss and its derivative over
+the angle.
 
 A training that has ended is kept in --out and not repeated, whatever else is asked for. One that was interrupted goes on from
 its checkpoint when the same command is started again. One that fails costs only itself; the next start tries it again.
@@ -71,7 +72,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further keys of the trainings")
     parser.add_argument("--processes", type=count, default=1, help="trainings at a time, which share the cores")
     parser.add_argument("--out", type=Path, default=Path("work_dirs/losses"), help="folder of runs, tables and pictures")
-    parser.add_argument("--page", type=Path, help="write the tables into this page too, the pictures into images beside it")
+    parser.add_argument(
+        "--page", type=Path, help="write the tables into this page, too, and all pictures into images beside it"
+    )
     parser.add_argument("--json", type=Path, help="also write the numbers of all runs there")
     parser.add_argument("--curves-only", action="store_true", help="draw the losses over the angle, and train nothing")
     parser.add_argument("--quick", action="store_true", help="two losses, one seed, few steps: under a minute on two cores")
@@ -101,17 +104,17 @@ def benchmark(options: argparse.Namespace) -> None:
         first = load_config(options.config, [], NAMED).eval.targets[:1]  # evaluation would take longer than the rest
         options.set = [*_QUICK, f"eval.targets=[{', '.join(first)}]", *options.set]
     options.out.mkdir(parents=True, exist_ok=True)
-    pictures = losses_curves.draw(options.out)
     if options.curves_only:
-        print("\n".join(f"written: {path}" for path in pictures))
+        print("\n".join(f"written: {path}" for path in losses_curves.draw(options.out)))
         return
     jobs = list_jobs(options, chosen_settings(options.losses))
     missing = [job for job in jobs if not (job.folder / MEASURED).is_file()]
     print(f"{len(jobs)} trainings, {len(missing)} of which are to be done; {options.processes} at a time", flush=True)
     failed = _train(options, missing)
     rows = read_measured(options.out)
-    pictures += losses_report.draw_cosines(rows, options.out)
+    pictures = losses_report.draw_cosines(rows, options.out)
     if options.page:
+        pictures += losses_curves.draw(options.out)
         losses_report.write_into_page(options.page, losses_report.tables(rows))
         images = options.page.parent / "images"
         images.mkdir(exist_ok=True)

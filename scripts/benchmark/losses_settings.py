@@ -96,7 +96,7 @@ def chosen_settings(names: list[str] | None) -> list[str]:
         return list(SETTINGS)
     unknown = [name for name in names if name not in SETTINGS]
     if unknown:
-        raise ValueError(f"--losses must be all, or among {', '.join(SETTINGS)}; got {' '.join(unknown)}")
+        raise ValueError(f"--losses must be all, or among {', '.join(SETTINGS)}; got {' '.join(names)}")
     return list(dict.fromkeys(names))
 
 

@@ -1,0 +1,151 @@
+"""The curves of the losses over the angle are those of the slow references, value and derivative."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import cv2
+import loss_references
+import loss_references_adaptive
+import loss_references_other
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from losses import list_margins
+from scripts.benchmark import losses_curves
+from scripts.benchmark.losses_settings import SETTINGS, chosen_settings
+
+# of no two conditions' border: theta + m = pi, hard negatives at 90 degrees, multiples of pi / 4
+THETA = torch.tensor([0.2, 0.6, 0.95, 1.3, 1.6, 2.0, 2.5, 2.9], dtype=torch.float64)
+OTHERS = losses_curves.NUM_CLASSES - 1
+LATE = losses_curves.LATE
+LARGE = 400.0  # a weight of exp(400) of the negative: the loss is then 400 + its logit - the target's, to the last digit
+# what a reference has no default for, or what the curves fix
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "sphereface": {"steps": LATE - 1},
+    "adacos": {"dynamic": False, "scale": math.sqrt(2) * math.log(OTHERS)},
+    "elasticface": {"draws": torch.tensor([0.5])},
+    "adaptiveface": {"margins": torch.tensor([0.35, 0.35]), "weight": 0.0},
+    "kappaface": {"psi": torch.tensor([0.5, 0.5]), "sums": torch.zeros(2, 3), "counts": torch.zeros(2)},
+    "magface": {"weight": 0.0},
+    "adaface": {"alpha": 0.0},
+    "sphereface2": {"bias": torch.tensor(0.0)},
+    "uniface": {"bias": torch.tensor(math.log(10.0 * losses_curves.NUM_CLASSES), dtype=torch.float64)},
+}
+
+
+def _reference(name: str, theta: float, negative: float, weight: float, **more: Any) -> tuple[float, float]:
+    """Return loss and derivative with respect to theta, of one sample with one negative at this angle, weighted by exp(weight)."""
+    angle = torch.tensor(theta, dtype=torch.float64, requires_grad=True)
+    embedding = losses_curves.NORM * torch.stack([angle.cos(), angle.sin(), torch.zeros_like(angle)])[None]
+    other = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+    if negative == math.pi:
+        other = -embedding.detach()[0]
+    centres = torch.stack([torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64), other])
+    function = next(
+        getattr(module, name)
+        for module in (loss_references, loss_references_adaptive, loss_references_other)
+        if hasattr(module, name)
+    )
+    arguments = {**ARGUMENTS.get(name, {}), **more}
+    log_weights = torch.tensor([0.0, weight], dtype=torch.float64)
+    loss, _ = function(embedding, centres, torch.tensor([0]), log_weights=log_weights, **arguments)
+    (gradient,) = torch.autograd.grad(loss, angle)
+    return float(loss), float(gradient)
+
+
+def _of_row(name: str) -> tuple[str, dict[str, Any]]:
+    """Return the loss of a row and the arguments that its reference takes, which are those that the row publishes."""
+    setting = SETTINGS[name]
+    taken = {key: value for key, value in setting.published.items() if key not in ("margin", "std")}
+    if setting.loss not in ("elasticface",) and "margin" in setting.published:
+        taken["margin"] = setting.published["margin"]
+    return setting.loss, {**taken, **ARGUMENTS.get(setting.loss, {})}
+
+
+ROWS = chosen_settings(None)
+SOFTMAX = [name for name in ROWS if SETTINGS[name].loss not in ("sphereface2", "uniface")]
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_logit_and_slope_are_those_of_the_reference(name: str):
+    loss, arguments = _of_row(name)
+    found = losses_curves.curve(losses_curves.first_step_margin(name), THETA)
+    at_pi = losses_curves.first_step_margin(name)
+    for number, theta in enumerate(THETA.tolist()):
+        expected, derivative = _reference(loss, theta, math.pi, LARGE, **arguments)
+        lowest = _negative_at_pi(loss, at_pi)
+        _close(found.logit[number], torch.tensor(LARGE + lowest - expected))
+        # d loss / d theta = - d logit / d theta, since p = exp(-400) nearly; the negative's cosine is at its minimum
+        _close(found.slope[number], torch.tensor(derivative))
+
+
+def _negative_at_pi(loss: str, margin: Any) -> float:
+    """Return the logit of a negative at 180 degrees, which is never hard: -s, where the paper has no other function."""
+    if loss == "circle":
+        return 0.0
+    if loss == "qamface":
+        return margin.scale * math.pi**2
+    return -losses_curves.unit_of(margin)
+
+
+def _close(found: Tensor, expected: Tensor) -> None:
+    # the interface keeps scale and coefficients in fp32 in places; a logit is a few operations on numbers of its size
+    torch.testing.assert_close(found.double(), expected.double(), rtol=16 * torch.finfo(torch.float32).eps, atol=2e-4)
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("name", ROWS)
+def test_the_loss_is_that_of_the_reference(name: str):
+    loss, arguments = _of_row(name)
+    margin = losses_curves.first_step_margin(name)
+    if loss == "sphereface2":
+        arguments["bias"] = torch.tensor(loss_references_other.sphereface2_bias(losses_curves.NUM_CLASSES), dtype=torch.float64)
+    found = losses_curves.curve(margin, THETA)
+    for number, theta in enumerate(THETA.tolist()):
+        expected, derivative = _reference(loss, theta, math.pi / 2, math.log(OTHERS), **arguments)
+        if loss == "npcface":  # its margin depends on the hard negatives; the curve has none
+            continue
+        _close(found.loss[number], torch.tensor(expected))
+        assert np.sign(derivative) >= 0
+
+
+@pytest.mark.numeric
+def test_a_negative_is_that_of_the_reference():
+    """A reference has no logits, so these are the formulas of the papers, written down once more."""
+    theta = torch.linspace(0.1, 3.0, 30, dtype=torch.float64)
+    c, own = theta.cos(), math.cos(losses_curves.NEGATIVE_AT)
+    hard = c > math.cos(losses_curves.NEGATIVE_AT + 0.5)
+    weight = 1.2 * torch.exp(-((c - math.cos(losses_curves.NEGATIVE_AT + 0.5)) ** 2) / 2.0)
+    bias = loss_references_other.sphereface2_bias(losses_curves.NUM_CLASSES)
+    t = 0.01 * own  # of CurricularFace, after a batch of this sample alone
+    expected = {
+        "arcface": 64 * c,
+        "curricularface": torch.where(hard, 64 * c * (t + c), 64 * c),
+        "mv_softmax": torch.where(c > own - 0.35, 32 * (1.2 * c + 0.2), 32 * c),
+        "npcface": torch.where(hard, 64 * (1.1 * c + 0.2), 64 * c),
+        "arcnegface": 64 * (weight * c + weight - 1),
+        "circle": 256 * (c + 0.25).clamp_min(0) * (c - 0.25),
+        "li_arcface": 64 * (math.pi - 2 * theta) / math.pi,
+        "sphereface2": 40 * (2 * ((c + 1) / 2) ** 3 - 1 + 0.4) + bias,
+    }
+    assert set(expected) == set(losses_curves.NEGATIVES)
+    for name, logit in expected.items():
+        found, slope = losses_curves.negative_curve(losses_curves.first_step_margin(name), theta)
+        _close(found, logit)
+        # finite differences of the detached weights would be another derivative: that of training holds them
+        held = {"arcnegface": 64 * weight * theta.sin(), "circle": 256 * (c + 0.25).clamp_min(0) * theta.sin()}
+        if name in held:
+            _close(slope, held[name])
+
+
+def test_every_loss_is_in_a_picture_and_each_picture_can_be_read(tmp_path: Path):
+    drawn = {SETTINGS[name].loss for names in losses_curves.GROUPS.values() for name in names}
+    assert drawn == set(list_margins()) and all(len(names) <= 7 for names in losses_curves.GROUPS.values())
+    for path in losses_curves.draw(tmp_path):
+        picture = cv2.imread(str(path))
+        colours = {tuple(pixel) for pixel in picture.reshape(-1, 3)[::7].tolist()}
+        assert picture.shape[0] > 400 and len(colours) > 20
