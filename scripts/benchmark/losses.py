@@ -3,8 +3,8 @@
 Starts train.py for each loss, share of sampled classes and seed, in this order: all losses with the first seed and rate, then
 with the next rate, then with the next seed. So the table is useful at any time. It is written anew after each training:
 accuracy on the verification sets (mean and standard deviation over the seeds), mean cosines of genuine and impostor pairs, step
-time and memory. A picture shows the cosines after training; --page and --curves-only also draw each loss and its derivative over
-the angle.
+time and memory. A picture shows the cosines after training; --page and --curves-only also draw each loss and its derivative
+over the angle.
 
 A training that has ended is kept in --out and not repeated, whatever else is asked for. One that was interrupted goes on from
 its checkpoint when the same command is started again. One that fails costs only itself; the next start tries it again.
@@ -72,9 +72,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further keys of the trainings")
     parser.add_argument("--processes", type=count, default=1, help="trainings at a time, which share the cores")
     parser.add_argument("--out", type=Path, default=Path("work_dirs/losses"), help="folder of runs, tables and pictures")
-    parser.add_argument(
-        "--page", type=Path, help="write the tables into this page, too, and all pictures into images beside it"
-    )
+    parser.add_argument("--page", type=Path, help="write the tables into this page too, all pictures into images beside it")
     parser.add_argument("--json", type=Path, help="also write the numbers of all runs there")
     parser.add_argument("--curves-only", action="store_true", help="draw the losses over the angle, and train nothing")
     parser.add_argument("--quick", action="store_true", help="two losses, one seed, few steps: under a minute on two cores")
