@@ -1,6 +1,7 @@
 """The demo dataset: deterministic, in the formats of real sets, identities apart, and not solved by colours alone."""
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import cv2
@@ -66,7 +67,35 @@ def test_the_same_arguments_draw_the_same_bytes_with_any_number_of_processes(fol
     assert demo.main(["--out", str(tmp_path), "--processes", "1", *SMALL]) == 0
     assert _digests(tmp_path) == _digests(folder)
     pictures = [demo.DrawnPicture(1, "demo_wild", 7, number) for number in range(64)]
-    assert list(demo.draw_all(pictures, 2)) == [demo.draw_jpeg(picture) for picture in pictures]
+    assert list(demo.draw_all(pictures, 64, 2)) == [demo.draw_jpeg(picture) for picture in pictures]
+
+
+def test_pictures_wait_for_the_caller_so_that_memory_does_not_grow_with_their_number(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(demo, "_AHEAD", 48)
+    asked = []
+
+    def endless() -> Iterator[demo.DrawnPicture]:
+        for number in range(1_000_000_000):
+            asked.append(number)
+            yield demo.DrawnPicture(1, "train", number, 0)
+
+    drawn = demo.draw_all(endless(), 1_000_000_000, 2)
+    jpegs = [next(drawn) for _ in range(40)]
+    assert len(asked) <= 40 + 48 + 1
+    assert jpegs[39] == demo.draw_jpeg(demo.DrawnPicture(1, "train", 39, 0))
+    drawn.close()
+
+
+def test_more_identities_leave_the_first_ones_and_the_verification_sets_as_they_are(folder: Path, tmp_path: Path):
+    more = ["--identities", "90", "--images-per-identity", "3", "--processes", "2"]
+    assert demo.main(["--out", str(tmp_path), *more]) == 0
+    dataset, few = RecordDataset(tmp_path), RecordDataset(folder)
+    assert (dataset.num_images, dataset.num_classes) == (270, 90)
+    ours, theirs = np.empty((2, 112, 112, 3), np.uint8)
+    for index in range(15):
+        assert dataset.decode_into(index, ours) == few.decode_into(index, theirs) and np.array_equal(ours, theirs)
+    for kind in demo.SETS:
+        assert (tmp_path / f"{kind}.bin").read_bytes() == (folder / f"{kind}.bin").read_bytes()
 
 
 def test_another_seed_or_identity_or_number_is_another_picture():

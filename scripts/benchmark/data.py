@@ -209,7 +209,7 @@ def _paired(rates: dict[str, list[float]], ours: str, plain: str) -> float:
 def make_faces(folder: Path, count: int) -> None:
     """Draw up to 512 faces and write a set of `count` records with them in turn."""
     distinct = min(count, 512)
-    images = list(draw_all([DrawnPicture(1, "train", i // 8, i % 8) for i in range(distinct)], 0))
+    images = list(draw_all([DrawnPicture(1, "train", i // 8, i % 8) for i in range(distinct)], distinct, 0))
     with RecordSetWriter(folder, header=False) as writer:
         for index in range(count):
             writer.add(index % 16, images[index % distinct])

@@ -2,13 +2,16 @@
 
 python -m scripts.demo.make_data --out datasets/demo
 
+With --identities 10000 sampled classes matter as they do for real sets; the verification sets are those of the default.
 Identity fixes a face's geometry, skin, hair and marks; each picture varies pose, light, expression, age, blur, occlusion and
 background (identity.py, faces.py). The folder then has train.rec, train.idx and property in InsightFace's header form, and
 three verification sets of identities that are not in the training set, each with 10 folds of disjoint identities:
 demo_wild (everything varies, as in LFW), demo_profile (frontal against profile, as in CFP-FP) and demo_aged (young against
 old, as in AgeDB-30). Every picture is a function of (seed, identity, number), so the same arguments give the same bytes.
 
-Example: python -m scripts.demo.make_data --out datasets/demo
+Examples:
+  python -m scripts.demo.make_data --out datasets/demo
+  python -m scripts.demo.make_data --out datasets/demo_10000 --identities 10000 --images-per-identity 12
 """
 
 if __name__ == "__main__" and not __package__:
@@ -19,7 +22,8 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +45,8 @@ IDENTITIES_PER_FOLD = 10
 IMAGES_PER_IDENTITY = 6  # in a verification set; if it compares two kinds, even numbers are of one kind, odd of the other
 PAIRS_PER_FOLD = 80  # half genuine, half impostor
 PROFILE_YAW = (0.7, 1.0)  # radians: 40 to 57 degrees
+_AT_ONCE = 16  # pictures that a process draws without asking for more
+_AHEAD = 4096  # pictures of 3 kB that wait for the disk
 FIRST_VERIFICATION_IDENTITY = 1_000_000  # training identities have smaller numbers, so no identity is in both
 
 
@@ -109,9 +115,9 @@ def make(options: argparse.Namespace) -> None:
 def write_training_set(out: Path, options: argparse.Namespace, bar: tqdm) -> None:
     """Write train.rec, train.idx and property, in header form."""
     people, each = options.identities, options.images_per_identity
-    pictures = [DrawnPicture(options.seed, "train", person, number) for person in range(people) for number in range(each)]
+    pictures = (DrawnPicture(options.seed, "train", person, number) for person in range(people) for number in range(each))
     with RecordSetWriter(out, overwrite=True) as writer:
-        for number, jpeg in enumerate(draw_all(pictures, options.processes)):
+        for number, jpeg in enumerate(draw_all(pictures, people * each, options.processes)):
             writer.add(number // each, jpeg)
             bar.update()
 
@@ -124,7 +130,7 @@ def write_verification_set(out: Path, kind: str, options: argparse.Namespace, ba
         DrawnPicture(options.seed, kind, person, number) for person in identities for number in range(IMAGES_PER_IDENTITY)
     ]
     jpegs = {}
-    for picture, jpeg in zip(pictures, draw_all(pictures, options.processes), strict=True):
+    for picture, jpeg in zip(pictures, draw_all(pictures, len(pictures), options.processes), strict=True):
         jpegs[picture.identity, picture.number] = jpeg
         bar.update()
     pairs = choose_pairs(kind, base, options.seed, np.random.default_rng([options.seed, 4, SETS.index(kind)]))
@@ -163,14 +169,32 @@ def people_alike(people: Sequence[int], seed: int, share: float) -> set[frozense
     return {frozenset(pair) for pair in pairs[: round(share * len(pairs))]}
 
 
-def draw_all(pictures: Sequence[DrawnPicture], processes: int) -> Iterator[bytes]:
-    """Yield the pictures as JPEG files, in order, drawn by several processes."""
+def draw_all(pictures: Iterable[DrawnPicture], count: int, processes: int) -> Iterator[bytes]:
+    """Yield `count` pictures as JPEG files, in order, drawn by several processes.
+
+    At most _AHEAD pictures are drawn before the caller takes them, so memory does not grow with their number.
+    """
     processes = processes or os.cpu_count() or 1
-    if processes == 1 or len(pictures) < 64:
+    if processes == 1 or count < 64:
         yield from map(draw_jpeg, pictures)
         return
+    room, is_done = threading.Semaphore(_AHEAD), threading.Event()
+
+    def admitted() -> Iterator[DrawnPicture]:
+        for picture in pictures:
+            room.acquire()
+            if is_done.is_set():
+                return
+            yield picture
+
     with multiprocessing.get_context("spawn").Pool(processes, initializer=cv2.setNumThreads, initargs=(1,)) as pool:
-        yield from pool.imap(draw_jpeg, pictures, chunksize=16)
+        try:
+            for jpeg in pool.imap(draw_jpeg, admitted(), chunksize=_AT_ONCE):
+                room.release()
+                yield jpeg
+        finally:  # the pool's end waits for its thread, which may wait for room
+            is_done.set()
+            room.release()
 
 
 def draw_jpeg(picture: DrawnPicture) -> bytes:
