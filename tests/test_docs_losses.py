@@ -8,6 +8,8 @@ import pytest
 import train
 from configs import load_config
 from losses import MARGINS, list_margins, margin_arguments
+from scripts.benchmark.losses_curves import GROUPS
+from scripts.benchmark.losses_report import BEGIN, END
 from scripts.benchmark.losses_settings import SETTINGS, loss_arguments
 from training.sections import NAMED
 
@@ -48,6 +50,13 @@ def test_the_page_says_of_every_loss_when_to_choose_it_what_it_keeps_and_what_sa
         kept = {**margin.state_dict(), **margin.class_numbers(8)}
         # SphereFace keeps the number of the step, which is the run's
         assert (name in without_state) == (not kept and name != "sphereface"), name
+
+
+def test_the_pictures_of_the_page_exist_and_the_program_finds_where_to_write():
+    pictures = re.findall(r"\]\((images/[\w.]+)\)", PAGE)
+    assert {f"images/losses_{group}.png" for group in [*GROUPS, "negatives"]} <= set(pictures)
+    assert all((ROOT / "docs" / picture).is_file() for picture in pictures)
+    assert PAGE.index(BEGIN) < PAGE.index(END) and PAGE.count(BEGIN) == PAGE.count(END) == 1
 
 
 def test_every_loss_has_a_recipe_of_at_most_three_lines():

@@ -112,8 +112,9 @@ def benchmark(options: argparse.Namespace) -> None:
     rows = read_measured(options.out)
     pictures = losses_report.draw_cosines(rows, options.out)
     if options.page:
+        shown = [f"![Cosines of genuine and impostor pairs](images/{path.name})" for path in pictures]
+        losses_report.write_into_page(options.page, "\n\n".join([losses_report.tables(rows), *shown]))
         pictures += losses_curves.draw(options.out)
-        losses_report.write_into_page(options.page, losses_report.tables(rows))
         images = options.page.parent / "images"
         images.mkdir(exist_ok=True)
         for path in pictures:
