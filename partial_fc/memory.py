@@ -70,7 +70,7 @@ class HeadMemory(NamedTuple):
             total += c * self.rows * 4 if several == 1 else 0  # exponentials in fp32
             total += fp32 if self.accumulation == 1 else 0  # gradient in fp32; that of several micro-batches is, anyway
         if several > 1:
-            total += buffer_bytes(c // several, self.rows, device == "cuda")
+            total += buffer_bytes(c // several, self.rows, self.device == "cuda")
             total += 2 * several * self.rows * self.dim * 4  # centres of the samples' classes
         if self.kernels == "plain" or config.decays:  # rows are changed by torch, in fp32 buffers
             total += fp32
