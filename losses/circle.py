@@ -42,11 +42,10 @@ class Circle(Margin):
 
     @property
     def logit_bound(self) -> float:
-        """s max(1 - m^2, m^2), of a negative or target with cosine 1."""
-        square = (self.share * self.margin) ** 2
-        return self.scale * max(1.0 - square, square)
+        """s max(1 - m^2, m^2), of a negative or target with cosine 1, with the m of any step."""
+        return self.scale * max(1.0 - (self.margin_start * self.margin) ** 2, self.margin**2)
 
     @property
     def lowest_negative(self) -> float:
         """-s m^2: the logit of a negative is s (c^2 - m^2) where it is not 0."""
-        return -self.scale * (self.share * self.margin) ** 2
+        return -self.scale * self.margin**2

@@ -65,8 +65,8 @@ class Margin(nn.Module):
       derivatives are finite for every finite cosine, including rounding errors beyond [-1, 1]. It computes in fp32 or better,
       for any autocast setting and any input dtype.
     - No method makes the host wait for the device: a number that depends on a batch stays a tensor.
-    - For cosines in [-1, 1], no logit is above `logit_bound`, and no negative's is below `lowest_negative`. A cosine that
-      rounding puts beyond 1 may exceed them in proportion.
+    - For cosines in [-1, 1], no logit of any step is above `logit_bound`, and no negative's is below `lowest_negative`.
+      A cosine that rounding puts beyond 1 may exceed them in proportion.
     - A margin keeps state between steps in buffers, so `state_dict` and `.to(device)` include it. The state is equal on all
       ranks, since all methods get the global batch.
 

@@ -62,7 +62,10 @@ class SphereFace2(Margin):
         at_zero, margin = 2.0 * 0.5**self.t - 1.0, self.share * self.margin
         p, q = self.scale * (at_zero - margin), self.scale * (at_zero + margin)
         root = math.sqrt((1.0 - z) ** 2 + 4.0 * z * math.exp(p - q))
-        first = math.log(2.0 * z / (1.0 - z + root)) - q if z <= 1.0 else math.log((z - 1.0 + root) / 2.0) - p
+        if z == 1.0:  # the root may be 0
+            first = -(p + q) / 2.0
+        else:
+            first = math.log(2.0 * z / (1.0 - z + root)) - q if z < 1.0 else math.log((z - 1.0 + root) / 2.0) - p
         self.bias.fill_(first)
 
     def observe(self, cosine: Tensor, norm: Tensor, seed: int = 0, of_class: Mapping[str, Tensor] | None = None) -> State:

@@ -299,3 +299,20 @@ def test_rules_name_the_loss_its_kind_and_the_other_key() -> None:
     ):
         with pytest.raises(ValueError, match=rule):
             build_margin(name, **arguments)
+
+
+def test_bounds_that_are_asked_for_once_hold_in_every_step_of_a_schedule() -> None:
+    margin = build_margin("circle", scale=150.0, margin=0.9, margin_start=0.0, margin_steps=4)
+    highest, lowest, cosine = margin.logit_bound, margin.lowest_negative, torch.linspace(-1.0, 1.0, 201)
+    for step in range(6):
+        margin.at_step(step)
+        negatives, _ = margin.negatives(cosine, cosine, {}).logits(cosine[:, None].expand(201, 201))
+        slack = 8 * FP32_UNIT * highest
+        assert max(negatives.max(), margin.target(cosine, cosine, {}).max()) <= highest + slack
+        assert negatives.min() >= lowest - slack
+
+
+def test_first_bias_of_sphereface2_is_half_way_if_both_sides_weigh_the_same() -> None:
+    loss = build_margin("sphereface2", scale=1e4, balance=0.5, t=1.0)
+    loss.prepare(2, 2)
+    assert loss.bias.item() == 0.0
