@@ -18,10 +18,10 @@ from .ranges import cosine_margin, number_above
 
 
 class UniFace(Margin):
-    """softplus(-(s (c_y - m) - b)) + l sum_j softplus(s c_j - b), with a trained b.
+    """softplus(-(s (c_y - m) - b)) + l sum_j softplus(s c_j - b), with a trained threshold b.
 
-    b begins as ln(10 C) for C classes in the loss. The authors' program clips s c - b to [-s, s], where gradients end, and
-    computes log(1 + exp(z)) as written, which overflows. Here neither happens.
+    b begins as ln(10 C) for the C classes that count in the loss. The authors' program clips s c - b to [-s, s], where
+    gradients end, and computes log(1 + exp(z)) as written, which overflows. Here neither happens.
 
     Args:
         margin: m in [0, 1), a cosine.
@@ -41,30 +41,30 @@ class UniFace(Margin):
         super().__init__(scale, "exact", margin_start, margin_steps)
         self.margin = cosine_margin("margin", margin, " for uniface")
         self.weight = self.negative_weight = number_above("weight", weight, 0.0, " (of the negatives)")
-        self.bias = nn.Parameter(torch.zeros(()))
+        self.threshold = nn.Parameter(torch.zeros(()))
 
     @torch.no_grad()
-    def prepare(self, num_classes: int, num_active: int) -> None:
-        """Set the first bias."""
-        self.bias.fill_(math.log(10.0 * num_active))
+    def prepare(self, num_classes: int, num_counted: int) -> None:
+        """Set the first threshold."""
+        self.threshold.fill_(math.log(10.0 * num_counted))
 
     def observe(self, cosine: Tensor, norm: Tensor, seed: int = 0, of_class: Mapping[str, Tensor] | None = None) -> State:
-        """Return the bias ()."""
-        return {"bias": self.bias}
+        """Return the threshold ()."""
+        return {"threshold": self.threshold}
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
         """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
-        return self.scale * (at_least_float32(cosine) - self.share * self.margin) - state["bias"]
+        return self.scale * (at_least_float32(cosine) - self.share * self.margin) - state["threshold"]
 
     def negatives(self, cosine: Tensor, norm: Tensor, state: State) -> Negatives:
         """Return s c - b."""
-        return negatives_of("linear", cosine, scale=self.scale, offset=-state["bias"])
+        return negatives_of("linear", cosine, scale=self.scale, offset=-state["threshold"])
 
     def negative_offset(self, state: State) -> Tensor:
         """Return -b, ()."""
-        return -state["bias"]
+        return -state["threshold"]
 
     @property
     def logit_bound(self) -> float:
-        """Infinite, since the bias is trained; a sum of softplus needs no bound."""
+        """Infinite, since the threshold is trained; a sum of softplus needs no bound."""
         return math.inf

@@ -188,7 +188,7 @@ def first_known(case: str, margin: Margin) -> dict[str, Any]:
         return {"margins": torch.full((C,), 0.35, dtype=torch.float64, requires_grad=True)}
     if case == "kappaface":
         return {"psi": torch.full((C,), 0.5), "sums": torch.zeros(C, D), "counts": torch.zeros(C)}
-    return {"bias": margin.get_parameter("bias").detach().double().requires_grad_()} if case in SUMS else {}
+    return {"bias": next(margin.parameters()).detach().double().requires_grad_()} if case in SUMS else {}
 
 
 def trained_numbers(head: PartialFC) -> list[Tensor]:

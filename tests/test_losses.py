@@ -165,7 +165,7 @@ def test_first_numbers_follow_from_the_number_of_classes(num_classes: int) -> No
     uniform, adaptive, binary = (build_margin(name) for name in ("uniface", "adacos", "sphereface2"))
     for margin in (uniform, adaptive, binary):
         margin.prepare(10 * num_classes, num_classes)
-    assert uniform.bias.item() == pytest.approx(math.log(10 * num_classes))
+    assert uniform.threshold.item() == pytest.approx(math.log(10 * num_classes))
     assert adaptive.scale == pytest.approx(math.sqrt(2) * math.log(10 * num_classes - 1))
     assert adaptive.running_scale.item() == pytest.approx(adaptive.scale)
     if num_classes > 1:

@@ -11,7 +11,7 @@ from loss_references_other import kappaface_psi
 from rounding import rounding_bound
 from torch import Tensor
 
-from losses import build_margin
+from losses import build_margin, list_margins
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
 from partial_fc.memory import HeadMemory, loss_memory
 
@@ -183,3 +183,13 @@ def test_trained_numbers_of_classes_stay_in_their_range(optimizer: str, gradient
     numbers = _build("adaptiveface", 0, 1, optimizer)._numbers
     numbers.update({"margin": torch.full((C,), gradient)}, 2.0, torch.tensor(True))
     assert torch.equal(numbers.tensors["margin"], torch.full((C,), expected))
+
+
+def test_no_two_losses_keep_numbers_of_the_same_name():
+    """So a run that continues a checkpoint of another loss never takes its numbers for its own."""
+    owner: dict[str, str] = {}
+    for name in list_margins():
+        margin = build_margin(name)
+        for key in (*margin.state_dict(), *margin.class_numbers(D)):
+            assert owner.setdefault(key, name) == name
+    assert {"t", "running_scale", "mean", "std", "bias", "margin", "psi"} <= owner.keys()

@@ -61,3 +61,16 @@ def test_a_resumed_run_ends_with_the_same_bits(dataset: Path, tmp_path: Path, na
     assert checkpoint.main(["show", str(first)]) == 0
     shown = capsys.readouterr().out
     assert all(key in shown for key in SHOWN.get(name, ()))
+
+
+def test_a_checkpoint_of_a_loss_with_other_numbers_is_refused(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    overrides = ["eval.targets=[]", "run.name=run"]
+    assert train.main(tiny_run(dataset, tmp_path, *overrides, "loss.name=uniface", "train.max_steps=1")) == 0
+    for name, numbers in (("sphereface2", "bias, bias_momentum"), ("cosface", "nothing")):
+        capsys.readouterr()
+        assert train.main(tiny_run(dataset, tmp_path, *overrides, f"loss.name={name}", "train.max_steps=2")) == 1
+        error = capsys.readouterr().err
+        assert f"the saved margin has threshold, threshold_momentum, that of this run's loss has {numbers}; set" in error
+        assert "set the section loss to what it was, or start a new run with another run.name" in error
