@@ -38,7 +38,7 @@ class AdaCos(Margin):
         if dynamic:
             self.register_buffer("running_scale", torch.ones(()))
 
-    def prepare(self, num_classes: int, num_active: int) -> None:
+    def prepare(self, num_classes: int, num_counted: int) -> None:
         """Set the first scale."""
         self.scale = max(_LEAST_SCALE, math.sqrt(2.0) * math.log(max(num_classes - 1, 1)))
         if self.dynamic:

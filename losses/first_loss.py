@@ -45,8 +45,8 @@ class FirstStep(NamedTuple):
     num_active: int  # classes in the loss, over all ranks
     embedding_size: int
     num_people: int  # different classes among the images of the batch
-    num_classes: int | None = None  # of the head, with which it prepared the margin; None = the margin is as it should be
-    weighted: bool = False  # whether sampled classes stand for all (head.logit_correction)
+    num_counted: int | None = None  # classes that they stand for (head.logit_correction); None = themselves
+    prepared: tuple[int, int] | None = None  # with what the head prepared the margin; None = the margin is as it should be
     focal: float = 0.0  # gamma
     label_smoothing: float = 0.0
     sub_centers: int = 1
@@ -54,8 +54,7 @@ class FirstStep(NamedTuple):
     @property
     def negatives(self) -> int:
         """How many negatives the sum stands for."""
-        stands_for = self.num_classes if self.weighted else None
-        return max(1, (stands_for or self.num_active) - 1)
+        return max(1, (self.num_counted or self.num_active) - 1)
 
 
 def _nearest(normal: Tensor, sub_centers: int) -> Tensor:
@@ -184,8 +183,8 @@ def _depends_on_length(margin: Margin) -> bool:
 def expected_first_loss(margin: Margin, step: FirstStep) -> FirstLoss:
     """Return the expected mean loss of the first step."""
     margin = copy.deepcopy(margin).cpu()  # its statistics may be on the GPU
-    if step.num_classes is not None:  # what is trained has moved in the step whose loss is judged
-        margin.prepare(step.num_classes, step.num_active)
+    if step.prepared is not None:  # what is trained has moved in the step whose loss is judged
+        margin.prepare(*step.prepared)
         margin.at_step(1)
     lengths = _LENGTHS if _depends_on_length(margin) else _LENGTHS[:1]
     usual, *others = (_at_length(margin, step, factor * math.sqrt(step.embedding_size)) for factor in lengths)
@@ -199,8 +198,8 @@ def judge_first_loss(
     num_active: int,
     embedding_size: int,
     num_people: int,
-    num_classes: int | None = None,
-    weighted: bool = False,
+    num_counted: int | None = None,
+    prepared: tuple[int, int] | None = None,
     focal: float = 0.0,
     label_smoothing: float = 0.0,
     sub_centers: int = 1,
@@ -208,15 +207,15 @@ def judge_first_loss(
     """Return a line that compares the first loss with that of an untrained network, and whether they agree.
 
     Args:
-        margin: in its first step, or, with num_classes, in any: its first numbers are computed again.
+        margin: in its first step, or, with prepared, in any: its first numbers are computed again.
         num_active: classes in the loss, over all ranks.
         num_people: different classes among the images of the batch.
-        num_classes: of the head.
-        weighted: whether sampled classes stand for all num_classes (head.logit_correction).
+        num_counted: classes that those stand for (head.logit_correction); None = themselves.
+        prepared: what the head handed to margin.prepare.
         focal: gamma of the focal factor.
         sub_centers: centres of each class, of which the nearest counts.
     """
-    step = FirstStep(num_active, embedding_size, num_people, num_classes, weighted, focal, label_smoothing, sub_centers)
+    step = FirstStep(num_active, embedding_size, num_people, num_counted, prepared, focal, label_smoothing, sub_centers)
     expected, tolerance = expected_first_loss(margin, step)
     if not (math.isfinite(expected) and math.isfinite(tolerance)):
         name = type(margin).__name__

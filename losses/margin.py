@@ -100,8 +100,8 @@ class Margin(nn.Module):
         self.share = 1.0  # of the margin, in this step
         Margin.at_step(self, 1)
 
-    def prepare(self, num_classes: int, num_active: int) -> None:
-        """Set first values that depend on how many classes there are, and how many are in a step's loss, over all ranks.
+    def prepare(self, num_classes: int, num_counted: int) -> None:
+        """Set first values that depend on how many classes there are, and how many the loss of a step counts, over all ranks.
 
         The head calls it once, before a checkpoint is loaded.
         """

@@ -52,13 +52,13 @@ class SphereFace2(Margin):
         self.bias = nn.Parameter(torch.zeros(()))
 
     @torch.no_grad()
-    def prepare(self, num_classes: int, num_active: int) -> None:
-        """Set the first bias, which solves l sigmoid(-p - b) = (1 - l) (C - 1) sigmoid(q + b) for the C classes in the loss.
+    def prepare(self, num_classes: int, num_counted: int) -> None:
+        """Set the first bias, which solves l sigmoid(-p - b) = (1 - l) (C - 1) sigmoid(q + b) for the C classes that count.
 
         p = s (g(0) - m) and q = s (g(0) + m). With B = exp(b) and z = l / ((1 - l) (C - 1)) this is the quadratic equation
         exp(p + q) B^2 + (1 - z) exp(q) B - z = 0. B is computed without the cancellation of 1 - z, and in logarithms.
         """
-        z = self.balance / ((1.0 - self.balance) * max(num_active - 1, 1))
+        z = self.balance / ((1.0 - self.balance) * max(num_counted - 1, 1))
         at_zero, margin = 2.0 * 0.5**self.t - 1.0, self.share * self.margin
         p, q = self.scale * (at_zero - margin), self.scale * (at_zero + margin)
         root = math.sqrt((1.0 - z) ** 2 + 4.0 * z * math.exp(p - q))

@@ -109,7 +109,7 @@ class PartialFC(nn.Module):
             workspace=self.workspace,
         )
         self.centre_store.fill_initial(self.first_slot * per_class, seed)
-        margin.prepare(num_classes, active_of_all_ranks(None, num_classes, world_size, config.sample_rate))
+        margin.prepare(num_classes, self.first_counted)
         self._numbers = MarginNumbers(margin, self.num_slots, num_classes, embedding_size, config.optimizer, device)
         shift, smooths = constant_shift(margin, num_classes), config.label_smoothing > 0
         how = (config.matmul_dtype, config.filter_above, smooths, shift, per_class)
@@ -197,7 +197,19 @@ class PartialFC(nn.Module):
         """Return how many classes, over all ranks, are in the softmax of the step begun last."""
         if self._classes is None:
             raise RuntimeError("head: call begin_step(labels, step) before num_active()")
-        return active_of_all_ranks(self._classes, self.num_classes, self.world_size, self.config.sample_rate)
+        return self._active_for(self._classes, weighted=False)
+
+    def num_counted(self) -> int:
+        """Return for how many classes those of num_active() stand: more, if head.logit_correction weighs them."""
+        return self._active_for(self._classes, weighted=self.config.logit_correction == "log_r")
+
+    @property
+    def first_counted(self) -> int:
+        """For how many classes the active ones stand before any batch is known; the margin's first numbers follow from it."""
+        return self._active_for(None, weighted=self.config.logit_correction == "log_r")
+
+    def _active_for(self, classes: np.ndarray | None, weighted: bool) -> int:
+        return active_of_all_ranks(classes, self.num_classes, self.world_size, self.config.sample_rate, weighted)
 
     def forward(self, embeddings: Tensor, micro: int = 0) -> Tensor:
         """Return the scalar mean loss over all ranks' rows of micro-batch number `micro`, equal on all ranks.

@@ -50,17 +50,22 @@ def num_active(num_local: int, num_positives: int, sample_rate: float) -> int:
     return max(num_positives, min(num_local, max(1, round(sample_rate * num_local))))
 
 
-def active_of_all_ranks(classes: np.ndarray | None, num_classes: int, world_size: int, sample_rate: float) -> int:
+def active_of_all_ranks(
+    classes: np.ndarray | None, num_classes: int, world_size: int, sample_rate: float, weighted: bool = False
+) -> int:
     """Return how many classes are active, over all ranks.
 
     Args:
         classes: distinct slots of the batch's classes, of all ranks; None = of an empty batch.
+        weighted: count each active class by its weight, 1 / inclusion probability. A shard whose budget the batch's classes
+            fill draws none, so there they stand for themselves alone.
     """
     total = 0
     for rank in range(world_size):
         start, stop = shard_range(num_classes, rank, world_size)
         positives = 0 if classes is None else int(np.sum((classes >= start) & (classes < stop)))
-        total += num_active(stop - start, positives, sample_rate)
+        active = num_active(stop - start, positives, sample_rate)
+        total += stop - start if weighted and active > positives else active
     return total
 
 

@@ -1,6 +1,7 @@
 """The loss expected of the first step, against losses of random embeddings and centres."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ import torch.nn.functional as F
 from dense_margin import cosines_of, losses_of_cosines
 from torch import Tensor
 
+import train
 from losses import build_margin, list_margins
 from losses.adaptiveface import AdaptiveFace
 from losses.first_loss import FirstStep, expected_first_loss, judge_first_loss
 from losses.margin import Margin
+from partial_fc import HeadConfig, PartialFC
 
 
 def _arcface(scale: float = 64.0) -> Margin:
@@ -115,7 +118,7 @@ def test_what_the_first_step_trained_is_taken_back(name: str):
     for value in (*margin.parameters(), *margin.buffers()):
         value.data.add_(30.0)
     assert not judge_first_loss(loss, margin, 2000, 128, 32)[1]
-    assert judge_first_loss(loss, margin, 2000, 128, 32, 2000)[1]
+    assert judge_first_loss(loss, margin, 2000, 128, 32, prepared=(2000, 2000))[1]
 
 
 @pytest.mark.parametrize("name", ["cosface", "mv_softmax", "uniface"])
@@ -127,11 +130,11 @@ def test_weighted_classes_stand_for_all(name: str):
     weights = torch.where(left_out, 0.0, math.log(3936 / ((~left_out).sum().item() - 64)))
     weights[labels] = 0.0
     cosine, active = cosines_of(embeddings, centres), int((~left_out).sum())
-    margin.prepare(4000, active)
+    margin.prepare(4000, 4000)
     losses, _ = losses_of_cosines(margin, cosine, embeddings.norm(dim=1), labels, left_out, weights)
-    assert judge_first_loss(float(losses.detach().mean()), margin, active, 256, 64, 4000, weighted=True)[1]
-    difference = expected_first_loss(margin, FirstStep(active, 256, 64, 4000, weighted=True)).expected
-    difference -= expected_first_loss(margin, FirstStep(active, 256, 64, 4000)).expected
+    assert judge_first_loss(float(losses.detach().mean()), margin, active, 256, 64, 4000)[1]
+    difference = expected_first_loss(margin, FirstStep(active, 256, 64, 4000)).expected
+    difference -= expected_first_loss(margin, FirstStep(active, 256, 64)).expected
     assert difference == pytest.approx(math.log(4000 / active), abs=0.1) or name == "uniface"
     assert difference > 1
 
@@ -188,3 +191,17 @@ def test_a_loss_that_cannot_be_foretold_is_called_sound_and_the_line_says_so():
 
     text, sound = judge_first_loss(3.0, Unknown(), 100, 64, 64)
     assert sound and text == "first loss 3.000 for 100 active classes; what to expect of Unknown is not known"
+
+
+@pytest.mark.parametrize("correction", ["none", "log_r"])
+@pytest.mark.parametrize("name", ["cosface", "uniface", "sphereface2"])
+def test_a_batch_that_fills_the_budget_of_the_sample_is_found_sound(name: str, correction: str):
+    """As with 500 identities, 128 images and rate 0.1: no class is drawn, so none stands for others."""
+    head = PartialFC(build_margin(name, scale=16.0), 500, 512, config=HeadConfig(0.1, logit_correction=correction))
+    generator = torch.Generator().manual_seed(1)
+    head.begin_step(torch.randperm(500, generator=generator)[:128][None], 0)
+    loss = head(torch.randn(128, 512, generator=generator))
+    head.step(0.1)
+    log = SimpleNamespace(info=(lines := []).append, warn=pytest.fail)
+    train.judge_losses({"softmax": float(loss)}, SimpleNamespace(heads={"softmax": head}), 512, log)
+    assert len(lines) == 1 and lines[0].endswith("for 128 active classes")

@@ -193,3 +193,27 @@ def test_no_two_losses_keep_numbers_of_the_same_name():
         for key in (*margin.state_dict(), *margin.class_numbers(D)):
             assert owner.setdefault(key, name) == name
     assert {"t", "running_scale", "mean", "std", "bias", "margin", "psi"} <= owner.keys()
+
+
+def _counted(rank: int, world_size: int) -> None:
+    """12 classes of the batch: at rate 0.1 they fill the budget of every shard, at 0.6 that of none."""
+    labels = torch.arange(12).view(world_size, 1, -1)[rank]
+    for rate in (0.1, 0.6, 1.0):
+        for correction in ("none", "log_r"):
+            config = HeadConfig(rate, logit_correction=correction, chunk=5)
+            head = PartialFC(build_margin("uniface"), C, D, rank, world_size, 3, config)
+            first = torch.tensor(float(head.first_counted))
+            assert head.margin.threshold.item() == pytest.approx(float(torch.log(10 * first)), rel=1e-6)
+            head.begin_step(labels, 0)
+            chunks = head._current.plan.chunks  # type: ignore[union-attr]
+            weights = sum(chunk.size if chunk.weights is None else float(chunk.weights.sum()) for chunk in chunks)
+            counted = torch.tensor([weights, float(sum(chunk.size for chunk in chunks))])
+            head.collectives.sum(counted)
+            assert counted.tolist() == pytest.approx([head.num_counted(), head.num_active()], rel=1e-6)
+            fills = head.num_active() == 12
+            assert fills == (rate == 0.1) and head.num_counted() == (C if correction == "log_r" and not fills else counted[1])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weighted_classes_count_as_often_as_they_stand_for_others(run_ranks: Callable[..., None], world_size: int):
+    run_ranks(_counted, world_size)
