@@ -144,8 +144,6 @@ class NPCFace(Margin):
         t, a: factor in [0, 10] and offset in [0, 1] of hard negatives.
     """
 
-    wants_hard = True
-
     def __init__(
         self,
         scale: float = 64.0,

@@ -84,7 +84,6 @@ class Margin(nn.Module):
     link = "softmax"  # or "sum": each class has a loss of its own, softplus(-t) of the target, softplus(z) of a negative
     negative_weight = 1.0  # of the negatives' softplus, in a sum
     target_weight = 1.0  # of the target's softplus, in a sum
-    wants_hard = False  # whether `complete` is given the hard negatives of a `Negatives` of kind "hard"
 
     def __init__(self, scale: float = 64.0, gradient: str = "exact", margin_start: float = 1.0, margin_steps: int = 0) -> None:
         super().__init__()
@@ -151,7 +150,7 @@ class Margin(nn.Module):
 
         Args:
             log_z: (B,) log sum_j exp(logit) over each sample's negatives. Only if link is "softmax".
-            hard: (2, B) how many of them are hard, and the sum of their cosines. Zeros unless `wants_hard`.
+            hard: (2, B) how many of them are hard, and the sum of their cosines. Zeros unless `negatives` is of kind "hard".
         """
         return state
 
