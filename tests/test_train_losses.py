@@ -68,9 +68,15 @@ def test_a_checkpoint_of_a_loss_with_other_numbers_is_refused(
 ):
     overrides = ["eval.targets=[]", "run.name=run"]
     assert train.main(tiny_run(dataset, tmp_path, *overrides, "loss.name=uniface", "train.max_steps=1")) == 0
-    for name, numbers in (("sphereface2", "bias, bias_momentum"), ("cosface", "nothing")):
+    adamw = "threshold, threshold_momentum, threshold_variance, updates"
+    for change, numbers in (
+        ("loss.name=sphereface2", "bias, bias_momentum"),
+        ("loss.name=cosface", "nothing"),
+        ("head.optimizer=adamw", adamw),
+    ):
         capsys.readouterr()
-        assert train.main(tiny_run(dataset, tmp_path, *overrides, f"loss.name={name}", "train.max_steps=2")) == 1
+        changed = ["loss.name=uniface", change, "train.max_steps=2"]
+        assert train.main(tiny_run(dataset, tmp_path, *overrides, *changed)) == 1
         error = capsys.readouterr().err
-        assert f"the saved margin has threshold, threshold_momentum, that of this run's loss has {numbers}; set" in error
-        assert "set the section loss to what it was, or start a new run with another run.name" in error
+        assert f"the saved margin has threshold, threshold_momentum, that of this run's loss has {numbers}; set the" in error
+        assert "set the section loss and the optimizer of the class centres to what they were, or start a new run" in error

@@ -65,9 +65,9 @@ def _load_margin(margin: nn.Module, saved: Any) -> None:
     if not isinstance(saved, dict) or set(saved) != set(own):
         found = ", ".join(sorted(map(str, saved))) if isinstance(saved, dict) else type(saved).__name__
         raise ValueError(
-            f"the saved margin has {found or 'nothing'}, that of this run's loss has {', '.join(own) or 'nothing'}; set the "
-            "section loss to what it was, or start a new run with another run.name, with the checkpoint's weights in "
-            "init.backbone and init.head"
+            f"the saved margin has {found or 'nothing'}, that of this run's loss has {', '.join(own) or 'nothing'}; set "
+            "the section loss and the optimizer of the class centres to what they were, or start a new run with another "
+            "run.name, with the checkpoint's weights in init.backbone and init.head"
         )
     for name, value in saved.items():
         if fault := tensor_fault(value, tuple(own[name].shape), own[name].dtype):
