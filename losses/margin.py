@@ -94,8 +94,12 @@ class Margin(nn.Module):
         self.margin_start = number_in("margin_start", margin_start, 0.0, 1.0, " (a share of the margin)")
         self.margin_steps = int(number_in("margin_steps", margin_steps, 0, math.inf, " (optimizer steps)"))
         if (margin_start < 1.0) != (margin_steps > 0):
-            rule = "1 or more where margin_start is below 1" if margin_start < 1.0 else "0 where margin_start is 1"
-            raise ValueError(f"margin_steps must be {rule}, got {margin_steps}: the two are one schedule, or none")
+            rule, fix = (
+                ("1 or more where margin_start is below 1", "set in how many steps the margin grows, or margin_start=1")
+                if margin_start < 1.0
+                else ("0 where margin_start is 1", "set with which share of the margin to begin, or margin_steps=0")
+            )
+            raise ValueError(f"margin_steps must be {rule}, got {margin_steps}; {fix}")
         self.share = 1.0  # of the margin, in this step
         Margin.at_step(self, 1)
 

@@ -293,8 +293,8 @@ def test_rules_name_the_loss_its_kind_and_the_other_key() -> None:
         ("magface", {"u_a": 5}, "u_a must be a number above 10, which is l_a, got 5"),
         ("magface", {"u_m": 0.2}, "u_m must be l_m or more .*, got 0.2 with l_m=0.45"),
         ("npcface", {"m1": 1.4}, r"m1 must be in \[0, pi / 2 - m0\] for npcface .*, got 1.4 with m0=0.4"),
-        ("arcface", {"margin_start": 0.5}, "margin_steps must be 1 or more where margin_start is below 1, got 0"),
-        ("arcface", {"margin_steps": 5}, "margin_steps must be 0 where margin_start is 1, got 5"),
+        ("arcface", {"margin_start": 0.5}, "margin_steps must be 1 or more where margin_start is below 1, got 0; set in how"),
+        ("arcface", {"margin_steps": 5}, "margin_steps must be 0 where margin_start is 1, got 5; set with which share"),
         ("arcface", {"gradient": "detached"}, r"gradient must be one of exact, straight_through, got 'detached'"),
     ):
         with pytest.raises(ValueError, match=rule):
