@@ -53,7 +53,7 @@ def test_plain_torch_on_a_gpu_has_the_chunks_and_the_search_of_a_gpu(dtype: torc
 
     def fitting(**settings: Any) -> int:
         config = HeadConfig(kernels="plain", matmul_dtype=dtype, **settings)
-        return check_head_fits(classes, D, world, config, ROWS, 1, 0, 1 << 40)
+        return check_head_fits(build_margin("arcface"), classes, D, world, config, ROWS, 1, 0, 1 << 40)
 
     assert fitting() == fitting(chunk=auto_chunk("cuda", dtype)) > fitting(chunk=auto_chunk("cpu", dtype))
     graph = 4 * HeadConfig().num_neighbours * classes
