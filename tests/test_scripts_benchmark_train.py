@@ -23,6 +23,8 @@ from utils import distributed
 from utils.distributed import World
 
 TINY = [
+    "--precision",
+    "fp32",  # a processor without bf16 units multiplies matrices in bf16 more slowly than it convolves, and takes minutes
     "--backbone",
     "mbf",
     "--width",
