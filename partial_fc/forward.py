@@ -19,8 +19,14 @@ from .margin_like import State
 from .margin_numbers import MarginNumbers
 from .over_shards import sums_over_shards
 from .planning import StepPlan
-from .softmax import TwoPass, unit_rows
+from .softmax import TwoPass
 from .sub_centers import target_centres
+
+
+def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (unit rows, norms (n, 1)) of (n, D) fp32; a zero row stays zero."""
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-12)
+    return rows / norms, norms
 
 
 class Step(NamedTuple):

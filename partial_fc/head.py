@@ -34,11 +34,12 @@ from .loss import ReadyGradient, check_loss
 from .margin_numbers import MarginNumbers
 from .neighbours import NeighbourGraph
 from .planning import SharedLabels, StepPlan, plan_step
+from .products import auto_chunk
 from .row_optimizer import LazyDecay
 from .sampling import active_of_all_ranks, draw_active
 from .shard import check_labels, classes_of_slots, shard_range, slots_of_classes
 from .side_stream import SideStream
-from .softmax import TwoPass, auto_chunk, constant_shift
+from .softmax import TwoPass, constant_shift
 from .sub_centers import by_slot
 from .workspace import Workspace
 

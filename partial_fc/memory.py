@@ -15,7 +15,8 @@ from .config import HeadConfig
 from .head import MEBI
 from .margin_like import MarginLike
 from .neighbours import search_bytes
-from .softmax import auto_chunk, constant_shift, padded_rows
+from .products import auto_chunk, padded_rows
+from .softmax import constant_shift
 from .sub_centers import buffer_bytes
 
 _COPIES = 6  # fp32 matrices of (c, B) that live at once where plain torch computes logits that are not linear

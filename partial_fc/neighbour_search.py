@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .centre_store import CentreStore, Select
 from .collectives import Collectives
+from .products import has_fp32_output, padded_rows
 from .shard import shard_range
-from .softmax import has_fp32_output, padded_rows
 from .workspace import Workspace
 
 COLUMNS = 16384  # centres of one block, q

@@ -32,7 +32,6 @@ Shapes: B = samples of the global (micro-)batch, D = embedding size, c = classes
 (c, B), so neither product needs a transpose.
 """
 
-import functools
 import math
 from collections.abc import Iterator
 
@@ -44,30 +43,14 @@ from .centre_store import CentreStore
 from .kernels.plain import NO_NEGATIVE
 from .margin_like import MarginLike
 from .planning import Chunk
+from .products import add_product, padded_rows
 from .sub_centers import SubCenters
 from .workspace import Workspace
 
 # exp must stay in the range of fp32 (and bf16), whose normal numbers end at exp(88.7) and exp(-87.3)
 _LARGEST, _SMALLEST = 80.0, -87.0
-_GRANULE = 256  # bf16 products have a multiple of this many rows
 
 OfClasses = tuple[Tensor, Tensor | None]  # products (c, B), inverse norms (c,)
-
-
-def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (unit rows, norms (n, 1)) of (n, D) fp32; a zero row stays zero."""
-    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-12)
-    return rows / norms, norms
-
-
-@functools.cache
-def has_fp32_output(device: torch.device) -> bool:
-    """Return whether bf16 matrices have a product in fp32, so that U is not rounded for each chunk: on CUDA, torch 2.8."""
-    tiny = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-    try:
-        return bool(torch.mm(tiny, tiny, out_dtype=torch.float32).dtype == torch.float32)
-    except (TypeError, RuntimeError):
-        return False
 
 
 def constant_shift(margin: MarginLike, num_classes: int) -> float | None:
@@ -80,25 +63,6 @@ def constant_shift(margin: MarginLike, num_classes: int) -> float | None:
         return 0.0
     shift = max(0.0, margin.logit_bound + math.log(num_classes) - _LARGEST)
     return shift if margin.lowest_negative - shift > _SMALLEST else None
-
-
-def auto_chunk(device: str, dtype: torch.dtype) -> int:
-    """Return the default number of classes that are processed at once.
-
-    On the CPU products are fastest on large chunks, and the work between them on small chunks, which stay in cache. From 2048
-    to 16384 classes the step time differs by a tenth. On CUDA, where this was not measured, there should be few launches. A
-    chunk's logits and gradient take 128 MiB there at B = D = 512.
-    """
-    return (32768 if device == "cuda" else 8192) * 4 // dtype.itemsize
-
-
-def padded_rows(count: int, dtype: torch.dtype) -> int:
-    """Return the number of rows to which a chunk of `count` classes is padded for the products.
-
-    oneDNN compiles a bf16 product again for each shape, which takes longer than most products. With sampling there would be new
-    shapes in every step.
-    """
-    return -(-count // _GRANULE) * _GRANULE if dtype == torch.bfloat16 else count
 
 
 class TwoPass:
@@ -178,7 +142,7 @@ class TwoPass:
                 running = self._shifts[micro, number] = shift
             self._weigh(batch, of_classes, chunk, shift, sums)
             self._spread(of_classes[0], products, chunk)
-            self._add_product(u_sum, products, centres)
+            add_product(u_sum, products, centres, self.workspace)
         if self.smooths and spreads is None:
             spreads = self._even_slopes(batch, chunks)
         return ShardSums(sums, u_sum, running if running is not None else self.shift or 0.0, *(spreads or ()))
@@ -293,15 +257,6 @@ class TwoPass:
         how = (batch.function, self.margin.link, chunk.weights, shift, self.limit, less)
         kernels.weights(products, inverse_norms, targets, *how, sums, self.workspace)
 
-    def _add_product(self, total: Tensor, weighted: Tensor, centres: Tensor) -> None:
-        """Add weighted.t() times centres to total (B, D), fp32."""
-        if self.dtype == torch.float32:
-            total.addmm_(weighted.t(), centres)
-        elif has_fp32_output(total.device):
-            total += torch.mm(weighted.t(), centres, out_dtype=torch.float32)
-        else:
-            total += torch.mm(weighted.t(), centres, out=self.workspace.buffer("u", tuple(total.shape), self.dtype))
-
     def _add_slopes(self, batch: Batch, operand: Tensor, centres: Tensor, chunk: Chunk, spread: Tensor, slopes: Tensor) -> None:
         """Add a chunk's part to ShardSums.spread and slopes of any negatives."""
         assert batch.function is not None
@@ -310,7 +265,7 @@ class TwoPass:
         how = (inverse_norms, targets, batch.function, chunk.weights, self.limit)
         self.workspace.kernels.slopes(real, *how, spread, self.workspace)
         self._spread(real, products, chunk)
-        self._add_product(slopes, products, centres)
+        add_product(slopes, products, centres, self.workspace)
 
     def _even_slopes(self, batch: Batch, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
         """Return ShardSums.spread and slopes of linear negatives, from the sum of all unit centres."""

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from losses import build_margin
 from losses.margin import Margin
-from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD, softmax
+from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD, products
 from partial_fc.kernels import KERNELS
-from partial_fc.softmax import auto_chunk
+from partial_fc.products import auto_chunk
 
 pytestmark = pytest.mark.numeric
 
@@ -349,7 +349,7 @@ def test_u_is_summed_in_fp32_where_products_can_return_it(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch, "mm", mm)
     for has in (False, True):
-        monkeypatch.setattr(softmax, "has_fp32_output", lambda device, has=has: has)
+        monkeypatch.setattr(products, "has_fp32_output", lambda device, has=has: has)
         config = HeadConfig(optimizer=RowSGD(0.0, 0.0), matmul_dtype=torch.bfloat16, chunk=256, kernels="plain")
         head, sums = PartialFC(_margin("cosface"), 4096, 64, seed=3, config=config), []
 

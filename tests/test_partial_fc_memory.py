@@ -13,7 +13,7 @@ from partial_fc.centre_store import FORMATS
 from partial_fc.kernels import KERNELS
 from partial_fc.memory import HeadMemory, check_fits
 from partial_fc.neighbours import search_bytes
-from partial_fc.softmax import auto_chunk
+from partial_fc.products import auto_chunk
 from utils.distributed import World
 from utils.memory import backbone_memory
 
