@@ -18,11 +18,13 @@ import torch
 from tiny_runs import ROOT, tiny_run, write_dataset
 
 from backbones import build_backbone
+from configs import load_config
 from eval.evaluate import evaluate, load_pair_sets
 from eval.networks import add_network_arguments, load_network
 from losses import list_margins, margin_arguments
 from scripts.benchmark import losses, losses_report, losses_runs
 from scripts.benchmark.losses_settings import SETTINGS, chosen_settings
+from training.sections import NAMED
 from utils.checkpoint.format import list_checkpoints
 from utils.distributed import World
 
@@ -76,7 +78,8 @@ def test_every_loss_has_a_row_at_its_defaults_and_a_row_names_only_arguments_tha
     for name in chosen_settings(None):
         defaults = margin_arguments(SETTINGS[name].loss)
         assert {key: defaults[key] for key in SETTINGS[name].published} == SETTINGS[name].published, name
-    assert sorted(SETTINGS[name].loss for name in chosen_settings(None)) == sorted(list_margins())
+    of_a_loss = [SETTINGS[name].loss for name in chosen_settings(None) if not SETTINGS[name].head]
+    assert sorted(of_a_loss) == sorted(list_margins())
     assert chosen_settings(["all"]) == list(SETTINGS)
     with pytest.raises(ValueError, match=r"--losses must be all, or among .*; got arcface arcfaze"):
         chosen_settings(["arcface", "arcfaze"])
@@ -167,6 +170,13 @@ def test_the_order_is_seeds_then_rates_then_losses(config: Path, tmp_path: Path)
     cases = [(job.setting, job.rate, job.seed) for job in jobs]
     assert cases == [(name, rate, seed) for seed in (5, 6) for rate in (1.0, 0.1) for name in ("arcface", "normface")]
     assert len({job.folder for job in jobs}) == 8 and {job.steps for job in jobs} == {15}  # 2 epochs of 60 images, 8 a step
+
+
+def test_the_row_of_sub_centers_trains_with_three_for_each_class(config: Path, tmp_path: Path):
+    options = losses.parse(["--config", str(config), "--out", str(tmp_path), "--seeds", "5", "--rates", "1"])
+    jobs = losses_runs.list_jobs(options, ["arcface", "sub_center"])
+    heads = [load_config(config, job.overrides, NAMED) for job in jobs]
+    assert [(found.loss.name, found.head.sub_centers) for found in heads] == [("arcface", 1), ("arcface", 3)]
 
 
 def test_an_interrupted_program_lets_its_training_save_and_goes_on_from_there(config: Path, tmp_path: Path):

@@ -58,7 +58,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = make_parser("python -m scripts.benchmark.losses", __doc__)
     count = int_in_range(1)
-    parser.add_argument("--losses", nargs="+", metavar="NAME", help=f"all, or among {', '.join(SETTINGS)}; default: one a loss")
+    names = f"all, or among {', '.join(SETTINGS)}; default: all but variants"
+    parser.add_argument("--losses", nargs="+", metavar="NAME", help=names)
     parser.add_argument("--rates", nargs="+", type=_share, default=[1.0, 0.1], help="values of head.sample_rate")
     parser.add_argument("--seeds", nargs="+", type=int_in_range(0), default=[1, 2, 3], help="values of run.seed")
     parser.add_argument("--config", type=Path, default=Path("configs/demo_cpu.yaml"), help="the training, but for its loss")

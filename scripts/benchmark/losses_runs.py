@@ -86,6 +86,7 @@ def _overrides(options: argparse.Namespace, setting: str, rate: float, seed: int
     given = {
         "loss.name": SETTINGS[setting].loss,
         **{f"loss.{key}": value for key, value in loss_arguments(SETTINGS[setting], epoch_steps).items()},
+        **{f"head.{key}": value for key, value in SETTINGS[setting].head.items()},
         "head.sample_rate": rate,
         "run.seed": seed,
         "eval.at_start": False,

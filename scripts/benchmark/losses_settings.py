@@ -9,6 +9,8 @@ KappaFace refreshes its margins after each epoch, as published.
 if __name__ == "__main__":
     raise SystemExit("error: scripts/benchmark/losses_settings.py is no program; python -m scripts lists them")
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from losses import margin_arguments
@@ -23,6 +25,7 @@ class Setting(NamedTuple):
         loss: `loss.name`.
         published: arguments of the loss; those that are not named have their defaults.
         is_variant: whether another row of the same loss stands for it by default.
+        head: keys of the section `head` that differ from the configuration.
     """
 
     title: str
@@ -30,6 +33,7 @@ class Setting(NamedTuple):
     loss: str
     published: dict[str, Any]
     is_variant: bool = False
+    head: Mapping[str, Any] = MappingProxyType({})
 
 
 SETTINGS: dict[str, Setting] = {
@@ -38,6 +42,9 @@ SETTINGS: dict[str, Setting] = {
     "cosface": Setting("CosFace", "1801.09414", "cosface", {"scale": 64.0, "margin": 0.4}),
     "am_softmax": Setting("AM-Softmax", "1801.05599", "cosface", {"scale": 30.0, "margin": 0.35}, True),
     "arcface": Setting("ArcFace", "1801.07698", "arcface", {"scale": 64.0, "margin": 0.5}),
+    "sub_center": Setting(
+        "Sub-center ArcFace, K = 3", "ECCV 2020", "arcface", {"scale": 64.0, "margin": 0.5}, head={"sub_centers": 3}
+    ),
     "combined": Setting("Combined margin", "1801.07698", "combined", {"scale": 64.0, "m1": 1.0, "m2": 0.3, "m3": 0.2}),
     "sphereface": Setting("SphereFace", "1704.08063", "sphereface", {"margin": 4.0, "annealed": True}),
     "sphereface_r": Setting("SphereFace-R", "2109.05565", "sphereface_r", {"scale": 30.0, "margin": 1.7}),
@@ -85,7 +92,7 @@ SETTINGS: dict[str, Setting] = {
 
 
 def chosen_settings(names: list[str] | None) -> list[str]:
-    """Return the rows that the user named; None = one for each loss, ["all"] = every row.
+    """Return the rows that the user named; None = all but variants, ["all"] = every row.
 
     Raises:
         ValueError: there is no such row.
