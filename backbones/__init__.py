@@ -1,7 +1,7 @@
 """Backbones by name: aligned face images in, raw embeddings out.
 
-Every network takes (b, 3, 112, 112), RGB, (x - 127.5) / 127.5, and returns (b, D) fp32 embeddings. The head and the
-evaluation normalise them.
+Every network takes (b, 3, S, S), RGB, (x - 127.5) / 127.5, with S = 112 unless `image_size` says otherwise, and returns
+(b, D) fp32 embeddings. The head and the evaluation normalise them.
 """
 
 import inspect
@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from utils.image import IMAGE_SIZE
 from utils.suggest import did_you_mean
 
 from .iresnet import IResNet, check_head, scale_channels
@@ -22,7 +23,10 @@ BACKBONES: dict[str, Callable[..., nn.Module]] = {
     "r50": partial(IResNet, (3, 4, 14, 3)),
     "r100": partial(IResNet, (3, 13, 30, 3)),
     "r200": partial(IResNet, (6, 26, 60, 6)),
-    "mbf": MobileFaceNet,
+    "mbf": partial(MobileFaceNet, (1, 4, 6, 2), 2),
+    "mbf_large": partial(MobileFaceNet, (2, 8, 12, 4), 4),
+    # last, because weights are recognised by building one network after the other, and this one takes seconds
+    "r2060": partial(IResNet, (3, 128, 896, 3)),
 }
 
 
@@ -32,11 +36,15 @@ def list_backbones() -> list[str]:
 
 
 def backbone_arguments(name: str) -> dict[str, Any]:
-    """Return the arguments of the network of that name, with their defaults.
+    """Return the arguments of the network of that name, with their defaults; without image_size, which is one of the data.
 
     Raises:
         ValueError: no network has that name.
     """
+    return {key: default for key, default in _arguments(name).items() if key != "image_size"}
+
+
+def _arguments(name: str) -> dict[str, Any]:
     if name not in BACKBONES:
         raise ValueError(f"name must be one of {', '.join(BACKBONES)}, got '{name}'.{did_you_mean(name, BACKBONES)}")
     return {key: parameter.default for key, parameter in inspect.signature(BACKBONES[name]).parameters.items()}
@@ -49,20 +57,30 @@ def check_backbone(name: str, embedding_size: int, width: float, dropout: float,
 
 
 def build_backbone(
-    name: str, embedding_size: int = 512, width: float = 1.0, dropout: float = 0.0, **arguments: Any
+    name: str,
+    embedding_size: int = 512,
+    width: float = 1.0,
+    dropout: float = 0.0,
+    image_size: int = IMAGE_SIZE,
+    **arguments: Any,
 ) -> nn.Module:
-    """Return a freshly initialised network from (b, 3, 112, 112) images to (b, embedding_size) fp32 embeddings.
+    """Return a freshly initialised network from (b, 3, S, S) images to (b, embedding_size) fp32 embeddings.
 
     Args:
         width: factor on the channel counts, each rounded to a multiple of 8, 16 at least; 1 is the published network.
         dropout: probability before the last linear layer, while training.
+        image_size: S, height and width of the images in pixels.
         arguments: further arguments of this network.
 
     Raises:
         ValueError: no network has that name, or an argument is out of its range.
     """
-    taken = backbone_arguments(name)
+    taken = _arguments(name)
     unknown = [key for key in arguments if key not in taken]
     if unknown:
-        raise ValueError(f"{name} has no argument {unknown[0]!r}; it has {', '.join(taken)}")
+        raise ValueError(f"{name} has no argument {unknown[0]!r}; it has {', '.join(backbone_arguments(name))}")
+    if "image_size" in taken:
+        arguments["image_size"] = image_size
+    elif image_size != IMAGE_SIZE:
+        raise ValueError(f"image_size must be {IMAGE_SIZE} for {name}, which takes no other images, got {image_size}")
     return BACKBONES[name](embedding_size=embedding_size, width=width, dropout=dropout, **arguments)

@@ -1,9 +1,10 @@
-"""IResNet: the residual network of ArcFace for 112 x 112 faces.
+"""IResNet: the residual network of ArcFace, made for faces of 112 x 112 pixels.
 
 Source: Deng et al., "ArcFace", CVPR 2019, https://arxiv.org/abs/1801.07698, Section 3.1: the stem keeps the full
 resolution, a block is BN-conv-BN-PReLU-conv-BN, and the output is BN-dropout-FC-BN. Parameter names and initial values
-are those of arcface_torch, so that its published weights load with strict=True.
-Shapes: b = images of this rank, H = W = 112, h = w = feature map side, D = embedding size.
+are those of arcface_torch, so that its published weights load with strict=True. With `se` a block ends in a
+squeeze-and-excitation, as in the networks SE-LResNetE-IR of the paper's first version.
+Shapes: b = images of this rank, H = W = image_size, 112 unless said otherwise, h = w = feature map side, D = embedding size.
 """
 
 import contextlib
@@ -16,10 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-INPUT_SHAPE = (3, 112, 112)
+from utils.image import IMAGE_SIZE
+
 _STAGE_CHANNELS = (64, 128, 256, 512)
 _BLOCK = 1 << 18  # numbers that PReLU's backward pass takes at once, few enough for the cache of a core
-_OUTPUT_SIDE = 7  # 112 halved by each of the four stages
+STRIDE = 16  # pixels of the image per place of the last feature map, which four stages have halved
+_SQUEEZE = 16  # channels of a block per channel of its squeeze, as in Hu et al.
 
 
 def scale_channels(channels: int, width: float) -> int:
@@ -111,12 +114,23 @@ def check_head(embedding_size: int, dropout: float) -> None:
         raise ValueError(f"dropout must be from 0 to 0.99, a probability of dropping, got {dropout}")
 
 
-def check_images(images: Tensor) -> None:
-    """Raise ValueError unless images are (b, 3, 112, 112)."""
-    if images.dim() != 4 or tuple(images.shape[1:]) != INPUT_SHAPE:
+def check_image_size(image_size: int) -> int:
+    """Return the side of the last feature map for images of that many pixels a side.
+
+    Raises:
+        ValueError: it is no multiple of 16 from 48 to 448.
+    """
+    if not 48 <= image_size <= 448 or image_size % STRIDE:
+        raise ValueError(f"image_size must be a multiple of {STRIDE} from 48 to 448 pixels (112 is usual), got {image_size}")
+    return image_size // STRIDE
+
+
+def check_images(images: Tensor, image_size: int) -> None:
+    """Raise ValueError unless images are (b, 3, image_size, image_size)."""
+    if images.dim() != 4 or tuple(images.shape[1:]) != (3, image_size, image_size):
         raise ValueError(
-            f"the backbone takes aligned images of shape (b, 3, 112, 112), got {tuple(images.shape)}: "
-            "align or resize them to 112 x 112 and put the channels first"
+            f"the backbone takes aligned images of shape (b, 3, {image_size}, {image_size}), got {tuple(images.shape)}: "
+            f"align or resize them to {image_size} x {image_size} and put the channels first"
         )
 
 
@@ -128,10 +142,33 @@ def autocast_off(device_type: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-class Block(nn.Module):
-    """BN-conv3x3-BN-PReLU-conv3x3-BN with a skip connection: the identity, or a 1 x 1 convolution if the shape changes."""
+class SqueezeExcitation(nn.Module):
+    """Scales each channel by a gate in (0, 1) that two linear layers compute from the means of all channels.
 
-    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+    Source: Hu et al., "Squeeze-and-Excitation Networks", CVPR 2018, https://arxiv.org/abs/1709.01507, Equations 2 to 4.
+    The layers have no biases, and a sixteenth of the channels between them.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.squeeze = nn.Linear(channels, channels // _SQUEEZE, bias=False)
+        self.excite = nn.Linear(channels // _SQUEEZE, channels, bias=False)
+        for layer in (self.squeeze, self.excite):  # gates near one half, all alike
+            nn.init.xavier_uniform_(layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (b, c, h, w) from the same shape."""
+        gates = torch.sigmoid(self.excite(F.relu(self.squeeze(x.mean((2, 3))))))
+        return x * gates[:, :, None, None]
+
+
+class Block(nn.Module):
+    """BN-conv3x3-BN-PReLU-conv3x3-BN with a skip connection: the identity, or a 1 x 1 convolution if the shape changes.
+
+    With `se`, channels are reweighted before the skip connection is added.
+    """
+
+    def __init__(self, in_channels: int, channels: int, stride: int, se: bool = False) -> None:
         super().__init__()
         self.bn1 = BatchNorm2d(in_channels)
         self.conv1 = nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)
@@ -139,6 +176,7 @@ class Block(nn.Module):
         self.prelu = PReLU(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, stride=stride, padding=1, bias=False)
         self.bn3 = BatchNorm2d(channels)
+        self.se = SqueezeExcitation(channels) if se else None
         self.downsample: nn.Sequential | None = None
         if stride != 1 or in_channels != channels:
             self.downsample = nn.Sequential(
@@ -149,6 +187,8 @@ class Block(nn.Module):
         """Return (b, channels, h / stride, w / stride) from (b, in_channels, h, w)."""
         out = self.prelu(self.bn2(self.conv1(self.bn1(x))))
         out = self.bn3(self.conv2(out))
+        if self.se is not None:
+            out = self.se(out)
         return out + (x if self.downsample is None else self.downsample(x))
 
 
@@ -157,22 +197,33 @@ class IResNet(nn.Module):
     num_blocks: blocks in each of the four stages.
     width: factor on the channels 64, 128, 256, 512.
     dropout: probability at the flattened feature map, while training.
+    se: squeeze-and-excitation in each block.
+    image_size: height and width of the images in pixels, a multiple of 16.
     """
 
-    def __init__(self, num_blocks: Sequence[int], embedding_size: int = 512, width: float = 1.0, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_blocks: Sequence[int],
+        embedding_size: int = 512,
+        width: float = 1.0,
+        dropout: float = 0.0,
+        se: bool = False,
+        image_size: int = IMAGE_SIZE,
+    ) -> None:
         super().__init__()
         check_head(embedding_size, dropout)
+        self.image_size, side = image_size, check_image_size(image_size)
         channels = [scale_channels(c, width) for c in _STAGE_CHANNELS]
         self.conv1 = nn.Conv2d(3, channels[0], 3, padding=1, bias=False)
         self.bn1 = BatchNorm2d(channels[0])
         self.prelu = PReLU(channels[0])
-        self.layer1 = _stage(channels[0], channels[0], num_blocks[0])
-        self.layer2 = _stage(channels[0], channels[1], num_blocks[1])
-        self.layer3 = _stage(channels[1], channels[2], num_blocks[2])
-        self.layer4 = _stage(channels[2], channels[3], num_blocks[3])
+        self.layer1 = _stage(channels[0], channels[0], num_blocks[0], se)
+        self.layer2 = _stage(channels[0], channels[1], num_blocks[1], se)
+        self.layer3 = _stage(channels[1], channels[2], num_blocks[2], se)
+        self.layer4 = _stage(channels[2], channels[3], num_blocks[3], se)
         self.bn2 = BatchNorm2d(channels[3])
         self.dropout = nn.Dropout(dropout)
-        self.fc = nn.Linear(channels[3] * _OUTPUT_SIDE**2, embedding_size)
+        self.fc = nn.Linear(channels[3] * side**2, embedding_size)
         self.features = nn.BatchNorm1d(embedding_size)
         # A trainable scale per dimension is redundant before the normalisation that follows; the bias is trained.
         self.features.weight.requires_grad = False
@@ -181,16 +232,16 @@ class IResNet(nn.Module):
                 nn.init.normal_(module.weight, 0.0, 0.1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the (b, D) raw embeddings of images (b, 3, 112, 112), in fp32 even under autocast."""
-        check_images(images)
-        x = self.prelu(self.bn1(self.conv1(images)))  # (b, 64, 112, 112)
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))  # (b, 512, 7, 7)
-        x = self.dropout(torch.flatten(self.bn2(x), 1))  # (b, 25088)
+        """Return the (b, D) raw embeddings of images (b, 3, H, W), in fp32 even under autocast."""
+        check_images(images, self.image_size)
+        x = self.prelu(self.bn1(self.conv1(images)))  # (b, 64, H, W)
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))  # (b, 512, H / 16, W / 16)
+        x = self.dropout(torch.flatten(self.bn2(x), 1))  # (b, 25088) for images of 112 x 112
         with autocast_off(x.device.type):
             return self.features(self.fc(x.to(self.fc.weight.dtype)))
 
 
-def _stage(in_channels: int, channels: int, num_blocks: int) -> nn.Sequential:
+def _stage(in_channels: int, channels: int, num_blocks: int, se: bool) -> nn.Sequential:
     """Return num_blocks blocks, the first of which halves the resolution."""
-    first = Block(in_channels, channels, stride=2)
-    return nn.Sequential(first, *(Block(channels, channels, stride=1) for _ in range(num_blocks - 1)))
+    first = Block(in_channels, channels, stride=2, se=se)
+    return nn.Sequential(first, *(Block(channels, channels, stride=1, se=se) for _ in range(num_blocks - 1)))

@@ -1,15 +1,19 @@
-"""MobileFaceNet: a face network of two million parameters, in the wide variant that arcface_torch calls mbf.
+"""MobileFaceNet: a face network of two million parameters, in the wide variants that arcface_torch calls mbf and mbf_large.
 
 Source: Chen et al., "MobileFaceNets", CCBR 2018, https://arxiv.org/abs/1804.07573, Table 1: bottlenecks of MobileNetV2
-with PReLU, and a depth-wise 7 x 7 convolution instead of average pooling. The variant doubles the channels between the
-blocks. Parameter names and initial values are those of arcface_torch, so that its published weights load with
-strict=True. The attribute `layers` at every level exists only for that.
+with PReLU, and a depth-wise 7 x 7 convolution instead of average pooling. mbf doubles the channels between the blocks;
+mbf_large doubles them again, and the number of blocks. Parameter names and initial values are those of arcface_torch, so
+that its published weights load with strict=True. The attribute `layers` at every level exists only for that.
 Shapes: b = images of this rank, h = w = feature map side, D = embedding size.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
-from .iresnet import BatchNorm2d, PReLU, autocast_off, check_head, check_images, scale_channels
+from utils.image import IMAGE_SIZE
+
+from .iresnet import BatchNorm2d, PReLU, autocast_off, check_head, check_image_size, check_images, scale_channels
 
 
 class ConvBlock(nn.Module):
@@ -67,53 +71,70 @@ class Stage(nn.Module):
 class EmbeddingLayers(nn.Module):
     """Global depth-wise convolution, linear layer and batch normalisation: feature map to embedding."""
 
-    def __init__(self, channels: int, embedding_size: int, dropout: float) -> None:
+    def __init__(self, channels: int, side: int, embedding_size: int, dropout: float) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            ConvBlock(channels, channels, kernel_size=7, groups=channels, linear=True),
+            ConvBlock(channels, channels, kernel_size=side, groups=channels, linear=True),
             nn.Sequential(nn.Flatten(), nn.Dropout(dropout)),  # one entry, so that the next ones keep their indices
             nn.Linear(channels, embedding_size, bias=False),
             nn.BatchNorm1d(embedding_size),
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (b, D) from (b, channels, 7, 7)."""
+        """Return (b, D) from (b, channels, side, side)."""
         return self.layers(x)
 
 
 class MobileFaceNet(nn.Module):
     """Args:
+    num_blocks: residual bottlenecks before each of the three that halve the resolution, and after the last. A first
+        number of 1 stands for a depth-wise convolution, as in Table 1.
+    scale: channels between the blocks, as a multiple of those in Table 1.
     width: factor on every channel count.
     dropout: probability at the input of the last linear layer, while training.
+    image_size: height and width of the images in pixels, a multiple of 16.
     """
 
-    def __init__(self, embedding_size: int = 512, width: float = 1.0, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_blocks: Sequence[int],
+        scale: int,
+        embedding_size: int = 512,
+        width: float = 1.0,
+        dropout: float = 0.0,
+        image_size: int = IMAGE_SIZE,
+    ) -> None:
         super().__init__()
         check_head(embedding_size, dropout)
+        self.image_size, side = image_size, check_image_size(image_size)
         c64, c128, c256, c512 = (scale_channels(c, width) for c in (64, 128, 256, 512))
-        # Twice c64, not the scaled 128: the second convolution has two channels in each of its c64 groups.
-        stem = 2 * c64
+        # A multiple of c64, not the scaled number: the second convolution of mbf has whole channels in each of its c64 groups.
+        stem, wide = scale * c64, scale_channels(128 * scale, width)
+        if num_blocks[0] == 1:
+            second: nn.Module = ConvBlock(stem, stem, kernel_size=3, padding=1, groups=c64)
+        else:
+            second = Stage(stem, expansion=c128, num_blocks=num_blocks[0])
         self.layers = nn.ModuleList(
             [
-                ConvBlock(3, stem, kernel_size=3, stride=2, padding=1),  # (b, 128, 56, 56)
-                ConvBlock(stem, stem, kernel_size=3, padding=1, groups=c64),
-                Bottleneck(stem, stem, expansion=c128, stride=2),  # (b, 128, 28, 28)
-                Stage(stem, expansion=c128, num_blocks=4),
-                Bottleneck(stem, c256, expansion=c256, stride=2),  # (b, 256, 14, 14)
-                Stage(c256, expansion=c256, num_blocks=6),
-                Bottleneck(c256, c256, expansion=c512, stride=2),  # (b, 256, 7, 7)
-                Stage(c256, expansion=c256, num_blocks=2),
+                ConvBlock(3, stem, kernel_size=3, stride=2, padding=1),  # (b, 64 scale, 56, 56) for images of 112 x 112
+                second,
+                Bottleneck(stem, stem, expansion=c128, stride=2),  # (b, 64 scale, 28, 28)
+                Stage(stem, expansion=c128, num_blocks=num_blocks[1]),
+                Bottleneck(stem, wide, expansion=c256, stride=2),  # (b, 128 scale, 14, 14)
+                Stage(wide, expansion=c256, num_blocks=num_blocks[2]),
+                Bottleneck(wide, wide, expansion=c512, stride=2),  # (b, 128 scale, 7, 7)
+                Stage(wide, expansion=c256, num_blocks=num_blocks[3]),
             ]
         )
-        self.conv_sep = ConvBlock(c256, c512)
-        self.features = EmbeddingLayers(c512, embedding_size, dropout)
+        self.conv_sep = ConvBlock(wide, c512)
+        self.features = EmbeddingLayers(c512, side, embedding_size, dropout)
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the (b, D) raw embeddings of images (b, 3, 112, 112), in fp32 even under autocast."""
-        check_images(images)
+        """Return the (b, D) raw embeddings of images (b, 3, H, W), in fp32 even under autocast."""
+        check_images(images, self.image_size)
         x = images
         for layer in self.layers:
             x = layer(x)

@@ -58,7 +58,7 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
     choice.add_argument("--untrained", action="store_true", help="the run's network before any training, for comparison")
-    parser.add_argument("--backbone", metavar="NAME", help="for a weights file: r18, r34, r50, r100, r200 or mbf")
+    parser.add_argument("--backbone", metavar="NAME", help="for a weights file: its network, such as r50 or mbf")
     parser.add_argument(
         "--trust-code",
         action="store_true",

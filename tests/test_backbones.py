@@ -1,10 +1,11 @@
 """Backbones: names, shapes and outputs of arcface_torch, initial values, precision, and the errors of a user.
 
-fixtures/backbones: state_dict_shapes.json lists the entries of arcface_torch's r18 and mbf in their order;
-embeddings.json is what those two networks give (float64, first 8 of 512 numbers, two images) for the weights of
+fixtures/backbones: state_dict_shapes.json lists the entries of arcface_torch's r18, mbf and mbf_large in their order;
+embeddings.json is what those networks give (float64, first 8 of 512 numbers, two images) for the weights of
 `_set_by_formula` and images of `_noise`.
 """
 
+import functools
 import json
 from pathlib import Path
 
@@ -25,10 +26,13 @@ NUM_BLOCKS = {
     "r50": (3, 4, 14, 3),
     "r100": (3, 13, 30, 3),
     "r200": (6, 26, 60, 6),
+    "r2060": (3, 128, 896, 3),
 }
+COMPUTED = [name for name in list_backbones() if name != "r2060"]  # a thousand blocks: only its structure is tested
 BATCH_NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
+@functools.cache
 def _on_meta(name: str, width: float = 1.0) -> nn.Module:
     with torch.device("meta"):
         return build_backbone(name, width=width)
@@ -85,7 +89,9 @@ def test_iresnet_state_dict_follows_the_rule_of_its_depth(name: str) -> None:
         ("r50", 475, 43.59),
         ("r100", 925, 65.16),
         ("r200", 1807, 118.83),
+        ("r2060", 18583, 1122.3),
         ("mbf", 333, 2.06),
+        ("mbf_large", 606, 6.31),
     ],
 )
 def test_number_of_keys_and_parameters_is_the_published_one(name: str, num_keys: int, million_parameters: float) -> None:
@@ -124,7 +130,7 @@ def test_only_the_scale_of_the_output_normalisation_is_frozen() -> None:
     assert all(parameter.requires_grad for parameter in _on_meta("mbf").parameters())
 
 
-@pytest.mark.parametrize("name", list_backbones())
+@pytest.mark.parametrize("name", COMPUTED)
 def test_every_backbone_gives_embeddings_and_finite_gradients(name: str) -> None:
     torch.manual_seed(0)
     model = build_backbone(name, embedding_size=24, width=0.125)
@@ -172,14 +178,15 @@ def test_embeddings_equal_those_of_arcface_torch_for_the_same_weights(name: str)
 
 
 @pytest.mark.numeric
-def test_iresnet_forward_equals_its_equations_written_with_functions() -> None:
+@pytest.mark.parametrize(("se", "size"), [(False, 112), (True, 64)])
+def test_iresnet_forward_equals_its_equations_written_with_functions(se: bool, size: int) -> None:
     torch.manual_seed(0)
-    model = build_backbone("r18", embedding_size=16, width=0.125).double().eval()
+    model = build_backbone("r18", embedding_size=16, width=0.125, image_size=size, se=se).double().eval()
     for value in model.state_dict().values():
         if value.is_floating_point():
             value.uniform_(0.05, 0.35)
     w = model.state_dict()
-    images = torch.randn(2, 3, 112, 112, dtype=torch.float64)
+    images = torch.randn(2, 3, size, size, dtype=torch.float64)
 
     def norm(x: Tensor, name: str) -> Tensor:
         mean, var, scale, bias = (
@@ -196,11 +203,29 @@ def test_iresnet_forward_equals_its_equations_written_with_functions() -> None:
         out = conv(norm(x, f"{block}.bn1"), w[f"{block}.conv1.weight"], padding=1)
         out = prelu(norm(out, f"{block}.bn2"), f"{block}.prelu")
         out = norm(conv(out, w[f"{block}.conv2.weight"], stride=stride, padding=1), f"{block}.bn3")
+        if se:  # Equations 2 to 4 of Hu et al.
+            z = out.flatten(2).sum(2) / (out.shape[2] * out.shape[3])
+            z = (z @ w[f"{block}.se.squeeze.weight"].t()).clamp(min=0) @ w[f"{block}.se.excite.weight"].t()
+            out = out / (1 + (-z).exp())[:, :, None, None]
         if stride == 2:
             x = norm(conv(x, w[f"{block}.downsample.0.weight"], stride=2), f"{block}.downsample.1")
         x = x + out
     expected = norm(norm(x, "bn2").flatten(1) @ w["fc.weight"].t() + w["fc.bias"], "features")
     torch.testing.assert_close(model(images), expected)
+
+
+def test_squeeze_and_excitation_adds_its_two_matrices_to_each_block_and_nothing_else() -> None:
+    with torch.device("meta"):
+        plain, gated = (_shapes(build_backbone("r50", se=se)) for se in (False, True))
+    added = {name: shape for name, shape in gated.items() if name not in plain}
+    assert {name: gated[name] for name in plain} == plain
+    stages = enumerate(zip((64, 128, 256, 512), (3, 4, 14, 3), strict=True), 1)
+    expected = {}
+    for stage, (channels, depth) in stages:
+        for block in range(depth):
+            expected[f"layer{stage}.{block}.se.squeeze.weight"] = [channels // 16, channels]
+            expected[f"layer{stage}.{block}.se.excite.weight"] = [channels, channels // 16]
+    assert added == expected
 
 
 @pytest.mark.parametrize("name", ["r18", "mbf"])
@@ -251,7 +276,7 @@ def test_width_rounds_channels_to_multiples_of_eight(width: float, expected: int
     assert scale_channels(64, width) == expected
 
 
-@pytest.mark.parametrize("name", list_backbones())
+@pytest.mark.parametrize("name", COMPUTED)
 @pytest.mark.parametrize("width", [0.05, 0.3, 1.3])
 def test_any_width_builds_and_keeps_the_names(name: str, width: float) -> None:
     assert list(_on_meta(name, width).state_dict()) == list(_on_meta(name).state_dict())
@@ -264,7 +289,7 @@ def test_width_that_is_no_positive_number_is_refused(width: float) -> None:
 
 
 def test_unknown_name_is_refused_with_the_nearest_and_the_list() -> None:
-    with pytest.raises(ValueError, match=r"name must be one of r18, .*mbf, got 'r1000'. Did you mean r100\?"):
+    with pytest.raises(ValueError, match=r"name must be one of r18, .*mbf, .* got 'r1000'. Did you mean r100\?"):
         build_backbone("r1000")
     with pytest.raises(ValueError, match=r"got 'vit_b'\.$"):  # nothing here is near: no suggestion
         build_backbone("vit_b")
@@ -288,6 +313,25 @@ def test_forward_on_the_meta_device_gives_the_shape_without_computing() -> None:
     model = _on_meta("r100")
     assert isinstance(model, IResNet)
     assert model(torch.empty(2, 3, 112, 112, device="meta")).shape == (2, 512)
+
+
+@pytest.mark.parametrize(("name", "size"), [("r18", 48), ("r18", 448), ("mbf", 160), ("mbf_large", 80)])
+def test_another_size_of_images_changes_only_what_depends_on_the_last_feature_map(name: str, size: int) -> None:
+    with torch.device("meta"):
+        model = build_backbone(name, embedding_size=24, image_size=size)
+    assert model(torch.empty(2, 3, size, size, device="meta")).shape == (2, 24)
+    with pytest.raises(ValueError, match=rf"\(b, 3, {size}, {size}\), got \(2, 3, 112, 112\): align or resize them to {size}"):
+        model(torch.empty(2, 3, 112, 112, device="meta"))
+    with torch.device("meta"):
+        usual = _shapes(build_backbone(name, embedding_size=24))
+    changed = {key for key, shape in _shapes(model).items() if shape != usual[key]}
+    assert changed == ({"fc.weight"} if name.startswith("r") else {"features.layers.0.layers.0.weight"})
+
+
+@pytest.mark.parametrize("size", [0, 32, 100, 464])
+def test_impossible_size_of_images_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"image_size must be a multiple of 16 from 48 to 448 .* got {size}$"):
+        build_backbone("mbf", image_size=size)
 
 
 @pytest.mark.numeric

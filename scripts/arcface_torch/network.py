@@ -59,7 +59,7 @@ def recognise(state: dict[str, Tensor], path: Path) -> RecognisedBackbone:
         return RecognisedBackbone(name, embedding_size, width, model)
     raise ValueError(
         f"{path}: its {len(state)} entries match none of {', '.join(list_backbones())}; "
-        "other networks (vit_*, r2060, mbf_large, ...) have no counterpart here"
+        "other networks (vit_*, ...) have no counterpart here"
     )
 
 
