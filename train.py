@@ -62,7 +62,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         if start_step >= total_steps:
             log.info("training is complete already; nothing to do. Raise train.epochs, or choose another run.name")
             return
-        settings = (config.eval.batch_size, model.autocast, config.data.threads)
+        settings = (config.eval.batch_size, model.autocast, config.data.threads, config.data.image_size)
         of_run = (config.eval.metric, log, config.run.name, total_steps, setup.folder)
         evaluator = Evaluator(model.backbone, setup.pair_sets, world, settings, *of_run)
         if config.eval.at_start and start_step == 0:

@@ -42,6 +42,7 @@ CHOICES = {
 RANGES: dict[str, tuple[float, float]] = {
     "run.seed": (0, 2**62),
     "run.threads": (0, 4096),
+    "data.image_size": (48, 448),
     "data.num_classes": (0, 2**40),
     "data.num_images": (0, 2**40),
     "data.block": (1, 2**40),
@@ -158,6 +159,9 @@ def _check_across(tree: dict[str, Any]) -> None:
             "head.sampling must be uniform where a class has several centres, got neighbours with head.sub_centers="
             f"{tree['head']['sub_centers']}; the graph of neighbours knows one for each class. Set one of them back"
         )
+    if data["image_size"] % 16:
+        near = 16 * round(data["image_size"] / 16)
+        raise ValueError(f"data.image_size must be a multiple of 16, got {data['image_size']}; the nearest is {near}")
     if data["source"] == "synthetic":
         for key in ("num_classes", "num_images"):
             if data[key] < 1:

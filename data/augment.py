@@ -8,7 +8,7 @@ Sources: AdaFace trains with random crop (a rectangle stays in place, the rest t
 change, each on a fifth of the images (Kim, Jain and Liu, CVPR 2022). Cutout is by DeVries and Taylor (2017). Brightness,
 contrast and saturation are blends as in torchvision's ColorJitter: with black, with the mean gray value of the picture, and
 with the gray picture. Unlike in torchvision, nothing is clipped or rounded in between, so their order does not matter.
-Shapes: b, n = images, H = W = 112.
+Shapes: b, n = images, H = W = data.image_size.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,6 +1,6 @@
 """The interface of all datasets.
 
-Shapes: H = W = 112.
+Shapes: H = W = data.image_size, 112 unless said otherwise.
 """
 
 from abc import ABC, abstractmethod
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from utils.distributed.agreement import digest
-from utils.image import IMAGE_SIZE, decode_rgb_into
+from utils.image import IMAGE_SIZE, decode_rgb_into, resize_square
 
 
 class FaceDataset(ABC):
@@ -75,14 +75,18 @@ class FaceDataset(ABC):
         """Return the new warnings for the user since the last call."""
         return []
 
-    def pixels_and_label(self, index: int) -> tuple[np.ndarray, int]:
-        """Return the pixels of a sample, (H, W, 3) uint8, RGB, and the class that `decode_into` returns."""
-        out = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
+    def pixels_and_label(self, index: int, size: int = IMAGE_SIZE) -> tuple[np.ndarray, int]:
+        """Return the pixels of a sample, (size, size, 3) uint8, RGB, and the class that `decode_into` returns."""
+        out = np.empty((size, size, 3), np.uint8)
         label = self.decode_into(index, out)
         return out, label
 
     def decode_into(self, index: int, out: np.ndarray) -> int:
-        """Write the pixels of a sample into `out` (H, W, 3) uint8, RGB, and return its class."""
+        """Write the pixels of a sample into `out` (H, W, 3) uint8, RGB, and return its class.
+
+        Square images of another size are resized, except to 112 x 112: where that is asked for, all sets have it, and an
+        image of another size is most likely a photograph that was not aligned.
+        """
         image, label = self.sample(index)
         if isinstance(image, np.ndarray):
             pixels = image
@@ -93,6 +97,8 @@ class FaceDataset(ABC):
                 raise ValueError(f"{self.key(index)}: {error}. Remove it from the dataset, or replace it") from None
             if pixels is out:
                 return label
+        if pixels.shape != out.shape and len(out) != IMAGE_SIZE and pixels.shape == (len(pixels), len(pixels), 3):
+            pixels = resize_square(pixels, len(out))
         if pixels.shape != out.shape:
             height, width = pixels.shape[:2]
             raise ValueError(

@@ -1,6 +1,6 @@
 """The datasets that data.source can name, and build_dataset, which opens the dataset of a config.
 
-Shapes: N = images, H = W = 112.
+Shapes: N = images, H = W = data.image_size, 112 unless said otherwise.
 """
 
 import os
@@ -29,7 +29,7 @@ _NAMED = 5  # folders or endings listed in a message
 
 
 class FolderDataset(FaceDataset):
-    """Image files of 112 x 112 pixels, one sub-folder per class; classes are numbered in alphabetical order."""
+    """Image files, one sub-folder per class; classes are numbered in alphabetical order."""
 
     def __init__(self, folder: str) -> None:
         self.root = Path(folder)
@@ -109,12 +109,12 @@ class SyntheticDataset(FaceDataset):
     Generating one costs less than decoding a JPEG and needs no storage. Labels repeat in turn, so classes have equal shares.
     """
 
-    def __init__(self, num_classes: int, num_images: int, seed: int) -> None:
+    def __init__(self, num_classes: int, num_images: int, seed: int, image_size: int = IMAGE_SIZE) -> None:
         if not 1 <= num_classes <= num_images:
             raise ValueError(
                 f"synthetic data need at least one class, and an image for each, got {num_classes} classes, {num_images} images"
             )
-        self.num_classes, self.num_images, self.seed = num_classes, num_images, seed
+        self.num_classes, self.num_images, self.seed, self.image_size = num_classes, num_images, seed, image_size
         rng = np.random.default_rng(seed)
         self._colours = rng.integers(0, 128, 1 << 16, dtype=np.uint8)
         self._noise = rng.integers(0, 128, 1 << 20, dtype=np.uint8)
@@ -139,10 +139,10 @@ class SyntheticDataset(FaceDataset):
 
     def sample(self, index: int) -> tuple[np.ndarray, int]:
         label = self.label(index)
-        tile = IMAGE_SIZE // 8
+        side, tile = self.image_size, self.image_size // 8
         colours = self._draw(self._colours, 2 * label, 8 * 8 * 3).reshape(8, 1, 8, 1, 3)
-        noise = self._draw(self._noise, 2 * index + 1, IMAGE_SIZE * IMAGE_SIZE * 3).reshape(8, tile, 8, tile, 3)
-        return (colours + noise).reshape(IMAGE_SIZE, IMAGE_SIZE, 3), label
+        noise = self._draw(self._noise, 2 * index + 1, side * side * 3).reshape(8, tile, 8, tile, 3)
+        return (colours + noise).reshape(side, side, 3), label
 
     def _draw(self, bank: np.ndarray, number: int, size: int) -> np.ndarray:
         """Return `size` bytes for a number: the XOR of two parts of the bank."""
@@ -164,8 +164,9 @@ def build_dataset(data: Mapping[str, Any], seed: int, cache: str | None) -> Face
     """Return the dataset that the section `data` of a config describes.
 
     Args:
-        data: source, path, num_classes, num_images, sources, labels, on_bad_record and max_bad_fraction, as checked by
-            configs/rules.py. If num_classes or num_images is not 0, the data must agree with it; `synthetic` generates as many.
+        data: source, path, image_size, num_classes, num_images, sources, labels, on_bad_record and max_bad_fraction, as
+            checked by configs/rules.py. If num_classes or num_images is not 0, the data must agree with it; `synthetic`
+            generates as many.
         cache: folder for the indices of large sets; None = no cache.
     """
     dataset: FaceDataset
@@ -180,7 +181,7 @@ def build_dataset(data: Mapping[str, Any], seed: int, cache: str | None) -> Face
             dataset = MixedDataset([Source(*triple) for triple in zip(parts, repeats, maps, strict=True)], seed)
     elif data["source"] == "synthetic":
         with prefix_errors("data.num_classes, data.num_images"):
-            dataset = SyntheticDataset(data["num_classes"], data["num_images"], seed)
+            dataset = SyntheticDataset(data["num_classes"], data["num_images"], seed, data["image_size"])
     else:
         dataset = _open_source(data["source"], data["path"], "data.path", cache)
     for name, found in [("num_classes", dataset.num_classes), ("num_images", dataset.num_images)]:

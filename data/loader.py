@@ -2,7 +2,7 @@
 
 OpenCV releases the GIL while it decodes, so threads scale like worker processes, but without copies between processes, without
 fork, and without growing memory. An error in a thread is raised in the training loop when it requests that batch.
-Shapes: n = images of this rank in one optimizer step, H = W = 112.
+Shapes: n = images of this rank in one optimizer step, H = W = image_size.
 """
 
 import functools
@@ -42,8 +42,8 @@ class LoadedBatch(NamedTuple):
 class _Buffer:
     """Memory for one batch, pinned for CUDA; the event `copied` is set once the device has read it."""
 
-    def __init__(self, size: int, pinned: bool) -> None:
-        shape = (size, IMAGE_SIZE, IMAGE_SIZE, 3)
+    def __init__(self, size: int, image_size: int, pinned: bool) -> None:
+        shape = (size, image_size, image_size, 3)
         if pinned:
             self.images = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         else:  # an image spans ten small pages; huge pages save the TLB misses, 4 % of the decoding time
@@ -74,6 +74,7 @@ class Loader:
         read_ahead: what storage should fetch when a step is prepared, see SampleOrder.read_ahead.
         augment: changes the decoded pixels; None = none.
         held: batches that the consumer uses at a time; a batch is valid until so many further ones have been asked for.
+        image_size: height and width of the images in pixels.
     """
 
     def __init__(
@@ -88,10 +89,12 @@ class Loader:
         read_ahead: Callable[[int], np.ndarray] | None = None,
         augment: Augment | None = None,
         held: int = 1,
+        image_size: int = IMAGE_SIZE,
     ) -> None:
         self.dataset, self.samples_of_step, self.read_ahead = dataset, samples_of_step, read_ahead
         self.first_step, self.last_step = first_step, last_step
         self.threads, self.prefetch, self.device, self.augment, self.held = threads, prefetch, device, augment, held
+        self.image_size = image_size
         self.waited = 0.0  # seconds in which the consumer waited for a batch, the first one aside
 
     def __iter__(self) -> Generator[LoadedBatch, None, None]:
@@ -115,7 +118,7 @@ class Loader:
             if self.read_ahead is not None and len(indices := self.read_ahead(step)):
                 ahead.append(reader.submit(self.dataset.read_ahead, indices))
             samples = self.samples_of_step(step)
-            buffer = free.popleft() if free else _Buffer(len(samples.indices), self.device.type == "cuda")
+            buffer = free.popleft() if free else self._new_buffer(len(samples.indices))
             for index in samples.indices.tolist():  # storage begins to fetch the whole batch before the first record is decoded
                 self.dataset.prefetch(index)
             parts = np.array_split(np.arange(len(samples.indices)), self.threads)
@@ -144,6 +147,9 @@ class Loader:
         finally:
             for executor in (pool, reader):
                 executor.shutdown(wait=True, cancel_futures=True)
+
+    def _new_buffer(self, count: int) -> _Buffer:
+        return _Buffer(count, self.image_size, self.device.type == "cuda")
 
     def _decode(self, samples: Samples, buffer: _Buffer, rows: np.ndarray) -> None:
         if buffer.copied is not None:

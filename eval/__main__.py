@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
         lambda network: _load_sets(options, network),
         lambda pair_sets: {f"hash of {pair_set.name}": pair_set.digest() for pair_set in pair_sets},
     )
-    results, settings = {}, (options.batch_size, AUTOCAST[options.precision], options.threads)
+    results, settings = {}, (options.batch_size, AUTOCAST[options.precision], options.threads, network.image_size)
     for target, result in evaluate(network.model, pair_sets, world, *settings):
         results[target] = result
         if world.rank == 0 and len(pair_sets) > 1:
@@ -99,6 +99,7 @@ def _facts(options: argparse.Namespace, network: Network, world: World, pair_set
     counts = [(len(pairs.same), int(pairs.same.sum()), len(pairs.images)) for pairs in pair_sets]
     return [
         ("network", f"{network.name}{f': {kind}, width {width:g}, {size} numbers per face' if kind else ''}"),
+        ("images", f"{network.image_size} x {network.image_size} pixels"),
         *([("checkpoint", network.state)] if network.state else []),
         *(
             (f"set {pairs.name}", f"{pairs.path}: {total:,} pairs, {genuine:,} genuine, of {images:,} images")

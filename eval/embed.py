@@ -1,6 +1,6 @@
 """Embeds a set's images on all ranks. Each rank processes its share in large batches and decodes while it computes.
 
-Shapes: N = images of the set, n = images of one rank, D = embedding size, H = W = 112.
+Shapes: N = images of the set, n = images of one rank, D = embedding size, H = W = image_size.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.distributed import World, all_gather_rows, raise_on_all_ranks
-from utils.image import normalise
+from utils.image import IMAGE_SIZE, normalise
 
 _CPU_VIEWS = 16  # views per forward pass on a CPU: their activations stay in the cache, twice as fast as 512
 
@@ -25,6 +25,7 @@ def embed_images(
     batch_size: int = 256,
     autocast: torch.dtype | None = None,
     threads: int = 2,
+    image_size: int = IMAGE_SIZE,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the raw embeddings of all images and of their mirror images, two (N, D) float32 arrays, on every rank.
 
@@ -34,11 +35,12 @@ def embed_images(
         batch_size: images per forward pass and rank.
         autocast: dtype of the forward pass, None = float32.
         threads: decoder threads per rank.
+        image_size: H = W, which a rank without an image needs to know.
 
     Raises:
         ValueError: on every rank, if an image cannot be decoded on any.
     """
-    both = _embed(model, decode, num_images, world, batch_size, autocast, threads, lambda views: views)
+    both = _embed(model, decode, num_images, world, batch_size, autocast, threads, image_size, lambda views: views)
     return both[:, 0], both[:, 1]
 
 
@@ -51,6 +53,7 @@ def embed_sums(
     autocast: torch.dtype | None = None,
     threads: int = 2,
     progress: Callable[[int], object] = lambda count: None,
+    image_size: int = IMAGE_SIZE,
 ) -> np.ndarray:
     """Return plain + mirrored raw embeddings, (N, D) float32, on every rank: half the memory of `embed_images`.
 
@@ -58,9 +61,8 @@ def embed_sums(
         progress: called with the number of images that this rank has embedded since the last call.
         (the other arguments are those of `embed_images`)
     """
-    return _embed(
-        model, decode, num_images, world, batch_size, autocast, threads, lambda views: views.sum(1, keepdim=True), progress
-    )[:, 0]
+    settings = (batch_size, autocast, threads, image_size)
+    return _embed(model, decode, num_images, world, *settings, lambda views: views.sum(1, keepdim=True), progress)[:, 0]
 
 
 def class_means(
@@ -73,6 +75,7 @@ def class_means(
     batch_size: int = 256,
     autocast: torch.dtype | None = None,
     threads: int = 2,
+    image_size: int = IMAGE_SIZE,
 ) -> tuple[Tensor, np.ndarray]:
     """Return the mean direction of the images of some classes, (n, D) unit rows, and which classes have an image, (n,) bool.
 
@@ -84,8 +87,9 @@ def class_means(
         labels: (N,) the class of each sample.
         classes: (n,) distinct.
         per_class: the largest number of images per class; the first ones are used.
+        image_size: H = W.
     """
-    sums = torch.zeros(len(classes), _embedding_size(model, device))
+    sums = torch.zeros(len(classes), _embedding_size(model, image_size, device))
     order = np.argsort(classes)
     samples = np.flatnonzero(np.isin(labels, classes))
     samples = samples[np.argsort(labels[samples], kind="stable")]
@@ -123,6 +127,7 @@ def _embed(
     batch_size: int,
     autocast: torch.dtype | None,
     threads: int,
+    image_size: int,
     reduce: Callable[[Tensor], Tensor],
     progress: Callable[[int], object] = lambda count: None,
 ) -> np.ndarray:
@@ -137,7 +142,7 @@ def _embed(
             blocks.append(reduce(torch.stack(embeddings.chunk(2), dim=1)[: len(images)]))
             progress(len(images))
     if not blocks:  # more ranks than images
-        blocks = [reduce(torch.zeros(0, 2, _embedding_size(model, world.device), device=world.device))]
+        blocks = [reduce(torch.zeros(0, 2, _embedding_size(model, image_size, world.device), device=world.device))]
     return all_gather_rows(torch.cat(blocks), counts, world).cpu().numpy()
 
 
@@ -190,6 +195,6 @@ def _batches(decode: Callable[[int], np.ndarray], numbers: range, batch_size: in
             yield np.stack([future.result() for future in current])
 
 
-def _embedding_size(model: nn.Module, device: torch.device) -> int:
+def _embedding_size(model: nn.Module, image_size: int, device: torch.device) -> int:
     with inference_mode(model):
-        return int(model(torch.zeros(1, 3, 112, 112, device=device)).shape[1])
+        return int(model(torch.zeros(1, 3, image_size, image_size, device=device)).shape[1])

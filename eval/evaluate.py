@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from utils.distributed import World
+from utils.image import IMAGE_SIZE
 
 from .embed import embed_images
 from .pair_sets.bin_file import PairSet
@@ -133,16 +135,23 @@ def verify_views(pair_set: PairSet, plain: np.ndarray, mirrored: np.ndarray) -> 
 
 
 def evaluate(
-    model: nn.Module, sets: Iterable[PairSet], world: World, batch_size: int, autocast: torch.dtype | None, threads: int
+    model: nn.Module,
+    sets: Iterable[PairSet],
+    world: World,
+    batch_size: int,
+    autocast: torch.dtype | None,
+    threads: int,
+    image_size: int = IMAGE_SIZE,
 ) -> Iterator[tuple[str, VerificationResult]]:
-    """Yield (name, result) of each set, the same on every rank.
+    """Yield (name, result) of each set, the same on every rank. Images are resized to image_size x image_size.
 
     Raises:
         ValueError: on every rank, naming the set.
     """
     for pair_set in sets:
         try:
-            plain, mirrored = embed_images(model, pair_set.decode, len(pair_set.images), world, batch_size, autocast, threads)
+            decode, settings = functools.partial(pair_set.decode, size=image_size), (batch_size, autocast, threads, image_size)
+            plain, mirrored = embed_images(model, decode, len(pair_set.images), world, *settings)
             yield pair_set.name, verify_views(pair_set, plain, mirrored)
         except ValueError as error:
             raise type(error)(f"evaluation of {pair_set.name}: {error}") from None

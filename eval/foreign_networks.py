@@ -64,6 +64,7 @@ class ForeignNetwork(nn.Module):
     def __init__(self, model: nn.Module, path: Path) -> None:
         super().__init__()
         self.model, self.path = model, path
+        self.image_size = model.image_size if isinstance(model, OnnxNetwork) else None  # None = the file does not say
 
     @property
     def hash(self) -> str:
@@ -71,7 +72,7 @@ class ForeignNetwork(nn.Module):
         return file_hash(self.path)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return (b, D) fp32 embeddings of (b, 3, 112, 112) images."""
+        """Return (b, D) fp32 embeddings of (b, 3, S, S) images."""
         try:
             output = self.model(images)
         except Exception as error:  # of any kind: it is not our code. TorchScript's last line has the reason
@@ -105,9 +106,13 @@ class OnnxNetwork(nn.Module):
         except Exception as error:  # onnxruntime has its own exceptions for damage, all of them derived from this
             raise ValueError(f"{path}: onnxruntime cannot read it: {_first_line(error)}") from None
         entry = self.session.get_inputs()[0]
-        if len(entry.shape) != 4 or list(entry.shape[1:]) not in ([3, 112, 112], [3, None, None]):
-            raise ValueError(f"{path}: its input must be (batch, 3, 112, 112), it is {tuple(entry.shape)}")
-        self.entry = entry.name
+        channels, *sides = entry.shape[1:] if len(entry.shape) == 4 else (0, 0, 0)
+        given = [side if isinstance(side, int) else None for side in sides]  # an axis of any size has a name, or none
+        if channels != 3 or given[0] != given[1] or not 16 <= (given[0] or 16) <= 1024:
+            raise ValueError(
+                f"{path}: its input must be (batch, 3, S, S) with S from 16 to 1024, 112 is usual, it is {tuple(entry.shape)}"
+            )
+        self.entry, self.image_size = entry.name, given[0]
         self.batch = entry.shape[0] if isinstance(entry.shape[0], int) else 0
 
     def forward(self, images: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class Evaluator:
     """Scores a backbone on all sets during training.
 
     Args:
-        settings: batch size per rank, autocast dtype, decoder threads.
+        settings: batch size per rank, autocast dtype, decoder threads, height and width of the images in pixels.
         metric: as for `selection_score`.
         name: of the run, for the title of the figures.
         last_step: the step after which results.json, results.md and verification.png are written to `folder`.
@@ -42,7 +42,7 @@ class Evaluator:
         backbone: nn.Module,
         sets: Sequence[PairSet],
         world: World,
-        settings: tuple[int, torch.dtype | None, int],
+        settings: tuple[int, torch.dtype | None, int, int],
         metric: str,
         log: RunLog,
         name: str,

@@ -1,7 +1,7 @@
 """Loads the network for an evaluation: a run, a checkpoint, a weights file, ONNX, a torch.export program or TorchScript.
 
-All get the input of this project: (b, 3, 112, 112) RGB, (x - 127.5) / 127.5. --colour bgr, --input-mean and --input-std convert
-it for networks that were trained on other inputs.
+All get the input of this project: (b, 3, S, S) RGB, (x - 127.5) / 127.5. --colour bgr, --input-mean and --input-std convert it
+for networks that were trained on other inputs. S is 112, that of the run's configuration or the ONNX graph, or --image-size.
 
 Weights and ONNX graphs are data: reading them executes nothing. TorchScript and .pt2 files are programs; they are opened only
 with --trust-code (eval/foreign_networks.py).
@@ -22,8 +22,10 @@ from utils.checkpoint.reading import read_backbone
 from utils.checkpoint.retention import best_checkpoint
 from utils.checkpoint.tensor_file import read_tensors
 from utils.checkpoint.weights import load_weights
+from utils.cli import int_in_range
 from utils.distributed import World, raise_on_all_ranks
 from utils.distributed.agreement import digest_tensors, require_equal, require_same_program
+from utils.image import IMAGE_SIZE
 from utils.precision import AUTOCAST
 from utils.randomness import derive
 from utils.text import one_line, prefix_errors
@@ -32,7 +34,7 @@ from .foreign_networks import ForeignNetwork, open_foreign
 
 Read = TypeVar("Read")  # what a program evaluates a network on
 BuildBackbone = Callable[..., nn.Module]
-_HINT = "check --backbone, --embedding-size, --width"
+_HINT = "check --backbone, --embedding-size, --width, --image-size"
 _COMMON_KEYS = ("name", "embedding_size", "width", "dropout", "freeze", "freeze_norm")  # others are of one backbone alone
 
 
@@ -43,6 +45,7 @@ class Network(NamedTuple):
     name: str  # path of the checkpoint or file
     config: dict[str, Any]  # of its run, or {}
     state: str = ""  # of a run's network: step and score of its checkpoint
+    image_size: int = IMAGE_SIZE  # height and width of the images that it takes, in pixels
 
     @property
     def title(self) -> str:
@@ -67,6 +70,12 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--embedding-size", type=int, default=512, metavar="D", help="for a weights file (default 512)")
     parser.add_argument("--width", type=float, default=1.0, help="for a weights file: factor on the channels (default 1)")
+    parser.add_argument(
+        "--image-size",
+        type=int_in_range(16, 1024),
+        metavar="S",
+        help=f"height and width of the images, for a file that does not say (default {IMAGE_SIZE})",
+    )
     parser.add_argument(
         "--colour", choices=("rgb", "bgr"), default="rgb", help="channel order in which the network was trained"
     )
@@ -159,14 +168,21 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
                 raise ValueError(
                     f"--trust-code is for a program, but --backbone reads {path} as weights. Leave one of them out"
                 )
-            with prefix_errors("--backbone, --embedding-size, --width"):
-                model = build_backbone(options.backbone, options.embedding_size, options.width)
-            return Network(load_weights(model, read_tensors(path), str(path), _HINT), str(path), {})
-        return Network(open_foreign(path, options.threads, options.trust_code), str(path), {})
+            size = options.image_size or IMAGE_SIZE
+            with prefix_errors("--backbone, --embedding-size, --width, --image-size"):
+                model = build_backbone(options.backbone, options.embedding_size, options.width, image_size=size)
+            return Network(load_weights(model, read_tensors(path), str(path), _HINT), str(path), {}, image_size=size)
+        foreign = open_foreign(path, options.threads, options.trust_code)
+        size = foreign.image_size or options.image_size or IMAGE_SIZE
+        if options.image_size not in (None, size):
+            raise ValueError(f"--image-size must be {size}, the input of {path}, got {options.image_size}; or leave it out")
+        return Network(foreign, str(path), {}, image_size=size)
     if not path.exists():
         raise ValueError(f"no run folder, checkpoint or weights file at {path}")
     if options.backbone:
         raise ValueError(f"--backbone is for a weights file; {path} is a folder, whose configuration names its backbone")
+    if options.image_size:
+        raise ValueError(f"--image-size is for a file; {path} is a folder, whose configuration has the size of the images")
     if options.trust_code:
         raise ValueError(f"--trust-code is for a TorchScript or .pt2 file; {path} is a folder, which holds no program")
     checkpoint = _find_best(path) if options.best else find_checkpoint(path)
@@ -181,14 +197,17 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
         raise ValueError(f"checkpoint {checkpoint}: its configuration lacks a valid embedding_size or width of the backbone")
     if type(seed) is not int or not 0 <= seed <= 2**62:
         raise ValueError(f"checkpoint {checkpoint}: run.seed of its configuration must be a whole number, got {seed!r:.80}")
+    image_size = config.get("data", {}).get("image_size", IMAGE_SIZE)  # earlier versions had no such key
+    if type(image_size) is not int:
+        raise ValueError(f"checkpoint {checkpoint}: data.image_size must be a whole number, got {image_size!r:.80}")
     torch.manual_seed(derive(seed, "backbone"))  # as train.py does before it builds
     more = {key: value for key, value in section.items() if key not in _COMMON_KEYS}
     with prefix_errors(f"checkpoint {checkpoint}: the backbone of its configuration"):
-        model = build_backbone(str(section.get("name")), size, width, **more)
+        model = build_backbone(str(section.get("name")), size, width, image_size=image_size, **more)
     if options.untrained:
-        return Network(model, f"{section['name']} before training", config)
+        return Network(model, f"{section['name']} before training", config, image_size=image_size)
     model = load_weights(model, read_backbone(checkpoint), str(checkpoint), _HINT)
-    return Network(model, str(checkpoint), config, f"step {manifest['step']}, {_score_text(manifest)}")
+    return Network(model, str(checkpoint), config, f"step {manifest['step']}, {_score_text(manifest)}", image_size)
 
 
 def _find_best(run: Path) -> Path:
@@ -231,6 +250,6 @@ class OtherInput(nn.Module):
         self.model, self.bgr, self.mean, self.std = model, bgr, mean, std
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return (b, D) embeddings of (b, 3, 112, 112) images in this project's scale."""
+        """Return (b, D) embeddings of (b, 3, S, S) images in this project's scale."""
         pixels = images.flip(1) if self.bgr else images
         return self.model((pixels * 127.5 + (127.5 - self.mean)) / self.std)

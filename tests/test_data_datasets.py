@@ -251,6 +251,40 @@ def test_folder_errors_name_the_place(tmp_path: Path) -> None:
         FolderDataset(str(tmp_path))
 
 
+def _bilinear(image: np.ndarray, size: int) -> np.ndarray:
+    """Return a square image at `size` places a side, each weighted by its distance to the two nearest pixels."""
+    places = ((np.arange(size) + 0.5) * len(image) / size - 0.5).clip(0, len(image) - 1)
+    weights = (1 - np.abs(places[:, None] - np.arange(len(image)))).clip(0)
+    return np.einsum("yr,rsc,xs->yxc", weights, image, weights)
+
+
+def test_square_images_are_resized_where_another_size_is_asked_for(tmp_path: Path) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (96, 96, 3)).astype(np.uint8)
+    for name, pixels in (("square", image), ("flat", image[:80])):
+        (tmp_path / name / "a").mkdir(parents=True)
+        cv2.imwrite(str(tmp_path / name / "a" / "x.png"), pixels[:, :, ::-1])
+    dataset = FolderDataset(str(tmp_path / "square"))
+    halved = dataset.pixels_and_label(0, 48)[0]
+    means = image.astype(float).reshape(48, 2, 48, 2, 3).mean((1, 3))
+    assert np.abs(halved - means).max() <= 0.5  # rounded
+    enlarged = dataset.pixels_and_label(0, 160)[0]
+    assert np.abs(enlarged - _bilinear(image.astype(float), 160)).max() <= 1.0  # OpenCV's weights have eleven bits
+    assert np.array_equal(dataset.pixels_and_label(0, 96)[0], image)
+    with pytest.raises(ValueError, match=r"must be 112 x 112 .* got 96 x 96\. Align"):  # the default, which all sets have
+        dataset.pixels_and_label(0)
+    with pytest.raises(ValueError, match=r"must be 160 x 160 pixels .* got 80 x 96\. Align"):
+        FolderDataset(str(tmp_path / "flat")).pixels_and_label(0, 160)
+
+
+@pytest.mark.parametrize("size", [48, 448])
+def test_synthetic_images_have_the_size_that_is_asked_for(size: int) -> None:
+    dataset = SyntheticDataset(2, 4, seed=1, image_size=size)
+    pixels = [dataset.sample(index)[0] for index in range(4)]
+    assert all(image.shape == (size, size, 3) for image in pixels)
+    tiles = [image.reshape(8, size // 8, 8, size // 8, 3).mean((1, 3)) for image in pixels]  # the noise averages out
+    assert np.abs(tiles[0] - tiles[2]).mean() < 0.5 * np.abs(tiles[0] - tiles[1]).mean()  # of one class, of two
+
+
 def test_synthetic_images_are_a_function_of_seed_and_index() -> None:
     datasets = [SyntheticDataset(5, 40, seed) for seed in (1, 1, 2)]
     images = [[_pixels(dataset, i) for i in range(40)] for dataset in datasets]

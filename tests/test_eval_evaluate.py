@@ -85,6 +85,11 @@ def _check_embeddings(rank: int, world_size: int, num_images: int) -> None:
             embed_images(network, _broken, num_images, world)
 
 
+def test_a_rank_without_an_image_knows_the_size_of_embeddings_of_any_input():
+    model = build_backbone("r18", 16, 0.125, image_size=48)
+    assert embed_images(model, _broken, 0, ALONE, image_size=48)[0].shape == (0, 16)
+
+
 def _broken(number: int) -> np.ndarray:
     if number == 1:
         raise ValueError("image 1 is broken")

@@ -14,6 +14,7 @@ import cv2
 import numpy as np
 import pytest
 
+from data.datasets import FolderDataset
 from eval.pair_sets.bin_file import PairSet, read_bin, write_bin
 from utils.image import decode_rgb
 
@@ -164,6 +165,16 @@ def test_images_of_another_width_are_resized_as_mxnet_does(tmp_path: Path) -> No
     for index, size in [(2, "112 x 96"), (3, "96 x 112")]:
         with pytest.raises(ValueError, match=f"^set: image {index} must be square, it is {size} pixels"):
             pairs.decode(index)
+
+
+def test_for_another_size_images_are_resized_as_those_of_training_are(tmp_path: Path) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (96, 96, 3)).astype(np.uint8)
+    write_bin(tmp_path / "set.bin", [cv2.imencode(".png", image)[1].tobytes()] * 2, [True])
+    (tmp_path / "a").mkdir()
+    cv2.imwrite(str(tmp_path / "a" / "x.png"), image)
+    pairs, dataset = read_bin(tmp_path / "set.bin"), FolderDataset(str(tmp_path))
+    for size in (48, 96, 160):
+        assert np.array_equal(pairs.decode(0, size), dataset.pixels_and_label(0, size)[0])
 
 
 def test_an_image_that_cannot_be_decoded_is_an_error_that_names_set_and_image(tmp_path: Path) -> None:

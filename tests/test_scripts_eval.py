@@ -48,6 +48,7 @@ def _network(path: Path, **changes: object) -> nn.Module:
         "trust_code": False,
         "embedding_size": 16,
         "width": 0.125,
+        "image_size": None,
         "untrained": False,
         "colour": "rgb",
         "input_mean": 127.5,

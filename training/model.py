@@ -65,7 +65,9 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     # before the backbone takes its share; the least of all ranks, so that all say the same
     free = min(all_gather_objects(available_bytes(world), world))
     torch.manual_seed(derive(seed, "backbone"))
-    backbone = build_backbone(**{key: config.backbone[key] for key in ("name", *backbone_arguments(config.backbone.name))})
+    of_network = {key: config.backbone[key] for key in ("name", *backbone_arguments(config.backbone.name))}
+    with prefix_errors("data"):
+        backbone = build_backbone(**of_network, image_size=config.data.image_size)
     backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     dim, settings = config.backbone.embedding_size, ("name", "lr", "momentum", "weight_decay", "beta2", "eps")
     of_head = head_config(config.head, config.loss, config.optimizer, autocast, world.device)
@@ -78,7 +80,7 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
             rules = parameter_rules(config.optimizer.rules)
             optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in settings}, rules=rules)
         moments, samples = 2 if config.optimizer.name == "adamw" else 1, config.train.batch_size // config.train.accumulation
-        memory = backbone_memory(backbone, autocast, moments)
+        memory = backbone_memory(backbone, autocast, moments, config.data.image_size)
         beside = bytes_beside_heads(memory, samples // world.world_size, world.device.type)
         for task in setup.tasks:
             margin, classes = margins[task.name], task.dataset.num_classes
@@ -113,16 +115,17 @@ def resume_or_init(config: EasyDict, setup: Setup, model: Model) -> tuple[int, I
 def _init(config: EasyDict, setup: Setup, model: Model) -> InitCounts:
     """Fill the backbone and the class centres of the first task from another training, as the section `init` says."""
     init, task = config.init, setup.tasks[0]
-    load_initial(model.backbone, Path(init.backbone))
+    load_initial(model.backbone, Path(init.backbone), config.data.image_size)
     means = functools.partial(
         class_means,
         model.backbone,
-        task.dataset.pixels_and_label,
+        functools.partial(task.dataset.pixels_and_label, size=config.data.image_size),
         task.dataset.labels(),
         per_class=init.images_per_class,
         device=setup.world.device,
         batch_size=config.eval.batch_size,
         autocast=model.autocast,
         threads=config.data.threads,
+        image_size=config.data.image_size,
     )
     return init_centres(model.heads[task.name], init.head, init.classes, means if init.new_classes == "images" else None)

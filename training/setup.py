@@ -86,6 +86,7 @@ def set_up(config: EasyDict) -> Setup:
             "batch_size": batch_size,
             "seed": seed,
             "labels": seen["hash of the labels"],
+            "image_size": data.image_size,
         },
         "config": as_plain(config),
     }
@@ -114,7 +115,8 @@ def open_loaders(config: EasyDict, setup: Setup, start_step: int) -> list[Loader
     for task in setup.tasks:
         samples = functools.partial(task.order.samples, **share)
         ahead = functools.partial(task.order.read_ahead, first_step=start_step, **share)
-        loaders.append(Loader(task.dataset, samples, *steps, ahead, Augment(config.augment, config.run.seed), held=2))
+        augment = Augment(config.augment, config.run.seed)
+        loaders.append(Loader(task.dataset, samples, *steps, ahead, augment, held=2, image_size=data.image_size))
     return loaders
 
 

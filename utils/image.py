@@ -1,7 +1,7 @@
-"""Image decoding and the input contract of every network here: 112 x 112, RGB, (x - 127.5) / 127.5.
+"""Image decoding and the input contract of every network here: square, RGB, (x - 127.5) / 127.5.
 
-Training and evaluation both decode and normalise with this module, so that they cannot diverge.
-Shapes: b = images, H = W = 112.
+Training and evaluation both decode, resize and normalise with this module, so that they cannot diverge.
+Shapes: b = images, H = W = data.image_size, 112 unless said otherwise.
 """
 
 import functools
@@ -20,7 +20,7 @@ _DECODE_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")  # of image files, in any case
 IMAGE_STARTS = {b"\xff\xd8\xff": ".jpg", b"\x89PNG\r\n\x1a\n": ".png", b"BM": ".bmp", b"RIFF": ".webp"}  # first bytes: suffix
-IMAGE_SIZE = 112  # pixels, height and width
+IMAGE_SIZE = 112  # pixels, height and width: that of published sets and networks, and the default everywhere
 MAX_PIXELS = 1 << 22  # of an image in a set; far more than any face needs, and 12 MB
 # of a photograph before cropping: the largest phone cameras have this many. OpenCV needs 6 bytes per pixel to decode one, or 9
 # for a progressive JPEG without subsampling
@@ -170,6 +170,12 @@ def decode_rgb_into(encoded: bytes | memoryview, out: np.ndarray) -> np.ndarray:
         out[...] = pixels
         return out
     return pixels
+
+
+def resize_square(pixels: np.ndarray, size: int) -> np.ndarray:
+    """Return square pixels (H, H, 3) uint8 as (size, size, 3): means over areas to shrink, bilinear to enlarge."""
+    interpolation = cv2.INTER_AREA if size < len(pixels) else cv2.INTER_LINEAR
+    return cv2.resize(pixels, (size, size), interpolation=interpolation)
 
 
 @functools.cache

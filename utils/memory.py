@@ -26,15 +26,18 @@ class BackboneMemory(NamedTuple):
         return self.parameters + images * self.per_image
 
 
-def backbone_memory(backbone: nn.Module, autocast: torch.dtype | None, moments: int) -> BackboneMemory:
+def backbone_memory(
+    backbone: nn.Module, autocast: torch.dtype | None, moments: int, image_size: int = IMAGE_SIZE
+) -> BackboneMemory:
     """Return the memory that training this backbone takes, from what autograd keeps in forward passes of one and two images.
 
     Args:
         moments: numbers that the optimizer keeps per parameter, 1 for SGD with momentum, 2 for AdamW.
+        image_size: height and width of the images in pixels.
     """
     modes = {module: module.training for module in backbone.modules()}
     backbone.eval()  # a probe must not move BatchNorm's statistics
-    one, two = (_kept_bytes(backbone, count, autocast) for count in (1, 2))
+    one, two = (_kept_bytes(backbone, count, image_size, autocast) for count in (1, 2))
     for module, training in modes.items():
         module.training = training
     per_image = two - one
@@ -53,9 +56,9 @@ def bytes_beside_heads(backbone: BackboneMemory, images: int, device: str) -> in
     return backbone.total(images) + LIBRARY_BYTES[device]
 
 
-def _kept_bytes(backbone: nn.Module, count: int, autocast: torch.dtype | None) -> int:
+def _kept_bytes(backbone: nn.Module, count: int, image_size: int, autocast: torch.dtype | None) -> int:
     first = next(backbone.parameters())
-    images = torch.zeros(count, 3, IMAGE_SIZE, IMAGE_SIZE, device=first.device).to(memory_format=torch.channels_last)
+    images = torch.zeros(count, 3, image_size, image_size, device=first.device).to(memory_format=torch.channels_last)
     own = {p.untyped_storage().data_ptr() for p in backbone.parameters()}
     kept: dict[int, int] = {}
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from utils.distributed.agreement import digest
 from utils.files import check_file, shown
-from utils.image import IMAGE_SIZE, IMAGE_STARTS, MAX_PIXELS, check_size, decode_rgb, image_size
+from utils.image import IMAGE_SIZE, IMAGE_STARTS, MAX_PIXELS, check_size, decode_rgb, image_size, resize_square
 
 from .pickle_values import Array, UnsafePickleError
 from .safe_pickle import load
@@ -60,7 +60,8 @@ class PairSet:
     def decode(self, index: int, size: int = IMAGE_SIZE) -> np.ndarray:
         """Return image `index` as (size, size, 3) uint8 RGB.
 
-        An image of another width is resized like mxnet's resize_short: bicubic, with the short side scaled to `size`.
+        An image of another width is resized like mxnet's resize_short: bicubic, with the short side scaled to `size`. This is
+        how the published numbers came about, all of them at 112. For another `size` it is resized as training images are.
         """
         try:
             image = decode_rgb(self.images[index])
@@ -77,7 +78,8 @@ class PairSet:
                 f"Align the faces of this set to {size} x {size}"
             )
         if width != size:
-            image = cv2.resize(image, shape, interpolation=cv2.INTER_CUBIC)
+            bicubic = size == IMAGE_SIZE
+            image = cv2.resize(image, shape, interpolation=cv2.INTER_CUBIC) if bicubic else resize_square(image, size)
         return image
 
 

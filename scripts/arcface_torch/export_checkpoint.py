@@ -30,6 +30,7 @@ from utils.checkpoint.format import BACKBONE, find_checkpoint, read_manifest
 from utils.checkpoint.reading import class_order, read_backbone, read_trainer, shards_of
 from utils.checkpoint.tensor_file import write_object
 from utils.cli import int_in_range, make_parser, progress
+from utils.image import IMAGE_SIZE
 from utils.optim import freeze
 from utils.program import run_main
 
@@ -79,13 +80,14 @@ def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
     classes, seed = class_order(checkpoint)
     if ranks > classes:
         raise ValueError(f"--ranks must be at most the number of classes, {classes}, got {ranks}")
+    config = manifest.get("config", {})
+    _check_counterpart(checkpoint, config)
     model = recognise(read_backbone(checkpoint), checkpoint / BACKBONE).model
     backbone = {name: own(value) for name, value in model.state_dict().items()}
     rows = SavedRows(checkpoint, classes)
     trainer = read_trainer(checkpoint)
     optimizer = trainer["optimizer"]
     lr, notes = whole_lr(optimizer), []
-    config = manifest.get("config", {})
     frozen = _names(checkpoint, config, "backbone", "freeze")
     freeze(model, frozen)
     if era == "checkpoint_gpu" and (frozen or len(optimizer["param_groups"]) > 1):
@@ -129,6 +131,18 @@ def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
     if uneven:
         notes.append("the centres have different numbers of updates; arcface_torch has one for all, so the largest is stored")
     return notes
+
+
+def _check_counterpart(checkpoint: Path, config: dict[str, Any]) -> None:
+    """Raise ValueError if the network differs from all of arcface_torch's by its input or its blocks."""
+    size, se = config.get("data", {}).get("image_size", IMAGE_SIZE), config.get("backbone", {}).get("se", False)
+    if size != IMAGE_SIZE:
+        found = f"takes images of {size!r:.80} x {size!r:.80} pixels, and those of arcface_torch {IMAGE_SIZE} x {IMAGE_SIZE}"
+    elif se:
+        found = "has squeeze-and-excitation, and those of arcface_torch have none"
+    else:
+        return
+    raise ValueError(f"checkpoint {checkpoint}: its network {found}. Use its {BACKBONE} with this project")
 
 
 def _names(checkpoint: Path, config: dict[str, Any], section: str, key: str) -> list[str]:

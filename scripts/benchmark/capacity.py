@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backbone", default="r50", choices=[*list_backbones(), "none"], help="none: the head alone")
     parser.add_argument("--width", type=float, default=1.0, help="factor on the backbone's channels")
     parser.add_argument("--embedding-size", type=int, default=512, help="D, numbers per face")
+    parser.add_argument("--image-size", type=int, default=IMAGE_SIZE, help="data.image_size, pixels")
     parser.add_argument("--batch", type=int, default=128, help="images per process and step (default 128)")
     parser.add_argument(
         "--storage", nargs="+", choices=tuple(FORMATS), default=list(FORMATS), help="head.storage, one line for each"
@@ -167,13 +168,14 @@ def _backbone(options: argparse.Namespace, device: torch.device) -> tuple[Backbo
     """Return (its memory, operations of forward and backward per image)."""
     if options.backbone == "none":
         return BackboneMemory(0, 0), 0
-    with prefix_errors("--backbone, --embedding-size, --width"):
-        backbone = build_backbone(options.backbone, options.embedding_size, options.width, 0.0)
+    size = options.image_size
+    with prefix_errors("--backbone, --embedding-size, --width, --image-size"):
+        backbone = build_backbone(options.backbone, options.embedding_size, options.width, 0.0, size)
     backbone = backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     moments = 2 if options.optimizer == "adamw" else 1
-    memory = backbone_memory(backbone, AUTOCAST[options.precision], moments)
+    memory = backbone_memory(backbone, AUTOCAST[options.precision], moments, size)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        backbone.eval()(torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, device=device))
+        backbone.eval()(torch.zeros(1, 3, size, size, device=device))
     return memory, 3 * counter.get_total_flops()
 
 
@@ -236,7 +238,7 @@ def _arguments(options: argparse.Namespace) -> list[str]:
     names = ["gpus", "memory", "backbone", "width", "embedding_size", "batch", "optimizer", "sample_rate", "precision"]
     return [
         text
-        for name in [*names, "cache_mb", "sub_centers"]
+        for name in [*names, "image_size", "cache_mb", "sub_centers"]
         for text in (f"--{name.replace('_', '-')}", str(getattr(options, name)))
     ]
 
@@ -260,10 +262,11 @@ def _worker(options: argparse.Namespace, case: dict[str, Any]) -> None:
     embeddings = torch.randn(rows, dim, device=device).requires_grad_()
     labels = torch.randint(case["local"], (1, rows))
     if options.backbone != "none":
-        backbone = build_backbone(options.backbone, dim, options.width, 0.0)
+        size = options.image_size
+        backbone = build_backbone(options.backbone, dim, options.width, 0.0, size)
         backbone = backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer = build_optimizer(backbone, options.optimizer, 0.1, 0.9, 5e-4)
-        images = torch.randn(options.batch, 3, IMAGE_SIZE, IMAGE_SIZE, device=device).to(memory_format=torch.channels_last)
+        images = torch.randn(options.batch, 3, size, size, device=device).to(memory_format=torch.channels_last)
         autocast = AUTOCAST[options.precision]
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             own = backbone(images).float()

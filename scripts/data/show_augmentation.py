@@ -22,7 +22,6 @@ import numpy as np
 from configs import load_config
 from data.augment import OPERATIONS, Augment
 from utils.cli import int_in_range, make_parser
-from utils.image import IMAGE_SIZE
 from utils.program import run_main
 from utils.report.contact_sheet import sheet
 
@@ -47,11 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def show(options: argparse.Namespace) -> None:
     """Draw the sheet."""
     base = Path(__file__).parents[2] / "configs" / "base.yaml"
-    section = dict(load_config(options.config or base, options.overrides).augment)
+    config = load_config(options.config or base, options.overrides)
+    section, size = dict(config.augment), config.data.image_size
     dataset = open_set_of(options.set)
     count = min(options.columns, dataset.num_stored)
     indices = np.sort(np.random.default_rng(options.seed).choice(dataset.num_stored, count, replace=False))
-    pictures = np.empty((count, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
+    pictures = np.empty((count, size, size, 3), dtype=np.uint8)
     for row, index in enumerate(indices.tolist()):
         dataset.decode_into(index, pictures[row])
     rows = [("as they are", list(pictures))]

@@ -1,8 +1,9 @@
 """Search probes in a gallery: python -m scripts.eval.identify RUN --gallery gallery.txt --probes probes.txt
 
-Each list names aligned 112 x 112 pictures, with a line "path label" per picture. A RecordIO set, tar shards or a folder per
-person also work. Several galleries are combined, as for TinyFace with its distractors. Probes whose person is in no gallery
-are strangers. Prints rank-1, 5, 10, 20 and, if there are strangers among the probes, TPIR at FPIR.
+Each list names pictures of aligned faces, 112 x 112 for most networks, with a line "path label" per picture. A RecordIO
+set, tar shards or a folder per person also work. Several galleries are combined, as for TinyFace with its distractors. Probes
+whose person is in no gallery are strangers. Prints rank-1, 5, 10, 20 and, if there are strangers among the probes, TPIR at
+FPIR.
 
 gallery.txt and probes.txt: a line 'path label' for each picture. The path is relative to the list and may contain spaces. The
 label is a whole number, the same for the same person in all lists.
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from backbones import build_backbone
 from data.base import FaceDataset
@@ -32,7 +32,6 @@ from scripts.data.sets import open_set_of
 from utils.cli import make_parser, progress
 from utils.distributed import World
 from utils.distributed.agreement import digest
-from utils.image import IMAGE_SIZE
 from utils.precision import AUTOCAST
 from utils.program import run_main
 
@@ -59,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
 
     world, network, sets = open_network(options, build_backbone, read, _facts)
     names = [people_of(dataset) for dataset in sets]
-    vectors = [embed_set(network.model, dataset, world, options) for dataset in sets]
+    vectors = [embed_set(network, dataset, world, options) for dataset in sets]
     if world.rank != 0:
         return
     number_of = {name: number for number, name in enumerate(dict.fromkeys(np.concatenate(names).tolist()))}
@@ -104,19 +103,16 @@ def people_of(dataset: FaceDataset) -> np.ndarray:
     return labels.astype(str)
 
 
-def embed_set(model: nn.Module, dataset: FaceDataset, world: World, options: argparse.Namespace) -> np.ndarray:
+def embed_set(network: Network, dataset: FaceDataset, world: World, options: argparse.Namespace) -> np.ndarray:
     """Return the unit embeddings (n, D) float32, plain + mirrored, of all images of a set."""
 
     def decode(index: int) -> np.ndarray:
-        pixels = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
-        dataset.decode_into(index, pixels)
-        return pixels
+        return dataset.pixels_and_label(index, size)[0]
 
-    count = dataset.num_stored
+    count, size = dataset.num_stored, network.image_size
+    settings = (options.batch_size, AUTOCAST[options.precision], options.threads)
     with progress([], -(-count // world.world_size), "embedding", "image") as bar:
-        sums = embed_sums(
-            model, decode, count, world, options.batch_size, AUTOCAST[options.precision], options.threads, bar.update
-        )
+        sums = embed_sums(network.model, decode, count, world, *settings, bar.update, size)
     norms = np.linalg.norm(sums, axis=1, keepdims=True)
     return sums / np.where(norms == 0, 1, norms)
 

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     )
 
     def decode(index: int) -> np.ndarray:
-        return read_face(options.root / "loose_crop" / lists.images[index], lists.points[index])
+        return read_face(options.root / "loose_crop" / lists.images[index], lists.points[index], network.image_size)
 
     with progress([], -(-len(lists.images) // world.world_size), "embedding", "image") as bar:
         features = embed_sums(
@@ -76,6 +76,7 @@ def run(options: argparse.Namespace) -> None:
             AUTOCAST[options.precision],
             options.threads,
             bar.update,
+            network.image_size,
         )
     if world.rank == 0:
         weights = np.ones_like(lists.scores) if options.no_detector_score else lists.scores
@@ -95,10 +96,10 @@ def _find_set(root: Path) -> str:
     return found[0]
 
 
-def read_face(path: Path, points: np.ndarray) -> np.ndarray:
-    """Return the (H, W, 3) uint8 face of a photograph, aligned as the published scripts do, without smoothing."""
+def read_face(path: Path, points: np.ndarray, size: int = IMAGE_SIZE) -> np.ndarray:
+    """Return the (size, size, 3) uint8 face of a photograph, aligned as the published scripts do, without smoothing."""
     try:
-        return align(decode_rgb(read_bytes(path), MAX_PHOTO_PIXELS), points, IMAGE_SIZE, smooth=False)
+        return align(decode_rgb(read_bytes(path), MAX_PHOTO_PIXELS), points, size, smooth=False)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:

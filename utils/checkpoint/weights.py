@@ -37,8 +37,8 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str, hint
     return model
 
 
-def load_initial(backbone: nn.Module, path: Path) -> None:
-    """Load the weights of another training run, which init.backbone names.
+def load_initial(backbone: nn.Module, path: Path, image_size: int) -> None:
+    """Load the weights of another training run, which init.backbone names, into a network for images of this size.
 
     Raises:
         ValueError: the weights are missing, do not fit, or are not finite; the message names the key.
@@ -47,6 +47,7 @@ def load_initial(backbone: nn.Module, path: Path) -> None:
         weights = read_weights(path)
     except ValueError as error:
         raise ValueError(f"init.backbone: {error}") from None
-    load_weights(backbone, weights, f"init.backbone {path}", "check the section backbone")
+    hint = f"check the section backbone, and data.image_size (here {image_size}), on which the last layers depend"
+    load_weights(backbone, weights, f"init.backbone {path}", hint)
     if not is_finite(backbone):
         raise ValueError(f"init.backbone: {path} holds numbers that are not finite; take an earlier checkpoint")
