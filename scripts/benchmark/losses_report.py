@@ -113,14 +113,14 @@ def _draw_pairs(axis: Any, runs: Rows) -> None:
     axis.tick_params(labelsize=7)
 
 
-def write_into_page(page: Path, text: str) -> None:
-    """Replace what stands between BEGIN and END on a page.
+def write_into_page(page: Path, text: str, start: str = BEGIN) -> None:
+    """Replace what stands between the lines `start` and END on a page.
 
     Raises:
         ValueError: the page does not have these two lines.
     """
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    before, begin, rest = page.read_text(encoding="utf-8").partition(start)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"--page: {page} must have the lines {BEGIN} and {END}; the tables go between them")
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+        raise ValueError(f"--page: {page} must have the lines {start} and {END}; the tables go between them")
+    page.write_text(f"{before}{start}\n\n{text}\n\n{END}{after}", encoding="utf-8")

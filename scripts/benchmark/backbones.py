@@ -1,0 +1,213 @@
+"""Compare the backbones: python -m scripts.benchmark.backbones
+
+Prints a table of all networks: parameters, multiply-adds of a forward pass, memory that autograd keeps per image in training,
+and milliseconds per image of a forward and backward pass on this device. Each network takes turns with r18, so that other load
+on the machine meets both; the ratio to r18 is the median over the rounds. Parameters and multiply-adds are counted on the meta
+device, which computes nothing. Multiply-adds are half the operations that torch counts; papers call them FLOPs, too.
+
+A network of more than --largest million parameters is counted, but not run.
+
+Examples:
+  python -m scripts.benchmark.backbones --quick
+  python -m scripts.benchmark.backbones --names r50 mbf mbf_large --batch 16 --json backbones.json
+  python -m scripts.benchmark.backbones --count-only
+  python -m scripts.benchmark.backbones --page docs/backbones.md
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.backbones")
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from backbones import build_backbone, list_backbones
+from utils.cli import int_in_range, make_parser
+from utils.distributed import choose_device
+from utils.image import IMAGE_SIZE
+from utils.memory import backbone_memory
+from utils.precision import AUTOCAST
+from utils.program import run_main
+from utils.report.figure import make_figure
+from utils.text import label_text, markdown_table, prefix_errors
+
+from .device_rates import synchronise
+from .head import machine
+from .losses_report import write_into_page
+
+BEGIN = "<!-- begin: written by scripts.benchmark.backbones -->"
+_REFERENCE = "r18"
+_QUICK = ("r18", "mbf")
+
+Row = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and measure; return the exit status."""
+    parser = make_parser("python -m scripts.benchmark.backbones", __doc__)
+    count = int_in_range(1)
+    parser.add_argument("--names", nargs="+", default=[], metavar="NAME", help="values of backbone.name; default: all")
+    parser.add_argument("--width", type=float, default=1.0, help="factor on the channels of those that take it")
+    parser.add_argument("--embedding-size", type=count, default=512, help="D, numbers per face")
+    parser.add_argument("--image-size", type=count, default=IMAGE_SIZE, help="height and width of the images in pixels")
+    parser.add_argument("--batch", type=count, default=8, help="images of a step")
+    parser.add_argument("--precision", choices=tuple(AUTOCAST), default="fp32", help="of the forward and backward pass")
+    parser.add_argument("--rounds", type=count, default=5, help="timed steps of each, after an untimed one")
+    parser.add_argument("--largest", type=count, default=200, help="millions of parameters of a network that is run")
+    parser.add_argument("--count-only", action="store_true", help="run no network: parameters and multiply-adds alone")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
+    parser.add_argument("--threads", type=int_in_range(0), default=0, help="CPU threads, 0 = as torch chooses")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--page", type=Path, help="write the table into this page, the picture into images beside it")
+    parser.add_argument("--quick", action="store_true", help="two networks of an eighth of the width, seconds on a CPU")
+    options = parser.parse_args(arguments)
+    return run_main(lambda: benchmark(options))
+
+
+def benchmark(options: argparse.Namespace) -> None:
+    """Count, run and print network by network; then write the JSON and the page."""
+    if options.quick:
+        options.names, options.width = options.names or list(_QUICK), options.width / 8
+        options.batch, options.rounds = min(options.batch, 2), min(options.rounds, 2)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = choose_device(options.device, 0)
+    words = describe(options, device)
+    print(f"{words}\n", flush=True)
+    rows: list[Row] = []
+    for row in measure(options, device):
+        rows.append(row)
+        print("  ".join(f"{key} {value}" for key, value in zip(_HEADER, _cells(row), strict=True)), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine(device.type), "setup": words, "rows": rows}, indent=1) + "\n")
+    if options.page:
+        text = f"{words}\n\n{markdown_table([_HEADER, *map(_cells, rows)])}"
+        timed = [row for row in rows if row["ms_per_image"] is not None]
+        if timed:
+            text += "\n\n![Time of a step over parameters and multiply-adds](images/backbones.png)"
+        write_into_page(options.page, text, BEGIN)
+        if timed:
+            (options.page.parent / "images").mkdir(exist_ok=True)
+            draw(timed, options.page.parent / "images" / "backbones.png")
+
+
+def describe(options: argparse.Namespace, device: torch.device) -> str:
+    """Return one line about the networks and the machine."""
+    size = f"width {options.width:g}, D = {options.embedding_size}, images of {options.image_size} x {options.image_size}"
+    if options.count_only:
+        return f"{size}; nothing was run."
+    return f"{size}, {options.precision}, {options.batch} images a step; {machine(device.type)}."
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """Yield a row of figures per network.
+
+    Raises:
+        ValueError: a network does not exist, or does not take the width or the size of images.
+    """
+    reference: _Steps | None = None
+    for name in options.names or list_backbones():
+        with prefix_errors("--names, --width, --embedding-size, --image-size"):
+            parameters, multiply_adds = count(name, options)
+        row: Row = {"name": name, "parameters": parameters, "multiply_adds": multiply_adds}
+        row |= {"kept_bytes_per_image": None, "ms_per_image": None, "ratio": None, "ratio_range": None}
+        if not options.count_only and parameters <= 1e6 * options.largest:
+            reference = reference or _Steps(_REFERENCE, options, device)
+            row |= _run(_Steps(name, options, device), reference, options, device)
+        yield row
+
+
+def count(name: str, options: argparse.Namespace) -> tuple[int, int]:
+    """Return the parameters of a network, and the multiply-adds of its forward pass of one image, without computing it."""
+    with torch.device("meta"):
+        network = _build(name, options)
+        images = torch.empty(1, 3, options.image_size, options.image_size)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        network.eval()(images)
+    return sum(parameter.numel() for parameter in network.parameters()), counter.get_total_flops() // 2
+
+
+def _build(name: str, options: argparse.Namespace) -> nn.Module:
+    return build_backbone(name, options.embedding_size, options.width, image_size=options.image_size)
+
+
+class _Steps:
+    """A network that takes steps: forward and backward passes, without an optimizer."""
+
+    def __init__(self, name: str, options: argparse.Namespace, device: torch.device) -> None:
+        self.network = _build(name, options).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        shape = (options.batch, 3, options.image_size, options.image_size)
+        self.images = torch.randn(shape, device=device).to(memory_format=torch.channels_last)
+        self.device, self.autocast = device, AUTOCAST[options.precision]
+        self.seconds()
+
+    def seconds(self) -> float:
+        """Take a step; return how long it took."""
+        self.network.zero_grad(set_to_none=True)
+        synchronise(self.device)
+        begun = time.perf_counter()
+        with torch.autocast(self.device.type, self.autocast, self.autocast is not None):
+            embeddings = self.network(self.images)
+        embeddings.float().square().mean().backward()
+        synchronise(self.device)
+        return time.perf_counter() - begun
+
+
+def _run(steps: _Steps, reference: _Steps, options: argparse.Namespace, device: torch.device) -> Row:
+    """Return the figures of a network that takes turns with the reference."""
+    turns = [(steps.seconds(), reference.seconds()) for _ in range(options.rounds)]
+    ratios = [own / other for own, other in turns]
+    memory = backbone_memory(steps.network, steps.autocast, moments=1, image_size=options.image_size)
+    return {
+        "kept_bytes_per_image": memory.per_image,
+        "ms_per_image": 1e3 * statistics.median(own for own, _ in turns) / options.batch,
+        "ratio": statistics.median(ratios),
+        "ratio_range": [min(ratios), max(ratios)],
+    }
+
+
+_HEADER = ("network", "M parameters", "G multiply-adds", "MiB kept per image", "ms per image", "times r18")
+
+
+def _cells(row: Row) -> list[str]:
+    """Return the texts of a row of the table."""
+
+    def shown(key: str, form: Callable[[float], str]) -> str:
+        return "" if row[key] is None else form(row[key])
+
+    return [
+        row["name"],
+        f"{row['parameters'] / 1e6:.2f}",
+        f"{row['multiply_adds'] / 1e9:.2f}",
+        shown("kept_bytes_per_image", lambda value: f"{value / 2**20:.1f}"),
+        shown("ms_per_image", lambda value: f"{value:.1f}"),
+        shown("ratio", lambda value: f"{value:.2f}"),
+    ]
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw the time of a step over parameters and over multiply-adds, both on logarithmic axes."""
+    figure = make_figure(10, 4.2, layout="constrained")
+    for place, (key, unit, words) in enumerate(
+        (("parameters", 1e6, "million parameters"), ("multiply_adds", 1e9, "billion multiply-adds"))
+    ):
+        axes = figure.add_subplot(1, 2, place + 1, xscale="log", yscale="log", xlabel=words)
+        for row in rows:
+            x, y = row[key] / unit, row["ms_per_image"]
+            axes.plot(x, y, "o", color="C0")
+            axes.annotate(label_text(row["name"]), (x, y), (4, 3), textcoords="offset points", fontsize=8)
+        axes.grid(True, which="both", linewidth=0.3)
+    figure.axes[0].set_ylabel("ms per image, forward and backward")
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

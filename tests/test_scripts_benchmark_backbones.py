@@ -1,0 +1,74 @@
+"""The table of backbones: counts against closed forms and published numbers, and the files that the program writes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from backbones import list_backbones
+from scripts.benchmark import backbones, losses_report
+
+ROOT = Path(__file__).parent.parent
+
+
+def _multiply_adds(num_blocks: tuple[int, ...]) -> int:
+    """Return the multiply-adds of an IResNet at 112 x 112 and D = 512, layer by layer."""
+    total, inside, side = 112 * 112 * 64 * 3 * 9, 64, 112
+    for channels, depth in zip((64, 128, 256, 512), num_blocks, strict=True):
+        total += side**2 * channels * inside * 9 + (side // 2) ** 2 * channels * (channels * 9 + inside)
+        side //= 2
+        total += (depth - 1) * 2 * side**2 * channels**2 * 9
+        inside = channels
+    return total + 512 * 7 * 7 * 512
+
+
+def test_counts_are_those_of_the_layers(tmp_path: Path):
+    file = tmp_path / "counts.json"
+    assert backbones.main(["--count-only", "--names", "r18", "r50", "mbf", "--json", str(file)]) == 0
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    for name, depths in {"r18": (2, 2, 2, 2), "r50": (3, 4, 14, 3)}.items():
+        assert rows[name]["multiply_adds"] == _multiply_adds(depths)
+    # arcface_torch says 0.45 G; its counter adds normalisations and activations
+    assert rows["mbf"]["multiply_adds"] == pytest.approx(0.45e9, rel=0.05)
+    assert {row["ms_per_image"] for row in rows.values()} == {None}
+
+
+def test_two_networks_are_measured_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    page, file = tmp_path / "page.md", tmp_path / "rows.json"
+    page.write_text(f"Before\n\n{backbones.BEGIN}\n\nold\n\n{losses_report.END}\n\nAfter\n")
+    arguments = ["--quick", "--device", "cpu", "--embedding-size", "16", "--image-size", "64", "--page", str(page)]
+    assert backbones.main([*arguments, "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert [row["name"] for row in found["rows"]] == ["r18", "mbf"]
+    for row in found["rows"]:
+        assert row["ms_per_image"] > 0 and row["ratio_range"][0] <= row["ratio"] <= row["ratio_range"][1]
+        assert row["kept_bytes_per_image"] > 4 * 16 * 64 * 64  # the output of the first layer alone, in fp32
+    text = page.read_text()
+    assert text.startswith("Before") and text.endswith("After\n") and "old" not in text
+    assert "images of 64 x 64, fp32, 2 images a step" in text and "| mbf | " in text
+    assert (tmp_path / "images" / "backbones.png").read_bytes()[:4] == b"\x89PNG"
+    assert "r18" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--names", "r51"], "--names, --width, --embedding-size, --image-size: name must be one of r18"),
+        (["--image-size", "100"], "image_size must be a multiple of 16"),
+        (["--quick", "--count-only", "--page", "PAGE"], "--page: "),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "page.md").write_text("no lines for a table\n")
+    assert backbones.main([text.replace("PAGE", str(tmp_path / "page.md")) for text in arguments]) == 1
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_the_page_and_the_readme_name_every_backbone():
+    page = (ROOT / "docs" / "backbones.md").read_text()
+    for text in (page, (ROOT / "README.md").read_text().split("## Backbones")[1].split("## Losses")[0]):
+        rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("| `")]
+        assert not [name for name in list_backbones() if not any(f"`{name}`" in row for row in rows)]
+    table = page.split(backbones.BEGIN)[1].split(losses_report.END)[0]
+    assert [row.split("|")[1].strip() for row in table.splitlines() if row.startswith("| ")][1:] == list_backbones()
