@@ -1,7 +1,8 @@
 """Backbones by name: aligned face images in, raw embeddings out.
 
 Every network takes (b, 3, S, S), RGB, (x - 127.5) / 127.5, with S = 112 unless `image_size` says otherwise, and returns
-(b, D) fp32 embeddings. The head and the evaluation normalise them.
+(b, D) fp32 embeddings. The head and the evaluation normalise them. Names such as timm:NAME and torchvision:NAME stand for
+the networks of these packages.
 """
 
 import inspect
@@ -16,6 +17,7 @@ from utils.suggest import did_you_mean
 
 from .iresnet import IResNet, check_head, scale_channels
 from .mobilefacenet import MobileFaceNet
+from .packages import PackageNetwork, check_package, is_of_package
 
 BACKBONES: dict[str, Callable[..., nn.Module]] = {
     "r18": partial(IResNet, (2, 2, 2, 2)),
@@ -31,7 +33,7 @@ BACKBONES: dict[str, Callable[..., nn.Module]] = {
 
 
 def list_backbones() -> list[str]:
-    """Return the names that build_backbone knows."""
+    """Return the names that build_backbone knows, without those of packages."""
     return list(BACKBONES)
 
 
@@ -44,16 +46,24 @@ def backbone_arguments(name: str) -> dict[str, Any]:
     return {key: default for key, default in _arguments(name).items() if key != "image_size"}
 
 
-def _arguments(name: str) -> dict[str, Any]:
+def _constructor(name: str) -> Callable[..., nn.Module]:
+    if is_of_package(name):
+        return partial(PackageNetwork, name)
     if name not in BACKBONES:
         raise ValueError(f"name must be one of {', '.join(BACKBONES)}, got '{name}'.{did_you_mean(name, BACKBONES)}")
-    return {key: parameter.default for key, parameter in inspect.signature(BACKBONES[name]).parameters.items()}
+    return BACKBONES[name]
 
 
-def check_backbone(name: str, embedding_size: int, width: float, dropout: float, **others: Any) -> None:
-    """Raise ValueError unless these arguments, which all networks share, are in their ranges. Builds no network."""
+def _arguments(name: str) -> dict[str, Any]:
+    return {key: parameter.default for key, parameter in inspect.signature(_constructor(name)).parameters.items()}
+
+
+def check_backbone(name: str, embedding_size: int, dropout: float, width: float = 1.0, **others: Any) -> None:
+    """Raise ValueError unless these arguments are in their ranges, and the package of a name has it. Builds no network."""
     check_head(embedding_size, dropout)
     scale_channels(64, width)
+    if is_of_package(name):
+        check_package(name)
 
 
 def build_backbone(
@@ -67,15 +77,20 @@ def build_backbone(
     """Return a freshly initialised network from (b, 3, S, S) images to (b, embedding_size) fp32 embeddings.
 
     Args:
-        width: factor on the channel counts, each rounded to a multiple of 8, 16 at least; 1 is the published network.
+        width: factor on the channel counts, each rounded to a multiple of 8, 16 at least; 1 is the published network, and
+            the only value for networks of packages.
         dropout: probability before the last linear layer, while training.
         image_size: S, height and width of the images in pixels.
         arguments: further arguments of this network.
 
     Raises:
-        ValueError: no network has that name, or an argument is out of its range.
+        ValueError: no network has that name, its package is not installed, or an argument is out of its range.
     """
     taken = _arguments(name)
+    if "width" in taken:
+        arguments["width"] = width
+    elif width != 1.0:
+        raise ValueError(f"width must be 1 for {name}, which has no such argument, got {width}")
     unknown = [key for key in arguments if key not in taken]
     if unknown:
         raise ValueError(f"{name} has no argument {unknown[0]!r}; it has {', '.join(backbone_arguments(name))}")
@@ -83,4 +98,4 @@ def build_backbone(
         arguments["image_size"] = image_size
     elif image_size != IMAGE_SIZE:
         raise ValueError(f"image_size must be {IMAGE_SIZE} for {name}, which takes no other images, got {image_size}")
-    return BACKBONES[name](embedding_size=embedding_size, width=width, dropout=dropout, **arguments)
+    return _constructor(name)(embedding_size=embedding_size, dropout=dropout, **arguments)

@@ -192,7 +192,7 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
         raise ValueError(f"{error}; name another checkpoint folder") from None
     config: dict[str, Any] = manifest.get("config", {})
     section, seed = config.get("backbone", {}), config.get("run", {}).get("seed", 0)
-    size, width = section.get("embedding_size"), section.get("width")
+    size, width = section.get("embedding_size"), section.get("width", 1.0)
     if type(size) is not int or not 1 <= size <= 65536 or type(width) not in (int, float) or not 0 < width <= 64:
         raise ValueError(f"checkpoint {checkpoint}: its configuration lacks a valid embedding_size or width of the backbone")
     if type(seed) is not int or not 0 <= seed <= 2**62:

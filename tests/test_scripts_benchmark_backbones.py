@@ -24,13 +24,12 @@ def _multiply_adds(num_blocks: tuple[int, ...]) -> int:
 
 def test_counts_are_those_of_the_layers(tmp_path: Path):
     file = tmp_path / "counts.json"
-    assert backbones.main(["--count-only", "--names", "r18", "r50", "mbf", "--json", str(file)]) == 0
+    assert backbones.main(["--no-times", "--largest", "1", "--names", "r18", "mbf", "--json", str(file)]) == 0
     rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
-    for name, depths in {"r18": (2, 2, 2, 2), "r50": (3, 4, 14, 3)}.items():
-        assert rows[name]["multiply_adds"] == _multiply_adds(depths)
+    assert rows["r18"]["multiply_adds"] == _multiply_adds((2, 2, 2, 2))
     # arcface_torch says 0.45 G; its counter adds normalisations and activations
     assert rows["mbf"]["multiply_adds"] == pytest.approx(0.45e9, rel=0.05)
-    assert {row["ms_per_image"] for row in rows.values()} == {None}
+    assert {row["kept_bytes_per_image"] for row in rows.values()} == {None}  # of more than a million parameters
 
 
 def test_two_networks_are_measured_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -55,7 +54,7 @@ def test_two_networks_are_measured_and_written_down(tmp_path: Path, capsys: pyte
     [
         (["--names", "r51"], "--names, --width, --embedding-size, --image-size: name must be one of r18"),
         (["--image-size", "100"], "image_size must be a multiple of 16"),
-        (["--quick", "--count-only", "--page", "PAGE"], "--page: "),
+        (["--quick", "--names", "mbf", "--no-times", "--page", "PAGE"], "--page: "),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):
@@ -71,4 +70,4 @@ def test_the_page_and_the_readme_name_every_backbone():
         rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("| `")]
         assert not [name for name in list_backbones() if not any(f"`{name}`" in row for row in rows)]
     table = page.split(backbones.BEGIN)[1].split(losses_report.END)[0]
-    assert [row.split("|")[1].strip() for row in table.splitlines() if row.startswith("| ")][1:] == list_backbones()
+    assert [row.split("|")[1].strip() for row in table.splitlines() if row.startswith("| ")][2:] == list_backbones()

@@ -80,7 +80,7 @@ def set_up(config: EasyDict) -> Setup:
     )
     facts = {
         "run_signature": {
-            "backbone": [config.backbone.name, config.backbone.embedding_size, config.backbone.width],
+            "backbone": [config.backbone.name, config.backbone.embedding_size, config.backbone.get("width", 1.0)],
             "num_classes": dataset.num_classes,
             "num_images": dataset.num_images,
             "batch_size": batch_size,

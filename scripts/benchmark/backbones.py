@@ -5,12 +5,13 @@ and milliseconds per image of a forward and backward pass on this device. Each n
 on the machine meets both; the ratio to r18 is the median over the rounds. Parameters and multiply-adds are counted on the meta
 device, which computes nothing. Multiply-adds are half the operations that torch counts; papers call them FLOPs, too.
 
-A network of more than --largest million parameters is counted, but not run.
+A network of more than --largest million parameters is counted, but not run. Times need a machine with nothing else to do; all
+other figures do not, and --no-times leaves it at these.
 
 Examples:
   python -m scripts.benchmark.backbones --quick
   python -m scripts.benchmark.backbones --names r50 mbf mbf_large --batch 16 --json backbones.json
-  python -m scripts.benchmark.backbones --count-only
+  python -m scripts.benchmark.backbones --no-times
   python -m scripts.benchmark.backbones --page docs/backbones.md
 """
 
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--precision", choices=tuple(AUTOCAST), default="fp32", help="of the forward and backward pass")
     parser.add_argument("--rounds", type=count, default=5, help="timed steps of each, after an untimed one")
     parser.add_argument("--largest", type=count, default=200, help="millions of parameters of a network that is run")
-    parser.add_argument("--count-only", action="store_true", help="run no network: parameters and multiply-adds alone")
+    parser.add_argument("--no-times", action="store_true", help="take no steps: parameters, multiply-adds and memory alone")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
     parser.add_argument("--threads", type=int_in_range(0), default=0, help="CPU threads, 0 = as torch chooses")
     parser.add_argument("--json", type=Path, help="write all figures there")
@@ -81,15 +82,17 @@ def benchmark(options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
     device = choose_device(options.device, 0)
     words = describe(options, device)
-    print(f"{words}\n", flush=True)
+    print(f"{words}\n\n{_line(_HEADER)}", flush=True)
     rows: list[Row] = []
     for row in measure(options, device):
         rows.append(row)
-        print("  ".join(f"{key} {value}" for key, value in zip(_HEADER, _cells(row), strict=True)), flush=True)
+        print(_line(_cells(row)), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"machine": machine(device.type), "setup": words, "rows": rows}, indent=1) + "\n")
     if options.page:
-        text = f"{words}\n\n{markdown_table([_HEADER, *map(_cells, rows)])}"
+        table = [_HEADER, *map(_cells, rows)]
+        kept = [place for place in range(len(_HEADER)) if any(line[place] for line in table[1:])]
+        text = f"{words}\n\n{markdown_table([[line[place] for place in kept] for line in table])}"
         timed = [row for row in rows if row["ms_per_image"] is not None]
         if timed:
             text += "\n\n![Time of a step over parameters and multiply-adds](images/backbones.png)"
@@ -102,8 +105,8 @@ def benchmark(options: argparse.Namespace) -> None:
 def describe(options: argparse.Namespace, device: torch.device) -> str:
     """Return one line about the networks and the machine."""
     size = f"width {options.width:g}, D = {options.embedding_size}, images of {options.image_size} x {options.image_size}"
-    if options.count_only:
-        return f"{size}; nothing was run."
+    if options.no_times:
+        return f"{size}, {options.precision}; times not measured yet."
     return f"{size}, {options.precision}, {options.batch} images a step; {machine(device.type)}."
 
 
@@ -119,9 +122,13 @@ def measure(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
             parameters, multiply_adds = count(name, options)
         row: Row = {"name": name, "parameters": parameters, "multiply_adds": multiply_adds}
         row |= {"kept_bytes_per_image": None, "ms_per_image": None, "ratio": None, "ratio_range": None}
-        if not options.count_only and parameters <= 1e6 * options.largest:
-            reference = reference or _Steps(_REFERENCE, options, device)
-            row |= _run(_Steps(name, options, device), reference, options, device)
+        if parameters <= 1e6 * options.largest:
+            steps = _Steps(name, options, device)
+            memory = backbone_memory(steps.network, steps.autocast, moments=1, image_size=options.image_size)
+            row["kept_bytes_per_image"] = memory.per_image
+            if not options.no_times:
+                reference = reference or _Steps(_REFERENCE, options, device)
+                row |= _times(steps, reference, options)
         yield row
 
 
@@ -147,7 +154,6 @@ class _Steps:
         shape = (options.batch, 3, options.image_size, options.image_size)
         self.images = torch.randn(shape, device=device).to(memory_format=torch.channels_last)
         self.device, self.autocast = device, AUTOCAST[options.precision]
-        self.seconds()
 
     def seconds(self) -> float:
         """Take a step; return how long it took."""
@@ -161,13 +167,11 @@ class _Steps:
         return time.perf_counter() - begun
 
 
-def _run(steps: _Steps, reference: _Steps, options: argparse.Namespace, device: torch.device) -> Row:
-    """Return the figures of a network that takes turns with the reference."""
-    turns = [(steps.seconds(), reference.seconds()) for _ in range(options.rounds)]
+def _times(steps: _Steps, reference: _Steps, options: argparse.Namespace) -> Row:
+    """Return the times of a network that takes turns with the reference."""
+    turns = [(steps.seconds(), reference.seconds()) for _ in range(1 + options.rounds)][1:]
     ratios = [own / other for own, other in turns]
-    memory = backbone_memory(steps.network, steps.autocast, moments=1, image_size=options.image_size)
     return {
-        "kept_bytes_per_image": memory.per_image,
         "ms_per_image": 1e3 * statistics.median(own for own, _ in turns) / options.batch,
         "ratio": statistics.median(ratios),
         "ratio_range": [min(ratios), max(ratios)],
@@ -175,6 +179,11 @@ def _run(steps: _Steps, reference: _Steps, options: argparse.Namespace, device: 
 
 
 _HEADER = ("network", "M parameters", "G multiply-adds", "MiB kept per image", "ms per image", "times r18")
+
+
+def _line(cells: Sequence[str]) -> str:
+    name, *numbers = cells
+    return "  ".join([f"{name:<24}", *(f"{cell:>{len(title)}}" for title, cell in zip(_HEADER[1:], numbers, strict=True))])
 
 
 def _cells(row: Row) -> list[str]:
