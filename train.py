@@ -63,7 +63,8 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             return
         settings = (config.eval.batch_size, model.autocast, config.data.threads)
         of_run = (config.eval.metric, log, config.run.name, total_steps, setup.folder)
-        evaluator = Evaluator(model.backbone, setup.pair_sets, world, settings, *of_run)
+        average = None if model.ema is None else model.ema.network
+        evaluator = Evaluator(model.backbone, setup.pair_sets, world, settings, *of_run, average)
         if config.eval.at_start and start_step == 0:
             watch.at(0, "evaluating", limited=False)
             evaluator.score(0)
@@ -133,6 +134,10 @@ def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, 
         log.info(f"learning rate of the class centres, before head.lr_factor: {setup.head_schedule.describe()}")
     for line in describe_groups(model.optimizer):
         log.info(line)
+    if model.ema is not None:
+        seen = int(model.ema.updates)
+        what = f"goes on after {seen} steps" if seen else "begins with the weights that training begins with"
+        log.info(f"moving average of the backbone: decay {config.train.ema:g}; it {what}")
     if config.train.compile != "off":
         log.info(
             f"backbone: torch.compile in mode {config.train.compile}; the first step waits for it, minutes for a large network"
@@ -199,7 +204,8 @@ def save(
 ) -> None:
     """Begin to save a checkpoint after `step` optimizer steps; wait for its end if it is the last one."""
     watch.at(step, "saving", limited=False)
-    distributed.broadcast_module(model.backbone, setup.world)
+    for network in (model.backbone, *([] if model.ema is None else [model.ema.network])):
+        distributed.broadcast_module(network, setup.world)
     files = {name: part.state() for name, part in model.saved_states().items()}
     writer.save(step, files, {**setup.facts, "score": score}, last)
 

@@ -90,6 +90,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "schedule.warmup_steps": (0, 99_999_999),
     "schedule.warmup_epochs": (0, 1e6),
     "train.max_steps": (0, 99_999_999),  # the name of a checkpoint has eight digits
+    "train.ema": (0, 0.99999),
     "train.batch_size": (1, 2**31),
     "train.accumulation": (1, 2**31),
     "eval.every": (0, 2**40),

@@ -49,6 +49,7 @@ def _network(path: Path, **changes: object) -> nn.Module:
         "embedding_size": 16,
         "width": 0.125,
         "untrained": False,
+        "ema": False,
         "colour": "rgb",
         "input_mean": 127.5,
         "input_std": 127.5,

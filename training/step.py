@@ -104,6 +104,8 @@ def train_step(
     for task in tasks:
         model.heads[task.name].step(rates[1] * config.head.lr_factor, good)
     step_if(model.optimizer, good)
+    if model.ema is not None:
+        model.ema.update(good)
     model.scaler.update(good)
     return StepResult(loss, losses, embeddings, grad_norm, scale, good)
 

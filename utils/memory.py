@@ -30,7 +30,8 @@ def backbone_memory(backbone: nn.Module, autocast: torch.dtype | None, moments: 
     """Return the memory that training this backbone takes, from what autograd keeps in forward passes of one and two images.
 
     Args:
-        moments: numbers that the optimizer keeps per parameter, 1 for SGD with momentum, 2 for AdamW.
+        moments: numbers kept per parameter beside weight and gradient: by the optimizer, 1 for SGD with momentum and 2 for
+            AdamW, and one more for a moving average.
     """
     modes = {module: module.training for module in backbone.modules()}
     backbone.eval()  # a probe must not move BatchNorm's statistics

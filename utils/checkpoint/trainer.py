@@ -26,10 +26,13 @@ class TrainerState(NamedTuple):
     margins: Mapping[str, nn.Module]  # by the name of their head
     optimizer: torch.optim.Optimizer
     scaler: LossScaler
+    ema_updates: Tensor | None = None  # () int64, steps in the moving average of the backbone; None = there is no average
 
     def state(self) -> dict[str, Any]:
         """Return what `load` takes."""
+        counted = {} if self.ema_updates is None else {"ema_updates": self.ema_updates}
         return {
+            **counted,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "margins": {name: margin.state_dict() for name, margin in self.margins.items()},
@@ -53,6 +56,13 @@ class TrainerState(NamedTuple):
             _check_trained(self.backbone, trained)
         load_optimizer(self.optimizer, saved["optimizer"], self.backbone, trained)
         self.scaler.load_state_dict(saved["scaler"])
+        if self.ema_updates is not None:  # an average that the checkpoint does not have begins with none
+            updates = saved.get("ema_updates", torch.zeros((), dtype=torch.int64))
+            if fault := tensor_fault(updates, (), torch.int64):
+                raise ValueError(f"ema_updates {fault}")
+            if not 0 <= int(updates) <= _LAST_STEP:
+                raise ValueError(f"ema_updates is out of range: {int(updates)}")
+            self.ema_updates.copy_(updates)
 
 
 def _load_margin(margin: nn.Module, saved: Any) -> None:
