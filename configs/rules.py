@@ -84,6 +84,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "optimizer.beta2": (0, 0.999999),
     "optimizer.weight_decay": (0, 1e30),
     "optimizer.clip_norm": (0, 1e30),
+    "optimizer.clip_value": (0, 1e30),
+    "optimizer.layer_decay": (0.01, 1),
     "schedule.power": (0, 1e6),
     "schedule.min_lr": (0, 1e30),
     "schedule.factor": (0, 1),
@@ -146,6 +148,7 @@ def _check_across(tree: dict[str, Any]) -> None:
     data, train, schedule = tree["data"], tree["train"], tree["schedule"]
     _check_sources(data)
     _check_parameter_rules(tree["optimizer"]["rules"])
+    _check_optimizers(tree["optimizer"], tree["head"]["optimizer"])
     init = tree["init"]
     if init["head"] and not init["backbone"]:
         raise ValueError(

@@ -30,6 +30,8 @@ from utils.text import prefix_errors
 from .ema import WeightAverage
 from .setup import Setup
 
+_OF_OPTIMIZER = ("name", "lr", "momentum", "weight_decay", "beta2", "eps", "nesterov", "layer_decay")
+
 
 class Model(NamedTuple):
     """All that training changes."""
@@ -70,14 +72,14 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     torch.manual_seed(derive(seed, "backbone"))
     backbone = build_backbone(**{key: config.backbone[key] for key in ("name", *backbone_arguments(config.backbone.name))})
     backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    dim, settings = config.backbone.embedding_size, ("name", "lr", "momentum", "weight_decay", "beta2", "eps")
+    dim, settings = config.backbone.embedding_size, _OF_OPTIMIZER
     of_head = head_config(config.head, config.loss, config.optimizer, autocast, world.device)
     of_loss = {key: config.loss[key] for key in ("name", *margin_arguments(config.loss.name))}
     margins = {task.name: build_margin(**of_loss) for task in setup.tasks}
     with raise_on_all_ranks(world):
         with prefix_errors("backbone.freeze"):
             freeze(backbone, config.backbone.freeze)
-        with prefix_errors("optimizer.rules"):
+        with prefix_errors("optimizer.rules and layer_decay"):
             rules = parameter_rules(config.optimizer.rules)
             optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in settings}, rules=rules)
         samples = config.train.batch_size // config.train.accumulation

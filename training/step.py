@@ -99,7 +99,7 @@ def train_step(
     torch.manual_seed(derive(config.run.seed, "step", prepared.number, world.rank))
     loss, losses, embeddings = forward_backward(model, parallel, tasks, prepared, config.train.accumulation, world)
     scale = model.scaler.scale
-    grad_norm = unscale_and_clip_grad_norm_(model.backbone, scale, config.optimizer.clip_norm)
+    grad_norm = unscale_and_clip_grad_norm_(model.backbone, scale, config.optimizer.clip_norm, config.optimizer.clip_value)
     good = distributed.all_ranks(loss.isfinite() & grad_norm.isfinite(), world)
     for task in tasks:
         model.heads[task.name].step(rates[1] * config.head.lr_factor, good)
