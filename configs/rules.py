@@ -175,6 +175,11 @@ def _check_across(tree: dict[str, Any]) -> None:
                 raise ValueError(
                     f"data.{key} must be at least 1 for data.source=synthetic, got {data[key]}; set how many to generate"
                 )
+    if tree["backbone"]["sync_norm"] and train["compile"] != "off":
+        raise ValueError(
+            f"backbone.sync_norm=true needs train.compile=off, got {train['compile']}: what other processes send cannot be "
+            "compiled"
+        )
     if train["batch_size"] % train["accumulation"]:
         raise ValueError(
             f"train.batch_size must be a multiple of train.accumulation, got {train['batch_size']} and {train['accumulation']}"

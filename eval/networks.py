@@ -33,7 +33,8 @@ from .foreign_networks import ForeignNetwork, open_foreign
 Read = TypeVar("Read")  # what a program evaluates a network on
 BuildBackbone = Callable[..., nn.Module]
 _HINT = "check --backbone, --embedding-size, --width"
-_COMMON_KEYS = ("name", "embedding_size", "width", "dropout", "freeze", "freeze_norm")  # others are of one backbone alone
+# others are of one backbone alone
+_COMMON_KEYS = ("name", "embedding_size", "width", "dropout", "freeze", "freeze_norm", "sync_norm")
 
 
 class Network(NamedTuple):

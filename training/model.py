@@ -21,6 +21,7 @@ from utils.checkpoint.weights import load_initial
 from utils.checkpoint.writer import Shard
 from utils.distributed import all_gather_objects, raise_on_all_ranks
 from utils.distributed.patience import patiently
+from utils.distributed.sync_norm import synchronise_norms
 from utils.memory import available_bytes, backbone_memory, bytes_beside_heads
 from utils.optim import ParameterRule, build_optimizer, freeze
 from utils.precision import AUTOCAST, LossScaler
@@ -71,6 +72,8 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     free = min(all_gather_objects(available_bytes(world), world))
     torch.manual_seed(derive(seed, "backbone"))
     backbone = build_backbone(**{key: config.backbone[key] for key in ("name", *backbone_arguments(config.backbone.name))})
+    if config.backbone.sync_norm:
+        synchronise_norms(backbone, world)
     backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     dim, settings = config.backbone.embedding_size, _OF_OPTIMIZER
     of_head = head_config(config.head, config.loss, config.optimizer, autocast, world.device)
