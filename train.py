@@ -37,7 +37,6 @@ from utils.distributed.watchdog import Watchdog
 from utils.log import RunLog, Speed, peak_memory_gib
 from utils.optim import describe_groups, is_finite, set_training
 from utils.program import StoppedError, StopSignal, run_main
-from utils.schedule import learning_rate
 
 
 def train(config: EasyDict, stop: StopSignal) -> None:
@@ -64,7 +63,8 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             return
         settings = (config.eval.batch_size, model.autocast, config.data.threads, config.data.image_size)
         of_run = (config.eval.metric, log, config.run.name, total_steps, setup.folder)
-        evaluator = Evaluator(model.backbone, setup.pair_sets, world, settings, *of_run)
+        average = None if model.ema is None else model.ema.network
+        evaluator = Evaluator(model.backbone, setup.pair_sets, world, settings, *of_run, average)
         if config.eval.at_start and start_step == 0:
             watch.at(0, "evaluating", limited=False)
             evaluator.score(0)
@@ -76,8 +76,8 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             # ---- one optimizer step, of which the host reads nothing before the next one
             step = prepared.number
             watch.at(step, "training")
-            lr = learning_rate(step, config.optimizer.lr, total_steps, setup.warmup_steps, config.schedule.power)
-            late.post(step, train_step(config, setup.tasks, model, parallel, prepared, lr, world))
+            rates = (setup.schedule.rate(step), setup.head_schedule.rate(step))
+            late.post(step, train_step(config, setup.tasks, model, parallel, prepared, rates, world))
             for head in heads:
                 if head.news:
                     log.info(head.news)
@@ -96,7 +96,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
                 if values.step == 0 and not config.init.backbone:
                     judge_losses(values.losses, model, config.backbone.embedding_size, log)
             if logs:
-                meter.report(done, lr, steps.waited)
+                meter.report(done, rates, steps.waited)
             pause, score, stopping = time.perf_counter(), None, stopping and done < total_steps
             if evaluates and not stopping:
                 watch.at(done, "evaluating", limited=False)
@@ -129,8 +129,15 @@ def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, 
         f"{config.run.name}: {setup.total_steps} steps of {config.train.batch_size} images, {world.world_size} x "
         f"{world.device.type}, {parameters:.2f} M backbone parameters, {setup.tasks[0].dataset.num_classes} classes"
     )
+    log.info(f"learning rate: {setup.schedule.describe()}")
+    if setup.head_schedule != setup.schedule:
+        log.info(f"learning rate of the class centres, before head.lr_factor: {setup.head_schedule.describe()}")
     for line in describe_groups(model.optimizer):
         log.info(line)
+    if model.ema is not None:
+        seen = int(model.ema.updates)
+        what = f"goes on after {seen} steps" if seen else "begins with the weights that training begins with"
+        log.info(f"moving average of the backbone: decay {config.train.ema:g}; it {what}")
     if config.train.compile != "off":
         log.info(
             f"backbone: torch.compile in mode {config.train.compile}; the first step waits for it, minutes for a large network"
@@ -197,7 +204,8 @@ def save(
 ) -> None:
     """Begin to save a checkpoint after `step` optimizer steps; wait for its end if it is the last one."""
     watch.at(step, "saving", limited=False)
-    distributed.broadcast_module(model.backbone, setup.world)
+    for network in (model.backbone, *([] if model.ema is None else [model.ema.network])):
+        distributed.broadcast_module(network, setup.world)
     files = {name: part.state() for name, part in model.saved_states().items()}
     writer.save(step, files, {**setup.facts, "score": score}, last)
 
@@ -222,18 +230,24 @@ class Meter:
         self._loss_sum, self._count, self._grad_norm = self._loss_sum + values.loss, self._count + 1, values.grad_norm
         self.log.advance(values.step + 1, values.loss)
 
-    def report(self, done: int, lr: float, waited: float) -> None:
-        """Log the numbers since the last report, and what the dataset has to say. A collective call."""
+    def report(self, done: int, rates: tuple[float, float], waited: float) -> None:
+        """Log the numbers since the last report, and what the dataset has to say. A collective call.
+
+        Args:
+            rates: of the last step, as train_step takes them.
+        """
         images_per_second, data_wait = self.speed.lap(waited)
         numbers = {
             "loss": self._loss_sum / self._count,
-            "lr": lr,
+            "lr": rates[0],
             "grad_norm": self._grad_norm,
             "positive_cosine": float(torch.stack([head.positive_cosine for head in self.model.heads.values()]).mean()),
             "images_per_second": images_per_second,
             "data_wait": data_wait,
             "memory_gib": peak_memory_gib(self.setup.world.device),
         }
+        if self.setup.head_schedule != self.setup.schedule:
+            numbers["lr_centres"] = rates[1]
         if self.model.scaler.enabled:
             numbers["loss_scale"] = float(self.model.scaler.scale)
         self.log.train(done, numbers, self.speed.eta(self.setup.total_steps - done))

@@ -1,7 +1,9 @@
 """The rules of a configuration, besides the types that base.yaml defines: allowed names, ranges, and rules across keys."""
 
+import itertools
 from typing import Any
 
+from utils.schedule import SCHEDULES
 from utils.suggest import did_you_mean
 
 SOURCES = ("recordio", "folder", "list", "tar", "synthetic")
@@ -29,10 +31,12 @@ CHOICES = {
     "head.optimizer": ("same", "sgd", "adamw"),
     "head.logit_correction": ("none", "log_r"),
     "head.inactive_rows": ("keep", "decay"),
+    "head.schedule": ("same", *SCHEDULES),
     "head.matmul_dtype": ("auto", "fp32", "bf16"),
     "head.wire_dtype": ("fp32", "bf16"),
     "head.kernels": ("auto", "plain"),
-    "optimizer.name": ("sgd", "adamw"),
+    "optimizer.name": ("sgd", "adamw", "lamb"),
+    "schedule.kind": SCHEDULES,
     "train.compile": ("off", "default", "reduce-overhead", "max-autotune"),
     "train.precision": ("fp32", "bf16", "fp16"),
     "eval.metric": ("accuracy", "auc", "eer", "tar@1e-1", "tar@1e-2", "tar@1e-3", "tar@1e-4", "tar@1e-5", "tar@1e-6"),
@@ -81,9 +85,15 @@ RANGES: dict[str, tuple[float, float]] = {
     "optimizer.beta2": (0, 0.999999),
     "optimizer.weight_decay": (0, 1e30),
     "optimizer.clip_norm": (0, 1e30),
+    "optimizer.clip_value": (0, 1e30),
+    "optimizer.layer_decay": (0.01, 1),
     "schedule.power": (0, 1e6),
+    "schedule.min_lr": (0, 1e30),
+    "schedule.factor": (0, 1),
+    "schedule.warmup_steps": (0, 99_999_999),
     "schedule.warmup_epochs": (0, 1e6),
     "train.max_steps": (0, 99_999_999),  # the name of a checkpoint has eight digits
+    "train.ema": (0, 0.99999),
     "train.batch_size": (1, 2**31),
     "train.accumulation": (1, 2**31),
     "eval.every": (0, 2**40),
@@ -139,6 +149,7 @@ def _check_across(tree: dict[str, Any]) -> None:
     data, train, schedule = tree["data"], tree["train"], tree["schedule"]
     _check_sources(data)
     _check_parameter_rules(tree["optimizer"]["rules"])
+    _check_optimizers(tree["optimizer"], tree["head"]["optimizer"])
     init = tree["init"]
     if init["head"] and not init["backbone"]:
         raise ValueError(
@@ -168,16 +179,62 @@ def _check_across(tree: dict[str, Any]) -> None:
                 raise ValueError(
                     f"data.{key} must be at least 1 for data.source=synthetic, got {data[key]}; set how many to generate"
                 )
+    if tree["backbone"]["sync_norm"] and train["compile"] != "off":
+        raise ValueError(
+            f"backbone.sync_norm=true needs train.compile=off, got {train['compile']}: what other processes send cannot be "
+            "compiled"
+        )
     if train["batch_size"] % train["accumulation"]:
         raise ValueError(
             f"train.batch_size must be a multiple of train.accumulation, got {train['batch_size']} and {train['accumulation']}"
         )
+    _check_schedule(schedule, tree)
+    if len(set(tree["eval"]["targets"])) != len(tree["eval"]["targets"]):
+        raise ValueError(f"eval.targets names a set twice: {', '.join(tree['eval']['targets'])}")
+
+
+def _check_schedule(schedule: dict[str, Any], tree: dict[str, Any]) -> None:
+    train, kinds = tree["train"], {schedule["kind"], tree["head"]["schedule"]} - {"same"}
     if not train["max_steps"] and schedule["warmup_epochs"] >= train["epochs"]:
         raise ValueError(
             f"schedule.warmup_epochs must be below train.epochs, got {schedule['warmup_epochs']} and {train['epochs']}"
         )
-    if len(set(tree["eval"]["targets"])) != len(tree["eval"]["targets"]):
-        raise ValueError(f"eval.targets names a set twice: {', '.join(tree['eval']['targets'])}")
+    for first, second in (("warmup_epochs", "warmup_steps"), ("milestones", "milestone_steps")):
+        if schedule[first] and schedule[second]:
+            raise ValueError(
+                f"schedule.{first} and schedule.{second} say the same in two units, got {schedule[first]} and "
+                f"{schedule[second]}; set one of them back"
+            )
+    key = "milestone_steps" if schedule["milestone_steps"] else "milestones"
+    milestones = schedule[key]
+    if milestones and "step" not in kinds:
+        raise ValueError(f"schedule.{key} is for schedule.kind=step, got {milestones} with {schedule['kind']}; take it out")
+    if not milestones and "step" in kinds:
+        raise ValueError("schedule.milestones must name the epochs after which schedule.kind=step lowers the rate, got []")
+    if any(high <= low for low, high in itertools.pairwise([0.0, *milestones])):
+        raise ValueError(f"schedule.{key} must ascend and be above 0, got {milestones}")
+    if any(milestone != int(milestone) or milestone > 1e8 for milestone in schedule["milestone_steps"]):
+        raise ValueError(f"schedule.milestone_steps must be whole numbers of optimizer steps, got {milestones}")
+    if schedule["min_lr"] and not kinds & {"poly", "cosine"}:
+        raise ValueError(
+            f"schedule.min_lr is for the kinds poly and cosine, got {schedule['min_lr']} with {schedule['kind']}; take it out"
+        )
+    if schedule["min_lr"] > tree["optimizer"]["lr"]:
+        raise ValueError(
+            f"schedule.min_lr must not be above optimizer.lr, got {schedule['min_lr']} and {tree['optimizer']['lr']}"
+        )
+
+
+def _check_optimizers(optimizer: dict[str, Any], of_head: str) -> None:
+    if optimizer["name"] == "lamb" and of_head == "same":
+        raise ValueError(
+            "head.optimizer must be sgd or adamw with optimizer.name=lamb, got 'same': LAMB would turn every class centre by "
+            "the same angle in each step, however small its gradient"
+        )
+    if optimizer["nesterov"] and "sgd" not in (optimizer["name"], of_head):
+        raise ValueError(f"optimizer.nesterov is for sgd, got it with optimizer.name={optimizer['name']}; take it out")
+    if optimizer["nesterov"] and not optimizer["momentum"]:
+        raise ValueError("optimizer.nesterov needs optimizer.momentum above 0, got 0; take it out, or set the usual 0.9")
 
 
 def _check_parameter_rules(rules: list[dict[str, Any]]) -> None:

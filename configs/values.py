@@ -19,6 +19,7 @@ _NUMBER = re.compile(r"[-+]?((0|[1-9][0-9_]*)\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+([.eE].*)?")
 # text keys with the documented value `off`, for which YAML 1.1 has other spellings, such as `no` and `false`
 _OFF = ("data.index_cache",)
+_NUMBERS = ("schedule.milestones", "schedule.milestone_steps")  # lists of numbers; others are of names
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list of names"}
 
 
@@ -116,7 +117,7 @@ def typed(default: Any, value: Any, name: str, where: str) -> Any:
     if isinstance(default, str):
         return _text(value, where, name in _OFF)
     if isinstance(default, list):
-        return _names(value, where)
+        return _numbers(value, where) if name in _NUMBERS else _names(value, where)
     if isinstance(default, bool):
         return _boolean(value, where)
     return _integer(value, where) if isinstance(default, int) else _float(value, where)
@@ -179,6 +180,12 @@ def _text(value: Any, where: str, has_off: bool = False) -> str:
             raise ValueError(f"{where} must be auto, off or a folder, got {value}; for a folder of that name write ./{value}")
         return "off"
     return str(value)
+
+
+def _numbers(value: Any, where: str) -> list[float]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{where} must be a list of numbers, got {shown(value)}; write [8, 14], or [] for none")
+    return [_float(item, where) for item in value]
 
 
 def _names(value: Any, where: str) -> list[str]:

@@ -15,6 +15,9 @@ from .figures import overview
 from .html_report import write_summary
 from .pair_sets.bin_file import PairSet
 from .report import format_table, scalars
+from .verification import VerificationResult
+
+_AVERAGE = "ema/"  # no set has this in its name, which is that of a file
 
 
 def check_names(sets: Sequence[PairSet]) -> None:
@@ -35,6 +38,7 @@ class Evaluator:
         metric: as for `selection_score`.
         name: of the run, for the title of the figures.
         last_step: the step after which results.json, results.md and verification.png are written to `folder`.
+        average: moving average of the backbone's weights, scored beside it; its results have the name of the set after `ema/`.
     """
 
     def __init__(
@@ -48,12 +52,16 @@ class Evaluator:
         name: str,
         last_step: int,
         folder: Path,
+        average: nn.Module | None = None,
     ) -> None:
-        self.backbone, self.sets, self.world, self.settings = backbone, sets, world, settings
+        self.networks = {"": backbone} if average is None else {"": backbone, _AVERAGE: average}
+        self.sets, self.world, self.settings = sets, world, settings
         self.metric, self.log, self.name, self.last_step, self.folder = metric, log, name, last_step, folder
 
     def score(self, step: int) -> float | None:
         """Evaluate all sets after `step` optimizer steps; return their score, equal on all ranks, or None without sets.
+
+        The score is that of the moving average, if there is one.
 
         Raises:
             ValueError: on every rank, naming the set that cannot be scored.
@@ -61,8 +69,11 @@ class Evaluator:
         if not self.sets:
             return None
         started = time.perf_counter()
-        broadcast_module(self.backbone, self.world)
-        results = dict(evaluate(self.backbone, self.sets, self.world, *self.settings))
+        results: dict[str, VerificationResult] = {}
+        for prefix, network in self.networks.items():
+            broadcast_module(network, self.world)
+            ranking = {f"{prefix}{name}": r for name, r in evaluate(network, self.sets, self.world, *self.settings)}
+            results |= ranking
         for name, result in results.items():
             self.log.record(step, name, scalars(result))
         self.log.info(f"evaluation after step {step}, {time.perf_counter() - started:.1f} s\n{format_table(results)}")
@@ -73,4 +84,4 @@ class Evaluator:
                 with self.log.tolerant("the summary"):
                     write_summary(self.folder, picture, results)
         # different processors may round differently, but the ranks must agree on the best checkpoint
-        return all_gather_objects(selection_score(results, self.metric), self.world)[0]
+        return all_gather_objects(selection_score(ranking, self.metric), self.world)[0]

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from utils import distributed
-from utils.checkpoint.format import find_checkpoint, is_checkpoint, list_checkpoints, read_manifest
-from utils.checkpoint.reading import read_backbone
-from utils.checkpoint.retention import best_checkpoint
+from utils.checkpoint.format import EMA, find_checkpoint, is_checkpoint, list_checkpoints, read_manifest
+from utils.checkpoint.reading import read_backbone, read_file
+from utils.checkpoint.retention import best_checkpoint, has_average
 from utils.checkpoint.tensor_file import read_tensors
 from utils.checkpoint.weights import load_weights
 from utils.cli import int_in_range
@@ -35,7 +35,8 @@ from .foreign_networks import ForeignNetwork, open_foreign
 Read = TypeVar("Read")  # what a program evaluates a network on
 BuildBackbone = Callable[..., nn.Module]
 _HINT = "check --backbone, --embedding-size, --width, --image-size"
-_COMMON_KEYS = ("name", "embedding_size", "width", "dropout", "freeze", "freeze_norm")  # others are of one backbone alone
+# others are of one backbone alone
+_COMMON_KEYS = ("name", "embedding_size", "width", "dropout", "freeze", "freeze_norm", "sync_norm")
 
 
 class Network(NamedTuple):
@@ -61,6 +62,7 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
     choice.add_argument("--untrained", action="store_true", help="the run's network before any training, for comparison")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights, of a run with train.ema")
     parser.add_argument("--backbone", metavar="NAME", help="for a weights file: its network, such as r50 or mbf")
     parser.add_argument(
         "--trust-code",
@@ -160,7 +162,7 @@ def load_network(options: argparse.Namespace, build_backbone: BuildBackbone) -> 
 def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network:
     path: Path = options.run
     if path.is_file():
-        for flag in ("best", "untrained"):
+        for flag in ("best", "untrained", "ema"):
             if getattr(options, flag):
                 raise ValueError(f"--{flag} is for the folder of a run; {path} is a file, which holds one network")
         if options.backbone:  # read as weights, whatever the file claims to be; nothing in it is executed
@@ -179,6 +181,8 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
         return Network(foreign, str(path), {}, image_size=size)
     if not path.exists():
         raise ValueError(f"no run folder, checkpoint or weights file at {path}")
+    if options.ema and options.untrained:
+        raise ValueError("--ema is the average of a training, --untrained the network before it. Leave one of them out")
     if options.backbone:
         raise ValueError(f"--backbone is for a weights file; {path} is a folder, whose configuration names its backbone")
     if options.image_size:
@@ -206,8 +210,12 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
         model = build_backbone(str(section.get("name")), size, width, image_size=image_size, **more)
     if options.untrained:
         return Network(model, f"{section['name']} before training", config, image_size=image_size)
-    model = load_weights(model, read_backbone(checkpoint), str(checkpoint), _HINT)
-    return Network(model, str(checkpoint), config, f"step {manifest['step']}, {_score_text(manifest)}", image_size)
+    if options.ema and EMA not in manifest["files"]:
+        raise ValueError(f"--ema: {checkpoint} has no moving average, because the run had train.ema=0; leave out --ema")
+    weights = read_file(checkpoint, EMA) if options.ema else read_backbone(checkpoint)
+    model, which = load_weights(model, weights, str(checkpoint), _HINT), "moving average, " if options.ema else ""
+    details = f"{which}step {manifest['step']}, {_score_text(manifest)}"
+    return Network(model, str(checkpoint), config, details, image_size)
 
 
 def _find_best(run: Path) -> Path:
@@ -239,7 +247,8 @@ def _score_text(manifest: dict[str, Any]) -> str:
     score, metric = manifest.get("score"), _metric(manifest)
     if score is None:
         return "saved without a score"
-    return f"saved with a mean {metric} of {abs(score) if metric == 'eer' else score:.4f}"  # an EER counts negative
+    whose = " of the moving average" if has_average(manifest) else ""
+    return f"saved with a mean {metric}{whose} of {abs(score) if metric == 'eer' else score:.4f}"  # an EER counts negative
 
 
 class OtherInput(nn.Module):

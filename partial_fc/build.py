@@ -86,7 +86,7 @@ def build_row_optimizer(head: Any, optimizer: Any) -> RowOptimizer:
     weight_decay = optimizer.weight_decay if head.weight_decay < 0 else head.weight_decay
     if (optimizer.name if head.optimizer == "same" else head.optimizer) == "adamw":
         return RowAdamW(optimizer.momentum, optimizer.beta2, optimizer.eps, weight_decay)
-    return RowSGD(optimizer.momentum, weight_decay)
+    return RowSGD(optimizer.momentum, weight_decay, optimizer.nesterov)
 
 
 def matmul_dtype(name: str, autocast: torch.dtype | None, device: torch.device) -> torch.dtype:

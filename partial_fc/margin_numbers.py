@@ -106,7 +106,8 @@ class MarginNumbers:
                 new = value - lr * (first / (1.0 - beta1**count)) / root
             else:
                 _keep(moments[0], moments[0] * self.optimizer.momentum + gradient, good)
-                new = value - lr * moments[0]
+                ahead = gradient + self.optimizer.momentum * moments[0] if self.optimizer.nesterov else moments[0]
+                new = value - lr * ahead
             if name in self.specs:
                 new = new.clamp(self.specs[name].low, self.specs[name].high)
             _keep(value, new, good)

@@ -3,6 +3,7 @@
 For each row, w is the centre, v = 1 / |w| and g = dL / d(w v). The gradient of w is G = v g - t w with t = v^2 (v g . w).
 
     SGD     m <- momentum m + G + weight_decay w,   w <- w - lr m                          as torch.optim.SGD
+            with nesterov w <- w - lr (G + weight_decay w + momentum m), m being the new one
     AdamW   m <- beta1 m + (1 - beta1) G,  s <- beta2 s + (1 - beta2) G^2,
             w <- (1 - lr weight_decay) w - lr (m / (1 - beta1^k)) / (sqrt(s / (1 - beta2^k)) + eps)
             Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, as torch.optim.AdamW; k counts the row's own updates
@@ -22,15 +23,23 @@ from .centre_store import CentreStore, Select
 
 
 class RowSGD(NamedTuple):
-    """SGD with momentum and weight decay, row by row."""
+    """SGD with momentum, Nesterov's or the plain one, and weight decay, row by row."""
 
     momentum: float = 0.9
     weight_decay: float = 5e-4
+    nesterov: bool = False
 
     def update(self, store: CentreStore, select: Select, gradient: Tensor, lr: float) -> None:
-        """Update the selected centres from v g (c, D), fp32."""
+        """Update the selected centres from v g (c, D), fp32, which may be overwritten."""
         rows, inverse = store.load("centres", select), store.inverse_norms[select]
         along = _dot(store, gradient, rows) * inverse.square()
+        if self.nesterov:
+            gradient.addcmul_(rows, (self.weight_decay - along)[:, None])
+            momentum = store.load("momentum", select).mul_(self.momentum).add_(gradient)
+            rows.add_(gradient.add_(momentum, alpha=self.momentum), alpha=-lr)
+            store.save("momentum", select, momentum)
+            store.save_centres(select, rows)
+            return
         momentum = store.load("momentum", select).mul_(self.momentum).add_(gradient)
         momentum.addcmul_(rows, (self.weight_decay - along)[:, None])
         rows.add_(momentum, alpha=-lr)
@@ -97,6 +106,8 @@ class LazyDecay:
         if isinstance(self.optimizer, RowSGD):
             mu, decay = self.optimizer.momentum, self.optimizer.weight_decay
             matrix = np.array([[1.0 - lr * decay, -lr * mu], [decay, mu]])
+            if self.optimizer.nesterov:
+                matrix = np.array([[1.0 - lr * decay * (1.0 + mu), -lr * mu**2], [decay, mu]])
             self._products = np.concatenate([matrix @ self._products, matrix[None]])
 
     def is_long(self) -> bool:

@@ -47,6 +47,9 @@ def plot(run: Path) -> None:
     axes = figure.subplots(2, 3).ravel()
     for axis, (key, title) in zip(axes, _PANELS, strict=False):
         axis.plot(*columns(train.get(key, {})), color="black", linewidth=1)
+        if key == "lr" and "lr_centres" in train:
+            axis.plot(*columns(train["lr_centres"]), color="black", linewidth=1, linestyle="--", label="of the class centres")
+            axis.legend(fontsize=8)
         axis.set(title=title)
     _draw_accuracy(axes[-1], series)
     for axis in axes:

@@ -64,7 +64,8 @@ class DenseHead:
         w, o = self.centres[rows], self.optimizer
         if isinstance(o, RowSGD):
             self.momentum[rows] = o.momentum * self.momentum[rows] + gradient + o.weight_decay * w
-            self.centres[rows] = w - lr * self.momentum[rows]
+            ahead = gradient + o.weight_decay * w + o.momentum * self.momentum[rows]
+            self.centres[rows] = w - lr * (ahead if o.nesterov else self.momentum[rows])
             return
         self.updates[rows] += 1
         self.momentum[rows] = o.beta1 * self.momentum[rows] + (1 - o.beta1) * gradient

@@ -220,7 +220,9 @@ def _dense_decay(optimizer: RowSGD | RowAdamW, rates: list[float]) -> tuple[Tens
     """Return centres and momentum after steps whose gradient is zero but in the first, by torch's own optimizers."""
     weight = torch.nn.Parameter(torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4))
     if isinstance(optimizer, RowSGD):
-        dense: torch.optim.Optimizer = torch.optim.SGD([weight], 0.0, optimizer.momentum, weight_decay=optimizer.weight_decay)
+        dense: torch.optim.Optimizer = torch.optim.SGD(
+            [weight], 0.0, optimizer.momentum, weight_decay=optimizer.weight_decay, nesterov=optimizer.nesterov
+        )
     else:
         betas = (optimizer.beta1, optimizer.beta2)
         dense = torch.optim.AdamW([weight], 0.0, betas, optimizer.eps, optimizer.weight_decay)
@@ -232,7 +234,7 @@ def _dense_decay(optimizer: RowSGD | RowAdamW, rates: list[float]) -> tuple[Tens
     return weight.detach(), dense.state[weight][name]
 
 
-@pytest.mark.parametrize("optimizer", [RowSGD(0.9, 5e-2), RowAdamW(0.9, 0.95, 1e-3, 0.1)])
+@pytest.mark.parametrize("optimizer", [RowSGD(0.9, 5e-2), RowSGD(0.9, 5e-2, True), RowAdamW(0.9, 0.95, 1e-3, 0.1)])
 @pytest.mark.parametrize("missed", [1, 7, 300])
 def test_lazy_decay_does_what_the_dense_optimizer_does_to_rows_without_a_gradient(optimizer: RowSGD | RowAdamW, missed: int):
     from partial_fc.centre_store import CentreStore

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.numeric
 FIXED = ("arcface", "cosface", "combined")  # tests/test_partial_fc_loss.py has all losses, at a size that its references can do
 BENT = ("curricularface", "npcface", "circle", "li_arcface", "adaface")  # other functions of the negatives, or of the norm
 OPTIMIZERS = {"sgd": RowSGD(0.9, 5e-4), "adamw": RowAdamW(0.9, 0.999, 1e-8, 0.05)}
-RATES = {"sgd": 1e-2, "adamw": 1e-4}
+ALL = {**OPTIMIZERS, "nesterov": RowSGD(0.9, 5e-4, nesterov=True)}
+RATES = {"sgd": 1e-2, "adamw": 1e-4, "nesterov": 1e-2}
 
 
 def _margin(name: str) -> Margin:
@@ -56,7 +57,7 @@ def _train_beside_dense(
 ) -> None:
     """Compare 20 steps, with the active classes of all ranks, 101 classes of which no two ranks hold as many."""
     num_classes, dim, rows = 101, 24, 12
-    margin, optimizer, lr = _margin(margin_name), OPTIMIZERS[optimizer_name], RATES[optimizer_name]
+    margin, optimizer, lr = _margin(margin_name), ALL[optimizer_name], RATES[optimizer_name]
     centres = all_centres(num_classes, dim, seed=5)
     dense = DenseHead(margin, centres, optimizer)
     head = PartialFC(
@@ -101,11 +102,17 @@ def test_twenty_steps_follow_the_dense_head(margin_name: str, sample_rate: float
         _train_beside_dense(0, 1, optimizer_name, sample_rate, margin_name, kernels)
 
 
+def test_twenty_steps_with_nesterovs_momentum_follow_the_dense_head():
+    for kernels in KERNELS:
+        _train_beside_dense(0, 1, "nesterov", 0.3, "arcface", kernels)
+
+
 def _several(rank: int, world_size: int) -> None:
     for optimizer_name in OPTIMIZERS:
         for sample_rate in (1.0, 0.3):
             _train_beside_dense(rank, world_size, optimizer_name, sample_rate, "arcface")
     _train_beside_dense(rank, world_size, "sgd", 0.3, "combined", "plain")
+    _train_beside_dense(rank, world_size, "nesterov", 0.3, "arcface")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -79,12 +79,14 @@ given = (torch.zeros(4, 2), None, (places, 0), function)
 kernels.weights(*given, "sum", None, 0.0, None, None, sums, workspace)
 kernels.maxima(*given, ones, None, sums[0], workspace)
 target = (places[:1], places[:1], torch.zeros(2, 512))
-for optimizer in (RowSGD(), RowAdamW()):
+for optimizer in (RowSGD(), RowSGD(nesterov=True), RowAdamW()):
     for form, dtype, select in (
         ("exact", torch.float32, slice(0, 4)),
         ("lean", torch.bfloat16, torch.arange(4)),
         ("tiny", torch.bfloat16, slice(0, 4)),
     ):
+        if form != "exact" and optimizer == RowSGD(nesterov=True):
+            continue
         store = CentreStore(8, 512, form, isinstance(optimizer, RowAdamW), isinstance(optimizer, RowAdamW), 4, workspace)
         kernels.update_rows(optimizer, store, select, torch.zeros(4, 512, dtype=dtype), target, 0.1, 2**62, None)
 print(json.dumps(done))
@@ -106,7 +108,7 @@ def test_every_kernel_compiles_for_ampere_hopper_and_blackwell(tmp_path: Path):
     for capability in (80, 90, 100):
         assert compiled.count(("exp_mask_sum_kernel", capability)) == 2
         assert compiled.count(("negatives_kernel", capability)) == len(KINDS) + 2
-        assert compiled.count(("sgd_kernel", capability)) == compiled.count(("adamw_kernel", capability)) == 3
+        assert (compiled.count(("sgd_kernel", capability)), compiled.count(("adamw_kernel", capability))) == (4, 3)
 
 
 @pytest.fixture

@@ -69,10 +69,11 @@ def _sgd(
     seed: int = SEED,
     apply: Tensor | None = None,
     target: Target | None = None,
+    nesterov: bool = False,
 ) -> None:
     places = (state["centres"], state["momentum"], state.get("momentum_scale"), gradient, target or _no_target(gradient))
     flag = gradient.new_ones(1) if apply is None else apply
-    kernels.sgd_update(*places, state["inverse_norms"], select, 0.3, 0.9, 0.02, seed, flag)
+    kernels.sgd_update(*places, state["inverse_norms"], select, 0.3, 0.9, 0.02, seed, flag, nesterov)
 
 
 def _adamw(
@@ -100,11 +101,12 @@ def _gradient_of_centres(state: State, gradient: Tensor) -> Tensor:
     return gradient - unit * (unit * gradient).sum(dim=1, keepdim=True)
 
 
-def _expected_sgd(state: State, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def _expected_sgd(state: State, gradient: Tensor, nesterov: bool = False) -> tuple[Tensor, Tensor]:
     """Return the float64 (centres, momentum) after a step with all rows."""
     w = state["centres"].double()
-    m = 0.9 * _momentum(state) + _gradient_of_centres(state, gradient) + 0.02 * w
-    return w - 0.3 * m, m
+    full = _gradient_of_centres(state, gradient) + 0.02 * w
+    m = 0.9 * _momentum(state) + full
+    return w - 0.3 * (full + 0.9 * m if nesterov else m), m
 
 
 def _expected_adamw(state: State, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,11 +192,11 @@ def test_the_part_of_the_target_classes_is_added_once_for_each_sample_of_a_class
 
 
 @pytest.mark.parametrize("dim", [16, 48, 130])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sgd_in_fp32_equals_the_float64_formula(device: torch.device, dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "nesterov"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)])
+def test_sgd_in_fp32_equals_the_float64_formula(device: torch.device, dim: int, dtype: torch.dtype, nesterov: bool) -> None:
     state, gradient = _state(5, dim, device), _normal(5, dim, seed=4).to(device, dtype)
-    centres, momentum = _expected_sgd(state, gradient)
-    _sgd(state, gradient, 0)
+    centres, momentum = _expected_sgd(state, gradient, nesterov)
+    _sgd(state, gradient, 0, nesterov=nesterov)
     torch.testing.assert_close(state["centres"].double(), centres, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(state["momentum"].double(), momentum, rtol=1e-5, atol=1e-6)
     _assert_norms_are_those_of_the_stored_rows(state)
@@ -369,7 +371,7 @@ def test_offsets_of_more_than_32_bits_reach_the_last_rows(device: torch.device) 
     torch.testing.assert_close(_momentum({name: tensor[-2:] for name, tensor in whole.items()}), momentum, rtol=0, atol=step)
 
 
-@pytest.mark.parametrize("optimizer", [RowSGD(0.9, 5e-4), RowAdamW(0.9, 0.999, 1e-8, 0.05)])
+@pytest.mark.parametrize("optimizer", [RowSGD(0.9, 5e-4), RowSGD(0.9, 5e-4, True), RowAdamW(0.9, 0.999, 1e-8, 0.05)])
 def test_a_head_on_triton_trains_as_one_on_plain_torch(device: torch.device, optimizer: RowSGD | RowAdamW) -> None:
     heads = []
     for name in ("plain", "triton"):

@@ -33,7 +33,7 @@ OPTIMIZERS = {"sgd": RowSGD(), "adamw": RowAdamW()}
 
 def _build(case: str, rank: int, world_size: int, optimizer: str) -> PartialFC:
     arguments = CASES[case].arguments | ({"every": 3} if case == "kappaface" else {})
-    config = HeadConfig(0.6, OPTIMIZERS[optimizer], logit_correction="log_r", chunk=5)
+    config = HeadConfig(0.6, {**OPTIMIZERS, "nesterov": RowSGD(nesterov=True)}[optimizer], logit_correction="log_r", chunk=5)
     return PartialFC(build_margin(case, **arguments), C, D, rank, world_size, 3, config)
 
 
@@ -158,7 +158,7 @@ def test_the_memory_of_class_numbers_is_counted(name: str, optimizer: str):
     )
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "nesterov"])
 def test_trained_numbers_follow_torch_without_weight_decay(optimizer: str):
     """The same gradients go through torch's optimizer, on a bias and on the margins of all classes."""
     for name, key in (("sphereface2", "bias"), ("adaptiveface", "margin")):
@@ -166,7 +166,10 @@ def test_trained_numbers_follow_torch_without_weight_decay(optimizer: str):
         numbers = head._numbers
         parameter = numbers.parameters[key] if name == "sphereface2" else numbers.tensors[key]
         copy = torch.nn.Parameter(parameter.detach().double().clone())
-        kind = torch.optim.SGD([copy], 0.01, 0.9) if optimizer == "sgd" else torch.optim.AdamW([copy], 0.01, weight_decay=0.0)
+        nesterov = optimizer == "nesterov"
+        kind: torch.optim.Optimizer = torch.optim.AdamW([copy], 0.01, weight_decay=0.0)
+        if optimizer != "adamw":
+            kind = torch.optim.SGD([copy], 0.01, 0.9, nesterov=nesterov)
         for step in range(5):
             gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
             copy.grad = gradient.double()

@@ -106,6 +106,13 @@ def test_synthetic_data_zero_sampling_and_old_keys_are_converted(tmp_path: Path)
     assert "0.5 is ignored there" in (tmp_path / "ours.yaml").read_text()
 
 
+def test_the_steps_of_2021_are_milestones_as_far_as_the_run_reaches_them(tmp_path: Path):
+    text = HEADER + NEEDED.replace("num_epoch = 2", "num_epoch = 20")
+    schedule = _convert(tmp_path, text + "config.decay_epoch = [8, 14, 20]\n").schedule
+    assert (schedule.kind, schedule.milestones, schedule.factor) == ("step", (8.0, 14.0), 0.1)
+    assert _convert(tmp_path, text + "config.decay_epoch = [99]\n").schedule.kind == "constant"
+
+
 def test_a_base_of_ones_own_lies_underneath(tmp_path: Path):
     (tmp_path / "base.py").write_text(HEADER + "config.network = 'mbf'\nconfig.lr = 0.3\nconfig.batch_size = 10\n")
     config = _convert(tmp_path, HEADER + NEEDED + "config.lr = config.lr / 2\n", "--base", str(tmp_path / "base.py"))

@@ -50,6 +50,7 @@ def _network(path: Path, **changes: object) -> nn.Module:
         "width": 0.125,
         "image_size": None,
         "untrained": False,
+        "ema": False,
         "colour": "rgb",
         "input_mean": 127.5,
         "input_std": 127.5,

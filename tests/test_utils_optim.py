@@ -26,6 +26,34 @@ def test_scaled_gradients_come_out_as_torch_clips_the_plain_ones(clip_norm: floa
         torch.testing.assert_close(a.grad, b.grad)
 
 
+@pytest.mark.numeric
+@pytest.mark.parametrize(("clip_value", "clip_norm"), [(0.7, 0.0), (0.7, 1.5), (100.0, 0.5)])
+def test_numbers_of_a_gradient_are_clipped_before_its_norm_as_torch_clips(clip_value: float, clip_norm: float):
+    plain, scaled = _net(), _net(1024.0)
+    expected_norm = nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
+    nn.utils.clip_grad_value_(plain.parameters(), clip_value)
+    nn.utils.clip_grad_norm_(plain.parameters(), clip_norm or float("inf"))
+    norm = unscale_and_clip_grad_norm_(scaled, torch.tensor(1024.0), clip_norm, clip_value)
+    torch.testing.assert_close(norm, expected_norm)
+    for a, b in zip(scaled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.numeric
+def test_nesterovs_momentum_is_torchs_and_rates_and_decay_are_those_of_the_rules():
+    ours, theirs = _net(), _net()
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = build_optimizer(ours, "sgd", 0.5, 0.9, 0.01, rules=[ParameterRule("0", 0.1)], nesterov=True)
+    groups = [{"params": theirs[0].parameters(), "lr": 0.05}, {"params": theirs[1].parameters()}]
+    by_torch = torch.optim.SGD(groups, 0.5, 0.9, weight_decay=0.01, nesterov=True)
+    for _ in range(3):
+        set_learning_rate(optimizer, 0.5)
+        optimizer.step()
+        by_torch.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_one_bad_gradient_shows_in_the_norm(bad: float):
     net = _net()
@@ -133,7 +161,7 @@ def test_moments_that_were_saved_in_another_layout_go_on_alike(name: str):
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
 def test_a_step_that_is_not_good_changes_nothing_and_the_others_are_as_without_it(name: str):
     """The first one too: torch would keep moments that nothing ever wrote."""
     ends = []

@@ -14,20 +14,24 @@ from eval.embed import class_means
 from losses import build_margin, margin_arguments
 from partial_fc import PartialFC, build_head, check_head_fits, check_loss, head_config
 from partial_fc.init_centres import InitCounts, init_centres
-from utils.checkpoint.format import BACKBONE, TRAINER
+from utils.checkpoint.format import BACKBONE, EMA, TRAINER
 from utils.checkpoint.resume import SavedState, restore
 from utils.checkpoint.trainer import TrainerState
 from utils.checkpoint.weights import load_initial
 from utils.checkpoint.writer import Shard
 from utils.distributed import all_gather_objects, raise_on_all_ranks
 from utils.distributed.patience import patiently
+from utils.distributed.sync_norm import synchronise_norms
 from utils.memory import available_bytes, backbone_memory, bytes_beside_heads
 from utils.optim import ParameterRule, build_optimizer, freeze
 from utils.precision import AUTOCAST, LossScaler
 from utils.randomness import derive
 from utils.text import prefix_errors
 
+from .ema import WeightAverage
 from .setup import Setup
+
+_OF_OPTIMIZER = ("name", "lr", "momentum", "weight_decay", "beta2", "eps", "nesterov", "layer_decay")
 
 
 class Model(NamedTuple):
@@ -38,15 +42,17 @@ class Model(NamedTuple):
     heads: dict[str, PartialFC]  # by the name of their task
     scaler: LossScaler
     autocast: torch.dtype | None
+    ema: WeightAverage | None = None
 
     def saved_states(self) -> dict[str, SavedState]:
         """Return all parts of a checkpoint by name; what is added here is saved, and loaded by a run that resumes."""
-        trainer = TrainerState(
-            self.backbone, {name: head.margin for name, head in self.heads.items()}, self.optimizer, self.scaler
-        )
+        margins, ema = {name: head.margin for name, head in self.heads.items()}, self.ema
+        updates = None if ema is None else ema.updates
+        trainer = TrainerState(self.backbone, margins, self.optimizer, self.scaler, updates)
         return {
             BACKBONE: SavedState(self.backbone.state_dict, self.backbone.load_state_dict),
             TRAINER: SavedState(trainer.state, trainer.load),
+            **({} if ema is None else {EMA: SavedState(ema.state, ema.load, ema.begin)}),
             **{name: SavedState(functools.partial(_shard, head), head.load_rows) for name, head in self.heads.items()},
         }
 
@@ -68,19 +74,22 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     of_network = {key: config.backbone[key] for key in ("name", *backbone_arguments(config.backbone.name))}
     with prefix_errors("data"):
         backbone = build_backbone(**of_network, image_size=config.data.image_size)
+    if config.backbone.sync_norm:
+        synchronise_norms(backbone, world)
     backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    dim, settings = config.backbone.embedding_size, ("name", "lr", "momentum", "weight_decay", "beta2", "eps")
+    dim, settings = config.backbone.embedding_size, _OF_OPTIMIZER
     of_head = head_config(config.head, config.loss, config.optimizer, autocast, world.device)
     of_loss = {key: config.loss[key] for key in ("name", *margin_arguments(config.loss.name))}
     margins = {task.name: build_margin(**of_loss) for task in setup.tasks}
     with raise_on_all_ranks(world):
         with prefix_errors("backbone.freeze"):
             freeze(backbone, config.backbone.freeze)
-        with prefix_errors("optimizer.rules"):
+        with prefix_errors("optimizer.rules and layer_decay"):
             rules = parameter_rules(config.optimizer.rules)
             optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in settings}, rules=rules)
-        moments, samples = 2 if config.optimizer.name == "adamw" else 1, config.train.batch_size // config.train.accumulation
-        memory = backbone_memory(backbone, autocast, moments, config.data.image_size)
+        samples = config.train.batch_size // config.train.accumulation
+        copies = (1 if config.optimizer.name == "sgd" else 2) + (config.train.ema > 0)  # of the weights
+        memory = backbone_memory(backbone, autocast, copies, config.data.image_size)
         beside = bytes_beside_heads(memory, samples // world.world_size, world.device.type)
         for task in setup.tasks:
             margin, classes = margins[task.name], task.dataset.num_classes
@@ -90,7 +99,9 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     for number, task in enumerate(setup.tasks):
         of_task = seed if number == 0 else derive(seed, "head", task.name)
         heads[task.name] = build_head(margins[task.name], task.dataset.num_classes, dim, world, of_task, of_head)
-    return Model(backbone, optimizer, heads, LossScaler(enabled=autocast is torch.float16, device=world.device), autocast)
+    scaler = LossScaler(enabled=autocast is torch.float16, device=world.device)
+    ema = WeightAverage(backbone, config.train.ema) if config.train.ema else None
+    return Model(backbone, optimizer, heads, scaler, autocast, ema)
 
 
 def parameter_rules(entries: Iterable[Any]) -> list[ParameterRule]:
@@ -116,6 +127,8 @@ def _init(config: EasyDict, setup: Setup, model: Model) -> InitCounts:
     """Fill the backbone and the class centres of the first task from another training, as the section `init` says."""
     init, task = config.init, setup.tasks[0]
     load_initial(model.backbone, Path(init.backbone), config.data.image_size)
+    if model.ema is not None:
+        model.ema.begin()
     means = functools.partial(
         class_means,
         model.backbone,

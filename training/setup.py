@@ -21,6 +21,7 @@ from utils.distributed import World, init_distributed, raise_on_all_ranks
 from utils.distributed.agreement import require_equal, require_same_program
 from utils.distributed.patience import patiently
 from utils.precision import set_tf32
+from utils.schedule import Schedule
 
 from .compiled import check_compile
 
@@ -49,7 +50,8 @@ class Setup(NamedTuple):
     share: dict[str, int]  # this rank's part of each global batch
     total_steps: int
     epochs_per_step: float
-    warmup_steps: int
+    schedule: Schedule  # of the backbone's learning rate
+    head_schedule: Schedule  # of the class centres', before head.lr_factor
     folder: Path
     facts: dict[str, Any]  # what its checkpoints tell of it
     resume_from: Path | None
@@ -90,6 +92,9 @@ def set_up(config: EasyDict) -> Setup:
         },
         "config": as_plain(config),
     }
+    total_steps = config.train.max_steps or max(1, int(config.train.epochs * dataset.num_images / batch_size))
+    with raise_on_all_ranks(world):
+        schedules = build_schedules(config, total_steps, dataset.num_images / batch_size)
     folder = Path(config.run.output) / config.run.name
     plan = prepare_run_folder(folder, config.checkpoint, dump_config(config), facts["run_signature"], world)
     return Setup(
@@ -97,14 +102,38 @@ def set_up(config: EasyDict) -> Setup:
         [Task(SOFTMAX, dataset, order)],
         pair_sets,
         {"rank": world.rank, "world_size": world.world_size, "accumulation": config.train.accumulation},
-        config.train.max_steps or max(1, int(config.train.epochs * dataset.num_images / batch_size)),
+        total_steps,
         batch_size / dataset.num_images,
-        round(config.schedule.warmup_epochs * dataset.num_images / batch_size),
+        *schedules,
         folder,
         facts,
         plan.checkpoint,
         [*dataset.warnings, *unlike, *plan.warnings],
     )
+
+
+def build_schedules(config: EasyDict, total_steps: int, steps_per_epoch: float) -> tuple[Schedule, Schedule]:
+    """Return the schedules of the learning rates of backbone and class centres.
+
+    Raises:
+        ValueError: the warm-up takes all steps of the run, or a milestone lies in it.
+    """
+    given, peak = config.schedule, config.optimizer.lr
+    warmup = given.warmup_steps or round(given.warmup_epochs * steps_per_epoch)
+    milestones = tuple(int(step) for step in given.milestone_steps)
+    milestones = milestones or tuple(round(epoch * steps_per_epoch) for epoch in given.milestones)
+    if given.warmup_steps >= total_steps and not config.train.max_steps:
+        raise ValueError(
+            f"schedule.warmup_steps must be below the steps of the run, {total_steps}, got {given.warmup_steps}; set fewer"
+        )
+    if milestones and milestones[0] < warmup:
+        raise ValueError(
+            f"schedule: the first milestone is step {milestones[0]}, before the end of the warm-up, {warmup} steps; shorten "
+            "the warm-up or move the milestone"
+        )
+    kind = given.kind if config.head.schedule == "same" else config.head.schedule
+    of_backbone = Schedule(given.kind, peak, total_steps, warmup, given.power, given.min_lr, milestones, given.factor)
+    return of_backbone, of_backbone._replace(kind=kind)
 
 
 def open_loaders(config: EasyDict, setup: Setup, start_step: int) -> list[Loader]:

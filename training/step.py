@@ -77,7 +77,13 @@ class StepResult(NamedTuple):
 
 
 def train_step(
-    config: EasyDict, tasks: Sequence[Task], model: Model, parallel: nn.Module, prepared: PreparedStep, lr: float, world: World
+    config: EasyDict,
+    tasks: Sequence[Task],
+    model: Model,
+    parallel: nn.Module,
+    prepared: PreparedStep,
+    rates: tuple[float, float],
+    world: World,
 ) -> StepResult:
     """Take one optimizer step with backbone and centres; on CUDA it is enqueued only, and the host waits for nothing.
 
@@ -85,18 +91,21 @@ def train_step(
 
     Args:
         parallel: the backbone behind distributed.as_data_parallel.
-        lr: learning rate of the step, before the factors of rules and of the head.
+        rates: learning rates of the step, of the backbone before the factors of rules, and of the class centres before
+            head.lr_factor.
     """
-    set_learning_rate(model.optimizer, lr)
+    set_learning_rate(model.optimizer, rates[0])
     # for dropout; a resumed run draws the same
     torch.manual_seed(derive(config.run.seed, "step", prepared.number, world.rank))
     loss, losses, embeddings = forward_backward(model, parallel, tasks, prepared, config.train.accumulation, world)
     scale = model.scaler.scale
-    grad_norm = unscale_and_clip_grad_norm_(model.backbone, scale, config.optimizer.clip_norm)
+    grad_norm = unscale_and_clip_grad_norm_(model.backbone, scale, config.optimizer.clip_norm, config.optimizer.clip_value)
     good = distributed.all_ranks(loss.isfinite() & grad_norm.isfinite(), world)
     for task in tasks:
-        model.heads[task.name].step(lr * config.head.lr_factor, good)
+        model.heads[task.name].step(rates[1] * config.head.lr_factor, good)
     step_if(model.optimizer, good)
+    if model.ema is not None:
+        model.ema.update(good)
     model.scaler.update(good)
     return StepResult(loss, losses, embeddings, grad_norm, scale, good)
 

@@ -28,6 +28,7 @@ def _rate(value: float) -> str:
 FORMS: dict[str, Callable[[float], str]] = {
     "loss": "loss {:.3f}".format,
     "lr": "lr {:.3g}".format,
+    "lr_centres": "lr of centres {:.3g}".format,
     "grad_norm": "grad {:.3g}".format,
     "positive_cosine": "cos+ {:.3f}".format,
     "images_per_second": _rate,

@@ -32,7 +32,8 @@ def backbone_memory(
     """Return the memory that training this backbone takes, from what autograd keeps in forward passes of one and two images.
 
     Args:
-        moments: numbers that the optimizer keeps per parameter, 1 for SGD with momentum, 2 for AdamW.
+        moments: numbers kept per parameter beside weight and gradient: by the optimizer, 1 for SGD with momentum and 2 for
+            AdamW, and one more for a moving average.
         image_size: height and width of the images in pixels.
     """
     modes = {module: module.training for module in backbone.modules()}

@@ -148,7 +148,7 @@ void exponentials(void *products, int kind, int64_t classes, int64_t samples, co
         for (int64_t i = 0; i < samples; i++) z_sum[i] += partial[(int64_t)t * samples + i];
 }
 
-/* One step of SGD (adamw = 0) or AdamW for `classes` centres; see row_optimizer.py for the formulas.
+/* One step of SGD (adamw = 0; with Nesterov's momentum if nesterov = 1) or AdamW for `classes` centres; see row_optimizer.py for the formulas.
    gradient (classes, dim) is that of the unit centres times v = 1 / norm, without the part of the target classes. That part,
    not yet times v, is target (samples, dim) fp32: row sample_index[n] of it belongs to row class_index[n] of gradient;
    class_index ascends. If index is NULL, the centres are consecutive rows of the shard, starting at row `first`. Nothing is
@@ -156,8 +156,8 @@ void exponentials(void *products, int kind, int64_t classes, int64_t samples, co
 void update_rows(void *centres, int centre_kind, void *momentum, int momentum_kind, float *momentum_scale, void *variance,
                  int variance_kind, int32_t *updates, float *inverse, const int64_t *index, int64_t first, int64_t classes,
                  int64_t dim, const void *gradient, int gradient_kind, const float *target, const int64_t *class_index,
-                 const int64_t *sample_index, int64_t num_targets, int adamw, double lr, double beta1, double beta2, double eps,
-                 double weight_decay, uint64_t seed, const float *apply) {
+                 const int64_t *sample_index, int64_t num_targets, int adamw, int nesterov, double lr, double beta1, double beta2,
+                 double eps, double weight_decay, uint64_t seed, const float *apply) {
     if (apply && *apply == 0.0f) return;
     float rate1 = (float)(1.0 - beta1), rate2 = (float)(1.0 - beta2);
     #pragma omp parallel for schedule(static)
@@ -182,7 +182,14 @@ void update_rows(void *centres, int centre_kind, void *momentum, int momentum_ki
         #pragma omp simd reduction(+ : along)
         for (int64_t j = 0; j < dim; j++) along += g[j] * w[j];
         along *= v * v;
-        if (!adamw) {
+        if (!adamw && nesterov) {
+            #pragma omp simd
+            for (int64_t j = 0; j < dim; j++) {
+                float full = g[j] + ((float)weight_decay - along) * w[j];
+                m[j] = (float)beta1 * m[j] + full;
+                w[j] -= (float)lr * (full + (float)beta1 * m[j]);
+            }
+        } else if (!adamw) {
             #pragma omp simd
             for (int64_t j = 0; j < dim; j++) {
                 m[j] = (float)beta1 * m[j] + g[j] + ((float)weight_decay - along) * w[j];

@@ -50,7 +50,7 @@ _NEGATIVES: list[Any] = [
 ]
 _UPDATE_ROWS: list[Any] = [
     *(_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG),
-    *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _INT, *[_DOUBLE] * 5, ctypes.c_uint64, _POINTER),
+    *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _INT, _INT, *[_DOUBLE] * 5, ctypes.c_uint64, _POINTER),
 ]
 
 
@@ -203,6 +203,7 @@ class CKernels(PlainKernels):
     ) -> None:
         sgd, tensors, inverse = isinstance(optimizer, RowSGD), store.tensors, store.inverse_norms
         settings = (optimizer.momentum, 0.0, 0.0, optimizer.weight_decay) if isinstance(optimizer, RowSGD) else optimizer
+        nesterov = isinstance(optimizer, RowSGD) and optimizer.nesterov
         centres, momentum, variance = tensors["centres"], tensors["momentum"], tensors.get("variance")
         class_index, sample_index, values = target
         touched = (*tensors.values(), inverse, gradient, values, class_index, sample_index)
@@ -213,7 +214,7 @@ class CKernels(PlainKernels):
             *(_pointer(tensors.get("updates")), inverse.data_ptr(), None if isinstance(select, slice) else select.data_ptr()),
             *(select.start if isinstance(select, slice) else 0, len(gradient), gradient.shape[1], gradient.data_ptr()),
             *(_FORMATS[gradient.dtype], values.data_ptr(), class_index.data_ptr(), sample_index.data_ptr(), len(sample_index)),
-            *(int(not sgd), lr, *settings, seed, _pointer(apply)),
+            *(int(not sgd), int(nesterov), lr, *settings, seed, _pointer(apply)),
         )
 
 

@@ -90,7 +90,7 @@ class TritonKernels(PlainKernels):
         centres, momentum, scale = tensors["centres"], tensors["momentum"], tensors.get("momentum_scale")
         if isinstance(optimizer, RowSGD):
             settings = (lr, optimizer.momentum, optimizer.weight_decay)
-            sgd_update(centres, momentum, scale, gradient, target, inverse, where, *settings, seed, flag)
+            sgd_update(centres, momentum, scale, gradient, target, inverse, where, *settings, seed, flag, optimizer.nesterov)
             if "updates" in tensors:
                 tensors["updates"][select] += 1
             return
@@ -196,6 +196,7 @@ def sgd_update(
     weight_decay: float,
     seed: int,
     apply: Tensor,
+    nesterov: bool = False,
 ) -> None:
     """Take one step of SGD with the selected centres, from both parts of the gradient of their unit vectors.
 
@@ -217,7 +218,7 @@ def sgd_update(
         sgd_kernel[(len(gradient),)](
             *(centres, momentum, momentum_scale, gradient, *target, len(target[0]), inverse_norms, index, apply),
             *(start, seed & (2**63 - 1)),
-            *(float(lr), float(momentum_factor), float(weight_decay), centres.shape[1], block),
+            *(float(lr), float(momentum_factor), float(weight_decay), centres.shape[1], block, nesterov),
             num_warps=warps,
         )
 

@@ -4,7 +4,7 @@ The same arithmetic as the plain torch code in plain.py and row_optimizer.py. Wi
 
     exp_mask_sum_kernel  E = exp(v y - K), 0 for target classes and above the limit;  y <- E v;  Z_i += sum_j E_ji
     sgd_kernel           v g = y + v sum_n t_n,  of the samples n of this class;  G = v g - t w,  t = v^2 (v g . w)
-                         m <- mu m + G + weight_decay w;  w <- w - lr m
+                         m <- mu m + G + weight_decay w;  w <- w - lr m, or w - lr (G + weight_decay w + mu m) if nesterov
     adamw_kernel         m <- beta1 m + (1 - beta1) G;  s <- beta2 s + (1 - beta2) G^2;
                          w <- (1 - lr weight_decay) w - lr (m / (1 - beta1^k)) / (sqrt(s / (1 - beta2^k)) + eps)
 
@@ -68,6 +68,7 @@ def sgd_kernel(
     decay,
     dim,
     block: tl.constexpr,
+    nesterov: tl.constexpr,
 ):
     """Take one step of SGD with the centre of this program."""
     if tl.load(apply) != 0:
@@ -79,8 +80,13 @@ def sgd_kernel(
         m = _load_momentum(momentum, scale, row, places, mask)
         v = tl.load(inverse_norms + row)
         g = _gradient_of_unit(gradient, class_index, sample_index, values, num_targets, v, columns, mask, dim)
-        m = factor * m + _gradient_of_centre(g, v, w) + decay * w
-        w = w - lr * m
+        if nesterov:
+            full = _gradient_of_centre(g, v, w) + decay * w
+            m = factor * m + full
+            w = w - lr * (full + factor * m)
+        else:
+            m = factor * m + _gradient_of_centre(g, v, w) + decay * w
+            w = w - lr * m
         noise = _random_bits(seed, row, 0, block)
         _store_momentum(momentum, scale, row, places, mask, m, noise >> 16)
         _store_centre(centres, inverse_norms, row, places, mask, w, noise & 0xFFFF)

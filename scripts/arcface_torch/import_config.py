@@ -35,7 +35,6 @@ _DROPPED = {
     "dali_aug": "no DALI; the section augment has augmentations",
     "num_workers": "threads decode here: data.threads",
     "dataset": "names a set; data.path does",
-    "decay_epoch": "the learning rate has no steps; schedule.power",
 }
 # key here: key there that its value was made of, for those that configs/ may refuse
 _MADE_OF = {
@@ -54,6 +53,7 @@ _MADE_OF = {
     "run.name": "output",
     "run.output": "output",
     "run.seed": "seed",
+    "schedule.milestones": "decay_epoch",
     "schedule.warmup_epochs": "warmup_epoch",
     "train.accumulation": "gradient_acc",
     "train.batch_size": "batch_size",
@@ -238,7 +238,10 @@ class Translation:
         self._put("optimizer.weight_decay", self._number("weight_decay"))
         warmup = self._number("warmup_epoch")
         self._put("schedule.warmup_epochs", max(0.0, warmup), f"{warmup:g} there" if warmup < 0 else "")
-        self._put("schedule.power", power, "2 in the published runs; the last arcface_torch has 1")
+        if "decay_epoch" in self._given:
+            self._steps()
+        else:
+            self._put("schedule.power", power, "2 in the published runs; the last arcface_torch has 1")
         verbose = self._count("verbose")
         self._put("eval.every", max(min(verbose, 1), verbose // accumulation), f"and after the last step{steps}")
         self._put("log.every", max(1, self._count("frequent", 1) // accumulation), steps.lstrip(", "))
@@ -249,6 +252,18 @@ class Translation:
             self._put("run.name", PurePosixPath(output).name)
             if str(PurePosixPath(output).parent) != ".":
                 self._put("run.output", str(PurePosixPath(output).parent))
+
+    def _steps(self) -> None:
+        """Translate the schedule of 2021: a tenth of the rate after each of these epochs."""
+        epochs = self._get("decay_epoch", (list, tuple), "a list of epochs")
+        if not all(isinstance(epoch, (int, float)) and not isinstance(epoch, bool) for epoch in epochs):
+            raise ValueError(f"{self._given['decay_epoch'].place}: config.decay_epoch must be epochs, got {epochs!a}")
+        last = self._number("num_epoch")
+        reached = [float(epoch) for epoch in epochs if epoch < last]
+        self._put("schedule.kind", "step" if reached else "constant", "" if reached else "config.decay_epoch is never reached")
+        if reached:
+            self._put("schedule.milestones", reached)
+            self._put("schedule.factor", 0.1)
 
     def lost(self) -> list[str]:
         """Return a line about each key that was set and has no counterpart."""

@@ -74,8 +74,8 @@ class OurTraining:
         self._take(next(self.ahead))
 
     def _take(self, prepared: PreparedStep) -> None:
-        lr = self.config.optimizer.lr
-        result = training_step.train_step(self.config, self.setup.tasks, self.model, self.parallel, prepared, lr, self.world)
+        rates = (self.config.optimizer.lr, self.config.optimizer.lr)
+        result = training_step.train_step(self.config, self.setup.tasks, self.model, self.parallel, prepared, rates, self.world)
         self.late.post(prepared.number, result)
         distributed.any_ranks([False, False, False], self.world)
         for values in self.late.take(prepared.number):

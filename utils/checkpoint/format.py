@@ -2,6 +2,7 @@
 
     checkpoints/step_00012000/
         backbone.safetensors                 parameters and buffers
+        ema.safetensors                      their moving average, of a run with train.ema
         softmax_00003_of_00008.safetensors   a rank's class centres and their momentum, rows in slot order; a head has its name
         trainer.pt                           optimizer and loss scaler; tensors and plain values only
         manifest.json                        written last: step, slot ranges, the run's signature, sizes and hashes
@@ -26,6 +27,7 @@ from .tensor_file import HASH, flush, write_text
 FORMAT = 2  # of the manifest; format 1 had "identity" for run_signature, and head.state for head.storage
 _LARGEST_MANIFEST = 64 << 20  # bytes; the manifest of 10,000 ranks has 2 MB
 _MANIFEST, BACKBONE, TRAINER = "manifest.json", "backbone.safetensors", "trainer.pt"
+EMA = "ema.safetensors"  # the moving average of the backbone, of a run with train.ema
 SOFTMAX = "softmax"  # the name of the head in a run with a single head
 
 

@@ -255,6 +255,7 @@ class SavedState(NamedTuple):
 
     state: Callable[[], Any]  # returns what CheckpointWriter.save writes
     load: Callable[[Any], object]  # takes what read_file returns
+    begin: Callable[[], object] | None = None  # called instead of `load` if the checkpoint has no such part; None = an error
 
 
 def restore(path: Path, parts: Mapping[str, SavedState]) -> int:
@@ -264,14 +265,18 @@ def restore(path: Path, parts: Mapping[str, SavedState]) -> int:
         ValueError: a part is missing, cannot be read, or does not fit.
     """
     try:
-        states = {name: read_file(path, name) for name in parts}
+        files = ckpt.read_manifest(path)["files"]
+        states = {name: read_file(path, name) for name, part in parts.items() if name in files or part.begin is None}
     except ValueError as error:
         raise ValueError(
             f"{error}. With checkpoint.verify=true a damaged checkpoint is set aside, and the one before it is used"
         ) from None
     for name, part in parts.items():
         try:
-            part.load(states.pop(name))
+            if name in states:
+                part.load(states.pop(name))
+            elif part.begin is not None:
+                part.begin()
         except (ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
             words = f"it has no {error}" if isinstance(error, KeyError) else (str(error).splitlines() or [""])[-1].strip()
             if words.startswith("checkpoint "):

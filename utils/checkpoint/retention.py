@@ -73,10 +73,16 @@ def best_score(run_folder: Path, like: dict[str, Any]) -> float | None:
     return max(scores, default=None)
 
 
+def has_average(manifest: dict[str, Any]) -> bool:
+    """Return whether the run kept a moving average of its weights, which then is what a score belongs to."""
+    section = manifest.get("config", {}).get("train")
+    return isinstance(section, dict) and isinstance(section.get("ema"), float) and section["ema"] > 0
+
+
 def _scored_by(manifest: dict[str, Any]) -> str:
-    """Return what the score of a checkpoint measures: the metric, and the sets whose mean it is."""
+    """Return what the score of a checkpoint measures: the metric, the sets whose mean it is, and weights or moving average."""
     try:
         settings = manifest["config"]["eval"]
-        return json.dumps([settings["metric"], sorted(settings["targets"])])
+        return json.dumps([settings["metric"], sorted(settings["targets"]), has_average(manifest)])
     except (KeyError, TypeError, ValueError):  # an imported checkpoint, or one with an unusual configuration
         return ""

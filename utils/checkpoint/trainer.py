@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.optim import optimizer_names
+from utils.optim.lamb import Lamb
 from utils.precision import LossScaler
 
 from .format import SOFTMAX
@@ -26,10 +27,13 @@ class TrainerState(NamedTuple):
     margins: Mapping[str, nn.Module]  # by the name of their head
     optimizer: torch.optim.Optimizer
     scaler: LossScaler
+    ema_updates: Tensor | None = None  # () int64, steps in the moving average of the backbone; None = there is no average
 
     def state(self) -> dict[str, Any]:
         """Return what `load` takes."""
+        counted = {} if self.ema_updates is None else {"ema_updates": self.ema_updates}
         return {
+            **counted,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "margins": {name: margin.state_dict() for name, margin in self.margins.items()},
@@ -53,6 +57,13 @@ class TrainerState(NamedTuple):
             _check_trained(self.backbone, trained)
         load_optimizer(self.optimizer, saved["optimizer"], self.backbone, trained)
         self.scaler.load_state_dict(saved["scaler"])
+        if self.ema_updates is not None:  # an average that the checkpoint does not have begins with none
+            updates = saved.get("ema_updates", torch.zeros((), dtype=torch.int64))
+            if fault := tensor_fault(updates, (), torch.int64):
+                raise ValueError(f"ema_updates {fault}")
+            if not 0 <= int(updates) <= _LAST_STEP:
+                raise ValueError(f"ema_updates is out of range: {int(updates)}")
+            self.ema_updates.copy_(updates)
 
 
 def _load_margin(margin: nn.Module, saved: Any) -> None:
@@ -120,7 +131,7 @@ def load_optimizer(
         raise ValueError("its param_groups must list each parameter once, as a whole number")
     # the rules may have changed, and with them the order of the parameters
     saved_order = [dict(zip(saved_names, saved_order, strict=True))[name] for name in names]
-    _check_moments(isinstance(optimizer, torch.optim.AdamW), weights, saved_order, state["state"], names)
+    _check_moments(isinstance(optimizer, (torch.optim.AdamW, Lamb)), weights, saved_order, state["state"], names)
     moments = {place: state["state"][number] for place, number in enumerate(saved_order) if number in state["state"]}
     optimizer.load_state_dict({"state": moments, "param_groups": here})
     # the fused step ignores strides, so a moment must have the memory layout of its weight (channels last)
@@ -128,18 +139,20 @@ def load_optimizer(
         for name, moment in kept.items():
             if moment.ndim:  # always a copy: in a file two moments may share their memory
                 kept[name] = torch.empty_like(weight, dtype=moment.dtype).copy_(moment)
+            else:  # a number of steps, which torch leaves on the CPU
+                kept[name] = moment.to(weight.device)
     for group, mine in zip(optimizer.param_groups, settings, strict=True):
         group.update(mine)
 
 
 def _check_moments(
-    is_adamw: bool, weights: Sequence[Tensor], order: Sequence[int], state: dict[int, Any], names: Sequence[str]
+    has_two: bool, weights: Sequence[Tensor], order: Sequence[int], state: dict[int, Any], names: Sequence[str]
 ) -> None:
     """Raise ValueError unless a saved state holds exactly the moments that the fused step reads, for all weights or for none.
 
     The step does not check: with a moment of another size it would write beyond the end of the memory.
     """
-    keys = {"exp_avg", "exp_avg_sq", "step"} if is_adamw else {"momentum_buffer"}
+    keys = {"exp_avg", "exp_avg_sq", "step"} if has_two else {"momentum_buffer"}
     if not isinstance(state, dict) or (state and set(state) != set(order)):
         raise ValueError("its moments do not belong to the parameters that its param_groups list")
     if not state:

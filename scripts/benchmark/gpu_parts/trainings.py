@@ -85,7 +85,7 @@ def _look(case: Row, context: Context) -> Row:
 
     def step() -> None:
         prepared = next(ahead)
-        late.post(prepared.number, train_step(config, setup.tasks, model, parallel, prepared, 1e-3, world))
+        late.post(prepared.number, train_step(config, setup.tasks, model, parallel, prepared, (1e-3, 1e-3), world))
         late.take(prepared.number)
 
     def steps() -> None:

@@ -1,30 +1,14 @@
 """The backbone's optimizer: the rules that give each parameter its learning rate and weight decay, and the gradient norm."""
 
-import fnmatch
 import inspect
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-
-
-class ParameterRule(NamedTuple):
-    """The learning rate and weight decay of the parameters that it matches.
-
-    Args:
-        match: the name of a module or parameter, which includes everything inside it; or a pattern with *, ? or [] that must
-            match the whole name of a parameter; or `norms` (all parameters of normalisation layers) or `biases` (all parameters
-            called bias).
-        lr_factor: factor on the learning rate, 0 or more.
-        weight_decay: None = the optimizer's.
-    """
-
-    match: str
-    lr_factor: float = 1.0
-    weight_decay: float | None = None
+from .lamb import Lamb
+from .rules import ParameterRule, build_groups, check_part, lies_in
 
 
 def build_optimizer(
@@ -36,60 +20,30 @@ def build_optimizer(
     beta2: float = 0.999,
     eps: float = 1e-8,
     rules: Sequence[ParameterRule] = (),
+    nesterov: bool = False,
+    layer_decay: float = 1.0,
 ) -> torch.optim.Optimizer:
-    """Return SGD or AdamW over every trainable parameter of module.
+    """Return SGD, AdamW or LAMB over every trainable parameter of module.
 
-    The first rule that matches a parameter applies. Parameters without a rule have the given weight decay, as in the published
-    recipes. Each rule becomes a parameter group with the keys `match` and `lr_factor`; `set_learning_rate` multiplies the rate
-    by `lr_factor`.
+    The groups are those of `build_groups`; `set_learning_rate` multiplies the rate of each by its `lr_factor`. All optimizers
+    read the flag of `step_if` on the device.
 
     Args:
-        name: sgd or adamw.
-        momentum: of SGD; beta1 of AdamW.
+        name: sgd, adamw or lamb.
+        momentum: of SGD; beta1 of AdamW and LAMB.
+        nesterov: of SGD.
 
     Raises:
-        ValueError: no parameter is trainable, or a rule applies to none.
+        ValueError: no parameter is trainable, a rule applies to none, or layer_decay does not know the network's layers.
     """
-    groups = _groups(module, [*rules, ParameterRule("")], weight_decay)
+    groups = build_groups(module, rules, weight_decay, layer_decay)
     leave_compiler_out()
+    if name == "lamb":
+        return Lamb(groups, lr, (momentum, beta2), eps, weight_decay)
     # on the CPU, fused is 3 times as fast as the loop and 6 times as fast as foreach
     if name == "adamw":
         return _AdamW(groups, lr=lr, betas=(momentum, beta2), eps=eps, weight_decay=weight_decay, fused=True)
-    return _SGD(groups, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
-
-
-def _groups(module: nn.Module, rules: Sequence[ParameterRule], weight_decay: float) -> list[dict[str, Any]]:
-    """Return the optimizer's groups; each trainable parameter is in the group of the first rule that matches it."""
-    trainable = {path: parameter for path, parameter in module.named_parameters() if parameter.requires_grad}
-    if not trainable:
-        raise ValueError("no parameter is trainable")
-    of_norms = {
-        f"{path}.{name}" if path else name
-        for path, part in module.named_modules()
-        if isinstance(part, _NORMS)
-        for name, _ in part.named_parameters(recurse=False)
-    }
-    groups, left = [], dict(trainable)
-    for rule in rules:
-        matched = [path for path, _ in module.named_parameters() if _matches(rule.match, path, of_norms)]
-        if rule.match and not any(path in left for path in matched):
-            if not matched:
-                _check_part(module, rule.match)
-            why = "are matched by an earlier rule" if any(path in trainable for path in matched) else "are frozen"
-            raise ValueError(f"match {rule.match!r}: all parameters that it matches {why}; take the rule out")
-        decay = weight_decay if rule.weight_decay is None else rule.weight_decay
-        own = [left.pop(path) for path in matched if path in left]
-        if own:
-            groups.append({"params": own, "match": rule.match, "lr_factor": rule.lr_factor, "weight_decay": decay})
-    return groups
-
-
-def _matches(match: str, path: str, of_norms: set[str]) -> bool:
-    if match in ("", "norms"):
-        return not match or path in of_norms
-    if match == "biases":
-        return path.rpartition(".")[2] == "bias"
-    return fnmatch.fnmatchcase(path, match) if any(letter in match for letter in "*?[") else _lies_in(path, match)
+    return _SGD(groups, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, fused=True)
 
 
 def describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -159,34 +113,31 @@ def freeze(module: nn.Module, parts: Sequence[str]) -> None:
         ValueError: a part does not exist, or no trainable parameter is left.
     """
     for part in parts:
-        _check_part(module, part)
+        check_part(module, part)
     for path, parameter in module.named_parameters():
-        if any(_lies_in(path, part) for part in parts):
+        if any(lies_in(path, part) for part in parts):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError("no parameter is trainable; freeze fewer parts")
 
 
-def _lies_in(path: str, part: str) -> bool:
-    return path == part or path.startswith(f"{part}.")
+def unscale_and_clip_grad_norm_(module: nn.Module, scale: Tensor, clip_norm: float, clip_value: float = 0.0) -> Tensor:
+    """Divide module's gradients by scale and clip them; return their L2 norm before they were clipped.
 
-
-def _check_part(module: nn.Module, part: str) -> None:
-    if not any(_lies_in(path, part) for path, _ in module.named_parameters()):
-        parts = ", ".join(name for name, _ in module.named_children())
-        raise ValueError(f"this backbone has no trainable part {part!r}; its parts are {parts}")
-
-
-def unscale_and_clip_grad_norm_(module: nn.Module, scale: Tensor, clip_norm: float) -> Tensor:
-    """Divide module's gradients by scale and clip them to the L2 norm clip_norm (0: no clipping); return the norm before.
-
-    One pass over the gradients does both. If any gradient is inf or nan, so is the norm, and the gradients are useless.
+    First each number is clipped to [-clip_value, clip_value], then all together to the L2 norm clip_norm; 0 = not at all. One
+    pass over the gradients divides and clips the norm. If any gradient is inf or nan, so is the norm, and the gradients are
+    useless.
     """
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients) / scale
-    factor = 1.0 / scale
+    factor, left = 1.0 / scale, norm
+    if clip_value > 0:
+        torch._foreach_mul_(gradients, factor)
+        torch._foreach_clamp_min_(gradients, -clip_value)
+        torch._foreach_clamp_max_(gradients, clip_value)
+        factor, left = torch.ones_like(norm), torch.nn.utils.get_total_norm(gradients)
     if clip_norm > 0:
-        factor = factor * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = factor * (clip_norm / (left + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, factor)
     return norm
 
@@ -208,7 +159,7 @@ def set_training(module: nn.Module, freeze_norm: bool, frozen: Sequence[str] = (
     """Put a network into training mode, except for the frozen parts, and for BatchNorm if freeze_norm is set."""
     module.train()
     for path, part in module.named_modules():
-        if (freeze_norm and isinstance(part, nn.modules.batchnorm._BatchNorm)) or any(_lies_in(path, name) for name in frozen):
+        if (freeze_norm and isinstance(part, nn.modules.batchnorm._BatchNorm)) or any(lies_in(path, name) for name in frozen):
             part.eval()
 
 
