@@ -130,7 +130,7 @@ def test_tables_and_pictures_are_written_also_into_the_page(out: Path):
     begin, end = f"Before\n\n{losses_report.BEGIN}\n\n", f"\n\n{losses_report.END}\n\nAfter\n"
     shown = "![Cosines of genuine and impostor pairs](images/losses_cosines_0_rate_0.5.png)"
     assert (out / "page.md").read_text() == f"{begin}{text}\n\n{shown}{end}"
-    assert "**Sample rate 0.5**: 12 identities, 60 images; mbf of width 0.125, fp32; 8 images a step" in text
+    assert "**Sample rate 0.5**: 12 identities, 60 images of 112 x 112; mbf of width 0.125, fp32; 8 images a step" in text
     pictures = {path.name for path in out.glob("*.png")}
     assert {f"losses_{group}.png" for group in ("added", "adaptive", "negatives")} < pictures
     assert "losses_cosines_0_rate_0.5.png" in pictures and pictures == {path.name for path in (out / "images").iterdir()}

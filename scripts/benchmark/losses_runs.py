@@ -261,7 +261,8 @@ def measure(case: dict[str, Any]) -> None:
 def _describe_setup(config: EasyDict, dataset: FaceDataset) -> str:
     """Return what all losses of a table have in common."""
     network = f"{config.backbone.name} of width {config.backbone.width:g}, {config.train.precision}"
-    people = f"{dataset.num_classes:,} identities, {dataset.num_images:,} images"
+    size = config.data.image_size
+    people = f"{dataset.num_classes:,} identities, {dataset.num_images:,} images of {size} x {size}"
     return f"{people}; {network}; {config.train.batch_size} images a step, learning rate {config.optimizer.lr:g}"
 
 
