@@ -5,4 +5,5 @@ cd "$(dirname "$0")/.."
 source scripts/environment.sh
 make_environment requirements-dev.txt
 # two test processes at most, one arithmetic thread each: the tests start processes of their own
-OMP_NUM_THREADS=1 exec "$PYTHON" -m pytest -n 2 --dist worksteal "$@"
+# compiled files of the project are kept: every program that a test starts would compile its modules anew
+OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE='' exec "$PYTHON" -m pytest -n 2 --dist worksteal "$@"

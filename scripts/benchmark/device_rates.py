@@ -93,9 +93,13 @@ def rates_of(options: argparse.Namespace, device: torch.device) -> Rates | None:
     return Rates(*tflops, bandwidth, words)
 
 
-def measured_rates(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Return TFLOP/s of matrix products in a dtype and GB/s of a copy on this device."""
-    size = 4096 if device.type == "cuda" else 1024
+def measured_rates(dtype: torch.dtype, device: torch.device, quick: bool = False) -> tuple[float, float]:
+    """Return TFLOP/s of matrix products in a dtype and GB/s of a copy on this device.
+
+    Args:
+        quick: take small matrices on a CPU, where half precision may be hundreds of times slower than fp32; the rate is lower.
+    """
+    size = 4096 if device.type == "cuda" else 256 if quick else 1024
     first = torch.randn(size, size, device=device).to(dtype)
     data, product = torch.empty(2**26, device=device), torch.empty_like(first)
     half = len(data) // 2

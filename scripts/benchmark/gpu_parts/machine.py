@@ -41,7 +41,7 @@ def measure(context: Context) -> Iterator[Row]:
         row["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     yield row
     for name, dtype in DTYPES.items():
-        tflops, gbs = measured_rates(dtype, device)
+        tflops, gbs = measured_rates(dtype, device, context.quick)
         yield {"what": f"products, {name}", "TFLOP/s": tflops}
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = True

@@ -31,8 +31,8 @@ _KINDS = (
 def _cases(quick: bool) -> Iterator[Row]:
     if quick:
         for mode in ("eager", "graph"):
-            yield {"backbone": "r18", "width": 0.25, "batch": 4, "precision": "fp32", "mode": mode}
-        yield {"backbone": "mbf", "width": 0.25, "batch": 4, "precision": "bf16", "mode": "eager"}
+            yield {"backbone": "r18", "width": 0.125, "batch": 2, "precision": "fp32", "mode": mode}
+        yield {"backbone": "mbf", "width": 0.125, "batch": 2, "precision": "bf16", "mode": "eager"}
         return
     common: Row = {"width": 1.0}
     for batch in (128, 512, 32):

@@ -30,7 +30,7 @@ _LOOKED_AT = 3  # steps under the profiler
 
 def _cases(quick: bool) -> list[Row]:
     if quick:
-        return [{"backbone": "r18", "width": 0.25, "classes": 2000, "batch": 8, "precision": "fp32", "steps": 8}]
+        return [{"backbone": "r18", "width": 0.125, "classes": 2000, "batch": 4, "precision": "fp32", "steps": 4}]
     common: Row = {"backbone": "r50", "width": 1.0, "classes": 1_000_000, "precision": "bf16", "steps": 80}
     return [{**common, "batch": batch} for batch in (128, 512)]
 
