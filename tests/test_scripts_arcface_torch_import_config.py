@@ -158,7 +158,7 @@ def test_other_mistakes_are_one_line_too(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("config.optimizer = 'lamb'", "config.optimizer: cannot be converted: optimizer.name must be one of sgd, adamw"),
+        ("config.optimizer = 'adagrad'", "config.optimizer: cannot be converted: optimizer.name must be one of sgd, adamw"),
         ("config.margin_list = (1.0, 0.0, 3.0)", "config.margin_list: cannot be converted: loss.margin must be"),
         ("config.lr = -1", "config.lr: cannot be converted: optimizer.lr must be at least 0"),
         (
