@@ -15,6 +15,8 @@ from torch import nn
 from utils.image import IMAGE_SIZE
 from utils.suggest import did_you_mean
 
+from .edgeface import EdgeFace
+from .ghostfacenet import GhostFaceNet
 from .iresnet import IResNet, check_head, scale_channels
 from .mobilefacenet import MobileFaceNet
 from .packages import PackageNetwork, check_package, is_of_package
@@ -27,6 +29,12 @@ BACKBONES: dict[str, Callable[..., nn.Module]] = {
     "r200": partial(IResNet, (6, 26, 60, 6)),
     "mbf": partial(MobileFaceNet, (1, 4, 6, 2), 2),
     "mbf_large": partial(MobileFaceNet, (2, 8, 12, 4), 4),
+    "ghostfacenet_v1_1": partial(GhostFaceNet, 1, 1),
+    "ghostfacenet_v1_2": partial(GhostFaceNet, 1, 2),
+    "ghostfacenet_v2_1": partial(GhostFaceNet, 2, 1),
+    "ghostfacenet_v2_2": partial(GhostFaceNet, 2, 2),
+    "edgeface_xs": partial(EdgeFace, (32, 64, 100, 192), 4, gamma=0.6),
+    "edgeface_s": partial(EdgeFace, (48, 96, 160, 304), 8, gamma=0.5),
     # last, because weights are recognised by building one network after the other, and this one takes seconds
     "r2060": partial(IResNet, (3, 128, 896, 3)),
 }

@@ -25,10 +25,15 @@ STRIDE = 16  # pixels of the image per place of the last feature map, which four
 _SQUEEZE = 16  # channels of a block per channel of its squeeze, as in Hu et al.
 
 
-def scale_channels(channels: int, width: float) -> int:
-    """Return channels * width, rounded to the nearest multiple of 8 and at least 16."""
+def check_width(width: float) -> None:
+    """Raise ValueError unless width is a number above 0 and at most 1000."""
     if not 0 < width <= 1000:  # false of nan
         raise ValueError(f"width must be a number above 0 and at most 1000 (1 = the published network), got {width}")
+
+
+def scale_channels(channels: int, width: float) -> int:
+    """Return channels * width, rounded to the nearest multiple of 8 and at least 16."""
+    check_width(width)
     # 16: torch 2.13's fp32 gradient of a strided 1 x 1 convolution over 8 channels crashes on some CPUs
     return max(16, 8 * math.floor(channels * width / 8 + 0.5))
 

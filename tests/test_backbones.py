@@ -1,8 +1,8 @@
 """Backbones: names, shapes and outputs of arcface_torch, initial values, precision, and the errors of a user.
 
-fixtures/backbones: state_dict_shapes.json lists the entries of arcface_torch's r18, mbf and mbf_large in their order;
-embeddings.json is what those networks give (float64, first 8 of 512 numbers, two images) for the weights of
-`_set_by_formula` and images of `_noise`.
+fixtures/backbones: state_dict_shapes.json lists the entries of arcface_torch's r18, mbf and mbf_large, and of the published
+edgeface_xs, in their order; embeddings.json is what those networks and edgeface_s give (float64, first 8 of 512 numbers, two
+images) for the weights of `_set_by_formula` and images of `_noise`.
 """
 
 import functools
@@ -13,8 +13,10 @@ import pytest
 import torch
 from rounding import rounding_bound
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from backbones import build_backbone, iresnet, list_backbones
+from backbones.ghostfacenet import GhostBottleneck
 from backbones.iresnet import IResNet, PReLU, scale_channels
 
 FIXTURES = Path(__file__).parent / "fixtures" / "backbones"
@@ -29,6 +31,7 @@ NUM_BLOCKS = {
     "r2060": (3, 128, 896, 3),
 }
 COMPUTED = [name for name in list_backbones() if name != "r2060"]  # a thousand blocks: only its structure is tested
+KINDS = ["r18", "mbf", "ghostfacenet_v2_2", "edgeface_xs"]  # one of each file
 BATCH_NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
@@ -92,6 +95,8 @@ def test_iresnet_state_dict_follows_the_rule_of_its_depth(name: str) -> None:
         ("r2060", 18583, 1122.3),
         ("mbf", 333, 2.06),
         ("mbf_large", 606, 6.31),
+        ("edgeface_xs", 257, 1.77),  # Table II of EdgeFace
+        ("edgeface_s", 257, 3.65),
     ],
 )
 def test_number_of_keys_and_parameters_is_the_published_one(name: str, num_keys: int, million_parameters: float) -> None:
@@ -168,7 +173,7 @@ def _set_by_formula(model: nn.Module) -> None:
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("name", list(EMBEDDINGS))
-def test_embeddings_equal_those_of_arcface_torch_for_the_same_weights(name: str) -> None:
+def test_embeddings_equal_those_of_the_published_network_for_the_same_weights(name: str) -> None:
     model = build_backbone(name).eval()
     _set_by_formula(model)
     with torch.no_grad():  # the weights and images are fp32 numbers, the arithmetic float64: no processor's order of sums shows
@@ -228,7 +233,7 @@ def test_squeeze_and_excitation_adds_its_two_matrices_to_each_block_and_nothing_
     assert added == expected
 
 
-@pytest.mark.parametrize("name", ["r18", "mbf"])
+@pytest.mark.parametrize("name", KINDS)
 def test_embedding_layer_stays_in_fp32_under_autocast(name: str) -> None:
     torch.manual_seed(0)
     model = build_backbone(name, embedding_size=16, width=0.125)
@@ -247,7 +252,7 @@ def test_embedding_layer_stays_in_fp32_under_autocast(name: str) -> None:
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("name", ["r18", "mbf"])
+@pytest.mark.parametrize("name", KINDS)
 def test_memory_format_does_not_change_the_embeddings(name: str) -> None:
     torch.manual_seed(0)
     model = build_backbone(name, embedding_size=16, width=0.125).double().eval()
@@ -261,7 +266,7 @@ def test_memory_format_does_not_change_the_embeddings(name: str) -> None:
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("name", ["r18", "mbf"])
+@pytest.mark.parametrize("name", KINDS)
 def test_dropout_acts_in_training_only(name: str) -> None:
     torch.manual_seed(0)
     model = build_backbone(name, embedding_size=16, width=0.125, dropout=0.5)
@@ -276,7 +281,7 @@ def test_width_rounds_channels_to_multiples_of_eight(width: float, expected: int
     assert scale_channels(64, width) == expected
 
 
-@pytest.mark.parametrize("name", COMPUTED)
+@pytest.mark.parametrize("name", [*KINDS, "mbf_large", "ghostfacenet_v1_1"])
 @pytest.mark.parametrize("width", [0.05, 0.3, 1.3])
 def test_any_width_builds_and_keeps_the_names(name: str, width: float) -> None:
     assert list(_on_meta(name, width).state_dict()) == list(_on_meta(name).state_dict())
@@ -315,8 +320,85 @@ def test_forward_on_the_meta_device_gives_the_shape_without_computing() -> None:
     assert model(torch.empty(2, 3, 112, 112, device="meta")).shape == (2, 512)
 
 
-@pytest.mark.parametrize(("name", "size"), [("r18", 48), ("r18", 448), ("mbf", 160), ("mbf_large", 80)])
-def test_another_size_of_images_changes_only_what_depends_on_the_last_feature_map(name: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "million_parameters", "million_operations"),  # the table of GhostFaceNets
+    [
+        ("ghostfacenet_v1_1", 4.09, 215.65),
+        ("ghostfacenet_v1_2", 4.06, 60.29),
+        ("ghostfacenet_v2_1", 6.88, 272.10),
+        ("ghostfacenet_v2_2", 6.84, 76.51),
+    ],
+)
+def test_ghostfacenets_have_the_published_size(name: str, million_parameters: float, million_operations: float) -> None:
+    model = _on_meta(name)
+    statistics = sum(value.numel() for key, value in model.named_buffers() if ".running_" in f".{key}")  # Keras counts them
+    assert (sum(p.numel() for p in model.parameters()) + statistics) / 1e6 == pytest.approx(million_parameters, abs=0.01)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.empty(2, 3, 112, 112, device="meta"))
+    # theirs counts normalisations and activations, too: less than two per cent
+    assert 0.98 < counter.get_total_flops() / 4e6 / million_operations < 1
+
+
+@pytest.mark.numeric
+def test_a_ghost_bottleneck_equals_its_equations_written_with_functions() -> None:
+    torch.manual_seed(0)
+    block = GhostBottleneck(6, 16, 12, 5, 2, excitation=True, attention=True, reshaped=True).double().eval()
+    for value in block.state_dict().values():
+        if value.is_floating_point():
+            value.uniform_(-0.5, 0.5).abs_()
+    w = block.state_dict()
+    x = torch.randn(2, 6, 9, 7, dtype=torch.float64)
+
+    def conv(x: Tensor, name: str, activation: bool = False, stride: int = 1) -> Tensor:
+        kernel = w[f"{name}.0.weight"]
+        padding = (kernel.shape[2] // 2, kernel.shape[3] // 2)
+        x = nn.functional.conv2d(x, kernel, None, stride, padding, groups=x.shape[1] // kernel.shape[1])
+        scale, bias, mean, var = (w[f"{name}.1.{key}"].view(-1, 1, 1) for key in BATCH_NORM[:4])
+        x = (x - mean) / (var + 1e-5).sqrt() * scale + bias
+        return torch.where(x > 0, x, x * w[f"{name}.2.weight"].view(-1, 1, 1)) if activation else x
+
+    def ghost(x: Tensor, name: str, activation: bool) -> Tensor:
+        first = conv(x, f"{name}.primary", activation)
+        return torch.cat([first, conv(first, f"{name}.cheap", activation)], 1)
+
+    pooled = x[:, :, :8, :6].reshape(2, 6, 4, 2, 3, 2).mean((3, 5))
+    gates = conv(conv(conv(pooled, "attention.layers.1"), "attention.layers.2"), "attention.layers.3")
+    rows, columns = (_bilinear_weights(small, large) for small, large in ((4, 9), (3, 7)))
+    gates = torch.einsum("yr,bcrs,xs->bcyx", rows, 1 / (1 + (-gates).exp()), columns)
+    out = conv(ghost(x, "expand", True) * gates, "middle.0", stride=2)
+    z = out.mean((2, 3)) @ w["middle.1.squeeze.weight"].t() + w["middle.1.squeeze.bias"]
+    z = torch.where(z > 0, z, z * w["middle.1.prelu.weight"]) @ w["middle.1.excite.weight"].t() + w["middle.1.excite.bias"]
+    out = ghost(out * ((z + 3) / 6).clamp(0, 1)[:, :, None, None], "project", False)
+    expected = out + conv(conv(x, "shortcut.0", stride=2), "shortcut.1")
+    torch.testing.assert_close(block(x), expected)
+
+
+def _bilinear_weights(small: int, large: int) -> Tensor:
+    """Return the (large, small) weights of a linear interpolation between the centres of pixels."""
+    places = ((torch.arange(large, dtype=torch.float64) + 0.5) * small / large - 0.5).clamp(0, small - 1)
+    return (1 - (places[:, None] - torch.arange(small)).abs()).clamp(min=0)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.5])
+def test_a_rank_that_is_no_share_is_refused(gamma: float) -> None:
+    with pytest.raises(ValueError, match=rf"gamma must be above 0 and at most 1.* got {gamma}"):
+        build_backbone("edgeface_xs", gamma=gamma)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "depends"),
+    [
+        ("r18", 48, ["fc.weight"]),
+        ("r18", 448, ["fc.weight"]),
+        ("mbf_large", 160, ["features.layers.0.layers.0.weight"]),
+        ("ghostfacenet_v1_2", 48, ["pool.0.weight"]),
+        ("ghostfacenet_v2_1", 80, ["pool.0.weight"]),
+        ("edgeface_xs", 48, []),
+    ],
+)
+def test_another_size_of_images_changes_only_what_depends_on_the_last_feature_map(
+    name: str, size: int, depends: list[str]
+) -> None:
     with torch.device("meta"):
         model = build_backbone(name, embedding_size=24, image_size=size)
     assert model(torch.empty(2, 3, size, size, device="meta")).shape == (2, 24)
@@ -325,7 +407,7 @@ def test_another_size_of_images_changes_only_what_depends_on_the_last_feature_ma
     with torch.device("meta"):
         usual = _shapes(build_backbone(name, embedding_size=24))
     changed = {key for key, shape in _shapes(model).items() if shape != usual[key]}
-    assert changed == ({"fc.weight"} if name.startswith("r") else {"features.layers.0.layers.0.weight"})
+    assert changed == set(depends)
 
 
 @pytest.mark.parametrize("size", [0, 32, 100, 464])

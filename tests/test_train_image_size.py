@@ -128,6 +128,19 @@ def test_two_processes_begin_with_another_run_of_that_size_and_see_new_people_at
     assert "class centres: 6 kept, 6 from images" in (tmp_path / "tuned" / "train.log").read_text()
 
 
-def test_generated_images_train_at_that_size(tmp_path: Path):
-    made = ["data.source=synthetic", "data.num_classes=3", "data.num_images=6", "eval.targets=[]", "train.max_steps=1"]
-    assert train.main(tiny_run(Path(), tmp_path, *made, "data.path=", "data.image_size=48")) == 0
+MADE = ["data.source=synthetic", "data.path=", "data.num_classes=3", "data.num_images=6", "eval.targets=[]"]
+MADE += ["train.max_steps=1"]
+
+
+@pytest.mark.parametrize("name", ["mbf_large", "ghostfacenet_v2_2"])
+def test_generated_images_train_at_that_size(name: str, tmp_path: Path):
+    assert train.main(tiny_run(Path(), tmp_path, *MADE, f"backbone.name={name}", "data.image_size=48")) == 0
+
+
+def test_a_network_of_no_fixed_size_begins_with_weights_of_another_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for size, more in ((48, []), (64, [f"init.backbone={tmp_path / 'at_48'}"])):
+        names = ["backbone.name=edgeface_xs", f"run.name=at_{size}", f"data.image_size={size}", "optimizer.name=adamw"]
+        assert train.main(tiny_run(Path(), tmp_path, *MADE, *names, *more)) == 0
+    capsys.readouterr()
+    assert train.main(tiny_run(Path(), tmp_path, *MADE, *names[:2], "data.image_size=48")) == 1
+    assert "image_size was 64, this run has 48" in capsys.readouterr().err
