@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from utils.image import IMAGE_SIZE
 
+from .checkpointing import CheckpointedBlock
 from .iresnet import autocast_off, check_head, check_image_size, check_images, scale_channels
 
 _DEPTHS = (3, 3, 9, 3)  # blocks of the stages; the last one of each but the first stage is one of attention
@@ -61,7 +62,7 @@ class LayerNorm2d(nn.LayerNorm):
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-class ConvEncoder(nn.Module):
+class ConvEncoder(CheckpointedBlock):
     """A depth-wise convolution, then linear layers for each place, with a skip connection."""
 
     def __init__(self, channels: int, kernel: int, gamma: float) -> None:
@@ -71,7 +72,7 @@ class ConvEncoder(nn.Module):
         self.norm = nn.LayerNorm(channels, eps=_EPS)
         self.mlp = ChannelMlp(channels, gamma)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         """Return (b, c, h, w) from the same shape."""
         out = self.gamma * self.mlp(self.norm(self.conv_dw(x).permute(0, 2, 3, 1)))
         return x + out.permute(0, 3, 1, 2)
@@ -113,7 +114,7 @@ class Places(nn.Module):
         return self.token_projection(torch.cat([rows, columns])[None].to(weight.dtype))
 
 
-class AttentionEncoder(nn.Module):
+class AttentionEncoder(CheckpointedBlock):
     """EdgeNeXt's SDTA: depth-wise convolutions of growing reach over parts of the channels, then attention over channels."""
 
     def __init__(self, channels: int, splits: int, heads: int, with_places: bool, gamma: float) -> None:
@@ -127,7 +128,7 @@ class AttentionEncoder(nn.Module):
         self.norm = nn.LayerNorm(channels, eps=_EPS)
         self.mlp = ChannelMlp(channels, gamma)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         """Return (b, c, h, w) from the same shape."""
         b, c, h, w = x.shape
         parts = list(x.chunk(len(self.convs) + 1, 1))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from utils.image import IMAGE_SIZE
 
+from .checkpointing import CheckpointedBlock
 from .iresnet import BatchNorm2d, PReLU, autocast_off, check_head, check_image_size, check_images, check_width
 
 _WIDTH = 1.3  # channels as a multiple of those in _BLOCKS
@@ -104,7 +105,7 @@ class GhostExcitation(nn.Module):
         return x * gates[:, :, None, None]
 
 
-class GhostBottleneck(nn.Module):
+class GhostBottleneck(CheckpointedBlock):
     """Two ghost modules, the first of which expands, with a strided depth-wise convolution between them; and a shortcut.
 
     The shortcut is the identity, or two convolutions where the shape changes in the published network (`reshaped`).
@@ -133,7 +134,7 @@ class GhostBottleneck(nn.Module):
         if reshaped:
             self.shortcut = nn.Sequential(_conv(inside, inside, kernel, stride, groups=inside), _conv(inside, channels))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         """Return (b, channels, h / stride, w / stride) from (b, inside, h, w)."""
         out = self.expand(x)
         if self.attention is not None:

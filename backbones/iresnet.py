@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from utils.image import IMAGE_SIZE
 
+from .checkpointing import CheckpointedBlock
+
 _STAGE_CHANNELS = (64, 128, 256, 512)
 _BLOCK = 1 << 18  # numbers that PReLU's backward pass takes at once, few enough for the cache of a core
 STRIDE = 16  # pixels of the image per place of the last feature map, which four stages have halved
@@ -89,6 +91,7 @@ class BatchNorm2d(nn.BatchNorm2d):
     num_batches_tracked is brought up to date where the state dict is made; nothing else reads it, because momentum is fixed.
     """
 
+    recomputing = False  # see backbones/checkpointing.py
     _uncounted = 0  # batches since num_batches_tracked was up to date
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,8 +99,10 @@ class BatchNorm2d(nn.BatchNorm2d):
         if not self.training or torch.compiler.is_compiling():  # compiled code would be made anew for each number
             return super().forward(x)
         assert self.momentum is not None
-        self._uncounted += 1
         statistics = (self.running_mean, self.running_var, self.weight, self.bias)
+        if self.recomputing:  # the first pass moved the statistics and was counted; 0 leaves them as they are
+            return F.batch_norm(x, *statistics, True, 0.0, self.eps)
+        self._uncounted += 1
         return F.batch_norm(x, *statistics, True, self.momentum, self.eps)
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
@@ -167,7 +172,7 @@ class SqueezeExcitation(nn.Module):
         return x * gates[:, :, None, None]
 
 
-class Block(nn.Module):
+class Block(CheckpointedBlock):
     """BN-conv3x3-BN-PReLU-conv3x3-BN with a skip connection: the identity, or a 1 x 1 convolution if the shape changes.
 
     With `se`, channels are reweighted before the skip connection is added.
@@ -188,7 +193,7 @@ class Block(nn.Module):
                 nn.Conv2d(in_channels, channels, 1, stride=stride, bias=False), BatchNorm2d(channels)
             )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         """Return (b, channels, h / stride, w / stride) from (b, in_channels, h, w)."""
         out = self.prelu(self.bn2(self.conv1(self.bn1(x))))
         out = self.bn3(self.conv2(out))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from utils.image import IMAGE_SIZE
 
+from .checkpointing import CheckpointedBlock
 from .iresnet import BatchNorm2d, PReLU, autocast_off, check_head, check_image_size, check_images, scale_channels
 
 
@@ -39,7 +40,7 @@ class ConvBlock(nn.Module):
         return self.layers(x)
 
 
-class Bottleneck(nn.Module):
+class Bottleneck(CheckpointedBlock):
     """Expand by 1 x 1, filter each channel by 3 x 3, project by 1 x 1 without activation; residual at stride 1."""
 
     def __init__(self, in_channels: int, channels: int, expansion: int, stride: int) -> None:
@@ -51,7 +52,7 @@ class Bottleneck(nn.Module):
             ConvBlock(expansion, channels, linear=True),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         """Return (b, channels, h / stride, w / stride) from (b, in_channels, h, w)."""
         return x + self.layers(x) if self.residual else self.layers(x)
 

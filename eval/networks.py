@@ -36,7 +36,7 @@ Read = TypeVar("Read")  # what a program evaluates a network on
 BuildBackbone = Callable[..., nn.Module]
 _HINT = "check --backbone, --embedding-size, --width, --image-size"
 # others are of one backbone alone
-_COMMON_KEYS = ("name", "embedding_size", "width", "dropout", "freeze", "freeze_norm", "sync_norm")
+_COMMON_KEYS = ("name", "embedding_size", "width", "dropout", "freeze", "freeze_norm", "sync_norm", "checkpointing")
 
 
 class Network(NamedTuple):
@@ -63,7 +63,7 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
     choice.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
     choice.add_argument("--untrained", action="store_true", help="the run's network before any training, for comparison")
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights, of a run with train.ema")
-    parser.add_argument("--backbone", metavar="NAME", help="for a weights file: its network, such as r50 or mbf")
+    parser.add_argument("--backbone", metavar="NAME", help="for a weights file: its network, such as r50 or vit_t")
     parser.add_argument(
         "--trust-code",
         action="store_true",
@@ -71,7 +71,7 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
         "send your files. Use this only for files whose author you trust",
     )
     parser.add_argument("--embedding-size", type=int, default=512, metavar="D", help="for a weights file (default 512)")
-    parser.add_argument("--width", type=float, default=1.0, help="for a weights file: factor on the channels (default 1)")
+    parser.add_argument("--width", type=float, default=1.0, help="for a weights file: its backbone.width (default 1)")
     parser.add_argument(
         "--image-size",
         type=int_in_range(16, 1024),

@@ -1,5 +1,6 @@
 """The programs about the head: the plain heads compute what ours does, and the programs run end to end at small sizes."""
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -100,12 +101,20 @@ def test_capacity_agrees_with_what_is_found_here(tmp_path: Path):
     assert row["found_per_process"] == pytest.approx(row["identities"], rel=0.35)  # the libraries' own share is large here
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "backbone", "checkpointing"), [("fp32", "mbf", False), ("bf16", "mbf", False), ("bf16", "vit_t", True)]
+)
 def test_capacity_and_the_check_before_training_know_the_same_limit(
-    precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    precision: str,
+    backbone: str,
+    checkpointing: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     file, memory = tmp_path / "capacity.json", 0.15
-    network = ["--backbone", "mbf", "--width", "0.125", "--embedding-size", "16", "--batch", "8", "--precision", precision]
+    network = ["--backbone", backbone, "--width", "0.125", "--embedding-size", "16", "--batch", "8", "--precision", precision]
+    network += ["--checkpointing"] * checkpointing
     assert capacity.main(["--memory", str(memory), *network, "--device", "cpu", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
 
@@ -121,8 +130,20 @@ def test_capacity_and_the_check_before_training_know_the_same_limit(
             classes = row["identities"] + more
             of_data = ["data.source=synthetic", "data.path=", f"data.num_classes={classes}", f"data.num_images={classes}"]
             of_run = ["eval.targets=[]", "head.chunk=0", f"head.storage={row['storage']}", f"train.precision={precision}"]
+            of_run += [f"backbone.name={backbone}", f"backbone.checkpointing={checkpointing}"]
             assert train.main(tiny_run(tmp_path, tmp_path, *of_data, *of_run)) == 1
             assert capsys.readouterr().err.startswith(said)
+
+
+def test_capacity_counts_attention_and_the_blocks_that_are_computed_again():
+    options = argparse.Namespace(backbone="vit_t", width=0.125, embedding_size=16, optimizer="sgd", precision="fp32")
+    found = []
+    for options.checkpointing in (False, True):
+        found.append(capacity._backbone(options, torch.device("cpu")))
+    patches, block = 144 * 243 * 32, 144 * 12 * 32 * 32 + 2 * 144 * 144 * 32
+    products = patches + 12 * block + 144 * 32 * 32 + 32 * 16
+    assert [flops for _, flops in found] == [3 * 2 * products, 4 * 2 * products]
+    assert found[1][0].per_image < 0.4 * found[0][0].per_image and found[1][0].parameters == found[0][0].parameters
 
 
 def test_capacity_says_when_nothing_fits(capsys: pytest.CaptureFixture[str]):

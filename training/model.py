@@ -10,6 +10,7 @@ from easydict import EasyDict
 from torch import nn
 
 from backbones import backbone_arguments, build_backbone
+from backbones.checkpointing import set_checkpointing
 from eval.embed import class_means
 from losses import build_margin, margin_arguments
 from partial_fc import PartialFC, build_head, check_head_fits, check_loss, head_config
@@ -84,6 +85,9 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     with raise_on_all_ranks(world):
         with prefix_errors("backbone.freeze"):
             freeze(backbone, config.backbone.freeze)
+        if config.backbone.checkpointing:
+            with prefix_errors("backbone.checkpointing"):
+                set_checkpointing(backbone)
         with prefix_errors("optimizer.rules and layer_decay"):
             rules = parameter_rules(config.optimizer.rules)
             optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in settings}, rules=rules)

@@ -2,7 +2,7 @@
 
 import contextlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,24 +58,47 @@ def bytes_beside_heads(backbone: BackboneMemory, images: int, device: str) -> in
 
 
 def _kept_bytes(backbone: nn.Module, count: int, image_size: int, autocast: torch.dtype | None) -> int:
+    """Return the bytes kept for the backward pass of `count` images.
+
+    Of blocks that are checkpointed these are their inputs, and what the largest of them keeps when it is computed again.
+    """
     first = next(backbone.parameters())
     images = torch.zeros(count, 3, image_size, image_size, device=first.device).to(memory_format=torch.channels_last)
     own = {p.untyped_storage().data_ptr() for p in backbone.parameters()}
+    inside: dict[Any, dict[int, int]] = {m: {} for m in backbone.modules() if getattr(m, "checkpointing", False)}
     kept: dict[int, int] = {}
+    current = kept
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+            current[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    def enter(block: nn.Module, given: tuple[Tensor]) -> None:
+        nonlocal current
+        note(given[0])
+        current = inside[block]
+
+    def leave(*_: Any) -> None:
+        nonlocal current
+        current = kept
+
+    hooks = [hook for m in inside for hook in (m.register_forward_pre_hook(enter), m.register_forward_hook(leave))]
+    for block in inside:
+        block.checkpointing = False
     with (
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
         torch.autocast(first.device.type, dtype=autocast, enabled=autocast is not None),
     ):
         output = backbone(images)  # kept alive until everything is counted: reused memory would count two tensors as one
     del output
-    return sum(kept.values())
+    for hook in hooks:
+        hook.remove()
+    for block in inside:
+        block.checkpointing = True
+    again = (sum(size for place, size in of_block.items() if place not in kept) for of_block in inside.values())
+    return sum(kept.values()) + max(again, default=0)
 
 
 def available_bytes(world: World) -> int:

@@ -29,9 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from backbones import build_backbone, list_backbones
+from backbones.checkpointing import set_checkpointing
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
 from partial_fc.centre_store import FORMATS
@@ -62,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory", type=float, help="GiB of each process (default: that of --card)")
     parser.add_argument("--backbone", default="r50", choices=[*list_backbones(), "none"], help="none: the head alone")
     parser.add_argument("--width", type=float, default=1.0, help="factor on the backbone's channels")
+    parser.add_argument("--checkpointing", action="store_true", help="backbone.checkpointing")
     parser.add_argument("--embedding-size", type=int, default=512, help="D, numbers per face")
     parser.add_argument("--image-size", type=int, default=IMAGE_SIZE, help="data.image_size, pixels")
     parser.add_argument("--batch", type=int, default=128, help="images per process and step (default 128)")
@@ -169,14 +174,22 @@ def _backbone(options: argparse.Namespace, device: torch.device) -> tuple[Backbo
     if options.backbone == "none":
         return BackboneMemory(0, 0), 0
     size = options.image_size
-    with prefix_errors("--backbone, --embedding-size, --width, --image-size"):
-        backbone = build_backbone(options.backbone, options.embedding_size, options.width, 0.0, size)
+    with prefix_errors("--backbone, --embedding-size, --width, --image-size, --checkpointing"):
+        backbone = _build(options)
     backbone = backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     moments = 2 if options.optimizer == "adamw" else 1
     memory = backbone_memory(backbone, AUTOCAST[options.precision], moments, size)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    # the counter of torch 2.13 misses the attention kernel of the CPU; attention written out is products, which it counts
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         backbone.eval()(torch.zeros(1, 3, size, size, device=device))
-    return memory, 3 * counter.get_total_flops()
+    return memory, (4 if options.checkpointing else 3) * counter.get_total_flops()
+
+
+def _build(options: argparse.Namespace) -> nn.Module:
+    backbone = build_backbone(options.backbone, options.embedding_size, options.width, 0.0, options.image_size)
+    if options.checkpointing:
+        set_checkpointing(backbone)
+    return backbone
 
 
 def _step_ms(
@@ -236,11 +249,12 @@ def _fits(options: argparse.Namespace, storage: str, local: int, device: torch.d
 
 def _arguments(options: argparse.Namespace) -> list[str]:
     names = ["gpus", "memory", "backbone", "width", "embedding_size", "batch", "optimizer", "sample_rate", "precision"]
-    return [
+    texts = [
         text
         for name in [*names, "image_size", "cache_mb", "sub_centers"]
         for text in (f"--{name.replace('_', '-')}", str(getattr(options, name)))
     ]
+    return [*texts, "--checkpointing"] if options.checkpointing else texts
 
 
 def _worker(options: argparse.Namespace, case: dict[str, Any]) -> None:
@@ -251,6 +265,8 @@ def _worker(options: argparse.Namespace, case: dict[str, Any]) -> None:
     margin = build_margin("arcface", scale=64.0, margin=0.5)
     rows, dim = options.batch * options.gpus, options.embedding_size
     torch.mm(torch.ones(64, 64, device=device), torch.ones(64, 64, device=device))
+    if options.checkpointing:  # the first one imports torch's compiler
+        checkpoint(torch.neg, torch.ones(1), use_reentrant=False)
     before = peak_bytes(device)
     # the automatic cache takes a part of what the rest leaves of this machine's memory, which may be more than --memory
     config = replace(_head_config(options, case["storage"], device), cache_mb=max(0, options.cache_mb))
@@ -262,8 +278,7 @@ def _worker(options: argparse.Namespace, case: dict[str, Any]) -> None:
     embeddings = torch.randn(rows, dim, device=device).requires_grad_()
     labels = torch.randint(case["local"], (1, rows))
     if options.backbone != "none":
-        size = options.image_size
-        backbone = build_backbone(options.backbone, dim, options.width, 0.0, size)
+        size, backbone = options.image_size, _build(options)
         backbone = backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer = build_optimizer(backbone, options.optimizer, 0.1, 0.9, 5e-4)
         images = torch.randn(options.batch, 3, size, size, device=device).to(memory_format=torch.channels_last)

@@ -35,6 +35,8 @@ def synchronise_norms(network: nn.Module, world: World) -> None:
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """BatchNorm with the parameters and buffers of another one, whose statistics in training are those of all processes."""
 
+    recomputing = False  # whether the backward pass computes a block again, so that the statistics have moved (checkpointing)
+
     def __init__(self, norm: nn.modules.batchnorm._BatchNorm) -> None:
         super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine)
         self.weight, self.bias = norm.weight, norm.bias
@@ -50,11 +52,12 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             return super().forward(x)
         assert self.num_batches_tracked is not None and self.momentum is not None
         assert self.running_mean is not None and self.running_var is not None
-        self.num_batches_tracked.add_(1)
         out, mean, variance, count = _Normalise.apply(x, self.weight, self.bias, self.eps)
-        with torch.no_grad():
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
+        if not self.recomputing:
+            with torch.no_grad():
+                self.num_batches_tracked.add_(1)
+                self.running_mean.lerp_(mean, self.momentum)
+                self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
         normalised: Tensor = out
         return normalised
 
