@@ -20,6 +20,7 @@ from .ghostfacenet import GhostFaceNet
 from .iresnet import IResNet, check_head, scale_channels
 from .mobilefacenet import MobileFaceNet
 from .packages import PackageNetwork, check_package, is_of_package
+from .vit import VisionTransformer, check_shares
 
 BACKBONES: dict[str, Callable[..., nn.Module]] = {
     "r18": partial(IResNet, (2, 2, 2, 2)),
@@ -35,6 +36,11 @@ BACKBONES: dict[str, Callable[..., nn.Module]] = {
     "ghostfacenet_v2_2": partial(GhostFaceNet, 2, 2),
     "edgeface_xs": partial(EdgeFace, (32, 64, 100, 192), 4, gamma=0.6),
     "edgeface_s": partial(EdgeFace, (48, 96, 160, 304), 8, gamma=0.5),
+    "vit_t": partial(VisionTransformer, 256, 12, drop_path=0.1, mask_ratio=0.1),
+    "vit_s": partial(VisionTransformer, 512, 12, drop_path=0.1, mask_ratio=0.1),
+    "vit_b": partial(VisionTransformer, 512, 24, drop_path=0.1, mask_ratio=0.1),
+    "vit_l": partial(VisionTransformer, 768, 24, drop_path=0.05, mask_ratio=0.1),
+    "vit_h": partial(VisionTransformer, 1024, 48, drop_path=0.1, mask_ratio=0.0),
     # last, because weights are recognised by building one network after the other, and this one takes seconds
     "r2060": partial(IResNet, (3, 128, 896, 3)),
 }
@@ -72,6 +78,8 @@ def check_backbone(name: str, embedding_size: int, dropout: float, width: float 
     scale_channels(64, width)
     if is_of_package(name):
         check_package(name)
+    if "mask_ratio" in others:
+        check_shares(others["drop_path"], others["mask_ratio"])
 
 
 def build_backbone(
@@ -85,8 +93,8 @@ def build_backbone(
     """Return a freshly initialised network from (b, 3, S, S) images to (b, embedding_size) fp32 embeddings.
 
     Args:
-        width: factor on the channel counts, each rounded to a multiple of 8, 16 at least; 1 is the published network, and
-            the only value for networks of packages.
+        width: factor on the channel counts, and on the numbers per token of a transformer, each rounded to a multiple of 8,
+            16 at least; 1 is the published network, and the only value for networks of packages.
         dropout: probability before the last linear layer, while training.
         image_size: S, height and width of the images in pixels.
         arguments: further arguments of this network.

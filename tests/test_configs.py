@@ -256,7 +256,7 @@ def test_a_loss_has_the_arguments_of_its_class(tmp_path: Path, text: str, overri
         ("backbone.dept=3", "no key 'backbone.dept'. backbone.name=r50 takes embedding_size, width, dropout"),
         ("backbone.width=0", "backbone.width must be a number above 0"),
         ("backbone.embedding_size=2.5", "backbone.embedding_size must be a whole number, got 2.5"),
-        ("backbone.name=vit_b", f"backbone.name must be one of {', '.join(list_backbones())}, got 'vit_b'."),
+        ("backbone.name=edgenext", f"backbone.name must be one of {', '.join(list_backbones())}, got 'edgenext'."),
     ],
 )
 def test_an_argument_that_its_class_does_not_take_is_one_line(tmp_path: Path, override: str, words: str):

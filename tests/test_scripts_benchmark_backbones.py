@@ -32,6 +32,14 @@ def test_counts_are_those_of_the_layers(tmp_path: Path):
     assert {row["kept_bytes_per_image"] for row in rows.values()} == {None}  # of more than a million parameters
 
 
+def test_transformers_have_the_published_multiply_adds(tmp_path: Path):
+    """InsightFace's table of vision transformers says 1.5, 5.7, 11.4 and 25.3 G."""
+    file, names = tmp_path / "counts.json", ["vit_t", "vit_s", "vit_b", "vit_l"]
+    assert backbones.main(["--no-times", "--largest", "1", "--names", *names, "--json", str(file)]) == 0
+    found = [row["multiply_adds"] / 1e9 for row in json.loads(file.read_text())["rows"]]
+    assert found == pytest.approx([1.5, 5.7, 11.4, 25.3], rel=0.01)
+
+
 def test_two_networks_are_measured_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     page, file = tmp_path / "page.md", tmp_path / "rows.json"
     page.write_text(f"Before\n\n{backbones.BEGIN}\n\nold\n\n{losses_report.END}\n\nAfter\n")

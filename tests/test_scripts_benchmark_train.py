@@ -80,12 +80,13 @@ def test_the_report_has_all_loops_and_its_figures_agree(tmp_path: Path, capsys: 
     assert useful["share"] == pytest.approx(useful["tflops"] / useful["peak_tflops"]) and 0 < useful["share"] < 1
 
 
-def test_useful_operations_are_those_of_convolutions_and_products_thrice(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", ["r18", "vit_t"])
+def test_useful_operations_are_those_of_convolutions_and_products_thrice(monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setattr(benchmark_train, "measured_rates", lambda dtype, device: (2.0, 1.0))
-    options = argparse.Namespace(backbone="r18", width=0.5, classes=100, precision="fp32", batch_size=10, processes=1)
+    options = argparse.Namespace(backbone=name, width=0.5, classes=100, precision="fp32", batch_size=10, processes=1)
     found = benchmark_train._useful(options, 0.5, torch.device("cpu"))
     with torch.device("meta"):
-        network = build_backbone("r18", 512, 0.5)
+        network = build_backbone(name, 512, 0.5)
     operations = []
 
     def note(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
@@ -95,6 +96,8 @@ def test_useful_operations_are_those_of_convolutions_and_products_thrice(monkeyp
         if isinstance(module, nn.Conv2d | nn.Linear):
             module.register_forward_hook(note)
     network(torch.empty(2, 3, 112, 112, device="meta"))
+    if name == "vit_t":  # two products of 12 layers between all 129 tokens that are not masked, of 128 numbers
+        operations += [2 * 129 * 129 * 128] * 2 * 12
     # forward, gradient of the input, gradient of the weight; images need no gradient
     expected = 3 * sum(operations) - operations[0] + 6 * 100 * 512
     assert found["gflop_per_image"] == pytest.approx(expected / 1e9)
