@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from scripts import checkpoint
 from scripts.arcface_torch import export_checkpoint as export_arcface_torch
 from scripts.arcface_torch import import_checkpoint as import_arcface_torch
 from scripts.arcface_torch.checkpoint_files import load
+from scripts.arcface_torch.network import recognise
 from utils.checkpoint.format import list_checkpoints, read_manifest
 from utils.checkpoint.reading import read_backbone, read_trainer, shard_reader
 
@@ -330,6 +332,45 @@ def test_the_published_networks_are_recognised(tmp_path: Path, name: str):
     torch.save(build_backbone(name, 32, 0.25).state_dict(), tmp_path / "theirs" / "backbone.pth")
     found = _imported(tmp_path / "theirs", tmp_path / "run", "--num-classes", "3", "--fill", "random", "--step", "9")
     assert read_manifest(found)["run_signature"]["backbone"] == [name, 32, 0.25] and found.name == "step_00000009"
+
+
+@pytest.mark.parametrize("name", ["vit_t", "vit_s", "vit_b", "vit_l"])
+def test_transformers_of_one_depth_are_told_apart_by_their_full_width(name: str):
+    with torch.device("meta"):
+        state = build_backbone(name, 32).state_dict()
+    state = {key: torch.ones((), dtype=value.dtype).expand(value.shape) for key, value in state.items()}  # takes no memory
+    found = recognise(state, Path("backbone.pth"))
+    assert (found.name, found.embedding_size, found.width) == (name, 32, 1.0)
+
+
+def test_a_transformer_without_masks_is_imported_trains_on_and_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its token for masks never had a gradient there, so the optimizer has no moments of it."""
+    torch.manual_seed(3)
+    model = build_backbone("vit_t", DIM, 1 / 16)
+    monkeypatch.setattr(sys.modules[__name__], "_network", lambda: model)
+    source = _write(tmp_path / "theirs", "checkpoint_gpu", 2, kind="adamw")
+    token = [name for name, _ in model.named_parameters()].index("mask_token")
+    for path in source.glob("checkpoint_gpu_*"):
+        full = torch.load(path, weights_only=True)
+        del full["state_optimizer"]["state"][token]
+        torch.save(full, path)
+    imported = _imported(source, tmp_path / "work_dirs" / "goes_on")
+    assert read_manifest(imported)["run_signature"]["backbone"] == ["vit_t", DIM, 1 / 16]
+    moments = read_trainer(imported)["optimizer"]["state"][token]
+    assert not bool(moments["exp_avg"].any()) and not bool(moments["exp_avg_sq"].any()) and float(moments["step"]) == 40
+    assert export_arcface_torch.main([str(imported), str(tmp_path / "back"), "--ranks", "2"]) == 0
+    was, now = (torch.load(folder / "model.pt", weights_only=True) for folder in (source, tmp_path / "back"))
+    assert list(was) == list(now) and _equal(was, now)
+    (tmp_path / "tiny.yaml").write_text(
+        f"run: {{output: {tmp_path / 'work_dirs'}, name: goes_on, threads: 1}}\n"
+        f"data: {{source: synthetic, num_classes: {CLASSES}, num_images: 33}}\n"
+        "backbone: {name: vit_t, width: 0.0625, embedding_size: 16, mask_ratio: 0}\n"
+        "optimizer: {name: adamw, lr: 0.001}\n"
+        "train: {batch_size: 8, max_steps: 41}\n"
+        "eval: {at_end: false}\n"
+    )
+    assert train.main([str(tmp_path / "tiny.yaml")]) == 0
+    assert f"resumed from {imported} after step 40" in (tmp_path / "work_dirs" / "goes_on" / "train.log").read_text()
 
 
 def test_a_checkpoint_of_that_step_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -135,7 +135,7 @@ def test_a_base_of_ones_own_lies_underneath(tmp_path: Path):
         ("config.lr = 1e29 * 1e29", "a number is too large"),
         ("config.rec = 'a' * 3", "is not a number"),
         ("config.lr = config.rate", "config.rate is used before it is set"),
-        ("config.network = 'vit_b'", "network 'vit_b' has no counterpart"),
+        ("config.network = 'vit_g'", "network 'vit_g' has no counterpart"),
         ("config.batch_size = '128'", "config.batch_size must be a whole number, got '128'"),
         ("config.fp16 = 1", "config.fp16 must be True or False, got 1"),
         ("config.margin_list = (1.0, 0.5)", "must be three numbers"),
@@ -189,3 +189,25 @@ def test_values_of_secret_keys_are_not_shown(tmp_path: Path, capsys: pytest.Capt
     said = capsys.readouterr().err + (tmp_path / "ours.yaml").read_text()
     assert "config.wandb_key = ...: no counterpart here" in said and "abc123" not in said
     assert "note: config.notes = 'a\\nb: #': no counterpart here\n" in said
+
+
+@pytest.mark.parametrize(
+    ("network", "name", "drop_path", "mask_ratio", "checkpointing"),
+    [
+        ("vit_t", "vit_t", 0.1, 0.1, False),
+        ("vit_t_dp005_mask0", "vit_t", 0.05, 0.0, False),
+        ("vit_s", "vit_s", 0.1, 0.1, False),
+        ("vit_s_dp005_mask_0", "vit_s", 0.05, 0.0, False),
+        ("vit_b", "vit_b", 0.1, 0.1, True),
+        ("vit_b_dp005_mask_005", "vit_b", 0.05, 0.1, True),  # that code masks a tenth, whatever it is told
+        ("vit_l_dp005_mask_005", "vit_l", 0.05, 0.1, True),
+        ("vit_h", "vit_h", 0.1, 0.0, True),
+    ],
+)
+def test_vision_transformers_have_their_arguments_in_their_names(
+    tmp_path: Path, network: str, name: str, drop_path: float, mask_ratio: float, checkpointing: bool
+):
+    found = _convert(tmp_path, f"{HEADER}{NEEDED}config.network = '{network}'\n").backbone
+    assert (found.name, found.drop_path, found.mask_ratio) == (name, drop_path, mask_ratio)
+    assert found.checkpointing == checkpointing
+    assert ("there a mask is always a tenth" in (tmp_path / "ours.yaml").read_text()) == network.endswith("mask_005")

@@ -26,6 +26,7 @@ from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 
 from .config_file import Given, default_values, read_config
+from .network import VISION_TRANSFORMERS
 
 # key there: why it has no counterpart here
 _DROPPED = {
@@ -156,10 +157,13 @@ class Translation:
 
     def _model(self) -> None:
         network = self._get("network", (str,), "a name")
-        if network not in list_backbones():
+        if network not in list_backbones() and network not in VISION_TRANSFORMERS:
             place = self._given["network"].place
             raise ValueError(f"{place}: network {network!a} has no counterpart here: {', '.join(list_backbones())}")
-        self._put("backbone.name", network)
+        arguments = VISION_TRANSFORMERS.get(network, {"name": network})
+        for key, value in arguments.items():
+            tenth = key == "mask_ratio" and network.endswith("mask_005")
+            self._put(f"backbone.{key}", value, "whatever the name says: there a mask is always a tenth" if tenth else "")
         self._put("backbone.embedding_size", self._count("embedding_size", 1))
         self._margin()
         rate, threshold = self._number("sample_rate"), self._number("interclass_filtering_threshold")

@@ -20,7 +20,18 @@ from utils.optim import build_optimizer
 
 from .checkpoint_files import MOMENTS
 
-_FULL_WIDTH = 512  # channels of the last convolution at width 1, of every backbone
+# names of the vision transformers there -> section backbone here. Wherever it masks, that code masks a tenth of the tokens,
+# whatever the name says
+VISION_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "vit_t": {"name": "vit_t", "drop_path": 0.1, "mask_ratio": 0.1},
+    "vit_t_dp005_mask0": {"name": "vit_t", "drop_path": 0.05, "mask_ratio": 0.0},
+    "vit_s": {"name": "vit_s", "drop_path": 0.1, "mask_ratio": 0.1},
+    "vit_s_dp005_mask_0": {"name": "vit_s", "drop_path": 0.05, "mask_ratio": 0.0},
+    "vit_b": {"name": "vit_b", "drop_path": 0.1, "mask_ratio": 0.1, "checkpointing": True},
+    "vit_b_dp005_mask_005": {"name": "vit_b", "drop_path": 0.05, "mask_ratio": 0.1, "checkpointing": True},
+    "vit_l_dp005_mask_005": {"name": "vit_l", "drop_path": 0.05, "mask_ratio": 0.1, "checkpointing": True},
+    "vit_h": {"name": "vit_h", "drop_path": 0.1, "mask_ratio": 0.0, "checkpointing": True},
+}
 
 
 class RecognisedBackbone(NamedTuple):
@@ -38,29 +49,33 @@ def recognise(state: dict[str, Tensor], path: Path) -> RecognisedBackbone:
     Raises:
         ValueError: it is none of this project's networks.
     """
-    for name in list_backbones():
-        with torch.device("meta"):
-            keys = list(build_backbone(name, 1).state_dict())
-        if set(keys) != set(state):
+    alike: list[tuple[str, float]] = []  # vision transformers of one depth have the same entries, and other widths
+    names = [name for name in list_backbones() if not name.startswith(("ghostfacenet_", "edgeface_"))]  # not there
+    for name in names:
+        if alike and not name.startswith("vit_"):
             continue
-        convolutions = [state[key] for key in keys if state[key].dim() == 4]
-        embedding_size = [state[key].numel() for key in keys if key.endswith(".running_mean")][-1]
-        width = len(convolutions[-1]) / _FULL_WIDTH
         with torch.device("meta"):
-            model = build_backbone(name, embedding_size, width)
-        try:
-            model.load_state_dict(state, strict=True, assign=True)
-        except RuntimeError as error:
-            line = str(error).splitlines()[-1].strip()
-            raise ValueError(f"{path}: is an {name}, but not of width {width:g}: {line}") from None
-        for key, value in state.items():
-            if value.is_floating_point() and not bool(value.isfinite().all()):
-                raise ValueError(f"{path}: {key} is not finite; that training had diverged. Take an earlier checkpoint")
-        return RecognisedBackbone(name, embedding_size, width, model)
-    raise ValueError(
-        f"{path}: its {len(state)} entries match none of {', '.join(list_backbones())}; "
-        "other networks (vit_*, ...) have no counterpart here"
-    )
+            full = build_backbone(name, 1).state_dict()
+        if set(full) == set(state):
+            keys, last = list(full), [key for key in full if full[key].dim() == 4][-1]
+            alike.append((name, state[last].shape[:1].numel() / len(full[last])))
+    if not alike:
+        raise ValueError(
+            f"{path}: its {len(state)} entries match none of {', '.join(names)}; other networks have no counterpart here"
+        )
+    name, width = next((pair for pair in alike if pair[1] == 1), alike[0])
+    embedding_size = [state[key].numel() for key in keys if key.endswith(".running_mean")][-1]
+    with torch.device("meta"):
+        model = build_backbone(name, embedding_size, width)
+    try:
+        model.load_state_dict(state, strict=True, assign=True)
+    except RuntimeError as error:
+        line = str(error).splitlines()[-1].strip()
+        raise ValueError(f"{path}: is an {name}, but not of width {width:g}: {line}") from None
+    for key, value in state.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise ValueError(f"{path}: {key} is not finite; that training had diverged. Take an earlier checkpoint")
+    return RecognisedBackbone(name, embedding_size, width, model)
 
 
 def kind_of(saved: Mapping[str, Any]) -> str:
@@ -95,20 +110,28 @@ def our_optimizer(
         parameters = [by_name[name] for name in names if name in by_name]
         if len(parameters) != len(indices):
             raise ValueError(f"{path}: its optimizer has {len(indices)} parameters, the backbone {len(parameters)}")
-        count = 0
+        count, step = 0, 0.0
+        without = []  # a parameter that never had a gradient there, such as the token for masks of a network that has none
         for index, parameter in zip(indices, parameters, strict=True):
             entry = entries.get(index, {})
             moments = {name: entry[name] for name in MOMENTS[kind] if isinstance(entry.get(name), Tensor)}
-            if not parameter.requires_grad or not moments:
+            if not parameter.requires_grad:
+                continue
+            if not moments:
+                without.append(parameter)
                 continue
             if any(moment.shape != parameter.shape for moment in moments.values()):
                 raise ValueError(f"{path}: moments of parameter {index} have another shape than the parameter")
             if not all(bool(moment.isfinite().all()) for moment in moments.values()):
                 raise ValueError(f"{path}: moments of parameter {index} are not finite; take an earlier checkpoint")
             if kind == "adamw":
-                moments["step"] = torch.tensor(float(entry["step"]))
+                step = float(entry["step"])
+                moments["step"] = torch.tensor(step)
             optimizer.state[parameter].update({name: moment.float() for name, moment in moments.items()})
             count += 1
+        for parameter in without if count else ():
+            zeros = {name: torch.zeros_like(parameter) for name in MOMENTS[kind]}
+            optimizer.state[parameter].update(zeros | ({"step": torch.tensor(step)} if kind == "adamw" else {}))
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise ValueError(f"{path}: its state_optimizer is not one of SGD or AdamW ({type(error).__name__})") from None
     return optimizer, f"{kind}, moments of {count} parameters of the backbone"
