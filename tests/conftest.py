@@ -16,7 +16,13 @@ import torch.multiprocessing as mp
 
 # test processes are forked from a server that has imported what a training needs, also what we import late: 5 s of a processor
 # for each of them otherwise
-_IMPORTED = ("train", "torch.utils.tensorboard", "matplotlib.figure", "matplotlib.backends.backend_agg")
+_IMPORTED = (
+    "train",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.utils.tensorboard",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+)
 mp.get_context("forkserver").set_forkserver_preload(list(_IMPORTED))
 # a shell that runs the tests in the background has SIGINT ignored, and so would all programs that the tests interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -22,7 +22,8 @@ if importlib.util.find_spec("triton") is None:
 ROOT = Path(__file__).parents[1]
 CUDA = torch.device("cuda")
 
-# Compiles each kernel with the types of the arguments that the head's calls give it.
+# Compiles each kernel with the types of the arguments that the head's calls give it: the first form of a kernel for every
+# capability, the others for one of them in turn.
 COMPILE = """
 import json, sys
 from pathlib import Path
@@ -56,12 +57,13 @@ class Compiled:
                 signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
             else:
                 signature[parameter.name] = "fp32"
-        for capability in (80, 90, 100):
+        before = len({form for name, _, form in done if name == self.kernel.__name__})
+        for capability in (80, 90, 100) if not before else ((80, 90, 100)[before % 3],):
             source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants)
             target = GPUTarget("cuda", capability, 32)
             code = triton.compile(source, target=target, options={"num_warps": num_warps}).asm["cubin"]
             assert code[:4] == b"\\x7fELF"
-            done.append([self.kernel.__name__, capability])
+            done.append([self.kernel.__name__, capability, before])
 
 for name in ("exp_mask_sum_kernel", "negatives_kernel", "sgd_kernel", "adamw_kernel"):
     setattr(cuda, name, Compiled(getattr(cuda, name)))
@@ -104,11 +106,11 @@ def test_every_kernel_compiles_for_ampere_hopper_and_blackwell(tmp_path: Path):
         [sys.executable, "-c", COMPILE], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    compiled = [(name, capability) for name, capability in json.loads(done.stdout)]
-    for capability in (80, 90, 100):
-        assert compiled.count(("exp_mask_sum_kernel", capability)) == 2
-        assert compiled.count(("negatives_kernel", capability)) == len(KINDS) + 2
-        assert (compiled.count(("sgd_kernel", capability)), compiled.count(("adamw_kernel", capability))) == (4, 3)
+    compiled = json.loads(done.stdout)
+    forms = {"exp_mask_sum_kernel": 2, "negatives_kernel": len(KINDS) + 2, "sgd_kernel": 4, "adamw_kernel": 3}
+    for name, count in forms.items():
+        assert {capability for kernel, capability, _ in compiled if kernel == name} == {80, 90, 100}
+        assert {form for kernel, _, form in compiled if kernel == name} == set(range(count))
 
 
 @pytest.fixture

@@ -21,13 +21,14 @@ ONE_REDUCTION = {  # one scale on all cosines, and sums that stay in the range o
 
 
 def _compare(rank: int, world_size: int) -> None:
-    for case in CASES:
+    """Compare every other loss on two ranks, the others on three; and one of each kind with everything else on both."""
+    for case in list(CASES)[world_size % 2 :: 2]:
         compare_steps(rank, world_size, case, Setting(rate=0.6, correction="log_r" if world_size == 2 else "none"))
     for case in ("cosface", "sphereface", "npcface", "adaptiveface", *SUMS):
         bent = (0.0, 0.0) if case in SUMS else (1.5, 0.1)
-        for limit in (None, 0.3):
-            setting = Setting(rate=0.7, limit=limit, focal=bent[0], smoothing=bent[1], accumulation=2, cache_mb=0)
-            compare_steps(rank, world_size, case, setting)
+        limit = None if world_size == 2 else 0.3
+        setting = Setting(rate=0.7, limit=limit, focal=bent[0], smoothing=bent[1], accumulation=2, cache_mb=0)
+        compare_steps(rank, world_size, case, setting)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -73,6 +74,8 @@ def test_ranks_exchange_sums_once_or_twice(run_ranks: Callable[..., None]):
 def _equal_on_all(rank: int, world_size: int) -> None:
     for case in CASES:
         margin = build_margin(case.partition(",")[0], **CASES[case].arguments)
+        if not margin.state_dict():
+            continue
         head = PartialFC(margin, C, D, rank, world_size, 3, HeadConfig(0.5))
         for step in range(3):
             x, labels = make_batch(torch.zeros(C, D) + torch.arange(C)[:, None], step)

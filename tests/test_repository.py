@@ -1,6 +1,7 @@
 """Rules of the whole tree: who imports whom, what happens on import, and that the documents tell the truth."""
 
 import ast
+import functools
 import importlib
 import os
 import re
@@ -23,10 +24,16 @@ PROGRAMS = [ROOT / "train.py", ROOT / "eval" / "__main__.py", *sorted((ROOT / "s
 SOURCES = [ROOT / "train.py", *(path for name in sorted(LEAVES | GLUE) for path in (ROOT / name).rglob("*.py"))]
 
 
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def _imports(path: Path) -> set[str]:
     """Return the absolute modules that a file imports, also inside functions."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -34,62 +41,64 @@ def _imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_one_way(path: Path):
-    packages = {name.split(".")[0] for name in _imports(path)} & (LEAVES | GLUE | {"train"})
-    home = path.relative_to(ROOT).parts[0]
-    if path == ROOT / "eval" / "__main__.py":
-        assert packages <= {"utils", "eval", "backbones"}
-    elif path in PROGRAMS:
-        assert "train" not in packages
-    elif home == "training":
-        assert not packages & {"scripts", "train"}
-    elif home == "utils":
-        assert packages <= {"utils"}
-    else:
-        assert packages <= {"utils", home}
+def test_imports_go_one_way():
+    for path in SOURCES:
+        packages = {name.split(".")[0] for name in _imports(path)} & (LEAVES | GLUE | {"train"})
+        home = path.relative_to(ROOT).parts[0]
+        if path == ROOT / "eval" / "__main__.py":
+            assert packages <= {"utils", "eval", "backbones"}, path
+        elif path in PROGRAMS:
+            assert "train" not in packages, path
+        elif home == "training":
+            assert not packages & {"scripts", "train"}, path
+        elif home == "utils":
+            assert packages <= {"utils"}, path
+        else:
+            assert packages <= {"utils", home}, path
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_torch_distributed_has_few_homes(path: Path):
-    uses = {name for name in _imports(path) if name.startswith("torch.distributed")}
-    homes = (
-        "utils/distributed/__init__.py",
-        "utils/distributed/patience.py",
-        "utils/distributed/sync_norm.py",
-        "partial_fc/collectives.py",
-        "scripts/launch/torchrun.py",  # starts torchrun itself
-        "scripts/benchmark/baselines/arcface_torch_loop.py",  # may import nothing of this project
-    )
-    assert not uses or path.relative_to(ROOT).as_posix() in homes
+def test_torch_distributed_has_few_homes():
+    for path in SOURCES:
+        uses = {name for name in _imports(path) if name.startswith("torch.distributed")}
+        homes = (
+            "utils/distributed/__init__.py",
+            "utils/distributed/patience.py",
+            "utils/distributed/sync_norm.py",
+            "partial_fc/collectives.py",
+            "scripts/launch/torchrun.py",  # starts torchrun itself
+            "scripts/benchmark/baselines/arcface_torch_loop.py",  # may import nothing of this project
+        )
+        assert not uses or path.relative_to(ROOT).as_posix() in homes, path
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_happens_on_import(path: Path):
-    allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
-    for node in ast.parse(path.read_text()).body:
-        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        main = isinstance(node, ast.If) and re.search("__name__|TYPE_CHECKING", ast.unparse(node.test))
-        assert isinstance(node, allowed) or docstring or main, f"{path}:{node.lineno}"
+def test_nothing_happens_on_import():
+    for path in SOURCES:
+        allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+        for node in _tree(path).body:
+            docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            main = isinstance(node, ast.If) and re.search("__name__|TYPE_CHECKING", ast.unparse(node.test))
+            assert isinstance(node, allowed) or docstring or main, f"{path}:{node.lineno}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_stay_readable(path: Path):
-    lines = path.read_text().splitlines()
-    assert len(lines) <= 330, f"{len(lines)} lines: split it"
-    assert path.read_text().isascii()
+def test_files_stay_readable():
+    for path in SOURCES:
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 330, f"{path}: {len(lines)} lines: split it"
+        assert path.read_text().isascii(), path
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_functions_stay_on_one_screen(path: Path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 80, f"{path.name}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
+def test_functions_stay_on_one_screen():
+    for path in SOURCES:
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 80, (
+                    f"{path.name}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
+                )
 
 
 def _public(path: Path) -> list[tuple[str, ast.FunctionDef | ast.ClassDef]]:
     """Return the public functions, classes and methods of a file, by qualified name."""
-    tree = ast.parse(path.read_text())
+    tree = _tree(path)
     found = [(node.name, node) for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     for name, node in list(found):
         if isinstance(node, ast.ClassDef):
@@ -142,7 +151,7 @@ def _is_called_by_a_library(path: Path, name: str) -> bool:
 
 def test_nothing_is_called_by_tests_alone():
     """What a program does not need goes, or moves into the tests that need it."""
-    total = sum((_uses(ast.parse(path.read_text())) for path in SOURCES), Counter())
+    total = sum((_uses(_tree(path)) for path in SOURCES), Counter())
     unused = [
         (path, name)
         for path in SOURCES
@@ -156,7 +165,7 @@ def test_nothing_is_called_by_tests_alone():
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.name)
 def test_what_compares_tensors_up_to_rounding_is_marked_numeric(path: Path):
     """So that CI repeats it as other machines compute; what is compared through a helper of the file counts as well."""
-    tree = ast.parse(path.read_text())
+    tree = _tree(path)
     if any(isinstance(node, ast.Assign) and "pytestmark" in _names(node) and "numeric" in _names(node) for node in tree.body):
         return
     bounds = {name for name in _imports(path) if name.startswith("rounding.")}
