@@ -82,10 +82,10 @@ def test_outputs_gradients_and_statistics_are_those_of_the_whole_batch_on_one_ra
 
 
 def test_a_run_with_synchronised_statistics_is_the_same_on_any_number_of_processes(tmp_path: Path):
-    """Without them the loss of two or three processes differs by more than rounding explains."""
+    """Without them the loss of three processes differs by more than rounding explains."""
     write_dataset(tmp_path)
     losses, weights = {}, {}
-    for count in (1, 2, 3):
+    for count in (1, 3):
         overrides = ["train.batch_size=12", "train.max_steps=1", "eval.targets=[]", IRESNET, f"run.name=n{count}"]
         arguments = tiny_run(tmp_path, tmp_path, *overrides, "backbone.sync_norm=true")
         if count == 1:
@@ -96,11 +96,10 @@ def test_a_run_with_synchronised_statistics_is_the_same_on_any_number_of_process
         losses[count] = read_metrics(tmp_path / f"n{count}")[1]["loss"]
         weights[count] = read_backbone(list_checkpoints(tmp_path / f"n{count}")[-1])
     bound = 16 * network_bound()  # a logit is 16, the scale, times a cosine, which is a product of outputs
-    for count in (2, 3):
-        assert abs(losses[count] - losses[1]) < bound, count
-        for name in ("bn1.running_mean", "layer4.1.bn3.running_var", "features.running_mean"):
-            ours, theirs = weights[count][name], weights[1][name]
-            assert float((ours - theirs).norm() / theirs.norm()) < 2 * network_bound(), name
+    assert abs(losses[3] - losses[1]) < bound
+    for name in ("bn1.running_mean", "layer4.1.bn3.running_var", "features.running_mean"):
+        ours, theirs = weights[3][name], weights[1][name]
+        assert float((ours - theirs).norm() / theirs.norm()) < 2 * network_bound(), name
     assert weights[1].keys() == build_backbone("r18", 16, 0.125).state_dict().keys() == weights[3].keys()
 
 

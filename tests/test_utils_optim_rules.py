@@ -92,7 +92,7 @@ def test_the_stages_of_an_iresnet_are_layers_and_another_network_is_refused_in_a
     expected = {"conv1.weight": 5, "bn1.bias": 5, "prelu.weight": 5, "layer1.1.conv2.weight": 4, "layer4.0.bn1.weight": 1}
     expected |= {"bn2.weight": 0, "fc.weight": 0, "features.bias": 0}
     assert {name: found[name][0] for name in expected} == {name: 0.5**power for name, power in expected.items()}
-    with pytest.raises(ValueError, match=r"this backbone has neither; set optimizer.layer_decay=1") as error:
+    with pytest.raises(ValueError, match=r"this backbone has no layers called blocks.N .* set it to 1") as error:
         _of_parameters(build_backbone("mbf", 16, 0.125), layer_decay=0.5)
     assert "\n" not in str(error.value)
 
@@ -113,4 +113,4 @@ def test_a_run_logs_the_table_of_presets_and_layers(tmp_path: Path, capsys: pyte
     assert any(line.startswith("optimizer, biases, layer 5 of 5: 1 parameters, 16 numbers, lr x 2,") for line in lines)
     assert any(line.startswith("optimizer, layer 4 of 5: ") and "lr x 0.5, weight decay 0.0005" in line for line in lines)
     assert train.main(tiny_run(tmp_path, tmp_path, *few[:3], "optimizer.layer_decay=0.5", "run.name=other")) == 1
-    assert "optimizer.rules and layer_decay: layer_decay needs layers called blocks.N" in capsys.readouterr().err
+    assert "error: optimizer.layer_decay: this backbone has no layers called blocks.N" in capsys.readouterr().err

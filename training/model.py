@@ -17,7 +17,7 @@ from partial_fc import PartialFC, build_head, check_head_fits, check_loss, head_
 from partial_fc.init_centres import InitCounts, init_centres
 from utils.checkpoint.format import BACKBONE, EMA, TRAINER
 from utils.checkpoint.resume import SavedState, restore
-from utils.checkpoint.trainer import TrainerState
+from utils.checkpoint.trainer import TrainerState, trained_names
 from utils.checkpoint.weights import load_initial
 from utils.checkpoint.writer import Shard
 from utils.distributed import all_gather_objects, raise_on_all_ranks
@@ -25,6 +25,7 @@ from utils.distributed.patience import patiently
 from utils.distributed.sync_norm import synchronise_norms
 from utils.memory import available_bytes, backbone_memory, bytes_beside_heads
 from utils.optim import ParameterRule, build_optimizer, freeze
+from utils.optim.rules import layer_numbers
 from utils.precision import AUTOCAST, LossScaler
 from utils.randomness import derive
 from utils.text import prefix_errors
@@ -88,7 +89,10 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
         if config.backbone.checkpointing:
             with prefix_errors("backbone.checkpointing"):
                 set_checkpointing(backbone)
-        with prefix_errors("optimizer.rules and layer_decay"):
+        with prefix_errors("optimizer.layer_decay"):
+            if config.optimizer.layer_decay != 1:
+                layer_numbers(trained_names(backbone))
+        with prefix_errors("optimizer.rules"):
             rules = parameter_rules(config.optimizer.rules)
             optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in settings}, rules=rules)
         samples = config.train.batch_size // config.train.accumulation

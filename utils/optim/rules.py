@@ -111,8 +111,8 @@ def layer_numbers(names: Sequence[str]) -> tuple[dict[str, int], int]:
             last = max(inside.values()) + 1
             return {name: inside.get(name, 0 if name.split(".")[0] in first else last) for name in names}, last
     raise ValueError(
-        "layer_decay needs layers called blocks.N (a vision transformer) or layerN (IResNet), this backbone has neither; "
-        "set optimizer.layer_decay=1"
+        "this backbone has no layers called blocks.N (a vision transformer) or layerN (IResNet), whose rates could differ; set "
+        "it to 1"
     )
 
 
