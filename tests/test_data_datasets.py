@@ -259,20 +259,20 @@ def _bilinear(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def test_square_images_are_resized_where_another_size_is_asked_for(tmp_path: Path) -> None:
-    image = np.random.default_rng(0).integers(0, 256, (96, 96, 3)).astype(np.uint8)
+    image = np.random.default_rng(0).integers(0, 256, (144, 144, 3)).astype(np.uint8)
     for name, pixels in (("square", image), ("flat", image[:80])):
         (tmp_path / name / "a").mkdir(parents=True)
         cv2.imwrite(str(tmp_path / name / "a" / "x.png"), pixels[:, :, ::-1])
     dataset = FolderDataset(str(tmp_path / "square"))
-    halved = dataset.pixels_and_label(0, 48)[0]
-    means = image.astype(float).reshape(48, 2, 48, 2, 3).mean((1, 3))
-    assert np.abs(halved - means).max() <= 0.5  # rounded
+    shrunk = dataset.pixels_and_label(0, 48)[0]
+    means = image.astype(float).reshape(48, 3, 48, 3, 3).mean((1, 3))
+    assert np.abs(shrunk - means).max() <= 0.501  # rounded
     enlarged = dataset.pixels_and_label(0, 160)[0]
     assert np.abs(enlarged - _bilinear(image.astype(float), 160)).max() <= 1.0  # OpenCV's weights have eleven bits
-    assert np.array_equal(dataset.pixels_and_label(0, 96)[0], image)
-    with pytest.raises(ValueError, match=r"must be 112 x 112 .* got 96 x 96\. Align"):  # the default, which all sets have
+    assert np.array_equal(dataset.pixels_and_label(0, 144)[0], image)
+    with pytest.raises(ValueError, match=r"must be 112 x 112 .* got 144 x 144\. Align"):  # the default, which all sets have
         dataset.pixels_and_label(0)
-    with pytest.raises(ValueError, match=r"must be 160 x 160 pixels .* got 80 x 96\. Align"):
+    with pytest.raises(ValueError, match=r"must be 160 x 160 pixels .* got 80 x 144\. Align"):
         FolderDataset(str(tmp_path / "flat")).pixels_and_label(0, 160)
 
 
