@@ -9,12 +9,14 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
-from tiny_runs import IRESNET, final_weights, read_metrics, run_train, tiny_run, write_dataset
+from tiny_runs import IRESNET, face, final_weights, read_metrics, run_train, tiny_run, write_dataset
 
 import train
 from backbones import build_backbone
 from eval.__main__ import main as evaluate
 from scripts.arcface_torch import export_checkpoint
+from scripts.benchmark import capacity
+from scripts.eval import identify
 from utils.checkpoint.format import list_checkpoints, read_manifest
 from utils.checkpoint.reading import read_backbone
 
@@ -117,6 +119,37 @@ def test_arcface_torch_has_no_network_for_another_size(source: Path, tmp_path: P
     capsys.readouterr()
     assert export_checkpoint.main([str(source / "small"), str(tmp_path / "theirs"), "--ranks", "2"]) == 1
     assert "takes images of 64 x 64 pixels, and those of arcface_torch 112 x 112" in capsys.readouterr().err
+
+
+def test_galleries_and_the_memory_of_a_network_have_its_size(source: Path, tmp_path: Path):
+    for name, numbers in (("gallery", range(6)), ("probes", range(6, 12))):
+        for number in numbers:
+            (tmp_path / f"{name}_{number}.jpg").write_bytes(face(number % 6, number))
+        lines = [f"{name}_{number}.jpg {number % 6}" for number in numbers]
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
+    lists = ["--gallery", str(tmp_path / "gallery.txt"), "--probes", str(tmp_path / "probes.txt")]
+    assert identify.main([str(source / "small"), *lists, "--device", "cpu", "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["gallery_images"] == 6 and found["probes_with_mate"] == 6 and found["rank_5"] > 0
+    network = [
+        "--memory",
+        "1",
+        "--backbone",
+        "mbf",
+        "--width",
+        "0.125",
+        "--embedding-size",
+        "16",
+        "--batch",
+        "64",
+        "--device",
+        "cpu",
+    ]
+    file, needed = tmp_path / "capacity.json", {}
+    for size in ("64", "112"):
+        assert capacity.main([*network, "--image-size", size, "--json", str(file)]) == 0
+        needed[size] = json.loads(file.read_text())["backbone_bytes"]
+    assert needed["64"] / needed["112"] == pytest.approx((64 / 112) ** 2, rel=0.15)  # activations, but for the last layers
 
 
 def test_two_processes_begin_with_another_run_of_that_size_and_see_new_people_at_it(source: Path, tmp_path: Path):
