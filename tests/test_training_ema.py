@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rounding import rounding_bound
-from tiny_runs import read_metrics, run_train, tiny_run, write_dataset
+from tiny_runs import read_metrics, run_train, small_run, tiny_run, write_dataset
 from torch import Tensor, nn
 
 import train
@@ -25,7 +25,7 @@ from utils.randomness import derive
 pytestmark = pytest.mark.numeric
 
 DECAY = 0.25  # reached after two steps, so that both halves of the formula are tested
-SMALL = ["train.batch_size=12", "checkpoint.every=1", "checkpoint.keep_last=99", f"train.ema={DECAY}"]
+SMALL = ["train.batch_size=6", "checkpoint.every=1", "checkpoint.keep_last=99", f"train.ema={DECAY}"]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def _check_average(run: Path, steps: int) -> None:
     found = list_checkpoints(run)
     assert len(found) == steps
     torch.manual_seed(derive(2048, "backbone"))
-    first = build_backbone("mbf", 16, 0.125).state_dict()
+    first = build_backbone("mbf", 16, 0.125, image_size=48).state_dict()
     weights = [read_backbone(path) for path in found]
     expected, average = _slow_average(first, weights), read_file(found[-1], EMA)
     assert average.keys() == weights[-1].keys() and int(read_trainer(found[-1])["ema_updates"]) == steps
@@ -65,7 +65,7 @@ def _check_average(run: Path, steps: int) -> None:
 
 
 def _constant(dataset: Path, folder: Path, steps: int, name: str) -> list[str]:
-    return tiny_run(
+    return small_run(
         dataset, folder, *SMALL, "eval.targets=[]", "schedule.kind=constant", f"train.max_steps={steps}", f"run.name={name}"
     )
 
@@ -139,17 +139,17 @@ def test_a_run_may_begin_or_leave_out_an_average_where_it_resumes(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     steps = ["eval.targets=[]", *SMALL]
-    assert train.main(tiny_run(dataset, tmp_path, *steps, "train.ema=0", "train.max_steps=2")) == 0
+    assert train.main(small_run(dataset, tmp_path, *steps, "train.ema=0", "train.max_steps=2")) == 0
     run = tmp_path / "tiny"
     assert not (list_checkpoints(run)[-1] / EMA).exists() and "ema_updates" not in read_trainer(list_checkpoints(run)[-1])
-    assert train.main(tiny_run(dataset, tmp_path, *steps, "train.max_steps=3")) == 0
+    assert train.main(small_run(dataset, tmp_path, *steps, "train.max_steps=3")) == 0
     said = capsys.readouterr().out
     assert "it begins with the weights that training begins with" in said and "train.ema was 0.0, is 0.25" in said
     before, after = list_checkpoints(run)[-2:]
     old, new, average = read_backbone(before), read_backbone(after), read_file(after, EMA)
     name = "conv_sep.layers.0.weight"
     torch.testing.assert_close(average[name], old[name] * (2 / 11) + new[name] * (9 / 11))
-    assert train.main(tiny_run(dataset, tmp_path, *steps, "train.ema=0", "train.max_steps=4")) == 0
+    assert train.main(small_run(dataset, tmp_path, *steps, "train.ema=0", "train.max_steps=4")) == 0
     newest = list_checkpoints(run)[-1]
     assert not (newest / EMA).exists()
     capsys.readouterr()
@@ -160,12 +160,12 @@ def test_a_run_may_begin_or_leave_out_an_average_where_it_resumes(
     shutil.rmtree(run)
     begun = ["init.backbone=" + str(tmp_path / "other.safetensors"), "train.max_steps=1", "optimizer.lr=0"]
     shutil.copyfile(_weights_of(dataset, tmp_path), tmp_path / "other.safetensors")
-    assert train.main(tiny_run(dataset, tmp_path, *steps, *begun)) == 0
+    assert train.main(small_run(dataset, tmp_path, *steps, *begun)) == 0
     average = read_file(list_checkpoints(run)[-1], EMA)
     torch.testing.assert_close(average[name], read_backbone(list_checkpoints(run)[-1])[name], rtol=1e-6, atol=0)
 
 
 def _weights_of(dataset: Path, tmp_path: Path) -> Path:
     """Return a file with the weights of a short run of another seed."""
-    assert train.main(tiny_run(dataset, tmp_path, "run.seed=7", "train.max_steps=1", "eval.targets=[]", "run.name=o")) == 0
+    assert train.main(small_run(dataset, tmp_path, "run.seed=7", "train.max_steps=1", "eval.targets=[]", "run.name=o")) == 0
     return list_checkpoints(tmp_path / "o")[-1] / "backbone.safetensors"
