@@ -6,6 +6,7 @@ import math
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -16,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 from saving import save_now
-from tiny_runs import ROOT, command_of, descendants, read_metrics, run_train, tiny_run, write_dataset
+from tiny_runs import FEW_IMAGES, ROOT, command_of, descendants, read_metrics, run_program, run_train, small_run, write_dataset
 
 import train
+from data.record_dataset import RecordDataset
 from eval import monitor
 from training import model, step
 from utils.checkpoint.format import list_checkpoints, step_of
@@ -33,7 +35,7 @@ from utils.precision import LossScaler
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a RecordIO set and a verification set of other classes, `tiny`."""
     folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder)
+    write_dataset(folder, FEW_IMAGES)
     return folder
 
 
@@ -42,7 +44,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(
 ):
     """The weights are finite after step 0, though far too large: what they give in step 1 is not."""
     overrides = ["optimizer.lr=1e30", "optimizer.clip_norm=0", "checkpoint.every=1", "eval.targets=[]"]
-    assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 1
+    assert train.main(small_run(dataset, tmp_path, *overrides)) == 1
     error = capsys.readouterr().err
     assert re.match(r"error: the loss is (nan|inf) in step 1; stopped before it reached the weights\.", error), error
     (saved,) = list_checkpoints(tmp_path / "tiny")
@@ -64,7 +66,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(
 def test_numbers_that_are_not_finite_are_never_saved_and_stop_the_run(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], where: str
 ):
-    arguments = tiny_run(dataset, tmp_path, "eval.targets=[]", "checkpoint.every=1", "checkpoint.max_failed_saves=9")
+    arguments = small_run(dataset, tmp_path, "eval.targets=[]", "checkpoint.every=1", "checkpoint.max_failed_saves=9")
     arguments.append("checkpoint.background=false")  # or the loss of the next step may be the first to tell
     assert train.main([*arguments, "train.max_steps=1"]) == 0
     assert train.main([*arguments, *overrides, "train.max_steps=8"]) == 1
@@ -113,18 +115,18 @@ def test_a_bad_batch_is_written_down_with_the_record_that_spoilt_it(
         calls += 1
         pixels = whole(images, mirrored)
         if calls == 6:
-            pixels[3] = float("nan")
+            pixels[2] = float("nan")
         return pixels
 
     monkeypatch.setattr(step, "prepare", spoil)
     overrides = ["backbone.freeze_norm=true", "eval.targets=[]", "optimizer.lr=1e-3"]  # so that no row sees another
-    assert train.main(tiny_run(dataset, tmp_path, *overrides)) == 1
+    assert train.main(small_run(dataset, tmp_path, *overrides)) == 1
     said = capsys.readouterr().err
-    assert "the loss is nan in step 5" in said and "1 of its 8 embeddings are not finite" in said
+    assert "the loss is nan in step 5" in said and "1 of its 4 embeddings are not finite" in said
     noted = json.loads((tmp_path / "tiny" / "bad_batch_step_00000005.json").read_text())
-    assert noted["step"] == 5 and [entry["embedding_finite"] for entry in noted["samples"]] == [True] * 3 + [False] + [True] * 4
-    record = noted["samples"][3]["record"]
-    assert record in said and int(re.search(r"record (\d+)", record).group(1)) % 12 == noted["samples"][3]["label"]
+    assert noted["step"] == 5 and [entry["embedding_finite"] for entry in noted["samples"]] == [True] * 2 + [False, True]
+    record = noted["samples"][2]["record"]
+    assert record in said and int(re.search(r"record (\d+)", record).group(1)) % 12 == noted["samples"][2]["label"]
     assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == [4]
 
 
@@ -139,7 +141,7 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(
     (tmp_path / "tiny").mkdir()
     for name in ("train.log", "metrics.jsonl"):
         (tmp_path / "tiny" / name).symlink_to("/dev/full")
-    assert train.main(tiny_run(dataset, tmp_path, "train.max_steps=5")) == 0
+    assert train.main(small_run(dataset, tmp_path, "train.max_steps=5")) == 0
     said = capsys.readouterr()
     for what in ("train.log", "metrics.jsonl", "TensorBoard", "the summary"):
         assert len([line for line in said.err.splitlines() if what in line and "cannot be written" in line]) == 1, said.err
@@ -162,7 +164,7 @@ sys.exit(train.main(sys.argv[1:]))
 def test_a_full_disk_under_tensorboard_is_one_warning_and_no_traceback_of_its_thread(dataset: Path, tmp_path: Path):
     program = tmp_path / "full_board.py"
     program.write_text(_FULL_BOARD.format(root=str(ROOT)))
-    arguments = tiny_run(dataset, tmp_path, "train.max_steps=5", "log.every=1")
+    arguments = small_run(dataset, tmp_path, "train.max_steps=5", "log.every=1")
     done = subprocess.run([sys.executable, str(program), *arguments], capture_output=True, text=True, timeout=120, cwd="/")
     assert done.returncode == 0
     assert "Traceback" not in done.stderr and "Exception in thread" not in done.stderr, done.stderr
@@ -171,7 +173,7 @@ def test_a_full_disk_under_tensorboard_is_one_warning_and_no_traceback_of_its_th
 
 
 def test_a_start_and_a_resume_on_a_full_disk_are_one_line_and_leave_all_files_as_they_are(dataset: Path, tmp_path: Path):
-    arguments = tiny_run(dataset, tmp_path, "train.max_steps=2", "eval.targets=[]")
+    arguments = small_run(dataset, tmp_path, "train.max_steps=2", "eval.targets=[]")
     assert run_train(1, arguments).returncode == 0
     run = tmp_path / "tiny"
 
@@ -195,39 +197,41 @@ def test_a_start_and_a_resume_on_a_full_disk_are_one_line_and_leave_all_files_as
     assert run_train(1, [*arguments, "train.max_steps=4"]).returncode == 0 and step_of(list_checkpoints(run)[-1]) == 4
 
 
-_HANGS = """
-import os, sys, time
-sys.path.insert(0, {root!r})
-import train
-from eval import monitor
-from data.record_dataset import RecordDataset
-whole, images = RecordDataset.decode_into, 0
-def decode(self, index, out):
-    global images
-    images += 1
-    if os.environ["RANK"] == "1" and images > 40:
-        {act}
-    return whole(self, index, out)
-RecordDataset.decode_into = decode
-sys.exit(train.main(sys.argv[1:]))
-"""
+def _fail() -> None:
+    raise ValueError("a bad day")
 
 
-def _with_a_bad_rank(tmp_path: Path, act: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """Train with two processes; rank 1 does `act` in the decoder when it has seen 40 images (its step 10).
+def _run_short_of_memory() -> None:
+    raise MemoryError("no memory")
 
-    Both end within two minutes, or this raises; a collective would wait for 30.
-    """
-    program = tmp_path / "bad_rank.py"
-    program.write_text(_HANGS.format(root=str(ROOT), act=act))
-    command = [*command_of(2, arguments)]
-    command[command.index(str(ROOT / "train.py"))] = str(program)
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+
+_ACTS = {
+    "hangs": lambda: time.sleep(100),
+    "fails": _fail,
+    "no memory": _run_short_of_memory,
+    "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
+
+
+def _train_with_a_bad_rank(arguments: list[str]) -> int:
+    """Train; rank 1 does the first argument in the decoder when it has seen 20 images (its step 10)."""
+    act, *rest = arguments
+    whole, images = RecordDataset.decode_into, 0
+
+    def decode(self: RecordDataset, index: int, out: Any) -> Any:
+        nonlocal images
+        images += 1
+        if os.environ["RANK"] == "1" and images > 20:
+            _ACTS[act]()
+        return whole(self, index, out)
+
+    RecordDataset.decode_into = decode  # type: ignore[method-assign]
+    return train.main(rest)
 
 
 def test_a_rank_that_hangs_ends_the_run_in_time_and_by_name(dataset: Path, tmp_path: Path):
-    arguments = tiny_run(dataset, tmp_path, "run.timeout_minutes=0.1", "eval.targets=[]", "data.threads=1", "data.prefetch=1")
-    done = _with_a_bad_rank(tmp_path, "time.sleep(100)", arguments)
+    arguments = small_run(dataset, tmp_path, "run.timeout_minutes=0.1", "eval.targets=[]", "data.threads=1", "data.prefetch=1")
+    done = run_program(_train_with_a_bad_rank, [["hangs", *arguments]] * 2)
     assert done.returncode != 0
     (late,) = {int(step) for step in re.findall(r"error: rank 1 in step (\d+), waiting for data, for 0.1 minutes", done.stderr)}
     assert f"error: rank 0 in step {late}, waiting for the labels of the other processes, for 0.1 minutes" in done.stderr
@@ -238,16 +242,16 @@ def test_a_rank_that_hangs_ends_the_run_in_time_and_by_name(dataset: Path, tmp_p
 @pytest.mark.parametrize(
     ("act", "said"),
     [
-        ("raise ValueError('a bad day')", "error: rank 1: a bad day"),
-        ("raise MemoryError('no memory')", "MemoryError: no memory"),
-        ("os.kill(os.getpid(), 9)", "rank 1 was in step"),
+        ("fails", "error: rank 1: a bad day"),
+        ("no memory", "MemoryError: no memory"),
+        ("dies", "rank 1 was in step"),
     ],
 )
 def test_a_rank_that_fails_or_dies_ends_the_others_long_before_a_collective_would(
     dataset: Path, tmp_path: Path, act: str, said: str
 ):
-    arguments = tiny_run(dataset, tmp_path, "eval.targets=[]", "data.threads=1", "data.prefetch=1")
-    done = _with_a_bad_rank(tmp_path, act, arguments)
+    arguments = small_run(dataset, tmp_path, "eval.targets=[]", "data.threads=1", "data.prefetch=1")
+    done = run_program(_train_with_a_bad_rank, [[act, *arguments]] * 2)  # within two minutes; a collective would wait for 30
     assert done.returncode != 0
     assert said in done.stderr, done.stderr
     assert re.search(r"error: rank 0 in step \d+, \w+.*: another process ended", done.stderr), done.stderr
@@ -257,7 +261,7 @@ def test_a_rank_that_fails_or_dies_ends_the_others_long_before_a_collective_woul
 def test_workers_of_a_killed_torchrun_save_and_end(dataset: Path, tmp_path: Path):
     """Without the request for a signal they would train on as orphans, and hold the run folder against the next start."""
     overrides = ["train.epochs=400", "eval.targets=[]", "checkpoint.every=0"]
-    arguments = tiny_run(dataset, tmp_path, *overrides)
+    arguments = small_run(dataset, tmp_path, *overrides)
     with subprocess.Popen(command_of(2, arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/") as process:
         deadline = time.monotonic() + 60
         metrics = tmp_path / "tiny" / "metrics.jsonl"
@@ -270,7 +274,7 @@ def test_workers_of_a_killed_torchrun_save_and_end(dataset: Path, tmp_path: Path
         time.sleep(0.05)
     (saved,) = list_checkpoints(tmp_path / "tiny")
     assert step_of(saved) >= 3
-    again = run_train(1, tiny_run(dataset, tmp_path, *overrides, f"train.max_steps={step_of(saved) + 1}"))
+    again = run_train(1, small_run(dataset, tmp_path, *overrides, f"train.max_steps={step_of(saved) + 1}"))
     assert again.returncode == 0 and f"after step {step_of(saved)}" in again.stdout
 
 
@@ -279,10 +283,10 @@ def _overflow_on_rank_1(rank: int, world_size: int, dataset: str, output: str) -
         os.environ[name] = str(value)
     calls, backbones, heads, weights, centres = 0, [], [], [], []
 
-    def overflowing(module: torch.nn.Module, scale: float, clip_norm: float) -> torch.Tensor:
+    def overflowing(module: torch.nn.Module, scale: float, *limits: float) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        norm = unscale_and_clip_grad_norm_(module, scale, clip_norm)
+        norm = unscale_and_clip_grad_norm_(module, scale, *limits)
         backbones.append(module)
         weights.append(torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()]))
         centres.append(torch.cat([rows.reshape(-1).clone() for rows in heads[0].shard_state().values()]))  # momentum too
@@ -298,7 +302,7 @@ def _overflow_on_rank_1(rank: int, world_size: int, dataset: str, output: str) -
     model.LossScaler = functools.partial(LossScaler, initial=4.0)  # far too small to overflow by itself
     overrides = ["train.precision=fp16", "train.max_steps=5", "train.batch_size=4", "eval.targets=[]"]
     (Path(output) / str(rank)).mkdir()
-    config, *rest = tiny_run(Path(dataset), Path(output) / str(rank), *overrides, f"run.output={output}")
+    config, *rest = small_run(Path(dataset), Path(output) / str(rank), *overrides, f"run.output={output}")
     train.train(train.load_config(config, rest, train.NAMED), train.StopSignal())
     for states in (weights, centres):  # before the update of each step: that of the third did not take place, on any rank
         assert [torch.equal(states[step], states[step + 1]) for step in range(4)] == [False, False, True, False]

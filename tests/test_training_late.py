@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import run_program, tiny_run, write_dataset
+from tiny_runs import FEW_IMAGES, run_program, small_run, write_dataset
 from waiting import Syncs
 
 import train
@@ -63,9 +63,9 @@ def _nan_in_one_step(arguments: list[str]) -> int:
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_reaches_weights_or_disk(
     tmp_path: Path, num_processes: int, kernels: str
 ):
-    write_dataset(tmp_path)
+    write_dataset(tmp_path, FEW_IMAGES)
     overrides = ["eval.targets=[]", "log.every=50", "checkpoint.every=3", "train.max_steps=12", f"head.kernels={kernels}"]
-    ended = run_program(_nan_in_one_step, [tiny_run(tmp_path, tmp_path, *overrides)] * num_processes)
+    ended = run_program(_nan_in_one_step, [small_run(tmp_path, tmp_path, *overrides)] * num_processes)
     # step 5 is the last before a checkpoint, so its numbers are read at once; those of step 4 a step late
     assert ended.returncode == 1 and f"the loss is nan in step {NAN_IN}; stopped before it reached the weights" in ended.stderr
     assert f"bad_batch_step_{NAN_IN:08d}.json" in ended.stderr
@@ -74,9 +74,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_reaches_weights_or_di
 
 
 def test_a_loss_between_two_checkpoints_is_seen_one_step_later(tmp_path: Path):
-    write_dataset(tmp_path)
+    write_dataset(tmp_path, FEW_IMAGES)
     overrides = ["eval.targets=[]", "log.every=50", "checkpoint.every=0", "train.max_steps=12"]
-    ended = run_program(_nan_in_one_step, [tiny_run(tmp_path, tmp_path, *overrides)])
+    ended = run_program(_nan_in_one_step, [small_run(tmp_path, tmp_path, *overrides)])
     assert ended.returncode == 1 and f"the loss is nan in step {NAN_IN};" in ended.stderr
     assert f"step {NAN_IN} changed nothing" in ended.stdout and f"step {NAN_IN + 1} changed" in ended.stdout
     assert f"step {NAN_IN + 2}" not in ended.stdout and list_checkpoints(tmp_path / "tiny") == []
@@ -93,8 +93,8 @@ def _count_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: st
         return result
 
     monkeypatch.setattr(train, "train_step", counted)
-    write_dataset(tmp_path)
-    arguments = tiny_run(tmp_path, tmp_path, "eval.targets=[]", "log.every=50", "checkpoint.every=0", "train.max_steps=5")
+    write_dataset(tmp_path, FEW_IMAGES)
+    arguments = small_run(tmp_path, tmp_path, "eval.targets=[]", "log.every=50", "checkpoint.every=0", "train.max_steps=5")
     assert train.main([*arguments, *overrides]) == 0
     assert len(found) == 5
     return found
