@@ -39,7 +39,7 @@ def _steps(network: nn.Module, precision: torch.dtype | None, count: int = 2, se
     torch.manual_seed(seed)
     found = []
     for _ in range(count):
-        images = torch.randn(3, 3, 112, 112).to(memory_format=torch.channels_last)
+        images = torch.randn(2, 3, 112, 112).to(memory_format=torch.channels_last)
         with torch.autocast("cpu", precision, enabled=precision is not None):
             embeddings = network(images)
         (embeddings * torch.randn_like(embeddings)).sum().backward()
