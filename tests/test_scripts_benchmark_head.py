@@ -136,7 +136,8 @@ def test_capacity_and_the_check_before_training_know_the_same_limit(
 
 
 def test_capacity_counts_attention_and_the_blocks_that_are_computed_again():
-    options = argparse.Namespace(backbone="vit_t", width=0.125, embedding_size=16, optimizer="sgd", precision="fp32")
+    of_network = {"backbone": "vit_t", "width": 0.125, "embedding_size": 16, "image_size": 112}
+    options = argparse.Namespace(**of_network, optimizer="sgd", precision="fp32")
     found = []
     for options.checkpointing in (False, True):
         found.append(capacity._backbone(options, torch.device("cpu")))
