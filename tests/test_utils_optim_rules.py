@@ -80,6 +80,8 @@ def test_the_rate_falls_by_the_decay_from_layer_to_layer_as_in_beit_and_mae():
     }  # fmt: skip
     module = _Transformer()
     assert layer_numbers([name for name, _ in module.named_parameters()]) == (by_hand, 3)
+    real, last = layer_numbers([name for name, _ in build_backbone("vit_t", 16, 0.25).named_parameters()])
+    assert real["pos_embed"] == 0 and real["blocks.0.norm1.weight"] == 1 and real["norm.weight"] == last == max(real.values())
     found = _of_parameters(module, ParameterRule("norm", 0.1), ParameterRule("biases", weight_decay=0.0), layer_decay=0.75)
     for name, (factor, decay) in found.items():
         own = 0.1 if name.startswith("norm.") else 1.0

@@ -131,7 +131,9 @@ def test_a_warm_up_as_long_as_the_run_and_a_milestone_in_it_are_refused(tmp_path
         build_schedules(inside, 40, 10.0)
 
 
-def test_a_run_follows_its_schedules_and_its_log_says_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_follows_its_schedules_and_its_log_and_picture_say_which(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     write_dataset(tmp_path)
     overrides = ["train.max_steps=4", "eval.targets=[]", "schedule.kind=cosine", "schedule.min_lr=0.01", "head.schedule=step"]
     assert train.main(small_run(tmp_path, tmp_path, *overrides, "schedule.milestone_steps=[2, 9]", "head.lr_factor=0.5")) == 0
@@ -143,8 +145,14 @@ def test_a_run_follows_its_schedules_and_its_log_says_which(tmp_path: Path, caps
     half = 0.01 + 0.04 * 0.5
     assert metrics[3]["lr"] == pytest.approx(half) and metrics[1]["lr"] == 0.05
     assert [metrics[step]["lr_centres"] for step in range(1, 5)] == pytest.approx([0.05, 0.05, 0.005, 0.005])
-    plot_run.plot(tmp_path / "tiny")  # two lines in one panel
-    assert (tmp_path / "tiny" / "training.png").stat().st_size > 10_000
+    figures, make = [], plot_run.make_figure
+    monkeypatch.setattr(plot_run, "make_figure", lambda *size, **more: figures.append(make(*size, **more)) or figures[-1])
+    plot_run.plot(tmp_path / "tiny")
+    (axis,) = (axis for axis in figures[0].axes if axis.get_title() == "learning rate")
+    drawn = [(line.get_linestyle(), list(line.get_ydata())) for line in axis.lines]
+    assert drawn == [
+        (style, [metrics[step][key] for step in range(1, 5)]) for style, key in (("-", "lr"), ("--", "lr_centres"))
+    ]
 
 
 def test_the_rate_of_the_class_centres_reaches_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
