@@ -1,5 +1,6 @@
 """Processes that hang, stop, or lose the torchrun that started them: they end in time, say where, and leave no lock."""
 
+import functools
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import ROOT, command_of, descendants, run_program, run_train, tiny_run, write_dataset
+from tiny_runs import FEW_IMAGES, ROOT, command_of, descendants, run_program, run_train, small_run, write_dataset
 
 import train
 from training import setup
@@ -21,14 +22,16 @@ from utils.checkpoint.format import list_checkpoints
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a RecordIO set and a verification set of other classes, `tiny`."""
     folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder)
+    write_dataset(folder, FEW_IMAGES)
     return folder
 
 
 def _command(tmp_path: Path, num_processes: int, program: str, arguments: list[str]) -> list[str]:
     """Return the command of a training whose program does `program` before it calls train.main."""
     path = tmp_path / "program.py"
-    head = f"import os, signal, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport train\n"
+    # what the first backward pass imports: on a busy machine that takes longer than the limits here
+    imports = "import os, signal, sys, time\nimport torch.fx.experimental.symbolic_shapes\n"
+    head = f"{imports}sys.path.insert(0, {str(ROOT)!r})\nimport train\n"
     path.write_text(f"{head}{program}\nsys.exit(train.main(sys.argv[1:]))\n")
     command = command_of(num_processes, arguments)
     command[command.index(str(ROOT / "train.py"))] = str(path)
@@ -42,7 +45,7 @@ whole, images = RecordDataset.decode_into, 0
 def decode(self, index, out):
     global images
     images += 1
-    if images > 40 and os.environ.get("RANK", "1") == "1":
+    if images > 20 and os.environ.get("RANK", "1") == "1":
         {act}  # MARK
     return whole(self, index, out)
 RecordDataset.decode_into = decode
@@ -50,12 +53,12 @@ RecordDataset.decode_into = decode
 
 
 def test_a_single_process_that_hangs_ends_in_time_and_says_where(dataset: Path, tmp_path: Path):
-    arguments = tiny_run(dataset, tmp_path, "run.timeout_minutes=0.05", "eval.targets=[]", "data.threads=1", "data.prefetch=1")
+    arguments = small_run(dataset, tmp_path, "run.timeout_minutes=0.1", "eval.targets=[]", "data.threads=1", "data.prefetch=1")
     command = _command(tmp_path, 1, _DECODES.format(act="time.sleep(1000)"), arguments)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
     assert done.returncode == 1
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert re.match(r"error: step [45], waiting for data, for 0.\d minutes \(run.timeout_minutes=0.05\), at /", error), error
+    assert re.match(r"error: step [45], waiting for data, for 0.\d minutes \(run.timeout_minutes=0.1\), at /", error), error
     marked = (tmp_path / "program.py").read_text().splitlines()
     line = 1 + next(number for number, text in enumerate(marked) if "# MARK" in text)
     assert error.endswith(f"decoder at {tmp_path / 'program.py'}:{line}"), error
@@ -63,8 +66,8 @@ def test_a_single_process_that_hangs_ends_in_time_and_says_where(dataset: Path, 
 
 
 def test_a_single_process_that_was_stopped_for_longer_than_the_limit_trains_on(dataset: Path, tmp_path: Path):
-    arguments = tiny_run(dataset, tmp_path, "run.timeout_minutes=0.05", "eval.targets=[]", "train.epochs=3")
-    act = "images == 41 and open(os.environ['MARK'], 'w').close()"
+    arguments = small_run(dataset, tmp_path, "run.timeout_minutes=0.1", "eval.targets=[]", "train.epochs=3")
+    act = "images == 21 and open(os.environ['MARK'], 'w').close()"
     command = _command(tmp_path, 1, _DECODES.format(act=act), arguments)
     mark = tmp_path / "mark"
     with subprocess.Popen(
@@ -75,14 +78,14 @@ def test_a_single_process_that_was_stopped_for_longer_than_the_limit_trains_on(d
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.005)
         os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(7)
+        time.sleep(9)
         os.kill(process.pid, signal.SIGCONT)
         said = process.communicate(timeout=120)[1]
     assert process.returncode == 0, said
 
 
 def test_a_stopped_rank_was_last_seen_in_the_step_where_it_stopped(dataset: Path, tmp_path: Path):
-    arguments = tiny_run(dataset, tmp_path, "run.timeout_minutes=0.1", "eval.targets=[]", "data.threads=1", "data.prefetch=1")
+    arguments = small_run(dataset, tmp_path, "run.timeout_minutes=0.1", "eval.targets=[]", "data.threads=1", "data.prefetch=1")
     command = _command(tmp_path, 2, _DECODES.format(act="os.kill(os.getpid(), signal.SIGSTOP)"), arguments)
     said: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd="/") as process:
@@ -94,7 +97,7 @@ def test_a_stopped_rank_was_last_seen_in_the_step_where_it_stopped(dataset: Path
             os.kill(pid, signal.SIGKILL)
     seen = re.search(r"rank 0 in step (\d+), .*rank 1 was in step (\d+), (training|waiting for data), silent", said[-1])
     assert seen, said
-    # 40 images of 4 a step, of which one batch is decoded ahead
+    # 20 images of 2 a step, of which one batch is decoded ahead
     assert int(seen[1]) >= 8 and int(seen[1]) - int(seen[2]) <= 4
 
 
@@ -145,7 +148,7 @@ while os.getppid() == parent:
 
 @pytest.mark.parametrize("doing", _DEAF)
 def test_workers_that_cannot_be_told_end_with_torchrun(dataset: Path, tmp_path: Path, doing: str):
-    arguments = tiny_run(dataset, tmp_path, "train.epochs=400", "eval.targets=[]")
+    arguments = small_run(dataset, tmp_path, "train.epochs=400", "eval.targets=[]")
     marker = tmp_path / "there"
     command = _command(tmp_path, 2, _DEAF[doing].format(marker=str(marker)), arguments)
     deadline = time.monotonic() + 60
@@ -160,7 +163,7 @@ def test_workers_that_cannot_be_told_end_with_torchrun(dataset: Path, tmp_path: 
 
 
 def test_torchrun_killed_at_any_moment_of_the_start_leaves_no_process_and_no_lock(dataset: Path, tmp_path: Path):
-    arguments = tiny_run(dataset, tmp_path, "train.epochs=400", "eval.targets=[]", "checkpoint.every=0")
+    arguments = small_run(dataset, tmp_path, "train.epochs=400", "eval.targets=[]", "checkpoint.every=0")
     started, metrics = time.monotonic(), tmp_path / "whole" / "metrics.jsonl"
     with _start(2, [*arguments, "run.name=whole"]) as process:
         while not metrics.exists() and time.monotonic() < started + 60:
@@ -169,7 +172,7 @@ def test_torchrun_killed_at_any_moment_of_the_start_leaves_no_process_and_no_loc
         workers = descendants(process.pid)
         process.kill()
     assert workers and not _wait_until_gone(workers, 10 + whole)
-    for moment in (0, 3, 6):  # from the first lines of the workers to the first step
+    for moment in (0, 5):  # from the first lines of the workers to the first step
         with _start(2, arguments) as process:
             time.sleep(whole * (moment + 5) / 14)
             workers = descendants(process.pid)
@@ -197,7 +200,7 @@ def _train_with_a_slow_parse(arguments: list[str]) -> int:
 
 
 def test_reading_may_take_longer_than_a_collective(dataset: Path, tmp_path: Path):
-    arguments = tiny_run(dataset, tmp_path, "eval.targets=[]", "train.epochs=1")
+    arguments = small_run(dataset, tmp_path, "eval.targets=[]", "train.epochs=1")
     done = run_program(_train_with_a_slow_parse, [arguments] * 2)
     assert done.returncode == 0 and "finished 7 steps" in done.stdout, done.stderr
 
@@ -247,45 +250,49 @@ def _interrupt(tmp_path: Path, program: str, arguments: list[str], after_first: 
 
 
 def test_a_second_ctrl_c_ends_a_run_that_hangs_in_a_call(dataset: Path, tmp_path: Path):
-    arguments = tiny_run(dataset, tmp_path, "eval.targets=[]")
+    arguments = small_run(dataset, tmp_path, "eval.targets=[]")
     status, said = _interrupt(tmp_path, _HANGS_IN_STEP_5, arguments, "Ctrl-C again stops at once")
     assert status == -signal.SIGINT and "Traceback" not in said, said
 
 
 def test_ctrl_c_before_training_ends_a_run_that_hangs_in_a_call(dataset: Path, tmp_path: Path):
-    status, said = _interrupt(tmp_path, _HANGS_BEFORE_TRAINING, tiny_run(dataset, tmp_path, "eval.targets=[]"), "")
+    status, said = _interrupt(tmp_path, _HANGS_BEFORE_TRAINING, small_run(dataset, tmp_path, "eval.targets=[]"), "")
     assert status == 130
     assert said.strip() == "interrupted: no step was trained, so nothing was saved; earlier checkpoints are untouched"
 
 
-# As under NCCL: the main thread of rank 0 waits in a call that never returns, while rank 1 ends.
-_NEVER_RETURNS = """
-import functools
-whole, train.Watchdog = train.train_step, functools.partial(train.Watchdog, silence=2.0)
-def train_step(config, tasks, model, parallel, prepared, *more):
-    if prepared.number == 5:
-        if os.environ["RANK"] == "1":
-            time.sleep(0.5)
-            {act}
-        time.sleep(1000)
-    return whole(config, tasks, model, parallel, prepared, *more)
-train.train_step = train_step
-"""
+def _train_where_a_collective_never_returns(arguments: list[str]) -> int:
+    """As under NCCL: the main thread of rank 0 waits in a call that never returns; rank 1 ends with the first argument."""
+    end, *rest = arguments
+    whole, train.Watchdog = train.train_step, functools.partial(train.Watchdog, silence=2.0)  # type: ignore[misc,assignment]
+
+    def train_step(config: Any, tasks: Any, model: Any, parallel: Any, prepared: Any, *more: Any) -> Any:
+        if prepared.number == 5:
+            if os.environ["RANK"] == "1":
+                time.sleep(0.5)
+                if end == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise RuntimeError(end)
+            time.sleep(1000)
+        return whole(config, tasks, model, parallel, prepared, *more)
+
+    train.train_step = train_step
+    return train.main(rest)
 
 
 @pytest.mark.parametrize(
-    ("act", "said"),
+    ("end", "said"),
     [
-        ("os.kill(os.getpid(), 9)", r"rank 1 has been silent for \d+ s"),
-        ("raise RuntimeError('CUDA error: an illegal memory access')", "rank 1 failed"),
-        ("raise RuntimeError('NCCL error: unhandled cuda error')", "rank 1 failed"),
+        ("killed", r"rank 1 has been silent for \d+ s"),
+        ("CUDA error: an illegal memory access", "rank 1 failed"),
+        ("NCCL error: unhandled cuda error", "rank 1 failed"),
     ],
 )
-def test_a_rank_whose_collective_never_returns_ends_when_its_peer_is_gone(dataset: Path, tmp_path: Path, act: str, said: str):
-    command = _command(tmp_path, 2, _NEVER_RETURNS.format(act=act), tiny_run(dataset, tmp_path, "eval.targets=[]"))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd="/")
+def test_a_rank_whose_collective_never_returns_ends_when_its_peer_is_gone(dataset: Path, tmp_path: Path, end: str, said: str):
+    arguments = small_run(dataset, tmp_path, "eval.targets=[]")
+    done = run_program(_train_where_a_collective_never_returns, [[end, *arguments]] * 2, timeout=100)
     assert done.returncode != 0
     assert re.search(rf"error: rank 0 in step 5, training: {said}", done.stderr), done.stderr
-    if "raise" in act:  # the error itself is shown, and not taken for another rank's
-        assert act.partition("'")[2].rpartition("'")[0] in done.stderr
+    if end != "killed":  # the error itself is shown, and not taken for another rank's
+        assert end in done.stderr
         assert "rank 1 in step 5, training: another process ended" not in done.stderr

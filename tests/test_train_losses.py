@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import final_weights, run_train, tiny_run, write_dataset
+from tiny_runs import FEW_IMAGES, final_weights, run_train, small_run, write_dataset
 
 import train
 from scripts import checkpoint
@@ -17,7 +17,7 @@ from utils.checkpoint.reading import read_trainer
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a RecordIO set."""
     folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder)
+    write_dataset(folder, FEW_IMAGES)
     return folder
 
 
@@ -42,14 +42,14 @@ def test_a_resumed_run_ends_with_the_same_bits(dataset: Path, tmp_path: Path, na
         "checkpoint.every=4",
         "train.epochs=1",
     ]
-    assert train.main(tiny_run(dataset, tmp_path, *overrides, "run.name=whole")) == 0
+    assert train.main(small_run(dataset, tmp_path, *overrides, "run.name=whole")) == 0
     whole, again = tmp_path / "whole", tmp_path / "again"
     shutil.copytree(whole, again)
     first, *later = list_checkpoints(again)
     for path in later:
         shutil.rmtree(path)
     num_processes = 2 if name == "kappaface" else 1
-    resumed = run_train(num_processes, tiny_run(dataset, tmp_path, *overrides, "run.name=again"))
+    resumed = run_train(num_processes, small_run(dataset, tmp_path, *overrides, "run.name=again"))
     assert resumed.returncode == 0 and "resumed from" in resumed.stdout, resumed.stderr
     expected, found = final_weights(whole), final_weights(again)
     assert found.keys() == expected.keys()
@@ -67,7 +67,7 @@ def test_a_checkpoint_of_a_loss_with_other_numbers_is_refused(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     overrides = ["eval.targets=[]", "run.name=run"]
-    assert train.main(tiny_run(dataset, tmp_path, *overrides, "loss.name=uniface", "train.max_steps=1")) == 0
+    assert train.main(small_run(dataset, tmp_path, *overrides, "loss.name=uniface", "train.max_steps=1")) == 0
     adamw = "threshold, threshold_momentum, threshold_variance, updates"
     for change, numbers in (
         ("loss.name=sphereface2", "bias, bias_momentum"),
@@ -76,7 +76,7 @@ def test_a_checkpoint_of_a_loss_with_other_numbers_is_refused(
     ):
         capsys.readouterr()
         changed = ["loss.name=uniface", change, "train.max_steps=2"]
-        assert train.main(tiny_run(dataset, tmp_path, *overrides, *changed)) == 1
+        assert train.main(small_run(dataset, tmp_path, *overrides, *changed)) == 1
         error = capsys.readouterr().err
         assert f"the saved margin has threshold, threshold_momentum, that of this run's loss has {numbers}; set the" in error
         assert "set the section loss and the optimizer of the class centres to what they were, or start a new run" in error

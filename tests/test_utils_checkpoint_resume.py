@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_runs import ROOT, tiny_run, write_dataset
+from tiny_runs import FEW_IMAGES, ROOT, small_run, write_dataset
 
 import train
 from utils.checkpoint.format import list_checkpoints
@@ -111,7 +111,7 @@ COMMON = {
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder)
+    write_dataset(folder, FEW_IMAGES)
     return folder
 
 
@@ -130,7 +130,7 @@ def _run(cases: dict[str, list[str]], allowed: tuple[str, ...] = ()) -> None:
 
 
 def _prepare(dataset: Path, folder: Path, lies: dict[str, Callable[[Trainer], None]], overrides: list[str]) -> None:
-    arguments = tiny_run(dataset, folder, "train.max_steps=2", "eval.targets=[]", *overrides)
+    arguments = small_run(dataset, folder, "train.max_steps=2", "eval.targets=[]", *overrides)
     assert train.main([*arguments, "run.name=sound"]) == 0
     cases = {}
     for number, (name, lie) in enumerate(lies.items()):
@@ -183,7 +183,7 @@ def test_a_lie_in_the_rows_of_class_centres_is_one_line(dataset: Path, tmp_path:
     """With AdamW, sampled negatives by neighbours and the format that has most tensors."""
     overrides = ["head.optimizer=adamw", "head.storage=tiny", "head.sample_rate=0.5", "head.sampling=neighbours"]
     overrides += ["head.neighbours_every=1", "head.neighbours=3"]
-    arguments = tiny_run(dataset, tmp_path, "train.max_steps=2", "eval.targets=[]", *overrides)
+    arguments = small_run(dataset, tmp_path, "train.max_steps=2", "eval.targets=[]", *overrides)
     assert train.main([*arguments, "run.name=sound"]) == 0
     shard = next(list_checkpoints(tmp_path / "sound")[-1].glob("softmax_*"))
     sound = load_file(shard)
