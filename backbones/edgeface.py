@@ -143,7 +143,7 @@ class AttentionEncoder(CheckpointedBlock):
         return x + out.permute(0, 3, 1, 2)
 
 
-class Stage(nn.Module):
+class EdgeStage(nn.Module):
     """Blocks of one size, after a convolution that halves the resolution in all stages but the first."""
 
     def __init__(self, number: int, before: int, channels: int, heads: int, gamma: float) -> None:
@@ -182,7 +182,7 @@ class EdgeNeXt(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, channels[0], 4, stride=4), LayerNorm2d(channels[0], eps=_EPS))
         before = [channels[0], *channels]
-        self.stages = nn.Sequential(*(Stage(k, before[k], count, heads, gamma) for k, count in enumerate(channels)))
+        self.stages = nn.Sequential(*(EdgeStage(k, before[k], count, heads, gamma) for k, count in enumerate(channels)))
         self.head = Head(channels[-1], embedding_size, dropout, gamma)
 
     def forward(self, images: Tensor) -> Tensor:
