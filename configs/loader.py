@@ -7,6 +7,7 @@ key.
 """
 
 import copy
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def load_config(
         ValueError: a missing file, a key that does not exist, a wrong type, or a rule between keys that is broken.
     """
     path = Path(path)
-    tree = _read(SCHEMA, yaml.SafeLoader)
+    tree = copy.deepcopy(_schema(SCHEMA))
     layers = [(number, _read(file), str(file)) for number, file in enumerate(_layers(path, ()))]
     layers += [(len(layers), _parse_override(override), f"override {override!r}") for override in overrides]
     picked = {section: tree[section]["name"] for section in SECTIONS}
@@ -128,6 +129,12 @@ def _read(path: Path, loader: type[yaml.SafeLoader] = Loader) -> dict[str, Any]:
         kind = "a list" if isinstance(tree, list) else shown(tree)
         raise ValueError(f"config {path}: must hold sections like 'train:', got {kind}")
     return tree
+
+
+@functools.cache
+def _schema(path: Path) -> dict[str, Any]:
+    """Return the schema, which no caller may change; reading it takes longer than all else of a small configuration."""
+    return _read(path, yaml.SafeLoader)
 
 
 def _layers(path: Path, above: tuple[Path, ...]) -> list[Path]:

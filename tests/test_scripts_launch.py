@@ -37,10 +37,10 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.yaml"
     path.write_text(
         f"run: {{output: {tmp_path}, threads: 1, device: cpu}}\n"
-        "data: {source: synthetic, num_classes: 12, num_images: 60}\n"
+        "data: {source: synthetic, num_classes: 12, num_images: 30}\n"
         "backbone: {name: mbf, width: 0.125, embedding_size: 16}\n"
         "loss: {name: cosface, margin: 0.2, scale: 16}\n"
-        "train: {batch_size: 8}\n"
+        "train: {batch_size: 4}\n"
         f"checkpoint: {{every: {EVERY}, background: false}}\n"
         "log: {every: 1}\n"
         "eval: {targets: []}\n"
@@ -86,7 +86,7 @@ def _wait_until(holds: Callable[[], bool], process: subprocess.Popen[bytes], log
     while not holds():
         assert process.poll() is None, f"ended with {process.returncode}, too early:\n{log.read_text()[-3000:]}"
         assert time.monotonic() < deadline, f"nothing happened:\n{log.read_text()[-3000:]}"
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 def _finish(process: subprocess.Popen[bytes], log: Path) -> int:
