@@ -37,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hide the GPUs of this machine from tests that mean the CPU, before anything looks for them."""
     if not sees_gpu(config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before any file of tests imports Triton, whose own library is decorated then
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

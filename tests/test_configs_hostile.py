@@ -81,6 +81,7 @@ def test_a_number_beyond_all_use_is_one_line(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "run.yaml").write_text("")
     # what 10**21 is small enough for is no overflow later: the keys that take numbers up to 1e30
     fits = value == str(10**21) and (RANGES.get(name, (0, 0))[1] >= 1e30 or name in ("loss.scale", "optimizer.eps"))
+    fits = fits and name != "schedule.min_lr"  # which optimizer.lr bounds
     assert train.main([str(tmp_path / "run.yaml"), f"{name}={value}", "--print-config"]) == (0 if fits else 1)
     if not fits:
         assert name in _only_line(capsys)

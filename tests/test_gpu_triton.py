@@ -1,7 +1,6 @@
 """A head on Triton beside one on plain torch, in the formats that are rounded; without a GPU Triton's interpreter runs it."""
 
 import importlib
-import os
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowSGD
 from partial_fc.kernels import _why_no_triton, build_kernels
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before the import: Triton's own library is decorated then
 if _why_no_triton():
     pytest.skip(f"{_why_no_triton()}; the CUDA builds of torch bring it", allow_module_level=True)
 importlib.import_module("partial_fc.kernels.triton")

@@ -4,7 +4,6 @@ The formulas are those of partial_fc/row_optimizer.py, written down again.
 """
 
 import importlib
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -18,8 +17,6 @@ from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
 from partial_fc.kernels import _why_no_triton, build_kernels
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before the import: Triton's own library is decorated then
 if _why_no_triton():
     pytest.skip(f"{_why_no_triton()}; the CUDA builds of torch bring it", allow_module_level=True)
 kernels = importlib.import_module("partial_fc.kernels.cuda")

@@ -5,7 +5,6 @@ test_partial_fc_kernels_cpu.py does the same with plain torch and C.
 
 import importlib
 import math
-import os
 from dataclasses import replace
 
 import pytest
@@ -17,8 +16,6 @@ from losses.negatives import KINDS
 from partial_fc.kernels import _why_no_triton
 from partial_fc.workspace import Workspace
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before the import: Triton's own library is decorated then
 if _why_no_triton():
     pytest.skip(f"{_why_no_triton()}; the CUDA builds of torch bring it", allow_module_level=True)
 kernels = importlib.import_module("partial_fc.kernels.cuda").TritonKernels()
