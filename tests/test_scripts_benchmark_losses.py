@@ -69,7 +69,7 @@ def out(done: Done) -> Path:
 
 def _arguments(config: Path, out: Path) -> list[str]:
     chosen = ["--losses", "cosface", "sphereface2", "--seeds", "2", "--rates", "0.5", "--processes", "2"]
-    return [*chosen, "--config", str(config), "--out", str(out), "--steps", "3", "--set", "log.every=1"]
+    return [*chosen, "--config", str(config), "--out", str(out), "--steps", "3", "--set", "log.every=1", "data.image_size=48"]
 
 
 def test_every_loss_has_a_row_at_its_defaults_and_a_row_names_only_arguments_that_exist():
@@ -104,7 +104,7 @@ def test_the_numbers_of_a_run_are_those_of_its_log_and_of_an_evaluation_of_its_n
     assert row["memory_gib"] == max(record["memory_gib"] for record in records)
     sets = load_pair_sets(config.parent / "set", ["tiny"])
     network = load_network(_network_options(folder), build_backbone).model
-    _, result = next(evaluate(network, sets, World(0, 1, 0, 1, torch.device("cpu")), 16, None, 1))
+    _, result = next(evaluate(network, sets, World(0, 1, 0, 1, torch.device("cpu")), 16, None, 1, 48))
     assert result.accuracy == row["accuracy"]["tiny"]
     cosine = 1.0 - result.distances / 2.0
     for kind, of in (("genuine", result.same), ("impostor", ~result.same)):
@@ -130,7 +130,7 @@ def test_tables_and_pictures_are_written_also_into_the_page(out: Path):
     begin, end = f"Before\n\n{losses_report.BEGIN}\n\n", f"\n\n{losses_report.END}\n\nAfter\n"
     shown = "![Cosines of genuine and impostor pairs](images/losses_cosines_0_rate_0.5.png)"
     assert (out / "page.md").read_text() == f"{begin}{text}\n\n{shown}{end}"
-    assert "**Sample rate 0.5**: 12 identities, 60 images of 112 x 112; mbf of width 0.125, fp32; 8 images a step" in text
+    assert "**Sample rate 0.5**: 12 identities, 60 images of 48 x 48; mbf of width 0.125, fp32; 8 images a step" in text
     pictures = {path.name for path in out.glob("*.png")}
     assert {f"losses_{group}.png" for group in ("added", "adaptive", "negatives")} < pictures
     assert "losses_cosines_0_rate_0.5.png" in pictures and pictures == {path.name for path in (out / "images").iterdir()}
@@ -145,6 +145,8 @@ def test_a_mean_has_the_deviation_of_its_seeds_and_one_run_has_none():
     two = [{**row, "accuracy": {"demo": 0.90}}, {**row, "accuracy": {"demo": 0.94}, "step_seconds": 0.75}]
     assert "| CosFace | 2 | 9 | 92.00 +- 2.83 | 0.50 +- 0.00 |" in losses_report.tables(two)
     assert "| 500 | 1.00 |" in losses_report.tables(two)
+    untimed = losses_report.tables(two, times=False)
+    assert "ms/step" not in untimed and "| 2.00 +- 0.00 | 1.00 |" in untimed
     alone = losses_report.tables([two[0], {**two[1], "steps": 12}])  # other steps are another line
     assert "| CosFace | 1 | 9 | 90.00 | 0.50 |" in alone and "| CosFace | 1 | 12 | 94.00 | 0.50 |" in alone
     assert alone.count("Sample rate") == 1 and losses_report.tables([]) == losses_report.NOTHING

@@ -22,13 +22,17 @@ _COLUMNS = 5  # panels in a row of the picture of the cosines
 Rows = Sequence[dict[str, Any]]  # what losses_runs.measure writes, one for each run
 
 
-def tables(rows: Rows) -> str:
-    """Return the Markdown of all runs: a table for each set-up and share of sampled classes, a line for each loss."""
+def tables(rows: Rows, times: bool = True) -> str:
+    """Return the Markdown of all runs: a table for each set-up and share of sampled classes, a line for each loss.
+
+    Args:
+        times: False leaves out the time of a step, for runs beside other work.
+    """
     parts = []
     for setup, rate in _groups(rows):
         chosen = [row for row in rows if (row["setup"], row["rate"]) == (setup, rate)]
         machines = sorted({row["machine"].split(", torch")[0] for row in chosen})
-        parts.append(f"**Sample rate {rate:g}**: {setup}. {'; '.join(machines)}.\n\n{_table(chosen)}")
+        parts.append(f"**Sample rate {rate:g}**: {setup}. {'; '.join(machines)}.\n\n{_table(chosen, times)}")
     return "\n\n".join(parts) or NOTHING
 
 
@@ -36,7 +40,7 @@ def _groups(rows: Rows) -> list[tuple[str, float]]:
     return sorted({(row["setup"], row["rate"]) for row in rows}, key=lambda group: (group[0], -group[1]))
 
 
-def _table(rows: Rows) -> str:
+def _table(rows: Rows, times: bool) -> str:
     sets = list(dict.fromkeys(name for row in rows for name in row["accuracy"]))
     head = [
         "loss",
@@ -46,7 +50,7 @@ def _table(rows: Rows) -> str:
         "genuine",
         "impostor",
         "loss at the end",
-        "ms/step",
+        *(["ms/step"] if times else []),
         "GiB",
     ]
     lines: list[list[str]] = [head]
@@ -60,7 +64,7 @@ def _table(rows: Rows) -> str:
                 *(_mean([100 * run["accuracy"][key] for run in runs if key in run["accuracy"]], 2) for key in sets),
                 *(_mean([run[kind]["mean"] for run in runs], 2) for kind in ("genuine", "impostor")),
                 _mean([run["loss"] for run in runs], 2),
-                f"{1000 * statistics.median(run['step_seconds'] for run in runs):.0f}",
+                *([f"{1000 * statistics.median(run['step_seconds'] for run in runs):.0f}"] if times else []),
                 f"{max(run['memory_gib'] for run in runs):.2f}",
             ]
         )

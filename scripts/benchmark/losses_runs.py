@@ -235,7 +235,7 @@ def measure(case: dict[str, Any]) -> None:
     dataset, sets = open_data(config, 1)
     world = distributed.init_distributed(config.run.device, case["threads"])
     model = network.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    settings = (config.eval.batch_size, AUTOCAST[config.train.precision], case["threads"])
+    settings = (config.eval.batch_size, AUTOCAST[config.train.precision], case["threads"], config.data.image_size)
     results = dict(evaluate(model, sets, world, *settings))
     records = _train_records(folder)
     seconds = [
