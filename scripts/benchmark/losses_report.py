@@ -113,7 +113,7 @@ def _draw_pairs(axis: Any, runs: Rows) -> None:
         counts = [sum(column) for column in zip(*(run[kind]["histogram"] for run in runs), strict=True)]
         shares = [count / max(1, sum(counts)) for count in counts]
         axis.stairs(shares, BINS, fill=True, alpha=0.6, color=colour)
-    axis.set(xlim=(-1.0, 1.0), yticks=[])
+    axis.set(xlim=(-1.0, 1.0), xticks=(-1.0, -0.5, 0.0, 0.5, 1.0), yticks=[])
     axis.tick_params(labelsize=7)
 
 
