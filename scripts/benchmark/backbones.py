@@ -28,8 +28,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from backbones import build_backbone, list_backbones
 from utils.cli import int_in_range, make_parser
@@ -41,7 +39,7 @@ from utils.program import run_main
 from utils.report.figure import make_figure
 from utils.text import label_text, markdown_table, prefix_errors
 
-from .device_rates import synchronise
+from .device_rates import forward_operations, synchronise
 from .head import machine
 from .losses_report import write_into_page
 
@@ -137,11 +135,8 @@ def count(name: str, options: argparse.Namespace) -> tuple[int, int]:
     """Return the parameters of a network, and the multiply-adds of its forward pass of one image, without computing it."""
     with torch.device("meta"):
         network = _build(name, options)
-        images = torch.empty(1, 3, options.image_size, options.image_size)
-    # attention written out as products, because the counter of torch 2.13 misses some of its kernels
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        network.eval()(images)
-    return sum(parameter.numel() for parameter in network.parameters()), counter.get_total_flops() // 2
+    operations = forward_operations(network, options.image_size)
+    return sum(parameter.numel() for parameter in network.parameters()), operations // 2
 
 
 def _build(name: str, options: argparse.Namespace) -> nn.Module:

@@ -30,9 +30,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from backbones import build_backbone, list_backbones
 from backbones.checkpointing import set_checkpointing
@@ -50,7 +48,7 @@ from utils.precision import AUTOCAST
 from utils.program import run_main
 from utils.text import prefix_errors
 
-from .device_rates import CARDS, Rates, head_dtype, is_for_gpu, rates_of
+from .device_rates import CARDS, Rates, forward_operations, head_dtype, is_for_gpu, rates_of
 from .head import peak_bytes
 
 _GIB = 2**30
@@ -179,10 +177,7 @@ def _backbone(options: argparse.Namespace, device: torch.device) -> tuple[Backbo
     backbone = backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     moments = 2 if options.optimizer == "adamw" else 1
     memory = backbone_memory(backbone, AUTOCAST[options.precision], moments, size)
-    # the counter of torch 2.13 misses the attention kernel of the CPU; attention written out is products, which it counts
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        backbone.eval()(torch.zeros(1, 3, size, size, device=device))
-    return memory, (4 if options.checkpointing else 3) * counter.get_total_flops()
+    return memory, (4 if options.checkpointing else 3) * forward_operations(backbone, size)
 
 
 def _build(options: argparse.Namespace) -> nn.Module:
