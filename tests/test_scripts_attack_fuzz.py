@@ -224,14 +224,14 @@ def test_a_find_is_made_small_and_kept_with_the_command_that_repeats_it(
         return 0
 
     monkeypatch.setattr(fuzz_inputs, "image", broken)
-    arguments = ["--inputs", "image", "--cases", "40", "--minutes", "1", "--out", str(tmp_path / "finds")]
+    arguments = ["--inputs", "image", "--cases", "40", "--minutes", "10", "--out", str(tmp_path / "finds")]
     assert fuzz_formats.main(arguments) == 1
     said = capsys.readouterr().out
     kept = [_load_case(path) for path in (tmp_path / "finds").glob("*/case.json")]
     facts, case = next((facts, case) for facts, case in kept if case.command[0].endswith(":image"))
     assert facts["kind"].startswith("traceback: KeyError") and facts["repeat"] in said
     content = case.files["image"]
-    assert isinstance(content, bytes) and b"\x89PNG" in content and len(content) < 64  # a busy machine ends the search early
+    assert isinstance(content, bytes) and b"\x89PNG" in content and len(content) < 64
     again = facts["repeat"].split()[3:]
     assert fuzz_formats.main(again) == 1 and "KeyError" in capsys.readouterr().out
 
