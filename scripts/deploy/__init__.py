@@ -1,0 +1,1 @@
+"""From weights to use: exports, embeds, keeps galleries of people, and describes networks."""
