@@ -26,7 +26,7 @@ from utils.cli import int_in_range
 from utils.distributed import World, raise_on_all_ranks
 from utils.distributed.agreement import digest_tensors, require_equal, require_same_program
 from utils.image import IMAGE_SIZE
-from utils.precision import AUTOCAST
+from utils.precision import PRECISIONS, agreed_precision
 from utils.randomness import derive
 from utils.text import one_line, prefix_errors
 
@@ -83,7 +83,12 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--input-mean", type=float, default=127.5, help="it was trained on (x - mean) / std (default 127.5)")
     parser.add_argument("--input-std", type=float, default=127.5, help="the std of this formula (default 127.5)")
-    parser.add_argument("--precision", choices=AUTOCAST, default="fp32", help="of the forward pass (default fp32)")
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="fp32",
+        help="of the forward pass (default fp32); auto: bf16 if all devices are fast at it",
+    )
     parser.add_argument("--batch-size", type=int, default=256, help="images per forward pass and process (default 256)")
     parser.add_argument("--threads", type=int, default=2, help="decoder threads per process (default 2)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
@@ -109,6 +114,7 @@ def open_network(
     """
     world = distributed.init_distributed(options.device, setting="--device ")
     _require_same_options(options, world)
+    options.precision = agreed_precision(options.precision, world)
     with raise_on_all_ranks(world):
         network = load_network(options, build_backbone)
         found = read(network)
