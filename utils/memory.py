@@ -1,4 +1,4 @@
-"""Measures the available memory, and the memory that a backbone needs."""
+"""Measures the available memory, and the memory and the operations that a backbone needs."""
 
 import contextlib
 from pathlib import Path
@@ -46,6 +46,18 @@ def backbone_memory(
     size = sum(p.numel() * p.element_size() for p in backbone.parameters())
     # the part of `one` beyond per_image are casts of the weights; a tenth more is for gradients in the backward pass
     return BackboneMemory(copies * size + max(0, one - per_image), round(1.1 * per_image))
+
+
+def forward_operations(network: nn.Module, image_size: int) -> int:
+    """Return the operations of a forward pass of one image, two for each multiply-add; the network ends in evaluation mode."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel  # no training needs these
+    from torch.utils.flop_counter import FlopCounterMode
+
+    image = torch.zeros(1, 3, image_size, image_size, device=next(network.parameters()).device)
+    # attention written out as products, because the counter of torch 2.13 misses some of its kernels
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        network.eval()(image)
+    return int(counter.get_total_flops())
 
 
 def bytes_beside_heads(backbone: BackboneMemory, images: int, device: str) -> int:

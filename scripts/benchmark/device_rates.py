@@ -1,4 +1,4 @@
-"""Device rates for the step times of capacity (given, from a data sheet, or measured here), and the operations of a network.
+"""Device rates for the step times of capacity: given, from a data sheet, or measured here.
 
 The table comes from the manufacturers' data sheets. None of it was measured, and nothing here has run on these cards.
 """
@@ -13,9 +13,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from partial_fc.build import matmul_dtype
 from utils.precision import AUTOCAST
@@ -132,12 +129,3 @@ def synchronise(device: torch.device) -> None:
     """Wait for all work of a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def forward_operations(network: nn.Module, image_size: int) -> int:
-    """Return the operations of a forward pass of one image, two for each multiply-add; the network ends in evaluation mode."""
-    image = torch.zeros(1, 3, image_size, image_size, device=next(network.parameters()).device)
-    # attention written out as products, because the counter of torch 2.13 misses some of its kernels
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        network.eval()(image)
-    return int(counter.get_total_flops())
