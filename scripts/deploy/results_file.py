@@ -3,6 +3,7 @@
 if __name__ == "__main__":
     raise SystemExit("error: scripts/deploy/results_file.py is no program; python -m scripts lists them")
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -141,7 +142,7 @@ def _histogram(value: Any, at: str) -> Histogram:
     genuine, impostor = ([_count(one, at) for one in _list(entry.get(key), at)] for key in ("genuine", "impostor"))
     if not len(edges) - 1 == len(genuine) == len(impostor) or not genuine:
         raise ValueError(f"{at}: there must be one more edge than counts of each kind, and a count")
-    if any(low >= high for low, high in zip(edges, edges[1:], strict=False)):
+    if any(low >= high for low, high in itertools.pairwise(edges)):
         raise ValueError(f"{at}: the edges must ascend")
     return Histogram(edges, genuine, impostor)
 
