@@ -15,7 +15,7 @@ from utils.text import one_line
 Checked = TypeVar("Checked")
 Interval = tuple[float, float]
 
-_MAX_SETS = 1000
+_MAX_SETS = 60
 _MAX_LIST = 10_000  # points of a curve; 201 are written
 _LARGEST_COUNT = 10**15  # of pairs
 
@@ -81,7 +81,7 @@ def parse_results(found: Any) -> dict[str, SetResult]:
         ValueError: a value that no evaluation writes.
     """
     if not isinstance(found, dict) or not 0 < len(found) <= _MAX_SETS:
-        raise ValueError("it must be an object with an entry for each set")
+        raise ValueError(f"it must be an object with an entry for each of at most {_MAX_SETS} sets")
     return {name: _set_result(name, numbers) for name, numbers in found.items()}
 
 
