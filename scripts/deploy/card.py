@@ -182,7 +182,7 @@ def _add_contract(document: Document, subject: Subject, options: argparse.Namesp
         ]
     )
     document.text(
-        f"Faces must be aligned: a similarity transform brings the five points nearest to these places in {size} x {size} pixels."
+        f"Faces must be aligned: a similarity transform brings five points nearest to these places in {size} x {size} pixels."
     )
     rows = [(name, f"{x:.2f}", f"{y:.2f}") for name, (x, y) in zip(POINTS, TEMPLATE * size / IMAGE_SIZE, strict=True)]
     document.table(("point, as seen in the picture", "x", "y"), rows)

@@ -32,8 +32,8 @@ def add_results(document: Document, results: Results, found_in: Path | str) -> N
         return
     document.text(
         "Verification: do two images show the same person? Accuracy is the mean over ten folds. EER is the rate at which FAR "
-        "equals the share of rejected genuine pairs. The intervals take the pairs as independent; pairs that share a person are "
-        "not, so the true intervals are somewhat wider."
+        "equals the share of rejected genuine pairs. The intervals take the pairs as independent; pairs that share a person "
+        "are not, so the true intervals are somewhat wider."
     )
     document.table(_NUMBERS, [_numbers_row(result) for result in results.values()])
     _add_notes(document, results)
@@ -67,8 +67,8 @@ def _add_errors(document: Document, results: Results, folder: Path) -> None:
         document.text("python -m eval --report draws the worst errors of each set, as pictures beside its results.json.")
         return
     document.text(
-        f"The worst errors are drawn beside results.json: {', '.join(found)}. In false matches the network takes two people for "
-        "one, in false non-matches one person for two. The pictures show people, so they are not on this card."
+        f"The worst errors are drawn beside results.json: {', '.join(found)}. In false matches the network takes two people "
+        "for one, in false non-matches one person for two. The pictures show people, so they are not on this card."
     )
 
 
