@@ -1,0 +1,133 @@
+"""Try a network on a page of your own: python -m scripts.deploy.demo NETWORK
+
+Serves a page on this machine. Drop two photographs: is it the same person, and where does the score lie among genuine and
+impostor pairs? With --gallery drop one: who is it? The pictures are compared in memory, and nothing is stored.
+
+The page listens on 127.0.0.1, which no other machine reaches; everybody who is logged in on this machine does. Without
+--detector a picture must be an aligned crop. Thresholds and histograms are those of --results, the results.json of a run or of
+python -m eval --report; --set computes them from a verification set instead. End the program with Ctrl-C.
+
+Examples:
+  python -m scripts.deploy.demo work_dirs/demo_cpu --results work_dirs/demo_cpu/evaluation/results.json
+  python -m scripts.deploy.demo model.onnx --detector detector.onnx --set lfw.bin --gallery people.gallery --far 1e-4
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.deploy.demo")
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from eval.networks import add_network_arguments
+from eval.operating_points import FAR_TARGETS
+from eval.pair_sets.csv_and_folders import read_pairs
+from eval.report import as_json
+from eval.verification import row_norms, verify
+from utils.cli import int_in_range, make_parser, progress
+from utils.files import shown
+from utils.program import run_main
+
+from .demo_answers import DemoAnswers
+from .demo_server import ADDRESS, PageServer
+from .detector import add_detector_arguments, open_detector
+from .embedder import Embedder, open_embedder
+from .gallery_store import Gallery
+from .results_file import SetResult, parse_results, read_results
+
+_PAGE = Path(__file__).with_name("demo_page.html")
+_AT_ONCE = 64  # images of a set between two steps of the progress bar
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and serve the page; return the exit status."""
+    parser = make_parser("python -m scripts.deploy.demo", __doc__)
+    add_network_arguments(parser)
+    add_detector_arguments(parser)
+    parser.add_argument("--gallery", type=Path, metavar="DIR", help="gallery of python -m scripts.deploy.enrol, to search in")
+    numbers = parser.add_mutually_exclusive_group()
+    numbers.add_argument("--results", type=Path, metavar="FILE", help="results.json of this network")
+    numbers.add_argument("--set", type=Path, metavar="SET", help="verification set of which to compute them now")
+    parser.add_argument("--results-set", metavar="NAME", help="the set in --results, if it has several (default: the first)")
+    parser.add_argument("--far", choices=FAR_TARGETS, help="FAR of the threshold (default: the lowest that is measured)")
+    parser.add_argument("--port", type=int_in_range(0, 65535), default=8000, help="0 = any that is free (default 8000)")
+    options = parser.parse_args(arguments)
+    return run_main(lambda: serve(options))
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Open everything, and serve until Ctrl-C."""
+    embedder = open_embedder(options)
+    detector = open_detector(options)
+    result = _result_of(options, embedder)
+    gallery = _open_gallery(options.gallery, embedder) if options.gallery else None
+    answers = DemoAnswers(embedder, detector, gallery, result, _far_of(options, result))
+    with PageServer(options.port, _PAGE.read_text(encoding="utf-8"), answers) as server:
+        print(f"the page is at http://{ADDRESS}:{server.port}/ (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            server.computing.acquire(timeout=10)  # a thread that computes must not outlive the interpreter
+            print("ended", flush=True)
+
+
+def _result_of(options: argparse.Namespace, embedder: Embedder) -> SetResult | None:
+    """Return the numbers of the set whose thresholds the page shows, if one is given."""
+    if options.results_set and not options.results:
+        raise ValueError(f"--results-set {options.results_set} names a set of --results, which is missing; give both")
+    if options.set:
+        return score(options.set, embedder)
+    if not options.results:
+        if options.far:
+            raise ValueError(f"--far {options.far} needs --results or --set, which have its threshold")
+        return None
+    found = read_results(options.results)
+    name = options.results_set or next(iter(found))
+    if name not in found:
+        raise ValueError(f"--results-set: {shown(options.results)} has no set {name!r:.200}; it has {', '.join(found)}")
+    return found[name]
+
+
+def score(path: Path, embedder: Embedder) -> SetResult:
+    """Return the numbers of a verification set, computed now."""
+    pair_set = read_pairs(path, path.stem)
+    rows = []
+    for first in progress(range(0, len(pair_set.images), _AT_ONCE), None, "scoring the set", "batch"):
+        numbers = range(first, min(first + _AT_ONCE, len(pair_set.images)))
+        rows.append(embedder.embed(np.stack([pair_set.decode(number, embedder.image_size) for number in numbers])))
+    sums = np.concatenate(rows).astype(np.float64)
+    norms = row_norms(sums)
+    unit = sums / np.where(norms == 0, 1, norms)[:, None]
+    result = verify(unit[pair_set.first], unit[pair_set.second], pair_set.same, xnorm=float(norms.mean()))
+    return parse_results(as_json({pair_set.name: result}))[pair_set.name]
+
+
+def _far_of(options: argparse.Namespace, result: SetResult | None) -> str:
+    """Return the FAR that the page begins with, "" if no threshold is known."""
+    measured = [point.target for point in result.points if point.cosine is not None] if result else []
+    if options.far and options.far not in measured:
+        assert result is not None
+        known = ", ".join(measured) or "none, because it has too few pairs"
+        raise ValueError(f"--far {options.far}: {result.name} has no threshold for it; it has {known}")
+    return options.far or (measured[-1] if measured else "")
+
+
+def _open_gallery(folder: Path, embedder: Embedder) -> Gallery:
+    """Return a gallery whose faces this network embedded.
+
+    Raises:
+        ValueError: there is none, or another network embedded them.
+    """
+    gallery = Gallery(folder)
+    if gallery.facts.digest != embedder.digest:
+        raise ValueError(
+            f"--gallery: the faces of {shown(folder)} were embedded by another network ({gallery.facts.title}), and embeddings "
+            "of two networks cannot be compared. Name that network, or embed them again with scripts.deploy.gallery"
+        )
+    return gallery
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
