@@ -1,8 +1,8 @@
 """The files beside a gallery's database: the lock of the process that writes, the vectors, and the aligned faces.
 
-Both data files are append-only. The database says how many bytes of them count, and has a checksum of each vector and face; what
-lies beyond is left from a killed process, and the next one writes over it. A new generation of the files is written when the
-gallery is compacted or embedded again; the database names the generation that counts.
+Both data files are append-only. The database says how many bytes of them count, and has a checksum of each vector and face.
+What lies beyond is left from a killed process, and the next one writes over it. A new generation of the files is written when
+the gallery is compacted or embedded again; the database names the generation that counts.
 """
 
 if __name__ == "__main__":
@@ -165,9 +165,9 @@ class DataFile:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
 
-def delete_other_generations(folder: Path, generation: int) -> None:
+def delete_other_generations(folder: Path, vectors: int, faces: int) -> None:
     """Delete the data files that the database does not name: left from a killed process, or replaced. Needs the lock."""
     for path in folder.iterdir():
         found = _NAME.fullmatch(path.name)
-        if found and int(found[2]) != generation:
+        if found and int(found[2]) != (vectors if found[1] == VECTORS else faces):
             path.unlink(missing_ok=True)

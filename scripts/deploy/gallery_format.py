@@ -40,7 +40,8 @@ _TABLES = (
     image_size INTEGER NOT NULL,
     detector TEXT NOT NULL,
     which TEXT NOT NULL,
-    generation INTEGER NOT NULL,
+    vectors INTEGER NOT NULL,
+    faces INTEGER NOT NULL,
     num_rows INTEGER NOT NULL,
     faces_end INTEGER NOT NULL,
     changes INTEGER NOT NULL
@@ -88,7 +89,8 @@ class Facts(NamedTuple):
 class State(NamedTuple):
     """The row of the table `facts` without the `Facts`."""
 
-    generation: int  # of the files of vectors and faces
+    vectors: int  # generation of their file
+    faces: int  # generation of their file
     num_rows: int  # vectors in their file, including erased ones
     faces_end: int  # bytes of the file of faces that belong to images, including erased ones
     changes: int  # transactions so far; whoever has read this state has read all
@@ -158,7 +160,7 @@ def create_database(path: Path, facts: Facts) -> None:
             database.execute("BEGIN")
             for table in _TABLES:
                 database.execute(table)
-            database.execute("INSERT INTO facts VALUES (1, ?, ?, ?, ?, ?, ?, 1, 0, 0, 0)", facts)
+            database.execute("INSERT INTO facts VALUES (1, ?, ?, ?, ?, ?, ?, 1, 1, 0, 0, 0)", facts)
             database.execute("COMMIT")
         finally:
             database.close()
@@ -197,7 +199,6 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
     )
     if hasattr(database, "setlimit"):  # from Python 3.11 on
         database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 20)
-        database.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
     for setting in (
         "trusted_schema = OFF",
         "cell_size_check = ON",
@@ -224,7 +225,9 @@ def _check_journal(path: Path) -> None:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 8))
         if file.read(8) == bytes.fromhex("d9d505f920a163d7"):
-            raise ValueError(f"{shown(journal)}: names another file, which no gallery's journal does; this gallery is not opened")
+            raise ValueError(
+                f"{shown(journal)}: names another file, which no gallery's journal does; this gallery is not opened"
+            )
 
 
 def _check(database: sqlite3.Connection, path: Path) -> None:
@@ -258,7 +261,8 @@ def check_pages(database: sqlite3.Connection, path: Path, how: str) -> None:
 def read_facts(database: sqlite3.Connection, path: Path) -> tuple[Facts, State]:
     """Return the one row of the table `facts`, checked."""
     row = database.execute(
-        "SELECT title, digest, embedding_size, image_size, detector, which, generation, num_rows, faces_end, changes FROM facts"
+        "SELECT title, digest, embedding_size, image_size, detector, which, vectors, faces, num_rows, faces_end, changes "
+        "FROM facts"
     ).fetchone()
     if row is None:
         raise ValueError(f"{shown(path)}: does not say which network embedded its faces{_COPY}")
@@ -266,7 +270,7 @@ def read_facts(database: sqlite3.Connection, path: Path) -> tuple[Facts, State]:
     texts = (facts.title, facts.digest, facts.detector, facts.which)
     numbers = (facts.embedding_size, facts.image_size, *state)
     sound = all(type(text) is str for text in texts) and all(type(number) is int and number >= 0 for number in numbers)
-    if not sound or not 1 <= facts.embedding_size <= 65536 or not 16 <= facts.image_size <= 1024 or state.generation < 1:
+    if not sound or not 1 <= facts.embedding_size <= 65536 or not 16 <= facts.image_size <= 1024 or min(state[:2]) < 1:
         raise ValueError(f"{shown(path)}: its facts are not those of a gallery{_COPY}")
     return facts, state
 
