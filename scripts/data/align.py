@@ -32,7 +32,7 @@ from utils.parallel import map_in_order
 from utils.program import run_main
 from utils.text import one_line
 
-from .landmarks import key_of, points_of, read_landmarks, report_padding
+from .landmarks import points_of, read_landmarks, report_padding
 from .pictures import to_jpeg
 
 
@@ -51,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="turn pictures as their EXIF orientation says, if the landmarks are of upright ones. mxnet does not, nor do we",
     )
     parser.add_argument(
-        "--listed", action="store_true", help="pass over pictures without landmarks; without it they are an error"
+        "--listed",
+        action="store_true",
+        help="only pictures whose path below FOLDER is in LANDMARKS; without it, others are an error",
     )
     parser.add_argument("--plain-warp", action="store_true", help="like insightface, without smoothing when faces shrink")
     parser.add_argument("--png", action="store_true", help="write PNG instead of JPEG")
@@ -73,7 +75,7 @@ def align_all(options: argparse.Namespace) -> None:
     if not names:
         raise ValueError(no_image_below(options.folder))
     if options.listed:
-        names = [name for name in names if key_of(known, name) is not None]
+        names = [name for name in names if name in known]
         if not names:
             raise ValueError(
                 f"{options.landmarks}: names no picture below {options.folder}; a name is a path below that folder"

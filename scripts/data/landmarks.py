@@ -77,22 +77,17 @@ def _numbers_at_end(columns: list[str]) -> list[int]:
     return []
 
 
-def key_of(landmarks: dict[str, np.ndarray], name: str) -> str | None:
-    """Return the line of a picture: its relative path or its file name, each with or without ending; None if it has none."""
-    path = Path(name)
-    keys = (name, path.as_posix(), path.with_suffix("").as_posix(), path.name, path.stem)
-    return next((key for key in keys if key in landmarks), None)
-
-
 def points_of(landmarks: dict[str, np.ndarray], names: Iterable[str]) -> list[np.ndarray]:
-    """Return the points of each picture, found by `key_of`.
+    """Return the points of each picture, found by its relative path or by its file name, each with or without ending.
 
     Raises:
         ValueError: a picture has no line, or two pictures match the same line.
     """
     taken: dict[str, str] = {}  # line -> picture
     for name in names:
-        key = key_of(landmarks, name)
+        path = Path(name)
+        keys = (name, path.as_posix(), path.with_suffix("").as_posix(), path.name, path.stem)
+        key = next((key for key in keys if key in landmarks), None)
         if key is None:
             raise ValueError(f"{name}: has no landmarks; add a line for it, or leave the picture out")
         other = taken.setdefault(key, name)
