@@ -162,7 +162,8 @@ class Session:
         entries = self._session.get_inputs()
         shape = entries[0].shape if len(entries) == 1 else []
         sides = [side if isinstance(side, int) and side > 0 else None for side in shape[2:]]
-        if len(shape) != 4 or shape[1] not in (3, None) and not isinstance(shape[1], str) or (None in sides and any(sides)):
+        colours = shape[1] if len(shape) == 4 else 0
+        if (isinstance(colours, int) and colours != 3) or (None in sides and any(sides)):
             raise ValueError(f"{path}: a detector has one input (1, 3, height, width), this has {[e.shape for e in entries]}")
         self._entry = entries[0].name
         self.fixed = (int(sides[0]), int(sides[1])) if sides[0] and sides[1] else None

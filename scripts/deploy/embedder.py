@@ -34,11 +34,12 @@ class Embedder:
         embedding_size: D.
         digest: of the weights or the file, and of the input: equal digests mean embeddings that can be compared.
         config: of the run, or {}.
+        device: where it runs.
     """
 
     def __init__(self, network: Network, device: torch.device, batch_size: int, autocast: torch.dtype | None) -> None:
         self.title, self.image_size, self.config = network.title, network.image_size, network.config
-        self.digest = _digest(network)
+        self.digest, self.device = _digest(network), device
         self._model = network.model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._world, self._autocast = World(0, 1, 0, 1, device), autocast
         self._batch = batch_size if device.type == "cuda" else _CPU_BATCH
@@ -77,14 +78,15 @@ def _digest(network: Network) -> str:
     return (model.hash if isinstance(model, ForeignNetwork) else digest_tensors(model.state_dict())) + other
 
 
-def open_embedder(options: argparse.Namespace) -> Embedder:
+def open_embedder(options: argparse.Namespace, local_rank: int = 0) -> Embedder:
     """Return the network of the command line, ready to embed.
 
     Args:
         options: with those of eval.networks.add_network_arguments.
+        local_rank: number of the GPU, if there is one.
 
     Raises:
         ValueError: the network cannot be read, or the device does not exist.
     """
-    device = choose_device(options.device, 0)
+    device = choose_device(options.device, local_rank)
     return Embedder(load_network(options, build_backbone), device, options.batch_size, AUTOCAST[options.precision])

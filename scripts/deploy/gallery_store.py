@@ -185,12 +185,6 @@ class Gallery:
 
     # ---- writing
 
-    def known(self, person: str, picture_hash: bytes) -> bool:
-        """Return whether a picture with these bytes is enrolled as this person."""
-        query = "SELECT 1 FROM images JOIN people ON people.id = images.person WHERE people.name = ? AND hash = ?"
-        with self.reading():
-            return self._database.execute(query, (person, picture_hash)).fetchone() is not None
-
     def add(self, images: Sequence[NewImage]) -> list[int]:
         """Enrol images; return their numbers, 0 for those that were there already. They are safe when this returns.
 

@@ -1,7 +1,7 @@
-"""RetinaFace detectors of biubug6/Pytorch_Retinaface as ONNX files: offsets from prior boxes, scores of two classes, landmarks.
+"""RetinaFace detectors of biubug6/Pytorch_Retinaface as ONNX files: offsets from prior boxes, scores, landmarks.
 
-Source: Deng et al., "RetinaFace: Single-stage Dense Face Localisation in the Wild", CVPR 2020, and Liu et al., "SSD: Single Shot
-MultiBox Detector", ECCV 2016, section 2.2: a prior box has centre c and size s; a box has centre c + 0.1 s t and size
+Source: Deng et al., "RetinaFace: Single-stage Dense Face Localisation in the Wild", CVPR 2020, and Liu et al., "SSD: Single
+Shot MultiBox Detector", ECCV 2016, section 2.2: a prior box has centre c and size s; a box has centre c + 0.1 s t and size
 s exp(0.2 u), a landmark is at c + 0.1 s v. Input: BGR minus (104, 117, 123).
 """
 
@@ -49,7 +49,7 @@ class RetinaFace(Detector):
 
 
 def prior_boxes(height: int, width: int) -> np.ndarray:
-    """Return the (A, 3) centre x, centre y and side of the prior boxes of an image, in continuous pixels that begin at 0."""
+    """Return the (A, 3) centre x, centre y and side of the prior boxes of an image, in pixels, row by row for each stride."""
     parts = []
     for stride, sizes in zip(STRIDES, _SIZES, strict=True):
         y, x = np.mgrid[: -(-height // stride), : -(-width // stride)]

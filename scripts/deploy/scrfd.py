@@ -1,8 +1,8 @@
 """SCRFD detectors of insightface as ONNX files: for each stride a grid of scores, distances to the sides, and landmarks.
 
-Source: Guo et al., "Sample and Computation Redistribution for Efficient Face Detection", ICLR 2022, and the files themselves:
-input RGB, (x - 127.5) / 128; each cell (row i, column j) of a grid of stride s has its anchors at (j s, i s), one after the other;
-distances and offsets are in units of s.
+Source: Guo et al., "Sample and Computation Redistribution for Efficient Face Detection", ICLR 2022, and the files themselves.
+Input: RGB, (x - 127.5) / 128. The anchors of cell (row i, column j) of a grid of stride s are at (j s, i s) and follow each
+other; distances and offsets are in units of s.
 """
 
 if __name__ == "__main__":
@@ -72,6 +72,6 @@ def anchor_centres(rows: int, columns: int, stride: int, count: int, path: Path)
 
 
 def decode(centres: np.ndarray, distances: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return boxes (n, 4) and points (n, 5, 2) of anchors, from distances to left, top, right, bottom and offsets, in pixels."""
+    """Return boxes (n, 4) and points (n, 5, 2), from anchors, their distances to left, top, right, bottom, and offsets."""
     boxes = np.concatenate([centres - distances[:, :2], centres + distances[:, 2:]], axis=1)
     return boxes, centres[:, None] + offsets.reshape(-1, 5, 2)

@@ -127,7 +127,7 @@ def read_results(path: Path) -> dict[str, _Points]:
 
 
 def _points(values: Any) -> _Points:
-    points = []
+    points: list[tuple[float, str, float, float | None]] = []
     for point in values["operating_points"]:
         cosine, tar = point["cosine_threshold"], point["tar"]
         if cosine is None or tar is None:
