@@ -113,10 +113,8 @@ def test_a_card_says_what_the_checkpoint_says(run: Path, tmp_path: Path, capsys:
     assert facts["hash of the weights"] == digest_tensors(build_backbone("mbf", 16, 0.125).state_dict())
     assert facts["parameters"] == f"{sum(p.numel() for p in network.parameters()):,}"
     assert facts["backbone"] == "mbf: width=0.125" and facts["checkpoint"] == f"step {LAST}"
-    assert (
-        facts["training set"] == "ms1mv3" and facts["people (classes)"] == "1,234"
+    assert facts["training set"] == "ms1mv3" and facts["people (classes)"] == "1,234"
     assert facts["hash of the labels"] == "abc123"
-    )
     assert facts["loss"] == "cosface: margin=0.25, scale=32" and facts["label smoothing"] == "0.125"
     assert facts["head"].startswith("sample_rate=0.5") and facts["batch"] == "8 images" and facts["precision"] == "bf16"
     assert facts["optimizer"] == "sgd: lr=0.05, momentum=0.9, weight_decay=0.0005"  # no beta2, which sgd does not have
