@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from backbones import build_backbone, list_backbones
 from configs.rules import CHOICES
 from utils.cli import int_in_range, make_parser
 from utils.distributed import choose_device
 from utils.image import IMAGE_SIZE
+from utils.memory import training_operations
 from utils.precision import AUTOCAST
 from utils.program import run_main
 
@@ -54,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count = int_in_range(1)
     parser.add_argument("--backbone", choices=list_backbones(), default="r18", help="network")
     parser.add_argument("--width", type=float, default=1.0, help="factor on its channels")
+    size = int_in_range(16, 448)
+    parser.add_argument("--image-size", type=size, default=IMAGE_SIZE, help="height and width of the images, in pixels")
     parser.add_argument("--batch-size", type=count, default=64, help="images of a step, over all processes")
     parser.add_argument("--classes", type=count, default=10_000, help="identities")
     parser.add_argument("--precision", choices=tuple(AUTOCAST), default="bf16", help="train.precision of ours")
@@ -124,6 +126,8 @@ def _check(options: argparse.Namespace, device: torch.device) -> None:
                 raise ValueError(f"--reference: no file {options.reference / name}; give the folder recognition/arcface_torch")
         if options.width != 1:
             raise ValueError(f"--reference needs --width 1, the only one that arcface_torch has, got {options.width:g}")
+        if options.image_size != IMAGE_SIZE:
+            raise ValueError(f"--reference needs --image-size {IMAGE_SIZE}, as arcface_torch does, got {options.image_size}")
 
 
 class _Loop:
@@ -136,6 +140,7 @@ class _Loop:
             "way": way,
             "network": options.backbone,
             "width": options.width,
+            "image_size": options.image_size,
             "dim": _DIM,
             "classes": options.classes,
             "rank_batch": options.batch_size // ranks,
@@ -196,6 +201,7 @@ def _overrides(options: argparse.Namespace, device: str, threads: int, folder: P
         data = [f"data.path={options.data}"]
     return [
         *data,
+        f"data.image_size={options.image_size}",
         "data.prefetch=1",  # or the loader would decode many batches ahead while the other loops have their turn
         f"run.output={folder}",
         f"run.device={device}",
@@ -226,8 +232,9 @@ def _figures(ours: Sequence[float], seconds: Sequence[float], images: int, peak:
 
 def _print_table(options: argparse.Namespace, device: torch.device, rows: Sequence[dict[str, Any]]) -> None:
     print(machine(device.type))
-    print(f"{options.backbone} of width {options.width:g}, {options.precision}, {options.batch_size} images,")
-    print(f"{options.classes} classes, {options.processes} process(es); the ratio is loop / ours, of each round\n")
+    print(f"{options.backbone} of width {options.width:g}, {options.precision}, {options.batch_size} images")
+    size = f"{options.image_size} x {options.image_size}"
+    print(f"of {size}, {options.classes} classes, {options.processes} process(es); the ratio is loop / ours, of each round\n")
     print(f"{'loop':<16}{'step ms':>10}{'images/s':>10}{'peak GiB':>10}{'ratio':>8}{'range':>16}")
     for row in rows:
         span = "{:.2f} to {:.2f}".format(*row["ratio_range"])
@@ -239,10 +246,8 @@ def _print_table(options: argparse.Namespace, device: torch.device, rows: Sequen
 def _useful(options: argparse.Namespace, step_seconds: float, device: torch.device) -> dict[str, Any]:
     """Return the useful operations of a step, their rate, and its share of that of matrix products on all devices."""
     with torch.device("meta"):
-        network, images = build_backbone(options.backbone, _DIM, options.width), torch.empty(2, 3, IMAGE_SIZE, IMAGE_SIZE)
-    with FlopCounterMode(display=False) as counter:
-        network(images).sum().backward()
-    flop = counter.get_total_flops() / len(images) + 6 * options.classes * _DIM
+        network = build_backbone(options.backbone, _DIM, options.width, image_size=options.image_size)
+    flop = training_operations(network, options.image_size) + 6 * options.classes * _DIM
     dtype = AUTOCAST[options.precision] or torch.float32
     peak = measured_rates(dtype, device)[0] * (options.processes if device.type == "cuda" else 1)
     rate = flop * options.batch_size / step_seconds / 1e12

@@ -50,8 +50,8 @@ def _plain(case: dict[str, Any]) -> PlainTraining:
     world = init_local(case["rank"], case["ranks"], case["device"], case["rendezvous"])
     torch.set_num_threads(case["threads"])
     torch.manual_seed(0)
-    backbone = build_backbone(case["network"], case["dim"], case["width"])
-    return PlainTraining(backbone, case["classes"], case["dim"], case["rank_batch"], world)
+    backbone = build_backbone(case["network"], case["dim"], case["width"], image_size=case["image_size"])
+    return PlainTraining(backbone, case["classes"], case["dim"], case["rank_batch"], world, case["image_size"])
 
 
 class OurTraining:

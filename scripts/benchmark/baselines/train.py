@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.distributed import World
+from utils.image import IMAGE_SIZE
 
 from .heads import PlainHead
 
@@ -20,12 +21,15 @@ class PlainTraining:
     """One rank of the loop.
 
     Args:
-        backbone: from (b, 3, 112, 112) images to (b, D) embeddings; it is changed to torch's own PReLU.
+        backbone: from (b, 3, S, S) images to (b, D) embeddings; it is changed to torch's own PReLU.
         num_classes: of all ranks together.
         batch: b, images of this rank in a step.
+        image_size: S.
     """
 
-    def __init__(self, backbone: nn.Module, num_classes: int, embedding_size: int, batch: int, world: World) -> None:
+    def __init__(
+        self, backbone: nn.Module, num_classes: int, embedding_size: int, batch: int, world: World, image_size: int = IMAGE_SIZE
+    ) -> None:
         for module in list(backbone.modules()):
             for name, child in module.named_children():
                 if isinstance(child, nn.PReLU):
@@ -38,7 +42,7 @@ class PlainTraining:
         arguments = (shard, embedding_size, world.rank * shard, world.world_size, 1.0, world.device)
         self.head = PlainHead("target-only", *arguments)
         self.optimizer = torch.optim.SGD(backbone.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
-        self.images = torch.randn(batch, 3, 112, 112, device=world.device)
+        self.images = torch.randn(batch, 3, image_size, image_size, device=world.device)
         self.labels = torch.randint(shard * world.world_size, (batch,), device=world.device)
 
     def step(self) -> None:
