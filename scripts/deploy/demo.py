@@ -30,11 +30,13 @@ from eval.verification import row_norms, verify
 from utils.cli import int_in_range, make_parser, progress
 from utils.files import shown
 from utils.program import run_main
+from utils.text import one_line
 
-from .demo_answers import DemoAnswers
+from .demo_answers import WHICH_FACE, DemoAnswers
 from .demo_server import ADDRESS, PageServer
 from .detector import add_detector_arguments, open_detector
 from .embedder import Embedder, open_embedder
+from .enrol import require_network, warn_of_other_detector
 from .gallery_store import Gallery
 from .results_file import Point, SetResult, parse_results, read_results
 
@@ -63,7 +65,10 @@ def serve(options: argparse.Namespace) -> None:
     embedder = open_embedder(options)
     detector = open_detector(options)
     result = _result_of(options, embedder)
-    gallery = _open_gallery(options.gallery, embedder) if options.gallery else None
+    gallery = Gallery(options.gallery) if options.gallery else None
+    if gallery:
+        require_network(gallery, embedder)
+        warn_of_other_detector(gallery, one_line(detector.name) if detector else "", WHICH_FACE)
     answers = DemoAnswers(embedder, detector, gallery, result, _far_of(options, result))
     with PageServer(options.port, _PAGE.read_text(encoding="utf-8"), answers) as server:
         print(f"the page is at http://{ADDRESS}:{server.port}/ (Ctrl-C ends it)", flush=True)
@@ -130,21 +135,6 @@ def _far_of(options: argparse.Namespace, result: SetResult | None) -> str:
             return point.target
     known = ", ".join(point.target for point in points) or "none, because it has too few pairs"
     raise ValueError(f"--far {options.far}: {result.name if result else 'no set'} has no threshold for it; it has {known}")
-
-
-def _open_gallery(folder: Path, embedder: Embedder) -> Gallery:
-    """Return a gallery whose faces this network embedded.
-
-    Raises:
-        ValueError: there is none, or another network embedded them.
-    """
-    gallery = Gallery(folder)
-    if gallery.facts.digest != embedder.digest:
-        raise ValueError(
-            f"--gallery: the faces of {shown(folder)} were embedded by another network ({gallery.facts.title}), and embeddings "
-            "of two networks cannot be compared. Name that network, or embed them again with scripts.deploy.gallery"
-        )
-    return gallery
 
 
 if __name__ == "__main__":

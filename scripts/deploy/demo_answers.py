@@ -21,6 +21,7 @@ from .results_file import SetResult
 
 _MAX_PIXELS = 64_000_000  # of an upload: 0.6 GB while it is decoded; phones have 12 to 50 million
 _TOP = 5  # people that a search shows
+WHICH_FACE = "largest"  # of several on a photograph
 
 
 class DemoAnswers:
@@ -88,7 +89,7 @@ class DemoAnswers:
                     f"Make it smaller: {_MAX_PIXELS // 10**6} million pixels at most.",
                     number,
                 ) from None
-        found = crops_of(data, "this picture", self.detector, self.embedder.image_size, "largest")
+        found = crops_of(data, "this picture", self.detector, self.embedder.image_size, WHICH_FACE)
         if isinstance(found, Rejected):
             raise UploadError(_in_words(found.reason), number)
         return found[0].pixels
