@@ -15,9 +15,7 @@ from .gallery_store import Gallery
 MAX_ROWS = 100  # faces on a sheet
 
 
-def draw_sheet(
-    rows: Sequence[tuple[np.ndarray, str, Sequence[Match]]], gallery: Gallery, threshold: float | None
-) -> bytes:
+def draw_sheet(rows: Sequence[tuple[np.ndarray, str, Sequence[Match]]], gallery: Gallery, threshold: float | None) -> bytes:
     """Return a PNG with a row for each face (H, W, 3) uint8 RGB: the face, its name, and the people found.
 
     Where the gallery keeps no picture of an image, the place is grey.

@@ -85,7 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_threshold_arguments(parser)
     add_detector_arguments(parser)
     add_which_argument(parser)
-    parser.add_argument("--labelled", action="store_true", help="count the right answers; --person-from says who is on a picture")
+    parser.add_argument(
+        "--labelled", action="store_true", help="count the right answers; --person-from says who is on a picture"
+    )
     add_person_arguments(parser)
     parser.add_argument("--sheet", type=Path, metavar="PNG", help=f"draw the faces and whom they resemble, {MAX_ROWS} at most")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
@@ -98,7 +100,8 @@ def search_all(options: argparse.Namespace) -> None:
     """Search the pictures of the command line in the gallery, and report."""
     threshold = threshold_of(options)
     found = [one for path in options.pictures for one in find_pictures(path)]
-    pictures, rejected = [Picture(path, name, "") for path, name in found], []
+    pictures = [Picture(path, name, "") for path, name in found]
+    rejected: list[Rejected] = []
     if options.labelled:
         pictures, rejected = with_people(found, options.person_from, None)
     with Gallery(options.gallery) as gallery:
@@ -178,8 +181,8 @@ def _print_threshold(threshold: Threshold | None, searcher: Searcher) -> None:
         print(f"unknown: not above the {threshold.words}")
         print(
             f"this is a rate per comparison. A stranger is compared with {count:,} {what}, so expect about "
-            f"{count * float(threshold.far):.2g} false matches per search of a stranger, if strangers here are like the impostor "
-            "pairs of that set"
+            f"{count * float(threshold.far):.2g} false matches per search of a stranger, if strangers here are like the "
+            "impostor pairs of that set"
         )
 
 
