@@ -16,7 +16,7 @@ from utils.text import one_line
 Facts = list[tuple[str, str]]
 Config = Mapping[str, Mapping[str, Any]]  # section -> key -> value
 
-_OFF = (None, False, 0, 0.0, "", [], {})  # values that say that something is not used
+_OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", [], {})  # values that say that something is not used
 _NOT_OF_THE_LOSS = ("name", "focal", "label_smoothing")
 _NOT_OF_THE_BACKBONE = ("name", "embedding_size", "freeze", "freeze_norm", "sync_norm", "checkpointing")
 _MOMENTS = {"sgd": ("momentum", "nesterov")}
@@ -49,8 +49,9 @@ def data_facts(config: Config, signature: Mapping[str, Any]) -> Facts:
         signature: run_signature of the manifest.
     """
     data = config.get("data", {})
-    sources = data.get("sources") if isinstance(data.get("sources"), list) else []
-    paths = [entry.get("path") for entry in sources if isinstance(entry, dict)] or [data.get("path")]
+    several: Any = data.get("sources")
+    entries = several if isinstance(several, list) else []
+    paths = [entry.get("path") for entry in entries if isinstance(entry, dict)] or [data.get("path")]
     names = [PurePath(path).name for path in paths if isinstance(path, str) and path]  # folders above may name the user
     found = [("training set", ", ".join(names)), ("kind", words(data["source"]) if data.get("source") else "")]
     for title, key in (("people (classes)", "num_classes"), ("images", "num_images")):
@@ -93,19 +94,15 @@ def recipe_facts(config: Config, step: int, signature: Mapping[str, Any]) -> Fac
 
 def planned_steps(config: Config, signature: Mapping[str, Any]) -> int | None:
     """Return the steps that a run was to take, None if its manifest does not tell."""
-    train = config.get("train", {})
-    most, epochs, images, batch = train.get("max_steps"), train.get("epochs"), *map(signature.get, ("num_images", "batch_size"))
+    train: Any = config.get("train", {})
+    most, epochs = train.get("max_steps"), train.get("epochs")
+    images: Any = signature.get("num_images")
+    batch: Any = signature.get("batch_size")
     if type(most) is int and most > 0:
-        return most
-    if (
-        type(epochs) not in (int, float)
-        or not 0 < epochs < 1e9
-        or type(images) is not int
-        or type(batch) is not int
-        or not batch
-    ):
-        return None
-    return max(1, int(epochs * images / batch))
+        return int(most)
+    if type(images) is int and type(batch) is int and batch and type(epochs) in (int, float) and 0 < epochs < 1e9:
+        return max(1, int(epochs * images / batch))
+    return None
 
 
 def _optimizer_words(section: Mapping[str, Any]) -> str:
