@@ -7,6 +7,7 @@ import http.client
 import importlib
 import json
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -548,15 +549,19 @@ def test_it_listens_on_the_loopback_address_alone(page: Page):
     assert page.server.socket.getsockname()[0] == "127.0.0.1"
 
 
-def test_the_program_says_its_address_and_ends_with_ctrl_c(place: Path):
+def test_the_program_says_its_address_writes_nothing_and_ends_with_ctrl_c(place: Path):
     command = [sys.executable, "-m", "scripts.deploy.demo", str(place / "face.onnx"), *SETTINGS, "--port", "0"]
     root = Path(__file__).parent.parent
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root)
     line = process.stdout.readline()
     port = int(re.fullmatch(r"the page is at http://127\.0\.0\.1:(\d+)/ \(Ctrl-C ends it\)\n", line)[1])
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, 0))  # from now on it can write no byte to a file
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    connection.request("GET", "/")
-    assert connection.getresponse().status == 200
+    data = _face(0)
+    headers = {"Content-Type": "application/octet-stream", "Picture-Sizes": f"{len(data)}, {len(data)}"}
+    connection.request("POST", "/verify", 2 * data, headers)
+    reply = connection.getresponse()
+    assert reply.status == 200 and json.loads(reply.read())["cosine"] == pytest.approx(1, abs=1e-6)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (0, "ended\n", "")
