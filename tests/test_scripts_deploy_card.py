@@ -120,6 +120,7 @@ def test_a_card_says_what_the_checkpoint_says(run: Path, tmp_path: Path, capsys:
     assert facts["optimizer"] == "sgd: lr=0.05, momentum=0.9, weight_decay=0.0005"  # no beta2, which sgd does not have
     assert facts["schedule"] == "poly: power=2, warmup_epochs=1"
     assert facts["length"] == "5 optimizer steps, 2.00 epochs"
+    assert facts["initial weights"] == "random" and facts["seed"] == "3"
     assert facts["augmentation"] == "mirrored with probability 1/2; blur=0.3, blur_sigma=2"
     assert facts["input"] == "(images, 3, 112, 112), RGB, float32" and facts["output"].startswith(
         "embeddings of 16 numbers, raw"

@@ -627,7 +627,7 @@ def browser() -> Iterator[Any]:
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if path is None:
         pytest.skip("no chromium here; `apt-get install chromium` brings it")
-    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -r requirements-optional.txt")
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
     quiet = [
         "--disable-gpu",
         "--disable-background-networking",

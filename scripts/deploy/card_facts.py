@@ -86,7 +86,7 @@ def recipe_facts(config: Config, step: int, signature: Mapping[str, Any]) -> Fac
             ("precision", words(train["precision"]) if train.get("precision") else ""),
             ("moving average of the weights", _unless_off(train.get("ema"))),
             ("augmentation", "; ".join(filter(None, [*flips, _augment_words(augment)])) or "none"),
-            ("initial weights", PurePath(start).name if isinstance(start, str) and start else "random"),
+            ("initial weights", (PurePath(start).name or "random") if isinstance(start, str) else ""),
             ("seed", words(signature["seed"]) if "seed" in signature else ""),
         ]
     )

@@ -57,7 +57,7 @@ class DemoAnswers:
         """Return the cosine of the faces of two pictures, and the crops that were compared."""
         crops = [self._crop(data, number) for number, data in enumerate((first, second))]
         unit = [self._unit(crop, number) for number, crop in enumerate(crops)]
-        return {"cosine": float(unit[0] @ unit[1]), "faces": [_as_url(crop) for crop in crops]}
+        return {"cosine": float(np.clip(unit[0] @ unit[1], -1, 1)), "faces": [_as_url(crop) for crop in crops]}
 
     def search(self, picture: bytes) -> dict[str, Any]:
         """Return the people of the gallery who are most like the face of a picture, best first."""

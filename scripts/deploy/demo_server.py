@@ -181,8 +181,8 @@ class _Handler(BaseHTTPRequestHandler):
             reply = reply_of()
         except RefusedError as error:
             reply = _error(error.status, str(error), error.picture)
-        except OSError:
-            raise  # the connection is gone
+        except ConnectionError:
+            raise
         except Exception as error:
             print(f"warning: a request failed: {type(error).__name__}: {one_line(error)}", file=sys.stderr, flush=True)
             reply = _error(500, "this failed; the terminal of the program says why")
