@@ -28,6 +28,12 @@ def roc_curve(result: VerificationResult) -> tuple[np.ndarray, np.ndarray]:
     return np.append(0.0, far), np.append(0.0, tar)
 
 
+def similarity_bins(result: VerificationResult) -> np.ndarray:
+    """Return the edges of equal intervals between the smallest and the largest cosine of all pairs."""
+    low, high = 1.0 - float(result.distances.max()) / 2.0, 1.0 - float(result.distances.min()) / 2.0
+    return np.linspace(low, high, 50) if high - low > 1e-9 else np.linspace(low - 0.01, low + 0.01, 3)
+
+
 def overview(results: Results, title: str) -> bytes:
     """Draw ROC curves and, per set, the histograms of similarities, side by side."""
     figure, axes = _figure(len(results) + 1, 4.0, in_a_row=4, above=0.35)
@@ -126,9 +132,7 @@ def _draw_all_similarities(axes: np.ndarray, results: Results) -> None:
 
 
 def _draw_similarities(axis: Any, name: str, result: VerificationResult, colour: str) -> None:
-    cosine = 1.0 - result.distances / 2.0
-    low, high = float(cosine.min()), float(cosine.max())
-    bins = np.linspace(low, high, 50) if high - low > 1e-9 else np.linspace(low - 0.01, low + 0.01, 3)
+    cosine, bins = 1.0 - result.distances / 2.0, similarity_bins(result)
     # a single outline, because drawing fifty bars takes a third of the time of the whole figure
     axis.hist(cosine[~result.same], bins, histtype="stepfilled", alpha=0.6, color="tab:gray", label="impostor pairs")
     axis.hist(cosine[result.same], bins, histtype="stepfilled", alpha=0.6, color=colour, label="genuine pairs")

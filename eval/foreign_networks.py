@@ -97,7 +97,7 @@ class OnnxNetwork(nn.Module):
             runtime = importlib.import_module("onnxruntime")
         except ImportError:
             raise ValueError(f"{path}: an ONNX file needs onnxruntime: pip install onnxruntime") from None
-        _check_outside_data(path)
+        check_outside_data(path)
         settings = runtime.SessionOptions()
         settings.intra_op_num_threads = threads
         settings.log_severity_level = 4  # its warnings are for its developers; errors are raised
@@ -126,7 +126,7 @@ class OnnxNetwork(nn.Module):
         return torch.cat(blocks).to(images.device)
 
 
-def _check_outside_data(path: Path) -> None:
+def check_outside_data(path: Path) -> None:
     """Raise ValueError if an ONNX file refers to tensors in a file outside its folder; onnxruntime 1.23 would read it.
 
     Source: the field numbers of onnx.proto, https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
@@ -152,7 +152,7 @@ def _locations(data: memoryview, kind: str, depth: int) -> Iterator[bytes]:
     if depth > _DEEPEST:
         raise ValueError("nested too deep")
     key, value = b"", b""
-    for number, inner in _messages(data):
+    for number, inner in messages(data):
         if kind == "entry":
             key, value = (bytes(inner), value) if number == 1 else (key, bytes(inner))
         elif number in _PARTS[kind]:
@@ -161,17 +161,17 @@ def _locations(data: memoryview, kind: str, depth: int) -> Iterator[bytes]:
         yield value
 
 
-def _messages(data: memoryview) -> Iterator[tuple[int, memoryview]]:
+def messages(data: memoryview) -> Iterator[tuple[int, memoryview]]:
     """Yield number and content of each length-delimited field of a protobuf message."""
     place = 0
     while place < len(data):
-        tag, place = _varint(data, place)
+        tag, place = read_varint(data, place)
         if tag & 7 == 0:
-            _, place = _varint(data, place)
+            _, place = read_varint(data, place)
         elif tag & 7 in (1, 5):
             place += 8 if tag & 7 == 1 else 4
         elif tag & 7 == 2:
-            size, place = _varint(data, place)
+            size, place = read_varint(data, place)
             if place + size > len(data):
                 raise ValueError("cut short")
             yield tag >> 3, data[place : place + size]
@@ -180,7 +180,7 @@ def _messages(data: memoryview) -> Iterator[tuple[int, memoryview]]:
             raise ValueError("no field of ONNX")
 
 
-def _varint(data: memoryview, place: int) -> tuple[int, int]:
+def read_varint(data: memoryview, place: int) -> tuple[int, int]:
     """Return a varint, 7 bits per byte with the lowest first, and the position after it."""
     number = 0
     for shift in range(0, 70, 7):

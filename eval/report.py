@@ -10,7 +10,7 @@ import numpy as np
 
 from utils.text import markdown_table, markdown_text
 
-from .figures import roc_curve
+from .figures import roc_curve, similarity_bins
 from .verification import VerificationResult
 
 _HEADER = ("set", "pairs", "accuracy %", "cosine threshold", "TAR@FAR=1e-2", "TAR@FAR=1e-3", "EER %", "AUC", "XNorm")
@@ -102,6 +102,7 @@ def as_json(results: dict[str, VerificationResult]) -> dict[str, Any]:
             "num_genuine": int(result.num_genuine),
             "num_impostor": int(result.num_impostor),
             "roc": _thinned_roc(result),
+            "similarities": _similarities(result),
         }
         for name, result in results.items()
     }
@@ -115,6 +116,15 @@ def _thinned_roc(result: VerificationResult, points: int = 200) -> dict[str, lis
     wanted = np.unique(np.append(0.0, np.geomspace(1 / result.num_impostor, 1.0, points)))
     places = np.searchsorted(far, wanted, side="right") - 1  # the largest FAR that is not above
     return {"far": far[places].tolist(), "tar": tar[places].tolist()}
+
+
+def _similarities(result: VerificationResult) -> dict[str, list]:
+    """Return {"cosine": edges, "genuine": counts, "impostor": counts}: how many pairs of each kind lie between two edges."""
+    cosine, edges = 1.0 - result.distances / 2.0, similarity_bins(result)
+    counts = {
+        kind: np.histogram(cosine[mask], edges)[0] for kind, mask in (("genuine", result.same), ("impostor", ~result.same))
+    }
+    return {"cosine": edges.tolist(), **{kind: values.tolist() for kind, values in counts.items()}}
 
 
 def _row(name: str, result: VerificationResult) -> tuple[str, ...]:

@@ -208,6 +208,9 @@ def _check_report(folder: Path) -> None:
     found = json.loads((folder / "results.json").read_text())["twins"]
     low, high = found["intervals_95"]["accuracy"]
     assert low <= found["accuracy"] <= high and len(found["operating_points"]) == 6
+    drawn = found["similarities"]  # every pair is in one interval
+    assert len(drawn["cosine"]) == len(drawn["genuine"]) + 1 == len(drawn["impostor"]) + 1
+    assert (sum(drawn["genuine"]), sum(drawn["impostor"])) == (found["num_genuine"], found["num_impostor"])
 
 
 def test_a_browser_shows_the_report_without_errors(tmp_path: Path):

@@ -1,6 +1,7 @@
-"""Measures the available memory, and the memory that a backbone needs."""
+"""Measures the available memory, and the memory and the operations that a backbone needs."""
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,30 @@ def backbone_memory(
     size = sum(p.numel() * p.element_size() for p in backbone.parameters())
     # the part of `one` beyond per_image are casts of the weights; a tenth more is for gradients in the backward pass
     return BackboneMemory(copies * size + max(0, one - per_image), round(1.1 * per_image))
+
+
+def forward_operations(network: nn.Module, image_size: int) -> int:
+    """Return the operations of a forward pass of one image, two for each multiply-add; the network ends in evaluation mode."""
+    with torch.no_grad():
+        return _operations(network.eval(), image_size, 1, lambda embeddings: None)
+
+
+def training_operations(network: nn.Module, image_size: int) -> float:
+    """Return the operations of a forward and a backward pass, per image; the network ends in training mode."""
+    images = 2  # BatchNorm over the embeddings cannot train on one
+    return _operations(network.train(), image_size, images, lambda embeddings: embeddings.sum().backward()) / images
+
+
+def _operations(network: nn.Module, image_size: int, images: int, after: Callable[[Tensor], object]) -> int:
+    """Count the operations of a forward pass of some black images, and of what comes after it."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel  # no training needs these
+    from torch.utils.flop_counter import FlopCounterMode
+
+    batch = torch.zeros(images, 3, image_size, image_size, device=next(network.parameters()).device)
+    # attention written out as products, because the counter of torch 2.13 misses some of its kernels
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        after(network(batch))
+    return int(counter.get_total_flops())
 
 
 def bytes_beside_heads(backbone: BackboneMemory, images: int, device: str) -> int:

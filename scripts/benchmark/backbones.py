@@ -33,13 +33,13 @@ from backbones import build_backbone, list_backbones
 from utils.cli import int_in_range, make_parser
 from utils.distributed import choose_device
 from utils.image import IMAGE_SIZE
-from utils.memory import backbone_memory
+from utils.memory import backbone_memory, forward_operations
 from utils.precision import AUTOCAST
 from utils.program import run_main
 from utils.report.figure import make_figure
 from utils.text import label_text, markdown_table, prefix_errors
 
-from .device_rates import forward_operations, synchronise
+from .device_rates import synchronise
 from .head import machine
 from .losses_report import write_into_page
 

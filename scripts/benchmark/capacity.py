@@ -42,13 +42,13 @@ from partial_fc.memory import HeadMemory
 from utils import distributed
 from utils.cli import int_in_range, make_parser
 from utils.image import IMAGE_SIZE
-from utils.memory import LIBRARY_BYTES, BackboneMemory, backbone_memory, bytes_beside_heads
+from utils.memory import LIBRARY_BYTES, BackboneMemory, backbone_memory, bytes_beside_heads, forward_operations
 from utils.optim import build_optimizer
 from utils.precision import AUTOCAST
 from utils.program import run_main
 from utils.text import prefix_errors
 
-from .device_rates import CARDS, Rates, forward_operations, head_dtype, is_for_gpu, rates_of
+from .device_rates import CARDS, Rates, head_dtype, is_for_gpu, rates_of
 from .head import peak_bytes
 
 _GIB = 2**30

@@ -1,4 +1,4 @@
-"""Device rates for the step times of capacity (given, from a data sheet, or measured here), and the operations of a network.
+"""Device rates for the step times of capacity: given, from a data sheet, or measured here.
 
 The table comes from the manufacturers' data sheets. None of it was measured, and nothing here has run on these cards.
 """
@@ -13,9 +13,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from partial_fc.build import matmul_dtype
 from utils.precision import AUTOCAST
@@ -132,24 +129,3 @@ def synchronise(device: torch.device) -> None:
     """Wait for all work of a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def forward_operations(network: nn.Module, image_size: int) -> int:
-    """Return the operations of a forward pass of one image, two for each multiply-add; the network ends in evaluation mode."""
-    with torch.no_grad():
-        return _operations(network.eval(), image_size, 1, lambda embeddings: None)
-
-
-def training_operations(network: nn.Module, image_size: int) -> float:
-    """Return the operations of a forward and a backward pass, per image; the network ends in training mode."""
-    images = 2  # BatchNorm over the embeddings cannot train on one
-    return _operations(network.train(), image_size, images, lambda embeddings: embeddings.sum().backward()) / images
-
-
-def _operations(network: nn.Module, image_size: int, images: int, after: Callable[[Tensor], object]) -> int:
-    """Count the operations of a forward pass of some black images, and of what comes after it."""
-    batch = torch.zeros(images, 3, image_size, image_size, device=next(network.parameters()).device)
-    # attention written out as products, because the counter of torch 2.13 misses some of its kernels
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        after(network(batch))
-    return int(counter.get_total_flops())

@@ -35,10 +35,11 @@ from configs.rules import CHOICES
 from utils.cli import int_in_range, make_parser
 from utils.distributed import choose_device
 from utils.image import IMAGE_SIZE
+from utils.memory import training_operations
 from utils.precision import AUTOCAST, PRECISIONS, choose_precision, is_fast_in_bf16
 from utils.program import run_main
 
-from .device_rates import measured_rates, training_operations
+from .device_rates import measured_rates
 from .head import machine
 from .train_steps import serve_case
 

@@ -3,7 +3,7 @@
 Every picture below FOLDER is aligned to the standard template (utils/alignment.py) by its line in LANDMARKS, and written below
 OUT under the same relative name, as JPEG, or losslessly with --png. Pictures that OUT already has are skipped, so that an
 interrupted run can be continued. Landmarks outside their picture are an error. OUT/padding.csv lists faces that are largely
-padding.
+padding. Landmarks of scripts.deploy.detect need --upright, and --listed where it rejected pictures.
 
 LANDMARKS: a CSV file with a line for each face, name,x1,y1,x2,y2,x3,y3,x4,y4,x5,y5 in pixels: left eye, right eye, nose, left
 and right corner of the mouth, as seen in the picture. name is the picture's path below FOLDER. A header may give another order
@@ -45,6 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--size", type=int_in_range(8, 4096), default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})"
     )
+    parser.add_argument(
+        "--upright",
+        action="store_true",
+        help="turn pictures as their EXIF orientation says, if the landmarks are of upright ones. mxnet does not, nor do we",
+    )
+    parser.add_argument(
+        "--listed",
+        action="store_true",
+        help="only pictures whose path below FOLDER is in LANDMARKS; without it, others are an error",
+    )
     parser.add_argument("--plain-warp", action="store_true", help="like insightface, without smoothing when faces shrink")
     parser.add_argument("--png", action="store_true", help="write PNG instead of JPEG")
     parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="JPEG quality (default 95)")
@@ -64,6 +74,14 @@ def align_all(options: argparse.Namespace) -> None:
     names = found.files
     if not names:
         raise ValueError(no_image_below(options.folder))
+    if options.listed:
+        names = [name for name in names if name in known]
+        if not names:
+            raise ValueError(
+                f"{options.landmarks}: names no picture below {options.folder}; a name is a path below that folder"
+            )
+        if len(names) < len(found.files):
+            print(f"{len(found.files) - len(names)} of {len(found.files)} pictures have no landmarks, and are passed over")
     # report missing lines and name collisions before any work is done
     targets = _targets(options, names)
     jobs = list(zip(names, points_of(known, names), targets, strict=True))
@@ -74,9 +92,9 @@ def align_all(options: argparse.Namespace) -> None:
         try:
             data = read_bytes(options.folder / name)
             if target.exists():
-                size = image_size(data)
+                size = decode_rgb(data, MAX_PHOTO_PIXELS, True).shape[:2] if options.upright else image_size(data)
                 return False, check_points(points, *size) if size else 0.0
-            pixels = decode_rgb(data, MAX_PHOTO_PIXELS)
+            pixels = decode_rgb(data, MAX_PHOTO_PIXELS, options.upright)
             padding = check_points(points, *pixels.shape[:2])
             face = align(pixels, points, options.size, not options.plain_warp)
         except OSError as error:

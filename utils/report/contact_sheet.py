@@ -63,6 +63,25 @@ def pair_sheet(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], columns: int
     return cv2.imencode(".png", cv2.cvtColor(canvas, cv2.COLOR_RGB2BGR))[1].tobytes()
 
 
+def captioned_sheet(rows: Sequence[Sequence[tuple[np.ndarray | None, Sequence[str]]]], side: int = 112) -> bytes:
+    """Return a PNG with rows of pictures (H, W, 3) uint8 RGB, each above its own lines of text; None leaves the place empty.
+
+    The first picture of a row is set apart from the others.
+    """
+    columns = max(map(len, rows))
+    lines = max(len(texts) for row in rows for _, texts in row)
+    height = side + lines * _CAPTION + _BETWEEN_PAIRS // 2
+    canvas = np.full((len(rows) * height, columns * (side + _GAP) + _BETWEEN_PAIRS, 3), _WHITE, dtype=np.uint8)
+    for number, row in enumerate(rows):
+        for column, (picture, texts) in enumerate(row):
+            top, left = number * height, column * (side + _GAP) + (_BETWEEN_PAIRS if column else 0)
+            if picture is not None:
+                canvas[top : top + side, left : left + side] = _resized(picture, side)
+            for line, text in enumerate(texts, 1):
+                _write(canvas, text, left, top + side + line * _CAPTION - 5, side)
+    return cv2.imencode(".png", cv2.cvtColor(canvas, cv2.COLOR_RGB2BGR))[1].tobytes()
+
+
 def _write(canvas: np.ndarray, text: str, left: int, base: int, width: int) -> None:
     """Write a caption, shortened to fit `width` pixels."""
     text = text.encode("ascii", "replace").decode()

@@ -1,0 +1,206 @@
+"""Write a network's model card: python -m scripts.deploy.card RUN --out DIR
+
+The card says what a network is: backbone, data, recipe, results with 95 % intervals, thresholds, what it takes and returns.
+DIR then has card.md with its pictures, card.html (one file, pictures included), and card.yaml. Only a person can say what the
+network is meant for, under which licences, and whom to ask. Write that into card.yaml, and make the card again: card.yaml is
+never changed, and a card that was changed by hand is never overwritten.
+
+The results are those of results.json, which training writes at its end, and python -m eval --report for any network. Paths of
+folders are not on the card, only the names of data sets and files.
+
+Examples:
+  python -m scripts.deploy.card work_dirs/demo_cpu --out card
+  python -m scripts.deploy.card work_dirs/demo_cpu --best --results report/results.json --out card
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.deploy.card")
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from backbones import build_backbone
+from eval.foreign_networks import ForeignNetwork
+from eval.networks import Network, OtherInput, add_network_arguments, load_network
+from utils.alignment import POINTS, TEMPLATE
+from utils.checkpoint.format import is_checkpoint, read_manifest
+from utils.cli import make_parser
+from utils.distributed.agreement import digest_tensors
+from utils.files import shown
+from utils.image import IMAGE_SIZE
+from utils.memory import forward_operations
+from utils.program import run_main
+
+from .card_document import Document
+from .card_facts import Facts, backbone_words, data_facts, planned_steps, recipe_facts
+from .card_fields import FIELDS, read_fields, write_template
+from .card_results import add_results
+from .results_file import SetResult, read_results
+
+_AVERAGE = "ema/"  # begins the names of the moving average's results in a training's results.json
+
+
+class Subject(NamedTuple):
+    """The network that a card describes."""
+
+    network: Network
+    name: str  # without the folders above it
+    manifest: dict[str, Any]  # of its checkpoint, {} for a file
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        """What the manifest says of the run: classes, images, batch, seed."""
+        found: dict[str, Any] = self.manifest.get("run_signature", {})
+        return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and write the card; return the exit status."""
+    parser = make_parser("python -m scripts.deploy.card", __doc__)
+    add_network_arguments(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the card")
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE", help="results.json of this network; default: that of the run's end, if it fits"
+    )
+    parser.add_argument("--fields", type=Path, metavar="FILE", help="texts that a person wrote; default: card.yaml in DIR")
+    options = parser.parse_args(arguments)
+    return run_main(lambda: write_card(options))
+
+
+def write_card(options: argparse.Namespace) -> None:
+    """Read the network, its results and the fields, and write the card."""
+    if options.untrained:
+        raise ValueError("--untrained is a network without a training, of which a card has nothing to say; leave it out")
+    fields_file = options.fields or options.out / "card.yaml"
+    if not options.fields:
+        write_template(fields_file)
+    fields = read_fields(fields_file)
+    subject = _open(options)
+    results, found_in = _find_results(options, subject)
+    document = Document(f"Model card: {subject.name}")
+    document.facts(_network_facts(subject, options))
+    for key in ("intended_use", "not_for"):
+        _add_field(document, key, fields)
+    _add_training(document, subject)
+    _add_field(document, "data_licence", fields)
+    add_results(document, results, found_in)
+    _add_field(document, "limits", fields)
+    _add_contract(document, subject, options)
+    for key in ("weights_licence", "contact"):
+        _add_field(document, key, fields)
+    document.write(options.out, "card")
+    missing = [key for key in FIELDS if key not in fields]
+    print(f"written: {shown(options.out / 'card.md')}, {shown(options.out / 'card.html')}")
+    if missing:
+        print(f"to be filled in, in {shown(fields_file)}: {', '.join(missing)}")
+
+
+def _open(options: argparse.Namespace) -> Subject:
+    network = load_network(options, build_backbone)
+    path = Path(network.name).resolve()
+    if not is_checkpoint(path):
+        return Subject(network, path.name, {})
+    run = path.parents[1] if path.parent.name == "checkpoints" else path
+    return Subject(network, run.name, read_manifest(path))
+
+
+def _find_results(options: argparse.Namespace, subject: Subject) -> tuple[dict[str, SetResult], Path | str]:
+    """Return the results of this network by set, and the folder of their file, or the reason why there are none.
+
+    Raises:
+        ValueError: --results cannot be read, or has none of this network.
+    """
+    again = "Score it with python -m eval and --report, and make the card again with --results"
+    path: Path | None = options.results
+    if path is None:
+        path = options.run / "results.json"
+        if not subject.manifest:
+            return {}, f"No results: the network is a file, which has none beside it. {again}."
+        if options.best or is_checkpoint(options.run) or not path.is_file():
+            return {}, f"No results: none were given for this checkpoint. {again}."
+        step, last = subject.manifest["step"], planned_steps(subject.network.config, subject.signature)
+        if step != last:
+            return {}, f"No results: results.json is of the run's last step, and this checkpoint is of step {step:,}. {again}."
+    found = read_results(path)
+    averages = {name.removeprefix(_AVERAGE): result for name, result in found.items() if name.startswith(_AVERAGE)}
+    if not averages:
+        return found, path.parent
+    plain = {name: result for name, result in found.items() if not name.startswith(_AVERAGE)}
+    chosen = {name: result._replace(name=name) for name, result in (averages if options.ema else plain).items()}
+    if not chosen:
+        raise ValueError(f"{shown(path)}: it has results of the moving average alone; add --ema, or give another --results")
+    return chosen, path.parent
+
+
+def _network_facts(subject: Subject, options: argparse.Namespace) -> Facts:
+    network = subject.network
+    model = network.model.model if isinstance(network.model, OtherInput) else network.model
+    if isinstance(model, ForeignNetwork):
+        return [("file", subject.name), ("hash of the file", model.hash)]
+    facts = [("backbone", backbone_words(network.config) or str(options.backbone))]
+    if subject.manifest:
+        state = "moving average of the weights, " if options.ema else ""
+        facts.append(("checkpoint", f"{state}step {subject.manifest['step']:,}"))
+    facts.append(("hash of the weights", digest_tensors(model.state_dict())))
+    facts.append(("parameters", f"{sum(parameter.numel() for parameter in model.parameters()):,}"))
+    facts.append(("multiply-adds for one image", f"{_multiply_adds(model, network.image_size) / 1e9:.3g} billion"))
+    return facts
+
+
+def _multiply_adds(model: nn.Module, image_size: int) -> int:
+    """Return the multiply-adds of a forward pass without computing it; the model loses its weights."""
+    return forward_operations(model.to("meta"), image_size) // 2
+
+
+def _add_training(document: Document, subject: Subject) -> None:
+    """Add the data and the recipe, as far as the checkpoint tells."""
+    config, signature = subject.network.config, subject.signature
+    data = data_facts(config, signature)
+    document.section("Training data")
+    document.facts(data) if data else document.text("Not known: no configuration of a training came with the network.")
+    if config:
+        document.section("Recipe")
+        document.facts(recipe_facts(config, subject.manifest["step"], signature))
+
+
+def _add_contract(document: Document, subject: Subject, options: argparse.Namespace) -> None:
+    """Add what the network takes and what it returns."""
+    size = subject.network.image_size
+    document.section("Input and output")
+    size_of = subject.network.config.get("backbone", {}).get("embedding_size", options.embedding_size)
+    numbers = "embeddings" if _is_foreign(subject.network) else f"embeddings of {size_of} numbers"
+    document.facts(
+        [
+            ("input", f"(images, 3, {size}, {size}), {options.colour.upper()}, float32"),
+            ("values", f"(x - {options.input_mean:g}) / {options.input_std:g}, x from 0 to 255"),
+            ("output", f"{numbers}, raw: divide each by its length"),
+            ("comparison", "the cosine of two embeddings, each the sum of those of an image and its mirror image"),
+        ]
+    )
+    document.text(
+        f"Faces must be aligned: a similarity transform brings five points nearest to these places in {size} x {size} pixels."
+    )
+    rows = [(name, f"{x:.2f}", f"{y:.2f}") for name, (x, y) in zip(POINTS, TEMPLATE * size / IMAGE_SIZE, strict=True)]
+    document.table(("point, as seen in the picture", "x", "y"), rows)
+
+
+def _is_foreign(network: Network) -> bool:
+    model = network.model.model if isinstance(network.model, OtherInput) else network.model
+    return isinstance(model, ForeignNetwork)
+
+
+def _add_field(document: Document, key: str, fields: dict[str, str]) -> None:
+    """Add a section that a person writes."""
+    document.section(FIELDS[key].heading)
+    if key in fields:
+        document.text(fields[key])
+    else:
+        document.missing(FIELDS[key].asks)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

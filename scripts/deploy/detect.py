@@ -1,0 +1,180 @@
+"""Find and align faces: python -m scripts.deploy.detect FOLDER OUT --detector FILE.onnx
+
+Every photograph below FOLDER is searched for faces. Each face that counts is aligned to the standard template
+(utils/alignment.py) and written below OUT under the same relative name as a JPEG; with --which all as NAME_1.jpg, NAME_2.jpg
+and so on, best score first. Photographs are turned as their EXIF orientation says. OUT then also holds
+
+landmarks.csv   the five points of each face in pixels of its upright picture, then box and score; scripts.data.align reads it
+rejected.csv    pictures without a face that can be aligned, with the reason
+padding.csv     faces that are largely outside their picture, if there are any
+sheet.png       pictures with box and points beside their crops, with --sheet
+detect.jsonl    what is done, so that an interrupted run can be continued: start the same command again
+
+Example: python -m scripts.deploy.detect photographs aligned --detector scrfd_10g_bnkps.onnx --sheet
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.deploy.detect")
+
+import argparse
+import errno
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from data.datasets import no_image_below, passed_over
+from scripts.data.landmarks import report_padding
+from scripts.data.pictures import to_jpeg
+from utils.checkpoint.tensor_file import file_hash
+from utils.cli import add_threads, int_in_range, make_parser, progress
+from utils.files import find_files
+from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES
+from utils.parallel import map_in_order
+from utils.program import run_main
+from utils.text import one_line
+
+from .crops import Rejected, add_which_argument, read_crops
+from .detect_journal import Done, Found, Journal, crop_name
+from .detect_sheet import write_sheet
+from .detector import Detector, add_detector_arguments, open_detector
+from .output import csv_bytes, locked, write_file
+
+_POINTS = [f"{axis}{number}" for number in range(1, 6) for axis in "xy"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line, detect and align; return the exit status."""
+    parser = make_parser("python -m scripts.deploy.detect", __doc__)
+    parser.add_argument("folder", type=Path, help="folder of photographs, with or without sub-folders")
+    parser.add_argument("out", type=Path, help="folder for the aligned faces")
+    add_detector_arguments(parser, required=True)
+    add_which_argument(parser)
+    parser.add_argument(
+        "--size", type=int_in_range(8, 4096), default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})"
+    )
+    parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="JPEG quality (default 95)")
+    parser.add_argument("--sheet", action="store_true", help="draw some of the pictures and their crops in OUT/sheet.png")
+    parser.add_argument("--again", action="store_true", help="begin anew: nothing that OUT has is kept as it is")
+    add_threads(parser)
+    options = parser.parse_args(arguments)
+    return run_main(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Detect, align and write the lists; a picture without a face is listed, and ends nothing."""
+    names = _pictures(options.folder, options.out)
+    detector = open_detector(options)
+    assert detector is not None
+    options.out.mkdir(parents=True, exist_ok=True)
+    with locked(options.out / Journal.NAME, str(options.out)) as handle:
+        journal = Journal(options.out, handle, _facts(options), options.again)
+        new = _work(options, names, detector, journal)
+        faces = _write_lists(options, names, journal)
+        if options.sheet:
+            write_sheet(options.folder, options.out, [journal.done[name] for name in names], options.which)
+    rejected = [journal.done[name] for name in names if journal.done[name].reason]
+    if not faces:
+        raise ValueError(
+            f"{options.folder}: no face in any of {len(names)} pictures; the first, {rejected[0].name}, {rejected[0].reason}; "
+            f"all are in {options.out / 'rejected.csv'}"
+        )
+    listed = f", {len(rejected)} rejected, listed in {options.out / 'rejected.csv'}" if rejected else ""
+    print(
+        f"{options.out}: {faces} faces of {len(names) - len(rejected)} pictures, {options.size} x {options.size}{listed}; "
+        f"{len(names) - new} pictures were done already"
+    )
+
+
+def _pictures(folder: Path, out: Path) -> list[str]:
+    """Return the pictures below a folder; an error for names whose crops would be the same file, before any work is done."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{out}: the crops must not be below {folder}, or the next run would take them for photographs")
+    found = find_files(folder, IMAGE_SUFFIXES, top=True)
+    for line in passed_over(folder, found.passed):
+        print(f"warning: {one_line(line)}", file=sys.stderr)
+    if not found.files:
+        raise ValueError(no_image_below(folder))
+    first: dict[Path, str] = {}
+    for name in found.files:
+        if first.setdefault(Path(name).with_suffix(""), name) != name:
+            other = first[Path(name).with_suffix("")]
+            raise ValueError(f"{folder / name}: its face and the face of {other} would be the same file; rename one of them")
+    return found.files
+
+
+def _facts(options: argparse.Namespace) -> dict[str, object]:
+    """Return what the crops depend on, beside the pictures."""
+    settings = ("min_score", "min_size", "overlap", "longest_side", "which", "size", "quality")
+    return {"detector": file_hash(options.detector), **{name: getattr(options, name) for name in settings}}
+
+
+def _work(options: argparse.Namespace, names: Sequence[str], detector: Detector, journal: Journal) -> int:
+    """Detect and align what the journal lacks; return the number of pictures."""
+
+    def work(name: str) -> Done:
+        before = journal.stamp(options.folder / name)
+        bad = _unusable(name)
+        crops = Rejected(name, bad) if bad else read_crops(options.folder, name, detector, options.size, options.which)
+        if isinstance(crops, Rejected):
+            return Done(name, before, (), crops.reason)
+        faces = []
+        for number, crop in enumerate(crops):
+            target = options.out / crop_name(name, options.which, number)
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                write_file(target, to_jpeg(crop.pixels, options.quality))
+            except OSError as error:
+                if error.errno != errno.ENAMETOOLONG:
+                    raise
+                return Done(name, before, (), "its name is too long for its crop; rename it")
+            assert crop.face is not None
+            faces.append(Found(crop.face, crop.padding))
+        return Done(name, before, tuple(faces), "")
+
+    missing = [name for name in names if not journal.is_done(options.folder, name, options.which)]
+    for name in missing:
+        journal.forget(name, options.which)
+    for done in progress(map_in_order(work, missing, options.threads), len(missing), "detecting", "picture"):
+        journal.add(done)
+    return len(missing)
+
+
+def _unusable(name: str) -> str:
+    """Return why a name cannot stand in landmarks.csv, or ""."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return "its name is no UTF-8; rename it"
+    if "\t" in name or name.splitlines() != [name] or name != name.strip():
+        return "its name begins or ends with a space, or has a tab or a line end; rename it"
+    return ""
+
+
+def _write_lists(options: argparse.Namespace, names: Sequence[str], journal: Journal) -> int:
+    """Write landmarks.csv, rejected.csv and padding.csv; return the number of faces."""
+    rows: list[Sequence[object]] = []
+    padding: dict[str, float] = {}
+    for name in names:
+        for number, (face, share) in enumerate(journal.done[name].faces):
+            crop = crop_name(name, options.which, number)
+            points = [f"{value:.3f}" for value in face.points.ravel()]
+            box = [f"{value:.3f}" for value in face.box]
+            rows.append((crop if options.which == "all" else name, *points, *box, f"{face.score:.4f}"))
+            padding[crop] = share
+    header = ("name", *_POINTS, "left", "top", "right", "bottom", "score")
+    between = (
+        "\t" if any("," in str(row[0]) for row in rows) else ","
+    )  # its reader takes a tab for the delimiter if there is one
+    write_file(options.out / "landmarks.csv", csv_bytes([header, *rows], between))
+    rejected = [(name, journal.done[name].reason) for name in names if journal.done[name].reason]
+    (options.out / "rejected.csv").unlink(missing_ok=True)
+    if rejected:
+        write_file(options.out / "rejected.csv", csv_bytes([("picture", "reason"), *rejected]))
+    report_padding(options.out, padding)
+    return len(rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,106 @@
+"""Embed a folder of faces: python -m scripts.deploy.embed NETWORK FOLDER --out features.parquet
+
+Every picture below FOLDER becomes a unit vector: the sum of the network's embeddings of the face and its mirror image, divided
+by its norm. Pictures are aligned crops of the network's size, or photographs with --detector. --out decides the form:
+
+features.parquet   a row for each face: name, face (its number in the picture), person (the first folder of the name), norm,
+                   padding (share of the crop outside the picture), score (of the detector), embedding; needs pyarrow
+features.npy       the vectors, (faces, D) float32, and features.csv with the other columns in the same order
+
+OUT.rejected.csv lists pictures without a face or a vector, with the reason. A low norm is a sign of a poor picture.
+
+The work is stored in parts in OUT.parts. A run that was killed continues where it was when the same command is started again.
+Each process has one thread for arithmetic, so that the vectors do not depend on the number of processes.
+
+Examples:
+  python -m scripts.deploy.embed work_dirs/ms1mv3_r50 crops --out features.parquet
+  python -m scripts.deploy.embed r100.onnx photographs --detector yunet.onnx --out features.npy --processes 4
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.deploy.embed")
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from data.datasets import no_image_below, passed_over
+from eval.networks import add_network_arguments
+from utils.cli import int_in_range, make_parser, progress
+from utils.files import find_files
+from utils.image import IMAGE_SUFFIXES
+from utils.program import run_main
+from utils.text import one_line
+
+from .crops import add_which_argument
+from .detector import add_detector_arguments
+from .embed_parts import Parts, Plan, Stamped
+from .embed_table import FORMS, check_form, write_table
+from .embed_workers import default_processes, embed_parts, one_thread, open_network
+from .output import locked
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and embed; return the exit status."""
+    parser = make_parser("python -m scripts.deploy.embed", __doc__)
+    add_network_arguments(parser)
+    parser.add_argument("folder", type=Path, help="folder of pictures, with or without sub-folders")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=f"file to write: {' or '.join(FORMS)}")
+    add_detector_arguments(parser)
+    add_which_argument(parser)
+    parser.add_argument(
+        "--processes",
+        type=int_in_range(1, 1024),
+        help="processes that embed, each with the network in memory (default: one per GPU, or per core without a GPU)",
+    )
+    parser.add_argument("--again", action="store_true", help="begin anew, although OUT or parts of it exist")
+    options = parser.parse_args(arguments)
+    return run_main(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Embed the parts that are missing, join all of them, and remove them."""
+    out: Path = options.out
+    check_form(out)
+    files = _pictures(options.folder)
+    folder = out.with_name(f"{out.name}.parts")
+    if out.is_dir():
+        raise ValueError(f"--out: {out} is a folder; name a file")
+    if out.exists() and not folder.exists() and not options.again:
+        raise ValueError(f"--out: {out} exists already; choose another name, or --again to replace it")
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / Parts.LOCK, str(out)):
+        with one_thread():
+            embedder = open_network(options)
+            plan = Plan(options, embedder, files, folder)
+            parts = Parts(plan, options.again)
+            missing = parts.missing()
+            count = min(options.processes or default_processes(options.device), max(1, len(missing)))
+            done = len(files) - sum(len(plan.names_of(number)) for number in missing)
+            with progress([], len(files), "embedding", "picture") as bar:
+                bar.update(done)
+                embed_parts(plan, embedder, missing, count, bar.update)
+        faces, rejected = write_table(out, plan, parts, embedder.embedding_size, embedder.title)
+        parts.remove()
+    if done:
+        print(f"{done} of {len(files)} pictures were done already")
+    if rejected:
+        print(f"{rejected} of {len(files)} pictures rejected, with the reason in {out.name}.rejected.csv")
+    print(f"{out}: {faces} faces of {len(files) - rejected} pictures, embedded by {embedder.title}")
+
+
+def _pictures(folder: Path) -> list[Stamped]:
+    """Return the pictures below a folder with size and time of change, in the order of their names."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    found = find_files(folder, IMAGE_SUFFIXES, top=True)
+    for line in passed_over(folder, found.passed):
+        print(f"warning: {one_line(line)}", file=sys.stderr)
+    if not found.files:
+        raise ValueError(no_image_below(folder))
+    return [Stamped.of(folder, name) for name in found.files]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,125 @@
+"""The images of a gallery: what is enrolled, what the database has of it, and how vectors and faces are stored.
+
+Shapes: D = embedding size, S = size of a face.
+"""
+
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/deploy/gallery_records.py is no program; python -m scripts lists them")
+
+import sqlite3
+from pathlib import Path
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+
+from utils.files import shown
+
+from .gallery_files import VECTORS, DataFile, checksum, data_file
+from .gallery_format import DATABASE, MAX_FACE, Facts, State, most_rows
+from .gallery_search import Entries
+
+_IMAGES = (
+    "SELECT images.id, people.name, picture, hash, face, norm, quality, added, vector, vector_sum, face_at, face_size, "
+    "face_sum FROM images JOIN people ON people.id = images.person"
+)
+
+
+class NewImage(NamedTuple):
+    """An image to enrol."""
+
+    person: str
+    picture: str  # its name, for people to read
+    hash: bytes  # of the bytes of the picture
+    face: int  # number of the face in its picture
+    quality: float  # the detector's score, 1 for an aligned crop
+    embedding: np.ndarray  # (D,) raw
+    pixels: np.ndarray | None  # (S, S, 3) uint8 RGB; None = the gallery keeps no picture of it
+
+
+class Image(NamedTuple):
+    """An enrolled image, as the database has it."""
+
+    number: int
+    person: str
+    picture: str
+    hash: bytes
+    face: int
+    norm: float
+    quality: float
+    added: int  # seconds since 1970
+    vector: int  # row
+    vector_sum: bytes
+    face_at: int
+    face_size: int  # bytes, 0 without a picture
+    face_sum: bytes
+
+
+def read_images(database: sqlite3.Connection, path: Path, where: str = "", values: tuple[object, ...] = ()) -> list[Image]:
+    """Return the images in the order of their numbers.
+
+    Args:
+        path: of the database, for errors.
+        where: a condition of this program's, with its values.
+    """
+    rows = database.execute(f"{_IMAGES} {where} ORDER BY images.id LIMIT ?", (*values, most_rows(path))).fetchall()
+    kinds = (int, str, str, bytes, int, float, float, int, int, bytes, int, int, bytes)
+    for row in rows:
+        if tuple(map(type, row)) != kinds:
+            raise ValueError(f"{shown(path)}: the row of image {row[0]!r:.20} has values of a wrong kind")
+    return [Image(*row) for row in rows]
+
+
+def face_bytes(image: Image, file: DataFile) -> bytes:
+    """Return the encoded face of an image from the open file of faces; ValueError if it is damaged."""
+    data = file.read(image.face_at, image.face_size) if 0 < image.face_size <= MAX_FACE and image.face_at >= 0 else b""
+    if checksum(data) != image.face_sum:
+        raise ValueError(f"{shown(file.path)}: the face of image {image.number} is damaged; remove and enrol it again")
+    return data
+
+
+def read_entries(database: sqlite3.Connection, folder: Path, facts: Facts, state: State) -> Entries:
+    """Return all images and their vectors, checked; inside a read transaction."""
+    images = read_images(database, folder / DATABASE)
+    width = facts.embedding_size
+    rows = np.array([image.vector for image in images], dtype=np.int64)
+    path = data_file(folder, VECTORS, state.vectors)
+    fix = f"python -m scripts.deploy.gallery reembed {shown(folder)} NETWORK makes new ones from the faces"
+    if len(rows) and (rows.min() < 0 or rows.max() >= state.num_rows or len(np.unique(rows)) < len(rows)):
+        raise ValueError(f"{shown(folder / DATABASE)}: row numbers of vectors are wrong; {fix}")
+    with DataFile(path) as file:
+        if file.size < state.num_rows * width * 4:
+            raise ValueError(
+                f"{shown(path)}: is cut short: {file.size:,} bytes for {state.num_rows:,} vectors of {4 * width}; {fix}"
+            )
+        vectors = file.read_rows(rows, width)
+    bad = [image.number for image, row in zip(images, vectors, strict=True) if checksum(row.data) != image.vector_sum]
+    lengths = np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64)
+    bad += [images[place].number for place in np.flatnonzero(~(np.abs(lengths - 1) < 1e-3))]  # also NaN
+    if bad:
+        raise ValueError(f"{shown(path)}: {len(set(bad))} vector(s) are damaged, such as that of image {bad[0]}; {fix}")
+    return Entries(
+        [image.person for image in images],
+        np.array([image.number for image in images], dtype=np.int64),
+        vectors,
+        np.array([image.norm for image in images]),
+        np.array([image.quality for image in images]),
+    )
+
+
+def unit_vector(embedding: np.ndarray, size: int, picture: str) -> tuple[np.ndarray, float]:
+    """Return the unit vector (D,) float32 of an embedding and its norm."""
+    if embedding.shape != (size,):
+        raise ValueError(f"{shown(picture)}: an embedding must be ({size},), got {embedding.shape}")
+    wide = embedding.astype(np.float64)
+    norm = float(np.linalg.norm(wide))
+    if not np.isfinite(norm) or norm < 1e-12:
+        raise ValueError(
+            f"{shown(picture)}: its embedding is {'zero' if norm == 0 else f'of length {norm:g}'}, so it has no direction"
+        )
+    return (wide / norm).astype("<f4"), norm
+
+
+def to_png(pixels: np.ndarray) -> bytes:
+    """Return (S, S, 3) uint8 RGB as a PNG: lossless, so that embedding it again gives what the picture gave."""
+    return cv2.imencode(".png", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR))[1].tobytes()

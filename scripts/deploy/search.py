@@ -1,0 +1,256 @@
+"""Search a gallery: who is on these pictures? python -m scripts.deploy.search NETWORK GALLERY PICTURES...
+
+PICTURES are aligned crops, or photographs if --detector names a face detector; folders are searched for pictures. For each
+face the most similar people are printed, with the cosine of the most similar picture of each. With a threshold, faces without
+a person above it are unknown. Without one the people are only ranked: somebody is always first.
+
+--labelled counts how often the right person is first, for pictures whose person is known by --person-from.
+
+Examples:
+  python -m scripts.deploy.search work_dirs/ms1mv3_r50 people.gallery visitor.jpg --detector yunet.onnx --far 1e-4
+  python -m scripts.deploy.search work_dirs/ms1mv3_r50 people.gallery aligned --labelled --sheet found.png --json found.json
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.deploy.search")
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eval.networks import add_network_arguments
+from utils.cli import int_in_range, make_parser, progress
+from utils.files import shown
+from utils.program import run_main
+from utils.text import one_line
+
+from .crops import Crop, Rejected, add_which_argument
+from .detector import add_detector_arguments, open_detector
+from .embedder import Embedder, open_embedder
+from .enrol import require_network, warn_of_other_detector
+from .gallery_rates import measure
+from .gallery_search import Match, Searcher
+from .gallery_sheet import MAX_ROWS, draw_sheet
+from .gallery_store import Gallery
+from .index import INDEXES
+from .output import write_file
+from .pictures_of_people import Picture, add_person_arguments, find_pictures, read_faces, with_people
+from .thresholds import Threshold, add_threshold_arguments, threshold_of
+
+_SAMPLE = 200  # queries on which an index is compared with the exact search
+
+
+class Query(NamedTuple):
+    """A face to search, and what was found."""
+
+    picture: Picture
+    hash: bytes
+    crop: Crop
+    norm: float
+    matches: list[Match]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and search; return the exit status."""
+    parser = make_parser("python -m scripts.deploy.search", __doc__)
+    add_network_arguments(parser)
+    parser.add_argument("gallery", type=Path, help="folder of the gallery")
+    parser.add_argument("pictures", type=Path, nargs="+", help="pictures, or folders of pictures")
+    parser.add_argument("--k", type=int_in_range(1, 1000), default=5, help="people shown for each face (default 5)")
+    parser.add_argument(
+        "--by",
+        choices=("image", "template"),
+        default="image",
+        help="compare with every image of a person, or with one vector a person, pooled from them (default image)",
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("norm", "equal"),
+        default="norm",
+        help="of images in a template: by the length of the embedding times the detector's score, as IJB-C is scored, or equal "
+        "(default norm)",
+    )
+    parser.add_argument(
+        "--index",
+        choices=tuple(INDEXES),
+        default="exact",
+        help="compare with all, or search with FAISS or hnswlib, which are faster in large galleries, need their package, and "
+        "may miss people (default exact)",
+    )
+    add_threshold_arguments(parser)
+    add_detector_arguments(parser)
+    add_which_argument(parser)
+    parser.add_argument(
+        "--labelled", action="store_true", help="count the right answers; --person-from says who is on a picture"
+    )
+    add_person_arguments(parser)
+    parser.add_argument("--sheet", type=Path, metavar="PNG", help=f"draw the faces and whom they resemble, {MAX_ROWS} at most")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--quiet", action="store_true", help="do not print the people for each face")
+    options = parser.parse_args(arguments)
+    return run_main(lambda: search_all(options))
+
+
+def search_all(options: argparse.Namespace) -> None:
+    """Search the pictures of the command line in the gallery, and report."""
+    threshold = threshold_of(options)
+    found = [one for path in options.pictures for one in find_pictures(path)]
+    pictures = [Picture(path, name, "") for path, name in found]
+    rejected: list[Rejected] = []
+    if options.labelled:
+        pictures, rejected = with_people(found, options.person_from, None)
+    with Gallery(options.gallery) as gallery:
+        embedder, detector = open_embedder(options), open_detector(options)
+        require_network(gallery, embedder)
+        warn_of_other_detector(gallery, one_line(detector.name) if detector else "", options.which)
+        searcher = gallery.searcher(options.by, options.index, options.weights)
+        if not len(searcher.people):
+            raise ValueError(f"{shown(options.gallery)}: nobody is enrolled; python -m scripts.deploy.enrol does it")
+        _print_threshold(threshold, searcher)
+        queries: list[Query] = []
+        raw: list[np.ndarray] = []
+        waiting: list[tuple[Picture, bytes, Crop]] = []
+        faces = read_faces(pictures, detector, embedder.image_size, options.which, options.threads)
+        for one in progress(faces, len(pictures), "searching", "picture"):
+            if isinstance(one.crops, Rejected):
+                rejected.append(one.crops)
+            else:
+                waiting += [(one.picture, one.hash, crop) for crop in one.crops or ()]
+            if len(waiting) >= options.batch_size:
+                raw.append(_search(waiting, queries, embedder, searcher, options.k, keep=len(queries) < MAX_ROWS))
+                waiting = []
+        raw.append(_search(waiting, queries, embedder, searcher, options.k, keep=len(queries) < MAX_ROWS))
+        for query in () if options.quiet else queries:
+            _print_query(query, threshold, detector is not None)
+        for picture in rejected:
+            print(f"rejected: {shown(picture.name)}: {one_line(picture.reason)}")
+        if not queries:
+            raise ValueError(f"none of {len(found)} pictures has a face to search; the reasons are above")
+        embeddings = np.concatenate(raw)
+        report: dict[str, Any] = {"rates": {}}
+        if options.index != "exact":
+            _print_recall(searcher, embeddings, options.k, options.index)
+        if options.labelled:
+            report["rates"] = _rates(queries, embeddings, searcher, threshold, gallery)
+        if options.sheet:
+            rows = [(query.crop.pixels, shown(query.picture.name), query.matches) for query in queries[:MAX_ROWS]]
+            write_file(options.sheet, draw_sheet(rows, gallery, None if threshold is None else threshold.cosine))
+            print(f"sheet: {shown(options.sheet)}")
+        if options.json:
+            report |= _as_json(queries, rejected, threshold, gallery, options)
+            write_file(options.json, (json.dumps(report, indent=1) + "\n").encode())
+
+
+def _search(
+    waiting: Sequence[tuple[Picture, bytes, Crop]],
+    queries: list[Query],
+    embedder: Embedder,
+    searcher: Searcher,
+    k: int,
+    keep: bool,
+) -> np.ndarray:
+    """Embed and search faces, append them to the queries, and return their embeddings (n, D).
+
+    Args:
+        keep: the pixels, for the sheet; a large folder's would fill the memory.
+    """
+    if not waiting:
+        return np.zeros((0, embedder.embedding_size), dtype=np.float32)
+    raw = embedder.embed(np.stack([crop.pixels for _, _, crop in waiting]))
+    nothing = np.zeros((0, 0, 3), dtype=np.uint8)
+    for (picture, found, crop), row, matches in zip(waiting, raw, searcher.search(raw, k), strict=True):
+        kept = crop if keep else crop._replace(pixels=nothing)
+        queries.append(Query(picture, found, kept, float(np.linalg.norm(row.astype(np.float64))), matches))
+    return raw
+
+
+def _print_threshold(threshold: Threshold | None, searcher: Searcher) -> None:
+    """Say what decides between known and unknown, and how often it errs in a gallery of this size."""
+    if threshold is None:
+        print("no threshold: the people are only ranked, and somebody is first for a stranger, too; see --far and --threshold")
+    elif not threshold.far:
+        print(f"unknown: not above the cosine {threshold.cosine:g}, as --threshold says")
+    else:
+        count = len(searcher.entries)
+        what = "templates" if searcher.by == "template" else "images"
+        print(f"unknown: not above the {threshold.words}")
+        print(
+            f"this is a rate per comparison. A stranger is compared with {count:,} {what}, so expect about "
+            f"{count * float(threshold.far):.2g} false matches per search of a stranger, if strangers here are like the "
+            "impostor pairs of that set"
+        )
+
+
+def _print_query(query: Query, threshold: Threshold | None, detected: bool) -> None:
+    face = f", face {query.crop.number}" if detected else ""
+    print(f"{shown(query.picture.name)}{face}")
+    if threshold is not None and not (query.matches and query.matches[0].cosine > threshold.cosine):
+        print("      unknown; the most similar are")
+    for place, match in enumerate(query.matches, 1):
+        below = threshold is not None and match.cosine <= threshold.cosine
+        print(f"  {place:>3} {match.cosine:8.4f}  {match.person}{'  (below the threshold)' if below else ''}")
+
+
+def _print_recall(searcher: Searcher, embeddings: np.ndarray, k: int, index: str) -> None:
+    """Compare the index with the exact search on some of the queries."""
+    step = max(1, len(embeddings) // _SAMPLE)
+    sample = embeddings[::step][:_SAMPLE]
+    right = total = 0
+    for found, exact in zip(searcher.search(sample, k), searcher.search(sample, k, exact=True), strict=True):
+        right += len({match.person for match in found} & {match.person for match in exact})
+        total += len(exact)
+    print(f"--index {index}: recall {100 * right / max(1, total):.2f} % of the exact search's people, on {len(sample)} queries")
+
+
+def _rates(
+    queries: Sequence[Query], embeddings: np.ndarray, searcher: Searcher, threshold: Threshold | None, gallery: Gallery
+) -> dict[str, Any]:
+    """Print and return the rates of queries whose people are known."""
+    there = {image.hash for image in gallery.images()}
+    own = sum(query.hash in there for query in queries)
+    if own:
+        line = f"warning: {own} of the {len(queries)} queries are enrolled pictures themselves, which makes the rates too good"
+        print(line, file=sys.stderr)
+    people = [query.picture.person for query in queries]
+    rates = measure(searcher, embeddings, people, None if threshold is None else threshold.cosine)
+    for key, value in rates.items():
+        text = f"{100 * value:.2f} %" if isinstance(value, float) else "not measurable" if value is None else f"{value:,}"
+        print(f"  {key.replace('_', ' '):<34}{text}")
+    return rates
+
+
+def _as_json(
+    queries: Sequence[Query],
+    rejected: Sequence[Rejected],
+    threshold: Threshold | None,
+    gallery: Gallery,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    cosine = None if threshold is None else threshold.cosine
+    return {
+        "network": gallery.facts.title,
+        "gallery": shown(options.gallery),
+        "by": options.by,
+        "threshold": cosine,
+        "far": None if threshold is None else threshold.far or None,
+        "queries": [
+            {
+                "picture": shown(query.picture.name),
+                "face": query.crop.number,
+                "norm": query.norm,
+                "known": None if cosine is None else bool(query.matches) and query.matches[0].cosine > cosine,
+                "matches": [match._asdict() for match in query.matches],
+            }
+            for query in queries
+        ],
+        "rejected": [{"picture": shown(one.name), "reason": one.reason} for one in rejected],
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

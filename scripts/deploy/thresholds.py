@@ -1,0 +1,172 @@
+"""Thresholds that a run measured: from the results.json that training and `python -m eval --report` write."""
+
+if __name__ == "__main__":
+    raise SystemExit("error: scripts/deploy/thresholds.py is no program; python -m scripts lists them")
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from utils.files import MAX_SMALL_TEXT, read_text, shown
+from utils.suggest import did_you_mean
+from utils.text import printable
+
+RESULTS = "results.json"  # in the folder of a run
+
+
+class Threshold(NamedTuple):
+    """A cosine similarity above which two faces count as the same person's."""
+
+    cosine: float
+    far: str  # as the user wrote it
+    tar: float | None  # share of the set's genuine pairs that is accepted
+    set: str  # verification set on which it was measured
+
+    @property
+    def words(self) -> str:
+        """The threshold in words."""
+        found = "" if self.tar is None else f", where {100 * self.tar:.2f} % of the genuine pairs are accepted"
+        return f"cosine {self.cosine:.4f}: FAR {self.far} on the set {printable(self.set)}{found}"
+
+
+class _Points(NamedTuple):
+    """What a file says about one set."""
+
+    points: list[tuple[float, str, float, float | None]]  # (FAR, its text, cosine, TAR) of those that are measurable
+    num_impostor: int
+
+
+def add_threshold_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `threshold_of` reads."""
+    parser.add_argument("--threshold", type=_cosine, metavar="COSINE", help="faces above this cosine are of one person")
+    parser.add_argument(
+        "--far", type=_rate, metavar="FAR", help="take the threshold from the run's report, at this false accept rate (1e-3)"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="JSON",
+        help="results.json of a run, or of `python -m eval --report`; default: that of the run that is the network",
+    )
+    parser.add_argument(
+        "--set", metavar="NAME", help="verification set of the threshold; default: the set with the highest threshold"
+    )
+
+
+def threshold_of(options: argparse.Namespace) -> Threshold | None:
+    """Return the threshold of the command line, None if it has none.
+
+    Args:
+        options: with those of `add_threshold_arguments`, and `run`, the network.
+    """
+    if options.far is None:
+        for flag in ("results", "set"):
+            if getattr(options, flag) is not None:
+                raise ValueError(f"--{flag} is where the threshold at a --far comes from; add --far 1e-3, or leave it out")
+        return None if options.threshold is None else Threshold(options.threshold, "", None, "")
+    if options.threshold is not None:
+        raise ValueError("--threshold and --far are both given; leave one of them out")
+    results = options.results
+    if results is None:
+        results = options.run / RESULTS
+        if not results.is_file():
+            raise ValueError(
+                f"--far {options.far} needs the results of the network, and there is no {shown(results)}: name one with "
+                "--results, as python -m eval --report writes it"
+            )
+        if getattr(options, "best", False):
+            raise ValueError(
+                f"--far {options.far}: {shown(results)} is of the run's last step, not of --best; name others with --results"
+            )
+    return read_threshold(results, options.far, options.set)
+
+
+def read_threshold(results: Path, far: str, name: str | None = None) -> Threshold:
+    """Return the threshold for a false accept rate from a results.json.
+
+    Args:
+        far: for example 1e-3.
+        name: of the verification set; None = the set with the highest threshold, which is the strictest.
+
+    Raises:
+        ValueError: the file cannot be read, has no such set, or has too few impostor pairs for this rate.
+    """
+    sets = read_results(results)
+    if name is not None:
+        if name not in sets:
+            raise ValueError(f"{shown(results)}: no set {name!r}; it has {_names(sets)}.{did_you_mean(name, sets)}")
+        sets = {name: sets[name]}
+    wanted = float(far)
+    found = [
+        Threshold(cosine, far, tar, which)
+        for which, one in sets.items()
+        for rate, _, cosine, tar in one.points
+        if math.isclose(rate, wanted, rel_tol=1e-9)
+    ]
+    if not found:
+        raise ValueError(f"{shown(results)}: no threshold for FAR {far}: {_measurable(sets, wanted)}")
+    return max(found, key=lambda one: one.cosine)
+
+
+def read_results(path: Path) -> dict[str, _Points]:
+    """Return the thresholds in a results.json by verification set; ValueError if it is something else."""
+    try:
+        values = json.loads(read_text(path, MAX_SMALL_TEXT))
+    except OSError as error:
+        raise ValueError(f"{shown(path)}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{shown(path)}: no JSON; name the results.json of a run or of python -m eval --report") from None
+    try:
+        return {name: _points(one) for name, one in values.items()}
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        raise ValueError(
+            f"{shown(path)}: not the results of an evaluation; name the results.json of a run or of python -m eval --report"
+        ) from None
+
+
+def _points(values: Any) -> _Points:
+    points: list[tuple[float, str, float, float | None]] = []
+    for point in values["operating_points"]:
+        cosine, tar = point["cosine_threshold"], point["tar"]
+        if cosine is None or tar is None:
+            continue
+        if not -1 <= float(cosine) <= 1 or not 0 <= float(tar) <= 1 or not 0 < float(point["target"]) <= 1:
+            raise ValueError
+        points.append((float(point["target"]), str(point["target"]), float(cosine), float(tar)))
+    return _Points(points, int(values["num_impostor"]))
+
+
+def _measurable(sets: dict[str, _Points], wanted: float) -> str:
+    """Return in words why a rate has no threshold, and which rates have one."""
+    most = max((one.num_impostor for one in sets.values()), default=0)
+    known = sorted({(rate, text) for one in sets.values() for rate, text, _, _ in one.points}, reverse=True)
+    rates = f"thresholds are there for {', '.join(text for _, text in known)}" if known else "no rate was measured"
+    if wanted * most < 1:
+        return f"it needs {math.ceil(1 / wanted):,} impostor pairs, {_names(sets)} has {most:,} at most; {rates}"
+    return f"{_names(sets)} was not measured there; {rates}"
+
+
+def _names(sets: dict[str, _Points]) -> str:
+    return printable(", ".join(sets))[:300] or "no set"
+
+
+def _cosine(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not -1 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a cosine from -1 to 1, got {text}")
+    return value
+
+
+def _rate(text: str) -> str:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1e-12 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a rate above 0, at most 1, such as 1e-3, got {text}")
+    return text

@@ -1,0 +1,82 @@
+"""Are two pictures of one person? python -m scripts.deploy.verify NETWORK A B
+
+A and B are aligned crops, or photographs if --detector names a face detector. Prints the cosine of the two faces, and with a
+threshold whether it is the same person.
+
+Exit status: 0 = the same person, or no threshold was given; 3 = different people; 1 = an error, such as a picture without a
+face; 2 = a wrong command line.
+
+Example: python -m scripts.deploy.verify work_dirs/ms1mv3_r50 a.jpg b.jpg --detector yunet.onnx --far 1e-4
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.deploy.verify")
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from eval.networks import add_network_arguments
+from utils.cli import make_parser
+from utils.files import shown
+from utils.program import run_main
+from utils.text import one_line
+
+from .crops import Crop, Rejected, read_crops
+from .detector import add_detector_arguments, open_detector
+from .embedder import open_embedder
+from .thresholds import add_threshold_arguments, threshold_of
+
+DIFFERENT = 3  # exit status
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and compare; return the exit status."""
+    parser = make_parser("python -m scripts.deploy.verify", __doc__)
+    add_network_arguments(parser)
+    parser.add_argument("a", type=Path, help="a picture")
+    parser.add_argument("b", type=Path, help="another picture")
+    add_threshold_arguments(parser)
+    add_detector_arguments(parser)
+    parser.add_argument(
+        "--which",
+        choices=("largest", "central", "only"),
+        default="largest",
+        help="of several faces in a picture: the largest, the one nearest to the centre, or only = such a picture is an error "
+        "(default largest)",
+    )
+    options = parser.parse_args(arguments)
+    answers: list[bool] = []
+    status = run_main(lambda: answers.append(compare(options)))
+    return status or (0 if all(answers) else DIFFERENT)
+
+
+def compare(options: argparse.Namespace) -> bool:
+    """Print the cosine of two faces and what it means; return False if they are different people."""
+    threshold = threshold_of(options)
+    embedder, detector = open_embedder(options), open_detector(options)
+    crops: list[Crop] = []
+    for path in (options.a, options.b):
+        found = read_crops(path.parent, path.name, detector, embedder.image_size, options.which)
+        if isinstance(found, Rejected):
+            raise ValueError(f"{shown(path)}: {found.reason}")
+        crops.append(found[0])
+    raw = embedder.embed(np.stack([crop.pixels for crop in crops])).astype(np.float64)
+    norms = np.linalg.norm(raw, axis=1)
+    for path, norm in zip((options.a, options.b), norms, strict=True):
+        if not np.isfinite(norm) or norm == 0:
+            raise ValueError(f"{shown(path)}: the network returns no direction for it: zero, or not finite")
+    cosine = float(np.clip((raw[0] / norms[0]) @ (raw[1] / norms[1]), -1, 1))
+    print(f"cosine {cosine:.4f} (norms {norms[0]:.2f} and {norms[1]:.2f}), network {one_line(embedder.title)}")
+    if threshold is None:
+        print("no threshold, so no answer; see --far and --threshold")
+        return True
+    same = cosine > threshold.cosine
+    print(f"{'the same person' if same else 'different people'}: {'above' if same else 'not above'} the {threshold.words}")
+    return same
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
