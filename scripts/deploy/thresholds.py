@@ -27,6 +27,8 @@ class Threshold(NamedTuple):
     @property
     def words(self) -> str:
         """The threshold in words."""
+        if not self.far:
+            return f"cosine {self.cosine:g}"
         found = "" if self.tar is None else f", where {100 * self.tar:.2f} % of the genuine pairs are accepted"
         return f"cosine {self.cosine:.4f}: FAR {self.far} on the set {printable(self.set)}{found}"
 
