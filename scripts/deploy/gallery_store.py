@@ -1,9 +1,9 @@
 """A gallery on disk: people, their images, a unit vector and an aligned face of each image.
 
-What survives a kill or a power cut: vectors and faces are written and flushed first, then the database commits; an image counts
-from that commit on. Readers see one state from first to last: a commit waits until they have read what they need. Erasing is
-the other way round: after the commit nobody refers to the bytes, which are then overwritten with zeros; the table `erasures`
-tells the next process what a killed one has not overwritten.
+What survives a kill or a power cut: vectors and faces are written and flushed first, then the database commits. From then on
+an image counts. Readers see one state from first to last: a commit waits until they have read what they need. Erasing is the
+other way round: after the commit nobody refers to the bytes, which are then overwritten with zeros. The table `erasures` tells
+the next process what a killed one has not overwritten.
 
 Shapes: N = images of the gallery, n = images of a call, D = embedding size, S = size of a face.
 """

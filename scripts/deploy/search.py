@@ -174,7 +174,7 @@ def _print_threshold(threshold: Threshold | None, searcher: Searcher) -> None:
     if threshold is None:
         print("no threshold: the people are only ranked, and somebody is first for a stranger, too; see --far and --threshold")
     elif not threshold.far:
-        print(f"unknown: not above the cosine {threshold.cosine:g}, as --threshold says")
+        print(f"unknown: not above the {threshold.words}")
     else:
         count = len(searcher.entries)
         what = "templates" if searcher.by == "template" else "images"

@@ -69,7 +69,7 @@ def compare(options: argparse.Namespace) -> bool:
         if not np.isfinite(norm) or norm == 0:
             raise ValueError(f"{shown(path)}: the network returns no direction for it: zero, or not finite")
     cosine = float(np.clip((raw[0] / norms[0]) @ (raw[1] / norms[1]), -1, 1))
-    print(f"cosine {cosine:.4f} (norms {norms[0]:.2f} and {norms[1]:.2f}), network {one_line(embedder.title)}")
+    print(f"cosine {cosine:.4f} (norms {norms[0]:.3g} and {norms[1]:.3g}), network {one_line(embedder.title)}")
     if threshold is None:
         print("no threshold, so no answer; see --far and --threshold")
         return True
