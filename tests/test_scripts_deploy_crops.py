@@ -42,7 +42,8 @@ def _png(pixels: np.ndarray) -> bytes:
 
 def _jpeg(pixels: np.ndarray, orientation: int = 1) -> bytes:
     """Return a JPEG with an EXIF orientation: a TIFF of one entry, tag 0x112, in the first segment."""
-    data = cv2.imencode(".jpg", pixels[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, 100])[1].tobytes()
+    how = [cv2.IMWRITE_JPEG_QUALITY, 100, cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444]
+    data = cv2.imencode(".jpg", pixels[:, :, ::-1], how)[1].tobytes()
     tiff = b"MM\0*" + struct.pack(">IHHHIHHI", 8, 1, 0x112, 3, 1, orientation, 0, 0)
     body = b"Exif\0\0" + tiff
     return data[:2] + b"\xff\xe1" + struct.pack(">H", len(body) + 2) + body + data[2:]
