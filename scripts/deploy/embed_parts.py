@@ -227,7 +227,7 @@ class Parts:
                 return None
             vectors = np.frombuffer(data, dtype="<f4").reshape(-1, head["dim"])
             return Part(rows, [Rejected(*pair) for pair in head["rejected"]], vectors)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def remove(self) -> None:
