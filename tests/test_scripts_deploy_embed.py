@@ -7,7 +7,9 @@ import fcntl
 import os
 import random
 import signal
+import threading
 import time
+from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -357,39 +359,64 @@ def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_process_that_dies_ends_the_run_in_one_line_and_ctrl_c_too(weights: Path, crops: Path, tmp_path: Path):
-    """The parts are kept, no process stays, and the same command ends with all faces."""
-    server = forkserver._forkserver._forkserver_pid  # the parent of all
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _wait_for(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def many(crops: Path, tmp_path: Path) -> Path:
+    """Return a folder of 900 crops, which take longer than it takes to end the run."""
     folder = tmp_path / "many"
     folder.mkdir()
     for number in range(900):
         (folder / f"{number}.png").symlink_to(crops / "alone.png")
-    for how, said in (
-        ("child", "error: one of the processes ended by SIGKILL; what is done is kept: start the same command again"),
-        ("interrupt", "interrupted: what is done is kept: start the same command again to go on"),
-        ("parent", ""),
-    ):
-        (tmp_path / how).mkdir()
-        words = [str(weights), str(folder), "--out", str(tmp_path / how / "f.npy"), *FLAGS, "--processes", "2"]
-        before = set(_children(server))
-        started = Started(main, [words], tmp_path / how)
-        own = started.processes[0].pid
-        assert own is not None
-        parts = tmp_path / how / "f.npy.parts"
-        while not list(parts.glob("*.part")) and started.is_alive():
-            time.sleep(0.01)
-        workers = sorted(set(_children(server)) - before - {own})
-        assert len(workers) == 2
-        if how == "child":
-            os.kill(workers[0], signal.SIGKILL)
-        else:
-            os.kill(own, signal.SIGINT if how == "interrupt" else signal.SIGKILL)
-        done = started.wait(30)
-        lines = [line for line in done.stderr.splitlines() if line and not line.startswith("embedding")]
-        assert (lines == []) if not said else (len(lines) == 1 and lines[0].startswith(said)), lines
-        assert done.returncode == {"child": 1, "interrupt": 130, "parent": -9}[how]
-        end = time.monotonic() + 10
-        while set(workers) & set(_children(server)):
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        assert not (tmp_path / how / "f.npy").exists() and list(parts.glob("*.part"))
+    return folder
+
+
+@pytest.mark.parametrize("how", ["child", "interrupt"])
+def test_a_process_that_dies_and_ctrl_c_end_the_run_in_one_line_and_all_processes(
+    weights: Path, many: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+):
+    server = forkserver._forkserver._forkserver_pid  # the parent of all
+    before, workers, out = set(_children(server)), [], tmp_path / "f.npy"
+
+    def strike() -> None:
+        _wait_for(lambda: list((tmp_path / "f.npy.parts").glob("*.part")))
+        workers.extend(sorted(set(_children(server)) - before))
+        os.kill(workers[0] if how == "child" else os.getpid(), signal.SIGKILL if how == "child" else signal.SIGINT)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    status = _run(weights, many, out, "--processes", 2)
+    thread.join()
+    lines = [line for line in capsys.readouterr().err.splitlines() if line and not line.startswith("embedding")]
+    if how == "child":
+        said = "error: one of the processes ended by SIGKILL; what is done is kept: start the same command again to go on"
+    else:
+        said = "interrupted: what is done is kept: start the same command again to go on"
+    assert status == (1 if how == "child" else 130) and len(lines) == 1 and lines[0].startswith(said), lines
+    assert len(workers) == 2 and not any(map(_is_running, workers))
+    assert not out.exists() and list((tmp_path / "f.npy.parts").glob("*.part"))
+
+
+def test_when_the_run_is_killed_its_processes_end(weights: Path, many: Path, tmp_path: Path):
+    words = [str(weights), str(many), "--out", str(tmp_path / "f.npy"), *FLAGS, "--processes", "2"]
+    started = Started(main, [words], tmp_path)
+    own = started.processes[0].pid
+    assert own is not None
+    _wait_for(lambda: list((tmp_path / "f.npy.parts").glob("*.part")))
+    workers = [pid for server in _children(own) for pid in _children(server)]
+    assert len(workers) == 2
+    os.kill(own, signal.SIGKILL)
+    _wait_for(lambda: not any(map(_is_running, workers)))
+    assert started.wait().returncode == -signal.SIGKILL
