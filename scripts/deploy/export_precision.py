@@ -23,26 +23,81 @@ from utils.cli import progress
 from utils.randomness import derive
 from utils.text import one_line, prefix_errors
 
-# sums over many numbers, and quotients: their 16-bit results would be inaccurate, or overflow at 65,504
-_IN_FP32 = ("LayerNormalization", "Softmax", "ReduceL2", "ReduceMean", "ReduceSum", "Sqrt", "Div", "Reciprocal", "Pow")
 _LAYERS = ("Conv", "Gemm", "MatMul")
+# what is computed in fp16, apart from the layers; all else stays in fp32: norms, means, softmax and quotients sum up many
+# numbers, or overflow at 65,504
+_IN_FP16 = (
+    *("Add", "Clip", "Concat", "Flatten", "Mul", "PRelu", "Relu", "Reshape", "Sigmoid", "Slice", "Split", "Squeeze"),
+    *("Transpose", "Unsqueeze"),
+)
 _BATCH = 8  # images per forward pass of the calibration
 
 
 def to_fp16(model: Any) -> Any:
-    """Return an onnx.ModelProto with 16-bit weights and activations; its input and output keep their types.
+    """Return an onnx.ModelProto with 16-bit weights and activations; its input and output stay as they are.
 
     What comes before the first layer and behind the last stays in fp32: the scale of the input, and the length of embeddings.
+
+    Raises:
+        ValueError: a weight is too large for fp16.
     """
-    half = importlib.import_module("onnxruntime.transformers.float16")
-    places = [place for place, node in enumerate(model.graph.node) if node.op_type in _LAYERS]
-    outside = [*model.graph.node[: places[0]], *model.graph.node[places[-1] + 1 :]] if places else []
-    return half.convert_float_to_float16(
-        model,
-        keep_io_types=True,
-        op_block_list=[*half.DEFAULT_OP_BLOCK_LIST, *_IN_FP32],
-        node_block_list=[node.name for node in outside],
-    )
+    onnx = importlib.import_module("onnx")
+    graph = onnx.shape_inference.infer_shapes(model).graph
+    types = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.output, *graph.value_info)}
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    types |= {name: tensor.data_type for name, tensor in weights.items()}
+    floats = {name for name, kind in types.items() if kind == onnx.TensorProto.FLOAT}
+    places = [place for place, node in enumerate(graph.node) if node.op_type in _LAYERS]
+    inside = range(places[0], places[-1] + 1) if places else range(0)
+    outputs = {value.name for value in graph.output}
+    halves: set[str] = set()  # tensors that are computed in fp16
+    copies: dict[tuple[str, bool], str] = {}  # (tensor, whether in fp16) -> its copy of that type
+    nodes: list[Any] = []
+
+    def converted(name: str, half: bool) -> str:
+        """Return the name of a tensor in fp16 or fp32; it is converted once, whoever uses it."""
+        if name not in floats or half == (name in halves):
+            return name
+        if (name, half) not in copies:
+            copies[name, half] = f"{name}_{'fp16' if half else 'fp32'}"
+            if half and name in weights:
+                graph.initializer.append(_half_weight(onnx, weights[name], copies[name, half]))
+            else:
+                kind = onnx.TensorProto.FLOAT16 if half else onnx.TensorProto.FLOAT
+                nodes.append(
+                    onnx.helper.make_node("Cast", [name], [copies[name, half]], name=f"cast_{copies[name, half]}", to=kind)
+                )
+        return copies[name, half]
+
+    for place, node in enumerate(graph.node):
+        half = place in inside and node.op_type in (*_LAYERS, *_IN_FP16) and node.output[0] in floats
+        node.input[:] = [converted(name, half) for name in node.input]
+        nodes.append(node)
+        for number, name in enumerate(node.output):
+            if half and name in outputs:  # of the file, which stay in fp32
+                node.output[number] = f"{name}_fp16"
+                nodes.append(
+                    onnx.helper.make_node("Cast", [f"{name}_fp16"], [name], name=f"cast_{name}", to=onnx.TensorProto.FLOAT)
+                )
+            elif half:
+                halves.add(name)
+    used = {name for node in nodes for name in node.input}
+    kept = [tensor for tensor in graph.initializer if tensor.name in used]
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    for field, values in (("node", nodes), ("initializer", kept), ("value_info", [])):
+        result.graph.ClearField(field)
+        getattr(result.graph, field).extend(values)
+    return result
+
+
+def _half_weight(onnx: Any, tensor: Any, name: str) -> Any:
+    """Return a weight in fp16."""
+    values = onnx.numpy_helper.to_array(tensor)
+    largest = float(np.abs(values).max(initial=0.0))
+    if not largest <= np.finfo(np.float16).max:
+        raise ValueError(f"--precision fp16: a weight of {largest:.3g} is too large for 16 bits; take fp32")
+    return onnx.numpy_helper.from_array(values.astype(np.float16), name)
 
 
 def to_int8(model: Any, batches: Iterator[Mapping[str, np.ndarray]], folder: Path) -> Any:
