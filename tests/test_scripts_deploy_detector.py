@@ -114,6 +114,7 @@ def test_a_picture_is_never_enlarged():
     assert factor.tolist() == [1, 1] and (canvas[:40, :50] == 7).all() and canvas.sum() == 7 * 40 * 50 * 3
 
 
+@pytest.mark.numeric
 def test_scrfd_is_decoded_as_it_is_defined():
     rng = np.random.default_rng(1)
     for stride, rows, columns in ((8, 3, 5), (16, 2, 3), (32, 1, 2)):
@@ -135,6 +136,7 @@ def test_scrfd_is_decoded_as_it_is_defined():
         assert anchor == count
 
 
+@pytest.mark.numeric
 def test_retinaface_is_decoded_as_it_is_defined():
     rng = np.random.default_rng(2)
     height, width = 96, 150  # not a multiple of the strides: grids are rounded up
@@ -158,6 +160,7 @@ def test_retinaface_is_decoded_as_it_is_defined():
     assert anchor == len(priors)
 
 
+@pytest.mark.numeric
 def test_retinaface_takes_probabilities_and_logits():
     logits = np.random.default_rng(3).normal(size=(50, 2)).astype(np.float32) * 4
     share = np.exp(logits.astype(np.float64))

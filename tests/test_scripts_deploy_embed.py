@@ -32,7 +32,6 @@ from scripts.deploy.embed import main
 from scripts.deploy.embedder import open_embedder
 from utils.checkpoint.tensor_file import write_tensors
 
-pytestmark = pytest.mark.numeric
 SIZE, DIM, COUNT = 48, 16, 22
 FLAGS = ["--backbone", "mbf", "--width", "0.125", "--embedding-size", str(DIM), "--image-size", str(SIZE), "--device", "cpu"]
 
@@ -98,6 +97,7 @@ def _one_error(capsys: pytest.CaptureFixture[str]) -> str:
     return said[0]
 
 
+@pytest.mark.numeric
 def test_vectors_are_those_of_the_plain_forward_pass(
     weights: Path, crops: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -143,6 +143,7 @@ def test_parquet_has_the_same_rows(weights: Path, crops: Path, tmp_path: Path):
     assert table.schema.metadata[b"network"] == str(weights).encode()
 
 
+@pytest.mark.numeric
 def test_two_processes_write_the_bytes_of_one(weights: Path, crops: Path, tmp_path: Path):
     for folder, count in (("one", 1), ("two", 2)):
         (tmp_path / folder).mkdir()
@@ -152,6 +153,7 @@ def test_two_processes_write_the_bytes_of_one(weights: Path, crops: Path, tmp_pa
     assert len(_files(tmp_path / "one" / "f.npy")) == 5
 
 
+@pytest.mark.numeric
 def test_the_embedding_of_a_crop_does_not_depend_on_what_else_is_in_its_batch(weights: Path):
     parser = argparse.ArgumentParser()
     add_network_arguments(parser)

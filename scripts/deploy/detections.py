@@ -119,10 +119,10 @@ def suppress(boxes: np.ndarray, scores: np.ndarray, overlap: float) -> np.ndarra
     The share is that of the intersection in the union.
     """
     areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
-    waiting, kept = np.argsort(-scores, kind="stable"), []
+    waiting, kept = np.argsort(-scores, kind="stable"), list[int]()
     while len(waiting) and len(kept) < _MAX_FACES:
         best, waiting = waiting[0], waiting[1:]
-        kept.append(best)
+        kept.append(int(best))
         low = np.maximum(boxes[best, :2], boxes[waiting, :2])
         high = np.minimum(boxes[best, 2:], boxes[waiting, 2:])
         shared = np.maximum(high - low, 0).prod(axis=1)

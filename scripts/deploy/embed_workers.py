@@ -81,11 +81,11 @@ def _in_processes(plan: Plan, missing: Sequence[int], count: int, advance: Calla
     try:
         for rank in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(plan.job, rank, theirs), daemon=True)
+            process: BaseProcess = context.Process(target=_work, args=(plan.job, rank, theirs), daemon=True)
+            processes[ours] = process
             with _interrupts_blocked():  # which processes inherit: Ctrl-C is for this one, which ends the others
                 process.start()
             theirs.close()
-            processes[ours] = process
         busy = {connection for connection in processes if _give(connection, plan, tasks)}
         while busy:
             for connection in wait(list(busy)):
@@ -99,9 +99,9 @@ def _in_processes(plan: Plan, missing: Sequence[int], count: int, advance: Calla
                     busy.discard(connection)
     finally:
         for process in processes.values():
-            process.kill()
-        for process in processes.values():
-            process.join()
+            if process.pid is not None:
+                process.kill()
+                process.join()
 
 
 @contextlib.contextmanager
