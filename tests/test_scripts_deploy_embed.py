@@ -27,7 +27,7 @@ from tiny_runs import Started
 
 from backbones import build_backbone
 from eval.networks import add_network_arguments
-from scripts.deploy import embed_parts, embed_workers
+from scripts.deploy import embed_parts, embed_table, embed_workers
 from scripts.deploy.embed import main
 from scripts.deploy.embedder import open_embedder
 from utils.checkpoint.tensor_file import write_tensors
@@ -75,7 +75,7 @@ def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the few pictures here are several parts."""
-    monkeypatch.setattr(embed_parts, "PICTURES", 5)
+    monkeypatch.setitem(embed_parts.PICTURES, "cpu", 5)
 
 
 def _run(network: Path, folder: Path, out: Path, *words: object, flags: list[str] = FLAGS) -> int:
@@ -128,7 +128,9 @@ def test_vectors_are_those_of_the_plain_forward_pass(
     assert sorted(_files(tmp_path / "f.npy")) == ["f.csv", "f.npy", "f.npy.rejected.csv"]
 
 
-def test_parquet_has_the_same_rows(weights: Path, crops: Path, tmp_path: Path):
+@pytest.mark.parametrize("group", [8192, 4])
+def test_parquet_has_the_same_rows(weights: Path, crops: Path, tmp_path: Path, group: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(embed_table, "_ROW_GROUP", group)
     assert _run(weights, crops, tmp_path / "f.npy") == 0
     assert _run(weights, crops, tmp_path / "g.parquet") == 0
     table = pyarrow.parquet.read_table(tmp_path / "g.parquet")
@@ -204,7 +206,7 @@ def test_a_run_killed_at_any_moment_goes_on_and_ends_with_the_same_bytes(weights
 
 
 def _killed_at(moment: int, weights: str, crops: str, out: str) -> None:
-    embed_parts.PICTURES = 5
+    embed_parts.PICTURES["cpu"] = 5
     torch.set_num_threads(1)
     with faulty(Disk(moment)):
         raise SystemExit(_run(Path(weights), Path(crops), Path(out)))

@@ -28,7 +28,8 @@ from .detector import Detector
 from .embedder import Embedder
 from .output import write_file
 
-PICTURES = 256  # of a part
+# of a part: few on a CPU, where a kill shall lose seconds and all processes shall have work; several batches on a GPU
+PICTURES = {"cpu": 64, "cuda": 1024}
 _DETECTION = ("min_score", "min_size", "overlap", "longest_side", "which")
 _BATCH = 64  # crops at most that are embedded at once; on a GPU --batch-size
 _MAX_PART = 1 << 32  # bytes
@@ -88,6 +89,7 @@ class Plan:
 
     def __init__(self, options: argparse.Namespace, embedder: Embedder, files: Sequence[Stamped], parts: Path) -> None:
         self.files, self.parts = files, parts
+        self._pictures = PICTURES[embedder.device.type]
         detection = {name: getattr(options, name) for name in _DETECTION} if options.detector else {}
         pictures = hashlib.sha256(json.dumps(files).encode()).hexdigest()
         self.facts: dict[str, Any] = {
@@ -97,15 +99,15 @@ class Plan:
             "detector": file_hash(options.detector) if options.detector else None,
             **{name.replace("_", " "): value for name, value in detection.items()},
             "list of pictures": pictures,
-            "pictures of a part": PICTURES,
+            "number of pictures in a part": self._pictures,
         }
         signature = hashlib.sha256(json.dumps(self.facts).encode()).hexdigest()
         self.job = Job(options, parts, signature)
-        self.count = -(-len(files) // PICTURES)
+        self.count = -(-len(files) // self._pictures)
 
     def names_of(self, number: int) -> list[str]:
         """Return the pictures of a part."""
-        return [file.name for file in self.files[number * PICTURES : (number + 1) * PICTURES]]
+        return [file.name for file in self.files[number * self._pictures : (number + 1) * self._pictures]]
 
 
 def embed_part(
