@@ -18,7 +18,7 @@ import torch
 
 from utils.distributed import choose_device
 
-from .detector import open_detector
+from .detector import Detector, open_detector
 from .embed_parts import Job, Plan, embed_part, write_part
 from .embedder import Embedder, open_embedder
 
@@ -50,11 +50,18 @@ def open_network(options: argparse.Namespace, local_rank: int = 0) -> Embedder:
     return open_embedder(own, local_rank)
 
 
-def embed_parts(plan: Plan, embedder: Embedder, missing: Sequence[int], count: int, advance: Callable[[int], object]) -> None:
+def embed_parts(
+    plan: Plan,
+    embedder: Embedder,
+    detector: Detector | None,
+    missing: Sequence[int],
+    count: int,
+    advance: Callable[[int], object],
+) -> None:
     """Embed and store parts.
 
     Args:
-        embedder: that of this process.
+        embedder, detector: those of this process, which embeds if it is the only one.
         missing: numbers of the parts.
         count: of processes.
         advance: called with the number of pictures that are done since the last call.
@@ -64,7 +71,6 @@ def embed_parts(plan: Plan, embedder: Embedder, missing: Sequence[int], count: i
     """
     try:
         if count == 1:
-            detector = open_detector(plan.job.options)
             for number in missing:
                 write_part(plan.job, number, embed_part(plan.job, embedder, detector, plan.names_of(number), advance))
         else:
