@@ -300,3 +300,16 @@ def test_a_file_whose_tensors_lie_outside_its_folder_is_refused(tmp_path: Path, 
 def test_what_is_no_file_is_an_error_with_words(tmp_path: Path, what: str):
     with pytest.raises(OSError, match=r"folder|No such file"):
         _open(tmp_path if what == "folder" else tmp_path / "missing.onnx")
+
+
+def test_a_file_that_crashes_opencv_ends_in_one_line(tmp_path: Path):
+    """A convolution that moves by nothing: OpenCV divides by it, which ends its process."""
+    path = write_detector(tmp_path / "x.onnx", "yunet", (64, 96))
+    model = onnx.load(str(path))
+    for attribute in model.graph.node[0].attribute:
+        if attribute.name == "strides":
+            attribute.ints[:] = [0, 0]
+    onnx.save(model, str(path))
+    with pytest.raises(ValueError, match=r"x\.onnx: OpenCV crashes on it \(SIG[A-Z]+\); the file is damaged") as error:
+        _open(path)
+    assert "\n" not in str(error.value)

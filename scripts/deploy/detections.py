@@ -156,7 +156,8 @@ class Session:
         settings.log_severity_level = 4
         self.path = path
         try:
-            self._session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+            # without the second attempt of onnxruntime, which is the same and prints a box of stars
+            self._session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"], enable_fallback=0)
         except Exception as error:  # onnxruntime has its own exceptions for damage, all of them derived from this
             raise ValueError(f"{path}: onnxruntime cannot read it: {_last_line(error)}") from None
         entries = self._session.get_inputs()
