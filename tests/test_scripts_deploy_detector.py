@@ -114,6 +114,7 @@ def test_a_picture_is_never_enlarged():
     assert factor.tolist() == [1, 1] and (canvas[:40, :50] == 7).all() and canvas.sum() == 7 * 40 * 50 * 3
 
 
+@pytest.mark.numeric
 def test_scrfd_is_decoded_as_it_is_defined():
     rng = np.random.default_rng(1)
     for stride, rows, columns in ((8, 3, 5), (16, 2, 3), (32, 1, 2)):
@@ -135,6 +136,7 @@ def test_scrfd_is_decoded_as_it_is_defined():
         assert anchor == count
 
 
+@pytest.mark.numeric
 def test_retinaface_is_decoded_as_it_is_defined():
     rng = np.random.default_rng(2)
     height, width = 96, 150  # not a multiple of the strides: grids are rounded up
@@ -158,6 +160,7 @@ def test_retinaface_is_decoded_as_it_is_defined():
     assert anchor == len(priors)
 
 
+@pytest.mark.numeric
 def test_retinaface_takes_probabilities_and_logits():
     logits = np.random.default_rng(3).normal(size=(50, 2)).astype(np.float32) * 4
     share = np.exp(logits.astype(np.float64))
@@ -297,3 +300,16 @@ def test_a_file_whose_tensors_lie_outside_its_folder_is_refused(tmp_path: Path, 
 def test_what_is_no_file_is_an_error_with_words(tmp_path: Path, what: str):
     with pytest.raises(OSError, match=r"folder|No such file"):
         _open(tmp_path if what == "folder" else tmp_path / "missing.onnx")
+
+
+def test_a_file_that_crashes_opencv_ends_in_one_line(tmp_path: Path):
+    """A convolution that moves by nothing: OpenCV divides by it, which ends its process."""
+    path = write_detector(tmp_path / "x.onnx", "yunet", (64, 96))
+    model = onnx.load(str(path))
+    for attribute in model.graph.node[0].attribute:
+        if attribute.name == "strides":
+            attribute.ints[:] = [0, 0]
+    onnx.save(model, str(path))
+    with pytest.raises(ValueError, match=r"x\.onnx: OpenCV crashes on it \(SIG[A-Z]+\); the file is damaged") as error:
+        _open(path)
+    assert "\n" not in str(error.value)

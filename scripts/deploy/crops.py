@@ -84,15 +84,16 @@ def crops_of(data: bytes, name: str, detector: Detector | None, size: int, which
 
 
 def _crops(data: bytes, name: str, detector: Detector | None, size: int, which: str) -> list[Crop]:
-    pixels = decode_rgb(data, MAX_PHOTO_PIXELS, upright=detector is not None)
-    height, width = pixels.shape[:2]
     if detector is None:
-        if (height, width) != (size, size):
+        height, width = image_size(data) or (size, size)
+        if (height, width) != (size, size):  # before it takes memory
             raise ValueError(
                 f"is {width} x {height} pixels, no aligned crop of {size} x {size}: name a --detector for photographs, or "
                 "align it with scripts.data.align"
             )
-        return [Crop(name, pixels, None, 0)]
+        return [Crop(name, decode_rgb(data), None, 0)]
+    pixels = decode_rgb(data, MAX_PHOTO_PIXELS, upright=True)
+    height, width = pixels.shape[:2]
     faces = detector.detect(pixels)
     if not faces:
         raise ValueError("no face found")

@@ -119,10 +119,10 @@ def suppress(boxes: np.ndarray, scores: np.ndarray, overlap: float) -> np.ndarra
     The share is that of the intersection in the union.
     """
     areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
-    waiting, kept = np.argsort(-scores, kind="stable"), []
+    waiting, kept = np.argsort(-scores, kind="stable"), list[int]()
     while len(waiting) and len(kept) < _MAX_FACES:
         best, waiting = waiting[0], waiting[1:]
-        kept.append(best)
+        kept.append(int(best))
         low = np.maximum(boxes[best, :2], boxes[waiting, :2])
         high = np.minimum(boxes[best, 2:], boxes[waiting, 2:])
         shared = np.maximum(high - low, 0).prod(axis=1)
@@ -156,7 +156,8 @@ class Session:
         settings.log_severity_level = 4
         self.path = path
         try:
-            self._session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+            # without the second attempt of onnxruntime, which is the same and prints a box of stars
+            self._session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"], enable_fallback=0)
         except Exception as error:  # onnxruntime has its own exceptions for damage, all of them derived from this
             raise ValueError(f"{path}: onnxruntime cannot read it: {_last_line(error)}") from None
         entries = self._session.get_inputs()

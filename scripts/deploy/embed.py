@@ -34,8 +34,8 @@ from utils.program import run_main
 from utils.text import one_line
 
 from .crops import add_which_argument
-from .detector import add_detector_arguments
-from .embed_parts import Parts, Plan, Stamped
+from .detector import add_detector_arguments, open_detector
+from .embed_parts import LOCK, Parts, Plan, Stamped, check_folder, has_begun
 from .embed_table import FORMS, check_form, write_table
 from .embed_workers import default_processes, embed_parts, one_thread, open_network
 from .output import locked
@@ -67,12 +67,13 @@ def run(options: argparse.Namespace) -> None:
     folder = out.with_name(f"{out.name}.parts")
     if out.is_dir():
         raise ValueError(f"--out: {out} is a folder; name a file")
-    if out.exists() and not folder.exists() and not options.again:
+    check_folder(folder)
+    if out.exists() and not has_begun(folder) and not options.again:
         raise ValueError(f"--out: {out} exists already; choose another name, or --again to replace it")
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / Parts.LOCK, str(out)):
-        with one_thread():
-            embedder = open_network(options)
+    with one_thread():
+        embedder, detector = open_network(options), open_detector(options)  # before anything is written
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / LOCK, str(out)):
             plan = Plan(options, embedder, files, folder)
             parts = Parts(plan, options.again)
             missing = parts.missing()
@@ -80,9 +81,9 @@ def run(options: argparse.Namespace) -> None:
             done = len(files) - sum(len(plan.names_of(number)) for number in missing)
             with progress([], len(files), "embedding", "picture") as bar:
                 bar.update(done)
-                embed_parts(plan, embedder, missing, count, bar.update)
-        faces, rejected = write_table(out, plan, parts, embedder.embedding_size, embedder.title)
-        parts.remove()
+                embed_parts(plan, embedder, detector, missing, count, bar.update)
+            faces, rejected = write_table(out, plan, parts, embedder.embedding_size, embedder.title)
+            parts.remove()
     if done:
         print(f"{done} of {len(files)} pictures were done already")
     if rejected:

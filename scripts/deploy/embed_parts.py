@@ -28,9 +28,11 @@ from .detector import Detector
 from .embedder import Embedder
 from .output import write_file
 
-PICTURES = 256  # of a part
+# of a part: few on a CPU, where a kill shall lose seconds and all processes shall have work; several batches on a GPU
+PICTURES = {"cpu": 64, "cuda": 1024}
 _DETECTION = ("min_score", "min_size", "overlap", "longest_side", "which")
 _BATCH = 64  # crops at most that are embedded at once; on a GPU --batch-size
+LOCK, _FACTS = "lock", "run.json"  # files in the folder of the parts
 _MAX_PART = 1 << 32  # bytes
 
 
@@ -88,6 +90,7 @@ class Plan:
 
     def __init__(self, options: argparse.Namespace, embedder: Embedder, files: Sequence[Stamped], parts: Path) -> None:
         self.files, self.parts = files, parts
+        self._pictures = PICTURES[embedder.device.type]
         detection = {name: getattr(options, name) for name in _DETECTION} if options.detector else {}
         pictures = hashlib.sha256(json.dumps(files).encode()).hexdigest()
         self.facts: dict[str, Any] = {
@@ -97,15 +100,15 @@ class Plan:
             "detector": file_hash(options.detector) if options.detector else None,
             **{name.replace("_", " "): value for name, value in detection.items()},
             "list of pictures": pictures,
-            "pictures of a part": PICTURES,
+            "number of pictures in a part": self._pictures,
         }
         signature = hashlib.sha256(json.dumps(self.facts).encode()).hexdigest()
         self.job = Job(options, parts, signature)
-        self.count = -(-len(files) // PICTURES)
+        self.count = -(-len(files) // self._pictures)
 
     def names_of(self, number: int) -> list[str]:
         """Return the pictures of a part."""
-        return [file.name for file in self.files[number * PICTURES : (number + 1) * PICTURES]]
+        return [file.name for file in self.files[number * self._pictures : (number + 1) * self._pictures]]
 
 
 def embed_part(
@@ -176,26 +179,37 @@ def _path(folder: Path, number: int) -> Path:
     return folder / f"{number:06}.part"
 
 
+def check_folder(folder: Path) -> None:
+    """Raise ValueError if a folder holds what is not of this program, because parts are removed at the end."""
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return
+    others = [name for name in names if name not in (LOCK, _FACTS) and not name.endswith((".part", ".unfinished"))]
+    if others:
+        raise ValueError(f"{folder}: holds {others[0]!r}, which is not of this program; choose another --out")
+
+
+def has_begun(folder: Path) -> bool:
+    """Return whether a folder has the parts of a run."""
+    return (folder / _FACTS).exists()
+
+
 class Parts:
     """The stored parts of a run. The caller holds the lock.
 
     Raises:
-        ValueError: the folder is that of another run, or of none.
+        ValueError: the folder is that of another run.
     """
-
-    LOCK, _FACTS = "lock", "run.json"
 
     def __init__(self, plan: Plan, again: bool) -> None:
         self._plan, self._folder = plan, plan.parts
-        others = [name for name in sorted(os.listdir(self._folder)) if not self._is_own(name)]
-        if others:
-            raise ValueError(f"{self._folder}: holds {others[0]!r}, which is not of this program; choose another --out")
         if again:
             self._clear()
         before = self._before()
         if before is None:
             self._clear()
-            write_file(self._folder / self._FACTS, json.dumps(plan.facts).encode())
+            write_file(self._folder / _FACTS, json.dumps(plan.facts).encode())
         elif before != plan.facts:
             different = [name for name in plan.facts if before.get(name) != plan.facts[name]]
             what = different[0] if different else "version of this program"
@@ -233,20 +247,17 @@ class Parts:
     def remove(self) -> None:
         """Remove the folder of the parts."""
         self._clear()
-        (self._folder / self.LOCK).unlink(missing_ok=True)
+        (self._folder / LOCK).unlink(missing_ok=True)
         self._folder.rmdir()
 
     def _clear(self) -> None:
-        names = [name for name in os.listdir(self._folder) if name != self.LOCK]
-        for name in sorted(names, key=lambda name: name != self._FACTS):  # first what says that the others are parts
+        names = [name for name in os.listdir(self._folder) if name != LOCK]
+        for name in sorted(names, key=lambda name: name == _FACTS):  # last, so that a killed run can be finished
             (self._folder / name).unlink(missing_ok=True)
 
     def _before(self) -> dict[str, Any] | None:
         """Return the facts of the run whose parts these are; None if there are none."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            before = json.loads(read_bytes(self._folder / self._FACTS))
+            before = json.loads(read_bytes(self._folder / _FACTS))
             return before if isinstance(before, dict) else None
         return None
-
-    def _is_own(self, name: str) -> bool:
-        return name in (self.LOCK, self._FACTS) or name.endswith((".part", ".unfinished"))

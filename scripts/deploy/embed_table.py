@@ -20,6 +20,7 @@ from .embed_parts import Part, Parts, Plan, Row
 from .output import csv_bytes, new_file
 
 FORMS = (".parquet", ".npy")
+_ROW_GROUP = 8192  # faces that a .parquet file stores together; readers skip or read whole groups
 _COLUMNS = ("name", "face", "person", "norm", "padding", "score")
 
 
@@ -96,13 +97,25 @@ def _write_parquet(file: NewFile, parts: Iterator[Part], embedding_size: int, fa
     fields.append(arrow.field("embedding", arrow.list_(arrow.float32(), embedding_size)))
     schema = arrow.schema(fields, metadata=facts)
     with importlib.import_module("pyarrow.parquet").ParquetWriter(_Sink(file), schema) as writer:
-        for part in parts:
-            if not part.rows:
-                continue
+        for part in _joined(parts):
             rows = [(row.name, row.face, _person(row.name), row.norm, row.padding, row.score) for row in part.rows]
             columns = [arrow.array(column, kind) for column, kind in zip(zip(*rows, strict=True), kinds, strict=True)]
             vectors = arrow.FixedSizeListArray.from_arrays(arrow.array(part.vectors.ravel()), embedding_size)
             writer.write_table(arrow.table([*columns, vectors], schema=schema))
+
+
+def _joined(parts: Iterator[Part]) -> Iterator[Part]:
+    """Yield the faces in parts of at least _ROW_GROUP but for the last, which is not empty either."""
+    rows: list[Row] = []
+    vectors: list[np.ndarray] = []
+    for part in parts:
+        rows += part.rows
+        vectors.append(part.vectors)
+        if len(rows) >= _ROW_GROUP:
+            yield Part(rows, [], np.concatenate(vectors))
+            rows, vectors = [], []
+    if rows:
+        yield Part(rows, [], np.concatenate(vectors))
 
 
 class _Sink(io.RawIOBase):

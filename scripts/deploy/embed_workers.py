@@ -18,7 +18,7 @@ import torch
 
 from utils.distributed import choose_device
 
-from .detector import open_detector
+from .detector import Detector, open_detector
 from .embed_parts import Job, Plan, embed_part, write_part
 from .embedder import Embedder, open_embedder
 
@@ -50,11 +50,18 @@ def open_network(options: argparse.Namespace, local_rank: int = 0) -> Embedder:
     return open_embedder(own, local_rank)
 
 
-def embed_parts(plan: Plan, embedder: Embedder, missing: Sequence[int], count: int, advance: Callable[[int], object]) -> None:
+def embed_parts(
+    plan: Plan,
+    embedder: Embedder,
+    detector: Detector | None,
+    missing: Sequence[int],
+    count: int,
+    advance: Callable[[int], object],
+) -> None:
     """Embed and store parts.
 
     Args:
-        embedder: that of this process.
+        embedder, detector: those of this process, which embeds if it is the only one.
         missing: numbers of the parts.
         count: of processes.
         advance: called with the number of pictures that are done since the last call.
@@ -64,7 +71,6 @@ def embed_parts(plan: Plan, embedder: Embedder, missing: Sequence[int], count: i
     """
     try:
         if count == 1:
-            detector = open_detector(plan.job.options)
             for number in missing:
                 write_part(plan.job, number, embed_part(plan.job, embedder, detector, plan.names_of(number), advance))
         else:
@@ -81,11 +87,11 @@ def _in_processes(plan: Plan, missing: Sequence[int], count: int, advance: Calla
     try:
         for rank in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(plan.job, rank, theirs), daemon=True)
+            process: BaseProcess = context.Process(target=_work, args=(plan.job, rank, theirs), daemon=True)
+            processes[ours] = process
             with _interrupts_blocked():  # which processes inherit: Ctrl-C is for this one, which ends the others
                 process.start()
             theirs.close()
-            processes[ours] = process
         busy = {connection for connection in processes if _give(connection, plan, tasks)}
         while busy:
             for connection in wait(list(busy)):
@@ -99,9 +105,9 @@ def _in_processes(plan: Plan, missing: Sequence[int], count: int, advance: Calla
                     busy.discard(connection)
     finally:
         for process in processes.values():
-            process.kill()
-        for process in processes.values():
-            process.join()
+            if process.pid is not None:
+                process.kill()
+                process.join()
 
 
 @contextlib.contextmanager
