@@ -17,12 +17,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
     """The words of a network, and a folder with a gallery of two of three people, and queries."""
     folder = tmp_path_factory.mktemp("place")
     network = write_network(folder / "weights.pt")
-    write_people(folder / "people", 3, 4)
-    for person in range(3):  # the first two pictures are enrolled, the others are queries; person_2 is a stranger
+    write_people(folder / "people", 3, 2)
+    for person in range(3):  # queries are the enrolled pictures, a little darker; person_2 is a stranger
         target = folder / "queries" / f"person_{person}"
         target.mkdir(parents=True)
-        for number in (2, 3):
-            (folder / "people" / f"person_{person}" / f"{number}.png").rename(target / f"{number}.png")
+        for number in (0, 1):
+            pixels = cv2.imread(str(folder / "people" / f"person_{person}" / f"{number}.png"))
+            cv2.imwrite(str(target / f"{number + 2}.png"), (pixels * 0.8).astype(np.uint8))
     for number in (0, 1):
         (folder / "people" / "person_2" / f"{number}.png").unlink()
     (folder / "people" / "person_2").rmdir()
