@@ -54,11 +54,17 @@ def unbroken(network: list[str], people: Path, tmp_path_factory: pytest.TempPath
 
 
 def test_each_picture_is_enrolled_once_and_skipped_the_second_time(
-    network: list[str], people: Path, unbroken: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    network: list[str],
+    people: Path,
+    unbroken: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     assert set(_content(unbroken)) == {(f"person_{p}", f"person_{p}/{n}.png") for p in range(PEOPLE) for n in range(PICTURES)}
     shutil.copytree(unbroken, tmp_path / "g")
     before = _content(tmp_path / "g")
+    monkeypatch.setattr(enrol, "_enrol", lambda waiting, *rest: waiting and pytest.fail("it embedded them again"))
     assert enrol.main(_words(network, tmp_path / "g", people)) == 0
     assert "0 pictures enrolled, 40 were there already, 0 rejected; now 40 of 8 people" in capsys.readouterr().out
     assert _content(tmp_path / "g") == before
