@@ -256,6 +256,32 @@ def _state(gallery: Gallery) -> tuple[list[tuple], list]:
     return images, gallery.search(np.linspace(-1, 1, DIM, dtype=np.float32)[None], 9)
 
 
+def _die_in_a_commit(folder: Path) -> None:
+    """Write pages of an unfinished transaction into the database, with their old contents in the journal, and die."""
+    gallery = Gallery(folder)
+    gallery.database.execute("PRAGMA query_only = OFF")
+    gallery.database.execute("PRAGMA cache_size = 2")
+    gallery.database.execute("BEGIN")
+    gallery.database.execute("UPDATE people SET name = 'wrong' || id")
+    for number in range(3000):
+        gallery.database.execute("INSERT INTO erasures (kind, at, size) VALUES ('vectors', ?, 1)", (number,))
+    os.kill(os.getpid(), 9)
+
+
+def test_a_reader_takes_back_what_a_killed_commit_wrote(gallery: Gallery):
+    gallery.add(new_images(np.random.default_rng(0), ["a", "b"]))
+    before = _state(gallery)
+    gallery.close()
+    size = (gallery.folder / DATABASE).stat().st_size
+    process = mp.get_context("forkserver").Process(target=_die_in_a_commit, args=(gallery.folder,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -9 and (gallery.folder / DATABASE).stat().st_size > size  # it wrote into the database
+    assert (gallery.folder / f"{DATABASE}-journal").exists()
+    with Gallery(gallery.folder) as other:
+        assert _state(other) == before
+
+
 # ---- several processes
 
 
@@ -317,6 +343,14 @@ def test_a_process_that_waits_says_so_and_gives_up(
     assert capsys.readouterr().err == f"waiting for process {os.getpid()}, which writes to {gallery.folder}\n"
     other.add(new_images(np.random.default_rng(0), ["a"]))
     assert other.people() == {"a": 1}
+
+
+def test_a_search_with_the_old_network_after_a_reembedding_is_refused(gallery: Gallery):
+    gallery.add(new_images(np.random.default_rng(0), ["a"]))
+    with Gallery(gallery.folder) as other:
+        reembed(other, FACTS._replace(digest="new", title="another"), _other_network, lambda images, total: images)
+    with pytest.raises(ValueError, match="was embedded anew by another since it was opened"):
+        gallery.search(np.ones((1, DIM), np.float32))
 
 
 # ---- hostile galleries
@@ -412,7 +446,7 @@ def test_damaged_vectors_are_named_and_made_anew_from_the_faces(gallery: Gallery
     with Gallery(gallery.folder) as other, pytest.raises(ValueError, match=says):
         other.search(np.ones((1, DIM), np.float32))
     with Gallery(gallery.folder) as other:
-        reembed(other, FACTS, _other_network, lambda images, total: images)
+        reembed(other, FACTS, _other_network, lambda images, total: images)  # the same network
         assert len(other.search(np.ones((1, DIM), np.float32))[0]) == 2
 
 

@@ -72,6 +72,7 @@ class Gallery:
         self._searchers: dict[tuple[str, str], tuple[int, Searcher]] = {}
         with database_errors(self._path):
             self.facts, _ = read_facts(self._database, self._path)
+        self._digest = self.facts.digest
 
     @classmethod
     def create(cls, folder: Path, facts: Facts, patience: float = PATIENCE) -> "Gallery":
@@ -83,7 +84,8 @@ class Gallery:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{shown(folder)}: is a file, and a gallery is a folder; name another one")
         if not (folder / DATABASE).exists():
-            if folder.exists() and (other := _files_of_others(folder)):
+            # asked again, because another process may be making the gallery
+            if folder.exists() and (other := _files_of_others(folder)) and not (folder / DATABASE).exists():
                 raise ValueError(
                     f"{shown(folder)}: holds {shown(other)} and no gallery; name a new or empty folder for the gallery"
                 )
@@ -158,6 +160,10 @@ class Gallery:
         with self._thread:
             with self.reading() as state:
                 known = self._searchers.get(key)
+                if self.facts.digest != self._digest:
+                    raise ValueError(
+                        f"{shown(self.folder)}: was embedded anew by {self.facts.title} since it was opened; start again"
+                    )
                 if known is not None and known[0] == state.changes:
                     return known[1]
                 entries = read_entries(self._database, self.folder, self.facts, state)
