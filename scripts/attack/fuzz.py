@@ -1,10 +1,11 @@
 """Attack every input of this project: python -m scripts.attack.fuzz --minutes 10
 
 The fuzzer first makes valid files, and takes those of tests/fixtures: sets in every form, lists, landmarks, images,
-configurations, checkpoints, weights, files of arcface_torch. It damages them at random, and generates well-formed files with
-false contents. The program that a user would start reads each case, in a process with limits of time, memory and files. It must
-succeed, or end with one line `error: ...`. Anything else is a find, and so is a case that runs code or writes files outside its
-folder. Finds are minimised and kept in --out, and the exit status is then 1. Case N of seed S is always the same.
+configurations, checkpoints, weights, files of arcface_torch, galleries. It damages them at random, and generates well-formed
+files with false contents. The program that a user would start reads each case, in a process with limits of time, memory and
+files. It must succeed, or end with one line `error: ...`. Anything else is a find, and so is a case that runs code or writes
+files outside its folder. Finds are minimised and kept in --out, and the exit status is then 1. Case N of seed S is always the
+same.
 
 Examples:
   python -m scripts.attack.fuzz --minutes 10 --seed 1
@@ -34,7 +35,7 @@ import tqdm
 from utils.cli import int_in_range, make_parser, progress
 from utils.program import run_main
 
-from . import fuzz_inputs_config, fuzz_inputs_images, fuzz_inputs_runs, fuzz_inputs_sets
+from . import fuzz_inputs_config, fuzz_inputs_gallery, fuzz_inputs_images, fuzz_inputs_runs, fuzz_inputs_sets
 from .fuzz_cases import Outcome, run_cases
 from .fuzz_files import Place
 from .fuzz_finds import keep, minimise, run_one
@@ -62,6 +63,9 @@ _PROGRAMS = (
     "data.folder_to_rec",
     "data.pairs_to_bin",
     "data.verify",
+    "deploy.enrol",
+    "deploy.gallery",
+    "deploy.search",
     "eval.ijb",
 )
 _KEPT = 50  # finds that are minimised, one of each kind; the others are only counted
@@ -147,7 +151,7 @@ def load_inputs(folder: Path, names: Sequence[str] = ()) -> dict[str, Input]:
     make_seeds(seeds)
     inputs = {
         name: entry
-        for part in (fuzz_inputs_sets, fuzz_inputs_images, fuzz_inputs_runs)
+        for part in (fuzz_inputs_sets, fuzz_inputs_images, fuzz_inputs_runs, fuzz_inputs_gallery)
         for name, entry in part.inputs(seeds).items()
     }
     inputs |= fuzz_inputs_config.inputs()

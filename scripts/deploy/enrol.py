@@ -33,6 +33,7 @@ from .gallery_records import NewImage
 from .gallery_store import Gallery
 from .pictures_of_people import Faces, Picture, add_person_arguments, find_pictures, read_faces, with_people
 
+NO_DIRECTION = "the network returns no direction for it: zero, or not finite"
 Waiting = tuple[Picture, bytes, Crop]  # a face to enrol, with the hash of its picture
 
 
@@ -123,7 +124,7 @@ def _enrol(
     images = []
     for (picture, found, crop), embedding in zip(waiting, raw, strict=True):
         if not np.isfinite(embedding).all() or not embedding.any():
-            rejected.append(Rejected(picture.name, "the network returns no direction for it: zero, or not finite"))
+            rejected.append(Rejected(picture.name, NO_DIRECTION))
             continue
         quality = 1.0 if crop.face is None else float(crop.face.score)
         pixels = None if options.no_pictures else crop.pixels

@@ -58,8 +58,9 @@ def writer_lock(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise ValueError(f"{shown(path)}: must be a regular file, as a gallery has no links, folders or devices")
         _lock(handle, folder, patience)
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, str(os.getpid()).encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: others then wait for "another process"
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, str(os.getpid()).encode(), 0)
         yield
     finally:
         os.close(handle)

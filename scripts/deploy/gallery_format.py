@@ -203,6 +203,7 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
         "trusted_schema = OFF",
         "cell_size_check = ON",
         "mmap_size = 0",
+        "temp_store = MEMORY",  # VACUUM would leave a copy of all names in a file elsewhere
         "synchronous = EXTRA",
         "secure_delete = ON",  # deleted rows are overwritten with zeros
         "foreign_keys = ON",

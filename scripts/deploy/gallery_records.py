@@ -7,6 +7,7 @@ if __name__ == "__main__":
     raise SystemExit("error: scripts/deploy/gallery_records.py is no program; python -m scripts lists them")
 
 import sqlite3
+from array import array
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,32 +80,46 @@ def face_bytes(image: Image, file: DataFile) -> bytes:
 
 
 def read_entries(database: sqlite3.Connection, folder: Path, facts: Facts, state: State) -> Entries:
-    """Return all images and their vectors, checked; inside a read transaction."""
-    images = read_images(database, folder / DATABASE)
-    width = facts.embedding_size
-    rows = np.array([image.vector for image in images], dtype=np.int64)
+    """Return all images and their vectors, checked; inside a read transaction.
+
+    Raises:
+        ValueError: a vector is missing or damaged.
+    """
+    path, width = folder / DATABASE, facts.embedding_size
+    numbers, rows, norms, qualities = array("q"), array("q"), array("d"), array("d")
+    people: list[str] = []
+    sums: list[bytes] = []
+    names: dict[str, str] = {}  # one object a person
+    query = (
+        "SELECT images.id, people.name, norm, quality, vector, vector_sum FROM images JOIN people ON people.id = images.person "
+        "ORDER BY images.id LIMIT ?"
+    )
+    for row in database.execute(query, (most_rows(path),)):
+        if tuple(map(type, row)) != (int, str, float, float, int, bytes):
+            raise ValueError(f"{shown(path)}: the row of image {row[0]!r:.20} has values of a wrong kind")
+        numbers.append(row[0])
+        norms.append(row[2])
+        qualities.append(row[3])
+        rows.append(row[4])
+        people.append(names.setdefault(row[1], row[1]))
+        sums.append(row[5])
+    places = np.array(rows, dtype=np.int64)
     path = data_file(folder, VECTORS, state.vectors)
     fix = f"python -m scripts.deploy.gallery reembed {shown(folder)} NETWORK makes new ones from the faces"
-    if len(rows) and (rows.min() < 0 or rows.max() >= state.num_rows or len(np.unique(rows)) < len(rows)):
+    if len(places) and (places.min() < 0 or places.max() >= state.num_rows or len(np.unique(places)) < len(places)):
         raise ValueError(f"{shown(folder / DATABASE)}: row numbers of vectors are wrong; {fix}")
     with DataFile(path) as file:
         if file.size < state.num_rows * width * 4:
             raise ValueError(
                 f"{shown(path)}: is cut short: {file.size:,} bytes for {state.num_rows:,} vectors of {4 * width}; {fix}"
             )
-        vectors = file.read_rows(rows, width)
-    bad = [image.number for image, row in zip(images, vectors, strict=True) if checksum(row.data) != image.vector_sum]
+        vectors = file.read_rows(places, width)
+    bad = [number for number, row, known in zip(numbers, vectors, sums, strict=True) if checksum(row.data) != known]
     lengths = np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64)
-    bad += [images[place].number for place in np.flatnonzero(~(np.abs(lengths - 1) < 1e-3))]  # also NaN
+    bad += [numbers[place] for place in np.flatnonzero(~(np.abs(lengths - 1) < 1e-3))]  # also NaN
     if bad:
         raise ValueError(f"{shown(path)}: {len(set(bad))} vector(s) are damaged, such as that of image {bad[0]}; {fix}")
-    return Entries(
-        [image.person for image in images],
-        np.array([image.number for image in images], dtype=np.int64),
-        vectors,
-        np.array([image.norm for image in images]),
-        np.array([image.quality for image in images]),
-    )
+    return Entries(people, np.array(numbers, dtype=np.int64), vectors, np.array(norms), np.array(qualities))
 
 
 def unit_vector(embedding: np.ndarray, size: int, picture: str) -> tuple[np.ndarray, float]:

@@ -1,9 +1,9 @@
 """A gallery on disk: people, their images, a unit vector and an aligned face of each image.
 
-What survives a kill or a power cut: vectors and faces are written and flushed first, then the database commits; an image counts
-from that commit on. Readers see one state from first to last: a commit waits until they have read what they need. Erasing is
-the other way round: after the commit nobody refers to the bytes, which are then overwritten with zeros; the table `erasures`
-tells the next process what a killed one has not overwritten.
+What survives a kill or a power cut: vectors and faces are written and flushed first, then the database commits. From then on
+an image counts. Readers see one state from first to last: a commit waits until they have read what they need. Erasing is the
+other way round: after the commit nobody refers to the bytes, which are then overwritten with zeros. The table `erasures` tells
+the next process what a killed one has not overwritten.
 
 Shapes: N = images of the gallery, n = images of a call, D = embedding size, S = size of a face.
 """
@@ -72,6 +72,7 @@ class Gallery:
         self._searchers: dict[tuple[str, str], tuple[int, Searcher]] = {}
         with database_errors(self._path):
             self.facts, _ = read_facts(self._database, self._path)
+        self._digest = self.facts.digest
 
     @classmethod
     def create(cls, folder: Path, facts: Facts, patience: float = PATIENCE) -> "Gallery":
@@ -83,7 +84,8 @@ class Gallery:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{shown(folder)}: is a file, and a gallery is a folder; name another one")
         if not (folder / DATABASE).exists():
-            if folder.exists() and (other := _files_of_others(folder)):
+            # asked again, because another process may be making the gallery
+            if folder.exists() and (other := _files_of_others(folder)) and not (folder / DATABASE).exists():
                 raise ValueError(
                     f"{shown(folder)}: holds {shown(other)} and no gallery; name a new or empty folder for the gallery"
                 )
@@ -158,6 +160,10 @@ class Gallery:
         with self._thread:
             with self.reading() as state:
                 known = self._searchers.get(key)
+                if self.facts.digest != self._digest:
+                    raise ValueError(
+                        f"{shown(self.folder)}: was embedded anew by {self.facts.title} since it was opened; start again"
+                    )
                 if known is not None and known[0] == state.changes:
                     return known[1]
                 entries = read_entries(self._database, self.folder, self.facts, state)

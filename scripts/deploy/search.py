@@ -32,7 +32,7 @@ from utils.text import one_line
 from .crops import Crop, Rejected, add_which_argument
 from .detector import add_detector_arguments, open_detector
 from .embedder import Embedder, open_embedder
-from .enrol import require_network, warn_of_other_detector
+from .enrol import NO_DIRECTION, require_network, warn_of_other_detector
 from .gallery_rates import measure
 from .gallery_search import Match, Searcher
 from .gallery_sheet import MAX_ROWS, draw_sheet
@@ -122,9 +122,9 @@ def search_all(options: argparse.Namespace) -> None:
             else:
                 waiting += [(one.picture, one.hash, crop) for crop in one.crops or ()]
             if len(waiting) >= options.batch_size:
-                raw.append(_search(waiting, queries, embedder, searcher, options.k, keep=len(queries) < MAX_ROWS))
+                raw.append(_search(waiting, queries, rejected, embedder, searcher, options.k))
                 waiting = []
-        raw.append(_search(waiting, queries, embedder, searcher, options.k, keep=len(queries) < MAX_ROWS))
+        raw.append(_search(waiting, queries, rejected, embedder, searcher, options.k))
         for query in () if options.quiet else queries:
             _print_query(query, threshold, detector is not None)
         for picture in rejected:
@@ -149,24 +149,25 @@ def search_all(options: argparse.Namespace) -> None:
 def _search(
     waiting: Sequence[tuple[Picture, bytes, Crop]],
     queries: list[Query],
+    rejected: list[Rejected],
     embedder: Embedder,
     searcher: Searcher,
     k: int,
-    keep: bool,
 ) -> np.ndarray:
-    """Embed and search faces, append them to the queries, and return their embeddings (n, D).
-
-    Args:
-        keep: the pixels, for the sheet; a large folder's would fill the memory.
-    """
+    """Embed and search faces, append them to the queries or the rejected, and return the queries' embeddings (n, D)."""
     if not waiting:
         return np.zeros((0, embedder.embedding_size), dtype=np.float32)
     raw = embedder.embed(np.stack([crop.pixels for _, _, crop in waiting]))
+    norms = np.linalg.norm(raw.astype(np.float64), axis=1)
+    sound = np.isfinite(norms) & (norms > 0)
+    rejected += [Rejected(picture.name, NO_DIRECTION) for (picture, _, _), good in zip(waiting, sound, strict=True) if not good]
+    kept = [one for one, good in zip(waiting, sound, strict=True) if good]
     nothing = np.zeros((0, 0, 3), dtype=np.uint8)
-    for (picture, found, crop), row, matches in zip(waiting, raw, searcher.search(raw, k), strict=True):
-        kept = crop if keep else crop._replace(pixels=nothing)
-        queries.append(Query(picture, found, kept, float(np.linalg.norm(row.astype(np.float64))), matches))
-    return raw
+    for (picture, found, crop), norm, matches in zip(kept, norms[sound], searcher.search(raw[sound], k), strict=True):
+        # only those of the sheet keep their pixels; those of a large folder would fill the memory
+        shown_crop = crop if len(queries) < MAX_ROWS else crop._replace(pixels=nothing)
+        queries.append(Query(picture, found, shown_crop, float(norm), matches))
+    return raw[sound]
 
 
 def _print_threshold(threshold: Threshold | None, searcher: Searcher) -> None:
@@ -174,7 +175,7 @@ def _print_threshold(threshold: Threshold | None, searcher: Searcher) -> None:
     if threshold is None:
         print("no threshold: the people are only ranked, and somebody is first for a stranger, too; see --far and --threshold")
     elif not threshold.far:
-        print(f"unknown: not above the cosine {threshold.cosine:g}, as --threshold says")
+        print(f"unknown: not above the {threshold.words}")
     else:
         count = len(searcher.entries)
         what = "templates" if searcher.by == "template" else "images"

@@ -1,4 +1,4 @@
-"""Thresholds that a run measured: from the results.json that training and `python -m eval --report` write."""
+"""Thresholds that a run measured: from the results.json that training and `python -m eval RUN --report DIR` write."""
 
 if __name__ == "__main__":
     raise SystemExit("error: scripts/deploy/thresholds.py is no program; python -m scripts lists them")
@@ -14,6 +14,7 @@ from utils.suggest import did_you_mean
 from utils.text import printable
 
 RESULTS = "results.json"  # in the folder of a run
+_NAME_ONE = "name the results.json of a run or of python -m eval RUN --report DIR"
 
 
 class Threshold(NamedTuple):
@@ -27,6 +28,8 @@ class Threshold(NamedTuple):
     @property
     def words(self) -> str:
         """The threshold in words."""
+        if not self.far:
+            return f"cosine {self.cosine:g}"
         found = "" if self.tar is None else f", where {100 * self.tar:.2f} % of the genuine pairs are accepted"
         return f"cosine {self.cosine:.4f}: FAR {self.far} on the set {printable(self.set)}{found}"
 
@@ -48,7 +51,7 @@ def add_threshold_arguments(parser: argparse.ArgumentParser) -> None:
         "--results",
         type=Path,
         metavar="JSON",
-        help="results.json of a run, or of `python -m eval --report`; default: that of the run that is the network",
+        help="results.json of a run, or of `python -m eval RUN --report DIR`; default: that of the run that is the network",
     )
     parser.add_argument(
         "--set", metavar="NAME", help="verification set of the threshold; default: the set with the highest threshold"
@@ -74,7 +77,7 @@ def threshold_of(options: argparse.Namespace) -> Threshold | None:
         if not results.is_file():
             raise ValueError(
                 f"--far {options.far} needs the results of the network, and there is no {shown(results)}: name one with "
-                "--results, as python -m eval --report writes it"
+                "--results, as python -m eval RUN --report DIR writes it"
             )
         if getattr(options, "best", False):
             raise ValueError(
@@ -117,13 +120,11 @@ def read_results(path: Path) -> dict[str, _Points]:
     except OSError as error:
         raise ValueError(f"{shown(path)}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise ValueError(f"{shown(path)}: no JSON; name the results.json of a run or of python -m eval --report") from None
+        raise ValueError(f"{shown(path)}: no JSON; {_NAME_ONE}") from None
     try:
         return {name: _points(one) for name, one in values.items()}
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-        raise ValueError(
-            f"{shown(path)}: not the results of an evaluation; name the results.json of a run or of python -m eval --report"
-        ) from None
+        raise ValueError(f"{shown(path)}: not the results of an evaluation; {_NAME_ONE}") from None
 
 
 def _points(values: Any) -> _Points:

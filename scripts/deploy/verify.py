@@ -27,6 +27,7 @@ from utils.text import one_line
 from .crops import Crop, Rejected, read_crops
 from .detector import add_detector_arguments, open_detector
 from .embedder import open_embedder
+from .enrol import NO_DIRECTION
 from .thresholds import add_threshold_arguments, threshold_of
 
 DIFFERENT = 3  # exit status
@@ -67,9 +68,9 @@ def compare(options: argparse.Namespace) -> bool:
     norms = np.linalg.norm(raw, axis=1)
     for path, norm in zip((options.a, options.b), norms, strict=True):
         if not np.isfinite(norm) or norm == 0:
-            raise ValueError(f"{shown(path)}: the network returns no direction for it: zero, or not finite")
+            raise ValueError(f"{shown(path)}: {NO_DIRECTION}")
     cosine = float(np.clip((raw[0] / norms[0]) @ (raw[1] / norms[1]), -1, 1))
-    print(f"cosine {cosine:.4f} (norms {norms[0]:.2f} and {norms[1]:.2f}), network {one_line(embedder.title)}")
+    print(f"cosine {cosine:.4f} (norms {norms[0]:.3g} and {norms[1]:.3g}), network {one_line(embedder.title)}")
     if threshold is None:
         print("no threshold, so no answer; see --far and --threshold")
         return True

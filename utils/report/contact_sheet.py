@@ -74,7 +74,7 @@ def captioned_sheet(rows: Sequence[Sequence[tuple[np.ndarray | None, Sequence[st
     canvas = np.full((len(rows) * height, columns * (side + _GAP) + _BETWEEN_PAIRS, 3), _WHITE, dtype=np.uint8)
     for number, row in enumerate(rows):
         for column, (picture, texts) in enumerate(row):
-            top, left = number * height, column * (side + _GAP) + (_BETWEEN_PAIRS if column else 0)
+            top, left = number * height, column * (side + _GAP) + (_BETWEEN_PAIRS if column else _GAP)
             if picture is not None:
                 canvas[top : top + side, left : left + side] = _resized(picture, side)
             for line, text in enumerate(texts, 1):

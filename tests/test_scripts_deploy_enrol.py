@@ -1,0 +1,205 @@
+"""Enrolment: who is enrolled, what is skipped and rejected, and that a kill loses nothing that was confirmed."""
+
+import os
+import random
+import re
+import shutil
+import time
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from gallery_runs import SIZE, png, write_network, write_people
+from tiny_runs import Started
+
+from scripts.deploy import enrol
+from scripts.deploy.gallery_rewrite import check
+from scripts.deploy.gallery_store import Gallery
+
+KILLS = int(os.environ.get("FACE_KILLS") or 6)
+PEOPLE, PICTURES = 8, 5
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_network(tmp_path_factory.mktemp("network") / "weights.pt")
+
+
+@pytest.fixture(scope="module")
+def people(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_people(tmp_path_factory.mktemp("people"), PEOPLE, PICTURES)
+
+
+def _words(network: list[str], gallery: Path, folder: Path, *more: str) -> list[str]:
+    return [network[0], str(gallery), str(folder), *network[1:], *more]
+
+
+def _content(folder: Path) -> dict[tuple[str, str], tuple]:
+    """Return what is enrolled by person and picture: hash of the picture, of the vector and of the face, and the norm."""
+    with Gallery(folder) as gallery:
+        check(gallery)
+        return {
+            (one.person, one.picture): (one.hash, one.vector_sum, one.face_sum, one.norm, one.quality)
+            for one in gallery.images()
+        }
+
+
+@pytest.fixture(scope="module")
+def unbroken(network: list[str], people: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A gallery of all people, enrolled in one go."""
+    folder = tmp_path_factory.mktemp("unbroken") / "g"
+    assert enrol.main(_words(network, folder, people)) == 0
+    return folder
+
+
+def test_each_picture_is_enrolled_once_and_skipped_the_second_time(
+    network: list[str], people: Path, unbroken: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    assert set(_content(unbroken)) == {(f"person_{p}", f"person_{p}/{n}.png") for p in range(PEOPLE) for n in range(PICTURES)}
+    shutil.copytree(unbroken, tmp_path / "g")
+    before = _content(tmp_path / "g")
+    assert enrol.main(_words(network, tmp_path / "g", people)) == 0
+    assert "0 pictures enrolled, 40 were there already, 0 rejected; now 40 of 8 people" in capsys.readouterr().out
+    assert _content(tmp_path / "g") == before
+
+
+def test_the_stored_face_is_the_picture(unbroken: Path, people: Path):
+    with Gallery(unbroken) as gallery:
+        for image in gallery.images()[::7]:
+            expected = cv2.imread(str(people / image.picture))[:, :, ::-1]
+            assert np.array_equal(gallery.picture(image.number), expected)
+
+
+def test_kills_at_random_moments_lose_nothing_that_was_confirmed(
+    network: list[str], people: Path, unbroken: Path, tmp_path: Path
+):
+    """The number of kills is FACE_KILLS, 6 by default."""
+    expected, rng = _content(unbroken), random.Random(os.environ.get("FACE_SEED") or time.time_ns())
+    confirmed: set[tuple[str, str]] = set()
+    folder, whole, killed, in_the_middle = tmp_path / "g", 1.0, 0, 0
+    while killed < KILLS:
+        output, is_new = tmp_path / f"output{time.time_ns()}", not folder.exists()
+        output.mkdir()
+        for name in ("out", "err"):
+            (output / name).touch()
+        started = Started(enrol.main, [_words(network, folder, people, "--list", "--batch-size", "2")], output)
+        # the clock starts with the gallery, or with the progress bar of a run that continues
+        while started.is_alive() and not (folder.exists() if is_new else (output / "err").stat().st_size):
+            time.sleep(0.001)
+        begin, moment = time.monotonic(), rng.uniform(0.0, whole)
+        while started.is_alive() and time.monotonic() - begin < moment:
+            time.sleep(0.001)
+        ended = not started.is_alive()
+        if not ended:
+            started.send(9, 0)
+        done = started.wait()
+        killed += done.returncode == -9
+        assert done.returncode in (0, -9), done.stderr
+        said = re.findall(r"^enrolled: (.+) as (.+), image \d+$", done.stdout, re.M)
+        in_the_middle += done.returncode == -9 and bool(said)
+        confirmed |= {(person, picture) for picture, person in said}
+        if (folder / "gallery.sqlite").exists():
+            now = _content(folder)
+            assert confirmed <= set(now) and all(expected[key] == value for key, value in now.items())
+        else:
+            assert not confirmed
+        if ended:  # the next run makes a new gallery
+            assert _content(folder) == expected
+            whole = time.monotonic() - begin if is_new else whole
+            shutil.rmtree(folder)
+            confirmed = set()
+    assert enrol.main(_words(network, folder, people)) == 0
+    assert _content(folder) == expected  # as if it had never been killed
+    print(f"{killed} kills, {in_the_middle} of them after some pictures were confirmed")
+
+
+def test_two_enrolments_of_one_folder_at_once_enrol_each_picture_once(
+    network: list[str], people: Path, unbroken: Path, tmp_path: Path
+):
+    outputs = [tmp_path / name for name in "ab"]
+    words = _words(network, tmp_path / "g", people, "--list", "--batch-size", "3")
+    started = []
+    for output in outputs:
+        output.mkdir()
+        started.append(Started(enrol.main, [words], output))
+    done = [one.wait() for one in started]
+    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    assert _content(tmp_path / "g") == _content(unbroken)
+    said = [line for one in done for line in one.stdout.splitlines() if line.startswith("enrolled: ")]
+    assert len(said) == 40 == len({line.split(", image")[0] for line in said})
+
+
+def test_what_cannot_be_enrolled_is_listed_with_the_reason(
+    network: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = write_people(tmp_path / "people", 1, 1)
+    (folder / "person_0" / "large.png").write_bytes(png(7, 60))
+    (folder / "person_0" / "broken.png").write_bytes(png(8)[:50])
+    (folder / "alone.png").write_bytes(png(9))
+    for name in ("a\nb", "\x1b[2J", "y" * 250):
+        (folder / name).mkdir()
+        (folder / name / "1.png").write_bytes(png(10))
+    os.mkfifo(folder / "person_0" / "pipe.png")
+    assert enrol.main(_words(network, tmp_path / "g", folder)) == 0
+    said = capsys.readouterr().out
+    assert "2 pictures enrolled, 0 were there already, 6 rejected" in said  # y * 250 is a name
+    for line in (
+        "rejected: person_0/large.png: is 60 x 60 pixels, no aligned crop of 48 x 48",
+        "rejected: person_0/broken.png: cannot be decoded",
+        "rejected: alone.png: lies in no sub-folder",
+        r"rejected: a\nb/1.png: a person's name must be printable text without line ends, got 'a\\nb'",
+        r"rejected: \x1b[2J/1.png: a person's name",
+        "rejected: person_0/pipe.png: cannot be read: it is a pipe",
+    ):
+        assert line in said
+    assert "\x1b" not in said
+
+
+def test_the_rules_for_the_person(network: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for number, name in enumerate(("Ada_Lovelace_01", "Ada_Lovelace_02", "Bob_1", "nobody")):
+        (flat / f"{name}.png").write_bytes(png(number))
+    for rule, people in (
+        (["--person-from", "name"], {"Ada_Lovelace": 2, "Bob": 1}),
+        (["--person-from", "^([A-Za-z]+)_"], {"Ada": 2, "Bob": 1}),
+        (["--person", "Carla"], {"Carla": 4}),
+    ):
+        gallery = tmp_path / f"g{len(rule[1])}"
+        assert enrol.main(_words(network, gallery, flat, *rule)) == 0
+        with Gallery(gallery) as opened:
+            assert opened.people() == people
+    assert "rejected: nobody.png: has no underscore in its name" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        enrol.main(_words(network, tmp_path / "g", flat, "--person-from", "[a-z]+"))
+    assert "with a (group) for the person" in capsys.readouterr().err
+    assert enrol.main(_words(network, tmp_path / "none", flat)) == 1  # no sub-folders at all
+    assert "none of 4 pictures could be enrolled" in capsys.readouterr().err
+
+
+def test_another_network_or_detector_is_named(network: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = write_people(tmp_path / "people", 2, 1)
+    assert enrol.main(_words(network, tmp_path / "g", folder, "--no-pictures")) == 0
+    other = write_network(tmp_path / "other.pt", seed=1)
+    capsys.readouterr()
+    assert enrol.main(_words(other, tmp_path / "g", folder)) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "another network" in said and "scripts.deploy.gallery reembed" in said
+    with Gallery(tmp_path / "g") as gallery:
+        assert gallery.picture(1) is None  # --no-pictures
+
+
+def test_the_same_picture_under_two_names_is_a_warning(network: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = write_people(tmp_path / "people", 2, 1)
+    shutil.copy(folder / "person_0" / "0.png", folder / "person_1" / "copy.png")
+    assert enrol.main(_words(network, tmp_path / "g", folder)) == 0
+    assert "warning: person_1/copy.png is enrolled as person_1, and the same picture as person_0\n" in capsys.readouterr().err
+
+
+def test_a_missing_folder_makes_no_gallery(network: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert enrol.main(_words(network, tmp_path / "g", tmp_path / "nothing")) == 1
+    assert capsys.readouterr().err == f"error: {tmp_path / 'nothing'}: no such picture or folder\n"
+    assert enrol.main(_words(network, tmp_path / "g", tmp_path, "--person", "a\nb")) == 1
+    assert "a person's name must be" in capsys.readouterr().err and not (tmp_path / "g").exists()
+    assert SIZE == 48

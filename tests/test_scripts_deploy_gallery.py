@@ -1,0 +1,98 @@
+"""The commands that look after a gallery."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from gallery_runs import FACTS, png, write_network, write_people
+
+from scripts.deploy import enrol, gallery, search
+from scripts.deploy.gallery_store import Gallery
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    folder = tmp_path_factory.mktemp("place")
+    network = write_network(folder / "weights.pt")
+    write_people(folder / "people", 3, 2)
+    assert enrol.main([network[0], str(folder / "g"), str(folder / "people"), *network[1:]]) == 0
+    return network, folder
+
+
+@pytest.fixture
+def copied(place: tuple[list[str], Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(place[1] / "g", tmp_path / "g"))
+
+
+def test_show_says_what_is_there(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert gallery.main(["show", str(copied), "--people", "--images", "--json", str(tmp_path / "a.json")]) == 0
+    said = capsys.readouterr().out
+    assert "people                3\n" in said and "images                6, 6 with their face" in said
+    assert "       2  person_1\n" in said and "  person_2  person_2/1.png  " in said
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["people"] == {f"person_{number}": 2 for number in range(3)} and len(found["images"]) == 6
+
+
+def test_remove_check_and_compact(copied: Path, capsys: pytest.CaptureFixture[str]):
+    assert gallery.main(["remove", str(copied), "--person", "person_1", "--image", "1"]) == 0
+    assert "3 image(s) removed and overwritten; 3 images of 2 people are left" in capsys.readouterr().out
+    before = sum(path.stat().st_size for path in copied.iterdir())
+    for command in ("check", "compact", "check"):
+        assert gallery.main([command, str(copied)]) == 0
+        assert command == "compact" or "3 vectors and 3 faces are sound" in capsys.readouterr().out
+    assert sum(path.stat().st_size for path in copied.iterdir()) < before
+    for words, says in (([], "name whom to forget"), (["--person", "person_7"], "nobody is called 'person_7'")):
+        assert gallery.main(["remove", str(copied), *words]) == 1
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and says in said
+
+
+def test_reembed_gives_what_enrolling_with_the_new_network_gives(
+    place: tuple[list[str], Path], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    other = write_network(tmp_path / "other.pt", seed=1)
+    query = str(place[1] / "people" / "person_0")
+    assert search.main([other[0], str(copied), query, *other[1:]]) == 1
+    with Gallery(copied) as reader:
+        assert gallery.main(["reembed", str(copied), *other]) == 0
+        assert "6 images embedded by" in capsys.readouterr().out
+        assert enrol.main([other[0], str(tmp_path / "new"), str(place[1] / "people"), *other[1:]]) == 0
+        with Gallery(tmp_path / "new") as new:
+            assert [(one.norm, one.vector_sum) for one in reader.images()] == [(o.norm, o.vector_sum) for o in new.images()]
+            assert reader.facts == new.facts  # a gallery that was open sees the new state
+    assert search.main([other[0], str(copied), query, *other[1:]]) == 0
+
+
+def test_reembed_that_cannot_be_done_changes_nothing(
+    place: tuple[list[str], Path], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    network, folder = place
+    (folder / "more.png").write_bytes(png(77))
+    words = [str(folder / "more.png"), "--person", "new", "--no-pictures", *network[1:]]
+    assert enrol.main([network[0], str(copied), *words]) == 0
+    before = {path.name: path.read_bytes() for path in copied.iterdir()}
+    larger = write_network(tmp_path / "larger.pt", size=64)
+    for words, says in (
+        (network, "has no face of image 7, which was enrolled with --no-pictures"),
+        (larger, "its faces have 48 x 48 pixels, and the network takes 64 x 64"),
+    ):
+        capsys.readouterr()
+        assert gallery.main(["reembed", str(copied), *words]) == 1
+        said = capsys.readouterr().err
+        assert says in said and said.count("\n") == 1
+        now = {path.name: path.read_bytes() for path in copied.iterdir()}
+        assert {name: now[name] for name in before if name != "gallery.lock"} == {
+            name: data for name, data in before.items() if name != "gallery.lock"
+        }
+
+
+def test_an_empty_or_missing_gallery_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    Gallery.create(tmp_path / "g", FACTS).close()
+    assert gallery.main(["show", str(tmp_path / "g")]) == 0 and gallery.main(["check", str(tmp_path / "g")]) == 0
+    (tmp_path / "g" / "gallery.sqlite").write_bytes(b"")
+    for command in (["show"], ["check"], ["compact"]):
+        capsys.readouterr()
+        assert gallery.main([*command, str(tmp_path / "g")]) == 1
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "is empty, so no gallery" in said

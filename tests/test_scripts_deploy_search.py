@@ -1,0 +1,147 @@
+"""Searches through the program: what is printed, the threshold, the rates, the sheet and the JSON."""
+
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from gallery_runs import png, write_network, write_people
+
+from scripts.deploy import enrol, search
+from scripts.deploy.gallery_store import Gallery
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """The words of a network, and a folder with a gallery of two of three people, and queries."""
+    folder = tmp_path_factory.mktemp("place")
+    network = write_network(folder / "weights.pt")
+    write_people(folder / "people", 3, 4)
+    for person in range(3):  # the first two pictures are enrolled, the others are queries; person_2 is a stranger
+        target = folder / "queries" / f"person_{person}"
+        target.mkdir(parents=True)
+        for number in (2, 3):
+            (folder / "people" / f"person_{person}" / f"{number}.png").rename(target / f"{number}.png")
+    for number in (0, 1):
+        (folder / "people" / "person_2" / f"{number}.png").unlink()
+    (folder / "people" / "person_2").rmdir()
+    assert enrol.main([network[0], str(folder / "g"), str(folder / "people"), *network[1:]]) == 0
+    return network, folder
+
+
+def _words(place: tuple[list[str], Path], *more: str, queries: str = "queries") -> list[str]:
+    network, folder = place
+    return [network[0], str(folder / "g"), str(folder / queries), *network[1:], *more]
+
+
+def test_json_screen_and_gallery_agree(place: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert (
+        search.main(_words(place, "--k", "2", "--json", str(tmp_path / "found.json"), "--sheet", str(tmp_path / "s.png"))) == 0
+    )
+    said = capsys.readouterr().out
+    assert "no threshold: the people are only ranked" in said and "unknown" not in said.replace("unknown:", "")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [query["picture"] for query in found["queries"]] == [f"person_{p}/{n}.png" for p in range(3) for n in (2, 3)]
+    with Gallery(place[1] / "g") as gallery:
+        people = {image.number: image.person for image in gallery.images()}
+    for query in found["queries"]:
+        assert query["known"] is None and len(query["matches"]) == 2
+        assert [people[match["image"]] for match in query["matches"]] == [match["person"] for match in query["matches"]]
+        assert query["matches"][0]["cosine"] >= query["matches"][1]["cosine"]
+        lines = said[said.index(query["picture"]) :].splitlines()[1:3]
+        assert [line.split() for line in lines] == [
+            [str(place_), f"{match['cosine']:.4f}", match["person"]] for place_, match in enumerate(query["matches"], 1)
+        ]
+    sheet = cv2.imread(str(tmp_path / "s.png"))
+    assert sheet.shape[0] > 6 * 112 and sheet.shape[1] > 3 * 112  # a row for each query: the face and two people
+    drawn = cv2.resize(cv2.imread(str(place[1] / "queries" / "person_0" / "2.png")), (112, 112))
+    assert np.array_equal(sheet[:112, 4:116], drawn)
+
+
+def test_below_the_threshold_a_face_is_unknown(
+    place: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert search.main(_words(place, "--json", str(tmp_path / "a.json"))) == 0
+    best = sorted(query["matches"][0]["cosine"] for query in json.loads((tmp_path / "a.json").read_text())["queries"])
+    threshold = (best[2] + best[3]) / 2
+    capsys.readouterr()
+    assert search.main(_words(place, "--threshold", repr(threshold), "--json", str(tmp_path / "b.json"))) == 0
+    assert capsys.readouterr().out.count("      unknown; the most similar are") == 3
+    known = [query["known"] for query in json.loads((tmp_path / "b.json").read_text())["queries"]]
+    assert known.count(True) == 3
+
+
+def test_the_rates_are_those_of_a_count_by_hand(
+    place: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for by in ("image", "template"):
+        words = _words(place, "--labelled", "--by", by, "--k", "9", "--json", str(tmp_path / "a.json"))
+        assert search.main(words) == 0
+        queries = json.loads((tmp_path / "a.json").read_text())["queries"]
+        threshold = sorted(match["cosine"] for query in queries for match in query["matches"])[5] + 1e-6
+        assert search.main([*words, "--threshold", repr(threshold)]) == 0
+        rates = json.loads((tmp_path / "a.json").read_text())["rates"]
+        right = misses = alarms = 0
+        for query in queries:
+            first, person = query["matches"][0], query["picture"].split("/")[0]
+            right += first["person"] == person
+            misses += person != "person_2" and not (first["person"] == person and first["cosine"] > threshold)
+            alarms += person == "person_2" and first["cosine"] > threshold
+        assert rates == {
+            "queries_of_enrolled_people": 4,
+            "queries_of_others": 2,
+            "rank_1": right / 4,
+            "rank_5": 1.0,
+            "fnir_at_the_threshold": misses / 4,
+            "fpir_at_the_threshold": alarms / 2,
+        }
+    assert "warning" not in capsys.readouterr().err
+    assert search.main(_words(place, "--labelled", "--quiet", queries="people")) == 0
+    captured = capsys.readouterr()
+    assert "4 of the 4 queries are enrolled pictures themselves" in captured.err and "rank 1" in captured.out
+
+
+def test_a_threshold_at_a_far_says_what_to_expect_in_a_gallery(
+    place: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    point = {"target": "1e-3", "cosine_threshold": 0.25, "tar": 0.9}
+    (tmp_path / "results.json").write_text(json.dumps({"a|set": {"operating_points": [point], "num_impostor": 5000}}))
+    results = ["--results", str(tmp_path / "results.json")]
+    assert search.main(_words(place, "--far", "1e-3", *results)) == 0
+    said = capsys.readouterr().out
+    assert (
+        "unknown: not above the cosine 0.2500: FAR 1e-3 on the set a|set, where 90.00 % of the genuine pairs are accepted"
+        in said
+    )
+    assert "compared with 4 images, so expect about 0.004 false matches per search of a stranger" in said
+    assert search.main(_words(place, "--far", "1e-3", "--by", "template", *results)) == 0
+    assert "compared with 2 templates, so expect about 0.002" in capsys.readouterr().out
+    assert search.main(_words(place, "--far", "1e-4", *results)) == 1
+    assert "no threshold for FAR 1e-4: it needs 10,000 impostor pairs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("index", ["faiss", "hnsw"])
+def test_an_index_prints_its_recall(place: tuple[list[str], Path], index: str, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip({"faiss": "faiss", "hnsw": "hnswlib"}[index])
+    assert search.main(_words(place, "--index", index, "--quiet")) == 0
+    assert f"--index {index}: recall 100.00 % of the exact search's people, on 6 queries" in capsys.readouterr().out
+
+
+def test_errors_are_one_line(place: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    network, folder = place
+    other = write_network(tmp_path / "other.pt", seed=1)
+    (tmp_path / "large.png").write_bytes(png(1, 60))
+    query, start = str(folder / "queries"), [network[0], str(folder / "g")]
+    for words, says in (
+        ([other[0], str(folder / "g"), query, *other[1:]], "another network"),
+        ([network[0], str(tmp_path / "none"), query, *network[1:]], "no such gallery"),
+        ([*start, str(tmp_path / "x.png"), *network[1:]], "no such picture or folder"),
+        ([*start, str(tmp_path / "large.png"), *network[1:]], "none of 1 pictures has a face to search"),
+        ([*start, query, *network[1:], "--far", "1e-3"], "name one with --results"),
+        ([*start, query, *network[1:], "--sheet", str(tmp_path / "no" / "s.png")], "No such file or directory"),
+    ):
+        capsys.readouterr()
+        assert search.main(words) == 1, words
+        said = [line for line in capsys.readouterr().err.splitlines() if line and "picture/s" not in line]
+        assert len(said) == 1 and says in said[0]

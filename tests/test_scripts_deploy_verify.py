@@ -1,0 +1,57 @@
+"""One face against another, and the exit status."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gallery_runs import png, write_network
+
+from scripts.deploy import verify
+from scripts.deploy.embedder import open_embedder
+from utils.image import decode_rgb
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    folder = tmp_path_factory.mktemp("place")
+    for name, seed, size in (("a", 1, 48), ("b", 2, 48), ("large", 3, 60)):
+        (folder / f"{name}.png").write_bytes(png(seed, size))
+    return write_network(folder / "weights.pt"), folder
+
+
+def _verify(place: tuple[list[str], Path], a: str, b: str, *more: str) -> int:
+    network, folder = place
+    return verify.main([network[0], str(folder / a), str(folder / b), *network[1:], *more])
+
+
+@pytest.mark.numeric
+def test_cosine_answer_and_exit_status(
+    place: tuple[list[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    kept = []
+    monkeypatch.setattr(verify, "open_embedder", lambda options: kept.append(open_embedder(options)) or kept[-1])
+    assert _verify(place, "a.png", "b.png") == 0
+    said = capsys.readouterr().out
+    assert "no threshold, so no answer" in said
+    pixels = np.stack([decode_rgb((place[1] / name).read_bytes()) for name in ("a.png", "b.png")])
+    first, second = kept[0].embed(pixels).astype(np.float64)
+    cosine = float(first @ second / np.linalg.norm(first) / np.linalg.norm(second))
+    assert abs(float(said.split()[1]) - cosine) < 1e-4
+    assert _verify(place, "a.png", "b.png", "--threshold", str(cosine - 0.01)) == 0
+    assert "the same person: above the cosine" in capsys.readouterr().out
+    assert _verify(place, "a.png", "b.png", "--threshold", str(cosine + 0.01)) == 3
+    assert "different people: not above the cosine" in capsys.readouterr().out
+    assert _verify(place, "a.png", "a.png", "--threshold", "0.9999") == 0
+    point = {"target": "1e-2", "cosine_threshold": cosine - 0.01, "tar": 0.5}
+    results = place[1] / "results.json"
+    results.write_text(json.dumps({"lfw": {"operating_points": [point], "num_impostor": 300}}))
+    assert _verify(place, "a.png", "b.png", "--far", "1e-2", "--results", str(results)) == 0
+    assert "FAR 1e-2 on the set lfw, where 50.00 % of the genuine pairs are accepted" in capsys.readouterr().out
+
+
+def test_errors_are_one_line_and_status_1(place: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]):
+    for b, says in (("large.png", "is 60 x 60 pixels, no aligned crop"), ("none.png", "cannot be read: No such file")):
+        assert _verify(place, "a.png", b) == 1
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and f"{b}: {says}" in said
