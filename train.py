@@ -127,7 +127,8 @@ def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, 
     parameters = sum(parameter.numel() for parameter in model.backbone.parameters()) / 1e6
     log.info(
         f"{config.run.name}: {setup.total_steps} steps of {config.train.batch_size} images, {world.world_size} x "
-        f"{world.device.type}, {parameters:.2f} M backbone parameters, {setup.tasks[0].dataset.num_classes} classes"
+        f"{world.device.type}, {setup.precision}, {parameters:.2f} M backbone parameters, "
+        f"{setup.tasks[0].dataset.num_classes} classes"
     )
     log.info(f"learning rate: {setup.schedule.describe()}")
     if setup.head_schedule != setup.schedule:

@@ -79,7 +79,7 @@ def load_config(
     return _to_config(tree)
 
 
-def dump_config(config: EasyDict) -> str:
+def dump_config(config: EasyDict | dict[str, Any]) -> str:
     """Return the configuration as YAML that `load_config` reads back to the same values."""
     return yaml.safe_dump(as_plain(config), sort_keys=False)
 

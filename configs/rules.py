@@ -38,7 +38,7 @@ CHOICES = {
     "optimizer.name": ("sgd", "adamw", "lamb"),
     "schedule.kind": SCHEDULES,
     "train.compile": ("off", "default", "reduce-overhead", "max-autotune"),
-    "train.precision": ("fp32", "bf16", "fp16"),
+    "train.precision": ("fp32", "bf16", "fp16", "auto"),
     "eval.metric": ("accuracy", "auc", "eer", "tar@1e-1", "tar@1e-2", "tar@1e-3", "tar@1e-4", "tar@1e-5", "tar@1e-6"),
 }
 

@@ -2,18 +2,23 @@
 
 ONNX graphs are data. TorchScript and .pt2 files are programs, which can do whatever the user can, even while they are loaded.
 They are opened only if the user trusts them.
+
+A file that scripts.deploy.export wrote says what its input and output are (input_contract.py); it is fed accordingly.
 """
 
 import importlib
+import json
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from utils.checkpoint.tensor_file import file_hash
+
+from .input_contract import CONTRACT_FILE, MAX_BYTES, InputContract, contract_of_texts
 
 _DEEPEST = 100  # nested messages of an ONNX file
 _IN_MEMORY = "_ORT_MEM_ADDR_"  # onnxruntime takes a location of this name as an address in memory
@@ -59,12 +64,18 @@ def open_foreign(path: Path, threads: int, trust_code: bool) -> "ForeignNetwork"
 
 
 class ForeignNetwork(nn.Module):
-    """A network from another project. If it raises, or does not return embeddings, the error names its file."""
+    """A network from another project. If it raises, or does not return embeddings, the error names its file.
+
+    One that takes bytes gets them: images of this project are bytes in another scale, so rounding finds each byte again.
+    """
 
     def __init__(self, model: nn.Module, path: Path) -> None:
         super().__init__()
         self.model, self.path = model, path
+        self.contract = model.contract if isinstance(model, OnnxNetwork | ExportedNetwork) else None
         self.image_size = model.image_size if isinstance(model, OnnxNetwork) else None  # None = the file does not say
+        if self.contract is not None:
+            self.image_size = self.contract.image_size
 
     @property
     def hash(self) -> str:
@@ -73,8 +84,11 @@ class ForeignNetwork(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return (b, D) fp32 embeddings of (b, 3, S, S) images."""
+        given = images
+        if self.contract is not None and self.contract.takes_bytes:
+            given = (images.permute(0, 2, 3, 1) * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
         try:
-            output = self.model(images)
+            output = self.model(given)
         except Exception as error:  # of any kind: it is not our code. TorchScript's last line has the reason
             what = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             raise ValueError(f"{self.path}: it cannot run on images {tuple(images.shape)}: {what}") from None
@@ -89,7 +103,10 @@ class ForeignNetwork(nn.Module):
 
 
 class OnnxNetwork(nn.Module):
-    """An ONNX file as a network, run by onnxruntime on the CPU. For a fixed batch size the last batch is padded."""
+    """An ONNX file as a network, run by onnxruntime on the CPU. For a fixed batch size the last batch is padded.
+
+    Its input is (b, 3, S, S) float32, or (b, S, S, 3) uint8 if its metadata says so.
+    """
 
     def __init__(self, path: Path, threads: int) -> None:
         super().__init__()
@@ -105,25 +122,55 @@ class OnnxNetwork(nn.Module):
             self.session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime has its own exceptions for damage, all of them derived from this
             raise ValueError(f"{path}: onnxruntime cannot read it: {_first_line(error)}") from None
+        self.contract = _contract(lambda: self.session.get_modelmeta().custom_metadata_map, path)
         entry = self.session.get_inputs()[0]
+        takes_bytes = self.contract is not None and self.contract.takes_bytes
         channels, *sides = entry.shape[1:] if len(entry.shape) == 4 else (0, 0, 0)
+        if takes_bytes and len(entry.shape) == 4:
+            *sides, channels = entry.shape[1:]
         given = [side if isinstance(side, int) else None for side in sides]  # an axis of any size has a name, or none
         if channels != 3 or given[0] != given[1] or not 16 <= (given[0] or 16) <= 1024:
             raise ValueError(
                 f"{path}: its input must be (batch, 3, S, S) with S from 16 to 1024, 112 is usual, it is {tuple(entry.shape)}"
             )
+        if self.contract is not None and (given[0], entry.type == "tensor(uint8)") != (self.contract.image_size, takes_bytes):
+            raise ValueError(
+                f"{path}: its input is {tuple(entry.shape)} of {entry.type}, but its metadata says {self.contract.dtype} and "
+                f"{self.contract.image_size} x {self.contract.image_size} pixels; export it again"
+            )
         self.entry, self.image_size = entry.name, given[0]
         self.batch = entry.shape[0] if isinstance(entry.shape[0], int) else 0
 
     def forward(self, images: Tensor) -> Tensor:
-        pixels = images.detach().float().cpu().contiguous()
+        pixels = images.detach().cpu().contiguous()
+        if pixels.is_floating_point():
+            pixels = pixels.float()
         size = self.batch or len(pixels)
         blocks = []
         for part in pixels.split(size):
             padded = torch.cat([part, part.new_zeros(size - len(part), *part.shape[1:])]) if len(part) < size else part
-            output = self.session.run(None, {self.entry: padded.numpy()})[0]
-            blocks.append(torch.from_numpy(output)[: len(part)])
+            outputs = [torch.from_numpy(output) for output in self.session.run(None, {self.entry: padded.numpy()})]
+            blocks.append(_raw_embeddings(outputs, self.contract)[: len(part)])
         return torch.cat(blocks).to(images.device)
+
+
+def _contract(read: Callable[[], Mapping[str, str]], path: Path) -> InputContract | None:
+    """Return the contract in the texts that a file stores; ValueError names the file."""
+    try:
+        texts = read()
+    except Exception as error:  # the texts are no UTF-8, or the archive is damaged
+        raise ValueError(f"{path}: its metadata cannot be read: {_first_line(error)}") from None
+    try:
+        return contract_of_texts(texts)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _raw_embeddings(outputs: Sequence[Tensor], contract: InputContract | None) -> Tensor:
+    """Return the first output, or with the lengths in the second one the embeddings as they were before they got length 1."""
+    if contract is None or not contract.normalised or len(outputs) < 2:
+        return outputs[0]
+    return outputs[0] * outputs[1].reshape(-1, 1)
 
 
 def check_outside_data(path: Path) -> None:
@@ -198,13 +245,31 @@ class ExportedNetwork(nn.Module):
         super().__init__()
         if not zipfile.is_zipfile(path):
             raise ValueError(f"{path}: not an exported program: it is not a zip archive")
+        self.contract = _contract(lambda: _texts_of_archive(path), path)
         try:
             self._program = [torch.export.load(str(path)).module()]
         except Exception as error:  # damage ends in exceptions of many kinds
             raise ValueError(f"{path}: not an exported program: {_first_line(error)}") from None
 
     def forward(self, images: Tensor) -> Tensor:
-        return self._program[0](images)
+        output = self._program[0](images)
+        return _raw_embeddings(output, self.contract) if isinstance(output, tuple | list) and output else output
+
+
+def _texts_of_archive(path: Path) -> Mapping[str, str]:
+    """Return what scripts.deploy.export wrote about its network into a .pt2 file, {} if it did not write that file."""
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if name.rpartition("/extra/")[2] == CONTRACT_FILE]
+        if not names:
+            return {}
+        with archive.open(names[0]) as file:
+            text = file.read(MAX_BYTES + 1)
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"{CONTRACT_FILE} has more than {MAX_BYTES} bytes")
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"{CONTRACT_FILE} must be an object of texts")
+    return found
 
 
 def _program_kind(path: Path) -> str:

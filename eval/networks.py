@@ -1,13 +1,15 @@
 """Loads the network for an evaluation: a run, a checkpoint, a weights file, ONNX, a torch.export program or TorchScript.
 
 All get the input of this project: (b, 3, S, S) RGB, (x - 127.5) / 127.5. --colour bgr, --input-mean and --input-std convert it
-for networks that were trained on other inputs. S is 112, that of the run's configuration or the ONNX graph, or --image-size.
+for networks that were trained on other inputs; a file of scripts.deploy.export says itself what it takes. S is 112, that of the
+run's configuration or the ONNX graph, or --image-size.
 
 Weights and ONNX graphs are data: reading them executes nothing. TorchScript and .pt2 files are programs; they are opened only
 with --trust-code (eval/foreign_networks.py).
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,7 +28,7 @@ from utils.cli import int_in_range
 from utils.distributed import World, raise_on_all_ranks
 from utils.distributed.agreement import digest_tensors, require_equal, require_same_program
 from utils.image import IMAGE_SIZE
-from utils.precision import AUTOCAST
+from utils.precision import PRECISIONS, agreed_precision
 from utils.randomness import derive
 from utils.text import one_line, prefix_errors
 
@@ -56,6 +58,20 @@ class Network(NamedTuple):
 
 def add_network_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `load_network` reads, and those of the forward pass."""
+    add_choice_of_network(parser)
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="fp32",
+        help="of the forward pass (default fp32); auto: bf16 if all devices are fast at it",
+    )
+    parser.add_argument("--batch-size", type=int, default=256, help="images per forward pass and process (default 256)")
+    parser.add_argument("--threads", type=int, default=2, help="decoder threads per process (default 2)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
+
+
+def add_choice_of_network(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `load_network` reads, but for --threads."""
     parser.add_argument(
         "run", type=Path, help="run folder, checkpoint folder, weights (.safetensors, .pt, .pth), .onnx, .pt2, or TorchScript"
     )
@@ -79,14 +95,14 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"height and width of the images, for a file that does not say (default {IMAGE_SIZE})",
     )
     parser.add_argument(
-        "--colour", choices=("rgb", "bgr"), default="rgb", help="channel order in which the network was trained"
+        "--colour",
+        choices=("rgb", "bgr"),
+        help="channel order in which the network was trained (default: what the file says, or rgb)",
     )
-    parser.add_argument("--input-mean", type=float, default=127.5, help="it was trained on (x - mean) / std (default 127.5)")
-    parser.add_argument("--input-std", type=float, default=127.5, help="the std of this formula (default 127.5)")
-    parser.add_argument("--precision", choices=AUTOCAST, default="fp32", help="of the forward pass (default fp32)")
-    parser.add_argument("--batch-size", type=int, default=256, help="images per forward pass and process (default 256)")
-    parser.add_argument("--threads", type=int, default=2, help="decoder threads per process (default 2)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
+    parser.add_argument(
+        "--input-mean", type=float, help="it was trained on (x - mean) / std (default: what the file says, or 127.5)"
+    )
+    parser.add_argument("--input-std", type=float, help="the std of this formula (default: what the file says, or 127.5)")
 
 
 def open_network(
@@ -109,6 +125,7 @@ def open_network(
     """
     world = distributed.init_distributed(options.device, setting="--device ")
     _require_same_options(options, world)
+    options.precision = agreed_precision(options.precision, world)
     with raise_on_all_ranks(world):
         network = load_network(options, build_backbone)
         found = read(network)
@@ -152,11 +169,20 @@ def load_network(options: argparse.Namespace, build_backbone: BuildBackbone) -> 
         ValueError: the path does not exist, the weights do not fit, or a file cannot be read.
     """
     network = _load(options, build_backbone)
-    if (options.colour, options.input_mean, options.input_std) == ("rgb", 127.5, 127.5):
+    contract = network.model.contract if isinstance(network.model, ForeignNetwork) else None
+    given = {"--colour": options.colour, "--input-mean": options.input_mean, "--input-std": options.input_std}
+    usual: dict[str, Any] = {"--colour": "rgb", "--input-mean": 127.5, "--input-std": 127.5}
+    if contract is not None:
+        usual = {"--colour": contract.colour, "--input-mean": contract.mean, "--input-std": contract.std}
+    for flag, value in given.items():
+        if contract is not None and value not in (None, usual[flag]):
+            raise ValueError(f"{flag} must be {usual[flag]}, which {network.name} says of itself, got {value}; or leave it out")
+    colour, mean, std = (usual[flag] if value is None else value for flag, value in given.items())
+    if (colour, mean, std) == ("rgb", 127.5, 127.5) or (contract is not None and contract.takes_bytes):
         return network
-    if options.input_std <= 0:
-        raise ValueError(f"--input-std must be above 0, got {options.input_std}")
-    return network._replace(model=OtherInput(network.model, options.colour == "bgr", options.input_mean, options.input_std))
+    if not 0 < std < math.inf or not math.isfinite(mean):
+        raise ValueError(f"--input-std must be above 0, and --input-mean finite, got {std} and {mean}")
+    return network._replace(model=OtherInput(network.model, colour == "bgr", mean, std))
 
 
 def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network:

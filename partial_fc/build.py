@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from utils.distributed import World
+from utils.precision import is_fast_in_bf16
 
 from .config import HeadConfig
 from .head import PartialFC
@@ -98,10 +99,4 @@ def matmul_dtype(name: str, autocast: torch.dtype | None, device: torch.device) 
     if name != "auto":
         return _DTYPES[name]
     half = (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.bfloat16,)
-    return torch.bfloat16 if autocast in half and _is_fast_in_bf16(device) else torch.float32
-
-
-def _is_fast_in_bf16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if autocast in half and is_fast_in_bf16(device) else torch.float32

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "programs put the parts together",
         (
             *("train.py", "eval/__main__.py", "scripts", "scripts/data", "scripts/eval", "scripts/benchmark"),
-            *("scripts/arcface_torch", "scripts/demo", "scripts/attack", "scripts/launch"),
+            *("scripts/arcface_torch", "scripts/deploy", "scripts/demo", "scripts/attack", "scripts/launch"),
         ),
     ),
     ("what train.py is made of", ("training",)),

@@ -14,7 +14,7 @@ echo "== 1/4 demo data: drawn faces in RecordIO, three verification sets"
 echo "== 2/4 training in two processes, half of the identities in each (continues where an interrupted run stopped)"
 OMP_NUM_THREADS=1 "$PYTHON" scripts/launch/torchrun.py --standalone --nproc_per_node=2 train.py configs/demo_cpu.yaml
 echo "== 3/4 evaluation of the newest checkpoint"
-"$PYTHON" -m eval "$run" --precision bf16 --report "$run/evaluation"
+"$PYTHON" -m eval "$run" --precision auto --report "$run/evaluation"
 echo "== 4/4 pictures"
 "$PYTHON" -m scripts.plot_run "$run"
 cat <<END

@@ -76,7 +76,7 @@ def test_overrides_win_over_the_file_and_the_file_over_its_base(tmp_path: Path):
         ("_base_: run.yaml\n", [], "form a cycle"),
         ("_base_: nowhere.yaml\n", [], "cannot be read"),
         ("", ["train.epochs"], "must read section.key=value"),
-        ("", ["train.precision=fp61"], r"one of fp32, bf16, fp16, got 'fp61'. Did you mean fp16\?"),
+        ("", ["train.precision=fp61"], r"one of fp32, bf16, fp16, auto, got 'fp61'. Did you mean fp16\?"),
         ("", ["head.sample_rate=1.5"], "head.sample_rate must be from 0 to 1"),
         ("", ["head.sample_rate=0"], "head.sample_rate must be above 0"),
         ("", ["optimizer.lr=-1"], "optimizer.lr must be at least 0"),

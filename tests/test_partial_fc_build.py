@@ -21,7 +21,7 @@ from partial_fc import build
 def test_auto_follows_the_backbone_where_the_device_is_fast_in_bf16(
     monkeypatch: pytest.MonkeyPatch, device: str, autocast: torch.dtype | None, expected: torch.dtype, fast: bool
 ):
-    monkeypatch.setattr(build, "_is_fast_in_bf16", lambda device: fast)
+    monkeypatch.setattr(build, "is_fast_in_bf16", lambda device: fast)
     found = build.matmul_dtype("auto", autocast, torch.device(device))
     assert found == (expected if fast else torch.float32)
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):

@@ -23,6 +23,7 @@ from scripts.arcface_torch.checkpoint_files import load
 from scripts.arcface_torch.network import recognise
 from utils.checkpoint.format import list_checkpoints, read_manifest
 from utils.checkpoint.reading import read_backbone, read_trainer, shard_reader
+from utils.checkpoint.tensor_file import write_tensors
 
 CLASSES, DIM, SEED = 11, 16, 2048
 ERAS = ("backbone.pth", "softmax_fc_gpu", "checkpoint_gpu")
@@ -482,3 +483,21 @@ def test_a_run_of_ours_is_exported_for_resume(tmp_path: Path, form: str):
     assert torch.equal(plain.state_dict()["state"][index]["momentum_buffer"], expected)
     centres.grad = torch.zeros_like(centres)
     plain.step()
+
+
+@pytest.mark.parametrize("name", ["ghostfacenet_v1_2", "edgeface_xs"])
+def test_networks_that_arcface_torch_does_not_have_are_not_exported_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+):
+    checkpoint = _imported(_write(tmp_path / "theirs", "checkpoint_gpu", 1), tmp_path / "run", "--ranks", "1")
+    weights, manifest = checkpoint / "backbone.safetensors", checkpoint / "manifest.json"
+    before = f'"size": {weights.stat().st_size}'
+    weights.unlink()
+    size = write_tensors(weights, build_backbone(name, DIM, 0.25).state_dict())["size"]
+    assert before in manifest.read_text()
+    manifest.write_text(manifest.read_text().replace(before, f'"size": {size}'))
+    capsys.readouterr()
+    assert export_arcface_torch.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "entries match none of r18, " in said and "no counterpart here" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "theirs"]

@@ -15,7 +15,7 @@ from backbones import BACKBONES
 from backbones.iresnet import Block, autocast_off
 from training.compiled import check_compile
 
-SETTINGS = ["train.max_steps=3", "eval.every=2", "checkpoint.every=0", "optimizer.lr=0.01", "loss.scale=16"]
+SETTINGS = ["train.max_steps=3", "eval.every=2", "checkpoint.every=0", "optimizer.lr=0.01", "loss.scale=16", "backbone.dropout=0.3"]
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +32,10 @@ class _OneBlock(nn.Module):
     def __init__(self, embedding_size: int = 512, width: float = 1.0, dropout: float = 0.0) -> None:
         super().__init__()
         self.stem, self.block = nn.Conv2d(3, 16, 16, 16, bias=False), Block(16, 16, 1)
-        self.fc = nn.Linear(16 * 7 * 7, embedding_size)
+        self.dropout, self.fc = nn.Dropout(dropout), nn.Linear(16 * 7 * 7, embedding_size)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.block(self.stem(images)).flatten(1)
+        x = self.dropout(self.block(self.stem(images)).flatten(1))
         with autocast_off(x.device.type):
             return self.fc(x.to(self.fc.weight.dtype))
 

@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import tiny_run, write_dataset
+from tiny_runs import final_weights, tiny_run, write_dataset
 from torch import nn
 
 import train
+from eval import __main__ as evaluation
+from utils import precision
 from utils.distributed import World, all_ranks
 from utils.optim import unscale_and_clip_grad_norm_
-from utils.precision import LossScaler, set_tf32
+from utils.precision import LossScaler, agreed_precision, set_tf32
 
 
 def test_scaler_halves_at_an_overflow_and_doubles_after_its_interval():
@@ -90,3 +92,38 @@ def test_train_tf32_is_the_one_key_for_convolutions_and_products(tmp_path: Path,
     arguments = tiny_run(tmp_path, tmp_path, "train.max_steps=1", "eval.targets=[]", f"train.tf32={allowed}")
     assert train.main(arguments) == 0
     assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == allowed
+
+
+@pytest.mark.parametrize(("fast", "chosen"), [(True, "bf16"), (False, "fp32")])
+def test_auto_trains_and_evaluates_in_what_the_device_is_fast_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fast: bool, chosen: str
+):
+    monkeypatch.setattr(precision, "is_fast_in_bf16", lambda device: fast)
+    write_dataset(tmp_path)
+    ends, scores = [], []
+    for name in ("auto", chosen):
+        more = [f"train.precision={name}", f"run.name={name}", "train.max_steps=2", "eval.targets=[]"]
+        assert train.main(tiny_run(tmp_path, tmp_path, *more)) == 0
+        assert f"1 x cpu, {chosen}, " in (tmp_path / name / "train.log").read_text()
+        assert f"precision: {chosen}" in (tmp_path / name / "config.yaml").read_text()
+        ends.append(final_weights(tmp_path / name))
+        capsys.readouterr()
+        report = tmp_path / f"report_{name}"
+        words = [str(tmp_path / "auto"), "--targets", str(tmp_path / "tiny.bin"), "--precision", name, "--report", str(report)]
+        assert evaluation.main(words) == 0
+        assert f"{chosen} on cpu" in (report / "report.html").read_text()
+        scores.append(capsys.readouterr().out.splitlines()[:4])
+    assert all(torch.equal(ends[0][key], value) for key, value in ends[1].items())
+    assert scores[0] == scores[1]
+
+
+def _agrees_where_one_is_slow(rank: int, world_size: int) -> None:
+    world = World(rank, world_size, rank, world_size, torch.device("cpu"))
+    for slow, chosen in ((1, "fp32"), (None, "bf16")):
+        precision.is_fast_in_bf16 = lambda device, slow=slow: rank != slow
+        assert agreed_precision("auto", world) == chosen
+        assert agreed_precision("bf16", world) == "bf16"
+
+
+def test_all_processes_train_in_the_same_precision(run_ranks: Callable[..., None]):
+    run_ranks(_agrees_where_one_is_slow, 2)

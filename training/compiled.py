@@ -36,5 +36,7 @@ def compiled(backbone: nn.Module, mode: str) -> nn.Module:
     """Return what a training step calls: the backbone, or a compiled module over its parameters and buffers."""
     if mode == "off":
         return backbone
+    # dropout, drop path and token masks are then those of the network itself; the compiler's own would be others
+    torch._inductor.config.fallback_random = True
     module: nn.Module = torch.compile(backbone, mode=mode, dynamic=False)  # type: ignore[assignment]
     return module

@@ -69,7 +69,7 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     Raises:
         SharedError: on every rank, if the head does not fit into the memory, with what would.
     """
-    world, autocast, seed = setup.world, AUTOCAST[config.train.precision], config.run.seed
+    world, autocast, seed = setup.world, AUTOCAST[setup.precision], config.run.seed
     # before the backbone takes its share; the least of all ranks, so that all say the same
     free = min(all_gather_objects(available_bytes(world), world))
     torch.manual_seed(derive(seed, "backbone"))

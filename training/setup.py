@@ -20,7 +20,7 @@ from utils.checkpoint.resume import prepare_run_folder
 from utils.distributed import World, init_distributed, raise_on_all_ranks
 from utils.distributed.agreement import require_equal, require_same_program
 from utils.distributed.patience import patiently
-from utils.precision import set_tf32
+from utils.precision import agreed_precision, set_tf32
 from utils.schedule import Schedule
 
 from .compiled import check_compile
@@ -45,6 +45,7 @@ class Setup(NamedTuple):
     """A run before its first step."""
 
     world: World
+    precision: str  # of the backbone: train.precision, but what this machine is fast at for auto
     tasks: list[Task]  # steps and epochs are those of the first
     pair_sets: list[PairSet]
     share: dict[str, int]  # this rank's part of each global batch
@@ -68,6 +69,8 @@ def set_up(config: EasyDict) -> Setup:
     world = init_distributed(config.run.device, config.run.threads, config.run.timeout_minutes + 1)
     set_tf32(config.train.tf32)
     unlike = require_same_program(shared_settings(as_plain(config)), world)
+    settled = as_plain(config)  # for the run's files, which name what it computes in
+    precision = settled["train"]["precision"] = agreed_precision(config.train.precision, world)
     with raise_on_all_ranks(world):
         check_compile(config.train.compile, world.device)
     for first in (True, False):  # one process of each machine parses the data, the others map what it found
@@ -90,15 +93,16 @@ def set_up(config: EasyDict) -> Setup:
             "labels": seen["hash of the labels"],
             "image_size": data.image_size,
         },
-        "config": as_plain(config),
+        "config": settled,
     }
     total_steps = config.train.max_steps or max(1, int(config.train.epochs * dataset.num_images / batch_size))
     with raise_on_all_ranks(world):
         schedules = build_schedules(config, total_steps, dataset.num_images / batch_size)
     folder = Path(config.run.output) / config.run.name
-    plan = prepare_run_folder(folder, config.checkpoint, dump_config(config), facts["run_signature"], world)
+    plan = prepare_run_folder(folder, config.checkpoint, dump_config(settled), facts["run_signature"], world)
     return Setup(
         world,
+        precision,
         [Task(SOFTMAX, dataset, order)],
         pair_sets,
         {"rank": world.rank, "world_size": world.world_size, "accumulation": config.train.accumulation},

@@ -3,7 +3,30 @@
 import torch
 from torch import Tensor
 
+from .distributed import World, any_ranks
+
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # train.precision -> dtype of the forward pass
+PRECISIONS = ("auto", *AUTOCAST)
+
+
+def is_fast_in_bf16(device: torch.device) -> bool:
+    """Return whether a device has units for bf16 products. Others emulate them, on a CPU many times more slowly than fp32."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def choose_precision(name: str, fast_in_bf16: bool) -> str:
+    """Return a key of AUTOCAST: the name itself; for auto bf16 where the devices are fast at it, else fp32."""
+    if name != "auto":
+        return name
+    return "bf16" if fast_in_bf16 else "fp32"
+
+
+def agreed_precision(name: str, world: World) -> str:
+    """Return the precision that all processes compute in; for auto bf16 where all devices are fast at it, else fp32."""
+    some_are_slow = any_ranks([not is_fast_in_bf16(world.device)], world)[0]
+    return choose_precision(name, not some_are_slow)
 
 
 def set_tf32(allowed: bool) -> None:

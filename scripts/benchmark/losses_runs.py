@@ -27,11 +27,10 @@ from data.base import FaceDataset
 from eval.evaluate import evaluate
 from eval.networks import add_network_arguments, load_network
 from eval.verification import VerificationResult
-from partial_fc.build import matmul_dtype
 from training.sections import NAMED
 from training.setup import open_data
 from utils import distributed
-from utils.precision import AUTOCAST
+from utils.precision import AUTOCAST, choose_precision, is_fast_in_bf16
 
 from .head import machine
 from .losses_settings import SETTINGS, loss_arguments
@@ -117,8 +116,8 @@ def _of_program(options: argparse.Namespace) -> list[str]:
         given.append(f"data.path={options.data}")
     if options.precision != "auto":
         given.append(f"train.precision={options.precision}")
-    elif _is_slow_in_bf16(options):
-        given.append("train.precision=fp32")
+    else:
+        given.append(f"train.precision={_fitting_precision(options)}")
     if options.epochs:
         given.append(f"train.epochs={options.epochs}")
     if options.steps:
@@ -126,11 +125,13 @@ def _of_program(options: argparse.Namespace) -> list[str]:
     return given
 
 
-def _is_slow_in_bf16(options: argparse.Namespace) -> bool:
-    """Return whether the configuration asks for bf16, and the device has no units for it."""
+def _fitting_precision(options: argparse.Namespace) -> str:
+    """Return the configuration's precision, but fp32 for bf16 where the device has no units for it."""
     config = load_config(options.config, options.set, NAMED)
-    device = distributed.choose_device(config.run.device, 0)
-    return config.train.precision == "bf16" and matmul_dtype("auto", torch.bfloat16, device) == torch.float32
+    is_bf16 = config.train.precision in ("auto", "bf16")
+    return choose_precision(
+        "auto" if is_bf16 else config.train.precision, is_fast_in_bf16(distributed.choose_device(config.run.device, 0))
+    )
 
 
 class Runner:

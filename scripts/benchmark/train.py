@@ -36,7 +36,7 @@ from utils.cli import int_in_range, make_parser
 from utils.distributed import choose_device
 from utils.image import IMAGE_SIZE
 from utils.memory import training_operations
-from utils.precision import AUTOCAST
+from utils.precision import AUTOCAST, PRECISIONS, choose_precision, is_fast_in_bf16
 from utils.program import run_main
 
 from .device_rates import measured_rates
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--image-size", type=size, default=IMAGE_SIZE, help="height and width of the images, in pixels")
     parser.add_argument("--batch-size", type=count, default=64, help="images of a step, over all processes")
     parser.add_argument("--classes", type=count, default=10_000, help="identities")
-    parser.add_argument("--precision", choices=tuple(AUTOCAST), default="bf16", help="train.precision of ours")
+    parser.add_argument("--precision", choices=PRECISIONS, default="auto", help="train.precision of ours")
     parser.add_argument("--compile", choices=CHOICES["train.compile"], default="off", help="train.compile of ours")
     parser.add_argument("--data", type=Path, help="RecordIO set that ours reads (default: generated images)")
     parser.add_argument("--processes", type=count, default=1, help="processes on this machine, one per GPU")
@@ -83,6 +83,7 @@ def benchmark(options: argparse.Namespace) -> None:
         options.batch_size, options.classes, options.steps, options.rounds = min(options.batch_size, 32), 1000, 2, 2
         options.width = options.width if options.reference else min(options.width, 0.25)
     device = choose_device(options.device, 0)
+    options.precision = choose_precision(options.precision, is_fast_in_bf16(device))
     _check(options, device)
     torch.set_num_threads(_num_cores())
     ways = ["ours", "plain", *(["reference"] if options.reference else [])]

@@ -24,6 +24,7 @@ from .detector import Detector, Face
 WHICH = ("largest", "central", "all", "only")
 _LARGE = 30_000_000  # pixels; only one picture of more is in memory at a time, because it takes up to 9 bytes for each
 _one_large = threading.Lock()
+UNREADABLE = "cannot be read: "  # begins the reason if the disk failed, which may be better the next time
 
 
 class Crop(NamedTuple):
@@ -64,7 +65,7 @@ def read_crops(folder: Path, name: str, detector: Detector | None, size: int, wh
     try:
         return crops_of(read_bytes(folder / name), name, detector, size, which)
     except OSError as error:
-        return Rejected(name, f"cannot be read: {error.strerror}")
+        return Rejected(name, f"{UNREADABLE}{error.strerror}")
 
 
 def crops_of(data: bytes, name: str, detector: Detector | None, size: int, which: str) -> list[Crop] | Rejected:

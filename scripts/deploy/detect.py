@@ -164,10 +164,10 @@ def _write_lists(options: argparse.Namespace, names: Sequence[str], journal: Jou
             rows.append((crop if options.which == "all" else name, *points, *box, f"{face.score:.4f}"))
             padding[crop] = share
     header = ("name", *_POINTS, "left", "top", "right", "bottom", "score")
-    between = (
-        "\t" if any("," in str(row[0]) for row in rows) else ","
-    )  # its reader takes a tab for the delimiter if there is one
-    write_file(options.out / "landmarks.csv", csv_bytes([header, *rows], between))
+    # its reader knows no quotation marks, but takes a tab for the delimiter of a line that has one
+    between = "\t" if any("," in str(row[0]) for row in rows) else ","
+    lines = (between.join(map(str, row)) + "\n" for row in [header, *rows])
+    write_file(options.out / "landmarks.csv", "".join(lines).encode())
     rejected = [(name, journal.done[name].reason) for name in names if journal.done[name].reason]
     (options.out / "rejected.csv").unlink(missing_ok=True)
     if rejected:

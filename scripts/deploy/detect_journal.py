@@ -15,6 +15,7 @@ import numpy as np
 
 from utils.files import MAX_TEXT, check_file
 
+from .crops import UNREADABLE
 from .detections import Face
 
 Stamp = tuple[int, int]  # size in bytes and time of change in ns, of a picture
@@ -95,7 +96,7 @@ class Journal:
     def is_done(self, folder: Path, name: str, which: str) -> bool:
         """Return whether a picture is the one that was done, and its crops are there."""
         done = self.done.get(name)
-        if done is None or done.stamp != self.stamp(folder / name):
+        if done is None or done.stamp != self.stamp(folder / name) or done.reason.startswith(UNREADABLE):
             return False
         return all(_has_bytes(self._out / crop_name(name, which, number)) for number in range(len(done.faces)))
 

@@ -1,7 +1,7 @@
 """The parts of a run of scripts.deploy.embed: what they are, how one is embedded, and how they are stored.
 
-A part is a file: a line of JSON with its faces and rejected pictures, then the vectors, float32, little endian. Shapes: n = faces
-of a part, D = embedding size.
+A part is a file: a line of JSON with its faces and rejected pictures, then the vectors, float32, little endian.
+Shapes: n = faces of a part, D = embedding size.
 """
 
 if __name__ == "__main__":
@@ -200,7 +200,7 @@ class Parts:
             different = [name for name in plan.facts if before.get(name) != plan.facts[name]]
             what = different[0] if different else "version of this program"
             raise ValueError(
-                f"{self._folder}: was begun with another {what}; start the run as it was begun, or add --again to embed all anew"
+                f"{self._folder}: was begun with another {what}; go on with that one, or add --again to embed all anew"
             )
 
     def missing(self) -> list[int]:
@@ -227,7 +227,7 @@ class Parts:
                 return None
             vectors = np.frombuffer(data, dtype="<f4").reshape(-1, head["dim"])
             return Part(rows, [Rejected(*pair) for pair in head["rejected"]], vectors)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def remove(self) -> None:

@@ -97,11 +97,12 @@ def _write_parquet(file: NewFile, parts: Iterator[Part], embedding_size: int, fa
     schema = arrow.schema(fields, metadata=facts)
     with importlib.import_module("pyarrow.parquet").ParquetWriter(_Sink(file), schema) as writer:
         for part in parts:
+            if not part.rows:
+                continue
             rows = [(row.name, row.face, _person(row.name), row.norm, row.padding, row.score) for row in part.rows]
             columns = [arrow.array(column, kind) for column, kind in zip(zip(*rows, strict=True), kinds, strict=True)]
             vectors = arrow.FixedSizeListArray.from_arrays(arrow.array(part.vectors.ravel()), embedding_size)
-            if rows:
-                writer.write_table(arrow.table([*columns, vectors], schema=schema))
+            writer.write_table(arrow.table([*columns, vectors], schema=schema))
 
 
 class _Sink(io.RawIOBase):

@@ -31,11 +31,19 @@ class Scrfd(Detector):
         images = ((canvas.astype(np.float32) - 127.5) / 128).transpose(2, 0, 1)[None]
         outputs = self._session.run(np.ascontiguousarray(images))
         height, width = canvas.shape[:2]
+        grids = [(-(-height // stride), -(-width // stride)) for stride in STRIDES]
+        parts = by_stride(outputs, self.path)
+        counts = [len(scores) for scores, _, _ in parts]
+        per_cell = counts[0] // (grids[0][0] * grids[0][1])
+        if not per_cell or counts != [rows * columns * per_cell for rows, columns in grids]:
+            raise ValueError(
+                f"{self.path}: an SCRFD detector has equally many anchors in each cell of its grids, which for {width} x "
+                f"{height} pixels have {' and '.join(str(rows * columns) for rows, columns in grids)} cells, this has {counts}"
+            )
         kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        for stride, (scores, distances, offsets) in zip(STRIDES, by_stride(outputs, self.path), strict=True):
-            centres = anchor_centres(-(-height // stride), -(-width // stride), stride, len(scores), self.path)
-            weak = scores[:, 0] < minimum  # but not what is no number
-            chosen = np.flatnonzero(~weak)
+        for stride, grid, (scores, distances, offsets) in zip(STRIDES, grids, parts, strict=True):
+            centres = anchor_centres(*grid, stride, per_cell)
+            chosen = np.flatnonzero(~(scores[:, 0] < minimum))  # also what is no number, which is an error
             boxes, points = decode(centres[chosen], distances[chosen] * stride, offsets[chosen] * stride)
             kept.append((scores[chosen, 0], boxes, points))
         return Candidates(*(np.concatenate(parts) for parts in zip(*kept, strict=True)))
@@ -59,14 +67,8 @@ def by_stride(outputs: list[np.ndarray], path: Path) -> list[list[np.ndarray]]:
     return found
 
 
-def anchor_centres(rows: int, columns: int, stride: int, count: int, path: Path) -> np.ndarray:
-    """Return the (count, 2) x and y of all anchors, row by row; those of a cell follow each other at the same place."""
-    per_cell, rest = divmod(count, rows * columns)
-    if rest or not per_cell:
-        raise ValueError(
-            f"{path}: an SCRFD detector has the same number of anchors in each of {rows} x {columns} cells of stride {stride}, "
-            f"this has {count} anchors for them"
-        )
+def anchor_centres(rows: int, columns: int, stride: int, per_cell: int) -> np.ndarray:
+    """Return the (rows * columns * per_cell, 2) x and y of all anchors, row by row; those of a cell follow each other."""
     y, x = np.mgrid[:rows, :columns]
     return np.repeat(np.stack([x, y], axis=-1).reshape(-1, 2) * stride, per_cell, axis=0).astype(np.float64)
 

@@ -1,0 +1,213 @@
+"""Export a network to ONNX or torch.export: python -m scripts.deploy.export RUN --to onnx|pt2 --out FILE
+
+The file takes a batch of any size. Its metadata has the input contract: size, colour order, mean, std, alignment points, length
+of the embeddings, and which weights they are. With --with-preprocess the file takes bytes, (batch, S, S, 3) uint8 RGB, and
+returns unit vectors and their former lengths. Batch normalisations are folded into the layer before them where that is exact.
+
+FILE appears only if it gives the embeddings of the network: batches of 1, 2 and 7 images may differ by 1e-4 of the length of an
+embedding at most. --precision fp16 and int8 are compared by their accuracy on verification sets instead. int8 takes the ranges
+of its activations from the images of a set, --calibrate, by default the run's training set.
+
+Examples:
+  python -m scripts.deploy.export work_dirs/demo_cpu --to onnx --out demo.onnx --with-preprocess
+  python -m scripts.deploy.export backbone.pth --backbone r50 --to onnx --out r50_int8.onnx --precision int8 --calibrate people
+  python -m scripts.deploy.export work_dirs/demo_cpu --to onnx --out demo.onnx --measure --json demo.json
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.deploy.export")
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backbones import build_backbone
+from eval.evaluate import load_pair_sets
+from eval.networks import Network, add_choice_of_network, load_network
+from eval.pair_sets.bin_file import PairSet
+from utils.checkpoint.tensor_file import flush, write_text
+from utils.cli import int_in_range, make_parser
+from utils.files import shown
+from utils.program import run_main
+from utils.text import one_line
+
+from .export_checks import embeddings_of, images_to_compare
+from .export_files import Exporter, Source, table
+from .export_graph import require_onnx
+from .export_precision import calibration_set
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and export; return the exit status."""
+    parser = make_parser("python -m scripts.deploy.export", __doc__)
+    add_choice_of_network(parser)
+    parser.add_argument("--to", choices=("onnx", "pt2"), required=True, help="form of the file")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, .onnx or .pt2")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE")
+    parser.add_argument("--with-preprocess", action="store_true", help="take (batch, S, S, 3) uint8 RGB, return unit vectors")
+    parser.add_argument("--flip", action="store_true", help="add the embedding of the mirror image, as the evaluation does")
+    parser.add_argument(
+        "--precision", choices=("fp32", "fp16", "int8"), default="fp32", help="of weights and arithmetic (default fp32)"
+    )
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="SET",
+        help="for int8: images for the ranges of activations: a folder with train.rec, *.tar or a sub-folder per person, or a "
+        "list file; default: the run's training set",
+    )
+    parser.add_argument(
+        "--calibration-images", type=int_in_range(1, 100_000), default=256, metavar="N", help="images of it (default 256)"
+    )
+    parser.add_argument("--targets", nargs="+", metavar="SET", help="verification sets; default: those of the run's config")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="folder with NAME.bin; default: that of the run's config")
+    parser.add_argument(
+        "--max-loss",
+        type=float,
+        metavar="POINTS",
+        help="write no fp16 or int8 file that loses more accuracy, in percent points",
+    )
+    parser.add_argument("--measure", action="store_true", help="print a table of sizes, accuracies and times of all precisions")
+    parser.add_argument(
+        "--measure-batch", type=int_in_range(2, 1024), default=16, metavar="B", help="its larger batch (default 16)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what is printed as JSON")
+    parser.add_argument(
+        "--batch-size", type=int_in_range(1, 4096), default=256, help="images per batch of the evaluation (default 256)"
+    )
+    parser.add_argument(
+        "--threads", type=int_in_range(1, 1024), default=2, help="threads of decoding and of each network (default 2)"
+    )
+    options = parser.parse_args(arguments)
+    return run_main(lambda: export(options))
+
+
+def export(options: argparse.Namespace) -> None:
+    """Export according to the command line: write aside, check, and rename."""
+    _check(options)
+    network = load_network(options, build_backbone)
+    sets = _verification_sets(options, network)
+    calibration = None
+    if options.precision == "int8" or (options.measure and (options.calibrate or network.config)):
+        try:
+            calibration = calibration_set(options.calibrate, network.config)
+        except ValueError as error:
+            if options.precision == "int8" or options.calibrate:
+                raise
+            print(f"warning: the table has no int8: {one_line(error)}", file=sys.stderr)
+    pixels = images_to_compare(sets, network.image_size)
+    reference = embeddings_of(network.model, pixels, options.flip)
+    if not np.isfinite(reference).all():
+        raise ValueError(f"{network.name}: its embeddings are not finite; take an earlier checkpoint")
+    with _aside(options.out) as folder:
+        files, facts = Exporter(options, Source(network, sets, calibration, pixels, reference), folder).make()
+        for file in files[::-1]:  # weights beside the file come first, so that it is never without them
+            os.replace(file, options.out.with_name(file.name))
+        flush(options.out.absolute().parent)
+    if options.json:
+        _write_json(options.json, {"file": str(options.out), **facts})
+    _report(options, facts)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise ValueError for options that do not fit together, or a target that cannot be written, before any work."""
+    suffix = f".{options.to}"
+    if options.out.suffix != suffix:
+        raise ValueError(f"--out: the name of the file must end in {suffix}, as --to {options.to} says, got {options.out}")
+    for flag, path in (("--out", options.out), ("--json", options.json)):
+        if path is not None and path.is_dir():
+            raise ValueError(f"{flag}: {path} is a folder; choose another name")
+    if options.out.exists() and not options.overwrite:
+        raise ValueError(f"--out: {options.out} exists; add --overwrite to replace it, or choose another name")
+    if options.json is not None and options.json.absolute() == options.out.absolute():
+        raise ValueError(f"--json must be another file than --out, got {options.json}")
+    if options.to == "pt2" and options.precision != "fp32":
+        raise ValueError(f"--precision {options.precision} is for --to onnx; a .pt2 file has fp32 weights")
+    if options.max_loss is not None and (options.precision == "fp32" or not 0 <= options.max_loss <= 100):
+        raise ValueError(f"--max-loss is from 0 to 100, for --precision fp16 or int8, got {options.max_loss}")
+    if options.calibrate and options.precision != "int8" and not options.measure:
+        raise ValueError("--calibrate is for --precision int8, or for the table of --measure; leave it out")
+    if options.run.is_file() and not options.backbone:
+        raise ValueError(
+            f"{options.run}: is a file; name the network of its weights with --backbone NAME, or give the folder of a run. A "
+            "network in a file of its own (.onnx, .pt2, TorchScript) is not exported again"
+        )
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError("an export is the work of one process; start it without torchrun")
+    if options.to == "onnx" or options.measure:
+        require_onnx()
+
+
+def _verification_sets(options: argparse.Namespace, network: Network) -> list[PairSet]:
+    """Return the sets of the command line, else those of the run as far as this machine has them, with a warning if not."""
+    sections = [section if isinstance(section := network.config.get(key, {}), dict) else {} for key in ("eval", "data")]
+    folder = options.data or sections[0].get("path") or sections[1].get("path") or ""
+    if options.targets:
+        return load_pair_sets(folder, options.targets, "--targets", "--data")
+    targets = sections[0].get("targets")
+    if targets:
+        try:
+            return load_pair_sets(folder, targets, "the run's configuration", "--data")
+        except ValueError as error:
+            if options.data or options.max_loss is not None:
+                raise
+            print(f"warning: drawn images are compared, without an accuracy: {one_line(error)}", file=sys.stderr)
+    elif options.max_loss is not None:
+        raise ValueError(f"--max-loss needs verification sets, and {network.name} names none; name them with --targets SET ...")
+    return []
+
+
+@contextmanager
+def _aside(out: Path) -> Iterator[Path]:
+    """Create a hidden folder beside the file, in which it is written; remove it at the end, whatever happens."""
+    folder = out.absolute().with_name(f".{out.name}.unfinished")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        raise ValueError(f"{folder}: another program is writing there. If it was killed, delete that folder") from None
+    try:
+        yield folder
+    except OSError as error:
+        if error.filename is None or str(error.filename).startswith(str(folder)):
+            raise ValueError(f"{out}: cannot be written: {error.strerror or error}") from None
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_json(path: Path, facts: dict[str, Any]) -> None:
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.unlink(missing_ok=True)
+    try:
+        write_text(unfinished, json.dumps(facts, indent=1) + "\n")
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise ValueError(f"--json: {path}: cannot be written: {error.strerror}") from None
+
+
+def _report(options: argparse.Namespace, facts: dict[str, Any]) -> None:
+    """Print what was written, in words and tables."""
+    contract = facts["contract"]
+    size = contract["image_size"]
+    shape = f"(batch, {size}, {size}, 3)" if contract["layout"] == "NHWC" else f"(batch, 3, {size}, {size})"
+    scale = "" if contract["dtype"] == "uint8" else f", (x - {contract['mean']:g}) / {contract['std']:g}"
+    unit = " of length 1, and their former lengths" if contract["normalised"] else ""
+    print(f"{shown(options.out)}: {facts['network']}, {contract['precision']}")
+    print(f"input   images {shape} {contract['dtype']} {contract['colour'].upper()}{scale}")
+    print(f"output  embeddings (batch, {contract['embedding_size']}){unit}{', with the mirror image' if options.flip else ''}")
+    print(f"folded  {facts['folded']} of {facts['norms']} batch normalisations into the layer before them")
+    print(table(facts))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,422 @@
+"""Folders of faces become unit vectors: equal to the plain forward pass, and the same bytes however the work was done."""
+
+import argparse
+import csv
+import errno
+import fcntl
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import forkserver
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pyarrow.parquet
+import pytest
+import torch
+import torch.multiprocessing as mp
+from faulty_disk import Disk, faulty
+from onnx import TensorProto, helper, numpy_helper
+from test_scripts_deploy_crops import _bomb, _png
+from tiny_detectors import picture, write_detector
+from tiny_runs import Started
+
+from backbones import build_backbone
+from eval.networks import add_network_arguments
+from scripts.deploy import embed_parts, embed_workers
+from scripts.deploy.embed import main
+from scripts.deploy.embedder import open_embedder
+from utils.checkpoint.tensor_file import write_tensors
+
+pytestmark = pytest.mark.numeric
+SIZE, DIM, COUNT = 48, 16, 22
+FLAGS = ["--backbone", "mbf", "--width", "0.125", "--embedding-size", str(DIM), "--image-size", str(SIZE), "--device", "cpu"]
+
+
+def _network() -> torch.nn.Module:
+    torch.manual_seed(3)
+    model = build_backbone("mbf", DIM, 0.125, image_size=SIZE).eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):  # as after a training, so that faces differ
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 1.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("network") / "network.safetensors"
+    write_tensors(path, _network().state_dict())
+    return path
+
+
+def _pixels(number: int, size: int = SIZE) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, (size, size, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of 22 crops of four people and one of nobody, a photograph, a bomb, and a file that is no picture."""
+    root = tmp_path_factory.mktemp("crops")
+    for number in range(COUNT):
+        person = root / f"person{number % 4}"
+        person.mkdir(exist_ok=True)
+        (person / f"{number:02}.png").write_bytes(_png(_pixels(number)))
+    (root / "alone.png").write_bytes(_png(_pixels(99)))
+    (root / "person1" / "photograph.png").write_bytes(_png(_pixels(98, 64)))
+    (root / "person2" / "bomb.png").write_bytes(_bomb(60_000, 60_000))
+    (root / "person2" / "text.jpg").write_text("no picture")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the few pictures here are several parts."""
+    monkeypatch.setattr(embed_parts, "PICTURES", 5)
+
+
+def _run(network: Path, folder: Path, out: Path, *words: object, flags: list[str] = FLAGS) -> int:
+    return main([str(word) for word in (network, folder, "--out", out, *flags, *(words or ("--processes", 1)))])
+
+
+def _files(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.parent.iterdir() if path.name.startswith(out.stem)}
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _one_error(capsys: pytest.CaptureFixture[str]) -> str:
+    said = [line for line in capsys.readouterr().err.splitlines() if line and not line.startswith("embedding")]
+    assert len(said) == 1 and said[0].startswith("error: "), said
+    return said[0]
+
+
+def test_vectors_are_those_of_the_plain_forward_pass(
+    weights: Path, crops: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert _run(weights, crops, tmp_path / "f.npy") == 0
+    said = capsys.readouterr().out
+    assert "3 of 26 pictures rejected, with the reason in f.npy.rejected.csv" in said
+    assert f"f.npy: 23 faces of 23 pictures, embedded by {weights}" in said
+    rows, vectors = _rows(tmp_path / "f.csv"), np.load(tmp_path / "f.npy")
+    assert vectors.shape == (23, DIM) and vectors.dtype == np.float32
+    names = [row["name"] for row in rows]
+    assert names == sorted(names) and names[0] == "alone.png"
+    model = _network()
+    for row, vector in zip(rows, vectors, strict=True):
+        number = 99 if row["name"] == "alone.png" else int(Path(row["name"]).stem)
+        assert row["person"] == ("" if number == 99 else f"person{number % 4}")
+        assert (row["face"], row["padding"], row["score"]) == ("0", "0.0000", "")
+        image = (torch.from_numpy(_pixels(number)).permute(2, 0, 1)[None].float() - 127.5) / 127.5
+        with torch.inference_mode():
+            plain = (model(image) + model(image.flip(3)))[0].double().numpy()
+        # a forward pass of a hundred layers in float32
+        assert abs(float(row["norm"]) / np.linalg.norm(plain) - 1) < 1e-4
+        assert np.abs(vector - plain / np.linalg.norm(plain)).max() < 1e-4
+    assert np.abs(np.linalg.norm(vectors.astype(np.float64), axis=1) - 1).max() < 1e-6
+    reasons = {row["name"]: row["reason"] for row in _rows(tmp_path / "f.npy.rejected.csv")}
+    assert set(reasons) == {"person1/photograph.png", "person2/bomb.png", "person2/text.jpg"}
+    assert "is 64 x 64 pixels, no aligned crop of 48 x 48" in reasons["person1/photograph.png"]
+    assert "60000 x 60000 pixels" in reasons["person2/bomb.png"]
+    assert sorted(_files(tmp_path / "f.npy")) == ["f.csv", "f.npy", "f.npy.rejected.csv"]
+
+
+def test_parquet_has_the_same_rows(weights: Path, crops: Path, tmp_path: Path):
+    assert _run(weights, crops, tmp_path / "f.npy") == 0
+    assert _run(weights, crops, tmp_path / "g.parquet") == 0
+    table = pyarrow.parquet.read_table(tmp_path / "g.parquet")
+    assert table.column_names == ["name", "face", "person", "norm", "padding", "score", "embedding"]
+    rows = _rows(tmp_path / "f.csv")
+    for name in ("name", "person"):
+        assert table[name].to_pylist() == [row[name] for row in rows]
+    assert [f"{norm:.6g}" for norm in table["norm"].to_pylist()] == [row["norm"] for row in rows]
+    assert table["score"].null_count == len(rows) and table["face"].to_pylist() == [0] * len(rows)
+    vectors = np.array(table["embedding"].to_pylist(), dtype=np.float32)
+    assert np.array_equal(vectors, np.load(tmp_path / "f.npy"))
+    assert table.schema.metadata[b"network"] == str(weights).encode()
+
+
+def test_two_processes_write_the_bytes_of_one(weights: Path, crops: Path, tmp_path: Path):
+    for folder, count in (("one", 1), ("two", 2)):
+        (tmp_path / folder).mkdir()
+        assert _run(weights, crops, tmp_path / folder / "f.npy", "--processes", count) == 0
+        assert _run(weights, crops, tmp_path / folder / "f.parquet", "--processes", 1) == 0
+    assert _files(tmp_path / "one" / "f.npy") == _files(tmp_path / "two" / "f.npy")
+    assert len(_files(tmp_path / "one" / "f.npy")) == 5
+
+
+def test_the_embedding_of_a_crop_does_not_depend_on_what_else_is_in_its_batch(weights: Path):
+    parser = argparse.ArgumentParser()
+    add_network_arguments(parser)
+    embedder = open_embedder(parser.parse_args([str(weights), *FLAGS]))
+    batch = np.stack([_pixels(number) for number in range(19)])
+    together = embedder.embed(batch)
+    assert (embedder.embedding_size, embedder.image_size, embedder.config) == (DIM, SIZE, {})
+    assert np.array_equal(np.concatenate([embedder.embed(batch[n : n + 1]) for n in range(19)]), together)
+    assert np.array_equal(embedder.embed(batch[::-1].copy())[::-1], together)
+    assert np.array_equal(embedder.embed(batch[5:12]), together[5:12])
+    assert embedder.embed(batch[:0]).shape == (0, DIM)
+    with pytest.raises(ValueError, match=r"crops must be \(n, 48, 48, 3\) uint8"):
+        embedder.embed(batch[:, :40])
+
+
+def test_photographs_are_detected_and_their_faces_numbered(weights: Path, tmp_path: Path):
+    detector = write_detector(tmp_path / "face.onnx", "retinaface")
+    folder = tmp_path / "photographs"
+    (folder / "anna").mkdir(parents=True)
+    (folder / "anna" / "two.png").write_bytes(_png(picture(112, 200, (48, 40), (136, 56))))
+    (folder / "none.png").write_bytes(_png(picture(112, 200)))
+    assert _run(weights, folder, tmp_path / "f.parquet", "--detector", detector, "--which", "all", "--processes", 1) == 0
+    table = pyarrow.parquet.read_table(tmp_path / "f.parquet").to_pylist()
+    assert [(row["name"], row["face"], row["person"]) for row in table] == [("anna/two.png", n, "anna") for n in (0, 1)]
+    assert all(abs(row["score"] - 0.95) < 1e-3 and row["padding"] == 0 for row in table)
+    assert _rows(tmp_path / "f.parquet.rejected.csv") == [{"name": "none.png", "reason": "no face found"}]
+
+
+def test_a_run_killed_at_any_moment_goes_on_and_ends_with_the_same_bytes(weights: Path, crops: Path, tmp_path: Path):
+    """Killed before each of some file operations, one after the other on the same files, by a child of this process."""
+    (tmp_path / "whole").mkdir()
+    assert _run(weights, crops, tmp_path / "whole" / "f.npy") == 0
+    (tmp_path / "killed").mkdir()
+    out = tmp_path / "killed" / "f.npy"
+    moments = random.Random(1).sample(range(60), 7)
+    deaths = 0
+    for moment in sorted(moments):
+        process = mp.get_context("forkserver").Process(target=_killed_at, args=(moment, str(weights), str(crops), str(out)))
+        process.start()
+        process.join(60)
+        deaths += process.exitcode == -signal.SIGKILL
+        if process.exitcode == 0:
+            break
+    assert deaths >= 3
+    if out.with_name("f.npy.parts").exists():
+        assert _run(weights, crops, out) == 0
+    assert _files(out) == _files(tmp_path / "whole" / "f.npy")
+
+
+def _killed_at(moment: int, weights: str, crops: str, out: str) -> None:
+    embed_parts.PICTURES = 5
+    torch.set_num_threads(1)
+    with faulty(Disk(moment)):
+        raise SystemExit(_run(Path(weights), Path(crops), Path(out)))
+
+
+def test_what_is_done_is_not_done_again(
+    weights: Path, crops: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    out = tmp_path / "f.npy"
+    assert _run(weights, crops, tmp_path / "whole.npy") == 0
+    original, done = embed_parts.write_part, []
+
+    def write(job: embed_parts.Job, number: int, part: embed_parts.Part) -> None:
+        if number == 3:
+            raise ValueError("stopped here")
+        original(job, number, part)
+        done.append(number)
+
+    monkeypatch.setattr(embed_workers, "write_part", write)
+    assert _run(weights, crops, out) == 1
+    assert done == [0, 1, 2]
+    monkeypatch.setattr(embed_workers, "write_part", lambda *args: (original(*args), done.append(args[1])))
+    capsys.readouterr()
+    damaged = tmp_path / "f.npy.parts" / "000001.part"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert _run(weights, crops, out) == 0
+    assert done == [0, 1, 2, 1, 3, 4, 5] and "10 of 26 pictures were done already" in capsys.readouterr().out
+    assert np.load(out).tobytes() == np.load(tmp_path / "whole.npy").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--colour", "bgr"], "network"),
+        (["--precision", "bf16"], "precision"),
+        (["--detector", "face.onnx"], "detector"),
+        ([], "list of pictures"),
+    ],
+)
+def test_parts_of_another_run_are_not_mixed(
+    weights: Path,
+    tmp_path: Path,
+    words: list[str],
+    what: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.chdir(tmp_path)
+    write_detector(Path("face.onnx"), "scrfd")
+    folder, out = tmp_path / "crops", tmp_path / "f.npy"
+    folder.mkdir()
+    for number in range(2):
+        (folder / f"{number}.png").write_bytes(_png(_pixels(number)))
+    with faulty(Disk(12, errno.ENOSPC)):
+        assert _run(weights, folder, out) == 1
+    assert "No space left on device" in _one_error(capsys) and (tmp_path / "f.npy.parts" / "run.json").exists()
+    if not words:
+        (folder / "2.png").write_bytes(_png(_pixels(2)))
+    assert _run(weights, folder, out, *words, "--processes", 1) == 1
+    assert f"f.npy.parts: was begun with another {what}; go on with that one, or add --again" in _one_error(capsys)
+    assert _run(weights, folder, out, *words, "--again", "--processes", 1) == (1 if "--detector" in words else 0)
+
+
+def test_a_result_is_replaced_only_with_again_and_a_folder_that_is_not_ours_never(
+    weights: Path, crops: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "f.npy"
+    out.write_text("mine")
+    assert _run(weights, crops, out) == 1
+    assert "f.npy exists already; choose another name, or --again to replace it" in _one_error(capsys)
+    (tmp_path / "f.npy.parts").mkdir()
+    (tmp_path / "f.npy.parts" / "thesis.txt").write_text("mine")
+    assert _run(weights, crops, out, "--again") == 1
+    assert "holds 'thesis.txt', which is not of this program" in _one_error(capsys)
+    assert out.read_text() == "mine" and (tmp_path / "f.npy.parts" / "thesis.txt").read_text() == "mine"
+    assert _run(weights, crops, tmp_path / "f.txt") == 1
+    assert "must end in .parquet or .npy" in _one_error(capsys)
+    (tmp_path / "g.npy").mkdir()
+    assert _run(weights, crops, tmp_path / "g.npy") == 1
+    assert "g.npy is a folder; name a file" in _one_error(capsys)
+    assert _run(weights, tmp_path / "missing", tmp_path / "h.npy") == 1
+    assert "no such folder" in _one_error(capsys) and not (tmp_path / "h.npy.parts").exists()
+
+
+def test_a_second_run_on_the_same_file_is_refused(
+    weights: Path, crops: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "f.npy.parts").mkdir()
+    with open(tmp_path / "f.npy.parts" / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert _run(weights, crops, tmp_path / "f.npy") == 1
+        assert "f.npy is in use by another run" in _one_error(capsys)
+    assert _run(weights, crops, tmp_path / "f.npy") == 0
+
+
+def test_a_part_that_was_tampered_with_is_made_again(weights: Path, tmp_path: Path):
+    folder, out = tmp_path / "crops", tmp_path / "f.npy"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(_png(_pixels(1)))
+    assert _run(weights, folder, out) == 0
+    expected = _files(out)
+    for damage in (b"", b"[]\n", b"[" * 100_000 + b"\n", b'{"rows": 7}\n', b'{"signature": "", "rows": [], "dim": -1}\n'):
+        with faulty(Disk(12, errno.ENOSPC)):
+            assert _run(weights, folder, out, "--again", "--processes", 1) == 1
+        (tmp_path / "f.npy.parts" / "000000.part").write_bytes(damage)
+        assert _run(weights, folder, out) == 0
+        assert _files(out) == expected
+
+
+def _onnx(path: Path, bias: float) -> Path:
+    """Write a network whose embedding is the mean of each channel, times a number."""
+    nodes = [
+        helper.make_node("ReduceMean", ["x"], ["mean"], axes=[2, 3], keepdims=0),
+        helper.make_node("Mul", ["mean", "b"], ["y"]),
+    ]
+    shape = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, SIZE, SIZE])
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 3])
+    values = [numpy_helper.from_array(np.array([bias], dtype=np.float32), "b")]
+    graph = helper.make_graph(nodes, "g", [shape], [out], values)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), str(path))
+    return path
+
+
+def test_embeddings_that_are_not_finite_or_zero_are_rejected(tmp_path: Path, crops: Path, capsys: pytest.CaptureFixture[str]):
+    for number, bias in enumerate((float("nan"), float("inf"), 0.0)):
+        network = _onnx(tmp_path / f"{number}.onnx", bias)
+        assert _run(network, crops, tmp_path / f"f{number}.npy", "--processes", 1, flags=[]) == 1
+        said = _one_error(capsys)
+        assert "no face in any of 26 pictures; the first, alone.png, the network has no finite embedding of face 0" in said
+        assert not (tmp_path / f"f{number}.npy").exists()
+    assert _run(_onnx(tmp_path / "sound.onnx", 2.0), crops, tmp_path / "f.npy", "--processes", 1, flags=[]) == 0
+
+
+def test_names_that_attack_stay_names(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = tmp_path / "crops"
+    folder.mkdir()
+    names = ["a\nb.png", "\x1b[2J.png", "<img src=x>,|.png", '"quoted".png']
+    for name in names:
+        (folder / name).write_bytes(_png(_pixels(len(name))))
+    (folder / os.fsdecode(b"\xff.png")).write_bytes(_png(_pixels(1)))
+    (folder / "pipe.png").symlink_to("/dev/zero")
+    os.mkfifo(folder / "fifo.png")
+    assert _run(weights, folder, tmp_path / "f.parquet") == 0
+    assert _run(weights, folder, tmp_path / "f.npy") == 0
+    said = capsys.readouterr()
+    assert "\x1b" not in said.out + said.err.replace("\x1b[A", "")
+    assert sorted(row["name"] for row in _rows(tmp_path / "f.csv")) == sorted(names)
+    assert sorted(pyarrow.parquet.read_table(tmp_path / "f.parquet")["name"].to_pylist()) == sorted(names)
+    rejected = (tmp_path / "f.npy.rejected.csv").read_text(errors="surrogateescape")
+    assert "its name is no UTF-8" in rejected and "it is a pipe" in rejected and "it is a device" in rejected
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _wait_for(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def many(crops: Path, tmp_path: Path) -> Path:
+    """Return a folder of 900 crops, which take longer than it takes to end the run."""
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for number in range(900):
+        (folder / f"{number}.png").symlink_to(crops / "alone.png")
+    return folder
+
+
+@pytest.mark.parametrize("how", ["child", "interrupt"])
+def test_a_process_that_dies_and_ctrl_c_end_the_run_in_one_line_and_all_processes(
+    weights: Path, many: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+):
+    server = forkserver._forkserver._forkserver_pid  # the parent of all
+    before, workers, out = set(_children(server)), [], tmp_path / "f.npy"
+
+    def strike() -> None:
+        _wait_for(lambda: list((tmp_path / "f.npy.parts").glob("*.part")))
+        workers.extend(sorted(set(_children(server)) - before))
+        os.kill(workers[0] if how == "child" else os.getpid(), signal.SIGKILL if how == "child" else signal.SIGINT)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    status = _run(weights, many, out, "--processes", 2)
+    thread.join()
+    lines = [line for line in capsys.readouterr().err.splitlines() if line and not line.startswith("embedding")]
+    if how == "child":
+        said = "error: one of the processes ended by SIGKILL; what is done is kept: start the same command again to go on"
+    else:
+        said = "interrupted: what is done is kept: start the same command again to go on"
+    assert status == (1 if how == "child" else 130) and len(lines) == 1 and lines[0].startswith(said), lines
+    assert len(workers) == 2 and not any(map(_is_running, workers))
+    assert not out.exists() and list((tmp_path / "f.npy.parts").glob("*.part"))
+
+
+def test_when_the_run_is_killed_its_processes_end(weights: Path, many: Path, tmp_path: Path):
+    words = [str(weights), str(many), "--out", str(tmp_path / "f.npy"), *FLAGS, "--processes", "2"]
+    started = Started(main, [words], tmp_path)
+    own = started.processes[0].pid
+    assert own is not None
+    _wait_for(lambda: list((tmp_path / "f.npy.parts").glob("*.part")))
+    workers = [pid for server in _children(own) for pid in _children(server)]
+    assert len(workers) == 2
+    os.kill(own, signal.SIGKILL)
+    _wait_for(lambda: not any(map(_is_running, workers)))
+    assert started.wait().returncode == -signal.SIGKILL
