@@ -333,7 +333,9 @@ def test_the_card_of_an_exported_file_says_what_the_file_says(tmp_path: Path):
     helper.set_model_props(model, contract.as_texts())
     onnx.save(model, str(tmp_path / "face.onnx"))
     assert _card(tmp_path / "face.onnx", "--out", tmp_path) == 0
-    facts = {row[0]: row[1] for row in _cells((tmp_path / "card.md").read_text()) if len(row) == 2}
+    rows = _cells((tmp_path / "card.md").read_text())
+    facts = {row[0]: row[1] for row in rows if len(row) == 2}
+    assert ["nose", "1.00", "2.00"] in rows
     assert facts["file"] == "face.onnx" and facts["exported from"] == "small <b>" and facts["step"] == "5"
     assert facts["backbone"] == "mbf|x" and facts["hash of the weights"] == "ab" * 16 and facts["precision"] == "int8"
     assert facts["input"] == "(images, 32, 32, 3), RGB, uint8" and facts["values"] == "0 to 255"

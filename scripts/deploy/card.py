@@ -203,7 +203,8 @@ def _add_contract(document: Document, subject: Subject, options: argparse.Namesp
     document.text(
         f"Faces must be aligned: a similarity transform brings five points nearest to these places in {size} x {size} pixels."
     )
-    rows = [(name, f"{x:.2f}", f"{y:.2f}") for name, (x, y) in zip(POINTS, TEMPLATE * size / IMAGE_SIZE, strict=True)]
+    places = contract.points if contract is not None else (TEMPLATE * size / IMAGE_SIZE).tolist()
+    rows = [(name, f"{x:.2f}", f"{y:.2f}") for name, (x, y) in zip(POINTS, places, strict=True)]
     document.table(("point, as seen in the picture", "x", "y"), rows)
 
 
