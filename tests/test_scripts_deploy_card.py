@@ -10,11 +10,14 @@ from typing import Any
 
 import cv2
 import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import TensorProto, helper
 from saving import save_now
 
 from backbones import build_backbone
+from eval.input_contract import InputContract
 from eval.intervals import intervals_95
 from eval.report import as_json
 from eval.verification import verify
@@ -311,6 +314,32 @@ def test_a_file_of_weights_has_a_card_without_a_training(run: Path, tmp_path: Pa
     assert "the network is a file" in text and "BGR" in text and "(x - 127.5) / 128" in text
     assert _card(run, "--untrained", "--out", tmp_path) == 1 and "--untrained" in _one_line(capsys)
     assert _card(tmp_path / "none", "--out", tmp_path) == 1 and "no run folder" in _one_line(capsys)
+
+
+def test_the_card_of_an_exported_file_says_what_the_file_says(tmp_path: Path):
+    """Of a file that takes the bytes of images and returns unit vectors."""
+    points = ((1.0, 2.0),) * 5
+    contract = InputContract(
+        32, "NHWC", "rgb", 0.0, 1.0, "uint8", points, 3, True, True, "int8", "small <b>", "5", "mbf|x", "ab" * 16
+    )
+    ends = [("images", TensorProto.UINT8, ["n", 32, 32, 3]), ("embeddings", TensorProto.FLOAT, ["n", 3])]
+    nodes = [
+        helper.make_node("Cast", ["images"], ["numbers"], to=TensorProto.FLOAT),
+        helper.make_node("ReduceMean", ["numbers"], ["embeddings"], axes=[1, 2], keepdims=0),
+    ]
+    first, last = (helper.make_tensor_value_info(*end) for end in ends)
+    model = helper.make_model(helper.make_graph(nodes, "x", [first], [last]), opset_imports=[helper.make_opsetid("", 13)])
+    model.ir_version = 9
+    helper.set_model_props(model, contract.as_texts())
+    onnx.save(model, str(tmp_path / "face.onnx"))
+    assert _card(tmp_path / "face.onnx", "--out", tmp_path) == 0
+    rows = _cells((tmp_path / "card.md").read_text())
+    facts = {row[0]: row[1] for row in rows if len(row) == 2}
+    assert ["nose", "1.00", "2.00"] in rows
+    assert facts["file"] == "face.onnx" and facts["exported from"] == "small <b>" and facts["step"] == "5"
+    assert facts["backbone"] == "mbf|x" and facts["hash of the weights"] == "ab" * 16 and facts["precision"] == "int8"
+    assert facts["input"] == "(images, 32, 32, 3), RGB, uint8" and facts["values"] == "0 to 255"
+    assert facts["output"] == "embeddings of 3 numbers, of length 1" and "include the mirror image" in facts["comparison"]
 
 
 def test_a_checkpoint_with_an_arbitrary_configuration_is_one_line_or_a_card(

@@ -25,6 +25,7 @@ from torch import nn
 
 from backbones import build_backbone
 from eval.foreign_networks import ForeignNetwork
+from eval.input_contract import InputContract
 from eval.networks import Network, OtherInput, add_network_arguments, load_network
 from utils.alignment import POINTS, TEMPLATE
 from utils.checkpoint.format import is_checkpoint, read_manifest
@@ -41,6 +42,8 @@ from .card_fields import FIELDS, read_fields, write_template
 from .card_results import add_results
 from .results_file import SetResult, read_results
 
+_RAW = "raw: divide each by its length"
+_MIRRORED = "the cosine of two embeddings, each the sum of those of an image and its mirror image"
 _AVERAGE = "ema/"  # begins the names of the moving average's results in a training's results.json
 
 
@@ -138,9 +141,14 @@ def _find_results(options: argparse.Namespace, subject: Subject) -> tuple[dict[s
 
 def _network_facts(subject: Subject, options: argparse.Namespace) -> Facts:
     network = subject.network
-    model = network.model.model if isinstance(network.model, OtherInput) else network.model
+    model = _without_input(network)
     if isinstance(model, ForeignNetwork):
-        return [("file", subject.name), ("hash of the file", model.hash)]
+        facts = [("file", subject.name), ("hash of the file", model.hash)]
+        if model.contract is not None:  # of a file that scripts.deploy.export wrote
+            of_file = model.contract
+            facts += [("exported from", of_file.run), ("step", of_file.step), ("backbone", of_file.backbone)]
+            facts += [("hash of the weights", of_file.weights), ("precision", of_file.precision)]
+        return [(name, value) for name, value in facts if value]
     facts = [("backbone", backbone_words(network.config) or str(options.backbone))]
     if subject.manifest:
         state = "moving average of the weights, " if options.ema else ""
@@ -149,6 +157,11 @@ def _network_facts(subject: Subject, options: argparse.Namespace) -> Facts:
     facts.append(("parameters", f"{sum(parameter.numel() for parameter in model.parameters()):,}"))
     facts.append(("multiply-adds for one image", f"{_multiply_adds(model, network.image_size) / 1e9:.3g} billion"))
     return facts
+
+
+def _without_input(network: Network) -> nn.Module:
+    """Return the network itself, without the conversion of its input."""
+    return network.model.model if isinstance(network.model, OtherInput) else network.model
 
 
 def _multiply_adds(model: nn.Module, image_size: int) -> int:
@@ -169,28 +182,43 @@ def _add_training(document: Document, subject: Subject) -> None:
 
 def _add_contract(document: Document, subject: Subject, options: argparse.Namespace) -> None:
     """Add what the network takes and what it returns."""
-    size = subject.network.image_size
+    network, size = subject.network, subject.network.image_size
+    model = _without_input(network)
     document.section("Input and output")
-    size_of = subject.network.config.get("backbone", {}).get("embedding_size", options.embedding_size)
-    numbers = "embeddings" if _is_foreign(subject.network) else f"embeddings of {size_of} numbers"
-    document.facts(
-        [
-            ("input", f"(images, 3, {size}, {size}), {options.colour.upper()}, float32"),
-            ("values", f"(x - {options.input_mean:g}) / {options.input_std:g}, x from 0 to 255"),
-            ("output", f"{numbers}, raw: divide each by its length"),
-            ("comparison", "the cosine of two embeddings, each the sum of those of an image and its mirror image"),
-        ]
-    )
+    contract = model.contract if isinstance(model, ForeignNetwork) else None
+    if contract is not None:
+        document.facts(_facts_of_file(contract))
+    else:
+        other = network.model if isinstance(network.model, OtherInput) else None
+        colour, mean, std = ("BGR" if other.bgr else "RGB", other.mean, other.std) if other else ("RGB", 127.5, 127.5)
+        numbers = network.config.get("backbone", {}).get("embedding_size", options.embedding_size)
+        document.facts(
+            [
+                ("input", f"(images, 3, {size}, {size}), {colour}, float32"),
+                ("values", f"(x - {mean:g}) / {std:g}, x from 0 to 255"),
+                ("output", f"embeddings{'' if isinstance(model, ForeignNetwork) else f' of {numbers} numbers'}, {_RAW}"),
+                ("comparison", _MIRRORED),
+            ]
+        )
     document.text(
         f"Faces must be aligned: a similarity transform brings five points nearest to these places in {size} x {size} pixels."
     )
-    rows = [(name, f"{x:.2f}", f"{y:.2f}") for name, (x, y) in zip(POINTS, TEMPLATE * size / IMAGE_SIZE, strict=True)]
+    places = contract.points if contract is not None else (TEMPLATE * size / IMAGE_SIZE).tolist()
+    rows = [(name, f"{x:.2f}", f"{y:.2f}") for name, (x, y) in zip(POINTS, places, strict=True)]
     document.table(("point, as seen in the picture", "x", "y"), rows)
 
 
-def _is_foreign(network: Network) -> bool:
-    model = network.model.model if isinstance(network.model, OtherInput) else network.model
-    return isinstance(model, ForeignNetwork)
+def _facts_of_file(contract: InputContract) -> Facts:
+    """Return what an exported file says of its input and output."""
+    size = contract.image_size
+    sides = f"{size}, {size}, 3" if contract.layout == "NHWC" else f"3, {size}, {size}"
+    values = "0 to 255" if contract.takes_bytes else f"(x - {contract.mean:g}) / {contract.std:g}, x from 0 to 255"
+    return [
+        ("input", f"(images, {sides}), {contract.colour.upper()}, {contract.dtype}"),
+        ("values", values),
+        ("output", f"embeddings of {contract.embedding_size} numbers, {'of length 1' if contract.normalised else _RAW}"),
+        ("comparison", "the cosine of two embeddings, which include the mirror image" if contract.mirrored else _MIRRORED),
+    ]
 
 
 def _add_field(document: Document, key: str, fields: dict[str, str]) -> None:
