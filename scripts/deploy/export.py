@@ -125,6 +125,9 @@ def _check(options: argparse.Namespace) -> None:
     for flag, path in (("--out", options.out), ("--json", options.json)):
         if path is not None and path.is_dir():
             raise ValueError(f"{flag}: {path} is a folder; choose another name")
+        above = next((folder for folder in path.absolute().parents if folder.exists()), None) if path is not None else None
+        if above is not None and not above.is_dir():
+            raise ValueError(f"{flag}: {above} is a file, and must be a folder")
     if options.out.exists() and not options.overwrite:
         raise ValueError(f"--out: {options.out} exists; add --overwrite to replace it, or choose another name")
     if options.json is not None and options.json.absolute() == options.out.absolute():

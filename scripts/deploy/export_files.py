@@ -8,6 +8,7 @@ if __name__ == "__main__":
 
 import argparse
 import copy
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -82,6 +83,7 @@ class Exporter:
         """
         options, source = self.options, self.source
         module = deployed(source.network, options.with_preprocess, options.flip)
+        print(f"tracing {source.network.title}", flush=True)
         traced = trace(module, source.network.image_size)
         made = {"fp32": self._make_fp32(traced)}
         wanted = [options.precision] if options.precision != "fp32" else []
@@ -123,6 +125,7 @@ class Exporter:
     def _make_fp32(self, traced: Traced) -> Made:
         contract, path = self._describe("fp32"), self._path("fp32")
         files: Sequence[Path] = [path]
+        print(f"writing {path.suffix[1:]}, and comparing it with torch", flush=True)
         if self.options.to == "onnx":
             files = write_onnx(to_onnx(traced.program, contract), path)
         else:
@@ -137,13 +140,11 @@ class Exporter:
 
     def _make_smaller(self, precision: str, full: Made) -> Made:
         """Return a file of 16 or 8 bits, made from the fp32 one."""
-        import onnx
-
         options, source = self.options, self.source
         if len(full.files) > 1:
             raise ValueError(f"--precision {precision} and --measure are for networks of at most {LARGEST_FILE / 1e9:g} GB")
         contract, path = self._describe(precision), self._path(precision)
-        model = onnx.load(full.files[0])
+        model = importlib.import_module("onnx").load(full.files[0])
         if precision == "fp16":
             model = to_fp16(model)
         else:
