@@ -185,7 +185,7 @@ def test_the_picture_of_the_architecture_has_every_room_and_no_import_goes_upwar
     assert {folder for folder in folders if folder.count("/") < 2} == {room for room in rooms if room.startswith("scripts")}
     assert rooms >= LEAVES | {"training", "utils", "train.py"} and architecture.wrong_arrows() == []
     between_scripts = {(a, b) for a, b in architecture.room_arrows() if a.startswith("scripts") and b.startswith("scripts")}
-    assert len(between_scripts) <= 4  # the picture names them
+    assert len(between_scripts) <= 5  # the picture names them
 
 
 def test_the_list_of_utils_is_closed():

@@ -85,7 +85,7 @@ def parse_results(found: Any) -> dict[str, SetResult]:
     return {name: _set_result(name, numbers) for name, numbers in found.items()}
 
 
-_NO_RESULTS = "not the results of an evaluation; write them anew with python -m eval --report"
+_NO_RESULTS = "not the results of an evaluation; write them anew with python -m eval RUN --report DIR"
 
 
 def _reject_constant(name: str) -> NoReturn:

@@ -4,17 +4,17 @@ if __name__ == "__main__":
     raise SystemExit("error: scripts/deploy/thresholds.py is no program; python -m scripts lists them")
 
 import argparse
-import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from utils.files import MAX_SMALL_TEXT, read_text, shown
+from utils.files import shown
 from utils.suggest import did_you_mean
 from utils.text import printable
 
+from .results_file import SetResult, read_results
+
 RESULTS = "results.json"  # in the folder of a run
-_NAME_ONE = "name the results.json of a run or of python -m eval RUN --report DIR"
 
 
 class Threshold(NamedTuple):
@@ -32,13 +32,6 @@ class Threshold(NamedTuple):
             return f"cosine {self.cosine:g}"
         found = "" if self.tar is None else f", where {100 * self.tar:.2f} % of the genuine pairs are accepted"
         return f"cosine {self.cosine:.4f}: FAR {self.far} on the set {printable(self.set)}{found}"
-
-
-class _Points(NamedTuple):
-    """What a file says about one set."""
-
-    points: list[tuple[float, str, float, float | None]]  # (FAR, its text, cosine, TAR) of those that are measurable
-    num_impostor: int
 
 
 def add_threshold_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,53 +96,28 @@ def read_threshold(results: Path, far: str, name: str | None = None) -> Threshol
         sets = {name: sets[name]}
     wanted = float(far)
     found = [
-        Threshold(cosine, far, tar, which)
+        Threshold(point.cosine, far, point.tar, which)
         for which, one in sets.items()
-        for rate, _, cosine, tar in one.points
-        if math.isclose(rate, wanted, rel_tol=1e-9)
+        for point in one.points
+        if point.cosine is not None and point.tar is not None and math.isclose(float(point.target), wanted, rel_tol=1e-9)
     ]
     if not found:
         raise ValueError(f"{shown(results)}: no threshold for FAR {far}: {_measurable(sets, wanted)}")
     return max(found, key=lambda one: one.cosine)
 
 
-def read_results(path: Path) -> dict[str, _Points]:
-    """Return the thresholds in a results.json by verification set; ValueError if it is something else."""
-    try:
-        values = json.loads(read_text(path, MAX_SMALL_TEXT))
-    except OSError as error:
-        raise ValueError(f"{shown(path)}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise ValueError(f"{shown(path)}: no JSON; {_NAME_ONE}") from None
-    try:
-        return {name: _points(one) for name, one in values.items()}
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-        raise ValueError(f"{shown(path)}: not the results of an evaluation; {_NAME_ONE}") from None
-
-
-def _points(values: Any) -> _Points:
-    points: list[tuple[float, str, float, float | None]] = []
-    for point in values["operating_points"]:
-        cosine, tar = point["cosine_threshold"], point["tar"]
-        if cosine is None or tar is None:
-            continue
-        if not -1 <= float(cosine) <= 1 or not 0 <= float(tar) <= 1 or not 0 < float(point["target"]) <= 1:
-            raise ValueError
-        points.append((float(point["target"]), str(point["target"]), float(cosine), float(tar)))
-    return _Points(points, int(values["num_impostor"]))
-
-
-def _measurable(sets: dict[str, _Points], wanted: float) -> str:
+def _measurable(sets: dict[str, SetResult], wanted: float) -> str:
     """Return in words why a rate has no threshold, and which rates have one."""
-    most = max((one.num_impostor for one in sets.values()), default=0)
-    known = sorted({(rate, text) for one in sets.values() for rate, text, _, _ in one.points}, reverse=True)
-    rates = f"thresholds are there for {', '.join(text for _, text in known)}" if known else "no rate was measured"
+    most = max((one.num_impostor or 0 for one in sets.values()), default=0)
+    known = {float(point.target): point.target for one in sets.values() for point in one.points if point.tar is not None}
+    texts = [known[rate] for rate in sorted(known, reverse=True)]
+    rates = f"thresholds are there for {', '.join(texts)}" if texts else "no rate was measured"
     if wanted * most < 1:
         return f"it needs {math.ceil(1 / wanted):,} impostor pairs, {_names(sets)} has {most:,} at most; {rates}"
     return f"{_names(sets)} was not measured there; {rates}"
 
 
-def _names(sets: dict[str, _Points]) -> str:
+def _names(sets: dict[str, SetResult]) -> str:
     return printable(", ".join(sets))[:300] or "no set"
 
 
