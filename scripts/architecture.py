@@ -55,7 +55,7 @@ def draw(options: argparse.Namespace) -> None:
     axes.axis("off")
     y = 5.1
     for number, (title, rooms) in enumerate(LAYERS):
-        rows = [rooms[begin : begin + 5] for begin in range(0, len(rooms), 5)] if number == 0 else [rooms]
+        rows = [rooms[begin : begin + 6] for begin in range(0, len(rooms), 6)] if number == 0 else [rooms]
         height = 0.45 + 0.5 * len(rows) + 0.2 * (number == 0)
         y -= height
         axes.axhspan(y, y + height, xmin=0.01, xmax=0.99, facecolor=_COLOURS[number], edgecolor="white", linewidth=3)
