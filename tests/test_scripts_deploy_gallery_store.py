@@ -219,8 +219,8 @@ _MOMENTS = {"add": (14, 17), "remove": (13, 16), "compact": (14, 22), "reembed":
 
 @pytest.mark.parametrize("action", _MOMENTS)
 def test_a_kill_at_any_moment_leaves_the_state_before_or_after(action: str, tmp_path: Path):
-    """Some moments here; FACE_KILLS=all tries each."""
-    every = os.environ.get("FACE_KILLS") == "all"
+    """Some moments here; FACE_MOMENTS=all tries each."""
+    every = os.environ.get("FACE_MOMENTS") == "all"
     survived = 0
     for moment in range(1, 200) if every else _MOMENTS[action]:
         folder = tmp_path / f"g{moment}"
