@@ -4,6 +4,7 @@ import argparse
 import csv
 import errno
 import fcntl
+import json
 import os
 import random
 import shutil
@@ -20,6 +21,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import torch.multiprocessing as mp
+import xxhash
 from faulty_disk import Disk, faulty
 from onnx import TensorProto, helper, numpy_helper
 from test_scripts_deploy_crops import _bomb, _png
@@ -313,16 +315,31 @@ def test_a_second_run_on_the_same_file_is_refused(
     assert _run(weights, crops, tmp_path / "f.npy") == 0
 
 
+def _of_another_run(data: bytes) -> bytes:
+    """Return a part that is sound, with other vectors."""
+    head, vectors = data.split(b"\n", 1)
+    changed = {**json.loads(head), "signature": "0" * 64, "hash": xxhash.xxh3_128_hexdigest(bytes(len(vectors)))}
+    return json.dumps(changed).encode() + b"\n" + bytes(len(vectors))
+
+
 def test_a_part_that_was_tampered_with_is_made_again(weights: Path, tmp_path: Path):
     folder, out = tmp_path / "crops", tmp_path / "f.npy"
     folder.mkdir()
     (folder / "a.png").write_bytes(_png(_pixels(1)))
     assert _run(weights, folder, out) == 0
     expected = _files(out)
-    for damage in (b"", b"[]\n", b"[" * 100_000 + b"\n", b'{"rows": 7}\n', b'{"signature": "", "rows": [], "dim": -1}\n'):
+    for damage in (
+        b"",
+        b"[]\n",
+        b"[" * 100_000 + b"\n",
+        b'{"rows": 7}\n',
+        b'{"signature": "", "rows": [], "dim": -1}\n',
+        "other",
+    ):
         with faulty(Disk(12, errno.ENOSPC)):
             assert _run(weights, folder, out, "--again", "--processes", 1) == 1
-        (tmp_path / "f.npy.parts" / "000000.part").write_bytes(damage)
+        part = tmp_path / "f.npy.parts" / "000000.part"
+        part.write_bytes(damage if isinstance(damage, bytes) else _of_another_run(part.read_bytes()))
         assert _run(weights, folder, out) == 0
         assert _files(out) == expected
 
