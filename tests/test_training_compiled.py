@@ -15,7 +15,14 @@ from backbones import BACKBONES
 from backbones.iresnet import Block, autocast_off
 from training.compiled import check_compile
 
-SETTINGS = ["train.max_steps=3", "eval.every=2", "checkpoint.every=0", "optimizer.lr=0.01", "loss.scale=16", "backbone.dropout=0.3"]
+SETTINGS = [
+    "train.max_steps=3",
+    "eval.every=2",
+    "checkpoint.every=0",
+    "optimizer.lr=0.01",
+    "loss.scale=16",
+    "backbone.dropout=0.3",
+]
 
 
 @pytest.fixture(scope="module")
