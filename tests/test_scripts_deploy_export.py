@@ -401,6 +401,8 @@ def test_the_extra_file_of_a_program_may_hold_anything(
         (["--to", "pt2", "--out", "{}/there.pt2"], "there.pt2 exists; add --overwrite"),
         (["--to", "pt2", "--out", "{}/r18.safetensors/net.pt2"], "r18.safetensors is a file, and must be a folder"),
         (["--to", "pt2", "--out", "{}/new.pt2", "--json", "{}/new.pt2"], "--json must be another file"),
+        (["--to", "pt2", "--out", "{}/new.pt2", "--json", "{}/no/f.json"], "--json: there is no folder {}/no"),
+        (["--to", "pt2", "--out", "{}/new.pt2", "--measure", "--calibrate", "{}"], "--calibrate is for --precision int8"),
         (["--to", "pt2", "--out", "{}/new.pt2", "--precision", "int8"], "--precision int8 is for --to onnx"),
         (["--to", "onnx", "--out", "{}/new.onnx", "--precision", "int8"], "Give one with --calibrate SET"),
         (

@@ -96,7 +96,7 @@ def export(options: argparse.Namespace) -> None:
     network = load_network(options, build_backbone)
     sets = _verification_sets(options, network)
     calibration = None
-    if options.precision == "int8" or (options.measure and (options.calibrate or network.config)):
+    if options.precision == "int8" or (options.measure and options.to == "onnx" and (options.calibrate or network.config)):
         try:
             calibration = calibration_set(options.calibrate, network.config)
         except ValueError as error:
@@ -132,11 +132,13 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--out: {options.out} exists; add --overwrite to replace it, or choose another name")
     if options.json is not None and options.json.absolute() == options.out.absolute():
         raise ValueError(f"--json must be another file than --out, got {options.json}")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise ValueError(f"--json: there is no folder {options.json.absolute().parent}; create it, or name another file")
     if options.to == "pt2" and options.precision != "fp32":
         raise ValueError(f"--precision {options.precision} is for --to onnx; a .pt2 file has fp32 weights")
     if options.max_loss is not None and (options.precision == "fp32" or not 0 <= options.max_loss <= 100):
         raise ValueError(f"--max-loss is from 0 to 100, for --precision fp16 or int8, got {options.max_loss}")
-    if options.calibrate and options.precision != "int8" and not options.measure:
+    if options.calibrate and options.precision != "int8" and not (options.measure and options.to == "onnx"):
         raise ValueError("--calibrate is for --precision int8, or for the table of --measure; leave it out")
     if options.run.is_file() and not options.backbone:
         raise ValueError(
@@ -145,7 +147,7 @@ def _check(options: argparse.Namespace) -> None:
         )
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("an export is the work of one process; start it without torchrun")
-    if options.to == "onnx" or options.measure:
+    if options.to == "onnx":
         require_onnx()
 
 
