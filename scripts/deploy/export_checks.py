@@ -138,7 +138,7 @@ class Timing(NamedTuple):
     median: float
     low: float  # quartiles
     high: float
-    count: int  # of runs
+    runs: int
 
 
 def measure(runs: Mapping[str, Callable[[np.ndarray], object]], pixels: np.ndarray, threads: int) -> dict[str, Timing]:

@@ -8,6 +8,7 @@ if __name__ == "__main__":
 
 import argparse
 import copy
+import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -169,7 +170,7 @@ class Exporter:
         settings = (source.sets, source.network.image_size, options.batch_size, options.threads)
         models: dict[str, Callable[[], torch.nn.Module]] = {"fp32": lambda: source.network.model}
         for precision in [precision for precision in made if precision != "fp32"]:
-            models[precision] = lambda path=made[precision].files[0]: opened_for_evaluation(path, options.threads)
+            models[precision] = functools.partial(opened_for_evaluation, made[precision].files[0], options.threads)
         for precision, model in models.items() if source.sets else ():
             self.accuracies[precision] = {}
             for name, accuracy in accuracies(model(), *settings):

@@ -130,10 +130,12 @@ def fold_norms(program: ExportedProgram) -> tuple[int, int]:
     norms = [node for node in graph.nodes if node.target == _NORM]
     folded = 0
     for norm in norms:
-        layer, gain, shift, mean, variance, training, _, eps = norm.args[:8]
+        arguments: Sequence[Any] = norm.args
+        layer, gain, shift, mean, variance, training, _, eps = arguments[:8]
         if not (isinstance(layer, Node) and layer.target in _LAYERS and len(layer.users) == 1) or training:
             continue
-        weight_node, bias_node = layer.args[1], layer.args[2] if len(layer.args) > 2 else None
+        of_layer: Sequence[Any] = layer.args
+        weight_node, bias_node = of_layer[1], of_layer[2] if len(of_layer) > 2 else None
         target = bias_node or shift  # a layer without a bias takes over that of its normalisation
         values = [value(argument) for argument in (weight_node, gain, shift, mean, variance)]
         changed = [node for node in (weight_node, target) if isinstance(node, Node)]

@@ -32,9 +32,10 @@ def describe(
         mirrored: it adds the embedding of the mirror image.
         precision: fp32, fp16 or int8.
     """
-    model, colour, mean, std = network.model, "rgb", 127.5, 127.5
+    model: Any = network.model
+    colour, mean, std = "rgb", 127.5, 127.5
     if isinstance(model, OtherInput):
-        model, colour, mean, std = model.model, "bgr" if model.bgr else "rgb", model.mean, model.std
+        colour, mean, std, model = "bgr" if model.bgr else "rgb", model.mean, model.std, model.model
     assert not isinstance(model, ForeignNetwork), "is exported already"
     scale = network.image_size / IMAGE_SIZE
     step = re.search(r"\bstep (\d+)", network.state)
