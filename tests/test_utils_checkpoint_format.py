@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import some
 from pictures import jpeg, picture
 from tiny_runs import tiny_run, write_dataset
 
@@ -94,9 +95,9 @@ def test_no_lie_in_a_manifest_is_a_traceback(run: tuple[Path, list[str]], capsys
     texts = {name: json.dumps(lie) for name, lie in _lies(json.loads(sound))}
     texts |= {"empty": "", "half": sound[: len(sound) // 2], "deep": "[" * 100_000, "digits": '{"step": ' + "9" * 5000 + "}"}
     texts["twice"] = sound.replace('"step": 1', '"step": 1, "step": "1"')
-    refused = 0
+    refused, tried = 0, some(texts.items(), 2)
     try:
-        for number, (name, text) in enumerate(texts.items()):
+        for number, (name, text) in enumerate(tried):
             path.write_text(text)
             slow = [
                 (train.main, [*arguments, f"checkpoint.resume={newest}"]),
@@ -117,7 +118,7 @@ def test_no_lie_in_a_manifest_is_a_traceback(run: tuple[Path, list[str]], capsys
                 refused += status
     finally:
         path.write_text(sound)
-    assert refused > len(texts) / 2
+    assert refused > len(tried) / 2
 
 
 @pytest.mark.parametrize("score", ["very good", [1], {"a": 1}, True, math.nan, 10**400])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import some
 from safetensors.torch import load_file, save_file
 from tiny_runs import FEW_IMAGES, ROOT, small_run, write_dataset
 
@@ -133,7 +134,7 @@ def _prepare(dataset: Path, folder: Path, lies: dict[str, Callable[[Trainer], No
     arguments = small_run(dataset, folder, "train.max_steps=2", "eval.targets=[]", *overrides)
     assert train.main([*arguments, "run.name=sound"]) == 0
     cases = {}
-    for number, (name, lie) in enumerate(lies.items()):
+    for number, (name, lie) in enumerate(some(lies.items(), 2)):
         shutil.copytree(folder / "sound", folder / str(number))
         checkpoint = list_checkpoints(folder / str(number))[-1]
         trainer = torch.load(checkpoint / "trainer.pt", weights_only=True)
@@ -201,7 +202,7 @@ def test_a_lie_in_the_rows_of_class_centres_is_one_line(dataset: Path, tmp_path:
             lies[f"{name} negative"] = torch.full_like(rows, -5)
     lies = {name: lie for name, lie in lies.items() if name not in HARMLESS and not name.startswith("neighbours")}
     cases = {}
-    for number, (name, lie) in enumerate(lies.items()):
+    for number, (name, lie) in enumerate(some(lies.items(), 2)):
         shutil.copytree(tmp_path / "sound", tmp_path / str(number))
         checkpoint = list_checkpoints(tmp_path / str(number))[-1]
         tensors = {key: lie if key == name.split()[0] else rows for key, rows in sound.items()}

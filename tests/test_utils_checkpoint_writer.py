@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import some
 from faulty_disk import Disk, faulty
 from saving import as_files, save_now
 
@@ -95,7 +96,8 @@ def _save_and_die(run: Path, number: int) -> None:
 def test_the_writer_may_be_killed_at_every_file_operation(tmp_path: Path):
     total = _operations_of_a_save(tmp_path / "count")
     said, context = 0, mp.get_context("fork")
-    for number in range(total):
+    numbers = some(range(total), 2)
+    for number in numbers:
         run = tmp_path / str(number)
         save_now(run, step=1, **_state(1), world=ALONE)
         save_now(run, step=2, **_state(2), world=ALONE)
@@ -110,7 +112,7 @@ def test_the_writer_may_be_killed_at_every_file_operation(tmp_path: Path):
         assert not list((run / "checkpoints").glob(".*"))
         save_now(run, step=4, **_state(4), world=ALONE)
         assert _check_whole(run)[-1] == 4
-    assert said > total // 2
+    assert said > len(numbers) // 2
 
 
 def test_a_disk_that_takes_a_part_of_each_write_gets_all(tmp_path: Path):
