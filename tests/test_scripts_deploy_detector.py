@@ -326,3 +326,13 @@ def test_a_file_that_crashes_opencv_ends_in_one_line(tmp_path: Path):
     with pytest.raises(ValueError, match=r"x\.onnx: OpenCV crashes on it \(SIG[A-Z]+\); the file is damaged") as error:
         _open(path)
     assert "\n" not in str(error.value)
+
+
+def test_the_trial_has_the_opencv_that_this_process_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It may be installed for the user alone, or be found by PYTHONPATH."""
+    path = write_detector(tmp_path / "x.onnx", "yunet", (32, 64))
+    (tmp_path / "place").mkdir()
+    (tmp_path / "place" / "cv2.py").write_text("import os\nos.abort()\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "place"))  # this process has imported its own before
+    with pytest.raises(ValueError, match=r"x\.onnx: OpenCV crashes on it \(SIGABRT\)"):
+        _open(path)
