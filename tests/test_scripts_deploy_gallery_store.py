@@ -413,6 +413,9 @@ _DAMAGE: dict[str, Callable[[Path], None]] = {
     "does not say which network": _sql("DELETE FROM facts"),
     "row numbers": _sql("UPDATE images SET vector = 999 WHERE id = 1"),
     "values of a wrong kind": _sql("UPDATE images SET norm = x'00' WHERE id = 1"),
+    "length inf and its face": _sql("UPDATE images SET norm = 9e999 WHERE id = 1"),
+    "the score 1e\\+308, which": _sql("UPDATE images SET quality = 1e308 WHERE id = 1"),
+    "the score -1, which": _sql("UPDATE images SET quality = -1.0 WHERE id = 1"),
     "could not decode|Could not decode": _sql("UPDATE people SET name = CAST(x'ff' AS TEXT) WHERE id = 1"),
 }
 

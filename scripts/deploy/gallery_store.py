@@ -40,7 +40,7 @@ from .gallery_format import (
     picture_name,
     read_facts,
 )
-from .gallery_records import Image, NewImage, face_bytes, read_entries, read_images, to_png, unit_vector
+from .gallery_records import Image, NewImage, check_weight, face_bytes, read_entries, read_images, to_png, unit_vector
 from .gallery_search import Match, Searcher
 
 
@@ -200,6 +200,8 @@ class Gallery:
         """
         names = [check_person(image.person) for image in images]
         rows = [unit_vector(image.embedding, self.facts.embedding_size, image.picture) for image in images]
+        for image, (_, norm) in zip(images, rows, strict=True):
+            check_weight(norm, image.quality, shown(image.picture))
         faces = [b"" if image.pixels is None else to_png(image.pixels) for image in images]
         numbers = []
         with self.writing() as state, self._files(state) as (vectors, stored):
@@ -242,7 +244,8 @@ class Gallery:
             for number in numbers:
                 if number not in there:
                     raise ValueError(f"{shown(self.folder)}: has no image {number}")
-            gone = [image for image in images if image.person in set(people) or image.number in set(numbers)]
+            all_of, single = set(people), set(numbers)
+            gone = [image for image in images if image.person in all_of or image.number in single]
             size = 4 * self.facts.embedding_size
             for image in gone:
                 self._database.execute("DELETE FROM images WHERE id = ?", (image.number,))
