@@ -160,10 +160,7 @@ class Gallery:
         with self._thread:
             with self.reading() as state:
                 known = self._searchers.get(key)
-                if self.facts.digest != self._digest:
-                    raise ValueError(
-                        f"{shown(self.folder)}: was embedded anew by {self.facts.title} since it was opened; start again"
-                    )
+                self._require_same_network()
                 if known is not None and known[0] == state.changes:
                     return known[1]
                 entries = read_entries(self._database, self.folder, self.facts, state)
@@ -173,6 +170,10 @@ class Gallery:
             self._searchers = {other: (at, old) for other, (at, old) in self._searchers.items() if at == state.changes}
             self._searchers[key] = state.changes, searcher
             return searcher
+
+    def _require_same_network(self) -> None:
+        if self.facts.digest != self._digest:
+            raise ValueError(f"{shown(self.folder)}: was embedded anew by {self.facts.title} since it was opened; start again")
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[State]:
@@ -195,7 +196,8 @@ class Gallery:
         """Enrol images; return their numbers, 0 for those that were there already. They are safe when this returns.
 
         Raises:
-            ValueError: an embedding is not finite, or zero, or of another size; a name is not allowed. Nothing is enrolled.
+            ValueError: an embedding is not finite, or zero, or of another size; a name is not allowed; the gallery was embedded
+                by another network since it was opened. Nothing is enrolled.
             OSError: the disk is full, for example.
         """
         names = [check_person(image.person) for image in images]
@@ -205,6 +207,7 @@ class Gallery:
         faces = [b"" if image.pixels is None else to_png(image.pixels) for image in images]
         numbers = []
         with self.writing() as state, self._files(state) as (vectors, stored):
+            self._require_same_network()
             num_rows, end, width = state.num_rows, state.faces_end, self.facts.embedding_size
             for image, name, (unit, norm), face in zip(images, names, rows, faces, strict=True):
                 self._database.execute("INSERT OR IGNORE INTO people (name) VALUES (?)", (name,))
