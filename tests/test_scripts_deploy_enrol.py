@@ -182,6 +182,10 @@ def test_the_rules_for_the_person(network: list[str], tmp_path: Path, capsys: py
     with pytest.raises(SystemExit):
         enrol.main(_words(network, tmp_path / "g", flat, "--person-from", "[a-z]+"))
     assert "with a (group) for the person" in capsys.readouterr().err
+    for flag, rule in (("--threads", "from 1 to 1024"), ("--batch-size", "of at least 1")):
+        with pytest.raises(SystemExit):
+            enrol.main(_words(network, tmp_path / "g", flat, flag, "0"))
+        assert f"{flag}: must be a whole number {rule}, got 0" in capsys.readouterr().err
     assert enrol.main(_words(network, tmp_path / "none", flat)) == 1  # no sub-folders at all
     assert "none of 4 pictures could be enrolled" in capsys.readouterr().err
 
