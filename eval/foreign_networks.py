@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from utils.checkpoint.tensor_file import file_hash
@@ -79,8 +80,8 @@ class ForeignNetwork(nn.Module):
 
     @property
     def hash(self) -> str:
-        """Hash of the file, because not all programs expose their weights."""
-        return file_hash(self.path)
+        """Hash of the file, because not all programs expose their weights; of an ONNX file with that of its tensors' files."""
+        return onnx_hash(self.path) if isinstance(self.model, OnnxNetwork) else file_hash(self.path)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return (b, D) fp32 embeddings of (b, 3, S, S) images."""
@@ -173,16 +174,20 @@ def _raw_embeddings(outputs: Sequence[Tensor], contract: InputContract | None) -
     return outputs[0] * outputs[1].reshape(-1, 1)
 
 
-def check_outside_data(path: Path) -> None:
-    """Raise ValueError if an ONNX file refers to tensors in a file outside its folder; onnxruntime 1.23 would read it.
+def check_outside_data(path: Path) -> list[Path]:
+    """Return the files beside an ONNX file that have tensors of it, which must be in its folder; onnxruntime 1.23 reads others.
 
     Source: the field numbers of onnx.proto, https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
+
+    Raises:
+        ValueError: it refers to a file elsewhere.
     """
     folder = path.parent.resolve()
     try:
         locations = set(_locations(memoryview(path.read_bytes()), "model", 0))
     except (ValueError, IndexError):
         raise ValueError(f"{path}: not an ONNX file, or a damaged one") from None
+    found = []
     for location in sorted(locations):
         name = location.decode("utf-8", "replace")
         try:
@@ -192,6 +197,14 @@ def check_outside_data(path: Path) -> None:
             inside = False
         if not inside or _IN_MEMORY in name or Path(name).is_absolute():
             raise ValueError(f"{path}: its tensors are in {name!r:.200}, not a file in its own folder; no other file is read")
+        found.append(file)
+    return found
+
+
+def onnx_hash(path: Path) -> str:
+    """Return the hash of an ONNX file and of the files that have its tensors; without such files it is that of the file."""
+    hashes = [file_hash(file) for file in (path, *check_outside_data(path))]
+    return hashes[0] if len(hashes) == 1 else xxhash.xxh3_128_hexdigest(" ".join(hashes))
 
 
 def _locations(data: memoryview, kind: str, depth: int) -> Iterator[bytes]:

@@ -65,8 +65,10 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
         default="fp32",
         help="of the forward pass (default fp32); auto: bf16 if all devices are fast at it",
     )
-    parser.add_argument("--batch-size", type=int, default=256, help="images per forward pass and process (default 256)")
-    parser.add_argument("--threads", type=int, default=2, help="decoder threads per process (default 2)")
+    parser.add_argument(
+        "--batch-size", type=int_in_range(1), default=256, help="images per forward pass and process (default 256)"
+    )
+    parser.add_argument("--threads", type=int_in_range(1, 1024), default=2, help="decoder threads per process (default 2)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
 
 

@@ -617,6 +617,22 @@ def test_the_set_with_the_strictest_threshold_is_taken(place: Path, tmp_path: Pa
         assert demo._result_of(_options(place, "--results", path, *more), answers.embedder).name == name
 
 
+def test_a_threshold_that_no_pair_could_measure_is_not_offered(answers: DemoAnswers):
+    point = answers.result.points[0]
+    guessed = answers.result._replace(points=[point, point._replace(target="1e-6", tar=None)])
+    offered = DemoAnswers(answers.embedder, None, None, guessed, "1e-1").about()["set"]["points"]
+    assert point.tar is not None and [one["far"] for one in offered] == [point.target]
+
+
+def test_the_page_of_a_moving_average_has_its_numbers(place: Path, tmp_path: Path, answers: DemoAnswers):
+    found = json.loads((place / "report" / "results.json").read_text())["tiny"]
+    (tmp_path / "r.json").write_text(json.dumps({"tiny": found, "ema/tiny": {**found, "num_impostor": 31}}))
+    options = _options(place, "--results", str(tmp_path / "r.json"))
+    for options.ema, pairs in ((False, 30), (True, 31)):
+        result = demo._result_of(options, answers.embedder)
+        assert (result.name, result.num_impostor) == ("tiny", pairs)
+
+
 def test_threads_of_torch_are_left_as_they_are(answers: DemoAnswers):
     before = torch.get_num_threads()
     answers.verify(_face(0), _face(1))

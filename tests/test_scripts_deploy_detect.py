@@ -173,6 +173,35 @@ def test_crops_of_other_settings_are_not_mixed(
     assert _run(*arguments, "--again") == 0
 
 
+def test_files_of_others_are_not_overwritten(folder: Path, detector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "mine"
+    (out / "anna").mkdir(parents=True)
+    (out / "anna" / "one.jpg").write_text("mine")
+    for again in ([], ["--again"]):
+        assert _run(folder, out, "--detector", detector, *again) == 1
+        assert "holds anna and no detect.jsonl" in _one_error(capsys)
+    assert [path.relative_to(out).as_posix() for path in sorted(out.rglob("*"))] == ["anna", "anna/one.jpg"]
+    assert (out / "anna" / "one.jpg").read_text() == "mine"
+
+
+def test_again_leaves_no_crop_of_before_and_removes_nothing_else(folder: Path, detector: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    assert _run(folder, out, "--detector", detector, "--which", "all") == 0
+    assert "anna/two_2.jpg" in _crops(out)
+    (tmp_path / "victim_1.jpg").write_text("mine")
+    (out / "up").symlink_to("..")
+    lines = (out / "detect.jsonl").read_text().splitlines()
+    first = json.loads(lines[1])
+    elsewhere = ("../victim.png", "up/victim.png", str(tmp_path / "victim.png"), "a\0")
+    lines += [json.dumps({**first, "name": name}) for name in elsewhere]
+    (out / "detect.jsonl").write_text("\n".join(lines) + "\n")
+    assert _run(folder, out, "--detector", detector, "--which", "only", "--again") == 0
+    (out / "up").unlink()
+    assert _run(folder, tmp_path / "fresh", "--detector", detector, "--which", "only") == 0
+    assert _crops(out) == _crops(tmp_path / "fresh")
+    assert (tmp_path / "victim_1.jpg").read_text() == "mine"
+
+
 def test_names_that_attack_are_shown_escaped_or_rejected(detector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder, out = tmp_path / "photographs", tmp_path / "out"
     names = ["a\nb.png", "\x1b[2J.png", "<img src=x>.png", "..png", "tab\t.png", 'quo"te.png', "=1+1.png", "x" * 251 + ".png"]

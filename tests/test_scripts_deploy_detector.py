@@ -234,6 +234,11 @@ def test_a_file_with_other_outputs_is_refused(tmp_path: Path, form: str, drop: i
         _open(write_detector(tmp_path / "other.onnx", form, drop=drop))
 
 
+def test_outputs_without_numbers_are_named_with_the_file():
+    with pytest.raises(ValueError, match=r"x\.onnx: an SCRFD detector returns"):
+        scrfd.by_stride([np.zeros((1, 0), dtype=np.float32)] * 9, Path("x.onnx"))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_file_whose_grids_do_not_fit_is_refused_when_it_is_opened(tmp_path: Path, form: str):
     def change(constants: dict[str, np.ndarray]) -> None:
@@ -245,6 +250,14 @@ def test_a_file_whose_grids_do_not_fit_is_refused_when_it_is_opened(tmp_path: Pa
 
     with pytest.raises(ValueError, match=r"detector (returns|has|must have)"):
         _open(write_detector(tmp_path / "wide.onnx", form, change=change))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [(32, 8224), (1 << 33, 32), (40_000, 40_000)])
+def test_a_file_with_a_huge_input_is_refused_before_it_takes_memory(tmp_path: Path, form: str, size: tuple[int, int]):
+    path = write_detector(tmp_path / "huge.onnx", form, size)
+    with pytest.raises(ValueError, match=rf"huge\.onnx: its input has {size[1]} x {size[0]} pixels, and a side may have 8,192"):
+        _open(path)
 
 
 def _one_node(path: Path, shape: list[Any], outputs: int = 9, kind: int = TensorProto.FLOAT) -> Path:
@@ -313,3 +326,13 @@ def test_a_file_that_crashes_opencv_ends_in_one_line(tmp_path: Path):
     with pytest.raises(ValueError, match=r"x\.onnx: OpenCV crashes on it \(SIG[A-Z]+\); the file is damaged") as error:
         _open(path)
     assert "\n" not in str(error.value)
+
+
+def test_the_trial_has_the_opencv_that_this_process_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It may be installed for the user alone, or be found by PYTHONPATH."""
+    path = write_detector(tmp_path / "x.onnx", "yunet", (32, 64))
+    (tmp_path / "place").mkdir()
+    (tmp_path / "place" / "cv2.py").write_text("import os\nos.abort()\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "place"))  # this process has imported its own before
+    with pytest.raises(ValueError, match=r"x\.onnx: OpenCV crashes on it \(SIGABRT\)"):
+        _open(path)

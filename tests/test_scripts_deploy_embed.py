@@ -295,6 +295,10 @@ def test_a_result_is_replaced_only_with_again_and_a_folder_that_is_not_ours_neve
         assert _run(tmp_path / "missing", crops, out, *again) == 1
         assert "missing" in _one_error(capsys) if again else "exists already" in _one_error(capsys)
     assert out.read_text() == "mine" and not (tmp_path / "f.npy.parts").exists()
+    (tmp_path / "k.csv").write_text("mine")  # where the other columns of k.npy would go
+    assert _run(weights, crops, tmp_path / "k.npy") == 1
+    assert "k.csv exists already; choose another name" in _one_error(capsys)
+    assert (tmp_path / "k.csv").read_text() == "mine" and not (tmp_path / "k.npy").exists()
     assert _run(weights, crops, tmp_path / "f.txt") == 1
     assert "must end in .parquet or .npy" in _one_error(capsys)
     (tmp_path / "g.npy").mkdir()

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import onnx
 import pytest
-from gallery_runs import SIZE, png, write_network, write_people
+from gallery_runs import DIM, SIZE, png, write_network, write_people
+from onnx import helper, numpy_helper
 from tiny_runs import Started
 
 from scripts.deploy import enrol
@@ -180,6 +182,10 @@ def test_the_rules_for_the_person(network: list[str], tmp_path: Path, capsys: py
     with pytest.raises(SystemExit):
         enrol.main(_words(network, tmp_path / "g", flat, "--person-from", "[a-z]+"))
     assert "with a (group) for the person" in capsys.readouterr().err
+    for flag, rule in (("--threads", "from 1 to 1024"), ("--batch-size", "of at least 1")):
+        with pytest.raises(SystemExit):
+            enrol.main(_words(network, tmp_path / "g", flat, flag, "0"))
+        assert f"{flag}: must be a whole number {rule}, got 0" in capsys.readouterr().err
     assert enrol.main(_words(network, tmp_path / "none", flat)) == 1  # no sub-folders at all
     assert "none of 4 pictures could be enrolled" in capsys.readouterr().err
 
@@ -194,6 +200,31 @@ def test_another_network_or_detector_is_named(network: list[str], tmp_path: Path
     assert said.count("\n") == 1 and "another network" in said and "scripts.deploy.gallery reembed" in said
     with Gallery(tmp_path / "g") as gallery:
         assert gallery.picture(1) is None  # --no-pictures
+
+
+def test_a_network_whose_weights_are_in_another_file_is_known_by_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Networks above 1.9 GB are exported so: FILE.onnx has the graph alone, and is the same for other weights."""
+    folder = write_people(tmp_path / "people", 2, 1)
+
+    def words(seed: int) -> list[str]:
+        weights = np.random.default_rng(seed).normal(size=(DIM, 3 * SIZE * SIZE)).astype(np.float32)
+        nodes = [helper.make_node("Flatten", ["images"], ["flat"]), helper.make_node("Gemm", ["flat", "w"], ["out"], transB=1)]
+        ends = [
+            helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+            for name, shape in (("images", ["b", 3, SIZE, SIZE]), ("out", ["b", DIM]))
+        ]
+        graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], [numpy_helper.from_array(weights, "w")])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+        (tmp_path / "n.onnx.data").unlink(missing_ok=True)
+        onnx.save(model, str(tmp_path / "n.onnx"), save_as_external_data=True, location="n.onnx.data", size_threshold=0)
+        return [str(tmp_path / "n.onnx"), str(tmp_path / "g"), str(folder)]
+
+    assert enrol.main(words(0)) == 0
+    graph = (tmp_path / "n.onnx").read_bytes()
+    assert enrol.main(words(0)) == 0
+    capsys.readouterr()
+    assert enrol.main(words(1)) == 1
+    assert "another network" in capsys.readouterr().err and (tmp_path / "n.onnx").read_bytes() == graph
 
 
 def test_the_same_picture_under_two_names_is_a_warning(network: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,20 @@ def test_show_says_what_is_there(copied: Path, tmp_path: Path, capsys: pytest.Ca
     assert "       2  person_1\n" in said and "  person_2  person_2/1.png  " in said
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["people"] == {f"person_{number}": 2 for number in range(3)} and len(found["images"]) == 6
+
+
+def test_names_of_a_hostile_gallery_stay_in_their_lines(
+    place: tuple[list[str], Path], copied: Path, capsys: pytest.CaptureFixture[str]
+):
+    with sqlite3.connect(copied / "gallery.sqlite") as database:
+        database.execute("UPDATE people SET name = name || char(13) || '    1   0.9999  Alice' || char(10) || char(27)")
+        database.execute("UPDATE images SET picture = char(13) || char(10) || picture")
+    assert gallery.main(["show", str(copied), "--people", "--images"]) == 0
+    network = place[0]
+    assert search.main([network[0], str(copied), str(place[1] / "people" / "person_0"), *network[1:]]) == 0
+    said = capsys.readouterr().out
+    assert "\r" not in said and "\x1b" not in said and not [line for line in said.splitlines() if line.startswith("person_0/")]
+    assert said.count("person_0\\r    1   0.9999  Alice\\n\\x1b") == 1 + 2 + 2
 
 
 def test_remove_check_and_compact(copied: Path, capsys: pytest.CaptureFixture[str]):

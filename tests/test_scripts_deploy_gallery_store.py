@@ -345,12 +345,15 @@ def test_a_process_that_waits_says_so_and_gives_up(
     assert other.people() == {"a": 1}
 
 
-def test_a_search_with_the_old_network_after_a_reembedding_is_refused(gallery: Gallery):
+def test_a_search_or_enrolment_with_the_old_network_after_a_reembedding_is_refused(gallery: Gallery):
     gallery.add(new_images(np.random.default_rng(0), ["a"]))
     with Gallery(gallery.folder) as other:
         reembed(other, FACTS._replace(digest="new", title="another"), _other_network, lambda images, total: images)
     with pytest.raises(ValueError, match="was embedded anew by another since it was opened"):
         gallery.search(np.ones((1, DIM), np.float32))
+    with pytest.raises(ValueError, match="was embedded anew by another since it was opened"):
+        gallery.add(new_images(np.random.default_rng(1), ["b"]))
+    assert list(gallery.people()) == ["a"]
 
 
 # ---- hostile galleries
@@ -413,6 +416,9 @@ _DAMAGE: dict[str, Callable[[Path], None]] = {
     "does not say which network": _sql("DELETE FROM facts"),
     "row numbers": _sql("UPDATE images SET vector = 999 WHERE id = 1"),
     "values of a wrong kind": _sql("UPDATE images SET norm = x'00' WHERE id = 1"),
+    "length inf and its face": _sql("UPDATE images SET norm = 9e999 WHERE id = 1"),
+    "the score 1e\\+308, which": _sql("UPDATE images SET quality = 1e308 WHERE id = 1"),
+    "the score -1, which": _sql("UPDATE images SET quality = -1.0 WHERE id = 1"),
     "could not decode|Could not decode": _sql("UPDATE people SET name = CAST(x'ff' AS TEXT) WHERE id = 1"),
 }
 

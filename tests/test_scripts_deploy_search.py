@@ -1,6 +1,7 @@
 """Searches through the program: what is printed, the threshold, the rates, the sheet and the JSON."""
 
 import json
+import types
 from pathlib import Path
 
 import cv2
@@ -9,6 +10,8 @@ import pytest
 from gallery_runs import png, write_network, write_people
 
 from scripts.deploy import enrol, search
+from scripts.deploy.gallery_search import Match
+from scripts.deploy.gallery_sheet import draw_sheet
 from scripts.deploy.gallery_store import Gallery
 
 
@@ -58,6 +61,13 @@ def test_json_screen_and_gallery_agree(place: tuple[list[str], Path], tmp_path: 
     assert sheet.shape[0] > 6 * 112 and sheet.shape[1] > 3 * 112  # a row for each query: the face and two people
     drawn = cv2.resize(cv2.imread(str(place[1] / "queries" / "person_0" / "2.png")), (112, 112))
     assert np.array_equal(sheet[:112, 4:116], drawn)
+
+
+def test_a_sheet_has_ten_people_at_most_beside_a_face():
+    nobody = types.SimpleNamespace(picture=lambda number: None)
+    matches = [Match("a", 0.5, 1)] * 1000  # --k 1000
+    data = draw_sheet([(np.zeros((48, 48, 3), dtype=np.uint8), "x", matches)], nobody, None)
+    assert 11 * 112 < cv2.imdecode(np.frombuffer(data, np.uint8), 1).shape[1] < 12 * 116 + 28
 
 
 def test_below_the_threshold_a_face_is_unknown(

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from eval.html_report import write_summary
 from eval.verification import fuse_views, verify
 from scripts.deploy.thresholds import add_threshold_arguments, read_threshold, threshold_of
+from utils.checkpoint.format import FORMAT
 
 
 def _result(pairs: int, shift: float) -> Any:
@@ -100,8 +102,44 @@ def test_the_command_line_names_one_source(results: Path, tmp_path: Path):
             _options(*words)
     best = _options("--far", "1e-2", run=results.parent)
     best.best = True
-    with pytest.raises(ValueError, match="is of the run's last step, not of --best"):
+    with pytest.raises(ValueError, match="is of the run's end, not of --best"):
         threshold_of(best)
+    untrained = _options("--far", "1e-2", run=results.parent)
+    untrained.untrained = True
+    with pytest.raises(ValueError, match="is of the run's end, not of --untrained"):
+        threshold_of(untrained)
+
+
+def test_a_run_that_went_on_after_its_results_has_no_threshold(results: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(results, run / "results.json")
+    for step, ends in ((20, True), (25, False)):
+        config = {"train": {"max_steps": 20 if ends else 40}}
+        manifest = {"format": FORMAT, "step": step, "files": {}, "config": config, "run_signature": {}}
+        checkpoint = run / "checkpoints" / f"step_{step:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+        if ends:
+            assert threshold_of(_options("--far", "1e-2", run=run)) == read_threshold(results, "1e-2")
+        else:
+            with pytest.raises(ValueError, match=r"its newest checkpoint is of step 25 of 40; name others with --results"):
+                threshold_of(_options("--far", "1e-2", run=run))
+
+
+def test_the_threshold_of_the_moving_average_is_its_own(results: Path, tmp_path: Path):
+    found = json.loads(results.read_text())
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"lfw": found["small"], "ema/lfw": found["large"]}))
+    cosine = {name: read_threshold(results, "1e-2", name).cosine for name in found}
+    for average, words, name in ((False, (), "small"), (True, (), "large"), (True, ("--set", "lfw"), "large")):
+        options = _options("--far", "1e-2", "--results", str(path), *words)
+        options.ema = average
+        assert threshold_of(options)[::3] == (cosine[name], "lfw")
+    assert threshold_of(_options("--far", "1e-2", "--results", str(path), "--set", "ema/lfw")).cosine == cosine["large"]
+    path.write_text(json.dumps({"ema/lfw": found["large"]}))
+    with pytest.raises(ValueError, match="results of the moving average alone; add --ema"):
+        read_threshold(path, "1e-2")
 
 
 def test_words_name_set_and_rate(results: Path):

@@ -1,11 +1,11 @@
 """Attack every input of this project: python -m scripts.attack.fuzz --minutes 10
 
 The fuzzer first makes valid files, and takes those of tests/fixtures: sets in every form, lists, landmarks, images,
-configurations, checkpoints, weights, files of arcface_torch, galleries. It damages them at random, and generates well-formed
-files with false contents. The program that a user would start reads each case, in a process with limits of time, memory and
-files. It must succeed, or end with one line `error: ...`. Anything else is a find, and so is a case that runs code or writes
-files outside its folder. Finds are minimised and kept in --out, and the exit status is then 1. Case N of seed S is always the
-same.
+configurations, checkpoints, weights, files of arcface_torch, galleries, results. It damages them at random, and generates
+well-formed files with false contents. The program that a user would start reads each case, in a process with limits of time,
+memory and files. It must succeed, or end with one line `error: ...`. Anything else is a find, and so is a case that runs code
+or writes files outside its folder. Finds are minimised and kept in --out, and the exit status is then 1. Case N of seed S is
+always the same.
 
 Examples:
   python -m scripts.attack.fuzz --minutes 10 --seed 1
@@ -63,9 +63,11 @@ _PROGRAMS = (
     "data.folder_to_rec",
     "data.pairs_to_bin",
     "data.verify",
+    "deploy.card",
     "deploy.enrol",
     "deploy.gallery",
     "deploy.search",
+    "deploy.verify",
     "eval.ijb",
 )
 _KEPT = 50  # finds that are minimised, one of each kind; the others are only counted

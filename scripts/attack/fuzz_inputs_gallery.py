@@ -1,15 +1,18 @@
-"""The input gallery: a folder with a database, vectors and faces, which somebody else may have made."""
+"""Inputs of scripts.deploy that somebody else may have made: a gallery, a results.json, the fields of a model card."""
 
 if __name__ == "__main__":
     raise SystemExit("error: scripts/attack/fuzz_inputs_gallery.py is no program; python -m scripts lists them")
 
+import json
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import yaml
 
 from .fuzz_files import Case, Entry, Fifo, Folder, Link
-from .fuzz_grammar import Rng, damage, pick
+from .fuzz_grammar import TEXTS, Rng, change_tree, damage, pick
 from .fuzz_inputs import Input, Sound
 from .fuzz_seeds import CHECKPOINT, files_below
 
@@ -45,13 +48,37 @@ _CHANGES = (
     "PRAGMA user_version = 7",
 )
 _NAMES = ("-journal", "-wal", "-shm", ".unfinished")
+_RESULTS, _FIELDS = "r.json", "card/card.yaml"
+_OF_SET: dict[str, Any] = {
+    "accuracy": 0.9,
+    "eer": 0.1,
+    "auc": 0.95,
+    "num_genuine": 20,
+    "num_impostor": 20,
+    "operating_points": [
+        {"target": "1e-1", "tar": 0.9, "far": 0.1, "cosine_threshold": 0.3, "num_accepted": 2},
+        {"target": "1e-2", "tar": None, "far": None, "cosine_threshold": None, "num_accepted": 0},
+    ],
+    "intervals_95": {"accuracy": [0.8, 0.95], "1e-1": [0.7, 0.95], "auc": None},
+    "roc": {"far": [0.0, 0.1, 1.0], "tar": [0.5, 0.9, 1.0]},
+    "similarities": {"cosine": [-1.0, 0.0, 1.0], "genuine": [2, 18], "impostor": [15, 5]},
+}
+_RATES = {"lfw": _OF_SET, "ema/lfw": _OF_SET}
+_KEYS = ("intended_use", "limits", "contact")
+_CARD = ["scripts.deploy.card", "runs/tiny", "--results", _RESULTS, "--out", "card"]
+_VERIFY = ["scripts.deploy.verify", "runs/tiny", "people/p0/0.jpg", "people/p1/0.jpg", "--far", "1e-1", "--results", _RESULTS]
 
 
 def inputs(seeds: Path) -> dict[str, Input]:
-    """Return the input by its name, from the seeds of fuzz_seeds.make_seeds."""
+    """Return the inputs by name, from the seeds of fuzz_seeds.make_seeds."""
     run = {name: data for name, data in files_below(seeds / "run").items() if name.startswith(CHECKPOINT)}
     parts = {f"{name}/{file}": data for name in ("g", "people") for file, data in files_below(seeds / name).items()}
-    return {"gallery": Input({**run, **parts}, [_database, _files], 700, 5)}
+    crops = {name: data for name, data in parts.items() if name.startswith("people/")}
+    card = {_FIELDS: b"contact: a@b.example\n", _RESULTS: json.dumps(_RATES).encode()}
+    return {
+        "gallery": Input({**run, **parts}, [_database, _files], 700, 5),
+        "results": Input({**run, **crops, **card}, [_results, _fields], 700, 5),
+    }
 
 
 def _database(sound: Sound, rng: Rng) -> Case:
@@ -97,3 +124,26 @@ def _files(sound: Sound, rng: Rng) -> Case:
     if rng.random() < 0.1:
         files[_DATABASE] = pick(rng, (None, b"", Fifo(), Folder(), Link("../canary"), Link("/dev/zero"), rng.bytes(5000)))
     return Case(list(pick(rng, _COMMANDS)), files)
+
+
+def _results(sound: Sound, rng: Rng) -> Case:
+    """Return a case with well-formed results of wrong values, or damaged ones."""
+    data = bytes(sound[_RESULTS] or b"")  # type: ignore[arg-type]
+    kind = rng.random()
+    if kind < 0.7:
+        data = json.dumps(change_tree(_RATES, rng)).encode()
+    elif kind < 0.8:
+        data = pick(rng, (b"", b"null", b"[]", b"[" * 5000, b'{"lfw": ' + b"9" * 5000 + b"}", b'{"\\ud800": {}}'))
+    else:
+        data = damage(data, [data], rng)
+    return Case(list(_CARD if rng.random() < 0.3 else _VERIFY), {_RESULTS: data})
+
+
+def _fields(sound: Sound, rng: Rng) -> Case:
+    """Return a case with odd texts of a card, or a damaged file of them."""
+    texts = {str(key): pick(rng, (*TEXTS, "<script>x</script>", "# a\n| b |", "![x](/etc/passwd)")) for key in _KEYS}
+    try:
+        data = yaml.safe_dump(change_tree(texts, rng), allow_unicode=True).encode("utf-8", "surrogatepass")
+    except (yaml.YAMLError, RecursionError, ValueError):
+        data = b"contact: &a [*a]\n"
+    return Case(list(_CARD), {_FIELDS: damage(data, [data], rng) if rng.random() < 0.3 else data})

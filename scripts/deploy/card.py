@@ -40,11 +40,10 @@ from .card_document import Document
 from .card_facts import Facts, backbone_words, data_facts, planned_steps, recipe_facts
 from .card_fields import FIELDS, read_fields, write_template
 from .card_results import add_results
-from .results_file import SetResult, read_results
+from .results_file import SetResult, read_results_of
 
 _RAW = "raw: divide each by its length"
 _MIRRORED = "the cosine of two embeddings, each the sum of those of an image and its mirror image"
-_AVERAGE = "ema/"  # begins the names of the moving average's results in a training's results.json
 
 
 class Subject(NamedTuple):
@@ -128,15 +127,7 @@ def _find_results(options: argparse.Namespace, subject: Subject) -> tuple[dict[s
         step, last = subject.manifest["step"], planned_steps(subject.network.config, subject.signature)
         if step != last:
             return {}, f"No results: results.json is of the run's last step, and this checkpoint is of step {step:,}. {again}."
-    found = read_results(path)
-    averages = {name.removeprefix(_AVERAGE): result for name, result in found.items() if name.startswith(_AVERAGE)}
-    if not averages:
-        return found, path.parent
-    plain = {name: result for name, result in found.items() if not name.startswith(_AVERAGE)}
-    chosen = {name: result._replace(name=name) for name, result in (averages if options.ema else plain).items()}
-    if not chosen:
-        raise ValueError(f"{shown(path)}: it has results of the moving average alone; add --ema, or give another --results")
-    return chosen, path.parent
+    return read_results_of(path, options.ema), path.parent
 
 
 def _network_facts(subject: Subject, options: argparse.Namespace) -> Facts:

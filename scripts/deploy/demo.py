@@ -38,7 +38,7 @@ from .detector import add_detector_arguments, open_detector
 from .embedder import Embedder, open_embedder
 from .enrol import require_network, warn_of_other_detector
 from .gallery_store import Gallery
-from .results_file import Point, SetResult, parse_results, read_results
+from .results_file import Point, SetResult, parse_results, read_results_of
 
 _PAGE = Path(__file__).with_name("demo_page.html")
 _AT_ONCE = 64  # images of a set between two steps of the progress bar
@@ -90,7 +90,7 @@ def _result_of(options: argparse.Namespace, embedder: Embedder) -> SetResult | N
             if getattr(options, flag):
                 raise ValueError(f"--{flag} chooses a threshold of --results or --pairs; give one of them, or leave it out")
         return None
-    found = read_results(options.results)
+    found = read_results_of(options.results, options.ema, options.set)
     if options.set and options.set not in found:
         raise ValueError(f"--set: {shown(options.results)} has no set {options.set!r:.200}; it has {', '.join(found)}")
     if options.set:

@@ -115,7 +115,7 @@ def _set_of_page(result: SetResult) -> dict[str, Any]:
         "points": [
             {"far": point.target, "cosine": point.cosine, "tar": point.tar}
             for point in result.points
-            if point.cosine is not None
+            if point.cosine is not None and point.tar is not None
         ],
         "histogram": {"edges": drawn.edges, "genuine": drawn.genuine, "impostor": drawn.impostor} if drawn else None,
     }

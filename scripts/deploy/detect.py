@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.datasets import no_image_below, passed_over
+from eval.foreign_networks import onnx_hash
 from scripts.data.landmarks import report_padding
 from scripts.data.pictures import to_jpeg
-from utils.checkpoint.tensor_file import file_hash
 from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.files import find_files
 from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES
@@ -107,7 +107,7 @@ def _pictures(folder: Path, out: Path) -> list[str]:
 def _facts(options: argparse.Namespace) -> dict[str, object]:
     """Return what the crops depend on, beside the pictures."""
     settings = ("min_score", "min_size", "overlap", "longest_side", "which", "size", "quality")
-    return {"detector": file_hash(options.detector), **{name: getattr(options, name) for name in settings}}
+    return {"detector": onnx_hash(options.detector), **{name: getattr(options, name) for name in settings}}
 
 
 def _work(options: argparse.Namespace, names: Sequence[str], detector: Detector, journal: Journal) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from utils.files import MAX_TEXT, check_file
+from utils.files import MAX_TEXT, check_file, shown
 
 from .crops import UNREADABLE
 from .detections import Face
@@ -49,10 +49,10 @@ class Journal:
     Args:
         handle: of the file, open for reading and appending.
         facts: what the crops depend on; a journal of others is an error.
-        again: forget what it has.
+        again: forget what it has, and remove those crops.
 
     Raises:
-        ValueError: it is of another detector or of other settings.
+        ValueError: it is of another detector or of other settings, or the folder has files and no journal.
     """
 
     NAME = "detect.jsonl"
@@ -60,20 +60,16 @@ class Journal:
     def __init__(self, out: Path, handle: int, facts: Mapping[str, object], again: bool) -> None:
         self.path, self._out, self._handle = out / self.NAME, out, handle
         self.done: dict[str, Done] = {}
-        check_file(self.path, MAX_TEXT)
-        size = 0  # of the lines that are complete
-        before: Any = None
-        with open(os.dup(handle), "rb") as file:
-            file.seek(0)
-            for line in file:
-                if not line.endswith(b"\n"):  # the run was killed here
-                    break
-                size += len(line)
-                if before is None:
-                    before = _parsed(line)
-                elif done := _done(_parsed(line)):
-                    self.done[done.name] = done
+        size, before = self._read()
+        if before is None and (other := _file_of_others(out)):
+            if not os.fstat(handle).st_size:
+                self.path.unlink(missing_ok=True)  # the lock made it
+            raise ValueError(
+                f"{shown(out)}: holds {shown(other)} and no {self.NAME}, so it is no folder of crops, and its files might be "
+                "overwritten; name a new or empty one"
+            )
         if again:
+            self._remove_crops(before)
             size, before, self.done = 0, None, {}
         elif before is not None and before != dict(facts):
             different = [name for name in facts if not isinstance(before, dict) or before.get(name) != facts[name]]
@@ -84,6 +80,35 @@ class Journal:
         self._do(os.ftruncate, handle, size)
         if before is None:
             self._append(dict(facts))
+            self._do(os.fsync, handle)  # without it the folder would be one of others
+
+    def _read(self) -> tuple[int, Any]:
+        """Take what is done from the file; return the bytes of its complete lines, and the first one, None if there is none."""
+        check_file(self.path, MAX_TEXT)
+        size = 0
+        before: Any = None
+        with open(os.dup(self._handle), "rb") as file:
+            file.seek(0)
+            for line in file:
+                if not line.endswith(b"\n"):  # the run was killed here
+                    break
+                size += len(line)
+                if before is None:
+                    before = _parsed(line)
+                elif done := _done(_parsed(line)):
+                    self.done[done.name] = done
+        return size, before
+
+    def _remove_crops(self, facts: Any) -> None:
+        """Remove the crops that are listed, so that none of other settings is left; names that lead elsewhere are skipped."""
+        which = str(facts.get("which")) if isinstance(facts, dict) else ""
+        root = self._out.resolve()
+        for done in self.done.values():
+            for number in range(len(done.faces)):
+                with contextlib.suppress(OSError, ValueError):  # no name of a file
+                    crop = self._out / crop_name(done.name, which, number)
+                    if crop.parent.resolve().is_relative_to(root):
+                        crop.unlink()
 
     def stamp(self, picture: Path) -> Stamp:
         """Return what changes with the file; (0, 0) if it cannot be asked."""
@@ -125,6 +150,11 @@ class Journal:
             return operation(*arguments)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
+
+
+def _file_of_others(out: Path) -> str:
+    """Return a name in a folder that has no journal yet, "" if there is none; desktops leave hidden files anywhere."""
+    return min((name for name in os.listdir(out) if name != Journal.NAME and not name.startswith(".")), default="")
 
 
 def _has_bytes(path: Path) -> bool:

@@ -21,6 +21,7 @@ STRIDES = (8, 16, 32)  # pixels of the detector's input for each cell of its thr
 MULTIPLE = 32  # of each side of an input without a fixed size: the coarsest stride
 _MAX_CANDIDATES = 5000  # that are compared with each other, best first; a photograph of a crowd has some thousands
 _MAX_FACES = 1000  # of a picture
+LONGEST = 8192  # pixels, of a side of a detector's input; the image alone then has 0.8 GB as float32
 _DIGITS = 3  # of coordinates, in pixels; what landmarks.csv has is then what was aligned by
 
 
@@ -54,11 +55,16 @@ class Detector:
 
     Args:
         fixed: (height, width) of its input; None = any multiples of MULTIPLE.
+
+    Raises:
+        ValueError: its input is too large.
     """
 
     own_min_score = 0.5
 
     def __init__(self, path: Path, settings: Settings, fixed: tuple[int, int] | None) -> None:
+        if fixed and not 1 <= min(fixed) <= max(fixed) <= LONGEST:
+            raise ValueError(f"{path}: its input has {fixed[1]} x {fixed[0]} pixels, and a side may have {LONGEST:,} at most")
         self.path, self.settings, self.fixed = path, settings, fixed
         self.name = path.name
 

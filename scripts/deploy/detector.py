@@ -14,7 +14,7 @@ from eval.foreign_networks import check_outside_data, messages, read_varint
 from utils.cli import int_in_range
 from utils.files import check_file
 
-from .detections import Detector, Face, Session, Settings
+from .detections import LONGEST, Detector, Face, Session, Settings
 from .retinaface import RetinaFace
 from .scrfd import Scrfd
 from .yunet import OUTPUTS, YuNet
@@ -54,7 +54,7 @@ def add_detector_arguments(parser: argparse.ArgumentParser, required: bool = Fal
     )
     parser.add_argument(
         "--longest-side",
-        type=int_in_range(64, 8192),
+        type=int_in_range(64, LONGEST),
         default=640,
         metavar="PIXELS",
         help="a larger picture is shrunk to this for the detector, if its file leaves the size open (default 640)",

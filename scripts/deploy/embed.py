@@ -36,7 +36,7 @@ from utils.text import one_line
 from .crops import add_which_argument
 from .detector import add_detector_arguments, open_detector
 from .embed_parts import LOCK, Parts, Plan, Stamped, check_folder, has_begun
-from .embed_table import FORMS, check_form, write_table
+from .embed_table import FORMS, check_form, files_of, write_table
 from .embed_workers import default_processes, embed_parts, one_thread, open_network
 from .output import locked
 
@@ -68,8 +68,9 @@ def run(options: argparse.Namespace) -> None:
     if out.is_dir():
         raise ValueError(f"--out: {out} is a folder; name a file")
     check_folder(folder)
-    if out.exists() and not has_begun(folder) and not options.again:
-        raise ValueError(f"--out: {out} exists already; choose another name, or --again to replace it")
+    there = [path for path in files_of(out) if path.exists()]
+    if there and not has_begun(folder) and not options.again:
+        raise ValueError(f"--out: {there[0]} exists already; choose another name, or --again to replace it")
     with one_thread():
         embedder, detector = open_network(options), open_detector(options)  # before anything is written
         folder.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from utils.checkpoint.tensor_file import file_hash
+from eval.foreign_networks import onnx_hash
 from utils.files import check_file, read_bytes
 from utils.parallel import map_in_order
 
@@ -97,7 +97,7 @@ class Plan:
             "network": embedder.digest,
             "precision": options.precision,
             "device": embedder.device.type,
-            "detector": file_hash(options.detector) if options.detector else None,
+            "detector": onnx_hash(options.detector) if options.detector else None,
             **{name.replace("_", " "): value for name, value in detection.items()},
             "list of pictures": pictures,
             "number of pictures in a part": self._pictures,

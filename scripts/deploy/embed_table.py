@@ -32,6 +32,11 @@ def check_form(out: Path) -> None:
         _pyarrow()
 
 
+def files_of(out: Path) -> list[Path]:
+    """Return the files of a table: those that a run replaces."""
+    return [out, out.with_suffix(".csv")] if out.suffix == ".npy" else [out]
+
+
 def write_table(out: Path, plan: Plan, parts: Parts, embedding_size: int, title: str) -> tuple[int, int]:
     """Write the table and OUT.rejected.csv; return the number of faces and of pictures without one.
 
@@ -55,7 +60,7 @@ def write_table(out: Path, plan: Plan, parts: Parts, embedding_size: int, title:
             f"no face in any of {len(plan.files)} pictures; the first, {name}, {reason}; all are in {rejected_list}"
         )
     if out.suffix == ".npy":
-        with new_file(out.with_suffix(".csv")) as file:
+        with new_file(files_of(out)[1]) as file:
             file.write(csv_bytes([_COLUMNS]))
             for part in _all(plan, parts, False):
                 file.write(csv_bytes(map(_cells, part.rows)))

@@ -77,9 +77,10 @@ def _show(options: argparse.Namespace) -> None:
     }
     print(*(f"{key:<22}{one_line(value)}" for key, value in lines.items()), sep="\n")
     if options.people:
-        print(*(f"{count:>8,}  {name}" for name, count in people.items()), sep="\n")
+        print(*(f"{count:>8,}  {one_line(name)}" for name, count in people.items()), sep="\n")
     if options.images:
-        print(*(f"{image.number:>8}  {image.person}  {image.picture}  {_day(image)}" for image in images), sep="\n")
+        for one in images:
+            print(f"{one.number:>8}  {one_line(one.person)}  {one_line(one.picture)}  {_day(one)}")
     if options.json:
         listed = [
             {"image": one.number, "person": one.person, "picture": one.picture, "norm": one.norm, "added": one.added}

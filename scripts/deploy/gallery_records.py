@@ -25,6 +25,8 @@ _IMAGES = (
     "face_sum FROM images JOIN people ON people.id = images.person"
 )
 
+_HEAVIEST = 1e30  # length of an embedding times score; float32 ends at 3e38, and a person has several images
+
 
 class NewImage(NamedTuple):
     """An image to enrol."""
@@ -103,6 +105,11 @@ def read_entries(database: sqlite3.Connection, folder: Path, facts: Facts, state
         rows.append(row[4])
         people.append(names.setdefault(row[1], row[1]))
         sums.append(row[5])
+    lengths, scores = np.array(norms), np.array(qualities)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sound = (lengths > 0) & (scores >= 0) & (lengths * scores < _HEAVIEST)
+    for place in np.flatnonzero(~sound)[:1]:
+        check_weight(norms[place], qualities[place], f"{shown(path)}: image {numbers[place]}")
     places = np.array(rows, dtype=np.int64)
     path = data_file(folder, VECTORS, state.vectors)
     fix = f"python -m scripts.deploy.gallery reembed {shown(folder)} NETWORK makes new ones from the faces"
@@ -115,11 +122,19 @@ def read_entries(database: sqlite3.Connection, folder: Path, facts: Facts, state
             )
         vectors = file.read_rows(places, width)
     bad = [number for number, row, known in zip(numbers, vectors, sums, strict=True) if checksum(row.data) != known]
-    lengths = np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64)
-    bad += [numbers[place] for place in np.flatnonzero(~(np.abs(lengths - 1) < 1e-3))]  # also NaN
+    squares = np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64)
+    bad += [numbers[place] for place in np.flatnonzero(~(np.abs(squares - 1) < 1e-3))]  # also NaN
     if bad:
         raise ValueError(f"{shown(path)}: {len(set(bad))} vector(s) are damaged, such as that of image {bad[0]}; {fix}")
-    return Entries(people, np.array(numbers, dtype=np.int64), vectors, np.array(norms), np.array(qualities))
+    return Entries(people, np.array(numbers, dtype=np.int64), vectors, lengths, scores)
+
+
+def check_weight(norm: float, quality: float, image: str) -> None:
+    """Raise ValueError unless norm times quality can be the weight of an image in a template, which would be NaN."""
+    if not (norm > 0 and quality >= 0 and norm * quality < _HEAVIEST):
+        raise ValueError(
+            f"{image}: its embedding has length {norm:g} and its face the score {quality:g}, which cannot be; remove it"
+        )
 
 
 def unit_vector(embedding: np.ndarray, size: int, picture: str) -> tuple[np.ndarray, float]:

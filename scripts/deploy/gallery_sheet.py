@@ -13,6 +13,7 @@ from .gallery_search import Match
 from .gallery_store import Gallery
 
 MAX_ROWS = 100  # faces on a sheet
+_MOST = 10  # people beside a face; --k may be 1,000, and the sheet would take gigabytes
 
 
 def draw_sheet(rows: Sequence[tuple[np.ndarray, str, Sequence[Match]]], gallery: Gallery, threshold: float | None) -> bytes:
@@ -23,7 +24,7 @@ def draw_sheet(rows: Sequence[tuple[np.ndarray, str, Sequence[Match]]], gallery:
     drawn = []
     for pixels, name, matches in rows:
         cells: list[tuple[np.ndarray | None, tuple[str, ...]]] = [(pixels, (name[-15:], _verdict(matches, threshold)))]
-        for match in matches:
+        for match in matches[:_MOST]:
             face = gallery.picture(match.image)
             grey = np.full((8, 8, 3), 200, dtype=np.uint8)
             cells.append((grey if face is None else face, (match.person, f"{match.cosine:.3f}")))

@@ -40,7 +40,7 @@ from .gallery_format import (
     picture_name,
     read_facts,
 )
-from .gallery_records import Image, NewImage, face_bytes, read_entries, read_images, to_png, unit_vector
+from .gallery_records import Image, NewImage, check_weight, face_bytes, read_entries, read_images, to_png, unit_vector
 from .gallery_search import Match, Searcher
 
 
@@ -160,10 +160,7 @@ class Gallery:
         with self._thread:
             with self.reading() as state:
                 known = self._searchers.get(key)
-                if self.facts.digest != self._digest:
-                    raise ValueError(
-                        f"{shown(self.folder)}: was embedded anew by {self.facts.title} since it was opened; start again"
-                    )
+                self._require_same_network()
                 if known is not None and known[0] == state.changes:
                     return known[1]
                 entries = read_entries(self._database, self.folder, self.facts, state)
@@ -173,6 +170,10 @@ class Gallery:
             self._searchers = {other: (at, old) for other, (at, old) in self._searchers.items() if at == state.changes}
             self._searchers[key] = state.changes, searcher
             return searcher
+
+    def _require_same_network(self) -> None:
+        if self.facts.digest != self._digest:
+            raise ValueError(f"{shown(self.folder)}: was embedded anew by {self.facts.title} since it was opened; start again")
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[State]:
@@ -195,14 +196,18 @@ class Gallery:
         """Enrol images; return their numbers, 0 for those that were there already. They are safe when this returns.
 
         Raises:
-            ValueError: an embedding is not finite, or zero, or of another size; a name is not allowed. Nothing is enrolled.
+            ValueError: an embedding is not finite, or zero, or of another size; a name is not allowed; the gallery was embedded
+                by another network since it was opened. Nothing is enrolled.
             OSError: the disk is full, for example.
         """
         names = [check_person(image.person) for image in images]
         rows = [unit_vector(image.embedding, self.facts.embedding_size, image.picture) for image in images]
+        for image, (_, norm) in zip(images, rows, strict=True):
+            check_weight(norm, image.quality, shown(image.picture))
         faces = [b"" if image.pixels is None else to_png(image.pixels) for image in images]
         numbers = []
         with self.writing() as state, self._files(state) as (vectors, stored):
+            self._require_same_network()
             num_rows, end, width = state.num_rows, state.faces_end, self.facts.embedding_size
             for image, name, (unit, norm), face in zip(images, names, rows, faces, strict=True):
                 self._database.execute("INSERT OR IGNORE INTO people (name) VALUES (?)", (name,))
@@ -242,7 +247,8 @@ class Gallery:
             for number in numbers:
                 if number not in there:
                     raise ValueError(f"{shown(self.folder)}: has no image {number}")
-            gone = [image for image in images if image.person in set(people) or image.number in set(numbers)]
+            all_of, single = set(people), set(numbers)
+            gone = [image for image in images if image.person in all_of or image.number in single]
             size = 4 * self.facts.embedding_size
             for image in gone:
                 self._database.execute("DELETE FROM images WHERE id = ?", (image.number,))

@@ -15,6 +15,7 @@ from utils.text import one_line
 Checked = TypeVar("Checked")
 Interval = tuple[float, float]
 
+_AVERAGE = "ema/"  # begins the names of the moving average's results in a training's results.json
 _MAX_SETS = 60
 _MAX_LIST = 10_000  # points of a curve; 201 are written
 _LARGEST_COUNT = 10**15  # of pairs
@@ -72,6 +73,27 @@ def read_results(path: Path) -> dict[str, SetResult]:
         raise ValueError(f"{shown(path)}: {_NO_RESULTS}: nested too deep") from None
     except ValueError as error:
         raise ValueError(f"{shown(path)}: {_NO_RESULTS}: {one_line(error)[:300]}") from None
+
+
+def read_results_of(path: Path, average: bool, name: str | None = None) -> dict[str, SetResult]:
+    """Return the results of a network, or of the moving average of its weights; a training writes both into one file.
+
+    Args:
+        average: --ema of the command line. A file without names that begin with `ema/` has results of one network.
+        name: a set that was asked for; if it is one of the other network alone, it is returned.
+
+    Raises:
+        ValueError: as for `read_results`, or the file has no results of this network.
+    """
+    found = read_results(path)
+    averages = {name.removeprefix(_AVERAGE): result for name, result in found.items() if name.startswith(_AVERAGE)}
+    plain = {name: result for name, result in found.items() if not name.startswith(_AVERAGE)}
+    chosen = {name: result._replace(name=name) for name, result in (averages if average and averages else plain).items()}
+    if name in found and name not in chosen:
+        return {name: found[name]}
+    if not chosen:
+        raise ValueError(f"{shown(path)}: it has results of the moving average alone; add --ema, or give another --results")
+    return chosen
 
 
 def parse_results(found: Any) -> dict[str, SetResult]:

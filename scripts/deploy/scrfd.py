@@ -55,7 +55,7 @@ def by_stride(outputs: list[np.ndarray], path: Path) -> list[list[np.ndarray]]:
     Raises:
         ValueError: the outputs are others.
     """
-    rows = [part.reshape(-1, part.shape[-1]) if part.ndim else part.reshape(1, 1) for part in outputs]
+    rows = [part.reshape(-1, part.shape[-1]) if part.size else np.zeros((0, 0)) for part in map(np.atleast_1d, outputs)]
     kinds = [sorted((part for part in rows if part.shape[1] == width), key=len, reverse=True) for width in _WIDTHS]
     found = [list(parts) for parts in zip(*kinds, strict=False)]
     same = all(len({len(part) for part in parts}) == 1 for parts in found)

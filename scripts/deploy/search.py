@@ -194,7 +194,7 @@ def _print_query(query: Query, threshold: Threshold | None, detected: bool) -> N
         print("      unknown; the most similar are")
     for place, match in enumerate(query.matches, 1):
         below = threshold is not None and match.cosine <= threshold.cosine
-        print(f"  {place:>3} {match.cosine:8.4f}  {match.person}{'  (below the threshold)' if below else ''}")
+        print(f"  {place:>3} {match.cosine:8.4f}  {one_line(match.person)}{'  (below the threshold)' if below else ''}")
 
 
 def _print_recall(searcher: Searcher, embeddings: np.ndarray, k: int, index: str) -> None:

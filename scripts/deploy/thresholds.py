@@ -8,11 +8,13 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+from utils.checkpoint.format import list_checkpoints, read_manifest
 from utils.files import shown
 from utils.suggest import did_you_mean
 from utils.text import printable
 
-from .results_file import SetResult, read_results
+from .card_facts import planned_steps
+from .results_file import SetResult, read_results_of
 
 RESULTS = "results.json"  # in the folder of a run
 
@@ -72,24 +74,41 @@ def threshold_of(options: argparse.Namespace) -> Threshold | None:
                 f"--far {options.far} needs the results of the network, and there is no {shown(results)}: name one with "
                 "--results, as python -m eval RUN --report DIR writes it"
             )
-        if getattr(options, "best", False):
-            raise ValueError(
-                f"--far {options.far}: {shown(results)} is of the run's last step, not of --best; name others with --results"
-            )
-    return read_threshold(results, options.far, options.set)
+        for flag in ("best", "untrained"):
+            if getattr(options, flag, False):
+                raise ValueError(
+                    f"--far {options.far}: {shown(results)} is of the run's end, not of --{flag}; name others with --results"
+                )
+        _check_step(options, results)
+    return read_threshold(results, options.far, options.set, getattr(options, "ema", False))
 
 
-def read_threshold(results: Path, far: str, name: str | None = None) -> Threshold:
+def _check_step(options: argparse.Namespace, results: Path) -> None:
+    """Raise ValueError if the newest checkpoint of the run is not that of its end, of which its results.json is."""
+    checkpoints = list_checkpoints(options.run)
+    if not checkpoints:
+        return  # which whoever opens the network says
+    manifest = read_manifest(checkpoints[-1])
+    last = planned_steps(manifest.get("config", {}), manifest.get("run_signature", {}))
+    if last is not None and manifest["step"] != last:
+        raise ValueError(
+            f"--far {options.far}: {shown(results)} is of the run's end, and its newest checkpoint is of step "
+            f"{manifest['step']:,} of {last:,}; name others with --results, as python -m eval RUN --report DIR writes them"
+        )
+
+
+def read_threshold(results: Path, far: str, name: str | None = None, average: bool = False) -> Threshold:
     """Return the threshold for a false accept rate from a results.json.
 
     Args:
         far: for example 1e-3.
         name: of the verification set; None = the set with the highest threshold, which is the strictest.
+        average: for the moving average of a run's weights.
 
     Raises:
         ValueError: the file cannot be read, has no such set, or has too few impostor pairs for this rate.
     """
-    sets = read_results(results)
+    sets = read_results_of(results, average, name)
     if name is not None:
         if name not in sets:
             raise ValueError(f"{shown(results)}: no set {name!r}; it has {_names(sets)}.{did_you_mean(name, sets)}")

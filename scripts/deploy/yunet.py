@@ -10,6 +10,7 @@ if __name__ == "__main__":
 
 import functools
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -30,7 +31,9 @@ _NO_CONFIG = np.zeros(0, dtype=np.uint8)
 _ALL = 5000  # boxes that OpenCV keeps before it drops double ones
 _PATIENCE = 120  # seconds for the trial; it takes half of one
 _TRIAL = """
-import sys, cv2, numpy as np
+import json, sys
+sys.path[:] = json.loads(sys.argv.pop(1))
+import cv2, numpy as np
 data, size = np.fromfile(sys.argv[1], np.uint8), (int(sys.argv[2]), int(sys.argv[3]))
 graph = cv2.dnn.readNetFromONNX(data)
 graph.setInput(np.zeros((1, 3, size[1], size[0]), np.float32))
@@ -100,7 +103,9 @@ def _try(path: Path, digest: str, width: int, height: int) -> None:
     Args:
         digest: of the file: one that has changed is tried again.
     """
-    words = [sys.executable, "-I", "-c", _TRIAL, str(path), str(width), str(height), *sorted(OUTPUTS)]
+    # from the same places as here: -I leaves out packages of the user and of PYTHONPATH, and without OpenCV nothing is tried
+    places = json.dumps([place for place in sys.path if isinstance(place, str)])
+    words = [sys.executable, "-I", "-c", _TRIAL, places, str(path), str(width), str(height), *sorted(OUTPUTS)]
     environment = {**os.environ, "OPENCV_LOG_LEVEL": "SILENT"}
     try:
         status = subprocess.run(
