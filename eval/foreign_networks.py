@@ -204,7 +204,7 @@ def check_outside_data(path: Path) -> list[Path]:
 def onnx_hash(path: Path) -> str:
     """Return the hash of an ONNX file and of the files that have its tensors; without such files it is that of the file."""
     hashes = [file_hash(file) for file in (path, *check_outside_data(path))]
-    return hashes[0] if len(hashes) == 1 else xxhash.xxh3_128_hexdigest(" ".join(hashes))
+    return hashes[0] if len(hashes) == 1 else xxhash.xxh3_128_hexdigest(" ".join(hashes).encode())
 
 
 def _locations(data: memoryview, kind: str, depth: int) -> Iterator[bytes]:
