@@ -168,6 +168,7 @@ def test_auto_is_the_precision_that_the_device_is_fast_at(
     assert np.array_equal(*found)
 
 
+@pytest.mark.numeric
 def test_two_processes_write_the_bytes_of_one(weights: Path, crops: Path, tmp_path: Path):
     for folder, count in (("one", 1), ("two", 2)):
         (tmp_path / folder).mkdir()
