@@ -100,6 +100,11 @@ class ForeignNetwork(nn.Module):
                 f"{self.path}: it must return floating-point embeddings (images, numbers per face), it returns "
                 f"{tuple(output.shape)} of {str(output.dtype).removeprefix('torch.')} for {len(images)} images"
             )
+        if self.contract is not None and output.shape[1] != self.contract.embedding_size:
+            raise ValueError(
+                f"{self.path}: its embeddings have {output.shape[1]} numbers, but its metadata says "
+                f"{self.contract.embedding_size}; export it again"
+            )
         return output
 
 
@@ -150,8 +155,10 @@ class OnnxNetwork(nn.Module):
         blocks = []
         for part in pixels.split(size):
             padded = torch.cat([part, part.new_zeros(size - len(part), *part.shape[1:])]) if len(part) < size else part
-            outputs = [torch.from_numpy(output) for output in self.session.run(None, {self.entry: padded.numpy()})]
-            blocks.append(_raw_embeddings(outputs, self.contract)[: len(part)])
+            outputs = self.session.run(None, {self.entry: padded.numpy()})
+            # of a file of others only the first is read; another may be what torch has no type for
+            tensors = [torch.from_numpy(output) for output in outputs[: 1 if self.contract is None else 2]]
+            blocks.append(_raw_embeddings(tensors, self.contract)[: len(part)])
         return torch.cat(blocks).to(images.device)
 
 
@@ -266,7 +273,9 @@ class ExportedNetwork(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         output = self._program[0](images)
-        return _raw_embeddings(output, self.contract) if isinstance(output, tuple | list) and output else output
+        if self.contract is None or not isinstance(output, tuple | list) or not output:
+            return output
+        return _raw_embeddings(output, self.contract)
 
 
 def _texts_of_archive(path: Path) -> Mapping[str, str]:

@@ -116,7 +116,7 @@ def _value(key: str, text: str) -> Any:
             raise ValueError(f"a whole number from {low} to {high}")
         return int(text)
     if key in ("mean", "std"):
-        number = float(text) if re.fullmatch(r"-?[0-9]{1,9}(\.[0-9]{1,17})?(e-?[0-9]{1,2})?", text) else math.nan
+        number = float(text) if re.fullmatch(r"-?[0-9]{1,9}(\.[0-9]{1,25})?(e-?[0-9]{1,2})?", text) else math.nan
         if not abs(number) <= 1e6 or (key == "std" and number <= 0):
             raise ValueError("a number above 0" if key == "std" else "a number")
         return number

@@ -213,6 +213,8 @@ class Wrong(nn.Module):
             return means[:1]
         if self.fault == "whole numbers":
             return means.int()
+        if self.fault == "several":
+            return means, means
         return means[:, :0]
 
 
@@ -222,7 +224,8 @@ def _foreign(folder: Path, kind: str, fault: str) -> Path:
     if kind == "pt":
         torch.jit.script(model).save(str(path))
     elif kind == "pt2":
-        torch.export.save(torch.export.export(model, (torch.zeros(2, 3, 112, 112),)), path)  # for two images only
+        shapes = ({0: torch.export.Dim("batch")},) if fault == "several" else None  # else for two images only
+        torch.export.save(torch.export.export(model, (torch.zeros(2, 3, 112, 112),), dynamic_shapes=shapes), path)
     else:
         nodes = [
             helper.make_node("GlobalAveragePool", ["images"], ["pooled"]),
@@ -243,6 +246,7 @@ def _foreign(folder: Path, kind: str, fault: str) -> Path:
     [
         ("onnx", "fails", "it cannot run on images (16, 3, 112, 112): [ONNXRuntimeError]"),
         ("pt2", "one row", "it cannot run on images (16, 3, 112, 112): "),
+        ("pt2", "several", "it must return a tensor of embeddings, it returns "),
         ("pt", "fails", "it cannot run on images (16, 3, 112, 112): RuntimeError: shape '[-1, 7, 11]' is invalid"),
         ("pt", "one number", "it returns (16,) of float32 for 16 images"),
         ("pt", "one row", "it returns (1, 3) of float32 for 16 images"),
@@ -258,6 +262,24 @@ def test_a_program_that_fails_or_gives_no_embeddings_is_one_line(
     assert evaluate([str(path), *trust, *faces]) == 1
     said = _only_line(capsys)
     assert f"net.{kind}: " in said and what in said, said
+
+
+def test_of_several_outputs_the_first_is_read_whatever_the_others_are(tmp_path: Path, faces: list[str]):
+    """Torch has no type for lists of tensors."""
+    nodes = [
+        helper.make_node("GlobalAveragePool", ["images"], ["pooled"]),
+        helper.make_node("Flatten", ["pooled"], ["embeddings"]),
+        helper.make_node("SequenceConstruct", ["pooled"], ["stages"]),
+    ]
+    images, embeddings = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        for name, shape in (("images", ["n", 3, 112, 112]), ("embeddings", ["n", 3]))
+    )
+    stages = helper.make_tensor_sequence_value_info("stages", TensorProto.FLOAT, None)
+    graph = helper.make_graph(nodes, "several", [images], [embeddings, stages])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    (tmp_path / "net.onnx").write_bytes(model.SerializeToString())
+    assert evaluate([str(tmp_path / "net.onnx"), *faces]) == 0
 
 
 def _replace(folder: Path, name: str, content: bytes) -> None:

@@ -1,8 +1,10 @@
 """Model cards: what they say is what the checkpoint and the results say, and no text of a file becomes markup."""
 
 import copy
+import errno
 import html
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,7 +23,7 @@ from eval.input_contract import InputContract
 from eval.intervals import intervals_95
 from eval.report import as_json
 from eval.verification import verify
-from scripts.deploy import card
+from scripts.deploy import card, card_document
 from scripts.deploy.card_fields import FIELDS
 from utils.checkpoint.tensor_file import write_tensors
 from utils.distributed import World
@@ -277,6 +279,35 @@ def test_results_that_are_none_are_named_in_one_line(
     assert says in said and str(tmp_path / "r.json") in said
 
 
+def test_a_set_of_any_name_is_on_the_card(run: Path, results: dict[str, Any], tmp_path: Path):
+    """Also one that no file can have."""
+    for number, name in enumerate(("x" * 300, "a\0b", "")):
+        (tmp_path / "r.json").write_text(json.dumps({name: results["lfw"]}))
+        out = tmp_path / str(number)
+        assert _card(run, "--out", out, "--results", tmp_path / "r.json") == 0
+        assert len([row for row in _cells((out / "card.md").read_text()) if len(row) == 8]) == 3
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSPC])
+def test_a_file_system_without_links_has_cards_and_a_full_one_keeps_no_leftovers(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
+):
+    def refuse(*paths: Path) -> None:
+        raise OSError(number, os.strerror(number), str(paths[-1]))
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert _card(run, "--out", tmp_path) == (number == errno.ENOSPC)
+    if number == errno.ENOSPC:
+        assert "card.yaml: No space left on device" in _one_line(capsys)
+        assert not list(tmp_path.iterdir())
+        return
+    (tmp_path / "card.yaml").write_text("contact: me")
+    card_files = sorted(path.name for path in tmp_path.iterdir())
+    monkeypatch.setattr(card_document, "flush", refuse)
+    assert _card(run, "--out", tmp_path) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == card_files
+
+
 def test_a_card_without_results_says_so(run: Path, tmp_path: Path):
     """Results of another checkpoint are not taken for this one's."""
     unfinished = _save(tmp_path / "unfinished", step=LAST - 1)
@@ -313,7 +344,8 @@ def test_a_file_of_weights_has_a_card_without_a_training(run: Path, tmp_path: Pa
     assert "# Model card: face.safetensors" in text and "no configuration of a training" in text and "## Recipe" not in text
     assert "the network is a file" in text and "BGR" in text and "(x - 127.5) / 128" in text
     assert _card(run, "--untrained", "--out", tmp_path) == 1 and "--untrained" in _one_line(capsys)
-    assert _card(tmp_path / "none", "--out", tmp_path) == 1 and "no run folder" in _one_line(capsys)
+    assert _card(tmp_path / "none", "--out", tmp_path / "new") == 1 and "no run folder" in _one_line(capsys)
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_card_of_an_exported_file_says_what_the_file_says(tmp_path: Path):

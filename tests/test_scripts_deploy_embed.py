@@ -30,7 +30,7 @@ from tiny_runs import Started
 
 from backbones import build_backbone
 from eval.networks import add_network_arguments
-from scripts.deploy import embed_parts, embed_table, embed_workers
+from scripts.deploy import embed, embed_parts, embed_table, embed_workers, embedder
 from scripts.deploy.embed import main
 from scripts.deploy.embedder import open_embedder
 from utils.checkpoint.tensor_file import write_tensors
@@ -146,6 +146,26 @@ def test_parquet_has_the_same_rows(weights: Path, crops: Path, tmp_path: Path, g
     vectors = np.array(table["embedding"].to_pylist(), dtype=np.float32)
     assert np.array_equal(vectors, np.load(tmp_path / "f.npy"))
     assert table.schema.metadata[b"network"] == str(weights).encode()
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("fast", [True, False])
+def test_auto_is_the_precision_that_the_device_is_fast_at(
+    weights: Path, crops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
+):
+    for module in (embed, embedder):
+        monkeypatch.setattr(module, "is_fast_in_bf16", lambda device: fast)
+    words = ["--precision", "bf16" if fast else "fp32", "--processes", 1]
+    assert _run(weights, crops / "person0", tmp_path / "a" / "f.npy", *words) == 0
+    assert _run(weights, crops / "person0", tmp_path / "b" / "f.npy", "--precision", "auto", "--processes", 1) == 0
+    assert _files(tmp_path / "a" / "f.npy") == _files(tmp_path / "b" / "f.npy")
+    parser = argparse.ArgumentParser()
+    add_network_arguments(parser)
+    found = []
+    for name in (words[1], "auto"):  # as the programs of a gallery open it
+        network = open_embedder(parser.parse_args([str(weights), *FLAGS, "--precision", str(name)]))
+        found.append(network.embed(np.stack([_pixels(1), _pixels(2)])))
+    assert np.array_equal(*found)
 
 
 @pytest.mark.numeric

@@ -33,8 +33,8 @@ from backbones.iresnet import IResNet
 from backbones.mobilefacenet import MobileFaceNet
 from backbones.vit import VisionTransformer
 from eval.__main__ import main as evaluate
-from eval.input_contract import CONTRACT_FILE
-from scripts.deploy import export_files, export_graph
+from eval.input_contract import CONTRACT_FILE, InputContract
+from scripts.deploy import export_checks, export_files, export_graph
 from scripts.deploy.export import main as export
 from utils.alignment import TEMPLATE
 from utils.checkpoint.tensor_file import write_tensors
@@ -203,7 +203,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_dataset(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(backbones.BACKBONES, "r18", Toy)
-        overrides = ["backbone.name=r18", "backbone.width=1", "train.epochs=3", "run.name=run", "eval.every=0"]
+        overrides = ["backbone.name=r18", "backbone.width=1", "train.epochs=3", "run.name=run", "eval.every=0", "train.ema=0.5"]
         assert train.main(small_run(folder, folder, *overrides)) == 0
         more = ["--precision", "int8", "--measure", "--measure-batch", "2", "--threads", "1", "--json", str(folder / "f.json")]
         words = [str(folder / "run"), "--to", "onnx"]
@@ -243,6 +243,10 @@ def test_a_file_that_takes_bytes_has_the_scores_of_its_run(source: Path, capsys:
     expected = _scores(capsys, str(source / "run"), *sets)
     assert _scores(capsys, str(source / "bytes.onnx"), *sets) == expected
     assert _scores(capsys, str(source / "bytes.pt2"), *sets, "--trust-code") == expected
+    ema = ["--ema", "--to", "onnx", "--out", str(source / "ema.onnx"), "--json", str(source / "ema.json")]
+    assert export([str(source / "run"), *ema]) == 0
+    assert _scores(capsys, str(source / "ema.onnx"), *sets) == _scores(capsys, str(source / "run"), "--ema", *sets) != expected
+    assert json.loads((source / "ema.json").read_text())["contract"]["step"] == "45 (moving average)"
     for flag, value in (("--colour", "bgr"), ("--input-mean", "127.5"), ("--input-std", "128"), ("--image-size", "112")):
         assert evaluate([str(source / "bytes.onnx"), *sets, flag, value]) == 1
         assert f"{flag} must be " in _only_line(capsys)
@@ -265,6 +269,23 @@ def test_a_file_knows_its_colour_order_and_scale(toy: list[str], tmp_path: Path,
         assert _distance(found, _model(toy)(torch.from_numpy(images.transpose(0, 3, 1, 2).copy())).numpy()) < 1e-4
     assert _scores(capsys, str(tmp_path / "raw.onnx"), *sets) == expected
     assert _scores(capsys, str(tmp_path / "bytes.pt2"), *sets, "--trust-code")[2:8] == expected[2:8]
+
+
+def test_a_scale_is_read_back_as_it_was_written_or_no_file_appears(
+    toy: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "checkpoints").mkdir()
+    weights = Path(toy[0]).rename(tmp_path / "checkpoints" / "net.safetensors")
+    words, facts = [str(weights), *toy[1:], "--to", "pt2", "--out", str(tmp_path / "net.pt2")], tmp_path / "f.json"
+    assert export([*words, "--input-mean", "1e7"]) == 1
+    assert "face.mean of its metadata must be a number, got '10000000.0'" in _only_line(capsys)
+    assert _left(tmp_path) == ["checkpoints"]
+    write_dataset(tmp_path)
+    sets, mean = ["--targets", str(tmp_path / "tiny.bin")], "0.00012345678901234567"
+    assert export([*words, "--input-mean", mean, "--input-std", "5e-05", "--json", str(facts)]) == 0
+    expected = _scores(capsys, *words[:-4], *sets, "--input-mean", mean, "--input-std", "5e-05")
+    assert _scores(capsys, str(tmp_path / "net.pt2"), "--trust-code", *sets)[:8] == expected[:8]
+    assert json.loads(facts.read_text())["contract"]["run"] == "net.safetensors"  # not the folder above, as of a run
 
 
 def test_the_metadata_says_what_the_network_takes_and_where_it_comes_from(source: Path):
@@ -315,6 +336,55 @@ def test_a_file_that_differs_from_torch_does_not_appear(
     assert _left(tmp_path / "out") == (["0.pt2"] if form == "pt2" else [])
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_number_that_is_none_is_never_near_the_network(place: int):
+    """In the embeddings, and in their lengths."""
+    contract = InputContract(
+        SIZE, "NHWC", "rgb", 0.0, 1.0, "uint8", ((1.0, 2.0),) * 5, DIM, True, False, "fp32", "", "", "", ""
+    )
+    reference = np.random.default_rng(0).normal(size=(sum(BATCHES), DIM)).astype(np.float32)
+    lengths = np.linalg.norm(reference, axis=1)
+    parts = iter(np.split(np.arange(len(reference)), np.cumsum(BATCHES)[:-1]))
+
+    def run(pixels: np.ndarray) -> list[np.ndarray]:
+        part = next(parts)
+        found = [reference[part] / lengths[part, None], lengths[part].copy()]
+        if 9 in part:
+            found[place][-1] = np.nan
+        return found
+
+    assert export_checks.compare(run, _pixels(sum(BATCHES)), reference, contract).difference == np.inf
+
+
+def test_a_file_that_does_not_run_does_not_appear(
+    toy: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def fails(pixels: np.ndarray) -> list[np.ndarray]:
+        raise RuntimeError("[ONNXRuntimeError] : no kernel\nat line 7")
+
+    monkeypatch.setattr(export_files, "open_file", lambda *arguments: fails)
+    assert export([*toy, "--to", "pt2", "--out", str(tmp_path / "out" / "net.pt2")]) == 1
+    assert _only_line(capsys).endswith("the exported network does not run: [ONNXRuntimeError] : no kernel")
+    assert _left(tmp_path / "out") == []
+
+
+def test_with_flip_the_table_of_times_is_of_the_same_work(toy: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Torch embeds the mirror images as well, as the file does."""
+    seen: list[int] = []
+    before = Toy.forward
+
+    def note(self: Toy, images: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            seen.append(len(images))
+        return before(self, images)
+
+    monkeypatch.setattr(Toy, "forward", note)
+    monkeypatch.setattr(export_checks, "_ROUNDS", 1)
+    more = ["--flip", "--measure", "--measure-batch", "5"]
+    assert export([*toy, "--to", "pt2", "--out", str(tmp_path / "net.pt2"), *more]) == 0
+    assert seen[2 * len(BATCHES) :] == [2, 2, 10, 10]  # one image and five, each once before the clock starts
+
+
 def test_the_images_of_the_calibration_set_the_ranges_of_int8(source: Path, tmp_path: Path):
     (tmp_path / "dark" / "a").mkdir(parents=True)
     (tmp_path / "dark" / "a" / "0.jpg").write_bytes(jpeg(np.zeros((SIZE, SIZE, 3), np.uint8)))
@@ -333,6 +403,8 @@ def test_a_smaller_file_that_loses_too_much_accuracy_does_not_appear(
     assert export([*words, "--precision", "fp16", "--max-loss", "4.9"]) == 1
     assert "fp16 loses 5.00 percent points of accuracy on lfw, 90.00 -> 85.00 %" in _only_line(capsys)
     assert _left(tmp_path / "out") == []
+    scores = iter([0.92, 0.915])  # whose difference is computed as a little more than half a point
+    assert export([*words, "--precision", "fp16", "--max-loss", "0.5"]) == 0
 
 
 def test_weights_of_more_than_a_file_may_have_lie_beside_it(
@@ -341,7 +413,13 @@ def test_weights_of_more_than_a_file_may_have_lie_beside_it(
     write_dataset(tmp_path)
     monkeypatch.setattr(export_graph, "LARGEST_FILE", 10_000)
     monkeypatch.setattr(export_files, "LARGEST_FILE", 10_000)
-    assert export([*toy, "--to", "onnx", "--out", str(tmp_path / "out" / "net.onnx")]) == 0
+    words, data = [*toy, "--to", "onnx", "--out", str(tmp_path / "out" / "net.onnx")], tmp_path / "out" / "net.onnx.data"
+    data.parent.mkdir()
+    data.write_bytes(b"mine")
+    assert export(words) == 1
+    assert f"{data} exists; add --overwrite" in _only_line(capsys)
+    assert _left(tmp_path / "out") == ["net.onnx.data"] and data.read_bytes() == b"mine"
+    assert export([*words, "--overwrite"]) == 0
     assert _left(tmp_path / "out") == ["net.onnx", "net.onnx.data"]
     assert (tmp_path / "out" / "net.onnx").stat().st_size < 8_000
     assert _distance(_by_onnx(tmp_path / "out" / "net.onnx", _pixels(3))[0], _by_torch(_model(toy), _pixels(3))) < 1e-4
@@ -357,7 +435,7 @@ HOSTILE = {
     "face.std": ["0", "-1", "inf"],
     "face.dtype": ["float32", "\x00"],
     "face.points": ["[[1, 2]]", "__import__('os')", "[" * 100_000],
-    "face.embedding_size": ["0", "1e3"],
+    "face.embedding_size": ["0", "1e3", "17"],
     "face.normalised": ["True", "1"],
     "face.run": ["x" * 2000],
 }

@@ -115,6 +115,11 @@ def test_auto_trains_and_evaluates_in_what_the_device_is_fast_at(
         scores.append(capsys.readouterr().out.splitlines()[:4])
     assert all(torch.equal(ends[0][key], value) for key, value in ends[1].items())
     assert scores[0] == scores[1]
+    monkeypatch.setattr(precision, "is_fast_in_bf16", lambda device: not fast)
+    capsys.readouterr()
+    more = ["train.precision=auto", "run.name=auto", "train.max_steps=3", "eval.targets=[]"]
+    assert train.main(tiny_run(tmp_path, tmp_path, *more)) == 0  # on another processor
+    assert f"changed since that checkpoint: train.precision was '{chosen}', is " in capsys.readouterr().out
 
 
 def _agrees_where_one_is_slow(rank: int, world_size: int) -> None:

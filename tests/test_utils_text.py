@@ -16,7 +16,7 @@ import train
 from eval import __main__ as eval_program
 from scripts.data import verify as verify_data
 from scripts.eval import compare_runs
-from utils.text import markdown_table, printable
+from utils.text import markdown_table, markdown_text, printable
 
 NAME = "a|b _c_ *d* `e` [f](g) ~~h~~ $\\bad{$ <img src=x>&amp;\n# i\x1b]0;j\x07\u202e"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]")
@@ -37,6 +37,13 @@ def test_a_reader_of_markdown_shows_each_cell_as_the_text_it_is(seed: int):
     drawn = [["".join(rng.choice(signs, int(rng.integers(1, 12)))) for _ in range(3)] for _ in range(4)]
     rows = [["x" + cell + "x" for cell in row] for row in drawn]
     assert _cells(markdown_table(rows)) == [[printable(cell) for cell in row] for row in rows]
+
+
+def test_a_paragraph_is_the_text_it_is():
+    for text in ("1. January", "20) x", "# x", "- x", "+ x", "2.5 %", "===", "<b> & *x*", "1."):
+        shown = markdown.markdown(markdown_text(text))
+        assert shown == f"<p>{html.escape(text, quote=False)}</p>"
+    assert "$" not in markdown_text("$x$")  # GitHub draws a formula
 
 
 def test_a_set_and_a_run_of_any_name_are_one_row_each_in_every_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 # an underscore inside a word, and a star between spaces, are not syntax
 _MARKS = re.compile(r"([\\`\[\]|]|(?<![^\W_])_|_(?![^\W_])|\*(?=\S)|(?<=\S)\*|^[*+#-](?=[\s#-]))")
+_NUMBER = re.compile(r"^([0-9]{1,9})([.)])(?=\s|$)")  # of an item of a list
 _LONGEST = 4000  # characters of a message that are shown
 
 
@@ -47,7 +48,8 @@ def markdown_table(rows: Sequence[Sequence[object]]) -> str:
 
 def markdown_text(text: str) -> str:
     """Return Markdown that renders as exactly this text, in one line."""
-    return html.escape(_MARKS.sub(r"\\\1", printable(text)), quote=False).replace("~", "&#126;")
+    marked = _NUMBER.sub(r"\1\\\2", _MARKS.sub(r"\\\1", printable(text)))
+    return html.escape(marked, quote=False).replace("~", "&#126;").replace("$", "&#36;")  # GitHub draws $x$ as a formula
 
 
 def label_text(text: str) -> str:

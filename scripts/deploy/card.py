@@ -78,11 +78,11 @@ def write_card(options: argparse.Namespace) -> None:
     if options.untrained:
         raise ValueError("--untrained is a network without a training, of which a card has nothing to say; leave it out")
     fields_file = options.fields or options.out / "card.yaml"
+    subject = _open(options)  # what cannot be read leaves no folder
+    results, found_in = _find_results(options, subject)
     if not options.fields:
         write_template(fields_file)
     fields = read_fields(fields_file)
-    subject = _open(options)
-    results, found_in = _find_results(options, subject)
     document = Document(f"Model card: {subject.name}")
     document.facts(_network_facts(subject, options))
     for key in ("intended_use", "not_for"):

@@ -87,10 +87,13 @@ class Document:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_bytes(data)
-    flush(unfinished)
-    os.replace(unfinished, path)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        unfinished.write_bytes(data)
+        flush(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _require_own(path: Path) -> None:

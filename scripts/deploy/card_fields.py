@@ -3,6 +3,7 @@
 if __name__ == "__main__":
     raise SystemExit("error: scripts/deploy/card_fields.py is no program; python -m scripts lists them")
 
+import errno
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,7 @@ FIELDS = {
     ),
     "contact": Field("Contact", "who answers questions, corrects errors, and removes people on request"),
 }
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # of file systems without hard links, such as exFAT
 _TEMPLATE = """\
 # What only a person can say of this network. Write the text after the colon, or several lines below "key: |", each indented by
 # two spaces; an empty line begins a paragraph. Then make the card again with the same command. No program changes this file.
@@ -70,13 +72,18 @@ def write_template(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [_TEMPLATE, *(f"# {field.heading}: {field.asks}\n{key}:\n" for key, field in FIELDS.items())]
     aside = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    aside.write_text("\n".join(lines), encoding="utf-8")
     try:
+        aside.write_text("\n".join(lines), encoding="utf-8")
         os.link(aside, path)  # which, unlike a rename, never replaces what a person wrote
     except FileExistsError:
         pass
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if not path.exists():
+            os.replace(aside, path)
     finally:
-        aside.unlink()
+        aside.unlink(missing_ok=True)
 
 
 def _where(error: Exception) -> str:

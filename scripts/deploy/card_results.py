@@ -3,6 +3,7 @@
 if __name__ == "__main__":
     raise SystemExit("error: scripts/deploy/card_results.py is no program; python -m scripts lists them")
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def _add_errors(document: Document, results: Results, folder: Path) -> None:
     """Say where the pictures of the worst errors are; they show people, and so are not on the card."""
     document.section("Errors")
     names = [f"{name}_{kind}.png" for name in results for kind in ("false_matches", "false_non_matches")]
-    found = [name for name in names if Path(name).name == name and (folder / name).is_file()]
+    found = [name for name in names if Path(name).name == name and os.path.isfile(folder / name)]  # False for too long a name
     if not found:
         document.text("python -m eval --report draws the worst errors of each set, as pictures beside its results.json.")
         return

@@ -28,8 +28,10 @@ from pathlib import Path
 from data.datasets import no_image_below, passed_over
 from eval.networks import add_network_arguments
 from utils.cli import int_in_range, make_parser, progress
+from utils.distributed import choose_device
 from utils.files import find_files
 from utils.image import IMAGE_SUFFIXES
+from utils.precision import choose_precision, is_fast_in_bf16
 from utils.program import run_main
 from utils.text import one_line
 
@@ -71,6 +73,8 @@ def run(options: argparse.Namespace) -> None:
     there = [path for path in files_of(out) if path.exists()]
     if there and not has_begun(folder) and not options.again:
         raise ValueError(f"--out: {there[0]} exists already; choose another name, or --again to replace it")
+    # for all processes, and for the run that goes on: parts of another precision are not mixed with these
+    options.precision = choose_precision(options.precision, is_fast_in_bf16(choose_device(options.device, 0)))
     with one_thread():
         embedder, detector = open_network(options), open_detector(options)  # before anything is written
         folder.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from eval.foreign_networks import ForeignNetwork
 from eval.networks import Network, OtherInput, load_network
 from utils.distributed import World, choose_device
 from utils.distributed.agreement import digest_tensors
-from utils.precision import AUTOCAST
+from utils.precision import AUTOCAST, choose_precision, is_fast_in_bf16
 
 _CPU_BATCH = 2  # crops; an r50 takes as long for each of 8 (0.34 s of a core), and a single crop costs two
 
@@ -89,4 +89,5 @@ def open_embedder(options: argparse.Namespace, local_rank: int = 0) -> Embedder:
         ValueError: the network cannot be read, or the device does not exist.
     """
     device = choose_device(options.device, local_rank)
-    return Embedder(load_network(options, build_backbone), device, options.batch_size, AUTOCAST[options.precision])
+    autocast = AUTOCAST[choose_precision(options.precision, is_fast_in_bf16(device))]
+    return Embedder(load_network(options, build_backbone), device, options.batch_size, autocast)

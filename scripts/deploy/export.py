@@ -109,8 +109,11 @@ def export(options: argparse.Namespace) -> None:
         raise ValueError(f"{network.name}: its embeddings are not finite; take an earlier checkpoint")
     with _aside(options.out) as folder:
         files, facts = Exporter(options, Source(network, sets, calibration, pixels, reference), folder).make()
-        for file in files[::-1]:  # weights beside the file come first, so that it is never without them
-            os.replace(file, options.out.with_name(file.name))
+        targets = [options.out.with_name(file.name) for file in files]
+        if not options.overwrite:
+            _require_new(targets)  # again: one may have appeared, and there may be weights beside the file
+        for file, target in zip(files[::-1], targets[::-1], strict=True):  # weights first: the file is never without them
+            os.replace(file, target)
         flush(options.out.absolute().parent)
     if options.json:
         _write_json(options.json, {"file": str(options.out), **facts})
@@ -128,8 +131,8 @@ def _check(options: argparse.Namespace) -> None:
         above = next((folder for folder in path.absolute().parents if folder.exists()), None) if path is not None else None
         if above is not None and not above.is_dir():
             raise ValueError(f"{flag}: {above} is a file, and must be a folder")
-    if options.out.exists() and not options.overwrite:
-        raise ValueError(f"--out: {options.out} exists; add --overwrite to replace it, or choose another name")
+    if not options.overwrite:
+        _require_new([options.out])
     if options.json is not None and options.json.absolute() == options.out.absolute():
         raise ValueError(f"--json must be another file than --out, got {options.json}")
     if options.json is not None and not options.json.absolute().parent.is_dir():
@@ -149,6 +152,13 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("an export is the work of one process; start it without torchrun")
     if options.to == "onnx":
         require_onnx()
+
+
+def _require_new(paths: Sequence[Path]) -> None:
+    """Raise ValueError if there is a file of one of these names."""
+    for path in paths:
+        if os.path.lexists(path):
+            raise ValueError(f"--out: {path} exists; add --overwrite to replace it, or choose another name")
 
 
 def _verification_sets(options: argparse.Namespace, network: Network) -> list[PairSet]:

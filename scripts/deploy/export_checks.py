@@ -108,7 +108,8 @@ def compare(run: Embed, pixels: np.ndarray, reference: np.ndarray, contract: Inp
     else:
         norms = np.concatenate([output[1] for output in outputs]).astype(np.float64)[:, None]
         differences = [found - exact / safe, (norms - lengths) / safe]
-    largest = max(float(np.linalg.norm(values, axis=1).max()) for values in differences)
+    # one array, because Python's max of several numbers loses one that is not a number
+    largest = float(np.concatenate([np.linalg.norm(values, axis=1) for values in differences]).max())
     of_found = np.maximum(np.linalg.norm(found, axis=1, keepdims=True), np.finfo(np.float32).tiny)
     cosines = (found / of_found * exact / safe).sum(1)
     return Comparison(largest if np.isfinite(largest) else np.inf, float(cosines.min()))

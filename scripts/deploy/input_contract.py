@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from eval.foreign_networks import ForeignNetwork
-from eval.input_contract import CONTRACT_FILE, InputContract
+from eval.input_contract import CONTRACT_FILE, InputContract, contract_of_texts
 from eval.networks import Network, OtherInput
 from utils.alignment import TEMPLATE
 from utils.distributed.agreement import digest_tensors
 from utils.files import shown
 from utils.image import IMAGE_SIZE
+from utils.text import prefix_errors
 
 
 def describe(
@@ -31,6 +32,9 @@ def describe(
         with_preprocess: the exported network takes bytes, and returns unit vectors.
         mirrored: it adds the embedding of the mirror image.
         precision: fp32, fp16 or int8.
+
+    Raises:
+        ValueError: a value is out of the bounds of a contract, so that python -m eval could not read the file.
     """
     model: Any = network.model
     colour, mean, std = "rgb", 127.5, 127.5
@@ -39,7 +43,7 @@ def describe(
     assert not isinstance(model, ForeignNetwork), "is exported already"
     scale = network.image_size / IMAGE_SIZE
     step = re.search(r"\bstep (\d+)", network.state)
-    return InputContract(
+    contract = InputContract(
         image_size=network.image_size,
         layout="NHWC" if with_preprocess else "NCHW",
         colour="rgb" if with_preprocess else colour,
@@ -52,16 +56,21 @@ def describe(
         mirrored=mirrored,
         precision=precision,
         run=_name_of(network),
-        step=step[1] if step else "",
+        step=step[1] + (" (moving average)" if network.state.startswith("moving average") else "") if step else "",
         backbone=str(network.config.get("backbone", {}).get("name") or backbone or ""),
         weights=digest_tensors(model.state_dict()),
     )
+    with prefix_errors("a file that python -m eval could not read is not written"):
+        contract_of_texts(contract.as_texts())
+    return contract
 
 
 def _name_of(network: Network) -> str:
     """Return the name of a run, or of a file of weights, without its folders, which say more than a user wants to publish."""
     path = Path(network.name)
-    return shown(path.parts[-3] if path.parent.name == "checkpoints" and len(path.parts) > 2 else path.name)
+    if network.config and path.absolute().parent.name == "checkpoints":
+        path = path.absolute().parents[1]
+    return shown(path.name)
 
 
 def write_metadata(model: Any, contract: InputContract) -> None:
