@@ -231,7 +231,7 @@ def test_a_save_beside_training_has_the_bytes_of_its_step_and_takes_the_memory_o
     assert min(steps_beside) > 0
     if device.type == "cpu":
         assert grown > 0.9 * size  # so that the next line says something
-    assert grown < 1.1 * size
+    assert grown < 1.5 * size  # a second copy would make it two
     saved = shard_reader(checkpoint_path(tmp_path, 2))(0, num_classes)
     assert check_hashes(checkpoint_path(tmp_path, 2)) == [] and saved.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(saved[name], expected[name])] == []
