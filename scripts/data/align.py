@@ -16,24 +16,21 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("error: start it from the root of the clone with python -m scripts.data.align")
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import cv2
 import numpy as np
 
-from data.datasets import no_image_below, passed_over
 from utils.alignment import align, check_points
 from utils.cli import add_threads, int_in_range, make_parser, progress
-from utils.files import find_files, read_bytes
-from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES, MAX_PHOTO_PIXELS, decode_rgb, image_size
+from utils.files import read_bytes
+from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb, image_size
 from utils.parallel import map_in_order
 from utils.program import run_main
-from utils.text import one_line
 
 from .landmarks import points_of, read_landmarks, report_padding
-from .pictures import to_jpeg
+from .pictures import list_pictures, to_jpeg
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,23 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def align_all(options: argparse.Namespace) -> None:
     """Align every picture; a picture without landmarks, or one that cannot be aligned, is an error that names it."""
-    if not options.folder.is_dir():
-        raise ValueError(f"{options.folder}: no such folder")
+    below = names = list_pictures(options.folder)
     known = read_landmarks(options.landmarks)
-    found = find_files(options.folder, IMAGE_SUFFIXES, top=True)
-    for line in passed_over(options.folder, found.passed):
-        print(f"warning: {one_line(line)}", file=sys.stderr)
-    names = found.files
-    if not names:
-        raise ValueError(no_image_below(options.folder))
     if options.listed:
         names = [name for name in names if name in known]
         if not names:
             raise ValueError(
                 f"{options.landmarks}: names no picture below {options.folder}; a name is a path below that folder"
             )
-        if len(names) < len(found.files):
-            print(f"{len(found.files) - len(names)} of {len(found.files)} pictures have no landmarks, and are passed over")
+        if len(names) < len(below):
+            print(f"{len(below) - len(names)} of {len(below)} pictures have no landmarks, and are passed over")
     # report missing lines and name collisions before any work is done
     targets = _targets(options, names)
     jobs = list(zip(names, points_of(known, names), targets, strict=True))

@@ -54,6 +54,22 @@ class BadPicture(NamedTuple):
     reason: str
 
 
+def list_pictures(folder: Path) -> list[str]:
+    """Return the pictures below a folder, as paths below it in their order; what is passed over is a warning.
+
+    Raises:
+        ValueError: there is no such folder, or no picture in it.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    found = find_files(folder, IMAGE_SUFFIXES, top=True)
+    for line in passed_over(folder, found.passed):
+        print(f"warning: {one_line(line)}", file=sys.stderr)
+    if not found.files:
+        raise ValueError(no_image_below(folder))
+    return found.files
+
+
 def list_identities(folder: Path, min_images: int = 1) -> tuple[list[Picture], list[str], int]:
     """Read a folder with a sub-folder per identity.
 

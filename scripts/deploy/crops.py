@@ -44,14 +44,19 @@ class Rejected(NamedTuple):
     reason: str
 
 
-def add_which_argument(parser: argparse.ArgumentParser) -> None:
-    """Add --which, the faces of a picture that count."""
+def add_which_argument(parser: argparse.ArgumentParser, one: bool = False, otherwise: str = "rejected") -> None:
+    """Add --which, the faces of a picture that count.
+
+    Args:
+        one: a picture has one face at most, so all is no choice.
+        otherwise: what only makes of a picture with several faces, in words.
+    """
     parser.add_argument(
         "--which",
-        choices=WHICH,
+        choices=[which for which in WHICH if not (one and which == "all")],
         default="largest",
-        help="of several faces in a picture: the largest, the one nearest to the centre, all, or only = such a picture is "
-        "rejected (default largest)",
+        help=f"of several faces in a picture: the largest, the one nearest to the centre, {'' if one else 'all, '}or only = "
+        f"such a picture is {otherwise} (default largest)",
     )
 
 

@@ -18,20 +18,16 @@ if __name__ == "__main__" and not __package__:
 
 import argparse
 import errno
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.datasets import no_image_below, passed_over
 from eval.foreign_networks import onnx_hash
 from scripts.data.landmarks import report_padding
-from scripts.data.pictures import to_jpeg
+from scripts.data.pictures import list_pictures, to_jpeg
 from utils.cli import add_threads, int_in_range, make_parser, progress
-from utils.files import find_files
-from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES
+from utils.image import IMAGE_SIZE
 from utils.parallel import map_in_order
 from utils.program import run_main
-from utils.text import one_line
 
 from .crops import Rejected, add_which_argument, read_crops
 from .detect_journal import Done, Found, Journal, crop_name
@@ -87,21 +83,15 @@ def run(options: argparse.Namespace) -> None:
 
 def _pictures(folder: Path, out: Path) -> list[str]:
     """Return the pictures below a folder; an error for names whose crops would be the same file, before any work is done."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder")
+    names = list_pictures(folder)
     if out.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"{out}: the crops must not be below {folder}, or the next run would take them for photographs")
-    found = find_files(folder, IMAGE_SUFFIXES, top=True)
-    for line in passed_over(folder, found.passed):
-        print(f"warning: {one_line(line)}", file=sys.stderr)
-    if not found.files:
-        raise ValueError(no_image_below(folder))
     first: dict[Path, str] = {}
-    for name in found.files:
+    for name in names:
         if first.setdefault(Path(name).with_suffix(""), name) != name:
             other = first[Path(name).with_suffix("")]
             raise ValueError(f"{folder / name}: its face and the face of {other} would be the same file; rename one of them")
-    return found.files
+    return names
 
 
 def _facts(options: argparse.Namespace) -> dict[str, object]:

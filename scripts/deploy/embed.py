@@ -21,19 +21,15 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("error: start it from the root of the clone with python -m scripts.deploy.embed")
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.datasets import no_image_below, passed_over
 from eval.networks import add_network_arguments
+from scripts.data.pictures import list_pictures
 from utils.cli import int_in_range, make_parser, progress
 from utils.distributed import choose_device
-from utils.files import find_files
-from utils.image import IMAGE_SUFFIXES
 from utils.precision import choose_precision, is_fast_in_bf16
 from utils.program import run_main
-from utils.text import one_line
 
 from .crops import add_which_argument
 from .detector import add_detector_arguments, open_detector
@@ -98,14 +94,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _pictures(folder: Path) -> list[Stamped]:
     """Return the pictures below a folder with size and time of change, in the order of their names."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder")
-    found = find_files(folder, IMAGE_SUFFIXES, top=True)
-    for line in passed_over(folder, found.passed):
-        print(f"warning: {one_line(line)}", file=sys.stderr)
-    if not found.files:
-        raise ValueError(no_image_below(folder))
-    return [Stamped.of(folder, name) for name in found.files]
+    return [Stamped.of(folder, name) for name in list_pictures(folder)]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from utils.files import shown
 from utils.program import run_main
 from utils.text import one_line
 
-from .crops import Crop, Rejected
+from .crops import Crop, Rejected, add_which_argument
 from .detector import add_detector_arguments, open_detector
 from .embedder import Embedder, open_embedder
 from .gallery_format import Facts, check_person
@@ -46,13 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--person", metavar="NAME", help="this person is on all pictures")
     add_person_arguments(parser)
     add_detector_arguments(parser)
-    parser.add_argument(
-        "--which",
-        choices=("largest", "central", "only"),
-        default="largest",
-        help="of several faces in a picture: the largest, the one nearest to the centre, or only = such a picture is rejected "
-        "(default largest)",
-    )
+    add_which_argument(parser, one=True)
     parser.add_argument(
         "--no-pictures",
         action="store_true",

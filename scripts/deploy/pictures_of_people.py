@@ -7,16 +7,13 @@ import argparse
 import hashlib
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from data.datasets import no_image_below, passed_over
-from utils.files import find_files, read_bytes, shown
-from utils.image import IMAGE_SUFFIXES
+from scripts.data.pictures import list_pictures
+from utils.files import read_bytes, shown
 from utils.parallel import map_in_order
-from utils.text import one_line
 
 from .crops import Crop, Rejected, crops_of
 from .detector import Detector
@@ -58,12 +55,7 @@ def find_pictures(path: Path) -> list[tuple[Path, str]]:
         ValueError: there is none.
     """
     if path.is_dir():
-        found = find_files(path, IMAGE_SUFFIXES, top=True)
-        for line in passed_over(path, found.passed):
-            print(f"warning: {one_line(line)}", file=sys.stderr)
-        if not found.files:
-            raise ValueError(no_image_below(path))
-        return [(path / name, name) for name in found.files]
+        return [(path / name, name) for name in list_pictures(path)]
     if not path.exists():
         raise ValueError(f"{shown(path)}: no such picture or folder")
     return [(path, path.name)]

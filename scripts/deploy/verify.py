@@ -24,7 +24,7 @@ from utils.files import shown
 from utils.program import run_main
 from utils.text import one_line
 
-from .crops import Crop, Rejected, read_crops
+from .crops import Crop, Rejected, add_which_argument, read_crops
 from .detector import add_detector_arguments, open_detector
 from .embedder import open_embedder
 from .enrol import NO_DIRECTION
@@ -41,13 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("b", type=Path, help="another picture")
     add_threshold_arguments(parser)
     add_detector_arguments(parser)
-    parser.add_argument(
-        "--which",
-        choices=("largest", "central", "only"),
-        default="largest",
-        help="of several faces in a picture: the largest, the one nearest to the centre, or only = such a picture is an error "
-        "(default largest)",
-    )
+    add_which_argument(parser, one=True, otherwise="an error")
     options = parser.parse_args(arguments)
     answers: list[bool] = []
     status = run_main(lambda: answers.append(compare(options)))
