@@ -67,7 +67,7 @@ def _crops(out: Path) -> dict[str, bytes]:
 
 def test_crops_lists_and_counts(folder: Path, detector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "out"
-    assert _run(folder, out, "--detector", detector, "--sheet") == 0
+    assert _run(folder, out, "--detector", detector, "--sheet", tmp_path / "sheet.png") == 0
     said = capsys.readouterr().out
     assert "3 faces of 3 pictures, 112 x 112, 1 rejected, listed in" in said and "0 pictures were done already" in said
     assert set(_crops(out)) == {"anna/one.jpg", "anna/two.jpg", "ben, jr/turned.jpg"}
@@ -77,7 +77,7 @@ def test_crops_lists_and_counts(folder: Path, detector: Path, tmp_path: Path, ca
     assert set(points) == {"anna/one.png", "anna/two.png", "ben, jr/turned.jpg"}
     assert np.abs(points["anna/one.png"].mean(axis=0) - [67.5, 43.5]).max() < 2e-3
     assert np.abs(points["ben, jr/turned.jpg"].mean(axis=0) - [83.5, 51.5]).max() < 2e-3
-    sheet = cv2.imread(str(out / "sheet.png"))
+    sheet = cv2.imread(str(tmp_path / "sheet.png"))
     assert sheet.shape[1] > 900 and (sheet == (0, 200, 0)).all(axis=2).any() and (sheet == (60, 60, 255)).all(axis=2).any()
     assert not [path for path in out.rglob("*") if "unfinished" in path.name]
 
@@ -239,12 +239,16 @@ def test_folders_that_cannot_be_meant(folder: Path, detector: Path, tmp_path: Pa
     _photograph(folder / "none.jpg")
     assert _run(folder, tmp_path / "out", "--detector", detector) == 1
     assert "its face and the face of none.jpg would be the same file" in _one_error(capsys)
+    (folder / "none.jpg").unlink()
+    for sheet, said in ((tmp_path / "out" / "s.png", "must not be below"), (tmp_path / "no" / "s.png", "a folder that exists")):
+        assert _run(folder, tmp_path / "out", "--detector", detector, "--sheet", sheet) == 1
+        assert f"--sheet: must" in (line := _one_error(capsys)) and said in line
     assert not (tmp_path / "out").exists()
 
 
 def test_no_face_anywhere_is_an_error_that_names_the_list(detector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     _photograph(tmp_path / "in" / "a.png")
-    assert _run(tmp_path / "in", tmp_path / "out", "--detector", detector, "--sheet") == 1
+    assert _run(tmp_path / "in", tmp_path / "out", "--detector", detector, "--sheet", tmp_path / "s.png") == 1
     assert "no face in any of 1 pictures; the first, a.png, no face found; all are in" in _one_error(capsys)
     assert _rows(tmp_path / "out" / "rejected.csv")[1] == ["a.png", "no face found"]
 

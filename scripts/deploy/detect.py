@@ -7,10 +7,9 @@ and so on, best score first. Photographs are turned as their EXIF orientation sa
 landmarks.csv   the five points of each face in pixels of its upright picture, then box and score; scripts.data.align reads it
 rejected.csv    pictures without a face that can be aligned, with the reason
 padding.csv     faces that are largely outside their picture, if there are any
-sheet.png       pictures with box and points beside their crops, with --sheet
 detect.jsonl    what is done, so that an interrupted run can be continued: start the same command again
 
-Example: python -m scripts.deploy.detect photographs aligned --detector scrfd_10g_bnkps.onnx --sheet
+Example: python -m scripts.deploy.detect photographs aligned --detector scrfd_10g_bnkps.onnx --sheet faces.png
 """
 
 if __name__ == "__main__" and not __package__:
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--size", type=int_in_range(8, 4096), default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})"
     )
     parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="JPEG quality (default 95)")
-    parser.add_argument("--sheet", action="store_true", help="draw some of the pictures and their crops in OUT/sheet.png")
+    parser.add_argument("--sheet", type=Path, metavar="PNG", help="draw some of the pictures with box and points beside their crops")
     parser.add_argument("--again", action="store_true", help="begin anew: nothing that OUT has is kept as it is")
     add_threads(parser)
     options = parser.parse_args(arguments)
@@ -59,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> None:
     """Detect, align and write the lists; a picture without a face is listed, and ends nothing."""
     names = _pictures(options.folder, options.out)
+    if options.sheet is not None:
+        _check_sheet(options)
     detector = open_detector(options)
     assert detector is not None
     options.out.mkdir(parents=True, exist_ok=True)
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
         new = _work(options, names, detector, journal)
         faces = _write_lists(options, names, journal)
         if options.sheet:
-            write_sheet(options.folder, options.out, [journal.done[name] for name in names], options.which)
+            write_sheet(options.sheet, options.folder, options.out, [journal.done[name] for name in names], options.which)
     rejected = [journal.done[name] for name in names if journal.done[name].reason]
     if not faces:
         raise ValueError(
@@ -92,6 +93,15 @@ def _pictures(folder: Path, out: Path) -> list[str]:
             other = first[Path(name).with_suffix("")]
             raise ValueError(f"{folder / name}: its face and the face of {other} would be the same file; rename one of them")
     return names
+
+
+def _check_sheet(options: argparse.Namespace) -> None:
+    """Raise ValueError for a sheet that a later program would take for a photograph or a crop, or that has no folder."""
+    for folder in (options.folder, options.out):
+        if options.sheet.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"--sheet: must not be below {folder}, whose pictures are faces, got {options.sheet}; name another place")
+    if options.sheet.is_dir() or not options.sheet.absolute().parent.is_dir():
+        raise ValueError(f"--sheet: must be a file in a folder that exists, got {options.sheet}")
 
 
 def _facts(options: argparse.Namespace) -> dict[str, object]:

@@ -21,8 +21,8 @@ _COLUMNS, _SIDE = 3, 168  # pairs in a row; pixels
 _BOX, _POINT = (0, 200, 0), (255, 60, 60)
 
 
-def write_sheet(folder: Path, out: Path, pictures: Sequence[Done], which: str) -> None:
-    """Write OUT/sheet.png: pictures with their first face and its crop, then rejected ones with the reason."""
+def write_sheet(sheet: Path, folder: Path, out: Path, pictures: Sequence[Done], which: str) -> None:
+    """Write the file `sheet`: pictures with their first face and its crop, then rejected ones with the reason."""
     found = _spread([done for done in pictures if done.faces], _FACES)
     rejected = _spread([done for done in pictures if done.reason], _REJECTED)
     pairs = []
@@ -32,8 +32,8 @@ def write_sheet(folder: Path, out: Path, pictures: Sequence[Done], which: str) -
         what = f"{done.faces[0].face.score:.2f} {done.name}" if done.faces else f"{done.name}: {done.reason}"
         black = np.zeros((_SIDE, _SIDE, 3), dtype=np.uint8)
         pairs.append((what, black if picture is None else picture, black if crop is None else crop))
-    write_file(out / "sheet.png", pair_sheet(pairs, _COLUMNS, _SIDE))
-    print(f"{out / 'sheet.png'}: {len(found)} pictures with their crops, {len(rejected)} rejected ones")
+    write_file(sheet, pair_sheet(pairs, _COLUMNS, _SIDE))
+    print(f"{sheet}: {len(found)} pictures with their crops, {len(rejected)} rejected ones")
 
 
 def _spread(items: list[Done], most: int) -> list[Done]:
