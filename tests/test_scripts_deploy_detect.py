@@ -242,7 +242,7 @@ def test_folders_that_cannot_be_meant(folder: Path, detector: Path, tmp_path: Pa
     (folder / "none.jpg").unlink()
     for sheet, said in ((tmp_path / "out" / "s.png", "must not be below"), (tmp_path / "no" / "s.png", "a folder that exists")):
         assert _run(folder, tmp_path / "out", "--detector", detector, "--sheet", sheet) == 1
-        assert f"--sheet: must" in (line := _one_error(capsys)) and said in line
+        assert "--sheet: must" in (line := _one_error(capsys)) and said in line
     assert not (tmp_path / "out").exists()
 
 

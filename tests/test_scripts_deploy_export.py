@@ -179,7 +179,9 @@ def test_every_kind_of_network_gives_the_numbers_of_torch_at_batch_1_2_and_7(
     assert nodes["BatchNormalization"] == (5 if name == "r18" else 0)
 
 
-@pytest.mark.skipif("FACE_ALL_BACKBONES" not in os.environ, reason="FACE_ALL_BACKBONES=1 exports every backbone, =full the largest at full width: an hour")
+@pytest.mark.skipif(
+    "FACE_ALL_BACKBONES" not in os.environ, reason="FACE_ALL_BACKBONES=1: all, for an hour; =full: in full width"
+)
 @pytest.mark.parametrize("name", [*list_backbones(), "r18+se"])
 def test_every_named_backbone_gives_the_numbers_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     plain = name.removesuffix("+se")

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--size", type=int_in_range(8, 4096), default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})"
     )
     parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="JPEG quality (default 95)")
-    parser.add_argument("--sheet", type=Path, metavar="PNG", help="draw some of the pictures with box and points beside their crops")
+    parser.add_argument("--sheet", type=Path, metavar="PNG", help="draw pictures with box and points beside their crops")
     parser.add_argument("--again", action="store_true", help="begin anew: nothing that OUT has is kept as it is")
     add_threads(parser)
     options = parser.parse_args(arguments)
@@ -99,7 +99,7 @@ def _check_sheet(options: argparse.Namespace) -> None:
     """Raise ValueError for a sheet that a later program would take for a photograph or a crop, or that has no folder."""
     for folder in (options.folder, options.out):
         if options.sheet.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(f"--sheet: must not be below {folder}, whose pictures are faces, got {options.sheet}; name another place")
+            raise ValueError(f"--sheet: must not be below {folder}, whose pictures are faces, got {options.sheet}; move it")
     if options.sheet.is_dir() or not options.sheet.absolute().parent.is_dir():
         raise ValueError(f"--sheet: must be a file in a folder that exists, got {options.sheet}")
 
