@@ -175,7 +175,7 @@ def _times(steps: _Steps, reference: _Steps, options: argparse.Namespace) -> Row
     }
 
 
-_HEADER = ("network", "M parameters", "G multiply-adds", "MiB kept per image", "ms per image", "times r18")
+_HEADER = ("network", "M parameters", "G multiply-adds", "MiB kept per image", "ms per image", "times r18", "range of rounds")
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -186,7 +186,7 @@ def _line(cells: Sequence[str]) -> str:
 def _cells(row: Row) -> list[str]:
     """Return the texts of a row of the table."""
 
-    def shown(key: str, form: Callable[[float], str]) -> str:
+    def shown(key: str, form: Callable[[Any], str]) -> str:
         return "" if row[key] is None else form(row[key])
 
     return [
@@ -196,23 +196,44 @@ def _cells(row: Row) -> list[str]:
         shown("kept_bytes_per_image", lambda value: f"{value / 2**20:.1f}"),
         shown("ms_per_image", lambda value: f"{value:.1f}"),
         shown("ratio", lambda value: f"{value:.2f}"),
+        shown("ratio_range", lambda value: f"{value[0]:.2f} to {value[1]:.2f}"),
     ]
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw the time of a step over parameters and over multiply-adds, both on logarithmic axes."""
-    figure = make_figure(10, 4.2, layout="constrained")
+    figure = make_figure(11, 4.6, layout="constrained")
     for place, (key, unit, words) in enumerate(
         (("parameters", 1e6, "million parameters"), ("multiply_adds", 1e9, "billion multiply-adds"))
     ):
         axes = figure.add_subplot(1, 2, place + 1, xscale="log", yscale="log", xlabel=words)
-        for row in rows:
-            x, y = row[key] / unit, row["ms_per_image"]
-            axes.plot(x, y, "o", color="C0")
-            axes.annotate(label_text(row["name"]), (x, y), (4, 3), textcoords="offset points", fontsize=8)
+        axes.margins(0.12)
+        points = [(row[key] / unit, row["ms_per_image"]) for row in rows]
+        axes.plot(*zip(*points, strict=True), "o", color="C0")
         axes.grid(True, which="both", linewidth=0.3)
     figure.axes[0].set_ylabel("ms per image, forward and backward")
+    figure.draw_without_rendering()  # labels are placed in pixels, which are known from here on
+    for axes in figure.axes:
+        (line,) = axes.lines
+        _label_points(axes, line.get_xydata(), [label_text(row["name"]) for row in rows])
     figure.savefig(path)
+
+
+def _label_points(axes: Any, points: Any, names: Sequence[str]) -> None:
+    """Write a name beside each point, where it covers no other name and no point, if there is such a place."""
+    right, left = [("left", (5, height)) for height in (3, -9)], [("right", (-5, height)) for height in (3, -9)]
+    sides = (right[0], left[0], right[1], left[1], ("center", (0, 7)), ("center", (0, -13)))
+    pixels = axes.transData.transform(points)
+    taken: list[Any] = []
+    for point, name in zip(points, names, strict=True):
+        for number, (align, offset) in enumerate(sides):
+            text = axes.annotate(name, point, offset, textcoords="offset points", fontsize=8, ha=align)
+            box = text.get_window_extent()
+            free = not any(box.overlaps(other) for other in taken) and not box.count_contains(pixels)
+            if free or number == len(sides) - 1:
+                taken.append(box)
+                break
+            text.remove()
 
 
 if __name__ == "__main__":
