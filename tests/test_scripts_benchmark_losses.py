@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -164,6 +165,27 @@ def test_a_run_that_has_ended_is_kept_and_another_setting_is_another_run(
     options = losses.parse([*_arguments(config, out), "optimizer.lr=0.01"])
     folders = {job.folder for job in losses_runs.list_jobs(options, ["cosface"])}
     assert len(folders) == 1 and not any(folder.exists() for folder in folders)
+
+
+def test_results_of_another_machine_are_taken_over(config: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.copytree(config.parent / "set", tmp_path / "elsewhere")
+    elsewhere = [*_arguments(config, tmp_path / "out"), f"data.path={tmp_path / 'elsewhere'}"]
+    known = ["--known", str(out / "all.json"), "--json", str(tmp_path / "again.json"), "--seeds", "2"]
+    assert losses.main([*known, *elsewhere]) == 0
+    assert "2 trainings, 0 of which are to be done" in capsys.readouterr().out
+    assert json.loads((tmp_path / "again.json").read_text()) == json.loads((out / "all.json").read_text())
+    # another set of pairs, or other images, is another training
+    write_dataset(tmp_path / "elsewhere", 64)
+    rows = [job.folder.name for job in losses_runs.list_jobs(losses.parse(elsewhere), ["cosface", "sphereface2"])]
+    assert not {row["run"] for row in json.loads((out / "all.json").read_text())} & set(rows)
+
+
+@pytest.mark.parametrize("text", ["[{}]", "{", "[[]]", '{"run": 1}', '[{"run": "x", "setup": 1, "rate": 1, "machine": 3}]'])
+def test_a_file_that_holds_no_results_is_one_line(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str):
+    (tmp_path / "known.json").write_text(text)
+    assert losses.main([*_arguments(config, tmp_path / "out"), "--known", str(tmp_path / "known.json")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --known: ") and "it is no file of results, as --json writes it" in line
 
 
 def test_the_order_is_seeds_then_rates_then_losses(config: Path, tmp_path: Path):

@@ -6,8 +6,9 @@ accuracy on the verification sets (mean and standard deviation over the seeds), 
 time and memory. A picture shows the cosines after training; --page and --curves-only also draw each loss and its derivative
 over the angle.
 
-A training that has ended is kept in --out and not repeated, whatever else is asked for. One that was interrupted goes on from
-its checkpoint when the same command is started again. One that fails costs only itself; the next start tries it again.
+A training that has ended is kept in --out and not repeated, whatever else is asked for. --known takes over the results of
+another machine, so that several can share the work. One that was interrupted goes on from its checkpoint when the same command
+is started again. One that fails costs only itself; the next start tries it again.
 
 Draw the data first: python -m scripts.demo.make_data, or, so that sampled classes matter,
 python -m scripts.demo.make_data --out datasets/demo_10000 --identities 10000 --images-per-identity 12
@@ -35,15 +36,17 @@ from tqdm import tqdm
 from configs import load_config
 from training.sections import NAMED
 from utils.cli import int_in_range, make_parser, progress
+from utils.files import read_text, shown
 from utils.precision import AUTOCAST
 from utils.program import run_main
 
 from . import losses_curves, losses_report
-from .losses_runs import MEASURED, Job, Runner, list_jobs, measure, read_measured, steps_done
+from .losses_runs import MEASURED, Job, Runner, list_jobs, measure, read_measured, steps_done, write_measured
 from .losses_settings import SETTINGS, chosen_settings
 
 _QUICK = ("backbone.name=mbf", "backbone.width=0.125", "train.batch_size=16", "schedule.warmup_epochs=0")
 _QUICK_LOSSES = ["cosface", "curricularface"]
+_MAX_RESULTS = 2**26  # bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,6 +79,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--page", type=Path, help="write the tables into this page too, all pictures into images beside it")
     parser.add_argument("--no-times", action="store_true", help="no step times on the page: other programs ran beside")
     parser.add_argument("--json", type=Path, help="also write the numbers of all runs there")
+    parser.add_argument(
+        "--known",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="JSON",
+        help="--json of others: do not repeat these trainings",
+    )
     parser.add_argument("--curves-only", action="store_true", help="draw the losses over the angle, and train nothing")
     parser.add_argument("--quick", action="store_true", help="two losses, one seed, few steps: under a minute on two cores")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -108,6 +119,8 @@ def benchmark(options: argparse.Namespace) -> None:
         print("\n".join(f"written: {path}" for path in losses_curves.draw(options.out)))
         return
     jobs = list_jobs(options, chosen_settings(options.losses))
+    for path in options.known:
+        _take_known(path, jobs)
     missing = [job for job in jobs if not (job.folder / MEASURED).is_file()]
     print(f"{len(jobs)} trainings, {len(missing)} of which are to be done; {options.processes} at a time", flush=True)
     failed = _train(options, missing)
@@ -128,6 +141,26 @@ def benchmark(options: argparse.Namespace) -> None:
     )
     if failed:
         raise ValueError(f"{len(failed)} of {len(jobs)} trainings failed: {'; '.join(failed)}. Their output.txt has more")
+
+
+def _take_known(path: Path, jobs: Sequence[Job]) -> None:
+    """Give the jobs that have no result yet the numbers that a file has of them, from another machine or an earlier start.
+
+    Raises:
+        ValueError: the file cannot be read, or is none that this program wrote.
+    """
+    try:
+        rows = json.loads(read_text(path, _MAX_RESULTS))
+        known = {row["run"]: row for row in rows}
+        for row in rows:
+            losses_report.tables([row])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no file of results, as --json writes it"
+        raise ValueError(f"--known: {shown(path)}: {why}") from None
+    for job in jobs:
+        if job.folder.name in known and not (job.folder / MEASURED).is_file():
+            job.folder.mkdir(parents=True, exist_ok=True)
+            write_measured(job.folder, known[job.folder.name])
 
 
 def _train(options: argparse.Namespace, jobs: Sequence[Job]) -> list[str]:

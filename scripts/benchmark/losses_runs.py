@@ -38,7 +38,11 @@ from .losses_settings import SETTINGS, loss_arguments
 ROOT = Path(__file__).parents[2]
 MEASURED, FAILED = "measured.json", "failed.txt"  # in the folder of a run that has ended
 BINS = np.linspace(-1.0, 1.0, 101)  # of the cosines of pairs
-_OF_PLACE = ("name", "output", "threads", "timeout_minutes", "device")  # keys of `run` that do not change what is trained
+_OF_PLACE = {  # keys of a section that do not change what is trained, or that hashes of the data stand for
+    "run": ("name", "output", "threads", "timeout_minutes", "device"),
+    "data": ("path", "index_cache"),
+    "eval": ("path",),
+}
 _POLL = 0.5  # seconds
 
 
@@ -68,13 +72,14 @@ def list_jobs(options: argparse.Namespace, settings: Sequence[str]) -> list[Job]
     config = load_config(options.config, [*_of_program(options), *options.set], NAMED)
     if not config.eval.targets:
         raise ValueError(f"--config: {options.config} must name verification sets in eval.targets")
-    dataset, _ = open_data(config, 1)
+    dataset, sets = open_data(config, 1)
+    data = [dataset.fingerprint(), [pairs.digest() for pairs in sets]]
     epoch_steps = max(1, dataset.num_images // config.train.batch_size)
     jobs = []
     for seed, rate, setting in itertools.product(options.seeds, options.rates, settings):
         given = _overrides(options, setting, rate, seed, epoch_steps)
         config = load_config(options.config, given, NAMED)
-        folder = options.out / "runs" / f"{setting}_rate_{rate:g}_seed_{seed}_{_digest(config, dataset)}"
+        folder = options.out / "runs" / f"{setting}_rate_{rate:g}_seed_{seed}_{_digest(config, data)}"
         steps = config.train.max_steps or max(1, int(config.train.epochs * dataset.num_images / config.train.batch_size))
         jobs.append(Job(setting, rate, seed, options.config, tuple(given), folder, steps))
     return jobs
@@ -100,12 +105,13 @@ def _overrides(options: argparse.Namespace, setting: str, rate: float, seed: int
     return [*_of_program(options), *(f"{key}={text}" for key, text in texts.items()), *options.set]
 
 
-def _digest(config: EasyDict, dataset: FaceDataset) -> str:
+def _digest(config: EasyDict, data: Sequence[Any]) -> str:
     """Return a hash of all that decides the result of a training, so that another one is never taken for it."""
     sections = yaml.safe_load(dump_config(config))
-    for key in _OF_PLACE:
-        del sections["run"][key]
-    text = json.dumps([sections, dataset.fingerprint()], sort_keys=True)
+    for section, keys in _OF_PLACE.items():
+        for key in keys:
+            del sections[section][key]
+    text = json.dumps([sections, data], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -243,6 +249,7 @@ def measure(case: dict[str, Any]) -> None:
         config.train.batch_size / record["images_per_second"] for record in records[1:] or records
     ]  # the first is slower
     found = {
+        "run": folder.name,
         **{name: case[name] for name in ("setting", "rate", "seed", "threads")},
         "setup": _describe_setup(config, dataset),
         "steps": int(records[-1]["step"]),
@@ -254,6 +261,11 @@ def measure(case: dict[str, Any]) -> None:
         "positive_cosine": records[-1]["positive_cosine"],
         "machine": machine(world.device.type),
     }
+    write_measured(folder, found)
+
+
+def write_measured(folder: Path, found: dict[str, Any]) -> None:
+    """Write the numbers of a run to its folder; the file appears when it is complete."""
     unfinished = folder / f"{MEASURED}.unfinished"
     unfinished.write_text(json.dumps(found, indent=1) + "\n")
     unfinished.replace(folder / MEASURED)
