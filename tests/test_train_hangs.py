@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import FEW_IMAGES, ROOT, command_of, descendants, run_program, run_train, small_run, write_dataset
+from tiny_runs import (
+    FEW_IMAGES,
+    ROOT,
+    Started,
+    command_of,
+    descendants,
+    run_file,
+    run_program,
+    run_train,
+    small_run,
+    write_dataset,
+)
 
 import train
 from training import setup
@@ -26,16 +37,14 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _command(tmp_path: Path, num_processes: int, program: str, arguments: list[str]) -> list[str]:
-    """Return the command of a training whose program does `program` before it calls train.main."""
+def _program(tmp_path: Path, program: str) -> str:
+    """Return the path of a training's program that does `program` before it calls train.main."""
     path = tmp_path / "program.py"
     # what the first backward pass imports: on a busy machine that takes longer than the limits here
     imports = "import os, signal, sys, time\nimport torch.fx.experimental.symbolic_shapes\n"
     head = f"{imports}sys.path.insert(0, {str(ROOT)!r})\nimport train\n"
     path.write_text(f"{head}{program}\nsys.exit(train.main(sys.argv[1:]))\n")
-    command = command_of(num_processes, arguments)
-    command[command.index(str(ROOT / "train.py"))] = str(path)
-    return command
+    return str(path)
 
 
 _DECODES = """
@@ -54,8 +63,7 @@ RecordDataset.decode_into = decode
 
 def test_a_single_process_that_hangs_ends_in_time_and_says_where(dataset: Path, tmp_path: Path):
     arguments = small_run(dataset, tmp_path, "run.timeout_minutes=0.1", "eval.targets=[]", "data.threads=1", "data.prefetch=1")
-    command = _command(tmp_path, 1, _DECODES.format(act="time.sleep(1000)"), arguments)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    done = run_program(run_file, [[_program(tmp_path, _DECODES.format(act="time.sleep(1000)")), *arguments]])
     assert done.returncode == 1
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert re.match(r"error: step [45], waiting for data, for 0.\d minutes \(run.timeout_minutes=0.1\), at /", error), error
@@ -67,35 +75,25 @@ def test_a_single_process_that_hangs_ends_in_time_and_says_where(dataset: Path, 
 
 def test_a_single_process_that_was_stopped_for_longer_than_the_limit_trains_on(dataset: Path, tmp_path: Path):
     arguments = small_run(dataset, tmp_path, "run.timeout_minutes=0.1", "eval.targets=[]", "train.epochs=3")
-    act = "images == 21 and open(os.environ['MARK'], 'w').close()"
-    command = _command(tmp_path, 1, _DECODES.format(act=act), arguments)
     mark = tmp_path / "mark"
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, cwd="/", env={**os.environ, "MARK": str(mark)}
-    ) as process:
-        deadline = time.monotonic() + 60
-        while not mark.exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.005)
-        os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(9)
-        os.kill(process.pid, signal.SIGCONT)
-        said = process.communicate(timeout=120)[1]
-    assert process.returncode == 0, said
+    program = _program(tmp_path, _DECODES.format(act=f"images == 21 and open({str(mark)!r}, 'w').close()"))
+    started = Started(run_file, [[program, *arguments]], tmp_path)
+    started.wait_until(mark.exists)
+    started.send(signal.SIGSTOP, 0)
+    time.sleep(9)
+    started.send(signal.SIGCONT, 0)
+    done = started.wait()
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_stopped_rank_was_last_seen_in_the_step_where_it_stopped(dataset: Path, tmp_path: Path):
     arguments = small_run(dataset, tmp_path, "run.timeout_minutes=0.1", "eval.targets=[]", "data.threads=1", "data.prefetch=1")
-    command = _command(tmp_path, 2, _DECODES.format(act="os.kill(os.getpid(), signal.SIGSTOP)"), arguments)
-    said: list[str] = []
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd="/") as process:
-        for line in process.stderr or ():
-            said.append(line)
-            if "error: rank 0" in line:
-                break
-        for pid in [*descendants(process.pid), process.pid]:  # torchrun would wait for the stopped one
-            os.kill(pid, signal.SIGKILL)
-    seen = re.search(r"rank 0 in step (\d+), .*rank 1 was in step (\d+), (training|waiting for data), silent", said[-1])
+    program = _program(tmp_path, _DECODES.format(act="os.kill(os.getpid(), signal.SIGSTOP)"))
+    started = Started(run_file, [[program, *arguments]] * 2, tmp_path)
+    started.processes[0].join(120)
+    started.send(signal.SIGKILL, 1)
+    said = started.wait().stderr
+    seen = re.search(r"error: rank 0 in step (\d+), .*rank 1 was in step (\d+), (training|waiting for data), silent", said)
     assert seen, said
     # 20 images of 2 a step, of which one batch is decoded ahead
     assert int(seen[1]) >= 8 and int(seen[1]) - int(seen[2]) <= 4
@@ -150,7 +148,8 @@ while os.getppid() == parent:
 def test_workers_that_cannot_be_told_end_with_torchrun(dataset: Path, tmp_path: Path, doing: str):
     arguments = small_run(dataset, tmp_path, "train.epochs=400", "eval.targets=[]")
     marker = tmp_path / "there"
-    command = _command(tmp_path, 2, _DEAF[doing].format(marker=str(marker)), arguments)
+    command = command_of(2, arguments)
+    command[command.index(str(ROOT / "train.py"))] = _program(tmp_path, _DEAF[doing].format(marker=str(marker)))
     deadline = time.monotonic() + 60
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/") as process:
         while not all(Path(f"{marker}{rank}").exists() for rank in (0, 1)):
@@ -230,23 +229,14 @@ setup.build_dataset = lambda *arguments: hang()
 
 def _interrupt(tmp_path: Path, program: str, arguments: list[str], after_first: str) -> tuple[int, str]:
     """Send SIGINT where the program prints "hangs now", and again after the line `after_first`; return status, stderr."""
-    command = _command(tmp_path, 1, _DEADLOCK + program, arguments)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/") as process:
-        assert process.stdout is not None and process.stderr is not None
-        while "hangs now" not in process.stdout.readline():
-            assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        said = ""
-        if after_first:
-            while after_first not in said:
-                assert process.poll() is None, said
-                said += process.stderr.readline()
-            process.send_signal(signal.SIGINT)
-        try:
-            said += process.communicate(timeout=30)[1]
-        finally:
-            process.kill()
-    return process.returncode, said
+    started = Started(run_file, [[_program(tmp_path, _DEADLOCK + program), *arguments]], tmp_path)
+    started.wait_until(lambda: "hangs now" in started.said()[0])
+    started.send(signal.SIGINT, 0)
+    if after_first:
+        started.wait_until(lambda: after_first in started.said()[1])
+        started.send(signal.SIGINT, 0)
+    done = started.wait(30)
+    return done.returncode, done.stderr
 
 
 def test_a_second_ctrl_c_ends_a_run_that_hangs_in_a_call(dataset: Path, tmp_path: Path):

@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from tiny_runs import (
     command_of,
     final_weights,
     read_metrics,
+    run_file,
     run_train,
     small_run,
     write_dataset,
@@ -172,16 +172,13 @@ def _interrupted(tmp_path: Path, patch: str, arguments: list[str], times: int) -
     """Start train.py with a patch that prints "it is here" and sleeps; send SIGINT `times` there; return status and stderr."""
     program = tmp_path / "slow.py"
     program.write_text(_SLOW.format(root=str(ROOT), patch=patch))
-    command = [sys.executable, str(program), *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/") as process:
-        assert process.stdout is not None
-        while "it is here" not in process.stdout.readline():
-            assert process.poll() is None
-        for _ in range(times):
-            time.sleep(0.2)
-            process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[1]
-    return process.returncode, said
+    started = Started(run_file, [[str(program), *arguments]], tmp_path)
+    started.wait_until(lambda: "it is here" in started.said()[0])
+    for _ in range(times):
+        time.sleep(0.2)
+        started.send(signal.SIGINT, 0)
+    done = started.wait(60)
+    return done.returncode, done.stderr
 
 
 def test_a_second_ctrl_c_stops_at_once_without_saving(dataset: Path, tmp_path: Path):
@@ -217,18 +214,14 @@ setup.build_dataset = build_dataset
 
 
 def test_ctrl_c_in_another_program_speaks_of_no_checkpoint(tmp_path: Path):
-    program = (
-        "import sys, time; from utils.program import run_main; print('it is here', flush=True); sys.exit(run_main(lambda: "
-    )
-    program += "time.sleep(30)))"
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[1]
-    assert (process.returncode, said.strip()) == (130, "interrupted")
+    program = tmp_path / "sleeps.py"
+    lines = ["def run():", "    print('it is here', flush=True)", "    time.sleep(30)", "sys.exit(run_main(run))"]
+    program.write_text("\n".join(["import sys, time", "from utils.program import run_main", *lines]))
+    started = Started(run_file, [[str(program)]], tmp_path)
+    started.wait_until(lambda: "it is here" in started.said()[0])
+    started.send(signal.SIGINT, 0)
+    done = started.wait(60)
+    assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
 
 
 def test_a_resumed_run_says_which_keys_changed(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -267,23 +260,24 @@ def test_a_resumed_run_has_each_step_once_in_metrics_and_tensorboard(dataset: Pa
 
 def test_a_run_folder_in_use_is_refused(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments = small_run(dataset, tmp_path, "train.epochs=100", "eval.targets=[]")
-    with subprocess.Popen(command_of(1, arguments), stdout=subprocess.DEVNULL, cwd="/") as process:
-        _wait_for_steps(tmp_path / "tiny" / "metrics.jsonl", 1, process)
-        assert train.main(arguments) == 1
-        assert "is in use by another job" in capsys.readouterr().err
-        process.kill()
+    started = Started(train.main, [arguments], tmp_path)
+    started.wait_until((tmp_path / "tiny" / "metrics.jsonl").is_file)
+    assert train.main(arguments) == 1
+    assert "is in use by another job" in capsys.readouterr().err
+    started.send(signal.SIGKILL, 0)
+    assert started.wait().returncode == -signal.SIGKILL
     assert train.main(small_run(dataset, tmp_path, "train.max_steps=1", "eval.targets=[]", "run.name=other")) == 0
 
 
 def test_a_restarted_attempt_waits_for_the_one_before(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An error would end the run for good: the launcher takes it for one that would come again."""
     arguments = small_run(dataset, tmp_path, "train.epochs=1000", "eval.targets=[]", "checkpoint.every=0")
-    with subprocess.Popen(command_of(1, arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/") as process:
-        _wait_for_steps(tmp_path / "tiny" / "metrics.jsonl", 1, process)
-        threading.Timer(2.0, process.kill).start()
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-        assert train.main(small_run(dataset, tmp_path, "train.max_steps=1", "eval.targets=[]")) == 0
-        assert process.wait() == -signal.SIGKILL
+    started = Started(train.main, [arguments], tmp_path)
+    started.wait_until((tmp_path / "tiny" / "metrics.jsonl").is_file)
+    threading.Timer(1.0, started.send, (signal.SIGKILL, 0)).start()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train.main(small_run(dataset, tmp_path, "train.max_steps=1", "eval.targets=[]")) == 0
+    assert started.wait().returncode == -signal.SIGKILL
 
 
 def test_a_checkpoint_of_other_data_or_architecture_is_refused_and_kept(

@@ -1,14 +1,18 @@
 """Trainings that take a second or two: their data, their command line, and what they leave behind."""
 
+import functools
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import cv2
 import numpy as np
@@ -27,6 +31,7 @@ FEW_IMAGES = 30  # of small runs, which have as many steps in an epoch
 IRESNET = "backbone.name=r18"  # for what concerns its layers; the network of the other runs is faster
 
 
+@functools.cache  # many tests write the same set
 def face(label: int, number: int) -> bytes:
     """Return a JPEG of coarse coloured tiles, the class's, under noise."""
     tiles = np.random.default_rng(label).integers(40, 215, (7, 7, 3)).astype(np.uint8)
@@ -102,6 +107,20 @@ def run_program(
         return Started(main, arguments, Path(folder)).wait(timeout)
 
 
+def run_file(arguments: list[str]) -> int:
+    """Run a file of Python, the first argument, as a program of its own: a `main` for `Started` and `run_program`."""
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+    return 0
+
+
+def run_module(arguments: list[str]) -> int:
+    """Run a module, the first argument, as `python -m` does: a `main` for `Started` and `run_program`."""
+    sys.argv = arguments
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    return 0
+
+
 class Started:
     """A program in a process for each of these command lines, which are the ranks of one group.
 
@@ -109,9 +128,18 @@ class Started:
 
     Args:
         folder: for their output.
+        environment: this process's if it is not given.
+        place: the folder that they run in.
     """
 
-    def __init__(self, main: Callable[[list[str]], int], arguments: Sequence[list[str]], folder: Path) -> None:
+    def __init__(
+        self,
+        main: Callable[[list[str]], int],
+        arguments: Sequence[list[str]],
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        place: str = "/",
+    ) -> None:
         self.words, self.folder = [main.__module__, *arguments[0]], folder
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -122,8 +150,9 @@ class Started:
         self.processes = []
         for rank in range(count):
             own = {**several, "RANK": rank, "LOCAL_RANK": rank} if count > 1 else {}
-            environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
-            self.processes.append(context.Process(target=_run, args=(main, arguments[rank], environment, str(folder))))
+            variables = {**(os.environ if environment is None else environment), **{k: str(value) for k, value in own.items()}}
+            given = (main, arguments[rank], variables, str(folder), place)
+            self.processes.append(context.Process(target=_run, args=given))
             self.processes[-1].start()
 
     def send(self, number: int, rank: int) -> None:
@@ -136,6 +165,19 @@ class Started:
         """Return whether all of them run."""
         return all(process.is_alive() for process in self.processes)
 
+    def said(self) -> tuple[str, str]:
+        """Return what they have written to standard output and standard error so far."""
+        files = [self.folder / name for name in ("out", "err")]
+        out, err = (file.read_text(errors="replace") if file.exists() else "" for file in files)
+        return out, err
+
+    def wait_until(self, holds: Callable[[], bool], timeout: float = 120) -> None:
+        """Wait for what they are to do while all of them run."""
+        end = time.monotonic() + timeout
+        while not holds():
+            assert self.is_alive() and time.monotonic() < end, f"it ended, or did nothing: {self.said()[1]}"
+            time.sleep(0.01)
+
     def wait(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """Wait for their end; return what they said, and the first status that is not 0."""
         end = time.monotonic() + timeout
@@ -145,15 +187,54 @@ class Started:
         for process in late:
             process.kill()
             process.join()
-        out, err = ((self.folder / name).read_text(errors="replace") for name in ("out", "err"))
+        out, err = self.said()
         if late:
             raise subprocess.TimeoutExpired(self.words, timeout, out, err)
         statuses = [process.exitcode or 0 for process in self.processes]
         return subprocess.CompletedProcess(self.words, next((s for s in statuses if s), 0), out, err)
 
 
-def _run(main: Callable[[list[str]], int], arguments: list[str], environment: dict[str, str], folder: str) -> None:
-    os.chdir("/")
+class Forked:
+    """Stands in for subprocess.Popen where one of our programs starts another: a fork, as those of `Started`."""
+
+    def __init__(self, command: Sequence[str], **given: Any) -> None:
+        self.args, self._folder = command, tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
+        if given.get("stdout") is not None:
+            for name in ("out", "err"):
+                (folder / name).symlink_to(os.readlink(f"/proc/self/fd/{given['stdout'].fileno()}"))
+        assert command[0] == sys.executable
+        main, words = (run_module, command[2:]) if command[1] == "-m" else (run_file, command[1:])
+        self._started = Started(main, [list(words)], folder, given.get("env"), str(given.get("cwd") or Path.cwd()))
+        self.pid = self._started.processes[0].pid
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            self._started.send(number, 0)
+
+    def poll(self) -> int | None:
+        return self._started.processes[0].exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._started.processes[0].join(timeout)
+        status = self.poll()
+        if status is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return status
+
+
+def _run_forked(command: Sequence[str], **given: Any) -> subprocess.CompletedProcess[str]:
+    """Stand in for subprocess.run as `Forked` does for Popen; the output is always captured."""
+    process = Forked(command, **given)
+    return subprocess.CompletedProcess(command, process.wait(), *process._started.said())
+
+
+# the module subprocess for a program whose workers are forked
+FORKS = SimpleNamespace(**{**vars(subprocess), "Popen": Forked, "run": _run_forked})
+
+
+def _run(main: Callable[[list[str]], int], arguments: list[str], environment: dict[str, str], folder: str, place: str) -> None:
+    os.chdir(place)
     os.environ.clear()
     os.environ.update(environment)
     for name, number in (("out", 1), ("err", 2)):
