@@ -5,8 +5,6 @@ Each file leaves a marker when it runs; that it would is shown with --trust-code
 
 import io
 import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 from pictures import jpeg, picture
-from tiny_runs import ROOT, tiny_run, write_dataset
+from tiny_runs import run_program, tiny_run, write_dataset
 from torch import nn
 
 import train
@@ -100,8 +98,7 @@ def test_torchscript_runs_only_with_trust_code_whatever_its_name(
     assert evaluate([str(path), *faces, *SMALL, "--trust-code"]) == 1 and not marker.exists()
     assert "--trust-code" in _only_line(capsys)
     if name in ("net.pt", "net.onnx"):
-        trusted = [sys.executable, "-m", "eval", str(path), *faces, "--trust-code"]
-        subprocess.run(trusted, cwd=ROOT, capture_output=True, check=False, timeout=120)
+        run_program(evaluate, [[str(path), *faces, "--trust-code"]])
         assert marker.exists()  # it is a real one
 
 
@@ -116,13 +113,7 @@ def test_an_exported_program_runs_only_with_trust_code(tmp_path: Path, faces: li
     path.rename(tmp_path / "net.pth")  # under another name it is no program, and no weights either
     assert evaluate([str(tmp_path / "net.pth"), *faces, *SMALL]) == 1 and not marker.exists()
     (tmp_path / "net.pth").rename(path)
-    subprocess.run(
-        [sys.executable, "-m", "eval", str(path), *faces, "--trust-code"],
-        cwd=ROOT,
-        capture_output=True,
-        check=False,
-        timeout=120,
-    )
+    run_program(evaluate, [[str(path), *faces, "--trust-code"]])
     assert marker.exists()
 
 

@@ -5,8 +5,6 @@ The lies stand in a sound checkpoint's trainer.pt or class centres; training run
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import pytest
 import torch
 from conftest import some
 from safetensors.torch import load_file, save_file
-from tiny_runs import FEW_IMAGES, ROOT, small_run, write_dataset
+from tiny_runs import FEW_IMAGES, run_file, run_program, small_run, write_dataset
 
 import train
 from utils.checkpoint.format import list_checkpoints
@@ -24,7 +22,7 @@ from utils.checkpoint.format import list_checkpoints
 TRY_ALL = """
 import sys
 import train
-for arguments in sys.stdin.read().splitlines():
+for arguments in open(sys.argv[1]).read().splitlines():
     name, *words = arguments.split("\\t")
     print(f"CASE {name}", file=sys.stderr, flush=True)
     print(f"STATUS {train.main(words)}", file=sys.stderr, flush=True)
@@ -116,10 +114,12 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(cases: dict[str, list[str]], allowed: tuple[str, ...] = ()) -> None:
+def _run(folder: Path, cases: dict[str, list[str]]) -> None:
     """Resume each case, and check that it ends with status 1 and one line."""
-    lines = "\n".join("\t".join([name, *arguments]) for name, arguments in cases.items())
-    ended = subprocess.run([sys.executable, "-c", TRY_ALL], input=lines, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    program, lines = folder / "try_all.py", folder / "cases"
+    program.write_text(TRY_ALL)
+    lines.write_text("\n".join("\t".join([name, *arguments]) for name, arguments in cases.items()))
+    ended = run_program(run_file, [[str(program), str(lines)]], timeout=300)
     said = {part.splitlines()[0]: part.splitlines()[1:] for part in ended.stderr.split("CASE ")[1:]}
     assert ended.returncode == 0, f"status {ended.returncode} in {list(said)[-1]}: {ended.stderr[-2000:]}"
     assert list(said) == list(cases)
@@ -142,7 +142,7 @@ def _prepare(dataset: Path, folder: Path, lies: dict[str, Callable[[Trainer], No
         torch.save(trainer, checkpoint / "trainer.pt")
         _tell_sizes(checkpoint)
         cases[name] = [*arguments, "train.max_steps=4", f"run.name={number}"]
-    _run(cases)
+    _run(folder, cases)
 
 
 def _tell_sizes(checkpoint: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_lie_in_the_rows_of_class_centres_is_one_line(dataset: Path, tmp_path:
         save_file({key: rows for key, rows in tensors.items() if rows is not None}, checkpoint / shard.name)
         _tell_sizes(checkpoint)
         cases[name] = [*arguments, "train.max_steps=4", f"run.name={number}"]
-    _run(cases)
+    _run(tmp_path, cases)
 
 
 # what may be: norms are computed anew, any int8 is a momentum, and neighbours out of range are of another rank
