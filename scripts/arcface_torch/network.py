@@ -7,6 +7,7 @@ optimizer here has only the trainable parameters of the backbone, in the order o
 if __name__ == "__main__":
     raise SystemExit("error: scripts/arcface_torch/network.py is no program; python -m scripts lists them")
 
+import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +44,15 @@ class RecognisedBackbone(NamedTuple):
     model: nn.Module
 
 
+@functools.cache
+def _entries(name: str) -> tuple[tuple[str, ...], str, int]:
+    """Return the entries of a network's state, the last of them with four dimensions, and how many rows that has at width 1."""
+    with torch.device("meta"):
+        full = build_backbone(name, 1).state_dict()
+    last = [key for key in full if full[key].dim() == 4][-1]
+    return tuple(full), last, len(full[last])
+
+
 def recognise(state: dict[str, Tensor], path: Path) -> RecognisedBackbone:
     """Return the network with this state, loaded with strict=True.
 
@@ -52,13 +62,12 @@ def recognise(state: dict[str, Tensor], path: Path) -> RecognisedBackbone:
     alike: list[tuple[str, float]] = []  # vision transformers of one depth have the same entries, and other widths
     names = [name for name in list_backbones() if not name.startswith(("ghostfacenet_", "edgeface_"))]  # not there
     for name in names:
-        if alike and not name.startswith("vit_"):
+        if alike and not (name.startswith("vit_") and alike[0][0].startswith("vit_")):
             continue
-        with torch.device("meta"):
-            full = build_backbone(name, 1).state_dict()
-        if set(full) == set(state):
-            keys, last = list(full), [key for key in full if full[key].dim() == 4][-1]
-            alike.append((name, state[last].shape[:1].numel() / len(full[last])))
+        entries, last, length = _entries(name)
+        if set(entries) == set(state):
+            keys = entries
+            alike.append((name, state[last].shape[:1].numel() / length))
     if not alike:
         raise ValueError(
             f"{path}: its {len(state)} entries match none of {', '.join(names)}; other networks have no counterpart here"
