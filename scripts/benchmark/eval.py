@@ -114,10 +114,10 @@ def measure_embedding(options: argparse.Namespace, folder: Path) -> dict[str, fl
 
 def make_set(folder: Path, pairs: int) -> None:
     """Write a set of pairs of drawn faces; as in LFW, two thirds of its pictures are distinct (7,701 of 12,000)."""
-    make_faces(folder / "faces", 512)
+    distinct = max(2, round(0.64 * 2 * pairs))
+    make_faces(folder / "faces", min(512, distinct))
     dataset = RecordDataset(folder / "faces")
     faces = [bytes(dataset.sample(index)[0]) for index in range(dataset.num_images)]
-    distinct = max(2, round(0.64 * 2 * pairs))
     order = np.random.default_rng(0).permutation(2 * pairs) % distinct
     images = [
         faces[index % len(faces)] + index.to_bytes(4, "little") for index in range(distinct)
