@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import ROOT
+from tiny_runs import FORKS, ROOT
 
 from scripts.benchmark import device_rates, gpu
 from scripts.benchmark.gpu_parts import heads
@@ -31,11 +31,11 @@ POSITIVE = {  # of each part: figures that its rows have, each in one row at lea
 }
 
 
-def test_every_part_measures_on_the_cpu_and_the_page_has_its_pictures(tmp_path: Path):
-    command = [sys.executable, "-m", "scripts.benchmark.gpu", "--device", "cpu", "--quick", "--minutes", "30"]
+def test_every_part_measures_on_the_cpu_and_the_page_has_its_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu, "subprocess", FORKS)
     files = ["--json", str(tmp_path / "gpu.json"), "--out", str(tmp_path / "gpu.html")]
-    done = subprocess.run([*command, *files], capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr + str((tmp_path / "gpu.json").read_text())[-3000:]
+    status = gpu.main(["--device", "cpu", "--quick", "--minutes", "30", *files])
+    assert status == 0, str((tmp_path / "gpu.json").read_text())[-3000:]
     result = json.loads((tmp_path / "gpu.json").read_text())
     assert list(result["parts"]) == list(gpu.PARTS) == list(POSITIVE)
     for name, part in result["parts"].items():

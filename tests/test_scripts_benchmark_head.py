@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from dense_reference import DenseHead, all_centres, dense_loss, near_their_centres, relative
 from rounding import head_bounds
-from tiny_runs import tiny_run
+from tiny_runs import FORKS, tiny_run
 
 import train
 from losses import build_margin
@@ -52,7 +52,7 @@ def test_plain_heads_compute_the_same_gradients(run_ranks: Callable[..., None], 
 
 def test_the_benchmark_measures_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "result.json"
-    small = ["--classes", "700", "--batch", "16", "--steps", "1", "--sample-rate", "1", "--storage", "lean", "--matmul", "fp32"]
+    small = ["--quick", "--classes", "700", "--batch", "16", "--sample-rate", "1", "--storage", "lean", "--matmul", "fp32"]
     assert benchmark_head.main([*small, "--json", str(file), "--plot", str(tmp_path)]) == 0
     result = json.loads(file.read_text())
     plain, leaner, ours = result["rows"]
@@ -68,9 +68,12 @@ def test_the_benchmark_measures_draws_and_writes(tmp_path: Path, capsys: pytest.
     assert plot_head.main([str(tmp_path / "missing.json"), str(tmp_path)]) == 1
 
 
-def test_the_benchmark_measures_other_losses_beside_arcface(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_benchmark_measures_other_losses_beside_arcface(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(benchmark_head, "subprocess", FORKS)
     file = tmp_path / "result.json"
-    small = ["--classes", "700", "--batch", "16", "--steps", "3", "--sample-rate", "0.5", "--storage", "exact"]
+    small = ["--quick", "--classes", "700", "--batch", "16", "--sample-rate", "0.5", "--storage", "exact"]
     arguments = [*small, "--matmul", "fp32", "--json", str(file), "--loss", "circle", "sphereface2"]
     assert benchmark_head.main(arguments) == 0
     rows = json.loads(file.read_text())["rows"]
@@ -80,7 +83,8 @@ def test_the_benchmark_measures_other_losses_beside_arcface(tmp_path: Path, caps
     assert "circle exact fp32" in said and f"{rows[1]['arcface_ratio']:.2f}" in said
 
 
-def test_capacity_agrees_with_what_is_found_here(tmp_path: Path):
+def test_capacity_agrees_with_what_is_found_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(capacity, "subprocess", FORKS)
     file = tmp_path / "capacity.json"
     arguments = [
         "--memory",

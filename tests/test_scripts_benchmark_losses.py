@@ -16,7 +16,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from tiny_runs import ROOT, tiny_run, write_dataset
+from tiny_runs import FORKS, ROOT, tiny_run, write_dataset
 
 from backbones import build_backbone
 from configs import load_config
@@ -55,11 +55,13 @@ def done(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Done:
     broken = losses_runs.list_jobs(losses.parse(arguments), ["cosface"])[0].folder
     broken.mkdir(parents=True)
     (broken / "checkpoints").write_text("no folder")  # so this run cannot save
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        assert losses.main(arguments) == 1
-    failure, table = (broken / losses_runs.FAILED).read_text().strip(), (out / "table.md").read_text()
-    (broken / "checkpoints").unlink()
-    assert losses.main(arguments) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(losses_runs, "subprocess", FORKS)  # an interrupted program, below, starts its own
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            assert losses.main(arguments) == 1
+        failure, table = (broken / losses_runs.FAILED).read_text().strip(), (out / "table.md").read_text()
+        (broken / "checkpoints").unlink()
+        assert losses.main(arguments) == 0
     return Done(out, said.getvalue(), failure, table)
 
 
