@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rounding import FP32_UNIT, rounding_bound
-from tiny_runs import run_train, tiny_run
+from tiny_runs import run_file, run_program, run_train, small_run
 from torch import Tensor
 
 from partial_fc.kernels import _why_no_triton, build_kernels, choose_kernels, why_plain
@@ -117,11 +117,15 @@ def test_triton_serves_on_cuda_from_the_version_on_that_is_right(
 PROBE = "from partial_fc.kernels import cpu; print(cpu.load() is not None, cpu.why_missing())"
 
 
-def _probe(cache: Path, **environment: str) -> str:
-    merged = {**os.environ, "XDG_CACHE_HOME": str(cache), **environment}
-    return subprocess.run(
-        [sys.executable, "-c", PROBE], cwd=ROOT, env=merged, capture_output=True, text=True, check=True
-    ).stdout.strip()
+def _probe(folder: Path, cache: Path, **environment: str) -> str:
+    program = folder / "probe.py"
+    program.write_text(PROBE)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"XDG_CACHE_HOME": str(cache), **environment}.items():
+            patch.setenv(name, value)
+        done = run_program(run_file, [[str(program)]])
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 @pytest.fixture
@@ -136,19 +140,19 @@ def quick_cc(tmp_path: Path) -> str:
 @needs_library
 def test_the_library_is_built_once_and_again_if_it_is_damaged(tmp_path: Path, quick_cc: str):
     cache = tmp_path / "cache"
-    assert _probe(cache, CC=quick_cc) == "True"
+    assert _probe(tmp_path, cache, CC=quick_cc) == "True"
     (library,) = (cache / "face_head").iterdir()
     built = library.stat().st_mtime_ns
-    assert _probe(cache, CC=quick_cc) == "True"
+    assert _probe(tmp_path, cache, CC=quick_cc) == "True"
     assert library.stat().st_mtime_ns == built
     library.write_bytes(b"half a file")
-    assert _probe(cache, CC=quick_cc) == "True"
+    assert _probe(tmp_path, cache, CC=quick_cc) == "True"
     assert library.stat().st_size > 1000
 
 
 @pytest.mark.parametrize(("compiler", "reason"), [("false", "false cannot build them: "), ("'", "CC is no command: ")])
 def test_a_compiler_that_fails_leaves_no_library_but_the_reason(tmp_path: Path, compiler: str, reason: str):
-    found = _probe(tmp_path, CC=compiler)
+    found = _probe(tmp_path, tmp_path, CC=compiler)
     assert found.startswith("False") and reason in found
 
 
@@ -165,7 +169,7 @@ def test_a_training_without_a_compiler_says_once_in_one_line_what_is_slower_and_
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CC", compiler)
     run = ["data.source=synthetic", "data.path=", "data.num_classes=12", "data.num_images=16", "eval.targets=[]"]
-    arguments = tiny_run(tmp_path, tmp_path, *run, "train.max_steps=2")
+    arguments = small_run(tmp_path, tmp_path, *run, "train.max_steps=2")
     done = run_train(1, arguments)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if "steps take longer" in line]
@@ -201,7 +205,7 @@ def instruction_sets() -> set[str]:
 @needs_library
 def test_a_cache_folder_that_cannot_be_made_is_replaced(tmp_path: Path, quick_cc: str):
     (tmp_path / "file").write_text("")
-    assert _probe(tmp_path / "file", CC=quick_cc) == "True"
+    assert _probe(tmp_path, tmp_path / "file", CC=quick_cc) == "True"
 
 
 def test_a_user_without_home_and_name_gets_the_kernels_as_well(tmp_path: Path, quick_cc: str):
