@@ -94,9 +94,9 @@ def _count_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: st
 
     monkeypatch.setattr(train, "train_step", counted)
     write_dataset(tmp_path, FEW_IMAGES)
-    arguments = small_run(tmp_path, tmp_path, "eval.targets=[]", "log.every=50", "checkpoint.every=0", "train.max_steps=5")
+    arguments = small_run(tmp_path, tmp_path, "eval.targets=[]", "log.every=50", "checkpoint.every=0", "train.max_steps=3")
     assert train.main([*arguments, *overrides]) == 0
-    assert len(found) == 5
+    assert len(found) == 3
     return found
 
 
