@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from tiny_runs import ROOT, run_program, tiny_run, write_dataset
+from tiny_runs import FEW_IMAGES, ROOT, run_program, small_run, write_dataset
 
 import train
 
@@ -67,9 +67,9 @@ def _train_and_note(arguments: list[str]) -> int:
 
 
 def test_the_page_names_the_threads_and_process_groups_of_a_training(tmp_path: Path):
-    write_dataset(tmp_path)
+    write_dataset(tmp_path, FEW_IMAGES)
     # block order, in which there is reading ahead
-    arguments = tiny_run(tmp_path, tmp_path, "data.shuffle=block", "data.block=2", "data.window=4", "head.sample_rate=0.5")
+    arguments = small_run(tmp_path, tmp_path, "data.shuffle=block", "data.block=2", "data.window=4", "head.sample_rate=0.5")
     done = run_program(_train_and_note, [arguments] * 2)
     assert done.returncode == 0, done.stderr
     found = [json.loads((tmp_path / f"found {rank}.json").read_text()) for rank in range(2)]

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from onnx import TensorProto, helper, numpy_helper
 from pictures import jpeg, picture
 from saving import save_now
-from tiny_runs import read_metrics, tiny_run, write_dataset
+from tiny_runs import read_metrics, small_run, write_dataset
 
 import train
 from backbones import build_backbone
@@ -215,7 +215,7 @@ def test_a_training_scores_sets_by_their_paths(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "other").mkdir()
     (tmp_path / "tiny.bin").rename(tmp_path / "other" / "mine.bin")
     path = tmp_path / "other" / "mine"
-    assert train.main(tiny_run(tmp_path, tmp_path, f"eval.targets=[{path}]", "train.max_steps=1")) == 0
+    assert train.main(small_run(tmp_path, tmp_path, f"eval.targets=[{path}]", "train.max_steps=1")) == 0
     seen = read_metrics(tmp_path / "tiny", "mine")[1]
     capsys.readouterr()
     assert main([str(tmp_path / "tiny"), *CPU, "--report", str(tmp_path / "out")]) == 0  # the run's configuration has the path
@@ -223,7 +223,7 @@ def test_a_training_scores_sets_by_their_paths(tmp_path: Path, capsys: pytest.Ca
     assert list(found) == ["mine"] and found["mine"]["num_genuine"] == found["mine"]["num_impostor"] == 10
     assert found["mine"]["xnorm"] == pytest.approx(seen["xnorm"], rel=1e-3)  # the same weights on the same pictures
     capsys.readouterr()
-    assert train.main(tiny_run(tmp_path, tmp_path, f"eval.targets=[{path}, {path}.bin]", "run.name=two")) == 1
+    assert train.main(small_run(tmp_path, tmp_path, f"eval.targets=[{path}, {path}.bin]", "run.name=two")) == 1
     assert "eval.targets names a set twice" in capsys.readouterr().err
 
 

@@ -37,7 +37,7 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.yaml"
     path.write_text(
         f"run: {{output: {tmp_path}, threads: 1, device: cpu}}\n"
-        "data: {source: synthetic, num_classes: 12, num_images: 30}\n"
+        "data: {source: synthetic, num_classes: 12, num_images: 30, image_size: 48}\n"
         "backbone: {name: mbf, width: 0.125, embedding_size: 16}\n"
         "loss: {name: cosface, margin: 0.2, scale: 16}\n"
         "train: {batch_size: 4}\n"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_runs import NUM_CLASSES, NUM_IMAGES, ROOT, command_of, face, run_train, tiny_run, write_dataset
+from tiny_runs import NUM_CLASSES, NUM_IMAGES, ROOT, command_of, face, run_train, small_run, write_dataset
 
 import train
 from data.recordio.image_record import RecordWriter, pack
@@ -62,7 +62,7 @@ def _disagree(rank: int, world_size: int, dataset: str, output: str) -> None:
     for name, value in (("RANK", rank), ("WORLD_SIZE", world_size), ("LOCAL_RANK", rank)):
         os.environ[name] = str(value)
     (Path(output) / str(rank)).mkdir()
-    config, *rest = tiny_run(Path(dataset), Path(output) / str(rank), f"run.output={output}", "train.batch_size=12")
+    config, *rest = small_run(Path(dataset), Path(output) / str(rank), f"run.output={output}", "train.batch_size=12")
     run = Path(output) / "tiny"
     for setting, other in _SETTINGS.items():
         key, _, value = setting.partition("=")
@@ -119,7 +119,7 @@ def test_another_version_of_the_program_on_one_machine_is_one_line(dataset: Path
         "sys.path[0] = os.path.dirname(place)\n"
         "runpy.run_path(place, run_name='__main__')\n"
     )
-    command = command_of(2, tiny_run(dataset, tmp_path, "train.max_steps=4", "eval.targets=[]"))
+    command = command_of(2, small_run(dataset, tmp_path, "train.max_steps=4", "eval.targets=[]"))
     command[command.index(str(ROOT / "train.py"))] = str(start)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
     assert done.returncode != 0
@@ -132,11 +132,11 @@ def test_another_version_of_the_program_on_one_machine_is_one_line(dataset: Path
 def test_a_run_does_not_go_on_with_other_labels_but_does_with_a_copy(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    begin = tiny_run(dataset, tmp_path, "train.max_steps=4", "eval.targets=[]")
+    begin = small_run(dataset, tmp_path, "train.max_steps=4", "eval.targets=[]")
     assert train.main(begin) == 0
     copy = tmp_path / "copy"
     shutil.copytree(dataset, copy)
-    again = tiny_run(copy, tmp_path, "train.max_steps=6", "eval.targets=[]")
+    again = small_run(copy, tmp_path, "train.max_steps=6", "eval.targets=[]")
     assert train.main(again) == 0
     _write_labels(copy, 5)
     capsys.readouterr()
@@ -153,8 +153,8 @@ def test_other_labels_of_synthetic_data_and_of_mixtures_are_seen_too(
     shutil.copytree(dataset, tmp_path / "copy")
     _write_labels(tmp_path / "copy", 5)
     synthetic = ["data.source=synthetic", f"data.num_classes={NUM_CLASSES}", f"data.num_images={NUM_IMAGES}"]
-    assert train.main(tiny_run(dataset, tmp_path, *few, *synthetic)) == 0
-    assert train.main(tiny_run(tmp_path / "copy", tmp_path, *few)) == 1  # as many images and classes
+    assert train.main(small_run(dataset, tmp_path, *few, *synthetic)) == 0
+    assert train.main(small_run(tmp_path / "copy", tmp_path, *few)) == 1  # as many images and classes
     assert "the labels of the data" in capsys.readouterr().err
 
     classes, names = tmp_path / "classes.txt", [(source, label) for source in (0, 1) for label in range(NUM_CLASSES)]
@@ -167,12 +167,12 @@ def test_other_labels_of_synthetic_data_and_of_mixtures_are_seen_too(
     for exchanged in (False, True):
         to = [f"{source} {label} {(source != exchanged) * NUM_CLASSES + label}" for source, label in names]
         classes.write_text("\n".join(to))
-        assert train.main(tiny_run(dataset, tmp_path, *few, *sources)) == int(exchanged)
+        assert train.main(small_run(dataset, tmp_path, *few, *sources)) == int(exchanged)
     assert "the labels of the data" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_a_version_that_kept_no_hash_of_labels_still_resumes(dataset: Path, tmp_path: Path):
-    arguments = tiny_run(dataset, tmp_path, "train.max_steps=4", "eval.targets=[]")
+    arguments = small_run(dataset, tmp_path, "train.max_steps=4", "eval.targets=[]")
     assert run_train(1, arguments).returncode == 0
     (checkpoint,) = list_checkpoints(tmp_path / "tiny")
     manifest = checkpoint / "manifest.json"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_runs import read_metrics, run_train, tiny_run, write_dataset
+from tiny_runs import FEW_IMAGES, read_metrics, run_train, small_run, write_dataset
 from torch import Tensor
 
 import train
@@ -92,9 +92,9 @@ def test_training_draws_the_same_classes_ahead_as_in_the_main_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampling: str
 ):
     """The graph of neighbours changes within the run, so with it the draw must wait for its step."""
-    write_dataset(tmp_path)
+    write_dataset(tmp_path, FEW_IMAGES)
     overrides = ["head.sample_rate=0.6", f"head.sampling={sampling}", "head.neighbours_every=2", "eval.targets=[]"]
-    arguments = tiny_run(tmp_path, tmp_path, *overrides, "train.max_steps=7")
+    arguments = small_run(tmp_path, tmp_path, *overrides, "train.max_steps=7")
     assert train.main([*arguments, "run.name=ahead"]) == 0
 
     def now(steps: StepsAhead) -> Iterator[SimpleNamespace]:
@@ -110,6 +110,6 @@ def test_training_draws_the_same_classes_ahead_as_in_the_main_thread(
 
 
 def test_two_ranks_share_their_labels_ahead_and_agree(tmp_path: Path):
-    write_dataset(tmp_path)
-    ended = run_train(2, tiny_run(tmp_path, tmp_path, "head.sample_rate=0.5", "eval.targets=[]"))
+    write_dataset(tmp_path, FEW_IMAGES)
+    ended = run_train(2, small_run(tmp_path, tmp_path, "head.sample_rate=0.5", "eval.targets=[]"))
     assert ended.returncode == 0, ended.stderr

@@ -134,7 +134,7 @@ def _ends(run: Path) -> dict[str, Tensor]:
 def test_a_run_with_two_heads_saves_both_and_resumes_to_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_dataset(tmp_path)
     shared = ["head.sample_rate=0.5", "eval.targets=[]", "checkpoint.every=3", "train.max_steps=6"]
-    run = functools.partial(tiny_run, tmp_path, tmp_path, *shared)
+    run = functools.partial(tiny_run, tmp_path, tmp_path, *shared, image_size=48)
     assert (ended := run_program(train_on_two, [run("run.name=whole")] * 2)).returncode == 0, ended.stderr
     shutil.copytree(tmp_path / "whole", tmp_path / "broken")
     shutil.rmtree(list_checkpoints(tmp_path / "broken")[-1])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import some
 from pictures import jpeg, picture
-from tiny_runs import tiny_run, write_dataset
+from tiny_runs import small_run, write_dataset
 
 import train
 from eval.__main__ import main as evaluate
@@ -48,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """Return a run folder with one checkpoint, and its command line."""
     folder = tmp_path_factory.mktemp("run")
     write_dataset(folder)
-    arguments = tiny_run(folder, folder, "train.max_steps=1", "eval.targets=[]", "run.name=sound")
+    arguments = small_run(folder, folder, "train.max_steps=1", "eval.targets=[]", "run.name=sound")
     assert train.main(arguments) == 0
     write_bin(folder / "faces.bin", [jpeg(picture(number)) for number in range(40)], [bool(pair % 2) for pair in range(20)])
     return folder / "sound", arguments
@@ -125,7 +125,7 @@ def test_no_lie_in_a_manifest_is_a_traceback(run: tuple[Path, list[str]], capsys
 def test_an_old_manifest_with_a_score_that_is_none_does_not_stop_new_saves(
     run: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], score: Any
 ):
-    arguments = tiny_run(run[0].parent, tmp_path, "eval.targets=[]", "checkpoint.every=1", "checkpoint.keep_last=2")
+    arguments = small_run(run[0].parent, tmp_path, "eval.targets=[]", "checkpoint.every=1", "checkpoint.keep_last=2")
     assert train.main([*arguments, "train.max_steps=2"]) == 0
     oldest, other = list_checkpoints(tmp_path / "tiny")
     for path, written in ((oldest, score), (other, 0.5)):  # which would be compared

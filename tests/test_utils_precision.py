@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import final_weights, tiny_run, write_dataset
+from tiny_runs import final_weights, small_run, write_dataset
 from torch import nn
 
 import train
@@ -89,7 +89,7 @@ def test_an_overflow_on_one_rank_is_an_overflow_on_all_and_halves_their_scales(r
 def test_train_tf32_is_the_one_key_for_convolutions_and_products(tmp_path: Path, allowed: bool):
     set_tf32(not allowed)
     write_dataset(tmp_path)
-    arguments = tiny_run(tmp_path, tmp_path, "train.max_steps=1", "eval.targets=[]", f"train.tf32={allowed}")
+    arguments = small_run(tmp_path, tmp_path, "train.max_steps=1", "eval.targets=[]", f"train.tf32={allowed}")
     assert train.main(arguments) == 0
     assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == allowed
 
@@ -103,7 +103,7 @@ def test_auto_trains_and_evaluates_in_what_the_device_is_fast_at(
     ends, scores = [], []
     for name in ("auto", chosen):
         more = [f"train.precision={name}", f"run.name={name}", "train.max_steps=2", "eval.targets=[]"]
-        assert train.main(tiny_run(tmp_path, tmp_path, *more)) == 0
+        assert train.main(small_run(tmp_path, tmp_path, *more)) == 0
         assert f"1 x cpu, {chosen}, " in (tmp_path / name / "train.log").read_text()
         assert f"precision: {chosen}" in (tmp_path / name / "config.yaml").read_text()
         ends.append(final_weights(tmp_path / name))
@@ -118,7 +118,7 @@ def test_auto_trains_and_evaluates_in_what_the_device_is_fast_at(
     monkeypatch.setattr(precision, "is_fast_in_bf16", lambda device: not fast)
     capsys.readouterr()
     more = ["train.precision=auto", "run.name=auto", "train.max_steps=3", "eval.targets=[]"]
-    assert train.main(tiny_run(tmp_path, tmp_path, *more)) == 0  # on another processor
+    assert train.main(small_run(tmp_path, tmp_path, *more)) == 0  # on another processor
     assert f"changed since that checkpoint: train.precision was '{chosen}', is " in capsys.readouterr().out
 
 
