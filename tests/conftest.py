@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 # for each of them otherwise
 _IMPORTED = (
     "train",
+    "pytest",  # which the files of tests import
     "torch.fx.experimental.symbolic_shapes",
     "torch.utils.tensorboard",
     "matplotlib.figure",
