@@ -1,16 +1,24 @@
 """Draws pictures for reports as PNG bytes: sheets of faces, and histograms.
 
+Captions are drawn in the font that comes with matplotlib, by Pillow, which comes with it too. matplotlib takes a second to
+import, so both are imported where the first caption is drawn.
 Shapes: H, W = height and width of a face in pixels.
 """
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
 
+from ..text import printable
 from .figure import make_figure, png_of
 
 _GAP, _CAPTION = 4, 18  # pixels
+_LETTER, _BASE = 12, 13  # pixels: size of the font, and of a caption above its base line
+_LONGEST = 400  # characters of a caption that are looked at; a reason for a rejection may have thousands
 _BETWEEN_PAIRS = 28  # pixels
 _WHITE, _INK = 255, (40, 40, 40)
 # the colours of matplotlib that are easy to distinguish on white; gray is for impostor pairs
@@ -84,10 +92,38 @@ def captioned_sheet(rows: Sequence[Sequence[tuple[np.ndarray | None, Sequence[st
 
 def _write(canvas: np.ndarray, text: str, left: int, base: int, width: int) -> None:
     """Write a caption, shortened to fit `width` pixels."""
-    text = text.encode("ascii", "replace").decode()
-    room = max(8, int(width / 7.2))  # characters
-    text = text if len(text) <= room else f"{text[: room - 2]}.."
-    cv2.putText(canvas, text, (left, base), cv2.FONT_HERSHEY_SIMPLEX, 0.4, _INK, 1, cv2.LINE_AA)
+    from PIL import Image, ImageDraw
+
+    font, letters = _font()
+    text = _fitted(_drawable(text[:_LONGEST], letters), font.getlength, width)
+    mask = Image.new("L", (width, _CAPTION))
+    ImageDraw.Draw(mask).text((0, _BASE), text, fill=255, font=font, anchor="ls")
+    place = canvas[base - _BASE : base - _BASE + _CAPTION, left : left + width]
+    ink = np.asarray(mask, dtype=np.float32)[: place.shape[0], : place.shape[1], None] / 255
+    place[:] = np.round(place + ink * (np.array(_INK, dtype=np.float32) - place)).astype(np.uint8)
+
+
+@functools.cache
+def _font() -> tuple[Any, Collection[int]]:
+    """Return the font of captions, and the characters that it has."""
+    import matplotlib
+    from matplotlib.ft2font import FT2Font
+    from PIL import ImageFont
+
+    path = Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
+    return ImageFont.truetype(path, _LETTER), frozenset(FT2Font(str(path)).get_charmap())
+
+
+def _drawable(text: str, letters: Collection[int]) -> str:
+    r"""Return a text with each character that cannot be shown, or that the font lacks, as \x1b or \u738b."""
+    return "".join(c if ord(c) in letters else c.encode("unicode_escape").decode() for c in printable(text))
+
+
+def _fitted(text: str, length: Callable[[str], float], width: float) -> str:
+    """Return the longest beginning of a text, with two dots if it is cut, whose length is at most `width`."""
+    if length(text) <= width:
+        return text
+    return next((cut for end in range(len(text) - 1, 0, -1) if length(cut := f"{text[:end]}..") <= width), "..")
 
 
 def _resized(picture: np.ndarray, side: int) -> np.ndarray:
