@@ -63,6 +63,25 @@ def test_json_screen_and_gallery_agree(place: tuple[list[str], Path], tmp_path: 
     assert np.array_equal(sheet[:112, 4:116], drawn)
 
 
+def test_pictures_of_several_folders_are_told_apart(
+    place: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    network, folder = place
+    given = [str(folder / "queries" / f"person_{person}" / "2.png") for person in (0, 1)]
+    bad = tmp_path / "2.png"
+    bad.write_bytes(b"none")
+    words = [network[0], str(folder / "g"), *given, str(bad), *network[1:], "--json", str(tmp_path / "a.json")]
+    for more in ([], ["--labelled", "--person-from", "^([0-9])"]):
+        assert search.main([*words, *more, "--sheet", str(tmp_path / "s.png")]) == 0
+        said, found = capsys.readouterr().out, json.loads((tmp_path / "a.json").read_text())
+        assert [query["picture"] for query in found["queries"]] == given
+        assert [one["picture"] for one in found["rejected"]] == [str(bad)]
+        assert [line for line in said.splitlines() if line.endswith(".png")][:2] == given
+    sheet = cv2.imread(str(tmp_path / "s.png"), cv2.IMREAD_GRAYSCALE)
+    names = [sheet[top + 112 : top + 130, :118] for top in (0, sheet.shape[0] // 2)]
+    assert not np.array_equal(*names)
+
+
 def test_a_sheet_has_ten_people_at_most_beside_a_face():
     nobody = types.SimpleNamespace(picture=lambda number: None)
     matches = [Match("a", 0.5, 1)] * 1000  # --k 1000

@@ -24,7 +24,7 @@ class Picture(NamedTuple):
     """A picture file."""
 
     path: Path
-    name: str  # relative to the folder that the command line names
+    name: str  # relative to the folder that the command line names; the path if it names several
     person: str  # "" = not asked for
 
 
@@ -61,19 +61,23 @@ def find_pictures(path: Path) -> list[tuple[Path, str]]:
     return [(path, path.name)]
 
 
-def with_people(pictures: Sequence[tuple[Path, str]], rule: str, person: str | None) -> tuple[list[Picture], list[Rejected]]:
+def with_people(
+    pictures: Sequence[tuple[Path, str]], rule: str, person: str | None, whole_paths: bool = False
+) -> tuple[list[Picture], list[Rejected]]:
     """Return the pictures with their people, and those whose person has no name, or none that is allowed.
 
     Args:
         rule: of --person-from.
         person: who is on all of them, None = by the rule.
+        whole_paths: call the pictures by their paths, because those of several folders may have the same name.
     """
     named, rejected = [], []
     for path, name in pictures:
+        called = str(path) if whole_paths else name
         try:
-            named.append(Picture(path, name, check_person(person if person is not None else _person(name, rule))))
+            named.append(Picture(path, called, check_person(person if person is not None else _person(name, rule))))
         except ValueError as error:
-            rejected.append(Rejected(name, str(error)))
+            rejected.append(Rejected(called, str(error)))
     return named, rejected
 
 

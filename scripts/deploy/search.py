@@ -100,10 +100,11 @@ def search_all(options: argparse.Namespace) -> None:
     """Search the pictures of the command line in the gallery, and report."""
     threshold = threshold_of(options)
     found = [one for path in options.pictures for one in find_pictures(path)]
-    pictures = [Picture(path, name, "") for path, name in found]
+    several = len(options.pictures) > 1
+    pictures = [Picture(path, str(path) if several else name, "") for path, name in found]
     rejected: list[Rejected] = []
     if options.labelled:
-        pictures, rejected = with_people(found, options.person_from, None)
+        pictures, rejected = with_people(found, options.person_from, None, several)
     with Gallery(options.gallery) as gallery:
         embedder, detector = open_embedder(options), open_detector(options)
         require_network(gallery, embedder)
