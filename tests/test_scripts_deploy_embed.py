@@ -5,6 +5,7 @@ import csv
 import errno
 import fcntl
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -463,6 +464,60 @@ def test_a_process_that_dies_and_ctrl_c_end_the_run_in_one_line_and_all_processe
     assert status == (1 if how == "child" else 130) and len(lines) == 1 and lines[0].startswith(said), lines
     assert len(workers) == 2 and not any(map(_is_running, workers))
     assert not out.exists() and list((tmp_path / "f.npy.parts").glob("*.part"))
+
+
+class Failing(type(Path())):  # type: ignore[misc]
+    """A path whose processes fail as torch does when it has no memory, or as arithmetic does."""
+
+    def __truediv__(self, name: object) -> Path:
+        if multiprocessing.parent_process() is not None and str(name) == "alone.png":
+            _fail(self.name)
+        return super().__truediv__(name)
+
+
+ERRORS: dict[str, tuple[Exception, str]] = {
+    "python": (MemoryError(), "the memory is full"),
+    "torch": (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes"), "the memory is full"),
+    "cuda": (torch.OutOfMemoryError("CUDA out of memory. Tried\nto allocate"), "the memory is full"),
+    "other": (RuntimeError("a first line\nand a second"), "embedding fails: a first line; what is done is kept"),
+    "nameless": (RuntimeError(), "embedding fails: RuntimeError; what is done is kept"),
+}
+
+
+def _fail(name: str) -> None:
+    raise ERRORS[name][0]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("kind", ["python", "other"])
+def test_a_full_memory_and_failing_arithmetic_are_one_line_and_keep_what_is_done(
+    weights: Path,
+    crops: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    processes: int,
+):
+    folder, out = tmp_path / kind, tmp_path / "f.npy"
+    shutil.copytree(crops, folder)
+    with monkeypatch.context() as patch:
+        if processes == 1:
+            patch.setattr(embed_workers, "embed_part", lambda *arguments: _fail(kind))
+        else:  # whose processes have their own copy of the program
+            patch.setattr(embed, "Path", Failing)
+        assert _run(weights, folder, out, "--processes", processes) == 1
+    said = _one_error(capsys)
+    assert said.startswith(f"error: {ERRORS[kind][1]}") and "start the same command again" in said
+    assert not out.exists() and (tmp_path / "f.npy.parts" / "run.json").exists()
+    assert _run(weights, folder, out) == 0
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_errors_of_memory_are_told_from_others(kind: str):
+    error, says = ERRORS[kind]
+    said = str(embed_workers.in_words(error))
+    assert said.startswith(says) and "\n" not in said and ("--processes" in said) == (says == "the memory is full")
 
 
 def test_when_the_run_is_killed_its_processes_end(weights: Path, many: Path, tmp_path: Path):

@@ -77,6 +77,8 @@ def embed_parts(
             _in_processes(plan, missing, count, advance)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_KEPT) from None
+    except (RuntimeError, MemoryError) as error:
+        raise in_words(error) from None
 
 
 def _in_processes(plan: Plan, missing: Sequence[int], count: int, advance: Callable[[int], object]) -> None:
@@ -155,8 +157,18 @@ def _work(job: Job, rank: int, connection: Connection) -> None:
             connection.send("done")
     except (ValueError, OSError) as error:
         connection.send(error)
+    except (RuntimeError, MemoryError) as error:
+        connection.send(in_words(error))
     except EOFError:
         pass
+
+
+def in_words(error: RuntimeError | MemoryError) -> ValueError:
+    """Return an error of the arithmetic in one line; torch raises RuntimeError if the memory of the machine or GPU is full."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in str(error):
+        return ValueError(f"the memory is full; {_KEPT}, with fewer --processes, or on a GPU a smaller --batch-size")
+    what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ValueError(f"embedding fails: {what:.300}; {_KEPT}")
 
 
 def _end_with_parent() -> None:
