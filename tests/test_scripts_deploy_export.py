@@ -3,6 +3,7 @@
 The networks of CI have the layers of the named ones, but few of them; FACE_ALL_BACKBONES=1 exports every named one.
 """
 
+import csv
 import errno
 import json
 import os
@@ -35,6 +36,7 @@ from backbones.vit import VisionTransformer
 from eval.__main__ import main as evaluate
 from eval.input_contract import CONTRACT_FILE, InputContract
 from scripts.deploy import export_checks, export_files, export_graph
+from scripts.deploy.embed import main as embed
 from scripts.deploy.export import main as export
 from utils.alignment import TEMPLATE
 from utils.checkpoint.tensor_file import write_tensors
@@ -427,6 +429,30 @@ def test_weights_of_more_than_a_file_may_have_lie_beside_it(
     assert (tmp_path / "out" / "net.onnx").stat().st_size < 8_000
     assert _distance(_by_onnx(tmp_path / "out" / "net.onnx", _pixels(3))[0], _by_torch(_model(toy), _pixels(3))) < 1e-4
     assert _scores(capsys, str(tmp_path / "out" / "net.onnx"), "--targets", str(tmp_path / "tiny.bin"))
+    monkeypatch.undo()  # from here on the weights are in the file
+    monkeypatch.setitem(backbones.BACKBONES, "r18", Toy)
+    assert export([*words, "--overwrite"]) == 0
+    assert _left(tmp_path / "out") == ["net.onnx"]
+    data.write_bytes(b"mine")
+    assert export([*words, "--overwrite"]) == 0
+    assert _left(tmp_path / "out") == ["net.onnx", "net.onnx.data"] and data.read_bytes() == b"mine"
+
+
+def test_the_programs_add_the_mirror_image_to_a_file_that_has_it_so_norms_double(toy: list[str], tmp_path: Path):
+    (tmp_path / "crops").mkdir()
+    for number, pixels in enumerate(_pixels(3)):
+        (tmp_path / "crops" / f"{number}.jpg").write_bytes(jpeg(pixels))
+    norms, vectors = [], []
+    for name, more in (("plain", []), ("flip", ["--flip"]), ("bytes", ["--flip", "--with-preprocess"])):
+        path = tmp_path / f"{name}.onnx"
+        assert export([*toy, "--to", "onnx", "--out", str(path), *more]) == 0
+        assert embed([str(path), str(tmp_path / "crops"), "--out", str(path.with_suffix(".npy")), "--processes", "1"]) == 0
+        with open(path.with_suffix(".csv"), newline="") as file:
+            norms.append([float(row["norm"]) for row in csv.DictReader(file)])
+        vectors.append(np.load(path.with_suffix(".npy")))
+    for number in (1, 2):
+        np.testing.assert_allclose(norms[number], 2 * np.array(norms[0]), rtol=1e-4)
+        np.testing.assert_allclose(vectors[number], vectors[0], atol=1e-4)
 
 
 HOSTILE = {

@@ -31,6 +31,7 @@ import numpy as np
 
 from backbones import build_backbone
 from eval.evaluate import load_pair_sets
+from eval.foreign_networks import check_outside_data
 from eval.networks import Network, add_choice_of_network, load_network
 from eval.pair_sets.bin_file import PairSet
 from utils.checkpoint.tensor_file import flush, write_text
@@ -112,8 +113,11 @@ def export(options: argparse.Namespace) -> None:
         targets = [options.out.with_name(file.name) for file in files]
         if not options.overwrite:
             _require_new(targets)  # again: one may have appeared, and there may be weights beside the file
+        before = _weights_beside(options.out)
         for file, target in zip(files[::-1], targets[::-1], strict=True):  # weights first: the file is never without them
             os.replace(file, target)
+        if before is not None and before not in targets:
+            before.unlink(missing_ok=True)
         flush(options.out.absolute().parent)
     if options.json:
         _write_json(options.json, {"file": str(options.out), **facts})
@@ -159,6 +163,15 @@ def _require_new(paths: Sequence[Path]) -> None:
     for path in paths:
         if os.path.lexists(path):
             raise ValueError(f"--out: {path} exists; add --overwrite to replace it, or choose another name")
+
+
+def _weights_beside(path: Path) -> Path | None:
+    """Return the file beside an earlier ONNX file of this program that has its weights, None if they are in the file itself."""
+    beside = path.with_name(f"{path.name}.data")
+    try:
+        return beside if path.suffix == ".onnx" and beside.resolve() in check_outside_data(path) else None
+    except (OSError, ValueError):  # there is no earlier file, or it is none of this program
+        return None
 
 
 def _verification_sets(options: argparse.Namespace, network: Network) -> list[PairSet]:
