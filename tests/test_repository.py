@@ -211,8 +211,8 @@ def test_the_list_of_utils_is_closed():
 
 # what concerns several modules; everything else is named after the one it tests, or its folder
 TOPICS = {
-    "configs_hostile", "data_properties", "data_sources", "data_tar_damage", "docs_datasets", "docs_gpu", "docs_losses",
-    "docs_optimisation",
+    "configs_hostile", "data_properties", "data_sources", "data_tar_damage", "docs_datasets", "docs_deploy", "docs_gpu",
+    "docs_losses", "docs_optimisation",
     "eval_agreement", "gpu_head", "gpu_ranks", "gpu_training", "gpu_triton", "hostile_data", "loss_references",
     "losses_published", "partial_fc_exactness", "partial_fc_sub_centers_state", "programs", "recipes", "repository",
     "train_agreement", "train_failures", "train_finetune", "train_hangs", "train_image_size", "train_losses", "train_resume",

@@ -203,6 +203,16 @@ def test_again_leaves_no_crop_of_before_and_removes_nothing_else(folder: Path, d
     assert (tmp_path / "victim_1.jpg").read_text() == "mine"
 
 
+def test_the_crop_of_a_deleted_photograph_stays_until_again(folder: Path, detector: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    assert _run(folder, out, "--detector", detector) == 0
+    (folder / "anna" / "one.png").unlink()
+    for more, stays in (([], True), (["--again"], False)):
+        assert _run(folder, out, "--detector", detector, *more) == 0
+        assert ("anna/one.jpg" in _crops(out)) == stays
+        assert "anna/one.png" not in read_landmarks(out / "landmarks.csv")
+
+
 def test_names_that_attack_are_shown_escaped_or_rejected(detector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder, out = tmp_path / "photographs", tmp_path / "out"
     names = ["a\nb.png", "\x1b[2J.png", "<img src=x>.png", "..png", "tab\t.png", 'quo"te.png', "=1+1.png", "x" * 251 + ".png"]

@@ -1,0 +1,75 @@
+"""docs/deploy.md tells the truth: its commands are taken, and its tables and numbers are those of the code."""
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.input_contract import InputContract
+from scripts.deploy import demo_answers, demo_server, detect_sheet, embed_table, export, export_checks, export_graph
+from scripts.deploy.card_fields import FIELDS
+from scripts.deploy.gallery_format import PATIENCE
+from scripts.deploy.retinaface import RetinaFace
+from scripts.deploy.scrfd import Scrfd
+from scripts.deploy.verify import DIFFERENT
+from scripts.deploy.yunet import YuNet
+from utils.alignment import TEMPLATE
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "deploy.md").read_text()
+COMMANDS = [line for block in re.findall(r"```\n(.*?)```", PAGE, re.S) for line in block.splitlines()]
+
+
+def _first_cells(heading: str) -> list[str]:
+    """Return what is in backticks in the first column of the table whose header row begins with these words."""
+    lines = PAGE.partition(f"| {heading}")[2].splitlines()[2:]
+    end = next(number for number, line in enumerate(lines) if not line.startswith("|"))
+    return [name for line in lines[:end] for name in re.findall("`([^`]+)`", line.split("|")[1])]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_page_is_one_that_its_program_takes(command: str, monkeypatch: pytest.MonkeyPatch):
+    python, flag, name, *words = shlex.split(command, comments=True)
+    assert (python, flag) == ("python", "-m")
+    program = importlib.import_module("eval.__main__" if name == "eval" else name)
+    started: list[Any] = []
+    monkeypatch.setattr(program, "run_main", lambda run: started.append(run) or 0)
+    assert program.main(words) == 0 and len(started) == 1
+
+
+def test_every_program_of_the_folder_is_on_the_page():
+    programs = {path.stem for path in (ROOT / "scripts" / "deploy").glob("*.py") if "run_main(" in path.read_text()}
+    assert programs == {command.split()[2].rpartition(".")[2] for command in COMMANDS if "scripts.deploy." in command}
+
+
+def test_the_tables_have_every_key_column_and_field():
+    contract = InputContract(112, "NCHW", "rgb", 0.0, 1.0, "uint8", tuple(map(tuple, TEMPLATE)), 512, *[False] * 2, *[""] * 5)
+    assert sorted(_first_cells("key | meaning |")) == sorted(contract.as_texts())
+    assert _first_cells("column | meaning |") == [*embed_table._COLUMNS, "embedding"]
+    assert _first_cells("field | what") == list(FIELDS)
+
+
+def test_the_numbers_of_the_page_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch):
+    seen: list[Any] = []
+    monkeypatch.setattr(export, "export", seen.append)
+    assert export.main(["run", "--to", "onnx", "--out", "a.onnx"]) == 0
+    counts = ("no", "one", "two", "three", "four", "five", "six", "seven")
+    for words in (
+        "in batches of {}, {} and {} images".format(*export_checks.BATCHES),
+        f"may differ from that of torch by {export_checks.PARITY:.0e}".replace("e-0", "e-"),
+        f"come from {seen[0].calibration_images} images",
+        f"more than {export_graph.LARGEST_FILE / 1e9} GB",
+        f"{Scrfd.own_min_score} for SCRFD, {RetinaFace.own_min_score} for RetinaFace and {YuNet.own_min_score} for YuNet",
+        f"up to {detect_sheet._FACES} photographs",
+        f"up to {detect_sheet._REJECTED} rejected ones",
+        f"shows the {counts[demo_answers._TOP]} people",
+        f"above {demo_server.MAX_PICTURE >> 20} MiB or {demo_answers._MAX_PIXELS // 10**6} million pixels",
+        f"while {counts[demo_server._MAX_WAITING]} others are in memory",
+        f"more than {demo_server._SECONDS:.0f} seconds to arrive",
+        f"same person (or without a threshold), {DIFFERENT} for different people, 1 for an error, 2 for a wrong",
+    ):
+        assert words in " ".join(PAGE.split()), words
+    assert PATIENCE == 60 and "gives up after a minute" in PAGE
