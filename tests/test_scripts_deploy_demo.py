@@ -572,6 +572,19 @@ def test_the_program_says_its_address_writes_nothing_and_ends_with_ctrl_c(place:
     assert (process.returncode, out, err) == (0, "ended\n", "")
 
 
+def test_ctrl_c_while_the_address_is_printed_ends_the_page_as_later(place: Path, monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+
+    def interrupted_at_first(line: str, flush: bool) -> None:
+        said.append(line)
+        if len(said) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "print", interrupted_at_first, raising=False)
+    assert demo.main([str(place / "face.onnx"), *SETTINGS, "--port", "0"]) == 0
+    assert said[0].startswith("the page is at http://127.0.0.1:") and said[1:] == ["ended"]
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [

@@ -71,8 +71,8 @@ def serve(options: argparse.Namespace) -> None:
         warn_of_other_detector(gallery, one_line(detector.name) if detector else "", WHICH_FACE)
     answers = DemoAnswers(embedder, detector, gallery, result, _far_of(options, result))
     with PageServer(options.port, _PAGE.read_text(encoding="utf-8"), answers) as server:
-        print(f"the page is at http://{ADDRESS}:{server.port}/ (Ctrl-C ends it)", flush=True)
         try:
+            print(f"the page is at http://{ADDRESS}:{server.port}/ (Ctrl-C ends it)", flush=True)
             server.serve_forever()
         except KeyboardInterrupt:
             server.computing.acquire(timeout=10)  # a thread that computes must not outlive the interpreter
