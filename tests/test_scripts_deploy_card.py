@@ -23,7 +23,7 @@ from eval.input_contract import InputContract
 from eval.intervals import intervals_95
 from eval.report import as_json
 from eval.verification import verify
-from scripts.deploy import card, card_document
+from scripts.deploy import card
 from scripts.deploy.card_fields import FIELDS
 from utils.checkpoint.tensor_file import write_tensors
 from utils.distributed import World
@@ -303,7 +303,7 @@ def test_a_file_system_without_links_has_cards_and_a_full_one_keeps_no_leftovers
         return
     (tmp_path / "card.yaml").write_text("contact: me")
     card_files = sorted(path.name for path in tmp_path.iterdir())
-    monkeypatch.setattr(card_document, "flush", refuse)
+    monkeypatch.setattr(os, "fsync", lambda handle: refuse(tmp_path))
     assert _card(run, "--out", tmp_path) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == card_files
 

@@ -1,13 +1,16 @@
 """Reads and finds a user's files: regular files of a bounded size, one rule for links, and names shown in plain text.
+Also gives the hidden folder in which a program makes what it writes.
 
 A pipe in a list would be waited for without end, and /dev/zero read until memory is full. So whatever a user names is looked
 at before it is opened. Errors are OSError with words for a person in `strerror`, like those of the system; `read_lines` and
 `read_numbers` raise ValueError of one line.
 """
 
+import contextlib
 import errno
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -245,3 +248,26 @@ def _stat(path: str | os.PathLike[str]) -> os.stat_result:
         return os.stat(path)
     except ValueError:  # a zero byte
         raise OSError(errno.EINVAL, "a path must not contain a zero byte", shown(path)) from None
+
+
+@contextlib.contextmanager
+def unfinished_folder(out: Path) -> Iterator[Path]:
+    """Create a hidden folder beside `out`, to write in and to move from; remove what is left of it, whatever happens.
+
+    Raises:
+        ValueError: another program writes there, or the disk does not take the files.
+    """
+    folder = out.absolute().with_name(f".{out.absolute().name}.unfinished")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        raise ValueError(f"{folder}: another program is writing there. If it was killed, delete that folder") from None
+    try:
+        yield folder
+    except OSError as error:
+        if error.filename is None or str(error.filename).startswith(str(folder)):
+            raise ValueError(f"{out}: cannot be written: {error.strerror or error}") from None
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

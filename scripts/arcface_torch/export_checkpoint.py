@@ -15,7 +15,6 @@ if __name__ == "__main__" and not __package__:
 
 import argparse
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from utils.checkpoint.format import BACKBONE, find_checkpoint, read_manifest
 from utils.checkpoint.reading import class_order, read_backbone, read_trainer, shards_of
 from utils.checkpoint.tensor_file import write_object
 from utils.cli import int_in_range, make_parser, progress
+from utils.files import unfinished_folder
 from utils.image import IMAGE_SIZE
 from utils.optim import freeze
 from utils.program import run_main
@@ -54,20 +54,9 @@ def convert(options: argparse.Namespace) -> None:
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise ValueError(f"{options.out}: exists already; choose another folder, nothing is overwritten")
     checkpoint = find_checkpoint(options.checkpoint)
-    unfinished = options.out.absolute().with_name(f".{options.out.absolute().name}.unfinished")
-    unfinished.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        unfinished.mkdir()
-    except FileExistsError:
-        raise ValueError(f"{unfinished}: another program is writing there. If it was killed, delete that folder") from None
-    try:
+    with unfinished_folder(options.out) as unfinished:
         notes = write_files(checkpoint, unfinished, options.era, options.ranks)
         os.rename(unfinished, options.out)
-    except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, OSError) and error.filename is None:
-            raise ValueError(f"{options.out}: cannot be written: {error.strerror}") from None
-        raise
     print(f"{checkpoint} -> {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir())[:4])} ...")
     for note in notes:
         print(f"note: {note}")

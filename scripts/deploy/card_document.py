@@ -12,11 +12,12 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from utils.checkpoint.tensor_file import flush
 from utils.distributed.agreement import digest
 from utils.files import MAX_SMALL_TEXT, read_text, shown
 from utils.report.page import Page
 from utils.text import markdown_table, markdown_text, printable
+
+from .output import write_file
 
 _MARK = "<!-- written by python -m scripts.deploy.card; hash of the text above: {} -->"
 _MARKED = re.compile(_MARK.format("([0-9a-f]{32})"))
@@ -80,20 +81,10 @@ class Document:
             self._page.write(page)
             text = page.read_text(encoding="utf-8")
         for name, png in self._pictures.items():
-            _replace(folder / name, png)
+            write_file(folder / name, png)
         for path, content in zip(files, (text, "\n\n".join(self._markdown) + "\n"), strict=True):
             data = content.encode("utf-8", "backslashreplace")
-            _replace(path, data + f"{_MARK.format(digest([data]))}\n".encode())
-
-
-def _replace(path: Path, data: bytes) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        unfinished.write_bytes(data)
-        flush(unfinished)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+            write_file(path, data + f"{_MARK.format(digest([data]))}\n".encode())
 
 
 def _require_own(path: Path) -> None:

@@ -20,10 +20,8 @@ if __name__ == "__main__" and not __package__:
 import argparse
 import json
 import os
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +32,9 @@ from eval.evaluate import load_pair_sets
 from eval.foreign_networks import check_outside_data
 from eval.networks import Network, add_choice_of_network, load_network
 from eval.pair_sets.bin_file import PairSet
-from utils.checkpoint.tensor_file import flush, write_text
+from utils.checkpoint.tensor_file import flush
 from utils.cli import int_in_range, make_parser
-from utils.files import shown
+from utils.files import shown, unfinished_folder
 from utils.program import run_main
 from utils.text import one_line
 
@@ -44,6 +42,7 @@ from .export_checks import embeddings_of, images_to_compare
 from .export_files import Exporter, Source, table
 from .export_graph import require_onnx
 from .export_precision import calibration_set
+from .output import write_file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,7 +107,7 @@ def export(options: argparse.Namespace) -> None:
     reference = embeddings_of(network.model, pixels, options.flip)
     if not np.isfinite(reference).all():
         raise ValueError(f"{network.name}: its embeddings are not finite; take an earlier checkpoint")
-    with _aside(options.out) as folder:
+    with unfinished_folder(options.out) as folder:
         files, facts = Exporter(options, Source(network, sets, calibration, pixels, reference), folder).make()
         targets = [options.out.with_name(file.name) for file in files]
         if not options.overwrite:
@@ -193,33 +192,10 @@ def _verification_sets(options: argparse.Namespace, network: Network) -> list[Pa
     return []
 
 
-@contextmanager
-def _aside(out: Path) -> Iterator[Path]:
-    """Create a hidden folder beside the file, in which it is written; remove it at the end, whatever happens."""
-    folder = out.absolute().with_name(f".{out.name}.unfinished")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        raise ValueError(f"{folder}: another program is writing there. If it was killed, delete that folder") from None
-    try:
-        yield folder
-    except OSError as error:
-        if error.filename is None or str(error.filename).startswith(str(folder)):
-            raise ValueError(f"{out}: cannot be written: {error.strerror or error}") from None
-        raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _write_json(path: Path, facts: dict[str, Any]) -> None:
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.unlink(missing_ok=True)
     try:
-        write_text(unfinished, json.dumps(facts, indent=1) + "\n")
-        unfinished.replace(path)
+        write_file(path, f"{json.dumps(facts, indent=1)}\n".encode())
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise ValueError(f"--json: {path}: cannot be written: {error.strerror}") from None
 
 
