@@ -1,5 +1,6 @@
 """The pages tell the truth about losses: every one is on them with its defaults, and every recipe trains."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import train
 from configs import load_config
 from losses import MARGINS, list_margins, margin_arguments
 from scripts.benchmark.losses_curves import GROUPS
-from scripts.benchmark.losses_report import BEGIN, END
+from scripts.benchmark.losses_report import BEGIN, END, tables
 from scripts.benchmark.losses_settings import SETTINGS, loss_arguments
 from training.sections import NAMED
 
@@ -24,6 +25,13 @@ def _rows(text: str, heading: str) -> list[list[str]]:
     lines = rest.splitlines()[2:]
     end = next((number for number, line in enumerate(lines) if not line.startswith("|")), len(lines))
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[:end]]
+
+
+def test_the_tables_of_the_page_are_those_of_the_file_beside_it():
+    rows = json.loads((ROOT / "docs" / "losses.json").read_text())
+    measured = PAGE.partition(BEGIN)[2].partition(END)[0]
+    assert tables(rows, times=False) in measured
+    assert len({row["run"] for row in rows}) == len(rows)
 
 
 RECIPES = {

@@ -135,7 +135,7 @@ def benchmark(options: argparse.Namespace) -> None:
         for path in pictures:
             (images / path.name).write_bytes(path.read_bytes())
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        options.json.write_text("[\n{}\n]\n".format(",\n".join(json.dumps(row) for row in rows)))
     print(
         f"\n{losses_report.tables(rows)}\n\nwritten: {', '.join(str(path) for path in (options.out / 'table.md', *pictures))}"
     )
