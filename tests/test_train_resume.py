@@ -107,6 +107,17 @@ def test_a_run_killed_and_resumed_ends_with_the_same_bits(dataset: Path, tmp_pat
     assert read_metrics(tmp_path / "whole")[12]["loss"] == read_metrics(tmp_path / "broken")[12]["loss"]
 
 
+@pytest.mark.parametrize("name", ["ghostfacenet_v2_2", "edgeface_xs"])  # IResNet: above; others run everywhere; ViT: its file
+def test_every_kind_of_network_goes_on_to_the_same_bits(dataset: Path, tmp_path: Path, name: str):
+    overrides = [f"backbone.name={name}", "backbone.dropout=0.2", "eval.targets=[]", "schedule.power=0", "checkpoint.every=2"]
+    assert train.main(small_run(dataset, tmp_path, *overrides, "train.max_steps=4", "run.name=whole")) == 0
+    for steps in (2, 4):
+        assert train.main(small_run(dataset, tmp_path, *overrides, f"train.max_steps={steps}", "run.name=broken")) == 0
+    assert "resumed from" in (tmp_path / "broken" / "train.log").read_text()
+    whole, again = final_weights(tmp_path / "whole"), final_weights(tmp_path / "broken")
+    assert whole.keys() == again.keys() and all(torch.equal(whole[key], again[key]) for key in whole)
+
+
 @pytest.mark.parametrize("num_processes", [1, 3])  # sums of three depend on their order; Ctrl-C, below, stops two
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_to_the_same_bits(dataset: Path, tmp_path: Path, num_processes: int):
     """SIGTERM, or SIGUSR1 to one of three processes: all save at the same step, long before the next checkpoint is due."""
