@@ -25,6 +25,7 @@ from torch import Tensor
 from utils.randomness import permute
 
 from .neighbour_search import COLUMNS, Nearest, UnitCentres, candidates
+from .products import product_dtype
 
 QUERIES = 1 << 17  # most queries of one search: bounds the memory for the pairs of queries and lists
 _MOST_LISTS = 16384  # bounds the memory for directions and sample
@@ -141,14 +142,14 @@ class InvertedLists:
 
         Sums are products with a matrix of zeros and ones: unlike atomic additions, they have a fixed order on CUDA.
         """
-        directions = sample[: self.num_lists].clone()
+        directions, dtype = sample[: self.num_lists].clone(), product_dtype(sample.device, sample.dtype)
         if self.centres.rank == 0:
             for _ in range(_ROUNDS):
                 sums = torch.zeros_like(directions, dtype=torch.float32)
                 for rows in sample.split(_SAMPLES_AT_ONCE):
                     number = self.centres.cosines(rows, directions).argmax(dim=1)
-                    members = torch.zeros(self.num_lists, len(rows), dtype=rows.dtype, device=rows.device)
-                    sums += (members.scatter_(0, number[None], 1.0) @ rows).float()
+                    members = torch.zeros(self.num_lists, len(rows), dtype=dtype, device=rows.device)
+                    sums += (members.scatter_(0, number[None], 1.0) @ rows.to(dtype)).float()
                 used = torch.linalg.vector_norm(sums, dim=1, keepdim=True) > 0
                 directions = torch.where(used, F.normalize(sums).to(directions.dtype), directions)
         return self.centres.collectives.broadcast(directions, source=0)
@@ -159,9 +160,10 @@ def num_lists(num_classes: int) -> int:
     return min(num_classes, _MOST_LISTS, round(4 * num_classes**0.5))
 
 
-def list_bytes(num_classes: int, num_local: int, dim: int, dtype: torch.dtype, probes: int) -> int:
+def list_bytes(num_classes: int, num_local: int, dim: int, dtype: torch.dtype, device: str, probes: int) -> int:
     """Return the bytes that the lists take beside what neighbour_search.block_bytes counts."""
     lists = num_lists(num_classes)
     sample = min(num_classes, _SAMPLES_PER_LIST * lists) * dim * dtype.itemsize
-    directions = lists * (dim * (4 * dtype.itemsize + 12) + 2 * _SAMPLES_AT_ONCE * dtype.itemsize + 96)
+    computed = product_dtype(torch.device(device), dtype).itemsize
+    directions = lists * (dim * (4 * dtype.itemsize + 12) + 2 * _SAMPLES_AT_ONCE * computed + 96)
     return sample + directions + 40 * num_local + 40 * min(probes, lists) * min(QUERIES, num_local)

@@ -15,7 +15,7 @@ from .config import HeadConfig
 from .head import MEBI
 from .margin_like import MarginLike
 from .neighbours import search_bytes
-from .products import auto_chunk, padded_rows
+from .products import auto_chunk, converted_bytes, padded_rows, product_dtype
 from .softmax import constant_shift
 from .sub_centers import buffer_bytes
 
@@ -65,7 +65,10 @@ class HeadMemory(NamedTuple):
         c = max(1, min(config.chunk or auto_chunk(self.device, config.matmul_dtype), shard) // several) * several
         padded, fp32 = padded_rows(c, config.matmul_dtype), c * self.dim * 4
         total = padded * (self.dim + self.rows) * size + self._copied_rows(c) * self.dim * size  # gradient, logits, centres
-        total += 0 if size == 4 else self.rows * self.dim * size
+        if product_dtype(torch.device(self.device), config.matmul_dtype) != config.matmul_dtype:
+            total += converted_bytes(padded, self.dim, self.rows)
+        elif size < 4:
+            total += self.rows * self.dim * size
         total += padded * self.dim * 4 if self.accumulation > 1 else 0
         if self.kernels == "plain" and size < 4:
             total += c * self.rows * 4 if several == 1 else 0  # exponentials in fp32

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .centre_store import CentreStore, Select
 from .collectives import Collectives
-from .products import has_fp32_output, padded_rows
+from .products import has_fp32_output, padded_rows, product_dtype
 from .shard import shard_range
 from .workspace import Workspace
 
@@ -70,8 +70,9 @@ class UnitCentres:
         """Return the cosines (m, q) of unit centres (m, D) and (q, D), in a buffer that is valid until the next call."""
         if self.dtype == torch.bfloat16 and has_fp32_output(self.device):
             return torch.mm(unit, others.t(), out_dtype=torch.float32)
-        out = self._workspace.buffer("cosine", (len(unit), len(others)), self.dtype)
-        return torch.mm(unit, others.t(), out=out)
+        dtype = product_dtype(self.device, self.dtype)
+        out = self._workspace.buffer("cosine", (len(unit), len(others)), dtype)
+        return torch.mm(unit.to(dtype), others.to(dtype).t(), out=out)
 
 
 class Nearest:
@@ -149,10 +150,11 @@ def hits(found: Nearest, truth: Nearest) -> Tensor:
 
 def block_bytes(device: str, dim: int, dtype: torch.dtype, k: int) -> int:
     """Return the bytes of the buffers that compare queries with a block, for any number of queries and classes."""
-    rows, size = _rows_at_once(device), dtype.itemsize
+    rows, size, computed = _rows_at_once(device), dtype.itemsize, product_dtype(torch.device(device), dtype).itemsize
     cosines = rows * COLUMNS * (4 if size == 4 else 6)  # on the CPU torch takes maxima of bf16 from a copy in fp32
     chosen = min(4 * _GROUP * k, COLUMNS)  # of the candidates: values, columns, and both again in the top-k
     gathered = rows * dim * (size + 8)  # queries: unit centres, and the stored rows with their fp32 values
+    gathered += (rows + COLUMNS) * dim * computed if computed != size else 0  # both factors in fp32
     return cosines + cosines // _GROUP + rows * (20 * chosen + 80 * k) + 3 * COLUMNS * dim * size + gathered + 24 * COLUMNS
 
 

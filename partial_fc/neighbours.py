@@ -117,5 +117,5 @@ def search_bytes(config: HeadConfig, num_classes: int, num_local: int, dim: int,
     k = min(config.num_neighbours, num_classes - 1)
     size = block_bytes(device, dim, config.matmul_dtype, k) + 12 * k * min(QUERIES, num_local)
     if config.searches_lists(num_classes):
-        size += list_bytes(num_classes, num_local, dim, config.matmul_dtype, config.neighbours_probes)
+        size += list_bytes(num_classes, num_local, dim, config.matmul_dtype, device, config.neighbours_probes)
     return size

@@ -43,7 +43,7 @@ from .centre_store import CentreStore
 from .kernels.plain import NO_NEGATIVE
 from .margin_like import MarginLike
 from .planning import Chunk
-from .products import add_product, padded_rows
+from .products import add_product, multiply, padded_rows
 from .sub_centers import SubCenters
 from .workspace import Workspace
 
@@ -177,7 +177,7 @@ class TwoPass:
                 if rows is None:
                     assert pull.lse is not None
                     rows = self._scaled(pull, pull.negatives * torch.exp(shift - pull.lse))
-                product = torch.mm(weighted, rows, out=self.workspace.buffer("product", shape, self.dtype))
+                product = multiply(weighted, rows, self.workspace.buffer("product", shape, self.dtype), self.workspace)
                 if len(pulls) > 1:  # their sum, in fp32
                     total = self.workspace.buffer("total", shape, torch.float32)
                     product = total.copy_(product) if micro == 0 else total.add_(product)
@@ -208,7 +208,7 @@ class TwoPass:
         """Return centres times operand (padded c, B) in `out` or a buffer, 0 beyond the chunk's c rows."""
         if out is None:
             out = self.workspace.buffer("logits", (len(centres), operand.shape[1]), self.dtype)
-        torch.mm(centres, operand, out=out)
+        multiply(centres, operand, out, self.workspace)
         out[chunk.num_rows :].zero_()
         return out
 

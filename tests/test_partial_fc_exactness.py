@@ -362,6 +362,7 @@ def test_u_is_summed_in_fp32_where_products_can_return_it(monkeypatch: pytest.Mo
         return whole(a, b, out=out) if out_dtype is None else whole(a.to(out_dtype), b.to(out_dtype))
 
     monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(products, "is_fast_in_bf16", lambda device: True)
     for has in (False, True):
         monkeypatch.setattr(products, "has_fp32_output", lambda device, has=has: has)
         config = HeadConfig(optimizer=RowSGD(0.0, 0.0), matmul_dtype=torch.bfloat16, chunk=256, kernels="plain")

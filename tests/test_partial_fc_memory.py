@@ -23,11 +23,20 @@ D, ROWS = 64, 32
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("optimizer", [RowSGD(), RowAdamW()])
 @pytest.mark.parametrize(("sample_rate", "accumulation", "cache_mb"), [(1.0, 1, 1), (0.3, 2, 0), (0.5, 1, 64)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "fast"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("state", FORMATS)
 def test_the_model_is_what_a_head_holds(
-    state: str, dtype: torch.dtype, sample_rate: float, accumulation: int, cache_mb: int, optimizer: RowSGD, kernels: str
+    state: str,
+    dtype: torch.dtype,
+    fast: bool,
+    sample_rate: float,
+    accumulation: int,
+    cache_mb: int,
+    optimizer: RowSGD,
+    kernels: str,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    monkeypatch.setattr("partial_fc.products.is_fast_in_bf16", lambda device: fast)
     num_classes = 20_000
     margin = build_margin("cosface", scale=64.0, margin=0.4)
     config = HeadConfig(

@@ -10,13 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from partial_fc.products import product_dtype
 from partial_fc.sampling import draw_active
 
 from .device_rates import bare_seconds
 
 
 def bare_products(classes: int, batch: int, dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Return the rates of the step's three products alone, into given buffers, and of a copy."""
+    """Return the rates of the step's three products alone, into given buffers, and of a copy.
+
+    They are computed in fp32 where the head computes them in fp32 instead of bf16.
+    """
+    dtype = product_dtype(device, dtype)
     x, w = torch.randn(batch, dim, device=device).to(dtype), torch.randn(classes, dim, device=device).to(dtype)
     e = torch.empty(classes, batch, device=device, dtype=dtype)
     u, dw = torch.empty_like(x), torch.empty_like(w)
