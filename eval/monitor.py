@@ -78,10 +78,11 @@ class Evaluator:
             self.log.record(step, name, scalars(result))
         self.log.info(f"evaluation after step {step}, {time.perf_counter() - started:.1f} s\n{format_table(results)}")
         if self.world.rank == 0:
-            picture = overview(results, f"{self.name} after step {step}")
-            self.log.picture(step, "verification", picture)
-            if step == self.last_step:
-                with self.log.tolerant("the summary"):
+            # no other rank draws, so an error here must not look like one of the evaluation, which all ranks have
+            with self.log.tolerant("the figures of an evaluation", ValueError, RuntimeError):
+                picture = overview(results, f"{self.name} after step {step}")
+                self.log.picture(step, "verification", picture)
+                if step == self.last_step:
                     write_summary(self.folder, picture, results)
         # different processors may round differently, but the ranks must agree on the best checkpoint
         return all_gather_objects(selection_score(ranking, self.metric), self.world)[0]

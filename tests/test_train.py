@@ -195,6 +195,19 @@ def test_a_failed_evaluation_names_its_set_and_loses_nothing(
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
 
 
+def test_figures_that_cannot_be_drawn_cost_no_training(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def broken(*arguments: object) -> object:
+        raise ValueError("no font has this letter")
+
+    monkeypatch.setattr(monitor, "overview", broken)
+    assert train.main(small_run(dataset, tmp_path, "eval.every=6", "checkpoint.every=0")) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING: the figures")]
+    assert len(warnings) == 1 and "no font has this letter" in warnings[0] and "training goes on" in warnings[0]
+    assert list(read_metrics(tmp_path / "tiny", "tiny")) == [6, 12, 15]
+
+
 def test_the_best_checkpoint_is_best_in_what_was_asked(dataset: Path, tmp_path: Path):
     overrides = ["eval.metric=eer", "eval.every=4", "train.epochs=3"]
     assert train.main(small_run(dataset, tmp_path, *overrides)) == 0

@@ -143,7 +143,7 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(
         (tmp_path / "tiny" / name).symlink_to("/dev/full")
     assert train.main(small_run(dataset, tmp_path, "train.max_steps=5")) == 0
     said = capsys.readouterr()
-    for what in ("train.log", "metrics.jsonl", "TensorBoard", "the summary"):
+    for what in ("train.log", "metrics.jsonl", "TensorBoard", "the figures"):
         assert len([line for line in said.err.splitlines() if what in line and "cannot be written" in line]) == 1, said.err
     assert "step 5/5" in said.out
     assert [step_of(path) for path in list_checkpoints(tmp_path / "tiny")] == [4, 5]

@@ -101,11 +101,12 @@ class RunLog:
             self._before(args)
 
     @contextlib.contextmanager
-    def tolerant(self, what: str) -> Iterator[None]:
-        """Suppress an OSError of the block; warn on stderr once per `what`."""
+    def tolerant(self, what: str, *others: type[Exception]) -> Iterator[None]:
+        """Suppress an OSError of the block, or one of `others`; warn on stderr once per `what`."""
+        suppressed: tuple[type[Exception], ...] = (OSError, *others)
         try:
             yield
-        except OSError as error:
+        except suppressed as error:
             if what not in self._failed:
                 self._failed.add(what)
                 with contextlib.suppress(OSError):
