@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from losses import build_margin
-from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
+from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD, softmax
 from partial_fc.centre_store import FORMATS
 from partial_fc.kernels import choose_kernels
+from partial_fc.workspace import Workspace
 from scripts.benchmark.head_traffic import floor_per_class, moved, parts_per_class
 
 D, BATCH = 32, 8
@@ -36,14 +37,33 @@ class _Counter(TorchDispatchMode):
         head.workspace.kernels.maxima = self._maxima  # type: ignore[method-assign]
         head.workspace.kernels.update_rows = self._update_rows  # type: ignore[method-assign]
 
+    def __enter__(self) -> "_Counter":
+        self.multiply, self.add_product = softmax.multiply, softmax.add_product
+        softmax.multiply, softmax.add_product = self._multiply, self._add_product
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        softmax.multiply, softmax.add_product = self.multiply, self.add_product
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func._schema.name
-        if name in ("aten::mm", "aten::addmm_", "aten::copy_", "aten::index_select"):
+        if name in ("aten::mm", "aten::copy_", "aten::index_select"):
             read = args[1:] if name == "aten::copy_" else args
             self.bytes += _bytes(read) + _bytes(result)
         return result
+
+    def _multiply(self, left: Tensor, right: Tensor, out: Tensor, workspace: Workspace) -> Tensor:
+        self.bytes += _bytes((left, right, out))
+        with _disable_current_modes():  # blocks that a CPU without units for bf16 converts are not counted
+            return self.multiply(left, right, out, workspace)
+
+    def _add_product(self, total: Tensor, weights: Tensor, centres: Tensor, workspace: Workspace) -> None:
+        self.bytes += _bytes((weights, centres))
+        with _disable_current_modes():
+            self.add_product(total, weights, centres, workspace)
 
     def _exponentials(self, products: Tensor, inverse_norms: Tensor, *others: Any) -> None:
         self.bytes += 2 * products.nbytes + inverse_norms.nbytes

@@ -1,8 +1,9 @@
 """The bytes that a step of the head moves per active class, part by part, and the fewest that it could move.
 
 Counted are the tensors that the products and the C or Triton kernels read and write, each once per use, as if no cache kept
-anything from one use to the next. Not counted are what does not grow with the classes, partial sums, 8 B / 64 bytes, and label
-smoothing. If negatives are not one number times the cosine, a weight of the same size takes the place of an exponential.
+anything from one use to the next. Not counted are what does not grow with the classes, partial sums, 8 B / 64 bytes, label
+smoothing, and the blocks that a CPU without units for bf16 converts to fp32, which stay in its cache. If negatives are not one
+number times the cosine, a weight of the same size takes the place of an exponential.
 Shapes: B = samples of the global batch, D = embedding size.
 """
 
