@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from utils.distributed import World
-from utils.precision import is_fast_in_bf16
+from utils.precision import all_are_fast_in_bf16
 
 from .config import HeadConfig
 from .head import PartialFC
@@ -17,8 +17,10 @@ from .row_optimizer import RowAdamW, RowOptimizer, RowSGD
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def head_config(head: Any, loss: Any, optimizer: Any, autocast: torch.dtype | None, device: torch.device) -> HeadConfig:
+def head_config(head: Any, loss: Any, optimizer: Any, autocast: torch.dtype | None, world: World) -> HeadConfig:
     """Return what the sections `head`, `loss` and `optimizer` of the configuration say; see configs/base.yaml.
+
+    A collective call.
 
     Args:
         autocast: what the backbone computes in, which head.matmul_dtype=auto follows.
@@ -37,7 +39,7 @@ def head_config(head: Any, loss: Any, optimizer: Any, autocast: torch.dtype | No
         focal=loss.focal,
         label_smoothing=loss.label_smoothing,
         filter_above=head.interclass_filtering_threshold or None,
-        matmul_dtype=matmul_dtype(head.matmul_dtype, autocast, device),
+        matmul_dtype=matmul_dtype(head.matmul_dtype, autocast, world.device, all_are_fast_in_bf16(world)),
         wire_dtype=_DTYPES[head.wire_dtype],
         chunk=head.chunk,
         cache_mb=head.cache_mb,
@@ -90,13 +92,13 @@ def build_row_optimizer(head: Any, optimizer: Any) -> RowOptimizer:
     return RowSGD(optimizer.momentum, weight_decay, optimizer.nesterov)
 
 
-def matmul_dtype(name: str, autocast: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """Return the dtype of the head's matrix products.
+def matmul_dtype(name: str, autocast: torch.dtype | None, device: torch.device, fast_in_bf16: bool) -> torch.dtype:
+    """Return the dtype of the head's matrix products, equal on all ranks, which exchange numbers of it.
 
-    auto takes bf16 where the device is fast at it, for a backbone in bf16, and on CUDA for one in fp16 as well, since fp16 does
-    not hold the exponentials.
+    auto takes bf16 where the devices of all ranks are fast at it, for a backbone in bf16, and on CUDA for one in fp16 as well,
+    since fp16 does not hold the exponentials.
     """
     if name != "auto":
         return _DTYPES[name]
     half = (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.bfloat16,)
-    return torch.bfloat16 if autocast in half and is_fast_in_bf16(device) else torch.float32
+    return torch.bfloat16 if autocast in half and fast_in_bf16 else torch.float32

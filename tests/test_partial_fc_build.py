@@ -1,9 +1,15 @@
 """What the head computes in, by the key, the backbone's precision and the device."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from configs import load_config
 from partial_fc import build
+from training.sections import NAMED
+from utils import precision
+from utils.distributed import World
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -19,10 +25,22 @@ from partial_fc import build
     ],
 )
 def test_auto_follows_the_backbone_where_the_device_is_fast_in_bf16(
-    monkeypatch: pytest.MonkeyPatch, device: str, autocast: torch.dtype | None, expected: torch.dtype, fast: bool
+    device: str, autocast: torch.dtype | None, expected: torch.dtype, fast: bool
 ):
-    monkeypatch.setattr(build, "is_fast_in_bf16", lambda device: fast)
-    found = build.matmul_dtype("auto", autocast, torch.device(device))
+    found = build.matmul_dtype("auto", autocast, torch.device(device), fast)
     assert found == (expected if fast else torch.float32)
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        assert build.matmul_dtype(name, autocast, torch.device(device)) == dtype
+        assert build.matmul_dtype(name, autocast, torch.device(device), fast) == dtype
+
+
+def _agrees_where_one_is_slow(rank: int, world_size: int) -> None:
+    config = load_config("configs/demo_cpu.yaml", [], NAMED)
+    world = World(rank, world_size, rank, world_size, torch.device("cpu"))
+    for slow, expected in ((1, torch.float32), (None, torch.bfloat16)):
+        precision.is_fast_in_bf16 = lambda device, slow=slow: rank != slow
+        found = build.head_config(config.head, config.loss, config.optimizer, torch.bfloat16, world)
+        assert found.matmul_dtype == expected
+
+
+def test_the_heads_of_all_ranks_multiply_in_the_same_dtype(run_ranks: Callable[..., None]):
+    run_ranks(_agrees_where_one_is_slow, 2)

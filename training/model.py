@@ -80,7 +80,7 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
         synchronise_norms(backbone, world)
     backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     dim, settings = config.backbone.embedding_size, _OF_OPTIMIZER
-    of_head = head_config(config.head, config.loss, config.optimizer, autocast, world.device)
+    of_head = head_config(config.head, config.loss, config.optimizer, autocast, world)
     of_loss = {key: config.loss[key] for key in ("name", *margin_arguments(config.loss.name))}
     margins = {task.name: build_margin(**of_loss) for task in setup.tasks}
     with raise_on_all_ranks(world):

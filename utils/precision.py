@@ -13,7 +13,9 @@ def is_fast_in_bf16(device: torch.device) -> bool:
     """Return whether a device has units for bf16 products. Others emulate them, on a CPU many times more slowly than fp32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    # ATEN_CPU_CAPABILITY makes torch compute as a lesser processor would
+    uses_avx512 = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    return uses_avx512 and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def choose_precision(name: str, fast_in_bf16: bool) -> str:
@@ -23,10 +25,14 @@ def choose_precision(name: str, fast_in_bf16: bool) -> str:
     return "bf16" if fast_in_bf16 else "fp32"
 
 
+def all_are_fast_in_bf16(world: World) -> bool:
+    """Return whether the devices of all processes have units for bf16 products. A collective call."""
+    return not any_ranks([not is_fast_in_bf16(world.device)], world)[0]
+
+
 def agreed_precision(name: str, world: World) -> str:
     """Return the precision that all processes compute in; for auto bf16 where all devices are fast at it, else fp32."""
-    some_are_slow = any_ranks([not is_fast_in_bf16(world.device)], world)[0]
-    return choose_precision(name, not some_are_slow)
+    return choose_precision(name, all_are_fast_in_bf16(world))
 
 
 def set_tf32(allowed: bool) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from partial_fc.build import matmul_dtype
-from utils.precision import AUTOCAST
+from utils.precision import AUTOCAST, is_fast_in_bf16
 
 _CALLS = 20  # of bare work on a GPU between two waits for it
 
@@ -57,7 +57,7 @@ def head_dtype(options: argparse.Namespace, device: torch.device) -> torch.dtype
     if device.type == "cpu" and is_for_gpu(options, device):  # a GPU that is not here
         has_bf16 = CARDS[options.card].bf16 if options.card else True
         return torch.bfloat16 if options.precision != "fp32" and has_bf16 else torch.float32
-    return matmul_dtype("auto", AUTOCAST[options.precision], device)
+    return matmul_dtype("auto", AUTOCAST[options.precision], device, is_fast_in_bf16(device))
 
 
 class Rates(NamedTuple):
