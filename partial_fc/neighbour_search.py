@@ -68,9 +68,9 @@ class UnitCentres:
 
     def cosines(self, unit: Tensor, others: Tensor) -> Tensor:
         """Return the cosines (m, q) of unit centres (m, D) and (q, D), in a buffer that is valid until the next call."""
-        if self.dtype == torch.bfloat16 and has_fp32_output(self.device):
-            return torch.mm(unit, others.t(), out_dtype=torch.float32)
         dtype = product_dtype(self.device, self.dtype)
+        if dtype == torch.bfloat16 and has_fp32_output(self.device):
+            return torch.mm(unit, others.t(), out_dtype=torch.float32)
         out = self._workspace.buffer("cosine", (len(unit), len(others)), dtype)
         return torch.mm(unit.to(dtype), others.to(dtype).t(), out=out)
 

@@ -21,7 +21,7 @@ def bare_products(classes: int, batch: int, dim: int, dtype: torch.dtype, device
 
     They are computed in fp32 where the head computes them in fp32 instead of bf16.
     """
-    dtype = product_dtype(device, dtype)
+    asked, dtype = dtype, product_dtype(device, dtype)
     x, w = torch.randn(batch, dim, device=device).to(dtype), torch.randn(classes, dim, device=device).to(dtype)
     e = torch.empty(classes, batch, device=device, dtype=dtype)
     u, dw = torch.empty_like(x), torch.empty_like(w)
@@ -35,7 +35,8 @@ def bare_products(classes: int, batch: int, dim: int, dtype: torch.dtype, device
     copy = 2 * w.nbytes / seconds.pop("copy") / 1e9
     product = 2 * batch * classes * dim / 1e9
     rates = {name: product / value for name, value in seconds.items()}
-    return {"gflops": 3 * product / sum(seconds.values()), "gflops_of_each": rates, "copy_gbs": copy}
+    note = "" if dtype == asked else ", computed in fp32,"
+    return {"gflops": 3 * product / sum(seconds.values()), "gflops_of_each": rates, "copy_gbs": copy, "note": note}
 
 
 def time_draws(num_classes: int) -> dict[str, float]:
