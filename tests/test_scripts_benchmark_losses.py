@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -174,16 +175,58 @@ def test_results_of_another_machine_are_taken_over(config: Path, out: Path, tmp_
     elsewhere = [*_arguments(config, tmp_path / "out"), f"data.path={tmp_path / 'elsewhere'}"]
     known = ["--known", str(out / "all.json"), "--json", str(tmp_path / "again.json"), "--seeds", "2"]
     assert losses.main([*known, *elsewhere]) == 0
-    assert "2 trainings, 0 of which are to be done" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "2 results are taken over" in said and "2 trainings, 0 of which are to be done" in said
     assert json.loads((tmp_path / "again.json").read_text()) == json.loads((out / "all.json").read_text())
-    # another set of pairs, or other images, is another training
-    write_dataset(tmp_path / "elsewhere", 64)
+
+
+@pytest.mark.parametrize("changed", ["pixels", "pairs"])
+def test_other_pixels_or_pairs_are_another_training(config: Path, out: Path, tmp_path: Path, changed: str):
+    """As in an aligned copy of a set: the same number of images, with the same labels, names and sizes."""
+    shutil.copytree(config.parent / "set", tmp_path / "elsewhere")
+    path = tmp_path / "elsewhere" / ("train.rec" if changed == "pixels" else "tiny.bin")
+    data = bytearray(path.read_bytes())
+    for start in _ends_of_jpegs(bytes(data)):
+        data[start - 40] ^= 1  # an encoded pixel
+    path.write_bytes(data)
+    elsewhere = [*_arguments(config, tmp_path / "out"), f"data.path={tmp_path / 'elsewhere'}"]
     rows = [job.folder.name for job in losses_runs.list_jobs(losses.parse(elsewhere), ["cosface", "sphereface2"])]
     assert not {row["run"] for row in json.loads((out / "all.json").read_text())} & set(rows)
 
 
-@pytest.mark.parametrize("text", ["[{}]", "{", "[[]]", '{"run": 1}', '[{"run": "x", "setup": 1, "rate": 1, "machine": 3}]'])
-def test_a_file_that_holds_no_results_is_one_line(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str):
+def _ends_of_jpegs(data: bytes) -> list[int]:
+    return [found.start() for found in re.finditer(b"\xff\xd9", data)]
+
+
+def test_results_of_a_file_are_not_lost(config: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    kept = tmp_path / "all.json"
+    shutil.copy(out / "all.json", kept)
+    before = kept.read_bytes()
+    fewer = [*_arguments(config, tmp_path / "out"), "--known", str(kept), "--json", str(kept), "--losses", "cosface"]
+    assert losses.main(fewer) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --json: ") and "has 1 results that this command does not have, such as sphereface2_" in line
+    assert kept.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[{}]",
+        "{",
+        "[[]]",
+        '{"run": 1}',
+        '[{"run": "x", "setup": 1, "rate": 1, "machine": 3}]',
+        "no histogram",
+    ],
+)
+def test_a_file_that_holds_no_results_is_one_line(
+    config: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+):
+    if text == "no histogram":
+        rows = json.loads((out / "all.json").read_text())
+        del rows[0]["genuine"]["histogram"]
+        text = json.dumps(rows)
     (tmp_path / "known.json").write_text(text)
     assert losses.main([*_arguments(config, tmp_path / "out"), "--known", str(tmp_path / "known.json")]) == 1
     (line,) = capsys.readouterr().err.splitlines()

@@ -30,7 +30,9 @@ import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from configs import load_config
@@ -41,7 +43,7 @@ from utils.precision import AUTOCAST
 from utils.program import run_main
 
 from . import losses_curves, losses_report
-from .losses_runs import MEASURED, Job, Runner, list_jobs, measure, read_measured, steps_done, write_measured
+from .losses_runs import BINS, MEASURED, Job, Runner, list_jobs, measure, read_measured, steps_done, write_measured
 from .losses_settings import SETTINGS, chosen_settings
 
 _QUICK = ("backbone.name=mbf", "backbone.width=0.125", "train.batch_size=16", "schedule.warmup_epochs=0")
@@ -120,15 +122,16 @@ def benchmark(options: argparse.Namespace) -> None:
         return
     jobs = list_jobs(options, chosen_settings(options.losses))
     for path in options.known:
-        _take_known(path, jobs)
+        print(f"--known: {_take_known(path, jobs)} results are taken over from {shown(path)}")
+    _require_none_lost(options, jobs)
     missing = [job for job in jobs if not (job.folder / MEASURED).is_file()]
     print(f"{len(jobs)} trainings, {len(missing)} of which are to be done; {options.processes} at a time", flush=True)
     failed = _train(options, missing)
     rows = read_measured(options.out)
     pictures = losses_report.draw_cosines(rows, options.out)
     if options.page:
-        shown = [f"![Cosines of genuine and impostor pairs](images/{path.name})" for path in pictures]
-        losses_report.write_into_page(options.page, "\n\n".join([losses_report.tables(rows, not options.no_times), *shown]))
+        links = [f"![Cosines of genuine and impostor pairs](images/{path.name})" for path in pictures]
+        losses_report.write_into_page(options.page, "\n\n".join([losses_report.tables(rows, not options.no_times), *links]))
         pictures += losses_curves.draw(options.out)
         images = options.page.parent / "images"
         images.mkdir(exist_ok=True)
@@ -143,24 +146,46 @@ def benchmark(options: argparse.Namespace) -> None:
         raise ValueError(f"{len(failed)} of {len(jobs)} trainings failed: {'; '.join(failed)}. Their output.txt has more")
 
 
-def _take_known(path: Path, jobs: Sequence[Job]) -> None:
-    """Give the jobs that have no result yet the numbers that a file has of them, from another machine or an earlier start.
-
-    Raises:
-        ValueError: the file cannot be read, or is none that this program wrote.
-    """
+def _read_results(path: Path, option: str) -> dict[str, dict[str, Any]]:
+    """Return the results that --json wrote, by run; raise ValueError if the file cannot be read, or is none of this program."""
     try:
         rows = json.loads(read_text(path, _MAX_RESULTS))
-        known = {row["run"]: row for row in rows}
         for row in rows:
             losses_report.tables([row])
+            if any(np.shape(row[kind]["histogram"]) != (len(BINS) - 1,) for kind in ("genuine", "impostor")):
+                raise ValueError("histogram")
+        return {row["run"]: row for row in rows}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no file of results, as --json writes it"
-        raise ValueError(f"--known: {shown(path)}: {why}") from None
-    for job in jobs:
-        if job.folder.name in known and not (job.folder / MEASURED).is_file():
+        raise ValueError(f"{option}: {shown(path)}: {why}") from None
+
+
+def _take_known(path: Path, jobs: Sequence[Job]) -> int:
+    """Give the jobs that have no result yet the numbers that a file has of them, from another machine or an earlier start.
+
+    Returns:
+        For how many jobs the file has numbers.
+    """
+    known = _read_results(path, "--known")
+    ours = [job for job in jobs if job.folder.name in known]
+    for job in ours:
+        if not (job.folder / MEASURED).is_file():
             job.folder.mkdir(parents=True, exist_ok=True)
             write_measured(job.folder, known[job.folder.name])
+    return len(ours)
+
+
+def _require_none_lost(options: argparse.Namespace, jobs: Sequence[Job]) -> None:
+    """Raise ValueError if the file of --json has results that this command would not write again."""
+    if not options.json or not options.json.exists():
+        return
+    here = {job.folder.name for job in jobs} | {row["run"] for row in read_measured(options.out)}
+    lost = [run for run in _read_results(options.json, "--json") if run not in here]
+    if lost:
+        raise ValueError(
+            f"--json: {shown(options.json)} has {len(lost)} results that this command does not have, such as {shown(lost[0])}, "
+            "and would lose them. Give another file, or the losses, seeds, rates and settings with which they were made"
+        )
 
 
 def _train(options: argparse.Namespace, jobs: Sequence[Job]) -> list[str]:

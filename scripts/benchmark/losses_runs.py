@@ -30,6 +30,7 @@ from eval.verification import VerificationResult
 from training.sections import NAMED
 from training.setup import open_data
 from utils import distributed
+from utils.distributed.agreement import digest
 from utils.precision import AUTOCAST, choose_precision, is_fast_in_bf16
 
 from .head import machine
@@ -43,6 +44,7 @@ _OF_PLACE = {  # keys of a section that do not change what is trained, or that h
     "data": ("path", "index_cache"),
     "eval": ("path",),
 }
+_HASHED = 256  # images
 _POLL = 0.5  # seconds
 
 
@@ -73,7 +75,7 @@ def list_jobs(options: argparse.Namespace, settings: Sequence[str]) -> list[Job]
     if not config.eval.targets:
         raise ValueError(f"--config: {options.config} must name verification sets in eval.targets")
     dataset, sets = open_data(config, 1)
-    data = [dataset.fingerprint(), [pairs.digest() for pairs in sets]]
+    data = [dataset.fingerprint(), _digest_of_images(dataset), [pairs.digest() for pairs in sets]]
     epoch_steps = max(1, dataset.num_images // config.train.batch_size)
     jobs = []
     for seed, rate, setting in itertools.product(options.seeds, options.rates, settings):
@@ -113,6 +115,13 @@ def _digest(config: EasyDict, data: Sequence[Any]) -> str:
             del sections[section][key]
     text = json.dumps([sections, data], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _digest_of_images(dataset: FaceDataset) -> str:
+    """Return a hash of the images at _HASHED places, since other copies of a set have the same names and labels."""
+    places = np.linspace(0, dataset.num_images - 1, min(dataset.num_images, _HASHED)).astype(np.int64)
+    images = (dataset.sample(int(place))[0] for place in places)
+    return digest(image.tobytes() if isinstance(image, np.ndarray) else bytes(image) for image in images)
 
 
 def _of_program(options: argparse.Namespace) -> list[str]:
