@@ -165,7 +165,9 @@ def _work(job: Job, rank: int, connection: Connection) -> None:
 
 def in_words(error: RuntimeError | MemoryError) -> ValueError:
     """Return an error of the arithmetic in one line; torch raises RuntimeError if the memory of the machine or GPU is full."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in str(error):
+    # torch's words on Linux, and elsewhere
+    full = "can't allocate memory" in str(error) or "not enough memory" in str(error)
+    if full or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return ValueError(f"the memory is full; {_KEPT}, with fewer --processes, or on a GPU a smaller --batch-size")
     what = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ValueError(f"embedding fails: {what:.300}; {_KEPT}")
