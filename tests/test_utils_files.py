@@ -1,10 +1,10 @@
-"""Text files of a user, line by line: what editors add to them is no part of them, and errors are one line that says where."""
+"""Text files of a user, line by line, with errors that say where; and folders that a program writes aside."""
 
 from pathlib import Path
 
 import pytest
 
-from utils.files import read_lines, read_numbers
+from utils.files import read_lines, read_numbers, unfinished_folder
 
 
 def test_lines_are_the_same_from_every_editor(tmp_path: Path):
@@ -32,3 +32,22 @@ def test_numbers_come_with_the_line_they_stand_in(tmp_path: Path):
         path.write_text(f"1 2\n{line}\n")
         with pytest.raises(ValueError, match=r"map\.txt: line 2 must be 'old new', 2 whole numbers, got '3"):
             list(read_numbers(path, "old new"))
+
+
+def test_an_unfinished_folder_that_another_program_made_meanwhile_is_kept(tmp_path: Path):
+    with unfinished_folder(tmp_path / "out") as first:
+        with pytest.raises(ValueError, match="another program is writing there"), unfinished_folder(tmp_path / "out"):
+            pass
+        first.rename(tmp_path / "out")
+        second = unfinished_folder(tmp_path / "out")
+        (second.__enter__() / "file").touch()
+    assert (first / "file").is_file()
+    second.__exit__(None, None, None)
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_an_unfinished_folder_is_removed_whatever_happens(tmp_path: Path):
+    with pytest.raises(RuntimeError), unfinished_folder(tmp_path / "out") as folder:
+        (folder / "file").touch()
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())

@@ -250,6 +250,14 @@ def _stat(path: str | os.PathLike[str]) -> os.stat_result:
         raise OSError(errno.EINVAL, "a path must not contain a zero byte", shown(path)) from None
 
 
+def is_still(path: Path, status: os.stat_result) -> bool:
+    """Return whether path is the file or folder that had this status, and not one that another program put in its place."""
+    try:
+        return os.path.samestat(os.stat(path), status)
+    except FileNotFoundError:
+        return False
+
+
 @contextlib.contextmanager
 def unfinished_folder(out: Path) -> Iterator[Path]:
     """Create a hidden folder beside `out`, to write in and to move from; remove what is left of it, whatever happens.
@@ -263,6 +271,7 @@ def unfinished_folder(out: Path) -> Iterator[Path]:
         folder.mkdir()
     except FileExistsError:
         raise ValueError(f"{folder}: another program is writing there. If it was killed, delete that folder") from None
+    own = os.stat(folder)
     try:
         yield folder
     except OSError as error:
@@ -270,4 +279,5 @@ def unfinished_folder(out: Path) -> Iterator[Path]:
             raise ValueError(f"{out}: cannot be written: {error.strerror or error}") from None
         raise
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if is_still(folder, own):  # it may be moved away, and another program may write there
+            shutil.rmtree(folder, ignore_errors=True)

@@ -5,6 +5,7 @@ if __name__ == "__main__":
 
 import contextlib
 import csv
+import errno
 import fcntl
 import hashlib
 import io
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from utils.checkpoint.tensor_file import NewFile
+from utils.files import is_still
 
 
 @contextlib.contextmanager
@@ -24,15 +26,20 @@ def new_file(path: Path) -> Iterator[NewFile]:
     """
     # short, because `path` may have as long a name as the file system allows; the same in the next run, which overwrites it
     unfinished = path.with_name(f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]}.unfinished")
+    own: os.stat_result | None = None
     try:
         unfinished.unlink(missing_ok=True)
         with NewFile(unfinished) as file:
+            own = os.stat(unfinished)
             yield file
             file.close()
+        if not is_still(unfinished, own):
+            raise OSError(errno.EBUSY, "another program is writing it", str(path))
         unfinished.replace(path)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
+            if own is not None and is_still(unfinished, own):
+                unfinished.unlink()
         if isinstance(error, OSError) and error.filename in (None, str(unfinished)):  # fsync names no file
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
