@@ -156,6 +156,8 @@ def test_a_mean_has_the_deviation_of_its_seeds_and_one_run_has_none():
     assert alone.count("Sample rate") == 1 and losses_report.tables([]) == losses_report.NOTHING
     other = losses_report.tables([two[0], {**two[1], "setup": "another set"}, {**two[1], "rate": 0.1}])
     assert other.count("**Sample rate") == 3
+    more = [{**two[0], "setup": f"{number} identities"} for number in ("10,000", "500")]
+    assert re.findall(r"\S+ identities", losses_report.tables(more)) == ["500 identities", "10,000 identities"]
 
 
 def test_a_run_that_has_ended_is_kept_and_another_setting_is_another_run(
@@ -202,11 +204,22 @@ def test_results_of_a_file_are_not_lost(config: Path, out: Path, tmp_path: Path,
     kept = tmp_path / "all.json"
     shutil.copy(out / "all.json", kept)
     before = kept.read_bytes()
-    fewer = [*_arguments(config, tmp_path / "out"), "--known", str(kept), "--json", str(kept), "--losses", "cosface"]
+    fewer = [*_arguments(config, tmp_path / "out"), "--json", str(kept), "--losses", "cosface"]
     assert losses.main(fewer) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --json: ") and "has 1 results that this command does not have, such as sphereface2_" in line
     assert kept.read_bytes() == before
+    assert losses.main([*fewer, "--known", str(kept)]) == 0  # what it has of others goes into the tables, too
+    assert json.loads(kept.read_text()) == json.loads(before)
+    assert (tmp_path / "out" / "table.md").read_text() == (out / "table.md").read_text()
+
+
+def test_a_table_mixes_no_settings(config: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    known = ["--known", str(out / "all.json")]
+    assert losses.main([*known, *_arguments(config, tmp_path / "out"), "optimizer.momentum=0.5"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"error: (cosface_\S+) and (?!\1)cosface_\S+ are one loss, rate and seed with other settings or data", line)
+    assert not (tmp_path / "out" / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -218,6 +231,7 @@ def test_results_of_a_file_are_not_lost(config: Path, out: Path, tmp_path: Path,
         '{"run": 1}',
         '[{"run": "x", "setup": 1, "rate": 1, "machine": 3}]',
         "no histogram",
+        "another place",
     ],
 )
 def test_a_file_that_holds_no_results_is_one_line(
@@ -227,6 +241,8 @@ def test_a_file_that_holds_no_results_is_one_line(
         rows = json.loads((out / "all.json").read_text())
         del rows[0]["genuine"]["histogram"]
         text = json.dumps(rows)
+    elif text == "another place":
+        text = (out / "all.json").read_text().replace('"run": "', '"run": "../../')
     (tmp_path / "known.json").write_text(text)
     assert losses.main([*_arguments(config, tmp_path / "out"), "--known", str(tmp_path / "known.json")]) == 1
     (line,) = capsys.readouterr().err.splitlines()

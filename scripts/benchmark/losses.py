@@ -16,7 +16,7 @@ python -m scripts.demo.make_data --out datasets/demo_10000 --identities 10000 --
 Examples:
   python -m scripts.benchmark.losses --quick
   python -m scripts.benchmark.losses --seeds 1 --rates 1 --processes 2
-  python -m scripts.benchmark.losses --losses arcface adaface --data datasets/demo_10000 --epochs 2 --page docs/losses.md
+  python -m scripts.benchmark.losses --losses arcface adaface --data datasets/demo_10000 --epochs 1
   python -m scripts.benchmark.losses --curves-only --out curves
 """
 
@@ -26,6 +26,7 @@ if __name__ == "__main__" and not __package__:
 import argparse
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Sequence
@@ -87,7 +88,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="JSON",
-        help="--json of others: do not repeat these trainings",
+        help="--json of others: their results go into the tables, and are not repeated",
     )
     parser.add_argument("--curves-only", action="store_true", help="draw the losses over the angle, and train nothing")
     parser.add_argument("--quick", action="store_true", help="two losses, one seed, few steps: under a minute on two cores")
@@ -121,8 +122,7 @@ def benchmark(options: argparse.Namespace) -> None:
         print("\n".join(f"written: {path}" for path in losses_curves.draw(options.out)))
         return
     jobs = list_jobs(options, chosen_settings(options.losses))
-    for path in options.known:
-        print(f"--known: {_take_known(path, jobs)} results are taken over from {shown(path)}")
+    _take_known(options, jobs)
     _require_none_lost(options, jobs)
     missing = [job for job in jobs if not (job.folder / MEASURED).is_file()]
     print(f"{len(jobs)} trainings, {len(missing)} of which are to be done; {options.processes} at a time", flush=True)
@@ -139,9 +139,8 @@ def benchmark(options: argparse.Namespace) -> None:
             (images / path.name).write_bytes(path.read_bytes())
     if options.json:
         options.json.write_text("[\n{}\n]\n".format(",\n".join(json.dumps(row) for row in rows)))
-    print(
-        f"\n{losses_report.tables(rows)}\n\nwritten: {', '.join(str(path) for path in (options.out / 'table.md', *pictures))}"
-    )
+    table = _write_table(options.out)
+    print(f"\n{table.read_text()}\nwritten: {', '.join(str(path) for path in (table, *pictures))}")
     if failed:
         raise ValueError(f"{len(failed)} of {len(jobs)} trainings failed: {'; '.join(failed)}. Their output.txt has more")
 
@@ -154,25 +153,46 @@ def _read_results(path: Path, option: str) -> dict[str, dict[str, Any]]:
             losses_report.tables([row])
             if any(np.shape(row[kind]["histogram"]) != (len(BINS) - 1,) for kind in ("genuine", "impostor")):
                 raise ValueError("histogram")
+            if row["setting"] not in SETTINGS or not re.fullmatch(r"\w[\w.-]*", row["run"]):
+                raise ValueError("run")
+            hash(_place(row))
         return {row["run"]: row for row in rows}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no file of results, as --json writes it"
         raise ValueError(f"{option}: {shown(path)}: {why}") from None
 
 
-def _take_known(path: Path, jobs: Sequence[Job]) -> int:
-    """Give the jobs that have no result yet the numbers that a file has of them, from another machine or an earlier start.
+def _take_known(options: argparse.Namespace, jobs: Sequence[Job]) -> None:
+    """Put the results of files, from other machines or an earlier start, beside those of --out."""
+    known = {}
+    for path in options.known:
+        found = _read_results(path, "--known")
+        print(f"--known: {len(found)} results are taken over from {shown(path)}")
+        known.update(found)
+    _require_one_of_each([*known.values(), *read_measured(options.out)], jobs)
+    for run, row in known.items():
+        folder = options.out / "runs" / run
+        if not (folder / MEASURED).is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_measured(folder, row)
 
-    Returns:
-        For how many jobs the file has numbers.
-    """
-    known = _read_results(path, "--known")
-    ours = [job for job in jobs if job.folder.name in known]
-    for job in ours:
-        if not (job.folder / MEASURED).is_file():
-            job.folder.mkdir(parents=True, exist_ok=True)
-            write_measured(job.folder, known[job.folder.name])
-    return len(ours)
+
+def _require_one_of_each(rows: Sequence[dict[str, Any]], jobs: Sequence[Job]) -> None:
+    """Raise ValueError if two trainings would be runs of one line of a table, but differ in more than the seed."""
+    runs: dict[tuple[Any, ...], str] = {}
+    ours = [(_place(job._asdict()), job.folder.name) for job in jobs]
+    others = [(_place(row), row["run"]) for row in rows]
+    for place, run in [*ours, *others]:
+        if runs.setdefault(place, run) != run:
+            raise ValueError(
+                f"{shown(run)} and {shown(runs[place])} are one loss, rate and seed with other settings or data, and no "
+                "table may mix them. Give another --out, and leave out the --known that has the other"
+            )
+
+
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the table, the line and the seed of a result."""
+    return tuple(row[key] for key in ("setup", "setting", "rate", "steps", "seed"))
 
 
 def _require_none_lost(options: argparse.Namespace, jobs: Sequence[Job]) -> None:
@@ -184,7 +204,7 @@ def _require_none_lost(options: argparse.Namespace, jobs: Sequence[Job]) -> None
     if lost:
         raise ValueError(
             f"--json: {shown(options.json)} has {len(lost)} results that this command does not have, such as {shown(lost[0])}, "
-            "and would lose them. Give another file, or the losses, seeds, rates and settings with which they were made"
+            "and would lose them. Give it to --known as well, or write another file"
         )
 
 
@@ -199,12 +219,18 @@ def _train(options: argparse.Namespace, jobs: Sequence[Job]) -> list[str]:
         if reason:
             failed.append(f"{job.title}: {reason}")
         tqdm.write(f"{job.title}: {f'failed: {reason}' if reason else _summary(job)}", file=bar.fp)
-        (options.out / "table.md").write_text(losses_report.tables(read_measured(options.out)) + "\n")
+        _write_table(options.out)
 
     threads = max(1, len(os.sched_getaffinity(0)) // options.processes)
     with bar:
         Runner(options.processes, threads, ended, bar.update).run(jobs)
     return failed
+
+
+def _write_table(out: Path) -> Path:
+    path = out / "table.md"
+    path.write_text(losses_report.tables(read_measured(out)) + "\n")
+    return path
 
 
 def _summary(job: Job) -> str:

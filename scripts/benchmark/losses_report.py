@@ -37,7 +37,13 @@ def tables(rows: Rows, times: bool = True) -> str:
 
 
 def _groups(rows: Rows) -> list[tuple[str, float]]:
-    return sorted({(row["setup"], row["rate"]) for row in rows}, key=lambda group: (group[0], -group[1]))
+    """Return (set-up, rate) of each table: few identities first, and all classes before a share of them."""
+    return sorted({(row["setup"], row["rate"]) for row in rows}, key=lambda group: (_identities(group[0]), group[0], -group[1]))
+
+
+def _identities(setup: str) -> int:
+    number = setup.partition(" ")[0].replace(",", "")
+    return int(number) if number.isdecimal() else 0
 
 
 def _table(rows: Rows, times: bool) -> str:

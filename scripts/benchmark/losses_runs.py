@@ -58,6 +58,7 @@ class Job(NamedTuple):
     overrides: tuple[str, ...]
     folder: Path
     steps: int
+    setup: str
 
     @property
     def title(self) -> str:
@@ -83,7 +84,8 @@ def list_jobs(options: argparse.Namespace, settings: Sequence[str]) -> list[Job]
         config = load_config(options.config, given, NAMED)
         folder = options.out / "runs" / f"{setting}_rate_{rate:g}_seed_{seed}_{_digest(config, data)}"
         steps = config.train.max_steps or max(1, int(config.train.epochs * dataset.num_images / config.train.batch_size))
-        jobs.append(Job(setting, rate, seed, options.config, tuple(given), folder, steps))
+        setup = _describe_setup(config, dataset)
+        jobs.append(Job(setting, rate, seed, options.config, tuple(given), folder, steps, setup))
     return jobs
 
 
