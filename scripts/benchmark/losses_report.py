@@ -102,9 +102,10 @@ def draw_cosines(rows: Rows, folder: Path) -> list[Path]:
         lines = math.ceil(len(cases) / in_a_row)
         figure = make_figure(max(6.0, 2.6 * in_a_row), 1.9 * lines + 0.9, layout="constrained")
         axes = figure.subplots(lines, in_a_row, squeeze=False, sharex=True).ravel()
-        for axis, (name, steps) in zip(axes, cases, strict=False):
+        for panel, (axis, (name, steps)) in enumerate(zip(axes, cases, strict=False)):
             _draw_pairs(axis, [row for row in chosen if (row["setting"], row["steps"]) == (name, steps)])
             axis.set_title(label_text(SETTINGS[name].title), fontsize=9)
+            axis.tick_params(labelbottom=panel + in_a_row >= len(cases))  # the lowest of its column
         for axis in axes[len(cases) :]:
             axis.set_visible(False)
         figure.suptitle(f"cosines of genuine (blue) and impostor (gray) pairs, sample rate {rate:g}\n{setup}", fontsize=9)
@@ -119,7 +120,7 @@ def _draw_pairs(axis: Any, runs: Rows) -> None:
         counts = [sum(column) for column in zip(*(run[kind]["histogram"] for run in runs), strict=True)]
         shares = [count / max(1, sum(counts)) for count in counts]
         axis.stairs(shares, BINS, fill=True, alpha=0.6, color=colour)
-    axis.set(xlim=(-1.0, 1.0), xticks=(-1.0, -0.5, 0.0, 0.5, 1.0), yticks=[])
+    axis.set(xlim=(-1.0, 1.0), xticks=(-0.5, 0.0, 0.5), yticks=[])
     axis.tick_params(labelsize=7)
 
 
