@@ -46,6 +46,16 @@ def test_an_unfinished_folder_that_another_program_made_meanwhile_is_kept(tmp_pa
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
+def test_an_unfinished_folder_that_was_deleted_and_made_anew_is_another_one(tmp_path: Path):
+    with unfinished_folder(tmp_path / "out") as folder:
+        folder.rmdir()  # as the message says to a user, if he takes the program for dead
+        second = unfinished_folder(tmp_path / "out")
+        (second.__enter__() / "file").touch()
+    assert (folder / "file").is_file()
+    second.__exit__(None, None, None)
+    assert not folder.exists()
+
+
 def test_an_unfinished_folder_is_removed_whatever_happens(tmp_path: Path):
     with pytest.raises(RuntimeError), unfinished_folder(tmp_path / "out") as folder:
         (folder / "file").touch()

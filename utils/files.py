@@ -250,10 +250,13 @@ def _stat(path: str | os.PathLike[str]) -> os.stat_result:
         raise OSError(errno.EINVAL, "a path must not contain a zero byte", shown(path)) from None
 
 
-def is_still(path: Path, status: os.stat_result) -> bool:
-    """Return whether path is the file or folder that had this status, and not one that another program put in its place."""
+def is_still(path: Path, handle: int) -> bool:
+    """Return whether path is an open file or folder, and not one that another program put in its place.
+
+    It must be open, because the next file may get the inode of one that is deleted and closed.
+    """
     try:
-        return os.path.samestat(os.stat(path), status)
+        return os.path.samestat(os.stat(path), os.fstat(handle))
     except FileNotFoundError:
         return False
 
@@ -271,7 +274,7 @@ def unfinished_folder(out: Path) -> Iterator[Path]:
         folder.mkdir()
     except FileExistsError:
         raise ValueError(f"{folder}: another program is writing there. If it was killed, delete that folder") from None
-    own = os.stat(folder)
+    own = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield folder
     except OSError as error:
@@ -281,3 +284,4 @@ def unfinished_folder(out: Path) -> Iterator[Path]:
     finally:
         if is_still(folder, own):  # it may be moved away, and another program may write there
             shutil.rmtree(folder, ignore_errors=True)
+        os.close(own)

@@ -26,11 +26,11 @@ def new_file(path: Path) -> Iterator[NewFile]:
     """
     # short, because `path` may have as long a name as the file system allows; the same in the next run, which overwrites it
     unfinished = path.with_name(f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]}.unfinished")
-    own: os.stat_result | None = None
+    own = -1
     try:
         unfinished.unlink(missing_ok=True)
         with NewFile(unfinished) as file:
-            own = os.stat(unfinished)
+            own = os.dup(file.fileno())
             yield file
             file.close()
         if not is_still(unfinished, own):
@@ -38,11 +38,14 @@ def new_file(path: Path) -> Iterator[NewFile]:
         unfinished.replace(path)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            if own is not None and is_still(unfinished, own):
+            if own >= 0 and is_still(unfinished, own):
                 unfinished.unlink()
         if isinstance(error, OSError) and error.filename in (None, str(unfinished)):  # fsync names no file
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
+    finally:
+        if own >= 0:
+            os.close(own)
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -88,6 +88,10 @@ class NewFile:
         self.size += length
         return length
 
+    def fileno(self) -> int:
+        """Return the open file's descriptor."""
+        return self._handle
+
     def flush(self) -> None:
         """Do nothing, since nothing is buffered; torch.save calls this method."""
 
