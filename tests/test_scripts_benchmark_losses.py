@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
@@ -24,7 +24,7 @@ from configs import load_config
 from eval.evaluate import evaluate, load_pair_sets
 from eval.networks import add_network_arguments, load_network
 from losses import list_margins, margin_arguments
-from scripts.benchmark import losses, losses_report, losses_runs
+from scripts.benchmark import losses, losses_report, losses_results, losses_runs
 from scripts.benchmark.losses_settings import SETTINGS, chosen_settings
 from training.sections import NAMED
 from utils.checkpoint.format import list_checkpoints
@@ -100,7 +100,7 @@ def test_a_training_that_fails_costs_itself_and_is_tried_again(done: Done):
 def test_the_numbers_of_a_run_are_those_of_its_log_and_of_an_evaluation_of_its_network(config: Path, out: Path):
     rows = {row["setting"]: row for row in json.loads((out / "all.json").read_text())}
     folder = next((out / "runs").glob("cosface_rate_0.5_seed_2_*"))
-    row = json.loads((folder / losses_runs.MEASURED).read_text())
+    row = json.loads((folder / losses_results.MEASURED).read_text())
     assert set(rows) == {"cosface", "sphereface2"} and rows["cosface"] == row
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert row["steps"] == 3 == records[-1]["step"] and row["loss"] == records[-1]["loss"]
@@ -214,39 +214,93 @@ def test_results_of_a_file_are_not_lost(config: Path, out: Path, tmp_path: Path,
     assert (tmp_path / "out" / "table.md").read_text() == (out / "table.md").read_text()
 
 
-def test_a_table_mixes_no_settings(config: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    known = ["--known", str(out / "all.json")]
-    assert losses.main([*known, *_arguments(config, tmp_path / "out"), "optimizer.momentum=0.5"]) == 1
+@pytest.mark.parametrize(
+    "other",
+    [["optimizer.momentum=0.5", "train.ema=0.9"], ["train.ema=0.9", "--seeds", "3"], ["loss.margin=0.1", "--seeds", "3"]],
+)
+def test_a_table_mixes_no_settings(
+    config: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], other: list[str]
+):
+    known = ["--known", str(out / "all.json"), "--losses", "cosface"]
+    assert losses.main([*_arguments(config, tmp_path / "out"), *other, *known]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(r"error: (cosface_\S+) and (?!\1)cosface_\S+ are one loss, rate and seed with other settings or data", line)
+    assert re.match(r"error: (\S+) and (?!\1)\S+ belong into one table, but were trained with other settings or data", line)
     assert not (tmp_path / "out" / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[{}]",
-        "{",
-        "[[]]",
-        '{"run": 1}',
-        '[{"run": "x", "setup": 1, "rate": 1, "machine": 3}]',
-        "no histogram",
-        "another place",
-    ],
-)
-def test_a_file_that_holds_no_results_is_one_line(
-    config: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+def test_what_has_an_option_of_its_own_is_no_key_of_set(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert losses.main([*_arguments(config, tmp_path / "out"), "run.seed=7"]) == 1
+    assert capsys.readouterr().err == "error: --set run.seed: this program sets it itself; use --seeds\n"
+
+
+def test_results_that_another_program_wrote_meanwhile_are_not_lost(out: Path, tmp_path: Path):
+    rows = json.loads((out / "all.json").read_text())
+    losses_results.write_results(tmp_path / "all.json", rows)
+    before = (tmp_path / "all.json").read_bytes()
+    losses_results.require_kept(tmp_path / "all.json", [row["run"] for row in rows])
+    with pytest.raises(
+        ValueError, match=f"--json: .* has 1 results .* such as {rows[1]['run']}, and would lose them; it was not"
+    ):
+        losses_results.require_kept(tmp_path / "all.json", [rows[0]["run"]])
+    assert (tmp_path / "all.json").read_bytes() == before == (out / "all.json").read_bytes()
+
+
+def test_a_training_that_fails_loses_no_result_of_a_file(
+    config: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    if text == "no histogram":
-        rows = json.loads((out / "all.json").read_text())
-        del rows[0]["genuine"]["histogram"]
-        text = json.dumps(rows)
-    elif text == "another place":
-        text = (out / "all.json").read_text().replace('"run": "', '"run": "../../')
-    (tmp_path / "known.json").write_text(text)
-    assert losses.main([*_arguments(config, tmp_path / "out"), "--known", str(tmp_path / "known.json")]) == 1
+    kept = tmp_path / "all.json"
+    shutil.copy(out / "all.json", kept)
+    before = kept.read_bytes()
+    arguments = [*_arguments(config, tmp_path / "out"), "--json", str(kept)]
+    for job in losses_runs.list_jobs(losses.parse(arguments), ["cosface", "sphereface2"]):
+        job.folder.mkdir(parents=True)
+        (job.folder / "checkpoints").write_text("no folder")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(losses_runs, "subprocess", FORKS)
+        assert losses.main(arguments) == 1
+    assert "has 2 results that this command does not have" in capsys.readouterr().err
+    assert kept.read_bytes() == before
+
+
+@pytest.mark.parametrize("option", ["--page", "--json"])
+def test_where_nothing_can_be_written_is_said_before_the_first_training(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+):
+    assert losses.main([*_arguments(config, tmp_path / "out"), option, str(tmp_path / "none" / "file")]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: --known: ") and "it is no file of results, as --json writes it" in line
+    assert line.startswith("error: ") and "none" in line and not (tmp_path / "out" / "runs").exists()
+
+
+HOSTILE: dict[str, Any] = {
+    "loss": [10**400, "1", None, float("nan"), float("inf")],
+    "rate": [10**400, 0, 2, -1e300, "1"],
+    "seed": ["1", [1], 1.5],
+    "steps": ["187", None],
+    "setup": ["500 \ud800", "500\n<!-- end -->", "<!-- end -->", 5],
+    "machine": ["\ud800", None],
+    "setting": ["no loss", ["cosface"]],
+    "run": ["../../run", "a\nb", "", 3],
+    "accuracy": [{"a|b": 1.0}, {"demo": "1"}, [1.0], None],
+    "genuine": [{}, {"mean": 0.5, "std": 0.1}, {"mean": 0.5, "std": 0.1, "histogram": ["1"] * 100}, None],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in HOSTILE.items() for value in values])
+def test_a_hostile_result_is_none(out: Path, tmp_path: Path, key: str, value: Any):
+    rows = json.loads((out / "all.json").read_text())
+    (tmp_path / "known.json").write_text(json.dumps([rows[0], {**rows[1], key: value}]))
+    with pytest.raises(ValueError, match=r"--known: .*known\.json: it is no file of results, as this program writes it"):
+        losses_results.read_results(tmp_path / "known.json", "--known")
+
+
+@pytest.mark.parametrize("text", ["[{}]", "{", "{}", '""', "[[]]", "[1]", "null", '{"run": 1}', "[" * 100_000])
+def test_a_file_that_holds_no_results_is_one_line(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str):
+    (tmp_path / "known.json").write_text(text)
+    for option in ("--known", "--json"):
+        assert losses.main([*_arguments(config, tmp_path / "out"), option, str(tmp_path / "known.json")]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {option}: ") and "it is no file of results, as this program writes it" in line
+    assert (tmp_path / "known.json").read_text() == text and not (tmp_path / "out" / "runs").exists()
 
 
 def test_the_order_is_seeds_then_rates_then_losses(config: Path, tmp_path: Path):
@@ -276,7 +330,7 @@ def test_an_interrupted_program_lets_its_training_save_and_goes_on_from_there(co
     assert program.wait(60) != 0
     folder = next((tmp_path / "runs").glob("cosface_*"))
     saved = list_checkpoints(folder)
-    assert saved and not (folder / losses_runs.MEASURED).exists()
+    assert saved and not (folder / losses_results.MEASURED).exists()
     at = int(saved[-1].name.split("_")[1])
     assert 3 <= at < 400
     log = (folder / "train.log").read_text()

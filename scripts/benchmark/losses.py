@@ -26,30 +26,27 @@ if __name__ == "__main__" and not __package__:
 import argparse
 import json
 import os
-import re
 import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from configs import load_config
 from training.sections import NAMED
 from utils.cli import int_in_range, make_parser, progress
-from utils.files import read_text, shown
+from utils.files import shown
 from utils.precision import AUTOCAST
 from utils.program import run_main
 
 from . import losses_curves, losses_report
-from .losses_runs import BINS, MEASURED, Job, Runner, list_jobs, measure, read_measured, steps_done, write_measured
+from .losses_results import MEASURED, read_measured, read_results, require_alike, require_kept, write_measured, write_results
+from .losses_runs import Job, Runner, list_jobs, measure, steps_done
 from .losses_settings import SETTINGS, chosen_settings
 
 _QUICK = ("backbone.name=mbf", "backbone.width=0.125", "train.batch_size=16", "schedule.warmup_epochs=0")
 _QUICK_LOSSES = ["cosface", "curricularface"]
-_MAX_RESULTS = 2**26  # bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +75,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further keys of the trainings")
     parser.add_argument("--processes", type=count, default=1, help="trainings at a time, which share the cores")
-    parser.add_argument("--out", type=Path, default=Path("work_dirs/losses"), help="folder of runs, tables and pictures")
+    parser.add_argument("--out", type=Path, help="folder of runs, tables and pictures (work_dirs/losses or losses_quick)")
     parser.add_argument("--page", type=Path, help="write the tables into this page too, all pictures into images beside it")
     parser.add_argument("--no-times", action="store_true", help="no step times on the page: other programs ran beside")
     parser.add_argument("--json", type=Path, help="also write the numbers of all runs there")
@@ -112,18 +109,22 @@ def benchmark(options: argparse.Namespace) -> None:
     Raises:
         ValueError: an option is wrong; or, after everything else, a training failed.
     """
+    options.seeds, options.rates = list(dict.fromkeys(options.seeds)), list(dict.fromkeys(options.rates))
     if options.quick:
         options.losses, options.seeds = options.losses or _QUICK_LOSSES, options.seeds[:1]
         options.rates, options.steps = options.rates[:1], options.steps or 4
         first = load_config(options.config, [], NAMED).eval.targets[:1]  # evaluation would take longer than the rest
         options.set = [*_QUICK, f"eval.targets=[{', '.join(first)}]", *options.set]
+    options.out = options.out or Path("work_dirs/losses_quick" if options.quick else "work_dirs/losses")
     options.out.mkdir(parents=True, exist_ok=True)
     if options.curves_only:
         print("\n".join(f"written: {path}" for path in losses_curves.draw(options.out)))
         return
+    _check_files(options)
     jobs = list_jobs(options, chosen_settings(options.losses))
     _take_known(options, jobs)
-    _require_none_lost(options, jobs)
+    if options.json:
+        require_kept(options.json, [job.folder.name for job in jobs] + [row["run"] for row in read_measured(options.out)])
     missing = [job for job in jobs if not (job.folder / MEASURED).is_file()]
     print(f"{len(jobs)} trainings, {len(missing)} of which are to be done; {options.processes} at a time", flush=True)
     failed = _train(options, missing)
@@ -137,39 +138,24 @@ def benchmark(options: argparse.Namespace) -> None:
         images.mkdir(exist_ok=True)
         for path in pictures:
             (images / path.name).write_bytes(path.read_bytes())
-    if options.json:
-        options.json.write_text("[\n{}\n]\n".format(",\n".join(json.dumps(row) for row in rows)))
     table = _write_table(options.out)
     print(f"\n{table.read_text()}\nwritten: {', '.join(str(path) for path in (table, *pictures))}")
+    if options.json:
+        require_kept(options.json, [row["run"] for row in rows])  # a training failed, or another program wrote meanwhile
+        write_results(options.json, rows)
     if failed:
         raise ValueError(f"{len(failed)} of {len(jobs)} trainings failed: {'; '.join(failed)}. Their output.txt has more")
-
-
-def _read_results(path: Path, option: str) -> dict[str, dict[str, Any]]:
-    """Return the results that --json wrote, by run; raise ValueError if the file cannot be read, or is none of this program."""
-    try:
-        rows = json.loads(read_text(path, _MAX_RESULTS))
-        for row in rows:
-            losses_report.tables([row])
-            if any(np.shape(row[kind]["histogram"]) != (len(BINS) - 1,) for kind in ("genuine", "impostor")):
-                raise ValueError("histogram")
-            if row["setting"] not in SETTINGS or not re.fullmatch(r"\w[\w.-]*", row["run"]):
-                raise ValueError("run")
-            hash(_place(row))
-        return {row["run"]: row for row in rows}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no file of results, as --json writes it"
-        raise ValueError(f"{option}: {shown(path)}: {why}") from None
 
 
 def _take_known(options: argparse.Namespace, jobs: Sequence[Job]) -> None:
     """Put the results of files, from other machines or an earlier start, beside those of --out."""
     known = {}
     for path in options.known:
-        found = _read_results(path, "--known")
-        print(f"--known: {len(found)} results are taken over from {shown(path)}")
-        known.update(found)
-    _require_one_of_each([*known.values(), *read_measured(options.out)], jobs)
+        rows = read_results(path, "--known")
+        print(f"--known: {len(rows)} results are taken over from {shown(path)}")
+        known.update({row["run"]: row for row in rows})
+    ours = [{**job._asdict(), "run": job.folder.name} for job in jobs]
+    require_alike([*known.values(), *read_measured(options.out), *ours])
     for run, row in known.items():
         folder = options.out / "runs" / run
         if not (folder / MEASURED).is_file():
@@ -177,35 +163,12 @@ def _take_known(options: argparse.Namespace, jobs: Sequence[Job]) -> None:
             write_measured(folder, row)
 
 
-def _require_one_of_each(rows: Sequence[dict[str, Any]], jobs: Sequence[Job]) -> None:
-    """Raise ValueError if two trainings would be runs of one line of a table, but differ in more than the seed."""
-    runs: dict[tuple[Any, ...], str] = {}
-    ours = [(_place(job._asdict()), job.folder.name) for job in jobs]
-    others = [(_place(row), row["run"]) for row in rows]
-    for place, run in [*ours, *others]:
-        if runs.setdefault(place, run) != run:
-            raise ValueError(
-                f"{shown(run)} and {shown(runs[place])} are one loss, rate and seed with other settings or data, and no "
-                "table may mix them. Give another --out, and leave out the --known that has the other"
-            )
-
-
-def _place(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the table, the line and the seed of a result."""
-    return tuple(row[key] for key in ("setup", "setting", "rate", "steps", "seed"))
-
-
-def _require_none_lost(options: argparse.Namespace, jobs: Sequence[Job]) -> None:
-    """Raise ValueError if the file of --json has results that this command would not write again."""
-    if not options.json or not options.json.exists():
-        return
-    here = {job.folder.name for job in jobs} | {row["run"] for row in read_measured(options.out)}
-    lost = [run for run in _read_results(options.json, "--json") if run not in here]
-    if lost:
-        raise ValueError(
-            f"--json: {shown(options.json)} has {len(lost)} results that this command does not have, such as {shown(lost[0])}, "
-            "and would lose them. Give it to --known as well, or write another file"
-        )
+def _check_files(options: argparse.Namespace) -> None:
+    """Raise ValueError if what is written at the end could not be, since that may be days away."""
+    if options.page:
+        losses_report.write_into_page(options.page, None)
+    if options.json and not options.json.resolve().parent.is_dir():
+        raise ValueError(f"--json: {shown(options.json.parent)} is no folder")
 
 
 def _train(options: argparse.Namespace, jobs: Sequence[Job]) -> list[str]:

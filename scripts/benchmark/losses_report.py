@@ -12,7 +12,7 @@ from typing import Any
 from utils.report.figure import make_figure
 from utils.text import label_text, markdown_table
 
-from .losses_runs import BINS
+from .losses_results import BINS
 from .losses_settings import SETTINGS
 
 BEGIN, END = "<!-- begin: written by scripts.benchmark.losses -->", "<!-- end -->"
@@ -124,14 +124,16 @@ def _draw_pairs(axis: Any, runs: Rows) -> None:
     axis.tick_params(labelsize=7)
 
 
-def write_into_page(page: Path, text: str, start: str = BEGIN) -> None:
-    """Replace what stands between the lines `start` and END on a page.
+def write_into_page(page: Path, text: str | None, start: str = BEGIN) -> None:
+    """Replace what stands between the lines `start` and END on a page; with None only look for them.
 
     Raises:
+        OSError: the page cannot be read.
         ValueError: the page does not have these two lines.
     """
     before, begin, rest = page.read_text(encoding="utf-8").partition(start)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"--page: {page} must have the lines {start} and {END}; the tables go between them")
-    page.write_text(f"{before}{start}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+    if text is not None:
+        page.write_text(f"{before}{start}\n\n{text}\n\n{END}{after}", encoding="utf-8")

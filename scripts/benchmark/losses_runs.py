@@ -34,16 +34,18 @@ from utils.distributed.agreement import digest
 from utils.precision import AUTOCAST, choose_precision, is_fast_in_bf16
 
 from .head import machine
+from .losses_results import BINS, write_measured
 from .losses_settings import SETTINGS, loss_arguments
 
 ROOT = Path(__file__).parents[2]
-MEASURED, FAILED = "measured.json", "failed.txt"  # in the folder of a run that has ended
-BINS = np.linspace(-1.0, 1.0, 101)  # of the cosines of pairs
-_OF_PLACE = {  # keys of a section that do not change what is trained, or that hashes of the data stand for
-    "run": ("name", "output", "threads", "timeout_minutes", "device"),
-    "data": ("path", "index_cache"),
-    "eval": ("path",),
-}
+FAILED = "failed.txt"  # in the folder of a run
+_OF_PLACE = (  # keys that do not change what is trained, or that hashes of the data stand for
+    *("run.name", "run.output", "run.threads", "run.timeout_minutes", "run.device"),
+    *("data.path", "data.index_cache", "eval.path"),
+)
+_OF_A_SEED = ("run.seed",)  # in which the runs of a line of a table differ
+_OF_A_LINE = ("run.seed", "loss", "head.sample_rate", *sorted({f"head.{key}" for row in SETTINGS.values() for key in row.head}))
+_BY_OPTION = {"run.seed": "--seeds", "head.sample_rate": "--rates", "loss.name": "--losses"}
 _HASHED = 256  # images
 _POLL = 0.5  # seconds
 
@@ -59,6 +61,8 @@ class Job(NamedTuple):
     folder: Path
     steps: int
     setup: str
+    recipe: str
+    common: str
 
     @property
     def title(self) -> str:
@@ -72,6 +76,9 @@ def list_jobs(options: argparse.Namespace, settings: Sequence[str]) -> list[Job]
     Raises:
         ValueError: the configuration does not accept an override, or its data or verification sets cannot be read.
     """
+    for key in (given.partition("=")[0] for given in options.set):
+        if key in _BY_OPTION:
+            raise ValueError(f"--set {key}: this program sets it itself; use {_BY_OPTION[key]}")
     config = load_config(options.config, [*_of_program(options), *options.set], NAMED)
     if not config.eval.targets:
         raise ValueError(f"--config: {options.config} must name verification sets in eval.targets")
@@ -83,9 +90,10 @@ def list_jobs(options: argparse.Namespace, settings: Sequence[str]) -> list[Job]
         given = _overrides(options, setting, rate, seed, epoch_steps)
         config = load_config(options.config, given, NAMED)
         folder = options.out / "runs" / f"{setting}_rate_{rate:g}_seed_{seed}_{_digest(config, data)}"
+        hashes = [_digest(config, data, without) for without in (_OF_A_SEED, _OF_A_LINE)]
         steps = config.train.max_steps or max(1, int(config.train.epochs * dataset.num_images / config.train.batch_size))
         setup = _describe_setup(config, dataset)
-        jobs.append(Job(setting, rate, seed, options.config, tuple(given), folder, steps, setup))
+        jobs.append(Job(setting, rate, seed, options.config, tuple(given), folder, steps, setup, *hashes))
     return jobs
 
 
@@ -109,12 +117,15 @@ def _overrides(options: argparse.Namespace, setting: str, rate: float, seed: int
     return [*_of_program(options), *(f"{key}={text}" for key, text in texts.items()), *options.set]
 
 
-def _digest(config: EasyDict, data: Sequence[Any]) -> str:
-    """Return a hash of all that decides the result of a training, so that another one is never taken for it."""
+def _digest(config: EasyDict, data: Sequence[Any], without: Sequence[str] = ()) -> str:
+    """Return a hash of all that decides the result of a training, so that another one is never taken for it.
+
+    Args:
+        without: sections, or keys as section.key, that are not hashed.
+    """
     sections = yaml.safe_load(dump_config(config))
-    for section, keys in _OF_PLACE.items():
-        for key in keys:
-            del sections[section][key]
+    for section, key in (name.partition(".")[::2] for name in [*_OF_PLACE, *without]):
+        del (sections[section] if key else sections)[key or section]
     text = json.dumps([sections, data], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -250,7 +261,7 @@ def measure(case: dict[str, Any]) -> None:
     add_network_arguments(parser)
     network = load_network(parser.parse_args([str(folder)]), build_backbone)
     config = load_config(folder / "config.yaml", (), NAMED)
-    dataset, sets = open_data(config, 1)
+    _, sets = open_data(config, 1)
     world = distributed.init_distributed(config.run.device, case["threads"])
     model = network.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     settings = (config.eval.batch_size, AUTOCAST[config.train.precision], case["threads"], config.data.image_size)
@@ -261,8 +272,7 @@ def measure(case: dict[str, Any]) -> None:
     ]  # the first is slower
     found = {
         "run": folder.name,
-        **{name: case[name] for name in ("setting", "rate", "seed", "threads")},
-        "setup": _describe_setup(config, dataset),
+        **{name: case[name] for name in ("setting", "rate", "seed", "threads", "setup", "recipe", "common")},
         "steps": int(records[-1]["step"]),
         "accuracy": {name: result.accuracy for name, result in results.items()},
         **_cosines(list(results.values())),
@@ -273,13 +283,6 @@ def measure(case: dict[str, Any]) -> None:
         "machine": machine(world.device.type),
     }
     write_measured(folder, found)
-
-
-def write_measured(folder: Path, found: dict[str, Any]) -> None:
-    """Write the numbers of a run to its folder; the file appears when it is complete."""
-    unfinished = folder / f"{MEASURED}.unfinished"
-    unfinished.write_text(json.dumps(found, indent=1) + "\n")
-    unfinished.replace(folder / MEASURED)
 
 
 def _describe_setup(config: EasyDict, dataset: FaceDataset) -> str:
@@ -302,8 +305,3 @@ def _cosines(results: Sequence[VerificationResult]) -> dict[str, Any]:
         }
         for name, of in (("genuine", same), ("impostor", ~same))
     }
-
-
-def read_measured(out: Path) -> list[dict[str, Any]]:
-    """Return the numbers of all runs in a folder that have ended well, whichever command line started them."""
-    return [json.loads(path.read_text()) for path in sorted((out / "runs").glob(f"*/{MEASURED}"))]
