@@ -250,6 +250,17 @@ def _stat(path: str | os.PathLike[str]) -> os.stat_result:
         raise OSError(errno.EINVAL, "a path must not contain a zero byte", shown(path)) from None
 
 
+def replace_text(path: Path, text: str, errors: str = "strict") -> None:
+    """Write a UTF-8 text file, which appears under its name when it is complete.
+
+    Args:
+        errors: what becomes of characters that UTF-8 does not have, as for `str.encode`.
+    """
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8", errors=errors)
+    unfinished.replace(path)
+
+
 def is_still(path: Path, handle: int) -> bool:
     """Return whether path is an open file or folder, and not one that another program put in its place.
 

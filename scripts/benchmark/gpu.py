@@ -39,6 +39,7 @@ import torch
 
 from utils import distributed
 from utils.cli import make_parser
+from utils.files import replace_text
 from utils.program import run_main
 
 from .gpu_parts import gpu_tests, heads, largest, loading, machine, networks, page, saving, trainings
@@ -97,7 +98,7 @@ def benchmark(options: argparse.Namespace) -> None:
         print(f"{name:<11}at most {max(0.0, seconds):.0f} s ...", flush=True)
         found = _run(name, options, seconds) if seconds > 1 else _failure("not started", 0.0, "--minutes were over")
         result["parts"][name] = found
-        _write(result, options.json)
+        replace_text(options.json, json.dumps(result, indent=1) + "\n")  # complete at any time
         print(f"{name:<11}{found['status']}, {found['seconds']:.1f} s, {len(found['rows'])} rows {found['reason']}", flush=True)
     page.write(result, options.out)
     print(f"written: {options.json}, {options.out}")
@@ -147,13 +148,6 @@ def _work(case: dict[str, Any]) -> None:
     with open(case["rows"], "w", buffering=1) as file:
         for row in PARTS[case["part"]].measure(Context(device, case["quick"], Path(case["folder"]))):
             file.write(json.dumps(row) + "\n")
-
-
-def _write(result: dict[str, Any], path: Path) -> None:
-    """Write the JSON; the file is complete at any time."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(json.dumps(result, indent=1) + "\n")
-    unfinished.replace(path)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from utils.files import read_text, shown
+from utils.files import read_text, replace_text, shown
 
 from .losses_settings import SETTINGS
 
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 def write_measured(folder: Path, found: Row) -> None:
     """Write the numbers of a run to its folder; the file appears when it is complete."""
-    _replace(folder / MEASURED, json.dumps(found, indent=1))
+    replace_text(folder / MEASURED, json.dumps(found, indent=1) + "\n")
 
 
 def read_measured(out: Path) -> list[Row]:
@@ -42,7 +42,7 @@ def read_measured(out: Path) -> list[Row]:
 
 def write_results(path: Path, rows: Sequence[Row]) -> None:
     """Write the numbers of all runs to one file, which appears when it is complete."""
-    _replace(path, "[\n{}\n]".format(",\n".join(json.dumps(row) for row in rows)))
+    replace_text(path, "[\n{}\n]\n".format(",\n".join(json.dumps(row) for row in rows)))
 
 
 def read_results(path: Path, option: str) -> list[Row]:
@@ -86,12 +86,6 @@ def require_alike(rows: Iterable[Mapping[str, Any]]) -> None:
                     f"{row['run']} and {other['run']} belong into one table, but were trained with other settings or data. "
                     "Give another --out, and if a --known has one of them, leave that out"
                 )
-
-
-def _replace(path: Path, text: str) -> None:
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(text + "\n")
-    unfinished.replace(path)
 
 
 def _read(path: Path, option: str, kind: type) -> Any:

@@ -5,6 +5,8 @@ import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from utils.files import replace_text
+
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
@@ -76,9 +78,7 @@ class Page:
         if self._contents >= 0:
             links = (f'<li><a href="#section-{n}">{html.escape(h)}</a></li>' for n, h in enumerate(self._headings, 1))
             self._parts[self._contents] = f"<nav><ul>{''.join(links)}</ul></nav>"
-        unfinished = path.with_name(f"{path.name}.unfinished")
-        unfinished.write_text(text + "\n".join(self._parts) + "\n</body></html>\n", encoding="utf-8", errors="backslashreplace")
-        unfinished.replace(path)
+        replace_text(path, text + "\n".join(self._parts) + "\n</body></html>\n", errors="backslashreplace")
 
 
 def _is_number(column: Sequence[str]) -> bool:
