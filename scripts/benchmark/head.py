@@ -131,7 +131,8 @@ def benchmark(options: argparse.Namespace) -> None:
             print(head_traffic.describe(row))
     for name, result in sorted(bare.items()):
         each = ", ".join(f"{key} {value:.0f}" for key, value in result["gflops_of_each"].items())
-        print(f"bare products in {name}{result['note']} with 100000 classes: {result['gflops']:.0f} GFLOP/s together ({each})")
+        note = result["note"] and f"{result['note']},"
+        print(f"bare products in {name}{note} with 100000 classes: {result['gflops']:.0f} GFLOP/s together ({each})")
     draws = time_draws(1_000_000 if options.quick else 10_000_000)
     print(
         f"drawing 10 % of {draws['classes']} classes: {draws['ours_us']:.0f} us, by random number, top-k and sort "

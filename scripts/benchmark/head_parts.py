@@ -35,7 +35,7 @@ def bare_products(classes: int, batch: int, dim: int, dtype: torch.dtype, device
     copy = 2 * w.nbytes / seconds.pop("copy") / 1e9
     product = 2 * batch * classes * dim / 1e9
     rates = {name: product / value for name, value in seconds.items()}
-    note = "" if dtype == asked else ", computed in fp32,"
+    note = "" if dtype == asked else ", computed in fp32"
     return {"gflops": 3 * product / sum(seconds.values()), "gflops_of_each": rates, "copy_gbs": copy, "note": note}
 
 

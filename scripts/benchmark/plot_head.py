@@ -136,7 +136,7 @@ def _roofline(rows: list[dict[str, Any]], bare: dict[str, Any], path: Path) -> N
     low, high = 1.0, 1000.0
     for name, result in sorted(bare.items()):
         axes.plot([result["gflops"] / bandwidth, high], [result["gflops"]] * 2, color="gray")
-        text = f"bare products, {name}{result.get('note', '').rstrip(',')}: {result['gflops']:.0f} GFLOP/s"
+        text = f"bare products, {name}{result.get('note', '')}: {result['gflops']:.0f} GFLOP/s"
         axes.annotate(text, (high, result["gflops"]), ha="right", va="bottom", fontsize=8)
     top = max(result["gflops"] for result in bare.values())
     axes.plot([low, top / bandwidth], [low * bandwidth, top], color="gray", label=f"copy, {bandwidth:.0f} GB/s")
