@@ -122,9 +122,9 @@ def benchmark(options: argparse.Namespace) -> None:
         return
     _check_files(options)
     jobs = list_jobs(options, chosen_settings(options.losses))
-    _take_known(options, jobs)
+    runs = _take_known(options, jobs)
     if options.json:
-        require_kept(options.json, [job.folder.name for job in jobs] + [row["run"] for row in read_measured(options.out)])
+        require_kept(options.json, runs)
     missing = [job for job in jobs if not (job.folder / MEASURED).is_file()]
     print(f"{len(jobs)} trainings, {len(missing)} of which are to be done; {options.processes} at a time", flush=True)
     failed = _train(options, missing)
@@ -138,8 +138,8 @@ def benchmark(options: argparse.Namespace) -> None:
         images.mkdir(exist_ok=True)
         for path in pictures:
             (images / path.name).write_bytes(path.read_bytes())
-    table = _write_table(options.out)
-    print(f"\n{table.read_text()}\nwritten: {', '.join(str(path) for path in (table, *pictures))}")
+    text = _write_table(options.out, rows)
+    print(f"\n{text}\nwritten: {', '.join(str(path) for path in (options.out / 'table.md', *pictures))}")
     if options.json:
         require_kept(options.json, [row["run"] for row in rows])  # a training failed, or another program wrote meanwhile
         write_results(options.json, rows)
@@ -147,26 +147,32 @@ def benchmark(options: argparse.Namespace) -> None:
         raise ValueError(f"{len(failed)} of {len(jobs)} trainings failed: {'; '.join(failed)}. Their output.txt has more")
 
 
-def _take_known(options: argparse.Namespace, jobs: Sequence[Job]) -> None:
-    """Put the results of files, from other machines or an earlier start, beside those of --out."""
+def _take_known(options: argparse.Namespace, jobs: Sequence[Job]) -> set[str]:
+    """Put the results of files, from other machines or an earlier start, beside those of --out.
+
+    Returns:
+        The runs that have results, or are to have them.
+    """
     known = {}
     for path in options.known:
-        rows = read_results(path, "--known")
-        print(f"--known: {len(rows)} results are taken over from {shown(path)}")
-        known.update({row["run"]: row for row in rows})
+        found = read_results(path, "--known")
+        print(f"--known: {len(found)} results are taken over from {shown(path)}")
+        known.update({row["run"]: row for row in found})
     ours = [{**job._asdict(), "run": job.folder.name} for job in jobs]
-    require_alike([*known.values(), *read_measured(options.out), *ours])
+    rows = [*known.values(), *read_measured(options.out), *ours]
+    require_alike(rows)
     for run, row in known.items():
         folder = options.out / "runs" / run
         if not (folder / MEASURED).is_file():
             folder.mkdir(parents=True, exist_ok=True)
             write_measured(folder, row)
+    return {row["run"] for row in rows}
 
 
 def _check_files(options: argparse.Namespace) -> None:
     """Raise ValueError if what is written at the end could not be, since that may be days away."""
     if options.page:
-        losses_report.write_into_page(options.page, None)
+        losses_report.split_page(options.page)
     if options.json and not options.json.resolve().parent.is_dir():
         raise ValueError(f"--json: {shown(options.json.parent)} is no folder")
 
@@ -182,7 +188,7 @@ def _train(options: argparse.Namespace, jobs: Sequence[Job]) -> list[str]:
         if reason:
             failed.append(f"{job.title}: {reason}")
         tqdm.write(f"{job.title}: {f'failed: {reason}' if reason else _summary(job)}", file=bar.fp)
-        _write_table(options.out)
+        _write_table(options.out, read_measured(options.out))
 
     threads = max(1, len(os.sched_getaffinity(0)) // options.processes)
     with bar:
@@ -190,10 +196,10 @@ def _train(options: argparse.Namespace, jobs: Sequence[Job]) -> list[str]:
     return failed
 
 
-def _write_table(out: Path) -> Path:
-    path = out / "table.md"
-    path.write_text(losses_report.tables(read_measured(out)) + "\n")
-    return path
+def _write_table(out: Path, rows: losses_report.Rows) -> str:
+    text = losses_report.tables(rows) + "\n"
+    (out / "table.md").write_text(text)
+    return text
 
 
 def _summary(job: Job) -> str:

@@ -124,8 +124,14 @@ def _draw_pairs(axis: Any, runs: Rows) -> None:
     axis.tick_params(labelsize=7)
 
 
-def write_into_page(page: Path, text: str | None, start: str = BEGIN) -> None:
-    """Replace what stands between the lines `start` and END on a page; with None only look for them.
+def write_into_page(page: Path, text: str, start: str = BEGIN) -> None:
+    """Replace what stands between the lines `start` and END on a page; errors as for `split_page`."""
+    before, after = split_page(page, start)
+    page.write_text(f"{before}{start}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+
+
+def split_page(page: Path, start: str = BEGIN) -> tuple[str, str]:
+    """Return what stands before the line `start` on a page, and after the line END.
 
     Raises:
         OSError: the page cannot be read.
@@ -135,5 +141,4 @@ def write_into_page(page: Path, text: str | None, start: str = BEGIN) -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"--page: {page} must have the lines {start} and {END}; the tables go between them")
-    if text is not None:
-        page.write_text(f"{before}{start}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+    return before, after

@@ -43,8 +43,8 @@ _OF_PLACE = (  # keys that do not change what is trained, or that hashes of the 
     *("run.name", "run.output", "run.threads", "run.timeout_minutes", "run.device"),
     *("data.path", "data.index_cache", "eval.path"),
 )
-_OF_A_SEED = ("run.seed",)  # in which the runs of a line of a table differ
-_OF_A_LINE = ("run.seed", "loss", "head.sample_rate", *sorted({f"head.{key}" for row in SETTINGS.values() for key in row.head}))
+_OF_A_SEED = ("run.seed",)  # in which the runs of a line of a table differ; the lines of all tables of a set-up, in these, too:
+_OF_A_LINE = ("loss", "head.sample_rate", *sorted({f"head.{key}" for row in SETTINGS.values() for key in row.head}))
 _BY_OPTION = {"run.seed": "--seeds", "head.sample_rate": "--rates", "loss.name": "--losses"}
 _HASHED = 256  # images
 _POLL = 0.5  # seconds
@@ -89,11 +89,11 @@ def list_jobs(options: argparse.Namespace, settings: Sequence[str]) -> list[Job]
     for seed, rate, setting in itertools.product(options.seeds, options.rates, settings):
         given = _overrides(options, setting, rate, seed, epoch_steps)
         config = load_config(options.config, given, NAMED)
-        folder = options.out / "runs" / f"{setting}_rate_{rate:g}_seed_{seed}_{_digest(config, data)}"
-        hashes = [_digest(config, data, without) for without in (_OF_A_SEED, _OF_A_LINE)]
+        run, recipe, common = _digests(config, data)
+        folder = options.out / "runs" / f"{setting}_rate_{rate:g}_seed_{seed}_{run}"
         steps = config.train.max_steps or max(1, int(config.train.epochs * dataset.num_images / config.train.batch_size))
         setup = _describe_setup(config, dataset)
-        jobs.append(Job(setting, rate, seed, options.config, tuple(given), folder, steps, setup, *hashes))
+        jobs.append(Job(setting, rate, seed, options.config, tuple(given), folder, steps, setup, recipe, common))
     return jobs
 
 
@@ -117,17 +117,16 @@ def _overrides(options: argparse.Namespace, setting: str, rate: float, seed: int
     return [*_of_program(options), *(f"{key}={text}" for key, text in texts.items()), *options.set]
 
 
-def _digest(config: EasyDict, data: Sequence[Any], without: Sequence[str] = ()) -> str:
-    """Return a hash of all that decides the result of a training, so that another one is never taken for it.
-
-    Args:
-        without: sections, or keys as section.key, that are not hashed.
-    """
-    sections = yaml.safe_load(dump_config(config))
-    for section, key in (name.partition(".")[::2] for name in [*_OF_PLACE, *without]):
-        del (sections[section] if key else sections)[key or section]
-    text = json.dumps([sections, data], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+def _digests(config: EasyDict, data: Sequence[Any]) -> list[str]:
+    """Return three hashes of what decides the result of a training, so that another one is never taken for it: of all, of what
+    the runs of a line of a table have in common, and of what all lines have in common."""
+    sections, found = yaml.safe_load(dump_config(config)), []
+    for names in (_OF_PLACE, _OF_A_SEED, _OF_A_LINE):
+        for section, key in (name.partition(".")[::2] for name in names):
+            del (sections[section] if key else sections)[key or section]
+        text = json.dumps([sections, data], sort_keys=True)
+        found.append(hashlib.sha256(text.encode()).hexdigest()[:8])
+    return found
 
 
 def _digest_of_images(dataset: FaceDataset) -> str:
