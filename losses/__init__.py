@@ -49,11 +49,6 @@ MARGINS: dict[str, Callable[..., Margin]] = {
 }
 
 
-def list_margins() -> list[str]:
-    """Return the names that build_margin knows."""
-    return list(MARGINS)
-
-
 def margin_arguments(name: str) -> dict[str, Any]:
     """Return the arguments of the margin of that name, with their defaults.
 

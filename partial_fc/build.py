@@ -7,12 +7,12 @@ import torch
 from utils.distributed import World
 from utils.precision import all_are_fast_in_bf16
 
+from .centres.row_optimizer import RowAdamW, RowOptimizer, RowSGD
 from .config import HeadConfig
 from .head import PartialFC
 from .kernels import choose_kernels
 from .margin_like import MarginLike
 from .memory import HeadMemory, check_fits, loss_memory
-from .row_optimizer import RowAdamW, RowOptimizer, RowSGD
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

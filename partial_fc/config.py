@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .row_optimizer import RowAdamW, RowOptimizer, RowSGD
+from .centres.row_optimizer import RowAdamW, RowOptimizer, RowSGD
 
 EXACT_UP_TO = 1 << 20  # classes whose neighbours are searched exactly; docs/head.md compares the cost with that of training
 

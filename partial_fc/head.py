@@ -25,22 +25,22 @@ from torch import Tensor, nn
 from utils.memory import free_bytes
 from utils.randomness import derive
 
-from .centre_store import CentreStore, Read
+from .centres.numbers import MarginNumbers
+from .centres.row_optimizer import LazyDecay
+from .centres.shard import check_labels, classes_of_slots, shard_range, slots_of_classes
+from .centres.store import CentreStore, Read
+from .centres.sub_centers import by_slot
 from .collectives import Collectives
 from .config import HeadConfig
-from .forward import Forward, Step
 from .kernels import build_kernels, choose_kernels, why_plain
-from .loss import ReadyGradient, check_loss
-from .margin_numbers import MarginNumbers
-from .neighbours import NeighbourGraph
-from .planning import SharedLabels, StepPlan, plan_step
-from .products import auto_chunk
-from .row_optimizer import LazyDecay
-from .sampling import active_of_all_ranks, draw_active
-from .shard import check_labels, classes_of_slots, shard_range, slots_of_classes
+from .kernels.products import auto_chunk
+from .sampling.neighbours import NeighbourGraph
+from .sampling.planning import SharedLabels, StepPlan, plan_step
+from .sampling.sampling import active_of_all_ranks, draw_active
 from .side_stream import SideStream
-from .softmax import TwoPass, constant_shift
-from .sub_centers import by_slot
+from .softmax.forward import Forward, Step
+from .softmax.loss import ReadyGradient, check_loss
+from .softmax.passes import TwoPass, constant_shift
 from .workspace import Workspace
 
 MEBI = 1 << 20

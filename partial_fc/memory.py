@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-from .centre_store import FORMATS
+from .centres.store import FORMATS
+from .centres.sub_centers import buffer_bytes
 from .config import HeadConfig
 from .head import MEBI
+from .kernels.products import auto_chunk, converted_bytes, padded_rows, product_dtype
 from .margin_like import MarginLike
-from .neighbours import search_bytes
-from .products import auto_chunk, converted_bytes, padded_rows, product_dtype
-from .softmax import constant_shift
-from .sub_centers import buffer_bytes
+from .sampling.neighbours import search_bytes
+from .softmax.passes import constant_shift
 
 _COPIES = 6  # fp32 matrices of (c, B) that live at once where plain torch computes logits that are not linear
 _ROWS_KEPT = 8  # fp32 matrices of (B, D) that live at once in one forward and the update

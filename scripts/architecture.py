@@ -26,10 +26,10 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "programs put the parts together",
         (
             *("train.py", "eval/__main__.py", "scripts", "scripts/data", "scripts/eval", "scripts/benchmark"),
-            *("scripts/arcface_torch", "scripts/deploy", "scripts/demo", "scripts/attack", "scripts/launch"),
+            *("scripts/arcface_torch", "scripts/deploy", "scripts/demo", "scripts/launch"),
         ),
     ),
-    ("what train.py is made of", ("training",)),
+    ("what the programs are made of", ("training", "deploy", "migration")),
     ("parts know nothing of one another", ("configs", "backbones", "losses", "partial_fc", "data", "eval")),
     ("everybody may use", ("utils",)),
 )

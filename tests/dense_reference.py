@@ -13,7 +13,7 @@ from torch import Tensor
 
 from losses.margin import Margin
 from partial_fc import PartialFC, RowAdamW, RowSGD
-from partial_fc.shard import initial_centres, slots_of_classes
+from partial_fc.centres.shard import initial_centres, slots_of_classes
 
 
 def all_centres(num_classes: int, dim: int, seed: int, sub_centers: int = 1) -> Tensor:

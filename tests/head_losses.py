@@ -24,7 +24,7 @@ from losses import build_margin
 from losses.adaptiveface import AdaptiveFace
 from losses.margin import Margin
 from partial_fc import HeadConfig, PartialFC, RowSGD
-from partial_fc.shard import shard_range, slots_of_classes
+from partial_fc.centres.shard import shard_range, slots_of_classes
 from utils.randomness import derive
 
 C, D, B, SEED = 31, 16, 12, 3

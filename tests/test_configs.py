@@ -11,7 +11,7 @@ from backbones import backbone_arguments, list_backbones
 from configs import as_plain, dump_config
 from configs import load_config as load_any_config
 from configs.loader import SCHEMA
-from losses import list_margins, margin_arguments
+from losses import MARGINS, margin_arguments
 from utils.suggest import nearest
 
 load_config = functools.partial(load_any_config, named=train.NAMED)
@@ -249,7 +249,7 @@ def test_a_loss_has_the_arguments_of_its_class(tmp_path: Path, text: str, overri
             "no key 'loss.marginn'. Did you mean loss.margin? loss.name=arcface takes scale, margin, gradient",
         ),
         ("loss.m1=2", "no key 'loss.m1'. loss.name=arcface takes scale, margin, gradient"),
-        ("loss.name=arcfase", f"loss.name must be one of {', '.join(list_margins())}, got 'arcfase'. Did you mean arcface?"),
+        ("loss.name=arcfase", f"loss.name must be one of {', '.join(list(MARGINS))}, got 'arcfase'. Did you mean arcface?"),
         ("loss.margin=wide", "loss.margin must be a number, got 'wide'"),
         ("loss.margin=28.6", "loss.margin must be in [0, pi / 2] for arcface (radians, not degrees), got 28.6"),
         ("loss.gradient=none", "loss.gradient must be one of exact, straight_through, got 'none'"),
@@ -307,7 +307,7 @@ def test_a_new_loss_is_a_class_with_arguments_and_no_key_of_base_yaml(tmp_path: 
 def test_the_page_has_each_loss_and_backbone_with_its_arguments_and_their_defaults():
     page = (SCHEMA.parent.parent / "docs" / "configuration.md").read_text()
     rows = {row.split("|")[1].strip(" `"): row for row in page.splitlines() if row.startswith("| `")}
-    for name in list_margins():
+    for name in list(MARGINS):
         assert re.findall(r"`(\w+)=([\w.-]+)`", rows[f"loss.name={name}"]) == [
             (k, f"{v}") for k, v in margin_arguments(name).items()
         ]

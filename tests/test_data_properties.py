@@ -14,7 +14,7 @@ from data.record_dataset import RecordDataset
 from data.recordio.image_record import MAGIC, IndexedRecordFile, RecordWriter, is_protobuf, pack, unpack
 from data.recordio.writer import RecordSetWriter
 from eval.pair_sets.bin_file import read_bin, write_bin
-from scripts.attack import fuzz_inputs
+from tests.attack import fuzz_inputs
 
 # random bytes rarely have the magic word, which splits a record into parts, so half of the pieces are that word
 PIECES = st.one_of(st.just(MAGIC), st.just(MAGIC[:3]), st.binary(max_size=9))

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import train
+from data.drawn.faces import draw_face
+from data.drawn.identity import sample_identity, sample_shot
 from eval import __main__ as evaluation
 from scripts.data import align as align_faces
 from scripts.data import folder_to_rec
 from scripts.data import inspect as inspect_data
 from scripts.data import split as split_data
-from scripts.demo.faces import draw_face
-from scripts.demo.identity import sample_identity, sample_shot
 from utils.alignment import TEMPLATE
 
 ROOT = Path(__file__).parent.parent

@@ -8,14 +8,20 @@ from typing import Any
 
 import pytest
 
+from deploy.card.fields import FIELDS
+from deploy.embed import table as embed_table
+from deploy.export import checks as export_checks
+from deploy.export import graph as export_graph
+from deploy.faces import sheet as detect_sheet
+from deploy.faces.retinaface import RetinaFace
+from deploy.faces.scrfd import Scrfd
+from deploy.faces.yunet import YuNet
+from deploy.gallery.format import PATIENCE
+from deploy.serve import answers as demo_answers
+from deploy.serve import server as demo_server
 from eval.input_contract import InputContract
-from scripts.deploy import demo_answers, demo_server, detect_sheet, embed_table, export, export_checks, export_graph
-from scripts.deploy.card_fields import FIELDS
-from scripts.deploy.gallery_format import PATIENCE
-from scripts.deploy.retinaface import RetinaFace
-from scripts.deploy.scrfd import Scrfd
+from scripts.deploy import export
 from scripts.deploy.verify import DIFFERENT
-from scripts.deploy.yunet import YuNet
 from utils.alignment import TEMPLATE
 
 ROOT = Path(__file__).parent.parent

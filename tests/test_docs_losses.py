@@ -8,7 +8,7 @@ import pytest
 
 import train
 from configs import load_config
-from losses import MARGINS, list_margins, margin_arguments
+from losses import MARGINS, margin_arguments
 from scripts.benchmark.losses_curves import GROUPS
 from scripts.benchmark.losses_report import BEGIN, END, tables
 from scripts.benchmark.losses_settings import SETTINGS, loss_arguments
@@ -42,7 +42,7 @@ RECIPES = {
 @pytest.mark.parametrize("page", ["README.md", "docs/losses.md"])
 def test_a_page_has_every_loss_once_with_the_defaults_of_its_class(page: str):
     rows = _rows((ROOT / page).read_text(), "`loss.name` |")
-    assert sorted(row[0].strip("`") for row in rows) == sorted(list_margins())
+    assert sorted(row[0].strip("`") for row in rows) == sorted(list(MARGINS))
     for row in rows:
         defaults = {key: value for key, value in margin_arguments(row[0].strip("`")).items() if key not in SHARED}
         assert re.findall(r"`(\w+)=([^`]+)`", row[-1]) == [(key, str(value)) for key, value in defaults.items()]
@@ -50,10 +50,10 @@ def test_a_page_has_every_loss_once_with_the_defaults_of_its_class(page: str):
 
 def test_the_page_says_of_every_loss_when_to_choose_it_what_it_keeps_and_what_sampling_does():
     rows = _rows(PAGE, "`loss.name` | choose it when")
-    assert sorted(row[0].strip("`") for row in rows) == sorted(list_margins())
+    assert sorted(row[0].strip("`") for row in rows) == sorted(list(MARGINS))
     assert all(len(row) == 4 and all(row) for row in rows)
     without_state = {row[0].strip("`") for row in rows if row[2].startswith("none")}
-    for name in list_margins():
+    for name in list(MARGINS):
         margin = MARGINS[name]()
         kept = {**margin.state_dict(), **margin.class_numbers(8)}
         # SphereFace keeps the number of the step, which is the run's
@@ -70,7 +70,7 @@ def test_the_pictures_of_the_page_exist_and_the_program_finds_where_to_write():
 def test_every_loss_has_a_recipe_of_at_most_three_lines():
     assert all(lines[0].startswith("_base_: ") and len(lines) <= 3 for lines in RECIPES.values())
     found = [re.search(r"name: (\w+)", lines[1]) for lines in RECIPES.values()]  # sub-centers have no name
-    assert {match.group(1) for match in found if match} == set(list_margins())
+    assert {match.group(1) for match in found if match} == set(list(MARGINS))
 
 
 @pytest.mark.parametrize("file", RECIPES)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowSGD
-from partial_fc.centre_store import CentreStore
+from partial_fc.centres.shard import slots_of_classes
+from partial_fc.centres.store import CentreStore
 from partial_fc.kernels import KERNELS
-from partial_fc.shard import slots_of_classes
 from partial_fc.side_stream import SideStream
 
 pytestmark = pytest.mark.numeric

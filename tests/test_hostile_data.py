@@ -12,10 +12,10 @@ from tiny_runs import face, tiny_run, write_dataset
 
 import train
 from data.datasets import FolderDataset
+from deploy.faces.pictures import list_identities
 from eval.pair_sets.bin_file import write_bin
 from scripts.data import folder_to_rec
 from scripts.data import inspect as inspect_data
-from scripts.data.pictures import list_identities
 from utils.checkpoint.format import list_checkpoints
 
 

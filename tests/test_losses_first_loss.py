@@ -10,7 +10,7 @@ from dense_margin import cosines_of, losses_of_cosines
 from torch import Tensor
 
 import train
-from losses import build_margin, list_margins
+from losses import MARGINS, build_margin
 from losses.adaptiveface import AdaptiveFace
 from losses.first_loss import FirstStep, expected_first_loss, judge_first_loss
 from losses.margin import Margin
@@ -79,7 +79,7 @@ def test_millions_of_classes_take_the_formula_and_agree_with_what_is_drawn():
     assert expected_first_loss(_arcface(), FirstStep(10_000_000, 512, 1024)).tolerance == 0.3
 
 
-@pytest.mark.parametrize("name", list_margins())
+@pytest.mark.parametrize("name", list(MARGINS))
 def test_every_loss_is_found_sound_on_random_embeddings(name: str):
     margin = build_margin(name)
     margin.prepare(2000, 2000)

@@ -10,7 +10,7 @@ from rounding import FP32_UNIT
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from losses import Margin, build_margin, list_margins, margin_arguments
+from losses import MARGINS, Margin, build_margin, margin_arguments
 from losses.margin import State
 
 pytestmark = pytest.mark.numeric
@@ -29,7 +29,7 @@ SCALED_COSINE = {  # without a margin, the target logit is the scaled cosine
     "npcface", "adacos", "adaface", "magface", "elasticface", "uniface", "adaptiveface", "kappaface",
 }  # fmt: skip
 BEYOND = 1.0 + 2.4e-7  # how far fp32 rounding puts the cosine of two equal unit vectors
-NAMES = list_margins()
+NAMES = list(MARGINS)
 WITH_GRADIENT = [name for name in NAMES if "gradient" in margin_arguments(name)]
 SCHEDULED = [name for name in NAMES if "margin_steps" in margin_arguments(name)]
 

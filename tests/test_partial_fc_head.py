@@ -15,7 +15,7 @@ from losses import build_margin
 from losses.margin import Margin, State
 from losses.negatives import Negatives, negatives_of
 from partial_fc import HeadConfig, PartialFC, RowSGD
-from partial_fc.shard import initial_centres, shard_range
+from partial_fc.centres.shard import initial_centres, shard_range
 from utils.randomness import derive
 
 pytestmark = pytest.mark.numeric

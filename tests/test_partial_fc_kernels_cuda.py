@@ -32,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from losses.negatives import KINDS, Negatives
 from partial_fc import RowAdamW, RowSGD
-from partial_fc.centre_store import CentreStore
+from partial_fc.centres.store import CentreStore
 from partial_fc.kernels import cuda
 from partial_fc.workspace import Workspace
 

@@ -1,6 +1,6 @@
 """The Triton kernels against slow float64 formulas; without a GPU they run in Triton's interpreter, which is slow too.
 
-The formulas are those of partial_fc/row_optimizer.py, written down again.
+The formulas are those of partial_fc/centres/row_optimizer.py, written down again.
 """
 
 import importlib

@@ -20,8 +20,8 @@ import train
 from configs import load_config
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
-from partial_fc.centre_source import open_centres
-from partial_fc.centre_store import FORMATS
+from partial_fc.centres.source import open_centres
+from partial_fc.centres.store import FORMATS
 from partial_fc.kernels import KERNELS
 from partial_fc.memory import HeadMemory
 from scripts import checkpoint as tool

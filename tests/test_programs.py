@@ -139,10 +139,10 @@ def test_a_part_of_programs_says_that_it_is_none(path: Path):
 
 
 def test_a_part_of_programs_is_refused_both_ways():
-    for command in (["-m", "scripts.data.pictures"], ["scripts/data/pictures.py"]):
+    for command in (["-m", "scripts.data.sets"], ["scripts/data/sets.py"]):
         done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
-        assert done.stderr.startswith("error: scripts/data/pictures.py is no program")
+        assert done.stderr.startswith("error: scripts/data/sets.py is no program")
 
 
 def test_the_list_of_programs_is_complete():

@@ -15,12 +15,12 @@ from torch import Tensor
 
 import train
 from backbones import build_backbone
-from partial_fc.shard import initial_centres, slots_of_classes
+from migration.checkpoint_files import load
+from migration.network import recognise
+from partial_fc.centres.shard import initial_centres, slots_of_classes
 from scripts import checkpoint
 from scripts.arcface_torch import export_checkpoint as export_arcface_torch
 from scripts.arcface_torch import import_checkpoint as import_arcface_torch
-from scripts.arcface_torch.checkpoint_files import load
-from scripts.arcface_torch.network import recognise
 from utils.checkpoint.format import list_checkpoints, read_manifest
 from utils.checkpoint.reading import read_backbone, read_trainer, shard_reader
 from utils.checkpoint.tensor_file import write_tensors

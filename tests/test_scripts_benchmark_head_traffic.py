@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from losses import build_margin
-from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD, softmax
-from partial_fc.centre_store import FORMATS
+from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
+from partial_fc.centres.store import FORMATS
 from partial_fc.kernels import choose_kernels
+from partial_fc.softmax import passes as softmax
 from partial_fc.workspace import Workspace
 from scripts.benchmark.head_traffic import floor_per_class, moved, parts_per_class
 

@@ -23,7 +23,7 @@ from backbones import build_backbone
 from configs import load_config
 from eval.evaluate import evaluate, load_pair_sets
 from eval.networks import add_network_arguments, load_network
-from losses import list_margins, margin_arguments
+from losses import MARGINS, margin_arguments
 from scripts.benchmark import losses, losses_report, losses_results, losses_runs
 from scripts.benchmark.losses_settings import SETTINGS, chosen_settings
 from training.sections import NAMED
@@ -83,7 +83,7 @@ def test_every_loss_has_a_row_at_its_defaults_and_a_row_names_only_arguments_tha
         defaults = margin_arguments(SETTINGS[name].loss)
         assert {key: defaults[key] for key in SETTINGS[name].published} == SETTINGS[name].published, name
     of_a_loss = [SETTINGS[name].loss for name in chosen_settings(None) if not SETTINGS[name].head]
-    assert sorted(of_a_loss) == sorted(list_margins())
+    assert sorted(of_a_loss) == sorted(list(MARGINS))
     assert chosen_settings(["all"]) == list(SETTINGS)
     with pytest.raises(ValueError, match=r"--losses must be all, or among .*; got arcface arcfaze"):
         chosen_settings(["arcface", "arcfaze"])

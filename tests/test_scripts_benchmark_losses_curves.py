@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from losses import list_margins
+from losses import MARGINS
 from scripts.benchmark import losses_curves
 from scripts.benchmark.losses_settings import SETTINGS, chosen_settings
 
@@ -141,7 +141,7 @@ def test_a_negative_is_that_of_the_reference():
 
 def test_every_loss_is_in_a_picture_and_each_picture_can_be_read(tmp_path: Path):
     drawn = {SETTINGS[name].loss for names in losses_curves.GROUPS.values() for name in names}
-    assert drawn == set(list_margins()) and all(len(names) <= 7 for names in losses_curves.GROUPS.values())
+    assert drawn == set(list(MARGINS)) and all(len(names) <= 7 for names in losses_curves.GROUPS.values())
     for path in losses_curves.draw(tmp_path):
         picture = cv2.imread(str(path))
         colours = {tuple(pixel) for pixel in picture.reshape(-1, 3)[::7].tolist()}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from saving import save_now
 
 from backbones import build_backbone
-from partial_fc.shard import classes_of_slots, shard_range
+from partial_fc.centres.shard import classes_of_slots, shard_range
 from scripts import checkpoint
 from scripts.benchmark import checkpoint as benchmark_checkpoint
 from utils.checkpoint.reading import read_backbone, shard_reader

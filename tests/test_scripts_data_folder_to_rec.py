@@ -9,11 +9,11 @@ import pytest
 from pictures import folder_of_people, jpeg, picture
 
 from data.record_dataset import RecordDataset
+from deploy.faces.landmarks import read_landmarks
 from eval.pair_sets.bin_file import read_bin
 from scripts.data import align as align_faces
 from scripts.data import folder_to_rec, pairs_to_bin, rec_to_folder
 from scripts.data import shuffle as shuffle_rec
-from scripts.data.landmarks import read_landmarks
 from utils.alignment import TEMPLATE, align
 from utils.image import decode_rgb
 

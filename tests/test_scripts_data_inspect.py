@@ -11,6 +11,7 @@ import pytest
 from pictures import folder_of_people, jpeg, picture
 
 from data.record_dataset import RecordDataset
+from data.scan import MAX_DISTANCE, candidates, correlation, dhash
 from eval.pair_sets.bin_file import read_bin, write_bin
 from scripts.data import filter as filter_data
 from scripts.data import folder_to_rec, pairs_to_bin, rec_to_folder, show_augmentation
@@ -20,7 +21,6 @@ from scripts.data import repair as repair_data
 from scripts.data import shuffle as shuffle_rec
 from scripts.data import split as split_data
 from scripts.data import verify as verify_data
-from scripts.data.scan import MAX_DISTANCE, candidates, correlation, dhash
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from gallery_runs import SIZE, write_network
 from pictures import picture as drawn
 from tiny_detectors import OFFSETS, picture, write_detector
 
+from deploy.gallery.store import Gallery
 from scripts.data import align
 from scripts.deploy import detect, embed, enrol, search, verify
-from scripts.deploy.gallery_store import Gallery
 from utils.alignment import align as aligned
 
 PEOPLE, PATCH = 4, 72  # the aligned face has 64 pixels of the photograph

@@ -19,12 +19,12 @@ from onnx import TensorProto, helper
 from saving import save_now
 
 from backbones import build_backbone
+from deploy.card.fields import FIELDS
 from eval.input_contract import InputContract
 from eval.intervals import intervals_95
 from eval.report import as_json
 from eval.verification import verify
 from scripts.deploy import card
-from scripts.deploy.card_fields import FIELDS
 from utils.checkpoint.tensor_file import write_tensors
 from utils.distributed import World
 from utils.distributed.agreement import digest_tensors

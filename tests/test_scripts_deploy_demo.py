@@ -28,14 +28,15 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from pictures import jpeg, picture
 
+from deploy.faces.detector import Detector, Face
+from deploy.gallery.format import Facts
+from deploy.gallery.store import Gallery, NewImage
+from deploy.results_file import read_results
+from deploy.serve import server as demo_server
+from deploy.serve.answers import DemoAnswers
 from eval.__main__ import main as evaluate
 from eval.pair_sets.bin_file import read_bin, write_bin
-from scripts.deploy import demo, demo_server
-from scripts.deploy.demo_answers import DemoAnswers
-from scripts.deploy.detector import Detector, Face
-from scripts.deploy.gallery_format import Facts
-from scripts.deploy.gallery_store import Gallery, NewImage
-from scripts.deploy.results_file import read_results
+from scripts.deploy import demo
 from utils.alignment import TEMPLATE, align
 from utils.image import decode_rgb
 

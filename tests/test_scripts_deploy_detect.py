@@ -12,11 +12,11 @@ import cv2
 import numpy as np
 import pytest
 from faulty_disk import Disk, faulty
-from test_scripts_deploy_crops import _jpeg, _png
+from test_deploy_faces_crops import _jpeg, _png
 from tiny_detectors import picture, write_detector
 
+from deploy.faces.landmarks import read_landmarks
 from scripts.data.align import main as align_faces
-from scripts.data.landmarks import read_landmarks
 from scripts.deploy.detect import main
 from utils.image import decode_rgb
 

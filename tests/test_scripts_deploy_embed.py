@@ -25,15 +25,19 @@ import torch.multiprocessing as mp
 import xxhash
 from faulty_disk import Disk, faulty
 from onnx import TensorProto, helper, numpy_helper
-from test_scripts_deploy_crops import _bomb, _png
+from test_deploy_faces_crops import _bomb, _png
 from tiny_detectors import picture, write_detector
 from tiny_runs import Started
 
 from backbones import build_backbone
+from deploy.embed import embedder
+from deploy.embed import parts as embed_parts
+from deploy.embed import table as embed_table
+from deploy.embed import workers as embed_workers
+from deploy.embed.embedder import open_embedder
 from eval.networks import add_network_arguments
-from scripts.deploy import embed, embed_parts, embed_table, embed_workers, embedder
+from scripts.deploy import embed
 from scripts.deploy.embed import main
-from scripts.deploy.embedder import open_embedder
 from utils.checkpoint.tensor_file import write_tensors
 
 SIZE, DIM, COUNT = 48, 16, 22

@@ -15,9 +15,9 @@ from gallery_runs import DIM, SIZE, png, write_network, write_people
 from onnx import helper, numpy_helper
 from tiny_runs import Started
 
+from deploy.gallery.rewrite import check
+from deploy.gallery.store import Gallery
 from scripts.deploy import enrol
-from scripts.deploy.gallery_rewrite import check
-from scripts.deploy.gallery_store import Gallery
 
 KILLS = int(os.environ.get("FACE_KILLS") or 6)
 PEOPLE, PICTURES = 8, 5

@@ -33,9 +33,11 @@ from backbones import build_backbone, edgeface, ghostfacenet, list_backbones
 from backbones.iresnet import IResNet
 from backbones.mobilefacenet import MobileFaceNet
 from backbones.vit import VisionTransformer
+from deploy.export import checks as export_checks
+from deploy.export import files as export_files
+from deploy.export import graph as export_graph
 from eval.__main__ import main as evaluate
 from eval.input_contract import CONTRACT_FILE, InputContract
-from scripts.deploy import export_checks, export_files, export_graph
 from scripts.deploy.embed import main as embed
 from scripts.deploy.export import main as export
 from utils.alignment import TEMPLATE

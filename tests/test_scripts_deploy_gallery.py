@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from gallery_runs import FACTS, png, write_network, write_people
 
+from deploy.gallery.store import Gallery
 from scripts.deploy import enrol, gallery, search
-from scripts.deploy.gallery_store import Gallery
 
 
 @pytest.fixture(scope="module")

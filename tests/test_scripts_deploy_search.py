@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from gallery_runs import png, write_network, write_people
 
+from deploy.gallery.search import Match
+from deploy.gallery.sheet import draw_sheet
+from deploy.gallery.store import Gallery
 from scripts.deploy import enrol, search
-from scripts.deploy.gallery_search import Match
-from scripts.deploy.gallery_sheet import draw_sheet
-from scripts.deploy.gallery_store import Gallery
 
 
 @pytest.fixture(scope="module")

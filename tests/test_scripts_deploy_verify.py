@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from gallery_runs import png, write_network
 
+from deploy.embed.embedder import open_embedder
 from scripts.deploy import verify
-from scripts.deploy.embedder import open_embedder
 from utils.image import decode_rgb
 
 

@@ -14,7 +14,7 @@ from backbones.checkpointing import set_checkpointing
 from eval.embed import class_means
 from losses import build_margin, margin_arguments
 from partial_fc import PartialFC, build_head, check_head_fits, check_loss, head_config
-from partial_fc.init_centres import InitCounts, init_centres
+from partial_fc.centres.init import InitCounts, init_centres
 from utils.checkpoint.format import BACKBONE, EMA, TRAINER
 from utils.checkpoint.resume import SavedState, restore
 from utils.checkpoint.trainer import TrainerState, trained_names

@@ -24,11 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partial_fc.centre_store import CentreStore, Select
-from partial_fc.margin_like import NegativesLike
-from partial_fc.row_optimizer import RowOptimizer, RowSGD
-from partial_fc.workspace import Workspace
-
+from ..centres.row_optimizer import RowOptimizer, RowSGD
+from ..centres.store import CentreStore, Select
+from ..margin_like import NegativesLike
+from ..workspace import Workspace
 from .plain import PlainKernels
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("cpu.c", "negatives.c")]

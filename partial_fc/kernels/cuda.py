@@ -6,11 +6,10 @@ import torch
 import triton
 from torch import Tensor
 
-from partial_fc.centre_store import CentreStore, Select
-from partial_fc.margin_like import NegativesLike
-from partial_fc.row_optimizer import RowOptimizer, RowSGD
-from partial_fc.workspace import Workspace
-
+from ..centres.row_optimizer import RowOptimizer, RowSGD
+from ..centres.store import CentreStore, Select
+from ..margin_like import NegativesLike
+from ..workspace import Workspace
 from . import triton_negatives
 from .plain import PlainKernels
 from .triton import CLASSES, SAMPLES, TILES, adamw_kernel, exp_mask_sum_kernel, sgd_kernel

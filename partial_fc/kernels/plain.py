@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from partial_fc.centre_store import CentreStore, Select
-from partial_fc.margin_like import NegativesLike
-from partial_fc.row_optimizer import RowOptimizer
-from partial_fc.workspace import Workspace
+from ..centres.row_optimizer import RowOptimizer
+from ..centres.store import CentreStore, Select
+from ..margin_like import NegativesLike
+from ..workspace import Workspace
 
 THRESHOLD = 4  # the row of NegativesLike.coefficients above which a negative is hard
 NO_NEGATIVE = -1e30  # the largest logit of a sample without negatives

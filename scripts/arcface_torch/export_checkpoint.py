@@ -24,7 +24,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from partial_fc.shard import shard_range, slots_of_classes
+from migration.checkpoint_files import HEAD_NAMES, HEADS, Rows
+from migration.network import kind_of, own, recognise, their_optimizer, whole_lr
+from partial_fc.centres.shard import shard_range, slots_of_classes
 from utils.checkpoint.format import BACKBONE, find_checkpoint, read_manifest
 from utils.checkpoint.reading import class_order, read_backbone, read_trainer, shards_of
 from utils.checkpoint.tensor_file import write_object
@@ -33,9 +35,6 @@ from utils.files import unfinished_folder
 from utils.image import IMAGE_SIZE
 from utils.optim import freeze
 from utils.program import run_main
-
-from .checkpoint_files import HEAD_NAMES, HEADS, Rows
-from .network import kind_of, own, recognise, their_optimizer, whole_lr
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,7 +22,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from partial_fc.shard import classes_of_slots, initial_centres, shard_range
+from migration.checkpoint_files import (
+    HEAD_NAMES,
+    HEADS,
+    LAST_STEP,
+    ArcfaceCheckpoint,
+    Rows,
+    check_split,
+    missing_ranks,
+    read_arcface_checkpoint,
+)
+from migration.network import RecognisedBackbone, kind_of, our_optimizer, recognise
+from partial_fc.centres.shard import classes_of_slots, initial_centres, shard_range
 from utils.checkpoint.format import (
     BACKBONE,
     TRAINER,
@@ -37,18 +48,6 @@ from utils.checkpoint.tensor_file import Planned, write_object, write_planned, w
 from utils.cli import int_in_range, make_parser, progress
 from utils.precision import LossScaler
 from utils.program import run_main
-
-from .checkpoint_files import (
-    HEAD_NAMES,
-    HEADS,
-    LAST_STEP,
-    ArcfaceCheckpoint,
-    Rows,
-    check_split,
-    missing_ranks,
-    read_arcface_checkpoint,
-)
-from .network import RecognisedBackbone, kind_of, our_optimizer, recognise
 
 _ROWS_AT_ONCE = 1 << 14  # class centres
 

@@ -21,12 +21,11 @@ from typing import Any
 
 from backbones import list_backbones
 from configs import load_config
+from migration.config_file import Given, default_values, read_config
+from migration.network import VISION_TRANSFORMERS
 from training.sections import NAMED
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
-
-from .config_file import Given, default_values, read_config
-from .network import VISION_TRANSFORMERS
 
 # key there: why it has no counterpart here
 _DROPPED = {

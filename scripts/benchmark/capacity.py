@@ -36,7 +36,7 @@ from backbones import build_backbone, list_backbones
 from backbones.checkpointing import set_checkpointing
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
-from partial_fc.centre_store import FORMATS
+from partial_fc.centres.store import FORMATS
 from partial_fc.kernels import choose_kernels
 from partial_fc.memory import HeadMemory
 from utils import distributed

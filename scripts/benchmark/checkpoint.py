@@ -34,7 +34,7 @@ from torch import Tensor
 from backbones import build_backbone
 from losses import build_margin
 from partial_fc import PartialFC
-from partial_fc.shard import shard_range
+from partial_fc.centres.shard import shard_range
 from scripts import checkpoint as tool
 from utils.checkpoint.format import BACKBONE, SOFTMAX, TRAINER, checkpoint_path, commit, shard_name
 from utils.checkpoint.reading import shard_reader
@@ -224,7 +224,7 @@ def _measure_one(process: int, name: str, saved: str, classes: int, queue: Any) 
 
 def _reshard_by_slices(saved: str, classes: int) -> list[Tensor]:
     """Read only the process's own rows, in blocks, into their final memory, like a resumed run."""
-    from partial_fc.centre_store import CentreStore
+    from partial_fc.centres.store import CentreStore
     from partial_fc.kernels.plain import PlainKernels
     from partial_fc.workspace import Workspace
 

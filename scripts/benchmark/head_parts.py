@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from partial_fc.products import product_dtype
-from partial_fc.sampling import draw_active
+from partial_fc.kernels.products import product_dtype
+from partial_fc.sampling.sampling import draw_active
 
 from .device_rates import bare_seconds
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from partial_fc import HeadConfig, PartialFC
-from partial_fc.centre_store import FORMATS
+from partial_fc.centres.store import FORMATS
 from partial_fc.memory import HeadMemory
-from partial_fc.softmax import constant_shift
+from partial_fc.softmax.passes import constant_shift
 
 _NORM = 4  # bytes of 1 / norm
 

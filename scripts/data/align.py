@@ -22,15 +22,14 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from deploy.faces.landmarks import points_of, read_landmarks, report_padding
+from deploy.faces.pictures import list_pictures, to_jpeg
 from utils.alignment import align, check_points
 from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.files import read_bytes
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb, image_size
 from utils.parallel import map_in_order
 from utils.program import run_main
-
-from .landmarks import points_of, read_landmarks, report_padding
-from .pictures import list_pictures, to_jpeg
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

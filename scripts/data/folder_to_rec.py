@@ -24,14 +24,13 @@ from pathlib import Path
 import numpy as np
 
 from data.recordio.writer import RecordSetWriter
+from deploy.faces.landmarks import points_of, read_landmarks, report_padding
+from deploy.faces.pictures import BadPicture, Picture, Rules, encode, list_identities
+from deploy.faces.pictures import read_list as read_lst
 from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.image import IMAGE_SIZE
 from utils.parallel import map_in_order
 from utils.program import run_main
-
-from .landmarks import points_of, read_landmarks, report_padding
-from .pictures import BadPicture, Picture, Rules, encode, list_identities
-from .pictures import read_list as read_lst
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from data.base import FaceDataset
+from data.scan import MIN_CORRELATION, Scan, candidates, correlation, dhash, equal_groups, scan
 from eval.pair_sets.bin_file import PairSet, read_bin
 from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.files import shown
@@ -36,7 +37,6 @@ from utils.parallel import map_in_order
 from utils.program import run_main
 
 from .inspect_page import Copy, Findings, write_page
-from .scan import MIN_CORRELATION, Scan, candidates, correlation, dhash, equal_groups, scan
 from .sets import SetNames, open_set_of
 
 

@@ -11,12 +11,12 @@ import cv2
 import numpy as np
 
 from data.base import FaceDataset
+from data.scan import Scan
 from eval.pair_sets.bin_file import PairSet
 from utils.image import decode_rgb
 from utils.report.contact_sheet import histograms, sheet
 from utils.report.page import Page
 
-from .scan import Scan
 from .sets import SetNames
 
 _ROWS, _COLUMNS = 12, 8  # of the contact sheet

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.scan import is_plain, scan
 from eval.pair_sets.csv_and_folders import read_pairs
 from utils.cli import add_threads, make_parser, progress
 from utils.files import shown
@@ -28,7 +29,6 @@ from utils.parallel import map_in_order
 from utils.program import run_main
 from utils.text import printable
 
-from .scan import is_plain, scan
 from .sets import open_set_of
 
 _PAIRS = (".bin", ".safetensors", ".csv")  # files of verification sets

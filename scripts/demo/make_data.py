@@ -31,14 +31,13 @@ import cv2
 import numpy as np
 from tqdm import tqdm
 
+from data.drawn.faces import draw_face
+from data.drawn.identity import sample_identity, sample_shot, sample_yaw
 from data.recordio.writer import RecordSetWriter
 from eval.pair_sets.bin_file import write_bin
 from eval.verification import FOLDS
 from utils.cli import make_parser
 from utils.program import run_main
-
-from .faces import draw_face
-from .identity import sample_identity, sample_shot, sample_yaw
 
 SETS = ("demo_wild", "demo_profile", "demo_aged")
 IDENTITIES_PER_FOLD = 10

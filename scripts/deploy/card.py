@@ -24,6 +24,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from backbones import build_backbone
+from deploy.card.document import Document
+from deploy.card.facts import Facts, backbone_words, data_facts, planned_steps, recipe_facts
+from deploy.card.fields import FIELDS, read_fields, write_template
+from deploy.card.results import add_results
+from deploy.results_file import SetResult, read_results_of
 from eval.foreign_networks import ForeignNetwork
 from eval.input_contract import InputContract
 from eval.networks import Network, OtherInput, add_network_arguments, load_network
@@ -35,12 +40,6 @@ from utils.files import shown
 from utils.image import IMAGE_SIZE
 from utils.memory import forward_operations
 from utils.program import run_main
-
-from .card_document import Document
-from .card_facts import Facts, backbone_words, data_facts, planned_steps, recipe_facts
-from .card_fields import FIELDS, read_fields, write_template
-from .card_results import add_results
-from .results_file import SetResult, read_results_of
 
 _RAW = "raw: divide each by its length"
 _MIRRORED = "the cosine of two embeddings, each the sum of those of an image and its mirror image"

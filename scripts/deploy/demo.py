@@ -22,6 +22,12 @@ from pathlib import Path
 
 import numpy as np
 
+from deploy.embed.embedder import Embedder, open_embedder
+from deploy.faces.detector import add_detector_arguments, open_detector
+from deploy.gallery.store import Gallery
+from deploy.results_file import Point, SetResult, parse_results, read_results_of
+from deploy.serve.answers import WHICH_FACE, DemoAnswers
+from deploy.serve.server import ADDRESS, PageServer
 from eval.evaluate import load_pair_sets
 from eval.networks import add_network_arguments
 from eval.operating_points import FAR_TARGETS
@@ -32,13 +38,7 @@ from utils.files import shown
 from utils.program import run_main
 from utils.text import one_line
 
-from .demo_answers import WHICH_FACE, DemoAnswers
-from .demo_server import ADDRESS, PageServer
-from .detector import add_detector_arguments, open_detector
-from .embedder import Embedder, open_embedder
 from .enrol import require_network, warn_of_other_detector
-from .gallery_store import Gallery
-from .results_file import Point, SetResult, parse_results, read_results_of
 
 _PAGE = Path(__file__).with_name("demo_page.html")
 _AT_ONCE = 64  # images of a set between two steps of the progress bar

@@ -20,19 +20,18 @@ import errno
 from collections.abc import Sequence
 from pathlib import Path
 
+from deploy.faces.crops import Rejected, add_which_argument, read_crops
+from deploy.faces.detector import Detector, add_detector_arguments, open_detector
+from deploy.faces.journal import Done, Found, Journal, crop_name
+from deploy.faces.landmarks import report_padding
+from deploy.faces.pictures import list_pictures, to_jpeg
+from deploy.faces.sheet import write_sheet
+from deploy.output import csv_bytes, locked, write_file
 from eval.foreign_networks import onnx_hash
-from scripts.data.landmarks import report_padding
-from scripts.data.pictures import list_pictures, to_jpeg
 from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.image import IMAGE_SIZE
 from utils.parallel import map_in_order
 from utils.program import run_main
-
-from .crops import Rejected, add_which_argument, read_crops
-from .detect_journal import Done, Found, Journal, crop_name
-from .detect_sheet import write_sheet
-from .detector import Detector, add_detector_arguments, open_detector
-from .output import csv_bytes, locked, write_file
 
 _POINTS = [f"{axis}{number}" for number in range(1, 6) for axis in "xy"]
 

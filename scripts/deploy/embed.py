@@ -24,19 +24,18 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from deploy.embed.parts import LOCK, Parts, Plan, Stamped, check_folder, has_begun
+from deploy.embed.table import FORMS, check_form, files_of, write_table
+from deploy.embed.workers import default_processes, embed_parts, one_thread, open_network
+from deploy.faces.crops import add_which_argument
+from deploy.faces.detector import add_detector_arguments, open_detector
+from deploy.faces.pictures import list_pictures
+from deploy.output import locked
 from eval.networks import add_network_arguments
-from scripts.data.pictures import list_pictures
 from utils.cli import int_in_range, make_parser, progress
 from utils.distributed import choose_device
 from utils.precision import choose_precision, is_fast_in_bf16
 from utils.program import run_main
-
-from .crops import add_which_argument
-from .detector import add_detector_arguments, open_detector
-from .embed_parts import LOCK, Parts, Plan, Stamped, check_folder, has_begun
-from .embed_table import FORMS, check_form, files_of, write_table
-from .embed_workers import default_processes, embed_parts, one_thread, open_network
-from .output import locked
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

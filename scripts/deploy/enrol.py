@@ -19,19 +19,18 @@ from pathlib import Path
 
 import numpy as np
 
+from deploy.embed.embedder import Embedder, open_embedder
+from deploy.faces.crops import Crop, Rejected, add_which_argument
+from deploy.faces.detector import add_detector_arguments, open_detector
+from deploy.gallery.format import Facts, check_person
+from deploy.gallery.people import Faces, Picture, add_person_arguments, find_pictures, read_faces, with_people
+from deploy.gallery.records import NewImage
+from deploy.gallery.store import Gallery
 from eval.networks import add_network_arguments
 from utils.cli import make_parser, progress
 from utils.files import shown
 from utils.program import run_main
 from utils.text import one_line
-
-from .crops import Crop, Rejected, add_which_argument
-from .detector import add_detector_arguments, open_detector
-from .embedder import Embedder, open_embedder
-from .gallery_format import Facts, check_person
-from .gallery_records import NewImage
-from .gallery_store import Gallery
-from .pictures_of_people import Faces, Picture, add_person_arguments, find_pictures, read_faces, with_people
 
 NO_DIRECTION = "the network returns no direction for it: zero, or not finite"
 Waiting = tuple[Picture, bytes, Crop]  # a face to enrol, with the hash of its picture

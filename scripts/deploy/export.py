@@ -28,6 +28,11 @@ from typing import Any
 import numpy as np
 
 from backbones import build_backbone
+from deploy.export.checks import embeddings_of, images_to_compare
+from deploy.export.files import Exporter, Source, table
+from deploy.export.graph import require_onnx
+from deploy.export.precision import calibration_set
+from deploy.output import write_file
 from eval.evaluate import load_pair_sets
 from eval.foreign_networks import check_outside_data
 from eval.networks import Network, add_choice_of_network, load_network
@@ -37,12 +42,6 @@ from utils.cli import int_in_range, make_parser
 from utils.files import shown, unfinished_folder
 from utils.program import run_main
 from utils.text import one_line
-
-from .export_checks import embeddings_of, images_to_compare
-from .export_files import Exporter, Source, table
-from .export_graph import require_onnx
-from .export_precision import calibration_set
-from .output import write_file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

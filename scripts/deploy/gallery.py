@@ -20,18 +20,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from deploy.embed.embedder import open_embedder
+from deploy.gallery.format import check_person
+from deploy.gallery.records import Image
+from deploy.gallery.rewrite import check, compact, reembed
+from deploy.gallery.store import Gallery
+from deploy.output import write_file
 from eval.networks import add_network_arguments
 from utils.cli import int_in_range, make_parser, progress
 from utils.files import shown
 from utils.program import run_main
 from utils.text import one_line
-
-from .embedder import open_embedder
-from .gallery_format import check_person
-from .gallery_records import Image
-from .gallery_rewrite import check, compact, reembed
-from .gallery_store import Gallery
-from .output import write_file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

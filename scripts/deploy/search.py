@@ -23,24 +23,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from deploy.embed.embedder import Embedder, open_embedder
+from deploy.faces.crops import Crop, Rejected, add_which_argument
+from deploy.faces.detector import add_detector_arguments, open_detector
+from deploy.gallery.index import INDEXES
+from deploy.gallery.people import Picture, add_person_arguments, find_pictures, read_faces, with_people
+from deploy.gallery.rates import measure
+from deploy.gallery.search import Match, Searcher
+from deploy.gallery.sheet import MAX_ROWS, draw_sheet
+from deploy.gallery.store import Gallery
+from deploy.output import write_file
+from deploy.thresholds import Threshold, add_threshold_arguments, threshold_of
 from eval.networks import add_network_arguments
 from utils.cli import int_in_range, make_parser, progress
 from utils.files import shown
 from utils.program import run_main
 from utils.text import one_line
 
-from .crops import Crop, Rejected, add_which_argument
-from .detector import add_detector_arguments, open_detector
-from .embedder import Embedder, open_embedder
 from .enrol import NO_DIRECTION, require_network, warn_of_other_detector
-from .gallery_rates import measure
-from .gallery_search import Match, Searcher
-from .gallery_sheet import MAX_ROWS, draw_sheet
-from .gallery_store import Gallery
-from .index import INDEXES
-from .output import write_file
-from .pictures_of_people import Picture, add_person_arguments, find_pictures, read_faces, with_people
-from .thresholds import Threshold, add_threshold_arguments, threshold_of
 
 _SAMPLE = 200  # queries on which an index is compared with the exact search
 

@@ -10,9 +10,9 @@ import torch
 
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC
+from scripts.benchmark.device_rates import measured_rates, synchronise
+from scripts.benchmark.head_traffic import floor_per_class
 
-from ..device_rates import measured_rates, synchronise
-from ..head_traffic import floor_per_class
 from .machine import DTYPES
 from .measuring import (
     Context,

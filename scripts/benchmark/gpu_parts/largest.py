@@ -12,9 +12,9 @@ from losses import build_margin
 from partial_fc import HeadConfig, PartialFC
 from partial_fc.kernels import choose_kernels
 from partial_fc.memory import HeadMemory
+from scripts.benchmark.device_rates import synchronise
 from utils.memory import free_bytes
 
-from ..device_rates import synchronise
 from .measuring import Context, Row, centres_drawn_on_the_device, peak_from_here
 
 _DIM, _BATCH = 512, 128

@@ -13,9 +13,9 @@ import torch
 from data.loader import Loader
 from data.record_dataset import RecordDataset
 from data.sampler import SampleOrder
+from scripts.benchmark.data import make_faces
+from scripts.benchmark.device_rates import synchronise
 
-from ..data import make_faces
-from ..device_rates import synchronise
 from .measuring import Context, Row
 
 _LAUNCHES = 300

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-from ..device_rates import measured_rates
-from ..head import machine
+from scripts.benchmark.device_rates import measured_rates
+from scripts.benchmark.head import machine
+
 from .measuring import Context, Row, times_of
 
 _PACKAGES = ("torch", "triton", "numpy", "opencv-python-headless", "torchvision", "timm", "pytest")

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from partial_fc.centre_store import CentreStore
-
-from ..device_rates import synchronise
-from ..head import peak_bytes
+from partial_fc.centres.store import CentreStore
+from scripts.benchmark.device_rates import synchronise
+from scripts.benchmark.head import peak_bytes
 
 Row = dict[str, Any]
 _MEASURED = "measured"  # the name of the work among the profiler's records

@@ -11,9 +11,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from backbones import build_backbone
+from scripts.benchmark.device_rates import synchronise
 from utils.precision import AUTOCAST
 
-from ..device_rates import synchronise
 from .measuring import Context, Row, attempt, device_figures, peak_from_here, record, times_of
 
 # what the names of operators contain -> what they are; the first match counts

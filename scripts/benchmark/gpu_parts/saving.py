@@ -10,11 +10,11 @@ import torch
 
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC
+from scripts.benchmark.head import peak_bytes
 from utils.checkpoint.format import SOFTMAX
 from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy, Shard
 from utils.distributed import World
 
-from ..head import peak_bytes
 from .measuring import Context, Row, centres_drawn_on_the_device
 
 _DIM = 512

@@ -1,0 +1,1 @@
+"""Synthetic faces, drawn from the parameters of an identity."""

@@ -1,0 +1,178 @@
+"""Reads every image of a set once: sizes, damage, and hashes that find equal and nearly equal pictures.
+
+The difference hash (dHash, 64 bits) has a bit for each of 9 x 8 area averages and its right neighbour: does brightness rise? A
+copy that was compressed again or resized keeps most bits; another photograph of the person does not.
+Shapes: n = images read.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+
+import cv2
+import numpy as np
+
+from utils.cli import progress
+from utils.image import decode_rgb
+from utils.parallel import map_in_order
+
+from .base import FaceDataset
+
+_CHUNK = 64  # images per task
+_BANDS = 4  # overlapping parts of the hash, 32 bits each, that are searched for equal values
+_RANGE = 64  # most candidates of one image in one band; otherwise a set of one flat colour would have all pairs
+PLAIN_RANGE = 8  # levels of 256
+MAX_DISTANCE = 6  # bits in which the hashes of near duplicates may differ
+# of their pixels: two photographs of a person in the same light reach 0.977; JPEG of quality 30, half the size or a change of
+# light leave at least 0.990 (measured on the London and Canadian photographs of face research, 244 aligned faces)
+MIN_CORRELATION = 0.985
+
+
+@dataclass
+class Scan:
+    """The results of reading a set; the arrays have an entry for each of `indices`, 0 if the image is bad."""
+
+    indices: np.ndarray  # (n,) int64, into the set
+    num_bytes: np.ndarray  # (n,) int64, of the encoded image
+    height: np.ndarray  # (n,) int32
+    width: np.ndarray  # (n,) int32
+    digest: np.ndarray  # (n,) uint64, of the bytes
+    dhash: np.ndarray  # (n,) uint64, of the pixels
+    plain: np.ndarray  # (n,) bool, of one colour, or nearly
+    bad: list[tuple[int, str]] = field(default_factory=list)  # (index, fault), in order
+
+    @property
+    def good(self) -> np.ndarray:
+        """(n,) bool: the image decodes."""
+        return self.height > 0
+
+    @property
+    def faces(self) -> np.ndarray:
+        """(n,) bool: the image decodes and is not of one colour."""
+        return self.good & ~self.plain
+
+
+def scan(dataset: FaceDataset, indices: np.ndarray, threads: int, hashes: bool = True, what: str = "reading") -> Scan:
+    """Read and decode the images `indices` (n,) of a set with a progress bar; damage is recorded, never raised.
+
+    Args:
+        threads: number of threads that read and decode.
+        hashes: False leaves digest and dhash 0.
+    """
+    count = len(indices)
+    sizes = [np.zeros(count, dtype) for dtype in (np.int64, np.int32, np.int32)]
+    hashed = [np.zeros(count, dtype=np.uint64) for _ in range(2)]
+    result = Scan(
+        np.asarray(indices, dtype=np.int64), sizes[0], sizes[1], sizes[2], hashed[0], hashed[1], np.zeros(count, dtype=bool)
+    )
+
+    def read(begin: int) -> list[tuple[int, str]]:
+        bad = []
+        for place in range(begin, min(begin + _CHUNK, count)):
+            index = int(result.indices[place])
+            try:
+                data = dataset.sample(index)[0]
+                result.num_bytes[place] = len(data)
+                pixels = decode_rgb(data)
+            except ValueError as error:
+                bad.append((index, str(error)))
+                continue
+            result.height[place], result.width[place] = pixels.shape[:2]
+            result.plain[place] = is_plain(pixels)
+            if hashes:
+                result.digest[place], result.dhash[place] = digest(data), dhash(pixels)
+        return bad
+
+    with progress([], count, what, "image") as bar:
+        for begin, bad in zip(range(0, count, _CHUNK), map_in_order(read, range(0, count, _CHUNK), threads), strict=True):
+            result.bad += bad
+            bar.update(min(_CHUNK, count - begin))
+    return result
+
+
+def is_plain(pixels: np.ndarray) -> bool:
+    """Return whether (H, W, 3) uint8 pixels have nearly one colour: 98 of 100 within PLAIN_RANGE levels in each channel.
+
+    Such images come from landmarks of another picture, or from failed downloads; they are never faces.
+    """
+    few = np.sort(pixels[8::24, 8::24, 1], axis=None).astype(np.int32)
+    if len(few) > 9 and few[-3] - few[2] > PLAIN_RANGE:  # decides nearly every image in a few microseconds
+        return False
+    some = pixels[::4, ::4].reshape(-1, 3)
+    low, high = len(some) // 100, len(some) - 1 - len(some) // 100
+    levels = np.sort(some, axis=0).astype(np.int32)
+    return bool((levels[high] - levels[low] <= PLAIN_RANGE).all())
+
+
+def digest(data: bytes | memoryview | np.ndarray) -> int:
+    """Return 64 bits of the BLAKE2 hash of some bytes."""
+    return int.from_bytes(hashlib.blake2b(bytes(data), digest_size=8).digest(), "little")
+
+
+def dhash(pixels: np.ndarray) -> int:
+    """Return the difference hash of (H, W, 3) uint8 RGB pixels."""
+    small = cv2.resize(cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY), (9, 8), interpolation=cv2.INTER_AREA)
+    return int.from_bytes(np.packbits(small[:, 1:] > small[:, :-1]).tobytes(), "little")
+
+
+def correlation(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the similarity of two pictures: the correlation of their fine structure, gray at 56 x 56, in [-1, 1]."""
+    a, b = _structure(one), _structure(other)
+    length = np.linalg.norm(a) * np.linalg.norm(b)
+    return float(np.sum(a * b) / length) if length else float(np.array_equal(one, other))
+
+
+def _structure(pixels: np.ndarray) -> np.ndarray:
+    """Return (56, 56) float32: the gray picture minus its low frequencies, which all aligned faces have in common."""
+    small = cv2.resize(cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY), (56, 56), interpolation=cv2.INTER_AREA).astype(np.float32)
+    return small - cv2.GaussianBlur(small, (0, 0), 4.0)
+
+
+def equal_groups(scanned: Scan) -> list[np.ndarray]:
+    """Return the indices of images with equal bytes, in groups of two or more; images of one colour are left out."""
+    places = np.flatnonzero(scanned.faces)
+    places = places[np.lexsort((places, scanned.num_bytes[places], scanned.digest[places]))]
+    same = (scanned.digest[places[1:]] == scanned.digest[places[:-1]]) & (
+        scanned.num_bytes[places[1:]] == scanned.num_bytes[places[:-1]]
+    )
+    cuts = np.flatnonzero(~same) + 1
+    return [scanned.indices[np.sort(group)] for group in np.split(places, cuts) if len(group) > 1]
+
+
+def candidates(one: np.ndarray, other: np.ndarray | None = None) -> np.ndarray:
+    """Return unique pairs (k, 2) int64 of positions in two arrays of hashes that differ in at most MAX_DISTANCE bits.
+
+    It finds pairs that agree in one of four bands of 32 bits, which start 16 bits apart: all pairs that differ in one bit, and
+    most pairs that differ in a few. Each image has at most 64 candidates per band.
+
+    Args:
+        one: (n,) uint64.
+        other: (m,) uint64; None pairs `one` with itself, each pair once, with the smaller position first.
+    """
+    right = one if other is None else other
+    found = [np.empty((0, 2), dtype=np.int64)]
+    for band in range(_BANDS):
+        left_keys, right_keys = _band(one, band), _band(right, band)
+        order = np.argsort(right_keys, kind="stable")
+        ranked = right_keys[order]
+        for begin in range(0, len(one), 1 << 20):
+            keys = left_keys[begin : begin + (1 << 20)]
+            starts, ends = np.searchsorted(ranked, keys, "left"), np.searchsorted(ranked, keys, "right")
+            lengths = np.minimum(ends - starts, _RANGE)
+            rows = np.repeat(np.arange(len(keys)), lengths)
+            inside = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            pairs = np.stack([rows + begin, order[starts[rows] + inside]], axis=1)
+            if other is None:
+                pairs = pairs[pairs[:, 0] < pairs[:, 1]]
+            found.append(pairs[_num_bits(one[pairs[:, 0]] ^ right[pairs[:, 1]]) <= MAX_DISTANCE])
+    return np.unique(np.concatenate(found), axis=0)
+
+
+def _band(hashes: np.ndarray, band: int) -> np.ndarray:
+    """Return 32 bits of each hash from bit 16 * band on, cyclically."""
+    shift = np.uint64(16 * band)
+    turned = hashes if band == 0 else (hashes >> shift) | (hashes << np.uint64(64 - 16 * band))
+    return turned.astype(np.uint32)
+
+
+def _num_bits(words: np.ndarray) -> np.ndarray:
+    return np.unpackbits(words.view(np.uint8).reshape(-1, 8), axis=1).sum(axis=1)

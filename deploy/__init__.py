@@ -1,0 +1,1 @@
+"""From weights to use: faces in photographs, tables of embeddings, galleries, exported networks, cards, and a page."""

@@ -1,0 +1,1 @@
+"""What a network is, to publish with it."""

@@ -1,0 +1,139 @@
+"""What a checkpoint tells of its network: the data and the recipe of its training, in words.
+
+A manifest may hold any values under any keys of its configuration; what is missing is left out, and nothing is trusted to have
+a type.
+"""
+
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+from utils.text import one_line
+
+Facts = list[tuple[str, str]]
+Config = Mapping[str, Mapping[str, Any]]  # section -> key -> value
+
+_OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", [], {})  # values that say that something is not used
+_NOT_OF_THE_LOSS = ("name", "focal", "label_smoothing")
+_NOT_OF_THE_BACKBONE = ("name", "embedding_size", "freeze", "freeze_norm", "sync_norm", "checkpointing")
+_MOMENTS = {"sgd": ("momentum", "nesterov")}
+_OF_ADAM = ("momentum", "beta2", "eps")
+_OF_SCHEDULE = {"poly": ("power", "min_lr"), "cosine": ("min_lr",), "step": ("milestones", "milestone_steps", "factor")}
+_LONGEST = 300  # characters of a value
+
+
+def words(value: Any) -> str:
+    """Return a value of a configuration in words."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list):
+        return one_line(" ".join(words(item) for item in value[:_LONGEST]))[:_LONGEST]
+    return one_line(value)[:_LONGEST]
+
+
+def backbone_words(config: Config) -> str:
+    """Return the name of the network of a configuration and its arguments, "" if it has none."""
+    section = config.get("backbone", {})
+    return _named(section, "name", [key for key in section if key not in _NOT_OF_THE_BACKBONE])
+
+
+def data_facts(config: Config, signature: Mapping[str, Any]) -> Facts:
+    """Return the training set: its name, kind, numbers of people and images, and the hash of its labels.
+
+    Args:
+        signature: run_signature of the manifest.
+    """
+    data = config.get("data", {})
+    several: Any = data.get("sources")
+    entries = several if isinstance(several, list) else []
+    paths = [entry.get("path") for entry in entries if isinstance(entry, dict)] or [data.get("path")]
+    names = [PurePath(path).name for path in paths if isinstance(path, str) and path]  # folders above may name the user
+    found = [("training set", ", ".join(names)), ("kind", words(data["source"]) if data.get("source") else "")]
+    for title, key in (("people (classes)", "num_classes"), ("images", "num_images")):
+        value = signature.get(key)
+        found.append((title, f"{value:,}" if type(value) is int else ""))
+    size = data.get("image_size")
+    found.append(("size of the images", f"{size} x {size} pixels" if type(size) is int else ""))
+    labels = signature.get("labels")
+    found.append(("hash of the labels", words(labels) if isinstance(labels, str) else ""))
+    return _present(found)
+
+
+def recipe_facts(config: Config, step: int, signature: Mapping[str, Any]) -> Facts:
+    """Return how the network was trained: loss, head, optimizer, schedule, batch, length, precision, augmentation."""
+    loss, head, optimizer = (config.get(name, {}) for name in ("loss", "head", "optimizer"))
+    schedule, train, augment = (config.get(name, {}) for name in ("schedule", "train", "augment"))
+    images, batch = signature.get("num_images"), signature.get("batch_size")
+    epochs = f", {step * batch / images:.2f} epochs" if type(images) is int and images and type(batch) is int else ""
+    flips = ["mirrored with probability 1/2"] if config.get("data", {}).get("flip") is True else []
+    start = config.get("init", {}).get("backbone")
+    sampled = ("sampling", "neighbours") if head.get("sampling") == "neighbours" else ()
+    kind = schedule.get("kind")
+    return _present(
+        [
+            ("loss", _named(loss, "name", [key for key in loss if key not in _NOT_OF_THE_LOSS])),
+            *((key.replace("_", " "), _unless_off(loss.get(key))) for key in _NOT_OF_THE_LOSS[1:]),
+            ("head", _pairs(head, ("sample_rate", "sub_centers", "storage", *sampled))),
+            ("optimizer", _optimizer_words(optimizer)),
+            ("schedule", _named(schedule, "kind", [*_keys_of(_OF_SCHEDULE, kind), "warmup_epochs", "warmup_steps"])),
+            ("batch", f"{batch:,} images" if type(batch) is int else ""),
+            ("length", f"{step:,} optimizer steps{epochs}"),
+            ("precision", words(train["precision"]) if train.get("precision") else ""),
+            ("moving average of the weights", _unless_off(train.get("ema"))),
+            ("augmentation", "; ".join(filter(None, [*flips, _augment_words(augment)])) or "none"),
+            ("initial weights", (PurePath(start).name or "random") if isinstance(start, str) else ""),
+            ("seed", words(signature["seed"]) if "seed" in signature else ""),
+        ]
+    )
+
+
+def planned_steps(config: Config, signature: Mapping[str, Any]) -> int | None:
+    """Return the steps that a run was to take, None if its manifest does not tell."""
+    train: Any = config.get("train", {})
+    most, epochs = train.get("max_steps"), train.get("epochs")
+    images: Any = signature.get("num_images")
+    batch: Any = signature.get("batch_size")
+    if type(most) is int and most > 0:
+        return int(most)
+    if type(images) is int and type(batch) is int and batch and type(epochs) in (int, float) and 0 < epochs < 1e9:
+        return max(1, int(epochs * images / batch))
+    return None
+
+
+def _optimizer_words(section: Mapping[str, Any]) -> str:
+    keys = ("lr", *_MOMENTS.get(str(section.get("name")), _OF_ADAM), "weight_decay", "clip_value", "clip_norm")
+    decay = ("layer_decay",) if section.get("layer_decay", 1.0) != 1.0 else ()
+    return _named(section, "name", [*keys, *decay])
+
+
+def _augment_words(section: Mapping[str, Any]) -> str:
+    """Return the operations that are on, each with its strength, whose key begins with that of the operation."""
+    operations = [key for key in section if not any(key.startswith(f"{other}_") for other in section)]
+    used = [key for key in operations if section[key] not in _OFF]
+    return _pairs(section, [key for key in section if any(key == one or key.startswith(f"{one}_") for one in used)])
+
+
+def _keys_of(table: Mapping[str, tuple[str, ...]], name: Any) -> tuple[str, ...]:
+    return table.get(name, ()) if isinstance(name, str) else ()
+
+
+def _named(section: Mapping[str, Any], key: str, keys: list[str]) -> str:
+    """Return 'name: key=value, ...' of a section whose `key` picks a class."""
+    if section.get(key) in _OFF:
+        return ""
+    pairs = _pairs(section, keys)
+    return f"{words(section[key])}{f': {pairs}' if pairs else ''}"
+
+
+def _pairs(section: Mapping[str, Any], keys: Any) -> str:
+    return ", ".join(f"{key}={words(section[key])}" for key in keys if section.get(key) not in _OFF)
+
+
+def _unless_off(value: Any) -> str:
+    return "" if value in _OFF else words(value)
+
+
+def _present(facts: Facts) -> Facts:
+    return [(name, value) for name, value in facts if value]

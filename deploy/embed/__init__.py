@@ -1,0 +1,1 @@
+"""Networks applied to many pictures, and the tables of their embeddings."""

@@ -1,0 +1,90 @@
+"""Embeds aligned crops with a network of this project or of another: the sum of the embeddings of a crop and its mirror image.
+
+Every forward pass has the same shape, with black crops added to the last one: then a crop's embedding does not depend on what
+else is embedded with it.
+Shapes: n = crops, S = size of a crop, D = embedding size.
+"""
+
+import argparse
+from typing import Any
+
+import numpy as np
+import torch
+
+from backbones import build_backbone
+from eval.embed import embed_sums
+from eval.foreign_networks import ForeignNetwork
+from eval.networks import Network, OtherInput, load_network
+from utils.distributed import World, choose_device
+from utils.distributed.agreement import digest_tensors
+from utils.precision import AUTOCAST, choose_precision, is_fast_in_bf16
+
+_CPU_BATCH = 2  # crops; an r50 takes as long for each of 8 (0.34 s of a core), and a single crop costs two
+
+
+class Embedder:
+    """A network on its device.
+
+    Attributes:
+        title: name and state of the network, in one line.
+        image_size: S of the crops that it takes.
+        embedding_size: D.
+        digest: of the weights or the file, and of the input: equal digests mean embeddings that can be compared.
+        config: of the run, or {}.
+        device: where it runs.
+    """
+
+    def __init__(self, network: Network, device: torch.device, batch_size: int, autocast: torch.dtype | None) -> None:
+        self.title, self.image_size, self.config = network.title, network.image_size, network.config
+        self.digest, self.device = _digest(network), device
+        self._model = network.model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._world, self._autocast = World(0, 1, 0, 1, device), autocast
+        self._batch = batch_size if device.type == "cuda" else _CPU_BATCH
+        self.embedding_size = self._run(np.zeros((1, self.image_size, self.image_size, 3), dtype=np.uint8)).shape[1]
+
+    def embed(self, crops: np.ndarray) -> np.ndarray:
+        """Return the raw sums of plain and mirrored embeddings (n, D) float32 of crops (n, S, S, 3) uint8 RGB.
+
+        Their norms are a measure of quality; divided by them they are compared by their products.
+
+        Raises:
+            ValueError: the network is a file that fails, or returns no embeddings.
+        """
+        size = self.image_size
+        if crops.shape[1:] != (size, size, 3) or crops.dtype != np.uint8:
+            raise ValueError(f"crops must be (n, {size}, {size}, 3) uint8, got {crops.shape} {crops.dtype}")
+        return self._run(crops) if len(crops) else np.zeros((0, self.embedding_size), dtype=np.float32)
+
+    def _run(self, crops: np.ndarray) -> np.ndarray:
+        black = np.zeros_like(crops[0])
+        padded = -(-len(crops) // self._batch) * self._batch
+
+        def decode(number: int) -> np.ndarray:
+            return crops[number] if number < len(crops) else black
+
+        sums = embed_sums(
+            self._model, decode, padded, self._world, self._batch, self._autocast, threads=1, image_size=self.image_size
+        )
+        return sums[: len(crops)]
+
+
+def _digest(network: Network) -> str:
+    model: Any = network.model
+    other = f" bgr={model.bgr} mean={model.mean} std={model.std}" if isinstance(model, OtherInput) else ""
+    model = model.model if isinstance(model, OtherInput) else model
+    return (model.hash if isinstance(model, ForeignNetwork) else digest_tensors(model.state_dict())) + other
+
+
+def open_embedder(options: argparse.Namespace, local_rank: int = 0) -> Embedder:
+    """Return the network of the command line, ready to embed.
+
+    Args:
+        options: with those of eval.networks.add_network_arguments.
+        local_rank: number of the GPU, if there is one.
+
+    Raises:
+        ValueError: the network cannot be read, or the device does not exist.
+    """
+    device = choose_device(options.device, local_rank)
+    autocast = AUTOCAST[choose_precision(options.precision, is_fast_in_bf16(device))]
+    return Embedder(load_network(options, build_backbone), device, options.batch_size, autocast)

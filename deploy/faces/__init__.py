@@ -1,0 +1,1 @@
+"""Face detectors, aligned crops, five-point landmarks, and the listing of pictures."""

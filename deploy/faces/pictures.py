@@ -1,0 +1,155 @@
+"""Finds picture files and encodes them, for the tools that turn pictures into sets."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+
+from data.datasets import no_image_below, passed_over
+from utils.alignment import align, check_points
+from utils.files import find_files, read_bytes, read_lines
+from utils.image import IMAGE_SUFFIXES, MAX_PHOTO_PIXELS, decode_rgb
+from utils.text import one_line
+
+from .landmarks import is_number
+
+_KEPT = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # JPEG and PNG are stored unchanged
+
+
+class Picture(NamedTuple):
+    """A picture to store."""
+
+    path: Path
+    name: str  # relative, for train.lst and messages
+    label: int
+    points: np.ndarray | None = None  # (5, 2), landmarks to align by; None = no alignment
+
+
+class Rules(NamedTuple):
+    """How pictures become the images of a set."""
+
+    size: int  # pixels, height and width
+    quality: int  # of new JPEGs
+    resize: bool  # resize unaligned pictures of another size to `size`; False: they are an error
+    smooth: bool  # of utils.alignment.align
+
+
+class Encoded(NamedTuple):
+    """The stored form of a picture."""
+
+    data: bytes
+    padding: float = 0.0  # share of the aligned face that is outside the picture
+
+
+class BadPicture(NamedTuple):
+    """Why a picture cannot be stored."""
+
+    name: str
+    reason: str
+
+
+def list_pictures(folder: Path) -> list[str]:
+    """Return the pictures below a folder, as paths below it in their order; what is passed over is a warning.
+
+    Raises:
+        ValueError: there is no such folder, or no picture in it.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    found = find_files(folder, IMAGE_SUFFIXES, top=True)
+    for line in passed_over(folder, found.passed):
+        print(f"warning: {one_line(line)}", file=sys.stderr)
+    if not found.files:
+        raise ValueError(no_image_below(folder))
+    return found.files
+
+
+def list_identities(folder: Path, min_images: int = 1) -> tuple[list[Picture], list[str], int]:
+    """Read a folder with a sub-folder per identity.
+
+    Return the pictures, the names of the identities, and the number of identities with too few pictures.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; give one with a sub-folder of pictures for each identity")
+    found = find_files(folder, IMAGE_SUFFIXES)
+    for line in passed_over(folder, found.passed):
+        print(f"warning: {one_line(line)}", file=sys.stderr)
+    if not found.folders:
+        raise ValueError(f"{folder}: holds no sub-folder; put the pictures of each identity into a folder of its own")
+    pictures: list[Picture] = []
+    kept: list[str] = []
+    most = 0  # pictures of an identity
+    for name, files in found.by_folder().items():
+        most = max(most, len(files))
+        if len(files) >= max(1, min_images):
+            pictures += [Picture(folder / file, file, len(kept)) for file in files]
+            kept.append(name)
+    if not pictures:
+        if not most:
+            raise ValueError(no_image_below(folder))
+        raise ValueError(f"{folder}: no identity has {min_images} pictures, the largest has {most}; lower --min-images")
+    return pictures, kept, len(found.folders) - len(kept)
+
+
+def read_list(path: Path) -> Iterator[Picture]:
+    """Yield the pictures of a .lst file of insightface (aligned, path, label, ...) or mxnet's im2rec (index, label, path).
+
+    Paths are relative to the folder of the list. insightface's landmarks are five x, then five y.
+    """
+    for number, line in enumerate(read_lines(path), 1):
+        columns = line.rstrip("\r").split("\t")
+        if not line.strip():
+            continue
+        if len(columns) >= 3 and not is_number(columns[1]) and columns[2].strip().isdigit():
+            yield _insightface_line(path, number, columns)
+        elif len(columns) >= 3 and is_number(columns[1]) and float(columns[1]).is_integer() and float(columns[1]) >= 0:
+            yield Picture(path.parent / columns[-1], columns[-1], int(float(columns[1])))
+        else:
+            raise ValueError(
+                f"{path}: line {number} must be 'aligned TAB path TAB label ...' (insightface) "
+                "or 'index TAB label TAB path' (im2rec)"
+            )
+
+
+def _insightface_line(path: Path, number: int, columns: list[str]) -> Picture:
+    aligned, name, label = columns[0].strip(), columns[1], int(columns[2])
+    if aligned == "1":
+        return Picture(path.parent / name, name, label)
+    try:
+        points = np.array([float(column) for column in columns[7:17]]).reshape(2, 5).T
+    except ValueError:
+        raise ValueError(f"{path}: line {number}: {name} is not aligned, so ten landmark numbers must follow its box") from None
+    return Picture(path.parent / name, name, label, points)
+
+
+def encode(picture: Picture, rules: Rules) -> Encoded | BadPicture:
+    """Return the bytes to store: the file's own bytes if it is a JPEG or PNG of the right size, otherwise a new JPEG."""
+    try:
+        data = read_bytes(picture.path)
+    except OSError as error:
+        return BadPicture(picture.name, f"cannot be read: {error.strerror}")
+    try:
+        pixels = decode_rgb(data, MAX_PHOTO_PIXELS)
+        if picture.points is None:
+            if pixels.shape[:2] == (rules.size, rules.size):
+                return Encoded(data if data.startswith(_KEPT) else to_jpeg(pixels, rules.quality))
+            if not rules.resize:
+                height, width = pixels.shape[:2]
+                return BadPicture(picture.name, f"is {width} x {height} pixels, not {rules.size} x {rules.size}")
+            shrinks = min(pixels.shape[:2]) > rules.size
+            how = cv2.INTER_AREA if shrinks else cv2.INTER_CUBIC
+            return Encoded(to_jpeg(cv2.resize(pixels, (rules.size, rules.size), interpolation=how), rules.quality))
+        padding = check_points(picture.points, *pixels.shape[:2])
+        return Encoded(to_jpeg(align(pixels, picture.points, rules.size, rules.smooth), rules.quality), padding)
+    except ValueError as error:
+        return BadPicture(picture.name, str(error))
+
+
+def to_jpeg(pixels: np.ndarray, quality: int) -> bytes:
+    """Return (H, W, 3) uint8 RGB as a JPEG file."""
+    done, encoded = cv2.imencode(".jpg", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, quality])
+    assert done
+    return encoded.tobytes()

@@ -1,0 +1,1 @@
+"""People, their pictures and embeddings on disk, and the search among them."""

@@ -1,0 +1,209 @@
+"""Reads the results.json of an evaluation, which somebody else may have written: every value is checked before it is used."""
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from utils.files import MAX_SMALL_TEXT, read_text, shown
+from utils.text import one_line
+
+Checked = TypeVar("Checked")
+Interval = tuple[float, float]
+
+_AVERAGE = "ema/"  # begins the names of the moving average's results in a training's results.json
+_MAX_SETS = 60
+_MAX_LIST = 10_000  # points of a curve; 201 are written
+_LARGEST_COUNT = 10**15  # of pairs
+
+
+class Point(NamedTuple):
+    """A threshold and its error rates; None stands for what too few pairs cannot measure."""
+
+    target: str  # the FAR, as the file writes it
+    cosine: float | None  # a pair is accepted above it
+    tar: float | None
+    far: float | None  # at this threshold
+    num_accepted: int  # impostor pairs above the threshold
+    interval: Interval | None  # 95 %, of the TAR
+
+
+class Histogram(NamedTuple):
+    """How many pairs of each kind have a cosine between two of the `edges`, of which there is one more than of the counts."""
+
+    edges: list[float]
+    genuine: list[int]
+    impostor: list[int]
+
+
+class SetResult(NamedTuple):
+    """The numbers of a verification set; None stands for those that the file lacks, or that cannot be measured."""
+
+    name: str
+    accuracy: float | None
+    eer: float | None
+    auc: float | None
+    num_genuine: int | None
+    num_impostor: int | None
+    points: list[Point]
+    intervals: dict[str, Interval]  # 95 %: accuracy, eer, auc
+    roc: tuple[list[float], list[float]]  # FAR and TAR
+    histogram: Histogram | None  # None in files of earlier versions
+
+
+def read_results(path: Path) -> dict[str, SetResult]:
+    """Return the results of each set in a results.json, by name.
+
+    Raises:
+        ValueError: one line that names the file and, of a wrong value, its place.
+    """
+    try:
+        text = read_text(path, MAX_SMALL_TEXT, "utf-8")
+    except OSError as error:
+        raise ValueError(f"{shown(path)}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{shown(path)}: {_NO_RESULTS}: no UTF-8 text") from None
+    try:
+        return parse_results(json.loads(text, parse_constant=_reject_constant))
+    except RecursionError:
+        raise ValueError(f"{shown(path)}: {_NO_RESULTS}: nested too deep") from None
+    except ValueError as error:
+        raise ValueError(f"{shown(path)}: {_NO_RESULTS}: {one_line(error)[:300]}") from None
+
+
+def read_results_of(path: Path, average: bool, name: str | None = None) -> dict[str, SetResult]:
+    """Return the results of a network, or of the moving average of its weights; a training writes both into one file.
+
+    Args:
+        average: --ema of the command line. A file without names that begin with `ema/` has results of one network.
+        name: a set that was asked for; if it is one of the other network alone, it is returned.
+
+    Raises:
+        ValueError: as for `read_results`, or the file has no results of this network.
+    """
+    found = read_results(path)
+    averages = {name.removeprefix(_AVERAGE): result for name, result in found.items() if name.startswith(_AVERAGE)}
+    plain = {name: result for name, result in found.items() if not name.startswith(_AVERAGE)}
+    chosen = {name: result._replace(name=name) for name, result in (averages if average and averages else plain).items()}
+    if name in found and name not in chosen:
+        return {name: found[name]}
+    if not chosen:
+        raise ValueError(f"{shown(path)}: it has results of the moving average alone; add --ema, or give another --results")
+    return chosen
+
+
+def parse_results(found: Any) -> dict[str, SetResult]:
+    """Return the results of each set from the contents of a results.json.
+
+    Raises:
+        ValueError: a value that no evaluation writes.
+    """
+    if not isinstance(found, dict) or not 0 < len(found) <= _MAX_SETS:
+        raise ValueError(f"it must be an object with an entry for each of at most {_MAX_SETS} sets")
+    return {name: _set_result(name, numbers) for name, numbers in found.items()}
+
+
+_NO_RESULTS = "not the results of an evaluation; write them anew with python -m eval RUN --report DIR"
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _set_result(name: str, numbers: Any) -> SetResult:
+    if not isinstance(numbers, dict):
+        raise ValueError(f"{name!r:.80} must be an object")
+    at = f"{name[:80]}."
+    given = _object(numbers.get("intervals_95"), f"{at}intervals_95")
+    intervals = {key: _interval(value, f"{at}intervals_95.{key[:20]}") for key, value in given.items() if value is not None}
+    points = numbers.get("operating_points")
+    return SetResult(
+        name,
+        _optional(_rate, numbers.get("accuracy"), f"{at}accuracy"),
+        _optional(_rate, numbers.get("eer"), f"{at}eer"),
+        _optional(_rate, numbers.get("auc"), f"{at}auc"),
+        _optional(_count, numbers.get("num_genuine"), f"{at}num_genuine"),
+        _optional(_count, numbers.get("num_impostor"), f"{at}num_impostor"),
+        [_point(value, f"{at}operating_points", intervals) for value in _list([] if points is None else points, at, 20)],
+        {key: intervals[key] for key in ("accuracy", "eer", "auc") if key in intervals},
+        _roc(numbers.get("roc"), f"{at}roc"),
+        _optional(_histogram, numbers.get("similarities"), f"{at}similarities"),
+    )
+
+
+def _point(value: Any, at: str, intervals: dict[str, Interval]) -> Point:
+    entry = _object(value, at)
+    target = entry.get("target")
+    try:
+        wrong = not isinstance(target, str) or len(target) > 20 or not 0 < float(target) <= 1
+    except ValueError:
+        wrong = True
+    if wrong:
+        raise ValueError(f"{at}: target must be a FAR such as 1e-3, got {target!r:.80}")
+    cosine = _optional(_cosine, entry.get("cosine_threshold"), f"{at}.cosine_threshold")
+    tar, far = (_optional(_rate, entry.get(key), f"{at}.{key}") for key in ("tar", "far"))
+    accepted = _count(entry.get("num_accepted", 0), f"{at}.num_accepted")
+    return Point(str(target), cosine, tar, far, accepted, intervals.get(str(target)))
+
+
+def _roc(value: Any, at: str) -> tuple[list[float], list[float]]:
+    entry = _object(value, at)
+    far, tar = ([_rate(one, at) for one in _list(entry.get(key, []), at)] for key in ("far", "tar"))
+    if len(far) != len(tar):
+        raise ValueError(f"{at}: far and tar must have the same length, got {len(far)} and {len(tar)}")
+    return far, tar
+
+
+def _histogram(value: Any, at: str) -> Histogram:
+    entry = _object(value, at)
+    edges = [_cosine(one, at) for one in _list(entry.get("cosine"), at)]
+    genuine, impostor = ([_count(one, at) for one in _list(entry.get(key), at)] for key in ("genuine", "impostor"))
+    if not len(edges) - 1 == len(genuine) == len(impostor) or not genuine:
+        raise ValueError(f"{at}: there must be one more edge than counts of each kind, and a count")
+    if any(low >= high for low, high in itertools.pairwise(edges)):
+        raise ValueError(f"{at}: the edges must ascend")
+    return Histogram(edges, genuine, impostor)
+
+
+def _optional(check: Callable[[Any, str], Checked], value: Any, at: str) -> Checked | None:
+    return None if value is None else check(value, at)
+
+
+def _object(value: Any, at: str) -> dict[str, Any]:
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{at} must be an object, got {value!r:.80}")
+    return value or {}
+
+
+def _list(value: Any, at: str, longest: int = _MAX_LIST) -> Sequence[Any]:
+    if not isinstance(value, list) or len(value) > longest:
+        raise ValueError(f"{at}: a list of at most {longest} values is missing")
+    return value
+
+
+def _interval(value: Any, at: str) -> Interval:
+    ends = [_rate(end, at) for end in _list(value, at, 2)]
+    if len(ends) != 2 or ends[0] > ends[1]:
+        raise ValueError(f"{at} must be the low and the high end of an interval, got {value!r:.80}")
+    return ends[0], ends[1]
+
+
+def _rate(value: Any, at: str) -> float:
+    return _number(value, 0.0, 1.0, at)
+
+
+def _cosine(value: Any, at: str) -> float:
+    return _number(value, -1.1, 1.1, at)  # rounding, and intervals that are wider than their one value
+
+
+def _number(value: Any, low: float, high: float, at: str) -> float:
+    if type(value) not in (int, float) or not low <= value <= high:  # false for nan
+        raise ValueError(f"{at} must be a number from {low:g} to {high:g}, got {value!r:.80}")
+    return float(value)
+
+
+def _count(value: Any, at: str) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST_COUNT:
+        raise ValueError(f"{at} must be a whole number from 0, got {value!r:.80}")
+    return int(value)

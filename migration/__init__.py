@@ -1,0 +1,1 @@
+"""Checkpoints and configurations of arcface_torch."""

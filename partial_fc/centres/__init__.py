@@ -1,0 +1,1 @@
+"""Class centres: how they are stored, sharded, initialised and updated."""

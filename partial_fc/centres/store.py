@@ -1,0 +1,251 @@
+"""Stores the class centres of a shard and their optimizer state, in three formats.
+
+    exact   centres fp32, momentum fp32                               4.1 kB per class at D = 512
+    lean    centres and momentum bf16, rounded stochastically         2.1 kB
+    tiny    as lean, momentum int8 with one fp32 scale per row        1.55 kB
+
+AdamW adds a second moment, fp32 or (lean, tiny) bf16. Arithmetic is always fp32: rows are loaded into a buffer (fp32 rows are
+used in place), changed there and stored again. 1 / norm of each centre is also stored, 4 bytes.
+Shapes: n = classes of the shard, D = embedding size, c = selected rows.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from utils.cli import progress
+from utils.huge_pages import with_huge_pages
+
+from ..workspace import Workspace
+from .rounding import Noise, quantise_rows, round_to_bfloat16_
+from .shard import initial_blocks
+
+FORMATS = {  # name: dtype of the centres, of the momentum, of AdamW's second moment
+    "exact": (torch.float32, torch.float32, torch.float32),
+    "lean": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    "tiny": (torch.bfloat16, torch.int8, torch.bfloat16),
+}
+BY_ROW = ("centres", "momentum", "momentum_scale", "variance", "variance_scale", "updates", "inverse_norms")  # in checkpoints
+Select = slice | Tensor  # consecutive rows, or single rows (int64, distinct)
+Read = Callable[[int, int], dict[str, Tensor]]  # (first row, last row) of the shard -> tensors by name
+_BLOCK = 8192  # rows converted at once when a checkpoint is read: 16 MiB of 512 numbers
+_LONG = 1 << 31  # numbers whose drawing takes so long that it is shown
+_SMALLEST_NORM = 1e-12
+_LAST_STEP = 99_999_999  # the largest that the name of a checkpoint's folder can hold
+
+
+class CentreStore:
+    """Centres and moments of n classes in one format.
+
+    Args:
+        second_moment: also keep AdamW's `variance`.
+        count_updates: also keep `updates`, int32, the number of updates of each row (see row_optimizer.py).
+        block: the largest number of rows that are loaded or stored at once.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        dim: int,
+        form: str,
+        second_moment: bool,
+        count_updates: bool,
+        block: int,
+        workspace: Workspace,
+    ) -> None:
+        device = workspace.device
+        centre_dtype, momentum_dtype, variance_dtype = FORMATS[form]
+        self.form, self.num_rows, self.dim, self.workspace = form, num_rows, dim, workspace
+        self.tensors = {
+            "centres": with_huge_pages(torch.empty(num_rows, dim, dtype=centre_dtype, device=device)),
+            "momentum": with_huge_pages(torch.zeros(num_rows, dim, dtype=momentum_dtype, device=device)),
+        }
+        if momentum_dtype == torch.int8:
+            self.tensors["momentum_scale"] = torch.zeros(num_rows, device=device)
+        if second_moment:
+            self.tensors["variance"] = with_huge_pages(torch.zeros(num_rows, dim, dtype=variance_dtype, device=device))
+        if count_updates:
+            self.tensors["updates"] = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.inverse_norms = torch.empty(num_rows, device=device)
+        self.noise = Noise(block * dim, device) if form != "exact" else None
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Stored bytes per class."""
+        return sum(tensor[:1].nbytes for tensor in (*self.tensors.values(), self.inverse_norms))
+
+    def fill_initial(self, start: int, seed: int) -> None:
+        """Give the centres their initial values, those of the slots from `start` on."""
+        blocks = initial_blocks(start, start + self.num_rows, self.dim, seed)
+        if start == 0 and self.num_rows * self.dim > _LONG:
+            blocks = iter(progress(blocks, None, "first class centres", " blocks of 1024"))
+        for rows, values in blocks:
+            self.tensors["centres"][rows] = values.to(self.tensors["centres"])
+            self._take_norms(rows, {})
+
+    def refresh_norms(self) -> None:
+        """Recompute 1 / norm of every centre, after they were changed from outside."""
+        for low in range(0, self.num_rows, _BLOCK):
+            self._take_norms(slice(low, min(low + _BLOCK, self.num_rows)), {})
+
+    def operand(self, select: Select, dtype: torch.dtype, num_rows: int) -> Tensor:
+        """Return centres for a matrix product, (num_rows, D) in dtype, not normalised: the selected ones first.
+
+        Consecutive rows that are stored in dtype are a view, and finite rows of any value follow those selected. Otherwise they
+        are copied into a buffer that is valid until the next call, and zeros follow.
+        """
+        centres = self.tensors["centres"]
+        if isinstance(select, slice) and centres.dtype == dtype and select.start + num_rows <= self.num_rows:
+            return centres[select.start : select.start + num_rows]
+        count = len(select) if isinstance(select, Tensor) else select.stop - select.start
+        rows = self.workspace.buffer("operand", (num_rows, self.dim), dtype)
+        rows[count:].zero_()
+        if isinstance(select, Tensor) and centres.dtype == dtype:
+            torch.index_select(centres, 0, select, out=rows[:count])
+        else:
+            rows[:count].copy_(centres[select])
+        return rows
+
+    def unit_rows(self, select: Select, dtype: torch.dtype, num_rows: int = 0, workspace: Workspace | None = None) -> Tensor:
+        """Return the unit centres (c, D) in dtype, in a buffer that is valid until the next call.
+
+        Args:
+            num_rows: if larger than c, the number of rows to return; those beyond c are zero.
+            workspace: owner of the buffers, instead of the head's.
+        """
+        workspace = self.workspace if workspace is None else workspace
+        count = len(select) if isinstance(select, Tensor) else select.stop - select.start
+        unit = workspace.buffer("unit", (max(count, num_rows), self.dim), dtype)
+        unit[count:].zero_()
+        centres, inverse_norms = self.tensors["centres"], self.inverse_norms
+        if isinstance(select, Tensor):
+            unit[:count].copy_(centres[select].float().mul_(inverse_norms[select, None]))
+        else:
+            workspace.kernels.unit_rows(centres, inverse_norms, select, unit[:count], workspace)
+        return unit
+
+    def load(self, name: str, select: Select) -> Tensor:
+        """Return rows (c, D) of centres, momentum or variance as fp32: a view of the storage if possible, else a buffer."""
+        stored = self.tensors[name][select]
+        if stored.dtype == torch.float32:
+            return stored  # a view for consecutive rows, a copy for single rows
+        rows = self.workspace.buffer(name, tuple(stored.shape), torch.float32).copy_(stored)
+        if stored.dtype == torch.int8:
+            rows.mul_(self.tensors[f"{name}_scale"][select][:, None])
+        return rows
+
+    def save(self, name: str, select: Select, rows: Tensor) -> None:
+        """Store rows that `load` returned, after they were changed; fp32 `rows` may be rounded in place."""
+        target = self.tensors[name]
+        if target.dtype == torch.float32:
+            if not isinstance(select, slice):
+                target[select] = rows
+        elif target.dtype == torch.bfloat16:
+            assert self.noise is not None
+            rounded = round_to_bfloat16_(rows, self.noise)  # bf16 holds these numbers, so the conversion is exact
+            target[select] = rounded if isinstance(select, slice) else rounded.to(target.dtype)
+        else:
+            assert self.noise is not None
+            quantised = self.workspace.buffer("int8", tuple(rows.shape), torch.int8)
+            scale = self.workspace.buffer("scale", (len(rows),), torch.float32)
+            scratch = self.workspace.buffer("scratch", tuple(rows.shape), torch.float32)
+            quantise_rows(rows, self.noise, quantised, scale, scratch)
+            target[select], self.tensors[f"{name}_scale"][select] = quantised, scale
+
+    def save_centres(self, select: Select, rows: Tensor) -> None:
+        """Store changed centres (c, D), and 1 / norm of the stored, rounded values."""
+        self.save("centres", select, rows)
+        norms = torch.linalg.vector_norm(rows, dim=1).clamp_min_(_SMALLEST_NORM)
+        self.inverse_norms[select] = norms.reciprocal_()
+
+    def read_rows(self, read: Read, also: dict[str, Tensor], per_slot: int = 1) -> None:
+        """Fill all tensors from saved rows of any format.
+
+        Args:
+            read: of slots, each of which has per_slot rows here.
+            also: more tensors (slots, ...) to fill; unchanged if nothing of that name and shape was saved.
+
+        Raises:
+            ValueError: a tensor is missing or has another shape; this shard must not be used then.
+        """
+        slots = self.num_rows // per_slot
+        for low in range(0, slots, max(1, _BLOCK // per_slot)):
+            high = min(low + max(1, _BLOCK // per_slot), slots)
+            saved, rows = _rows_of_slots(read(low, high), per_slot), slice(low * per_slot, high * per_slot)
+            _check_saved(saved, rows.stop - rows.start)
+            if ("variance" in saved) != ("variance" in self.tensors):
+                was, now = ("adamw", "sgd") if "variance" in saved else ("sgd", "adamw")
+                raise ValueError(
+                    f"head: the checkpoint's class centres were trained by {was}, not {now}; set head.optimizer={was}"
+                )
+            for name in ("centres", "momentum", "variance", "updates"):
+                # SGD saves no updates, because all its rows are up to date. AdamW needs them for the bias correction
+                if name in self.tensors and (name in saved or name != "updates" or "variance" in saved):
+                    self._convert(name, rows, saved)
+            for name, target in also.items():
+                if name in saved and saved[name].shape == target[low:high].shape:
+                    target[low:high].copy_(saved[name])
+            self._take_norms(rows, saved)
+
+    def _take_norms(self, rows: slice, saved: dict[str, Tensor]) -> None:
+        """Set 1 / norm of rows. Restore the saved norms if possible; recomputed ones may differ in the last bit."""
+        if "inverse_norms" in saved and saved["centres"].dtype == self.tensors["centres"].dtype:
+            self.inverse_norms[rows].copy_(saved["inverse_norms"])
+            return
+        norms = torch.linalg.vector_norm(self.tensors["centres"][rows], dim=1, dtype=torch.float32)
+        self.inverse_norms[rows] = norms.clamp_min_(_SMALLEST_NORM).reciprocal_()
+
+    def _convert(self, name: str, select: slice, saved: dict[str, Tensor]) -> None:
+        target = self.tensors[name][select]
+        if name not in saved:
+            raise ValueError(f"head: the checkpoint's class centres have no {name}")
+        rows = saved[name]
+        if rows.shape != target.shape:
+            raise ValueError(f"head: saved {name} are {tuple(rows.shape)} here, this run needs {tuple(target.shape)}")
+        scale = saved.get(f"{name}_scale")
+        if rows.dtype == target.dtype:
+            target.copy_(rows)
+            if scale is not None:
+                self.tensors[f"{name}_scale"][select].copy_(scale)
+            return
+        # a change of format happens once, so the nearest number is right: nothing accumulates
+        values = rows.float() if scale is None else rows.float() * scale[:, None]
+        if target.dtype == torch.int8:
+            scale = values.abs().amax(dim=1) / 127.0
+            self.tensors[f"{name}_scale"][select].copy_(scale)
+            values = (values / scale.clamp_min(1e-38)[:, None]).round_()
+        target.copy_(values)
+
+
+def _rows_of_slots(saved: dict[str, Tensor], per_slot: int) -> dict[str, Tensor]:
+    """Return saved tensors by slot, (slots, per_slot, ...), by row; raise ValueError if a slot has another number of rows."""
+    centres = saved.get("centres")
+    was = centres.shape[1] if centres is not None and centres.ndim == 3 else 1
+    if was != per_slot:
+        raise ValueError(
+            f"head: the checkpoint has {was} centres for each class, this run has head.sub_centers={per_slot}. Set "
+            f"head.sub_centers={was}, or start a new run with another run.name, with the backbone's weights in init.backbone"
+        )
+    if per_slot == 1:
+        return saved
+    return {
+        name: rows.flatten(0, 1) if name in BY_ROW and rows.shape[1:2] == (per_slot,) else rows for name, rows in saved.items()
+    }
+
+
+def _check_saved(saved: dict[str, Tensor], num_rows: int) -> None:
+    """Raise ValueError unless saved rows are what `load` and the kernels take for granted, whatever format they are in."""
+    for name, rows in saved.items():
+        is_whole = not (rows.is_floating_point() or rows.is_complex())
+        is_row_number = name in ("momentum_scale", "variance_scale", "inverse_norms", "updates")
+        if rows.is_complex() or (is_whole and name in ("centres", "variance", "momentum_scale", "inverse_norms")):
+            raise ValueError(f"head: saved {name} must be floats, they are {rows.dtype}")
+        if is_row_number and rows.shape != (num_rows,):
+            raise ValueError(f"head: saved {name} must be ({num_rows},) here, they are {tuple(rows.shape)}")
+        if not is_whole and not bool(rows.isfinite().all()):
+            raise ValueError(f"head: saved {name} hold numbers that are not finite")
+        if name == "momentum" and is_whole and (rows.dtype != torch.int8 or "momentum_scale" not in saved):
+            raise ValueError(f"head: saved momentum of {rows.dtype} needs int8 and a momentum_scale")
+        if name == "updates" and not (rows.dtype == torch.int32 and 0 <= int(rows.min()) <= int(rows.max()) <= _LAST_STEP):
+            raise ValueError(f"head: saved updates must be int32 from 0 to {_LAST_STEP}, they are {rows.dtype} or beyond")

@@ -1,0 +1,1 @@
+"""Which class centres are active in a step."""

@@ -1,0 +1,1 @@
+"""The sharded softmax: loss and gradients, chunk by chunk."""

@@ -1,0 +1,134 @@
+"""The forward pass of a micro-batch: its loss, the gradient of its embeddings, and what the update needs of it.
+
+Shapes: b = samples of this rank, B = b * world_size, D = embedding size, n = samples of B whose class lies in this shard.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from utils.randomness import derive
+
+from ..centres.numbers import MarginNumbers
+from ..centres.sub_centers import target_centres
+from ..collectives import Collectives
+from ..config import HeadConfig
+from ..margin_like import State
+from ..sampling.planning import StepPlan
+from .batch import Batch, Pull
+from .loss import LossShape, SampleLosses, factor_of_u, norm_gradient, pull_of, sample_losses
+from .passes import TwoPass
+from .shards import sums_over_shards
+
+
+def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (unit rows, norms (n, 1)) of (n, D) fp32; a zero row stays zero."""
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-12)
+    return rows / norms, norms
+
+
+class Step(NamedTuple):
+    """What begin_step of the head decided and the forwards since left behind, until its step() uses it.
+
+    Args:
+        pulls, states, losses: of each micro-batch.
+        gradients: of the margin's trained numbers, summed over the micro-batches.
+        of_all_classes: this shard's part of what the loss has of all classes, and its gradients, if the loss has that.
+    """
+
+    plan: StepPlan
+    pulls: list[Pull]
+    states: list[State]
+    losses: list[Tensor]
+    gradients: dict[str, Tensor]
+    of_all_classes: list[tuple[Tensor, dict[str, Tensor]]]
+
+
+class Forward:
+    """The forward passes of a rank, and the margin's part in the optimizer step.
+
+    Args:
+        seed: of the head.
+    """
+
+    def __init__(
+        self,
+        passes: TwoPass,
+        numbers: MarginNumbers,
+        collectives: Collectives,
+        config: HeadConfig,
+        rank: int,
+        seed: int,
+    ) -> None:
+        self.margin, self.passes, self.numbers, self.collectives = passes.margin, passes, numbers, collectives
+        self.shape, self.wire_dtype = LossShape(config.focal, config.label_smoothing), config.wire_dtype
+        self.rank, self.seed = rank, seed
+
+    def compute(self, step: Step, embeddings: Tensor, micro: int) -> tuple[Tensor, Tensor]:
+        """Return (mean loss over all ranks, its gradient for this rank's (b, D) embeddings), and add to the step."""
+        everyone = self.collectives.all_gather(embeddings.to(self.wire_dtype)).float()
+        mine = slice(self.rank * len(embeddings), (self.rank + 1) * len(embeddings))
+        unit, norm = unit_rows(everyone)
+        here, rows = step.plan.owners[micro], step.plan.local[micro]  # the samples whose class lies here, and its slot
+        passes = self.passes
+        centres, which = target_centres(passes.centre_store, rows, unit[here], passes.sub_centers)
+        cosine = unit.new_zeros(len(unit))
+        cosine[here] = (unit[here] * centres).sum(dim=1)
+        nearest = None if which is None else torch.zeros_like(step.plan.places[micro]).index_copy_(0, here, which)
+        batch = Batch(unit, norm.squeeze(1), cosine, step.plan.places[micro], {}, nearest=nearest)
+        of_classes = self._of_classes(step, here, rows, len(unit))
+        observe = functools.partial(self._observe, batch.norm, derive(self.seed, "margin", step.plan.labels.step, micro))
+        batch, of_classes, local, total = sums_over_shards(
+            passes, self.collectives, batch, of_classes, step.plan.chunks, micro, observe
+        )
+        losses = sample_losses(self.margin, batch, total, self.shape, self.numbers.trained)
+        factor = factor_of_u(losses, local.shift, passes.gain(batch))
+        slope = passes.slope(batch) if passes.spreads_evenly(batch) else None
+        pull = pull_of(batch, losses, factor, local.shift, slope)
+        gradient = local.u.mul_(factor[:, None])
+        spread = losses.spread if pull.even is None else pull.even
+        if spread is not None and local.slopes is not None:
+            gradient -= spread[:, None] * local.slopes
+        gradient.index_add_(0, here, centres * pull.of_target[here, None])
+        gradient = self.collectives.reduce_scatter(gradient.to(self.wire_dtype)).float()
+        along = (gradient * unit[mine]).sum(dim=1, keepdim=True)
+        gradient = (gradient - unit[mine] * along) / norm[mine]
+        by_norm = norm_gradient(self.margin, batch, losses, along.squeeze(1), mine)
+        if by_norm is not None:
+            gradient += unit[mine] * by_norm[:, None]
+        loss = losses.loss if not step.of_all_classes else losses.loss + of_classes[-1, 0]
+        self._add_gradients(step, here, rows, losses)
+        step.pulls.append(pull)
+        step.states.append(losses.state)
+        step.losses.append(loss)
+        return loss, gradient
+
+    def step_margin(self, step: Step, lr: float, good: Tensor) -> None:
+        """Store the margin's statistics, and update its trained numbers, unless good, () bool, is False."""
+        self.margin.commit(step.states, good)
+        share = 1.0 / len(step.pulls)
+        self.numbers.update({name: gradient * share for name, gradient in step.gradients.items()}, lr, good)
+        for pull, here, rows in zip(step.pulls, step.plan.owners, step.plan.local, strict=True):
+            self.numbers.collect(rows, pull.batch.unit[here], good)
+        self.numbers.refresh(step.plan.labels.step + 1, good, self.collectives)
+
+    def _observe(self, norm: Tensor, seed: int, cosine: Tensor, of_class: Tensor) -> State:
+        return self.margin.observe(cosine, norm, seed, dict(zip(self.numbers.scalars, of_class, strict=False)))
+
+    def _of_classes(self, step: Step, here: Tensor, rows: Tensor, count: int) -> Tensor:
+        """Return (k, B) numbers of the samples' classes, and, if the loss has it, a row of its part of all classes."""
+        if not step.pulls and (penalty := self.numbers.penalty()) is not None:
+            step.of_all_classes.append(penalty)
+        given = self.numbers.of_samples(here, rows, count)
+        return torch.cat([given, *(value.expand(1, count) for value, _ in step.of_all_classes)])
+
+    def _add_gradients(self, step: Step, here: Tensor, rows: Tensor, losses: SampleLosses) -> None:
+        """Add the gradients of the margin's trained numbers."""
+        for name, gradient in losses.by_trained.items():
+            if name in self.numbers.trained:
+                gradient = self.numbers.summed_by_row(rows, gradient[here])
+                for _, by_class in step.of_all_classes:
+                    gradient = gradient + by_class[name]
+            step.gradients[name] = step.gradients[name] + gradient if name in step.gradients else gradient

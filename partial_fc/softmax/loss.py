@@ -1,0 +1,233 @@
+"""Computes the loss of each sample from the sums over all shards, and how strongly it pulls at target and negatives.
+
+For a softmax, with q = 1 - p of the target class and N classes in the sample's sum, ce = lse - t = -log p, and
+
+    loss = ((1 - e) ce + e (lse - (t + sum_j z_j) / N)) q^g
+    dloss/dz_j = A p_j - S,  dloss/dt = -q A + (e - e / N) q^g,  A = q^g + loss g p / q,  S = q^g e / N
+
+with label smoothing e, as torch's cross entropy has it, and the focal exponent g, whose factor has a gradient, too (Lin et
+al., "Focal Loss", https://arxiv.org/abs/1708.02002, Eq. 4). Both are 0 by default. A margin whose link is "sum" has
+
+    loss = a softplus(-t) + b sum_j r_j softplus(z_j),  dloss/dt = -a sigmoid(-t)
+
+Shapes: B = samples of the global (micro-)batch.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import HeadConfig
+from ..margin_like import MarginLike, State
+from .batch import Batch, Pull
+
+_TINY = 1e-30
+
+
+class GlobalSums(NamedTuple):
+    """The sums over the negatives of all shards.
+
+    Args:
+        log_z: (B,) log sum_j exp(z); of a "sum" link the sum of softplus(z).
+        others: (2, B) the other rows of ShardSums.sums.
+        spread: as in ShardSums, (2, B).
+    """
+
+    log_z: Tensor
+    others: Tensor
+    spread: Tensor | None = None
+
+
+class SampleLosses(NamedTuple):
+    """The loss of a micro-batch and its derivatives, which are of the mean over the samples unless said otherwise, (B,) fp32.
+
+    Args:
+        loss: (), the mean over the samples.
+        state: of the margin, completed.
+        by_negatives: A of each sample's own loss, by which the probabilities of its negatives are multiplied; of a "sum" link
+            the weight of their losses. None = 1.
+        by_target: with respect to the target cosine.
+        by_norm: with respect to the embedding's norm, through target and penalty; None = 0.
+        by_trained: by name: of a margin's parameters (), of the numbers of the samples' classes (B,).
+        lse: of the softmax; None for a "sum" link.
+        spread: S, for label smoothing.
+    """
+
+    loss: Tensor
+    state: State
+    by_negatives: Tensor | None
+    by_target: Tensor
+    by_norm: Tensor | None
+    by_trained: dict[str, Tensor]
+    lse: Tensor | None
+    spread: Tensor | None = None
+
+
+class LossShape(NamedTuple):
+    """How the cross entropy of each sample is bent: the exponent g of the focal factor, and label smoothing e."""
+
+    focal: float = 0.0
+    label_smoothing: float = 0.0
+
+
+def check_loss(margin: MarginLike, config: HeadConfig) -> None:
+    """Raise ValueError if what bends the loss is out of range, or the margin has no softmax to bend."""
+    for key, value, most in (("focal", config.focal, 10.0), ("label_smoothing", config.label_smoothing, 0.999)):
+        if not 0.0 <= value <= most:
+            raise ValueError(f"loss.{key} must be in [0, {most:g}], got {value}; 0 leaves the loss as it is")
+        if value and margin.link == "sum":
+            raise ValueError(
+                f"loss.{key} must be 0 for {type(margin).__name__}, got {value}: it bends the probabilities of a softmax, and "
+                f"this loss is a sum over the classes. Set loss.{key}=0"
+            )
+
+
+def sample_losses(
+    margin: MarginLike, batch: Batch, sums: GlobalSums, shape: LossShape, trained_of_class: tuple[str, ...] = ()
+) -> SampleLosses:
+    """Return the losses and how they depend on what the head knows of each sample.
+
+    Args:
+        trained_of_class: names in the state that are trained numbers of the samples' classes.
+    """
+    state = margin.complete(batch.state, sums.log_z, sums.others)
+    parameters = tuple(name for name, _ in margin.named_parameters())
+    with torch.enable_grad():
+        cosine, norm = (given.detach().requires_grad_() for given in (batch.target_cosine, batch.norm))
+        leaves = {name: state[name].detach().requires_grad_() for name in (*parameters, *trained_of_class)}
+        with_leaves = {**state, **leaves}
+        logit = margin.target(cosine, norm, with_leaves)
+        offset = margin.negative_offset(with_leaves) if leaves else None
+        penalty = margin.penalty(norm)
+    count, t = len(cosine), logit.detach()
+    lse, by_negatives, spread = None, None, None
+    if margin.link == "sum":
+        loss = (margin.target_weight * F.softplus(-t) + margin.negative_weight * sums.log_z).mean()
+        by_logit = -margin.target_weight * torch.sigmoid(-t) / count
+        by_negatives = torch.full_like(t, margin.negative_weight)
+    else:
+        lse = torch.logaddexp(sums.log_z, t)
+        if shape == LossShape():
+            loss = (lse - t).mean()
+            by_logit = -torch.exp(sums.log_z - lse) / count  # (p - 1) / B without cancellation
+        else:
+            loss, by_logit, by_negatives, spread = _bent(sums, lse, t, shape)
+    wanted = (cosine, norm, *leaves.values())
+    grads = torch.autograd.grad(logit, wanted, by_logit, allow_unused=True)
+    by_cosine, by_norm = grads[0], grads[1]
+    by_trained = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    for name, grad in zip(leaves, grads[2:], strict=True):
+        if grad is not None:
+            by_trained[name] += grad
+    if offset is not None:
+        pull = (margin.negative_weight / count) * sums.others[0].sum()
+        for name, grad in zip(
+            leaves, torch.autograd.grad(offset, tuple(leaves.values()), pull, allow_unused=True), strict=True
+        ):
+            if grad is not None:
+                by_trained[name] += grad
+    if penalty is not None:
+        loss = loss + penalty.detach().mean()
+        (grad,) = torch.autograd.grad(penalty, (norm,), torch.full_like(penalty, 1.0 / count))
+        by_norm = grad if by_norm is None else by_norm + grad
+    by_target = torch.zeros_like(t) if by_cosine is None else by_cosine
+    return SampleLosses(loss, state, by_negatives, by_target, by_norm, by_trained, lse, spread)
+
+
+def _bent(sums: GlobalSums, lse: Tensor, t: Tensor, shape: LossShape) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return (loss, dloss/dt, A, S) with focal factor and label smoothing."""
+    (g, e), count = shape, len(t)
+    loss, q = lse - t, torch.exp(sums.log_z - lse)
+    share: float | Tensor = 0.0
+    if sums.spread is not None:
+        negatives, logits = sums.spread
+        share = e / (negatives + 1.0)
+        loss = (1.0 - e) * loss + (e * lse - share * (t + logits))
+    focal: float | Tensor = 1.0
+    a: float | Tensor = 1.0
+    if g:
+        safe = q.clamp_min(_TINY)
+        focal = safe**g
+        a = focal + loss * g * torch.exp(t - lse) * safe ** (g - 1.0)
+        loss = loss * focal
+    by_logit = (-q * a + (e - share) * focal) / count
+    spread = share * focal / count if isinstance(share, Tensor) else None
+    return loss.mean(), by_logit, a if isinstance(a, Tensor) else None, spread
+
+
+def norm_gradient(margin: MarginLike, batch: Batch, losses: SampleLosses, along: Tensor, mine: slice) -> Tensor | None:
+    """Return dL/d|x| (b,) of this rank's samples, None if it is 0.
+
+    If the scale s of linear negatives depends on the norm, a logit s cos_j has the derivative s' cos_j = s'/s dz/dcos cos_j,
+    and the sum over the negatives of dL/dcos_j cos_j is the gradient of the unit embedding times that embedding, but for
+    the target class.
+
+    Args:
+        along: (b,) the gradient of the unit embedding times that embedding.
+    """
+    by_norm = None if losses.by_norm is None else losses.by_norm[mine]
+    if not margin.linear_negatives or margin.constant_scale:
+        return by_norm
+    with torch.enable_grad():
+        norm = batch.norm[mine].detach().requires_grad_()
+        scale = margin.negative_scale(norm, batch.state)
+    if not isinstance(scale, Tensor) or not scale.requires_grad:
+        return by_norm
+    (slope,) = torch.autograd.grad(scale, (norm,), torch.ones_like(scale))
+    negatives = along - losses.by_target[mine] * batch.target_cosine[mine]
+    added = negatives * slope / scale.detach()
+    return added if by_norm is None else by_norm + added
+
+
+def factor_of_u(losses: SampleLosses, shift: float | Tensor, gain: float) -> Tensor:
+    """Return the factor (B,) that turns U of a shard, which was computed with this K, into its part of the gradient of x."""
+    if losses.lse is None:
+        return _mean_of(losses)
+    factor = torch.exp(shift - losses.lse) / len(losses.lse)
+    return (factor if losses.by_negatives is None else factor * losses.by_negatives) * gain
+
+
+def pull_of(batch: Batch, losses: SampleLosses, factor: Tensor, shift: float | Tensor, slope: float | Tensor | None) -> Pull:
+    """Return what the update pass needs of a micro-batch.
+
+    Args:
+        factor: of U.
+        shift: K of this shard; a tensor if it differs between chunks.
+        slope: dz/dcos of linear negatives; None if label smoothing must ask for weights of its own.
+    """
+    if losses.spread is not None and slope is None:
+        mean = _mean_of(losses)
+        return Pull(batch, mean, losses.by_target, losses.lse, losses.spread / mean.clamp_min(_TINY))
+    even = None if losses.spread is None or slope is None else losses.spread * slope
+    if isinstance(shift, Tensor):
+        return Pull(batch, _mean_of(losses), losses.by_target, losses.lse, None, even)
+    return Pull(batch, factor, losses.by_target, None, None, even)
+
+
+def _mean_of(losses: SampleLosses) -> Tensor:
+    """Return A / B."""
+    ones = torch.ones_like(losses.by_target) if losses.by_negatives is None else losses.by_negatives
+    return ones / len(ones)
+
+
+class ReadyGradient(torch.autograd.Function):
+    """A loss whose forward also computes the gradient of the embeddings; backward only returns it.
+
+    apply(embeddings (b, D), compute), where compute(embeddings fp32, detached) returns (loss, gradient (b, D)).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, embeddings: Tensor, compute: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+        """Return the loss, and keep its gradient."""
+        loss, gradient = compute(embeddings.detach().float())
+        ctx.save_for_backward(gradient.to(embeddings.dtype))
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        """Return the kept gradient times the gradient of the loss."""
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_outputs[0], None

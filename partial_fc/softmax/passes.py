@@ -1,0 +1,284 @@
+"""The two passes of a margin loss over a shard's active classes, chunk by chunk.
+
+Neither all logits nor the whole gradient of the centres is held at once. Memory is O(B x chunk + chunk x D) for any number of
+classes, plus the cache of weights, which has a budget.
+
+    forward   z = margin.negatives(x . w), E = exp(z - K), Z_i = sum_j E_ij, U_i = sum_j E_ij dz_ij/dcos w_j
+              over every class but the target; then, with the target logit t_i, lse_i = log(exp(log Z_i + K) + exp(t_i)),
+              loss_i = lse_i - t_i and dL/dx_i = exp(K - lse_i) U_i / B + (target class)
+    update    dL/dw_j = sum_i exp(K - lse_i) E_ij dz_ij/dcos x_i / B + (target class), for unit w_j
+
+The target class is masked out of the chunks and computed separately, so 1 - p_i = exp(log Z_i + K - lse_i) does not cancel. If
+negatives are one scale times the cosine, dz/dcos is the scale, which multiplies the factors of the samples instead of E. In all
+other cases the kernels compute W = E dz/dcos from the margin's `Negatives`. exp(K - lse_i) multiplies the small matrix of
+embeddings, not W. A margin whose link is "sum" has W = sigmoid(z) dz/dcos instead, and needs no K.
+
+K is one constant if the margin's bounds allow it. Otherwise K is the largest logit so far, for each sample and in each shard:
+Z and U are rescaled when it grows, and the update divides each chunk by the K that it was computed with, as in Milakov and
+Gimelshein, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867, and FlashAttention,
+https://arxiv.org/abs/2205.14135. So every chunk is multiplied once.
+
+The products take the centres as they are stored, not unit centres, which saves a copy of all of them in each pass. With v_j
+= 1 / length of a stored centre, the cosine is v_j times the product. W_ij v_j takes the place of W_ij: times stored centres it
+gives U, and in update the gradient of w_j times v_j, which the chain rule of normalisation asks for. Only Z needs E itself.
+
+Label smoothing also pulls every logit of a sample with the same strength S_i (loss.py). For linear negatives without a filter
+that is a vector for all classes together. Otherwise the forward pass takes a second product, and the update subtracts S_i
+from E.
+
+A class may have several centres (sub_centers.py). The products then have that many times c rows, which become those of the c
+classes before a kernel takes them, and again rows of all centres after it.
+Shapes: B = samples of the global (micro-)batch, D = embedding size, c = classes of one chunk. x and w are unit vectors; E is
+(c, B), so neither product needs a transpose.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..centres.store import CentreStore
+from ..centres.sub_centers import SubCenters
+from ..kernels.plain import NO_NEGATIVE
+from ..kernels.products import add_product, multiply, padded_rows
+from ..margin_like import MarginLike
+from ..sampling.planning import Chunk
+from ..workspace import Workspace
+from .batch import Batch, Pull, ShardSums
+
+# exp must stay in the range of fp32 (and bf16), whose normal numbers end at exp(88.7) and exp(-87.3)
+_LARGEST, _SMALLEST = 80.0, -87.0
+
+OfClasses = tuple[Tensor, Tensor | None]  # products (c, B), inverse norms (c,)
+
+
+def constant_shift(margin: MarginLike, num_classes: int) -> float | None:
+    """Return K such that exp(logit - K) and its sum over all classes stay in fp32's range, whatever the cosines are.
+
+    None if there is no such constant because the logits are too far apart; then the samples' maxima must be found. Weights
+    of sampled classes change nothing: in each shard they add up to the number of its classes.
+    """
+    if margin.link == "sum":
+        return 0.0
+    shift = max(0.0, margin.logit_bound + math.log(num_classes) - _LARGEST)
+    return shift if margin.lowest_negative - shift > _SMALLEST else None
+
+
+class TwoPass:
+    """The two passes over one shard.
+
+    Args:
+        dtype: float32 or bfloat16, of the matrix products. Sums, states and all (B,) and (B, D) tensors are float32.
+        limit: leave negatives with a larger cosine out of the loss: they are likely the same person (interclass filter).
+        smooths: whether label smoothing needs ShardSums.spread and slopes.
+        shift: K, or None if the samples' maxima must be found; see constant_shift.
+        sub_centers: centres of each class; see sub_centers.py.
+    """
+
+    def __init__(
+        self,
+        margin: MarginLike,
+        store: CentreStore,
+        workspace: Workspace,
+        dtype: torch.dtype,
+        limit: float | None = None,
+        smooths: bool = False,
+        shift: float | None = 0.0,
+        sub_centers: int = 1,
+    ) -> None:
+        self.margin, self.centre_store, self.workspace, self.dtype = margin, store, workspace, dtype
+        self.logit_limit = None if limit is None else limit * margin.scale
+        self.limit, self.smooths, self.shift, self.sub_centers = limit, smooths, shift, sub_centers
+        self._several = SubCenters(sub_centers, workspace) if sub_centers > 1 else None
+        self._cached: dict[tuple[int, int], Tensor] = {}
+        self._shifts: dict[tuple[int, int], Tensor] = {}  # K of each chunk, where it is not constant
+
+    def begin(self, chunks: list[Chunk], samples: int, num_micro: int) -> None:
+        """Prepare the passes of one step with num_micro micro-batches of `samples` samples each."""
+        self._cached.clear()
+        self._shifts.clear()
+        self.workspace.begin_cache(
+            num_micro * sum(padded_rows(chunk.num_rows, self.dtype) * samples * self.dtype.itemsize + 64 for chunk in chunks)
+        )
+
+    def spreads_evenly(self, batch: Batch) -> bool:
+        """Return whether dz/dcos is the same for all negatives of a sample, so that label smoothing is a vector."""
+        linear = batch.function is None or batch.function.kind == "linear"
+        return linear and self.limit is None and self._several is None
+
+    def slope(self, batch: Batch) -> float | Tensor:
+        """Return dz/dcos of linear negatives: one number, or (B,)."""
+        return self.margin.scale if batch.function is None else batch.function.coefficients[0]
+
+    def gain(self, batch: Batch) -> float:
+        """The factor that turns the E of the fast path into E dz/dcos."""
+        return self.margin.scale if batch.function is None else 1.0
+
+    def forward(self, batch: Batch, chunks: list[Chunk], micro: int) -> ShardSums:
+        """Return the sums over this shard, and keep the weights of as many chunks as the cache holds."""
+        sums = batch.unit.new_zeros(3, len(batch.unit))
+        u_sum = torch.zeros_like(batch.unit)
+        running = sums.new_full((len(batch.unit),), NO_NEGATIVE) if self.shift is None else None
+        spreads = (
+            None if not self.smooths or self.spreads_evenly(batch) else (torch.zeros_like(sums[:2]), torch.zeros_like(u_sum))
+        )
+        operand = self._operand(batch)
+        for number, chunk in enumerate(chunks):
+            centres = self.centre_store.operand(chunk.select, self.dtype, padded_rows(chunk.num_rows, self.dtype))
+            if spreads is not None:
+                self._add_slopes(batch, operand, centres, chunk, *spreads)
+            cached = None if spreads is not None else self.workspace.cache((len(centres), len(batch.unit)), self.dtype)
+            if cached is not None:
+                self._cached[micro, number] = cached
+            products = self._products(operand, centres, chunk, cached)
+            of_classes = self._of_classes(products, chunk)
+            shift: float | Tensor = 0.0 if self.shift is None else self.shift
+            if running is not None:
+                before, shift = running, self._largest(batch, of_classes, chunk, running)
+                rescale = torch.exp(before - shift)
+                sums[0] *= rescale
+                u_sum *= rescale[:, None]
+                running = self._shifts[micro, number] = shift
+            self._weigh(batch, of_classes, chunk, shift, sums)
+            self._spread(of_classes[0], products, chunk)
+            add_product(u_sum, products, centres, self.workspace)
+        if self.smooths and spreads is None:
+            spreads = self._even_slopes(batch, chunks)
+        return ShardSums(sums, u_sum, running if running is not None else self.shift or 0.0, *(spreads or ()))
+
+    def gradients(
+        self, pulls: list[Pull], chunks: list[Chunk]
+    ) -> Iterator[tuple[Chunk, Tensor, tuple[Tensor, Tensor, Tensor]]]:
+        """Yield (chunk, gradient (c, D), target part) for each chunk, as update_rows of the kernels takes them.
+
+        The gradient is in a reused buffer. The caller may update the chunk's centres before it asks for the next chunk.
+        """
+        scaled = [None if pull.lse is not None else self._scaled(pull, pull.negatives) for pull in pulls]
+        of_targets = torch.cat([pull.batch.unit * pull.of_target[:, None] for pull in pulls])
+        operands = [self._operand(pull.batch) for pull in pulls]
+        evens = [pull.even @ pull.batch.unit for pull in pulls if pull.even is not None]
+        even = torch.stack(evens).sum(dim=0) if evens else None
+        nearest = [pull.batch.nearest for pull in pulls if pull.batch.nearest is not None]
+        seen = torch.cat(nearest) if nearest else None
+        for number, chunk in enumerate(chunks):
+            shape = (padded_rows(chunk.num_rows, self.dtype), of_targets.shape[1])
+            centres: Tensor | None = None
+            for micro, pull in enumerate(pulls):
+                weighted, shift = self._cached.get((micro, number)), self._shift_of(pull, micro, number)
+                if weighted is None:
+                    centres = self.centre_store.operand(chunk.select, self.dtype, shape[0]) if centres is None else centres
+                    weighted = self._products(operands[micro], centres, chunk, None)
+                    unused = self.workspace.buffer("unused", (3, len(pull.negatives)), torch.float32)
+                    of_classes = self._of_classes(weighted, chunk)
+                    self._weigh(pull.batch, of_classes, chunk, shift, unused, pull.less)
+                    self._spread(of_classes[0], weighted, chunk)
+                rows = scaled[micro]
+                if rows is None:
+                    assert pull.lse is not None
+                    rows = self._scaled(pull, pull.negatives * torch.exp(shift - pull.lse))
+                product = multiply(weighted, rows, self.workspace.buffer("product", shape, self.dtype), self.workspace)
+                if len(pulls) > 1:  # their sum, in fp32
+                    total = self.workspace.buffer("total", shape, torch.float32)
+                    product = total.copy_(product) if micro == 0 else total.add_(product)
+            gradient = product[: chunk.num_rows]
+            if even is not None:
+                inverse = self.centre_store.inverse_norms[chunk.select]
+                gradient.addr_(inverse.to(gradient.dtype), even.to(gradient.dtype), alpha=-1.0)
+            targets = chunk.targets
+            if seen is not None and self._several is not None:
+                targets = self._several.targets(targets, seen)
+            yield chunk, gradient, (*targets, of_targets)
+
+    def _operand(self, batch: Batch) -> Tensor:
+        """Return the (D, B) operand whose products with unit centres are logits on the fast path, otherwise cosines."""
+        return (batch.unit * self.gain(batch)).to(self.dtype).t()
+
+    def _scaled(self, pull: Pull, factor: Tensor) -> Tensor:
+        return (pull.batch.unit * factor[:, None]).to(self.dtype)
+
+    def _shift_of(self, pull: Pull, micro: int, number: int) -> float | Tensor:
+        """Return the K with which the weights of a chunk were, or are to be, computed."""
+        if pull.less is not None:  # computed again, from a K that makes E the probability
+            assert pull.lse is not None
+            return pull.lse
+        return self._shifts[micro, number] if self.shift is None else self.shift
+
+    def _products(self, operand: Tensor, centres: Tensor, chunk: Chunk, out: Tensor | None) -> Tensor:
+        """Return centres times operand (padded c, B) in `out` or a buffer, 0 beyond the chunk's c rows."""
+        if out is None:
+            out = self.workspace.buffer("logits", (len(centres), operand.shape[1]), self.dtype)
+        multiply(centres, operand, out, self.workspace)
+        out[chunk.num_rows :].zero_()
+        return out
+
+    def _of_classes(self, products: Tensor, chunk: Chunk) -> OfClasses:
+        """Return what the kernels take of products (padded c, B): those of each class, and its inverse norms."""
+        real, inverse_norms = products[: chunk.num_rows], self.centre_store.inverse_norms[chunk.select]
+        return (real, inverse_norms) if self._several is None else (self._several.nearest(real, inverse_norms), None)
+
+    def _spread(self, weights: Tensor, products: Tensor, chunk: Chunk) -> None:
+        """Bring what a kernel wrote over the result of `_of_classes` back to products."""
+        if self._several is not None:
+            self._several.spread(weights, self.centre_store.inverse_norms[chunk.select], products[: chunk.num_rows])
+
+    def _largest(self, batch: Batch, of_classes: OfClasses, chunk: Chunk, before: Tensor) -> Tensor:
+        """Return the larger of `before` (B,) and each sample's largest logit in this chunk."""
+        assert batch.function is not None
+        maximum, where = before.clone(), (batch.places, chunk.begin)
+        products, inverse_norms = of_classes
+        self.workspace.kernels.maxima(
+            products,
+            inverse_norms,
+            where,
+            batch.function,
+            chunk.weights,
+            self.limit,
+            maximum,
+            self.workspace,
+        )
+        return maximum
+
+    def _weigh(
+        self,
+        batch: Batch,
+        of_classes: OfClasses,
+        chunk: Chunk,
+        shift: float | Tensor,
+        sums: Tensor,
+        less: Tensor | None = None,
+    ) -> None:
+        """Replace products (c, B) by W v, on the fast path E v, and add to sums (3, B)."""
+        kernels, targets = self.workspace.kernels, (batch.places, chunk.begin)
+        products, inverse_norms = of_classes
+        if batch.function is None:
+            kernels.exponentials(products, inverse_norms, targets, shift, self.logit_limit, sums[0], self.workspace)
+            return
+        how = (batch.function, self.margin.link, chunk.weights, shift, self.limit, less)
+        kernels.weights(products, inverse_norms, targets, *how, sums, self.workspace)
+
+    def _add_slopes(self, batch: Batch, operand: Tensor, centres: Tensor, chunk: Chunk, spread: Tensor, slopes: Tensor) -> None:
+        """Add a chunk's part to ShardSums.spread and slopes of any negatives."""
+        assert batch.function is not None
+        products, targets = self._products(operand, centres, chunk, None), (batch.places, chunk.begin)
+        real, inverse_norms = self._of_classes(products, chunk)
+        how = (inverse_norms, targets, batch.function, chunk.weights, self.limit)
+        self.workspace.kernels.slopes(real, *how, spread, self.workspace)
+        self._spread(real, products, chunk)
+        add_product(slopes, products, centres, self.workspace)
+
+    def _even_slopes(self, batch: Batch, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
+        """Return ShardSums.spread and slopes of linear negatives, from the sum of all unit centres."""
+        total, logs = batch.unit.new_zeros(batch.unit.shape[1]), batch.unit.new_zeros(())
+        for chunk in chunks:
+            centres = self.centre_store.operand(chunk.select, self.dtype, chunk.size)
+            total += torch.mv(centres.float().t(), self.centre_store.inverse_norms[chunk.select])
+            if chunk.weights is not None:
+                logs += chunk.weights.log().sum()
+        here = batch.places >= 0
+        cosines = batch.unit @ total - torch.where(here, batch.target_cosine, 0.0)
+        counts = sum(chunk.size for chunk in chunks) - here.float()
+        logits = self.slope(batch) * cosines + logs
+        if batch.function is not None:
+            logits += counts * batch.function.coefficients[-1]
+        return torch.stack([counts, logits]), total

@@ -1,0 +1,172 @@
+"""Makes the valid files that the fuzzer starts from, with this project's own writers and a training run of two steps."""
+
+import contextlib
+import io
+import os
+import tarfile
+import traceback
+from pathlib import Path
+
+import cv2
+import numpy as np
+import torch
+
+from backbones import build_backbone
+from data.recordio.writer import RecordSetWriter
+from data.tar_dataset import TarDataset
+from eval.pair_sets.bin_file import write_bin
+from eval.pair_sets.csv_and_folders import read_pairs, write_safetensors
+
+from .fuzz_cases import find_program
+from .fuzz_grammar import saved
+
+FIXTURES = Path(__file__).parents[2] / "tests" / "fixtures"
+CONFIG = (
+    "run: {name: tiny, output: runs, threads: 1, device: cpu}\n"
+    "data: {source: synthetic, num_classes: 12, num_images: 48, index_cache: 'off', threads: 1, prefetch: 1}\n"
+    "backbone: {name: r18, width: 0.015625, embedding_size: 16}\n"
+    "loss: {name: cosface, margin: 0.2, scale: 16}\n"
+    "head: {kernels: plain}\n"
+    "train: {batch_size: 8, epochs: 1}\n"
+    "optimizer: {lr: 0.05}\n"
+    "checkpoint: {every: 0, background: false}\n"
+    "log: {every: 1}\n"
+)
+CHECKPOINT = "runs/tiny/checkpoints/step_00000002"
+_CLASSES, _DIM = 12, 16
+
+
+def picture(seed: int, side: int = 112) -> np.ndarray:
+    """Return (side, side, 3) uint8: coloured tiles."""
+    tiles = np.random.default_rng(seed).integers(0, 256, (7, 7, 3)).astype(np.uint8)
+    return cv2.resize(tiles, (side, side), interpolation=cv2.INTER_NEAREST)
+
+
+def encoded(seed: int, ending: str = ".jpg", side: int = 112) -> bytes:
+    """Return a picture as a file of this kind."""
+    return bytes(cv2.imencode(ending, picture(seed, side))[1])
+
+
+def make_seeds(folder: Path) -> None:
+    """Write all seeds below a folder, in a child process, because training starts threads, which do not survive a fork."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            os.chdir(folder)
+            with open("log", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+                _write_all(folder)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    if os.waitpid(child, 0)[1]:
+        raise ValueError(f"the valid files that the fuzzer starts from cannot be made in {folder}; see above")
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    """Return the files below a folder by their relative names."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def _write_all(folder: Path) -> None:
+    for name in ("set", "people", "pairs", "run", "ijb/meta", "ijb/loose_crop", "tar", "arcface", "weights"):
+        (folder / name).mkdir(parents=True)
+    _write_pictures(folder)
+    with RecordSetWriter(folder / "set") as writer:
+        for number in range(6):
+            writer.add(number // 2, encoded(number))
+    images = [encoded(100 + pair + (side and pair % 2)) for pair in range(20) for side in (0, 1)]
+    write_bin(folder / "pairs" / "tiny.bin", images, [not pair % 2 for pair in range(20)])
+    write_safetensors(folder / "pairs" / "tiny.safetensors", read_pairs(folder / "pairs" / "tiny.bin"))
+    _write_tar(folder / "tar")
+    (folder / "run" / "tiny.yaml").write_text(CONFIG)
+    os.chdir(folder / "run")
+    if find_program("train")(["tiny.yaml", "train.max_steps=2"]):
+        raise ValueError("the training of two steps failed")
+    os.chdir(folder)
+    if find_program("scripts.deploy.enrol")(["run/runs/tiny", "g", "people"]):
+        raise ValueError("the enrolment of the people failed")
+    _write_arcface(folder / "arcface")
+    _write_weights(folder / "weights")
+
+
+def _write_pictures(folder: Path) -> None:
+    """Write people with pictures, and a tiny IJB."""
+    names = [f"p{person}/{number}.jpg" for person in range(3) for number in range(2)]
+    for seed, name in enumerate(names):
+        path = folder / "people" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(encoded(seed))
+    meta, points = folder / "ijb" / "meta", "40 50 72 50 56 70 44 86 68 86"
+    for number in range(6):
+        (folder / "ijb" / "loose_crop" / f"{number}.jpg").write_bytes(encoded(number))
+    (meta / "ijbc_face_tid_mid.txt").write_text("".join(f"{n}.jpg {n // 2 + 1} {n}\n" for n in range(6)))
+    (meta / "ijbc_name_5pts_score.txt").write_text("".join(f"{n}.jpg {points} 0.9\n" for n in range(6)))
+    (meta / "ijbc_template_pair_label.txt").write_text("1 2 0\n1 1 1\n2 3 0\n3 3 1\n")
+    for part in ("gallery_G1", "gallery_G2", "probe_mixed"):
+        (meta / f"ijbc_1N_{part}.csv").write_text("TEMPLATE_ID,SUBJECT_ID\n1,1\n2,2\n3,3\n")
+
+
+def _write_tar(folder: Path) -> None:
+    """Write a shard of pictures with their classes, and the cache of its index."""
+    with tarfile.open(folder / "0.tar", "w") as tar:
+        for number in range(6):
+            for ending, data in (("jpg", encoded(number)), ("cls", str(number // 2).encode())):
+                member = tarfile.TarInfo(f"people/{number:05d}.{ending}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    os.utime(folder / "0.tar", ns=(10**18, 10**18))
+    TarDataset(folder, folder / "cache")
+
+
+def _write_arcface(folder: Path) -> None:
+    """Write the files of arcface_torch in the formats of three versions."""
+    torch.manual_seed(1)
+    model = build_backbone("r18", _DIM, 1 / 64)
+    state, weight = model.state_dict(), torch.randn(_CLASSES, _DIM)
+    moments = {n: {"momentum_buffer": torch.zeros_like(p)} for n, p in enumerate(model.parameters())}
+    groups = [{"lr": 0.05, "weight_decay": 5e-4, "momentum": 0.9, "params": [n]} for n in range(len(moments) + 1)]
+    groups = [{**groups[0], "params": list(moments)}, groups[-1]]
+    head = {"momentum_buffer": torch.zeros(_CLASSES, _DIM)}
+    years = {
+        "old/backbone.pth": {f"module.{name}": value for name, value in state.items()},
+        "old/rank_0_softmax_weight.pt": weight,
+        "old/rank_0_softmax_weight_mom.pt": weight,
+        "middle/model.pt": state,
+        "middle/softmax_fc_gpu_0.pt": {"weight": weight},
+        "new/checkpoint_gpu_0.pt": {
+            "epoch": 2,
+            "global_step": 40,
+            "state_dict_backbone": state,
+            "state_dict_softmax_fc": {"weight": weight},
+            "state_optimizer": {"state": {**moments, len(moments): head}, "param_groups": groups},
+            "state_lr_scheduler": {"last_epoch": 40},
+        },
+    }
+    for name, tree in years.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(saved(tree))
+
+
+def _write_weights(folder: Path) -> None:
+    """Write a network in each form that evaluation reads; ONNX only if the package onnx is installed."""
+    model = build_backbone("r18", _DIM, 1 / 64).eval()
+    (folder / "weights.pt").write_bytes(saved(model.state_dict()))
+    (folder / "weights.pth").write_bytes(saved({f"module.{name}": value for name, value in model.state_dict().items()}))
+    torch.jit.save(torch.jit.script(torch.nn.Flatten()), folder / "script.pt")
+    torch.jit.save(torch.jit.script(torch.nn.Flatten()), folder / "program.pt2")
+    with contextlib.suppress(ImportError):
+        _write_onnx(folder / "network.onnx")
+
+
+def _write_onnx(path: Path) -> None:
+    from onnx import TensorProto, helper, save
+
+    image = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 112, 112])
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 3, 1, 1])
+    nodes = [helper.make_node("GlobalAveragePool", ["x"], ["p"]), helper.make_node("Flatten", ["p"], ["y"])]
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 3])
+    graph = helper.make_graph(nodes, "pool", [image], [out])
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))

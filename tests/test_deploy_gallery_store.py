@@ -1,0 +1,556 @@
+"""The gallery on disk: what is found, what survives, what is forgotten, what is refused."""
+
+import os
+import re
+import sqlite3
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.multiprocessing as mp
+from gallery_runs import DIM, FACTS, SIZE, new_images
+
+from deploy.gallery import files as gallery_files
+from deploy.gallery import store as gallery_store
+from deploy.gallery.files import DataFile, writer_lock
+from deploy.gallery.format import DATABASE
+from deploy.gallery.rewrite import check, compact, reembed
+from deploy.gallery.store import Gallery
+
+PEOPLE = [f"p{number % 23:02d}" for number in range(150)]
+
+
+@pytest.fixture
+def gallery(tmp_path: Path) -> Gallery:
+    return Gallery.create(tmp_path / "g", FACTS)
+
+
+def _slow(gallery: Gallery, images: list, query: np.ndarray, k: int) -> list[tuple[str, float, int]]:
+    """Return (person, cosine, image) by a loop in float64 over the stored vectors."""
+    best: dict[str, tuple[float, int]] = {}
+    for number, image in enumerate(images, 1):
+        row, other = image.embedding.astype(np.float64), query.astype(np.float64)
+        stored = (row / np.linalg.norm(row)).astype(np.float32).astype(np.float64)
+        asked = (other / np.linalg.norm(other)).astype(np.float32).astype(np.float64)
+        cosine = sum(float(a) * float(b) for a, b in zip(stored, asked, strict=True))
+        if image.person not in best or cosine > best[image.person][0] + 1e-13:
+            best[image.person] = cosine, number
+    ranked = sorted(best.items(), key=lambda item: (-round(item[1][0], 12), item[1][1]))
+    return [(person, *found) for person, found in ranked[:k]]
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("cells", [1 << 22, 64])  # the second makes blocks that cut people in two
+def test_search_finds_what_a_slow_loop_in_float64_finds(gallery: Gallery, cells: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("deploy.gallery.search._CELLS", cells)
+    monkeypatch.setattr("deploy.gallery.search._EXACT_ROWS", 1 << 12 if cells > 64 else 5)
+    rng = np.random.default_rng(0)
+    images = new_images(rng, PEOPLE, pixels=False)
+    for place in (40, 77, 149):  # equal vectors of several people: the image with the lowest number is first
+        images[place] = images[place]._replace(embedding=images[12].embedding)
+    gallery.add(images)
+    queries = np.concatenate([rng.normal(size=(9, DIM)).astype(np.float32), images[12].embedding[None]])
+    found = gallery.search(queries, k=6)
+    for query, matches in zip(queries, found, strict=True):
+        expected = _slow(gallery, images, query, 6)
+        assert [(match.person, match.image) for match in matches] == [(person, image) for person, _, image in expected]
+        np.testing.assert_allclose([match.cosine for match in matches], [one[1] for one in expected], atol=1e-13)
+    assert [match.image for match in found[-1][:3]] == [13, 41, 78]
+    assert found == [gallery.search(query[None], k=6)[0] for query in queries]  # whatever else is searched with it
+    assert [len(matches) for matches in gallery.search(queries[:2], k=99)] == [23, 23]
+    assert gallery.search(np.zeros((1, DIM), np.float32), 1)[0][0].cosine == 0
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("weights", ["norm", "equal"])
+def test_a_template_is_the_weighted_mean_of_a_persons_images(gallery: Gallery, weights: str):
+    rng = np.random.default_rng(1)
+    images = new_images(rng, PEOPLE, pixels=False)
+    gallery.add(images)
+    query = rng.normal(size=(1, DIM)).astype(np.float32)
+    expected = {}
+    for person in set(PEOPLE):
+        total = np.zeros(DIM)
+        for image in images:
+            if image.person == person:
+                raw = image.embedding.astype(np.float64)
+                total += raw * image.quality if weights == "norm" else raw / np.linalg.norm(raw)
+        expected[person] = float(total @ query[0] / np.linalg.norm(total) / np.linalg.norm(query))
+    found = gallery.search(query, k=99, by="template", weights=weights)[0]
+    assert [match.person for match in found] == sorted(expected, key=lambda person: -expected[person])
+    # float32 sums of 7 images, and float32 rows
+    np.testing.assert_allclose([match.cosine for match in found], [expected[match.person] for match in found], atol=3e-6)
+    nearest = {match.person: match.image for match in gallery.search(query, k=99)[0]}
+    assert all(match.image == nearest[match.person] for match in found)  # the picture that is shown
+
+
+@pytest.mark.parametrize(("index", "module"), [("faiss", "faiss"), ("hnsw", "hnswlib")])
+def test_an_index_finds_what_the_exact_search_finds(gallery: Gallery, index: str, module: str):
+    pytest.importorskip(module)
+    rng = np.random.default_rng(2)
+    gallery.add(new_images(rng, [*PEOPLE, *["many"] * 200], pixels=False))  # one person has most of the entries
+    queries = rng.normal(size=(30, DIM)).astype(np.float32)
+    exact, found = gallery.search(queries, 5), gallery.search(queries, 5, index=index)
+    equal = sum(match in row for row, others in zip(exact, found, strict=True) for match in others)
+    assert equal >= 0.98 * 150 and all(len(row) == 5 for row in found)
+
+
+def test_an_index_that_is_not_installed_says_how_to_install_it(gallery: Gallery, monkeypatch: pytest.MonkeyPatch):
+    gallery.add(new_images(np.random.default_rng(0), ["a"]))
+    monkeypatch.setitem(__import__("sys").modules, "faiss", None)
+    with pytest.raises(ValueError, match="pip install faiss-cpu"):
+        gallery.search(np.ones((1, DIM), np.float32), index="faiss")
+
+
+def test_a_gallery_is_the_same_after_it_is_opened_again(gallery: Gallery):
+    rng = np.random.default_rng(3)
+    images = new_images(rng, PEOPLE[:30])
+    numbers = gallery.add(images)
+    assert numbers == list(range(1, 31)) and gallery.add(images) == [0] * 30
+    with Gallery(gallery.folder) as other:
+        assert other.search(images[0].embedding[None]) == gallery.search(images[0].embedding[None])
+        assert other.people() == gallery.people() and other.facts == FACTS
+        for number, image in zip(numbers, images, strict=True):
+            assert np.array_equal(other.picture(number), image.pixels)
+        with Gallery.create(gallery.folder, FACTS._replace(digest="other")) as third:
+            assert third.facts == FACTS  # what is there is opened, not made anew
+        gallery.add(new_images(rng, ["new"]))
+        assert "new" in {match.person for match in other.search(images[0].embedding[None], 99)[0]}  # it is read again
+
+
+def _everything(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
+
+
+def test_nothing_of_a_removed_person_is_left_in_any_file(gallery: Gallery):
+    images = new_images(np.random.default_rng(4), ["Ada Lovelace", "Bob Byte", "Bob Byte", "Ada Lovelace"])
+    images = [image._replace(picture=f"secret{number}.png") for number, image in enumerate(images)]
+    gallery.add(images)
+
+    def traces(one: int) -> list[bytes]:
+        raw = images[one].embedding.astype(np.float64)
+        vector = (raw / np.linalg.norm(raw)).astype("<f4").tobytes()
+        name = f"secret{one}.png".encode()
+        return [images[one].person.encode(), name, images[one].hash, vector, gallery_store.to_png(images[one].pixels)[40:99]]
+
+    assert all(trace in _everything(gallery.folder) for one in range(4) for trace in traces(one))
+    assert gallery.remove(people=["Ada Lovelace"]) == 2
+    for folder_of_a_moment in (gallery.folder,):
+        rest = _everything(folder_of_a_moment)
+        assert not any(trace in rest for one in (0, 3) for trace in traces(one))
+        assert all(trace in rest for one in (1, 2) for trace in traces(one))
+    assert gallery.people() == {"Bob Byte": 2} and check(gallery) == 2
+    assert compact(gallery) > 0 and check(gallery) == 2
+    sizes = {path.name.split("_")[0]: path.stat().st_size for path in gallery.folder.iterdir() if path.suffix == ".bin"}
+    assert sizes["vectors"] == 2 * 4 * DIM
+    assert gallery.search(images[1].embedding[None])[0][0].image == 2  # numbers stay
+
+
+def test_removal_of_somebody_who_is_not_there_removes_nobody(gallery: Gallery):
+    gallery.add(new_images(np.random.default_rng(5), ["anna", "berta"]))
+    with pytest.raises(ValueError, match=r"nobody is called 'bertha'. Did you mean berta\?"):
+        gallery.remove(people=["anna", "bertha"])
+    with pytest.raises(ValueError, match="has no image 9"):
+        gallery.remove(numbers=[1, 9])
+    assert gallery.people() == {"anna": 1, "berta": 1}
+
+
+def test_what_a_killed_removal_did_not_overwrite_the_next_writer_does(gallery: Gallery, monkeypatch: pytest.MonkeyPatch):
+    images = new_images(np.random.default_rng(6), ["anna", "berta"])
+    gallery.add(images)
+    raw = images[0].embedding.astype(np.float64)
+    vector = (raw / np.linalg.norm(raw)).astype("<f4").tobytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(DataFile, "erase", lambda *words: (_ for _ in ()).throw(KeyboardInterrupt))  # as a kill at this moment
+        with pytest.raises(KeyboardInterrupt):
+            gallery.remove(people=["anna"])
+    assert vector in _everything(gallery.folder) and gallery.people() == {"berta": 1}
+    with Gallery(gallery.folder) as other:
+        other.add(new_images(np.random.default_rng(7), ["carla"]))
+    assert vector not in _everything(gallery.folder)
+
+
+# ---- kills: a child dies of SIGKILL at its nth statement of SQL, write or flush
+
+
+def _die_at(moment: int, action: str, folder: Path, seed: int) -> None:
+    """Run an action on a gallery in a child, up to a moment."""
+    count = 0
+
+    def tick(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == moment:
+            os.kill(os.getpid(), 9)
+
+    for name in ("pwrite", "fsync", "replace", "unlink"):
+        original: Callable = getattr(os, name)
+
+        def counted(*words: Any, _original: Callable = original, **more: Any) -> Any:
+            tick()
+            return _original(*words, **more)
+
+        setattr(os, name, counted)
+    gallery = Gallery.create(folder, FACTS)
+    gallery.database.set_trace_callback(tick)
+    _act(gallery, action, seed)
+    os._exit(7)  # the action was over before the moment
+
+
+def _act(gallery: Gallery, action: str, seed: int) -> None:
+    if action == "add":
+        gallery.add(new_images(np.random.default_rng(seed), ["x", "y"]))
+    elif action == "remove":
+        gallery.remove(people=["x"])
+    elif action == "compact":
+        compact(gallery)
+    else:
+        reembed(gallery, FACTS._replace(digest="new"), _other_network, lambda images, total: images)
+
+
+def _other_network(crops: np.ndarray) -> np.ndarray:
+    return crops.reshape(len(crops), -1)[:, :DIM].astype(np.float32) + 1
+
+
+_MOMENTS = {"add": (14, 17), "remove": (13, 16), "compact": (14, 22), "reembed": (9, 16)}
+
+
+@pytest.mark.parametrize("action", _MOMENTS)
+def test_a_kill_at_any_moment_leaves_the_state_before_or_after(action: str, tmp_path: Path):
+    """Some moments here; FACE_MOMENTS=all tries each."""
+    every = os.environ.get("FACE_MOMENTS") == "all"
+    survived = 0
+    for moment in range(1, 200) if every else _MOMENTS[action]:
+        folder = tmp_path / f"g{moment}"
+        with Gallery.create(folder, FACTS) as gallery:
+            gallery.add(new_images(np.random.default_rng(0), ["w", "x", "w"]))
+            gallery.remove(numbers=[1])  # so that there is something to compact
+            before, vector = _state(gallery)
+        process = mp.get_context("forkserver").Process(target=_die_at, args=(moment, action, folder, 1))
+        process.start()
+        process.join(60)
+        assert process.exitcode in (-9, 7)
+        with Gallery(folder) as gallery:
+            now = _state(gallery)
+            gallery.add(new_images(np.random.default_rng(8), ["z"]))  # a writer goes on
+            check(gallery)
+            if action in ("compact", "reembed") and now != (before, vector):
+                assert now[0] == before and (now[1] == vector) == (action == "compact")
+                assert gallery.facts.digest == ("new" if action == "reembed" else FACTS.digest)
+            else:
+                people = {image[1] for image in now[0]}
+                assert now == (before, vector) or ("y" in people and len(now[0]) == 4) or people == {"w"}
+            left = {path.name for path in folder.iterdir()}
+            assert len(left) == 4, left  # database, lock, vectors, faces
+        survived += process.exitcode == -9
+        if process.exitcode == 7:
+            break
+    assert survived == (moment - 1 if every else len(_MOMENTS[action]))
+
+
+def _state(gallery: Gallery) -> tuple[list[tuple], list]:
+    """Return the images without what a compaction changes, and what a search finds."""
+    images = [(image.number, image.person, image.hash, image.face_sum) for image in gallery.images()]
+    return images, gallery.search(np.linspace(-1, 1, DIM, dtype=np.float32)[None], 9)
+
+
+def _die_in_a_commit(folder: Path) -> None:
+    """Write pages of an unfinished transaction into the database, with their old contents in the journal, and die."""
+    gallery = Gallery(folder)
+    gallery.database.execute("PRAGMA query_only = OFF")
+    gallery.database.execute("PRAGMA cache_size = 2")
+    gallery.database.execute("BEGIN")
+    gallery.database.execute("UPDATE people SET name = 'wrong' || id")
+    for number in range(3000):
+        gallery.database.execute("INSERT INTO erasures (kind, at, size) VALUES ('vectors', ?, 1)", (number,))
+    os.kill(os.getpid(), 9)
+
+
+def test_a_reader_takes_back_what_a_killed_commit_wrote(gallery: Gallery):
+    gallery.add(new_images(np.random.default_rng(0), ["a", "b"]))
+    before = _state(gallery)
+    gallery.close()
+    size = (gallery.folder / DATABASE).stat().st_size
+    process = mp.get_context("forkserver").Process(target=_die_in_a_commit, args=(gallery.folder,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -9 and (gallery.folder / DATABASE).stat().st_size > size  # it wrote into the database
+    assert (gallery.folder / f"{DATABASE}-journal").exists()
+    with Gallery(gallery.folder) as other:
+        assert _state(other) == before
+
+
+# ---- several processes
+
+
+def _write_for_a_while(folder: Path, name: str) -> None:
+    rng = np.random.default_rng(sum(name.encode()))
+    with Gallery(folder) as gallery:
+        for round_number in range(6):
+            gallery.add(new_images(rng, [f"{name}{round_number}"] * 3))
+            if round_number % 2:
+                gallery.remove(people=[f"{name}{round_number - 1}"])
+    os._exit(0)
+
+
+def test_two_writers_and_a_reader_at_once_see_whole_transactions(gallery: Gallery):
+    query = np.ones((1, DIM), np.float32)
+    gallery.add(new_images(np.random.default_rng(9), ["first"]))
+    context = mp.get_context("forkserver")
+    writers = [context.Process(target=_write_for_a_while, args=(gallery.folder, name)) for name in ("a", "b")]
+    for writer in writers:
+        writer.start()
+    looks = 0
+    with Gallery(gallery.folder) as reader:
+        while any(writer.is_alive() for writer in writers):
+            found = reader.search(query, 99)[0]
+            assert "first" in {match.person for match in found} and not any(match.cosine == 0 for match in found)
+            assert set(reader.people().values()) <= {1, 3}
+            looks += 1
+    assert looks and [writer.exitcode for writer in writers] == [0, 0]
+    assert sorted(gallery.people()) == sorted(["first", *(f"{name}{number}" for name in "ab" for number in (1, 3, 5))])
+    check(gallery)
+
+
+def test_threads_share_one_gallery(gallery: Gallery):
+    errors = []
+
+    def work(number: int) -> None:
+        try:
+            for one in range(3):
+                gallery.add(new_images(np.random.default_rng(10 * number + one), [f"t{number}"]))
+                gallery.search(np.ones((1, DIM), np.float32))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and gallery.people() == {"t0": 3, "t1": 3, "t2": 3}
+
+
+def test_a_process_that_waits_says_so_and_gives_up(
+    gallery: Gallery, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gallery_files, "_SILENT", 0.05)
+    other = Gallery(gallery.folder, patience=0.3)
+    with writer_lock(gallery.folder), pytest.raises(ValueError, match=rf"process {os.getpid()} has been writing to it"):
+        other.add(new_images(np.random.default_rng(0), ["a"]))
+    assert capsys.readouterr().err == f"waiting for process {os.getpid()}, which writes to {gallery.folder}\n"
+    other.add(new_images(np.random.default_rng(0), ["a"]))
+    assert other.people() == {"a": 1}
+
+
+def test_a_search_or_enrolment_with_the_old_network_after_a_reembedding_is_refused(gallery: Gallery):
+    gallery.add(new_images(np.random.default_rng(0), ["a"]))
+    with Gallery(gallery.folder) as other:
+        reembed(other, FACTS._replace(digest="new", title="another"), _other_network, lambda images, total: images)
+    with pytest.raises(ValueError, match="was embedded anew by another since it was opened"):
+        gallery.search(np.ones((1, DIM), np.float32))
+    with pytest.raises(ValueError, match="was embedded anew by another since it was opened"):
+        gallery.add(new_images(np.random.default_rng(1), ["b"]))
+    assert list(gallery.people()) == ["a"]
+
+
+# ---- hostile galleries
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _other_database(path: Path) -> None:
+    path.unlink()
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE t (x)")
+
+
+def _sql(*statements: str) -> Callable[[Path], None]:
+    def run(path: Path) -> None:
+        with sqlite3.connect(path) as database:
+            for statement in statements:
+                database.execute(statement)
+
+    return run
+
+
+def _super_journal(path: Path) -> None:
+    victim = path.parent.parent / "victim"
+    victim.write_text("mine")
+    name = str(victim).encode()
+    end = len(name).to_bytes(4, "big") + sum(name).to_bytes(4, "big") + bytes.fromhex("d9d505f920a163d7")
+    path.with_name(f"{path.name}-journal").write_bytes(bytes(512) + (1).to_bytes(4, "big") + name + end)
+
+
+def _link(path: Path) -> None:
+    moved = path.parent.parent / "moved"
+    path.rename(moved)
+    path.symlink_to(moved)
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+_DAMAGE: dict[str, Callable[[Path], None]] = {
+    "is damaged|malformed": _cut,
+    "is empty": lambda path: path.write_bytes(b""),
+    "not a database": lambda path: path.write_bytes(b"\0" * 5000),
+    "file is not a database": lambda path: path.write_bytes(b"hello" * 999),
+    "a database of another program": _other_database,
+    "format 9": _sql("PRAGMA user_version = 9"),
+    "tables are not those": _sql("CREATE TRIGGER t AFTER INSERT ON people BEGIN DELETE FROM images; END"),
+    "are not those of a gallery": _sql("CREATE VIEW v AS SELECT 1"),
+    "write-ahead log": _sql("PRAGMA journal_mode = WAL"),
+    "names another file": _super_journal,
+    "has no links": _link,
+    "links, folders or devices": _pipe,
+    "no gallery.sqlite|no such file|No such file": lambda path: path.unlink(),
+    "facts are not": _sql("UPDATE facts SET embedding_size = 'many'"),
+    "facts are": _sql("UPDATE facts SET embedding_size = 99999999"),
+    "does not say which network": _sql("DELETE FROM facts"),
+    "row numbers": _sql("UPDATE images SET vector = 999 WHERE id = 1"),
+    "values of a wrong kind": _sql("UPDATE images SET norm = x'00' WHERE id = 1"),
+    "length inf and its face": _sql("UPDATE images SET norm = 9e999 WHERE id = 1"),
+    "the score 1e\\+308, which": _sql("UPDATE images SET quality = 1e308 WHERE id = 1"),
+    "the score -1, which": _sql("UPDATE images SET quality = -1.0 WHERE id = 1"),
+    "could not decode|Could not decode": _sql("UPDATE people SET name = CAST(x'ff' AS TEXT) WHERE id = 1"),
+}
+
+
+@pytest.mark.parametrize("says", _DAMAGE)
+def test_a_hostile_database_ends_in_one_line_and_stays_as_it_was(says: str, gallery: Gallery, tmp_path: Path):
+    gallery.add(new_images(np.random.default_rng(0), ["a", "b"]))
+    gallery.close()
+    path = gallery.folder / DATABASE
+    _DAMAGE[says](path)
+    before = path.read_bytes() if path.is_file() else b""
+    with pytest.raises(ValueError, match=says) as caught, Gallery(gallery.folder) as other:
+        other.search(np.ones((1, DIM), np.float32))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+    assert (path.read_bytes() if path.is_file() else b"") == before
+    assert not (tmp_path / "victim").exists() or (tmp_path / "victim").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("says", "change"),
+    [
+        ("is cut short", lambda data: data[:-5]),
+        ("1 vector.* damaged, such as that of image 2", lambda data: data[: 4 * DIM] + b"\xff" + data[4 * DIM + 1 :]),
+        ("2 vector.* damaged, such as that of image 1", lambda data: np.full(2 * DIM, np.nan, "<f4").tobytes()),
+    ],
+)
+def test_damaged_vectors_are_named_and_made_anew_from_the_faces(gallery: Gallery, says: str, change: Callable[[bytes], bytes]):
+    gallery.add(new_images(np.random.default_rng(0), ["a", "b"]))
+    path = next(gallery.folder.glob("vectors_*"))
+    path.write_bytes(change(path.read_bytes()))
+    with Gallery(gallery.folder) as other, pytest.raises(ValueError, match=says):
+        other.search(np.ones((1, DIM), np.float32))
+    with Gallery(gallery.folder) as other:
+        reembed(other, FACTS, _other_network, lambda images, total: images)  # the same network
+        assert len(other.search(np.ones((1, DIM), np.float32))[0]) == 2
+
+
+def test_nan_with_the_right_checksum_is_damage(gallery: Gallery):
+    gallery.add(new_images(np.random.default_rng(0), ["a"]))
+    data = np.full(DIM, np.nan, "<f4").tobytes()
+    next(gallery.folder.glob("vectors_*")).write_bytes(data)
+    with sqlite3.connect(gallery.folder / DATABASE) as database:
+        database.execute("UPDATE images SET vector_sum = ?", (gallery_files.checksum(data),))
+    with Gallery(gallery.folder) as other, pytest.raises(ValueError, match=r"1 vector.* damaged"):
+        other.search(np.ones((1, DIM), np.float32))
+
+
+def test_bytes_beyond_the_end_count_for_nothing_and_are_written_over(gallery: Gallery):
+    images = new_images(np.random.default_rng(0), ["a", "b"])
+    gallery.add(images[:1])
+    for path in gallery.folder.glob("*.bin"):
+        path.write_bytes(path.read_bytes() + b"left by a killed process" * 99)
+    with Gallery(gallery.folder) as other:
+        assert len(other.search(np.ones((1, DIM), np.float32))[0]) == 1
+        other.add(images[1:])
+        assert check(other) == 2 and np.array_equal(other.picture(2), images[1].pixels)
+
+
+def test_a_damaged_face_is_named(gallery: Gallery):
+    gallery.add(new_images(np.random.default_rng(0), ["a"]))
+    path = next(gallery.folder.glob("faces_*"))
+    path.write_bytes(path.read_bytes()[:-9] + b"123456789")
+    with pytest.raises(ValueError, match="the face of image 1 is damaged"):
+        gallery.picture(1)
+    with pytest.raises(ValueError, match="the face of image 1 is damaged"):
+        compact(gallery)
+    assert gallery.search(np.ones((1, DIM), np.float32))[0][0].person == "a"  # as before
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\nb", "a\0b", "\x1b[2J", "x" * 10_000, "\udcff", "a\u202eb"])
+def test_a_name_that_cannot_be_shown_is_refused_and_nobody_is_enrolled(gallery: Gallery, name: str):
+    images = new_images(np.random.default_rng(0), ["a", name])
+    with pytest.raises(ValueError, match="a person's name") as caught:
+        gallery.add(images)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 300 and gallery.people() == {}
+
+
+@pytest.mark.parametrize("name", ["<b>x</b>", "..", "../../etc", "a/b", "'; DROP TABLE people; --", "%s{0}$x$", "Jose\u0301"])
+def test_any_other_name_is_a_name(gallery: Gallery, name: str):
+    numbers = gallery.add([new_images(np.random.default_rng(0), [name])[0]._replace(picture="\n" + "../" * 999)])
+    assert numbers == [1] and list(gallery.people()) == [name.replace("e\u0301", "\xe9")]
+    image = gallery.images()[0]
+    assert image.picture.isprintable() and len(image.picture) <= 1000
+    assert gallery.remove(people=gallery.people()) == 1 and gallery.people() == {}
+
+
+def test_an_embedding_without_a_direction_is_refused_and_nobody_is_enrolled(gallery: Gallery):
+    images = new_images(np.random.default_rng(0), ["a", "b"])
+    for bad in (np.zeros(DIM), np.full(DIM, np.nan), np.full(DIM, np.inf), np.ones(DIM + 1)):
+        with pytest.raises(ValueError, match="embedding"):
+            gallery.add([images[0], images[1]._replace(embedding=bad.astype(np.float32))])
+    assert gallery.people() == {}
+
+
+def test_a_full_disk_names_the_file_and_loses_nothing(gallery: Gallery, monkeypatch: pytest.MonkeyPatch):
+    images = new_images(np.random.default_rng(0), ["a", "b"])
+    gallery.add(images[:1])
+
+    def full(*words: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match=re.escape(str(gallery.folder))):
+            gallery.add(images[1:])
+    assert gallery.people() == {"a": 1} and gallery.add(images[1:]) == [2] and check(gallery) == 2
+
+
+def test_a_folder_of_other_files_is_no_place_for_a_gallery(tmp_path: Path):
+    (tmp_path / "photo.jpg").write_bytes(b"x")
+    for folder, says in ((tmp_path, "holds photo.jpg and no gallery"), (tmp_path / "photo.jpg", "is a file")):
+        with pytest.raises(ValueError, match=says):
+            Gallery.create(folder, FACTS)
+    for folder, says in (
+        (tmp_path, "holds no gallery.sqlite"),
+        (tmp_path / "photo.jpg", "is a file"),
+        (tmp_path / "x", "no such"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            Gallery(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
+
+
+def test_a_reader_needs_no_right_to_write(gallery: Gallery):
+    gallery.add(new_images(np.random.default_rng(0), ["a"]))
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    for path in (*gallery.folder.iterdir(), gallery.folder):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        with Gallery(gallery.folder) as other:
+            assert other.search(np.ones((1, DIM), np.float32))[0][0].person == "a" and other.picture(1).shape == (SIZE, SIZE, 3)
+    finally:
+        gallery.folder.chmod(0o755)

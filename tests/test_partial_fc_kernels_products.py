@@ -1,0 +1,58 @@
+"""The products of a chunk: against float64, on processors with units for bf16 and without."""
+
+import pytest
+import torch
+
+from partial_fc.kernels import build_kernels, products
+from partial_fc.kernels.products import add_product, converted_bytes, multiply, product_dtype
+from partial_fc.workspace import Workspace
+
+pytestmark = pytest.mark.numeric
+CPU = torch.device("cpu")
+CLASSES, ROWS, D = 2500, 24, 40  # no multiple of a block
+
+
+@pytest.fixture(params=[True, False], ids=["with units for bf16", "without"])
+def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(products, "is_fast_in_bf16", lambda device: request.param)
+    return bool(request.param)
+
+
+def _workspace() -> Workspace:
+    return Workspace(CPU, 0, build_kernels("plain"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_float64(fast: bool, dtype: torch.dtype):
+    torch.manual_seed(0)
+    centres, unit = torch.randn(CLASSES, D).to(dtype), torch.randn(ROWS, D).to(dtype)
+    workspace = _workspace()
+    made = multiply(centres, unit.t(), torch.empty(CLASSES, ROWS, dtype=dtype), workspace)
+    weights = torch.rand(CLASSES, ROWS).to(dtype)
+    gradient = multiply(weights, unit, torch.empty(CLASSES, D, dtype=dtype), workspace)
+    for result, left, right in ((made, centres, unit.t()), (gradient, weights, unit)):
+        left, right = left.double(), right.double()
+        slack = left.shape[1] * torch.finfo(torch.float32).eps * (left.abs() @ right.abs())
+        assert (result.double() - left @ right).abs().le(torch.finfo(dtype).eps * (left @ right).abs() + slack).all()
+    start = torch.randn(ROWS, D)
+    total = start.clone()
+    add_product(total, weights, centres, workspace)
+    exact, most = weights.double().t() @ centres.double(), weights.double().t() @ centres.double().abs()
+    rounded = torch.finfo(dtype).eps * exact.abs() if fast else 0.0  # without units for bf16 the sum is not rounded
+    slack = CLASSES * torch.finfo(torch.float32).eps * (most + start.abs())
+    assert (total.double() - start - exact).abs().le(rounded + slack).all()
+
+
+def test_only_a_cpu_without_units_multiplies_bf16_in_fp32_and_takes_the_bytes_that_are_counted(fast: bool):
+    assert product_dtype(CPU, torch.float32) == product_dtype(torch.device("cuda"), torch.float32) == torch.float32
+    assert product_dtype(torch.device("cuda"), torch.bfloat16) == torch.bfloat16
+    assert product_dtype(CPU, torch.bfloat16) == (torch.bfloat16 if fast else torch.float32)
+    workspace, centres, unit = _workspace(), torch.zeros(CLASSES, D).bfloat16(), torch.zeros(ROWS, D).bfloat16()
+    weights = multiply(centres, unit.t(), torch.empty(CLASSES, ROWS, dtype=torch.bfloat16), workspace)
+    multiply(weights, unit, torch.empty_like(centres), workspace)
+    held = sum(buffer.nbytes for buffer in workspace._buffers.values())
+    assert held == (0 if fast else converted_bytes(CLASSES, D, ROWS) - 4 * (ROWS * D + 1024 * D))
+    add_product(torch.zeros(ROWS, D), weights, centres, workspace)
+    if not fast:  # but for the smaller factor, which is no buffer
+        held = sum(buffer.nbytes for buffer in workspace._buffers.values())
+        assert held == converted_bytes(CLASSES, D, ROWS) - 4 * ROWS * D

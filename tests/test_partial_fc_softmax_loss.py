@@ -1,0 +1,116 @@
+"""Every loss through the real head against the slow references in float64: values, gradients, updates and states."""
+
+import pytest
+import torch
+from head_losses import CASES, SUMS, Setting, compare_steps
+from waiting import Syncs
+
+from losses import MARGINS, build_margin
+from partial_fc import HeadConfig, PartialFC
+from partial_fc.kernels import KERNELS
+from partial_fc.kernels.plain import PlainKernels
+
+pytestmark = pytest.mark.numeric
+
+# one of each way through the head: fast, running maxima, a scale of each sample or of the batch, hard negatives, each other
+# function, norms, numbers of classes, sums
+WAYS = (
+    "cosface",
+    "cosface, wide",
+    "sphereface",
+    "adacos",
+    "npcface",
+    "circle",
+    "li_arcface",
+    "magface",
+    "adaptiveface",
+    "uniface",
+)
+SETTINGS = {
+    "filter": Setting(limit=0.3),
+    "weights": Setting(rate=0.5, correction="log_r"),
+    "focal": Setting(rate=0.7, focal=2.0),
+    "gentle focal": Setting(focal=0.5, kernels="plain"),
+    "smoothing": Setting(smoothing=0.1),
+    "smoothing of sampled and weighted classes": Setting(smoothing=0.1, rate=0.6, correction="log_r"),
+    "all at once": Setting(rate=0.7, limit=0.3, correction="log_r", focal=1.5, smoothing=0.1, cache_mb=0),
+    "two micro-batches": Setting(rate=0.8, accumulation=2),
+    "two micro-batches, smoothing": Setting(accumulation=2, smoothing=0.2, limit=0.4),
+    "lean": Setting(storage="lean", rate=0.6),
+    "tiny": Setting(storage="tiny"),
+    "bf16": Setting(dtype=torch.bfloat16, limit=0.3),
+    "bf16, smoothing": Setting(dtype=torch.bfloat16, smoothing=0.1, kernels="plain"),
+}
+
+
+def test_every_loss_has_a_case():
+    assert {case.partition(",")[0] for case in CASES} == set(list(MARGINS))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("case", CASES)
+def test_steps_equal_the_reference(case: str, kernels: str):
+    compare_steps(0, 1, case, Setting(rate=1.0 if kernels == "auto" else 0.6, kernels=kernels, cache_mb=int(kernels == "auto")))
+
+
+# every setting with every third loss: all pairs would take minutes
+PAIRS = [(case, setting) for i, case in enumerate(WAYS) for j, setting in enumerate(SETTINGS) if (i + j) % 3 == 0]
+
+
+@pytest.mark.parametrize(("case", "setting"), PAIRS)
+def test_what_a_head_does_besides_equals_the_reference(case: str, setting: str):
+    chosen = SETTINGS[setting]
+    if case in SUMS:  # no probabilities to bend
+        chosen = chosen._replace(focal=0.0, smoothing=0.0)
+    compare_steps(0, 1, case, chosen)
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize(("key", "value"), [("focal", 2.0), ("label_smoothing", 0.1)])
+def test_a_sum_over_classes_takes_neither_focal_weights_nor_label_smoothing(name: str, key: str, value: float):
+    with pytest.raises(ValueError, match=rf"loss\.{key} must be 0 for .*, got {value}: .* Set loss\.{key}=0"):
+        PartialFC(build_margin(name), 20, 8, config=HeadConfig(**{key: value}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("key", "value"), [("focal", -1.0), ("focal", 11.0), ("label_smoothing", 1.0)])
+def test_focal_weights_and_label_smoothing_have_a_range(key: str, value: float):
+    with pytest.raises(ValueError, match=rf"loss\.{key} must be in \[0, .*got {value}"):
+        PartialFC(build_margin("arcface"), 20, 8, config=HeadConfig(**{key: value}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_that_is_not_good_changes_nothing(case: str, kernels: str):
+    margin = build_margin(case.partition(",")[0], **CASES[case].arguments)
+    head = PartialFC(margin, 20, 8, config=HeadConfig(kernels=kernels))
+    of_margin = list(margin.state_dict().values())
+    everything = [*of_margin, *head.shard_state().values()]
+    before = [tensor.clone() for tensor in everything]
+    for step, infinite in enumerate((True, False, False)):
+        x = 20.0 * torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        x[2, 3] = torch.inf if infinite else x[2, 3]
+        head.begin_step(torch.tensor([[3, 4, 3, 9]]), step)
+        head(x)
+        head.step(0.1, None if infinite else torch.tensor(step == 2))
+        changed = [not torch.equal(now, was) for now, was in zip(everything, before, strict=True)]
+        assert any(changed) == (step == 2)
+        if step == 2:
+            assert all(changed[: len(of_margin)])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_host_waits_for_nothing_where_the_kernels_read_the_flag(case: str, monkeypatch: pytest.MonkeyPatch):
+    """As on CUDA with Triton. Only the update of the centres is left out: in plain torch it asks whether the step is good."""
+    monkeypatch.setattr(PlainKernels, "reads_flag", True)
+    monkeypatch.setattr(PlainKernels, "update_rows", lambda *given: None)
+    bent = {} if case in SUMS else {"focal": 2.0, "label_smoothing": 0.1}
+    arguments = CASES[case].arguments | ({"every": 2} if case == "kappaface" else {})
+    margin = build_margin(case.partition(",")[0], **arguments)
+    config = HeadConfig(0.5, filter_above=0.4, logit_correction="log_r", kernels="plain", cache_mb=1, **bent)  # type: ignore[arg-type]
+    head = PartialFC(margin, 40, 8, config=config)
+    for step in range(2):
+        head.begin_step(torch.tensor([[3, 4, 3, 9]]), step)
+        with Syncs() as syncs:
+            head(torch.randn(4, 8).requires_grad_()).backward()
+            head.step(0.1)
+        assert not syncs.found
