@@ -78,11 +78,9 @@ class ListDataset(FaceDataset):
 
     def layout(self) -> Iterable[bytes]:
         """Yield the paths below the common folder of all images, which may differ between machines."""
-        first, last = min(self._paths(0)), max(self._paths(0))
-        same = next(
-            (place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last))
-        )
-        common = first.rfind(b"/", 0, same) + 1
+        first, last = (os.fsdecode(path) for path in (min(self._paths(0)), max(self._paths(0))))
+        same = os.path.commonprefix([first, last])  # noqa: RUF071, it is cut at a slash below; all paths begin with it
+        common = len(os.fsencode(same[: same.rfind("/") + 1]))
         paths = self._paths(common)
         while chunk := list(itertools.islice(paths, _CHUNK)):
             yield b"\0".join(chunk)

@@ -130,19 +130,9 @@ def test_the_line_is_all_that_is_said(path: str, tmp_path: Path):
     assert done.stderr == f"error: start it from the root of the clone with python -m {name}\n"
 
 
-@pytest.mark.parametrize("path", PARTS, ids=_module)
-def test_a_part_of_programs_says_that_it_is_none(path: Path):
-    lines = path.read_text().splitlines()
-    guard = lines.index('if __name__ == "__main__":')
-    assert not any(line.startswith(("import ", "from ")) for line in lines[:guard])
-    assert f"error: {path.relative_to(ROOT)} is no program" in lines[guard + 1]
-
-
-def test_a_part_of_programs_is_refused_both_ways():
-    for command in (["-m", "scripts.data.sets"], ["scripts/data/sets.py"]):
-        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
-        assert done.stderr.startswith("error: scripts/data/sets.py is no program")
+def test_only_benchmarks_have_parts_that_are_no_programs():
+    """What other programs share is in the package that it serves."""
+    assert {path.relative_to(ROOT / "scripts").parts[0] for path in PARTS} <= {"benchmark"}
 
 
 def test_the_list_of_programs_is_complete():

@@ -212,7 +212,7 @@ def test_the_list_of_utils_is_closed():
 # what concerns several modules; everything else is named after the one it tests, or its folder
 TOPICS = {
     "attack_fuzz", "attack_torture",
-    "configs_hostile", "data_properties", "data_sources", "data_tar_damage", "docs_datasets", "docs_deploy", "docs_gpu",
+    "configs_hostile", "data_properties", "data_sources", "data_tar_damage", "docs_data", "docs_deploy", "docs_gpu",
     "docs_losses", "docs_optimisation",
     "eval_agreement", "gpu_head", "gpu_ranks", "gpu_training", "gpu_triton", "hostile_data", "loss_references",
     "losses_published", "partial_fc_exactness", "partial_fc_sub_centers_state", "programs", "recipes", "repository",

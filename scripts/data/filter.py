@@ -14,22 +14,15 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("error: start it from the root of the clone with python -m scripts.data.filter")
 
 import argparse
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from data.base import FaceDataset
-from data.recordio.writer import RecordSetWriter
-from utils.cli import int_in_range, make_parser, progress
+from data.tools import copy_set, open_set_of, parse_classes
+from utils.cli import int_in_range, make_parser
 from utils.files import read_lines
 from utils.program import run_main
-
-from .rec_to_folder import parse_classes
-from .sets import open_set_of
-
-_AHEAD = 4096  # images that are prefetched at once
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,31 +94,6 @@ def _at_most(labels: np.ndarray, keep: np.ndarray, most: int, seed: int) -> np.n
     ranks = np.arange(len(places)) - np.searchsorted(labels[places], labels[places], side="left")
     chosen[places[ranks < most]] = True
     return chosen
-
-
-def copy_set(dataset: FaceDataset, indices: np.ndarray, out: Path, overwrite: bool, source: Path | None = None) -> np.ndarray:
-    """Write the images `indices` (n,) as a RecordIO set in header form; return the old number of each new identity."""
-    if source is not None and out.resolve() == source.resolve():
-        raise ValueError(f"{out}: the new set must not be written over the old one; choose another folder")
-    labels = np.asarray(dataset.labels())[indices]
-    order = indices[np.argsort(labels, kind="stable")]
-    old = np.unique(labels)
-    new = np.full(dataset.num_classes, -1, dtype=np.int64)
-    new[old] = np.arange(len(old))
-    with RecordSetWriter(out, overwrite=overwrite) as writer, progress([], len(order), f"writing {out.name}", "image") as bar:
-        for begin in range(0, len(order), _AHEAD):
-            some = order[begin : begin + _AHEAD]
-            dataset.read_ahead(np.sort(some))
-            for index in some.tolist():
-                image, label = dataset.sample(index)
-                writer.add(int(new[label]), bytes(image))
-            bar.update(len(some))
-    with open(out / "classes.csv", "w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(("identity", "old_identity"))
-        table.writerows(enumerate(old.tolist()))
-    print(f"{out}: {len(order)} images of {len(old)} identities")
-    return old
 
 
 if __name__ == "__main__":

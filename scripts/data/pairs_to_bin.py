@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.tools import open_set_of
 from eval.pair_sets.bin_file import write_bin
 from eval.pair_sets.csv_and_folders import read_csv
 from eval.pair_sets.sample import sample_pairs
@@ -33,8 +34,6 @@ from utils.cli import int_in_range, make_parser, progress
 from utils.files import read_bytes, read_lines
 from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES, decode_rgb
 from utils.program import run_main
-
-from .sets import open_set_of
 
 Pair = tuple[Path, Path, bool]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from data.record_dataset import RecordDataset
+from data.tools import parse_classes
 from utils.cli import int_in_range, make_parser, progress
 from utils.image import IMAGE_STARTS
 from utils.program import run_main
@@ -56,21 +57,6 @@ def extract(options: argparse.Namespace) -> None:
         unfinished.replace(target)
         written += 1
     print(f"{options.out}: {written} pictures of {np.count_nonzero(counts)} identities written")
-
-
-def parse_classes(text: str, num_classes: int) -> np.ndarray:
-    """Return the labels that A:B or A,B,C selects; all labels for ""."""
-    try:
-        if ":" in text:
-            begin, end = (int(part) if part else None for part in text.split(":"))
-            chosen = np.arange(num_classes)[begin:end]
-        else:
-            chosen = np.array([int(part) for part in text.split(",")]) if text else np.arange(num_classes)
-    except ValueError:
-        raise ValueError(f"--classes must be A:B or A,B,C, got {text!r}") from None
-    if not len(chosen) or chosen.min() < 0 or chosen.max() >= num_classes:
-        raise ValueError(f"--classes must name labels from 0 to {num_classes - 1}, got {text!r}")
-    return chosen
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("error: start it from the root of the clone with python -m scripts.data.repair")
 
 import argparse
-import csv
 import os
 import shutil
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from data.record_dataset import RecordDataset, classes_of_property
 from data.recordio.image_record import read_index, unpack
 from data.recordio.writer import RecordSetWriter
 from data.salvage import Sound, choose_keys, find_sound, read_headers, read_sound, unusable
+from data.tools import write_csv
 from utils.cli import add_threads, make_parser, progress
 from utils.image import decode_rgb
 from utils.parallel import map_in_order
@@ -182,10 +182,7 @@ def _copy(
 def _list(out: Path, faults: Sequence[Fault]) -> None:
     """Write left_out.csv, and print a description of the copy."""
     path = out / "left_out.csv"
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(("byte", "record", "reason"))
-        rows.writerows(faults)
+    write_csv(path, ("byte", "record", "reason"), faults)
     print(RecordDataset(out).describe())
     print(f"left out: {len(faults)}, listed in {path}. The labels are those of the set")
 

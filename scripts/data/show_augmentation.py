@@ -21,11 +21,10 @@ import numpy as np
 
 from configs import load_config
 from data.augment import OPERATIONS, Augment
+from data.tools import open_set_of
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 from utils.report.contact_sheet import sheet
-
-from .sets import open_set_of
 
 _SHARE = "augment.crop=0.2 augment.low_resolution=0.2 augment.photometric=0.2"
 

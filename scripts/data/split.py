@@ -18,14 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
+from data.tools import copy_set, open_set_of
 from eval.pair_sets.bin_file import write_bin
 from eval.pair_sets.sample import most_pairs, sample_pairs
 from eval.verification import FOLDS
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
-
-from .filter import copy_set
-from .sets import open_set_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

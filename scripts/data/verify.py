@@ -14,13 +14,13 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("error: start it from the root of the clone with python -m scripts.data.verify")
 
 import argparse
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from data.scan import is_plain, scan
+from data.tools import open_set_of, write_csv
 from eval.pair_sets.csv_and_folders import read_pairs
 from utils.cli import add_threads, make_parser, progress
 from utils.files import shown
@@ -28,8 +28,6 @@ from utils.image import IMAGE_SIZE
 from utils.parallel import map_in_order
 from utils.program import run_main
 from utils.text import printable
-
-from .sets import open_set_of
 
 _PAIRS = (".bin", ".safetensors", ".csv")  # files of verification sets
 _SHOWN = 20  # bad images that are printed
@@ -86,10 +84,7 @@ def _verify_set(path: Path, options: argparse.Namespace) -> int:
     if len(bad) > _SHOWN:
         print(f"... and {len(bad) - _SHOWN} more{'' if options.bad else '; --bad FILE lists all'}")
     if options.bad:
-        with open(options.bad, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(("index", "reason"))
-            writer.writerows(sorted(bad.items()))
+        write_csv(options.bad, ("index", "reason"), sorted(bad.items()))
     return len(bad)
 
 

@@ -25,10 +25,10 @@ import numpy as np
 from backbones import build_backbone
 from data.base import FaceDataset
 from data.datasets import FolderDataset
+from data.tools import open_set_of
 from eval.embed import embed_sums
 from eval.identification import identify
 from eval.networks import Network, add_network_arguments, open_network
-from scripts.data.sets import open_set_of
 from utils.cli import make_parser, progress
 from utils.distributed import World
 from utils.distributed.agreement import digest

@@ -222,10 +222,9 @@ def as_data_parallel(backbone: nn.Module, world: World, **changed: Any) -> nn.Mo
     devices = [world.device] if world.device.type == "cuda" else None
     settings: dict[str, Any] = {"device_ids": devices, "gradient_as_bucket_view": True, **changed}
     known = inspect.signature(DistributedDataParallel).parameters
-    of_buffers = (
-        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    )  # its name before torch 2.13
-    settings[of_buffers] = False
+    # its name since torch 2.13, and before
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    settings[buffers] = False
     make = functools.partial(DistributedDataParallel, backbone, **settings)
     try:
         with _compiler_left_out():

@@ -1,20 +1,24 @@
-"""Opens sets for the tools, prints their warnings, and names their pictures and people for the user."""
+"""What the tools of sets share: opening one with its warnings, the names of its pictures and people, copying a part of it."""
 
-if __name__ == "__main__":
-    raise SystemExit("error: scripts/data/sets.py is no program; python -m scripts lists them")
-
+import csv
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from data.base import FaceDataset
-from data.datasets import FolderDataset, open_set
-from data.list_dataset import ListDataset
-from data.record_dataset import RecordDataset
+from utils.cli import progress
 from utils.files import read_text
 from utils.text import one_line
+
+from .base import FaceDataset
+from .datasets import FolderDataset, open_set
+from .list_dataset import ListDataset
+from .record_dataset import RecordDataset
+from .recordio.writer import RecordSetWriter
+
+_AHEAD = 4096  # images that are prefetched at once
 
 
 def open_set_of(path: str | os.PathLike[str]) -> FaceDataset:
@@ -73,3 +77,48 @@ def _folders(files: list[str], dataset: FaceDataset) -> list[str]:
             return []
     named = len(found) == dataset.num_classes == len(set(found.values()))
     return [found[label] for label in range(dataset.num_classes)] if named else []
+
+
+def copy_set(dataset: FaceDataset, indices: np.ndarray, out: Path, overwrite: bool, source: Path | None = None) -> np.ndarray:
+    """Write the images `indices` (n,) as a RecordIO set in header form; return the old number of each new identity."""
+    if source is not None and out.resolve() == source.resolve():
+        raise ValueError(f"{out}: the new set must not be written over the old one; choose another folder")
+    labels = np.asarray(dataset.labels())[indices]
+    order = indices[np.argsort(labels, kind="stable")]
+    old = np.unique(labels)
+    new = np.full(dataset.num_classes, -1, dtype=np.int64)
+    new[old] = np.arange(len(old))
+    with RecordSetWriter(out, overwrite=overwrite) as writer, progress([], len(order), f"writing {out.name}", "image") as bar:
+        for begin in range(0, len(order), _AHEAD):
+            some = order[begin : begin + _AHEAD]
+            dataset.read_ahead(np.sort(some))
+            for index in some.tolist():
+                image, label = dataset.sample(index)
+                writer.add(int(new[label]), bytes(image))
+            bar.update(len(some))
+    write_csv(out / "classes.csv", ("identity", "old_identity"), enumerate(old.tolist()))
+    print(f"{out}: {len(order)} images of {len(old)} identities")
+    return old
+
+
+def parse_classes(text: str, num_classes: int) -> np.ndarray:
+    """Return the labels that A:B or A,B,C selects; all labels for ""."""
+    try:
+        if ":" in text:
+            begin, end = (int(part) if part else None for part in text.split(":"))
+            chosen = np.arange(num_classes)[begin:end]
+        else:
+            chosen = np.array([int(part) for part in text.split(",")]) if text else np.arange(num_classes)
+    except ValueError:
+        raise ValueError(f"--classes must be A:B or A,B,C, got {text!r}") from None
+    if not len(chosen) or chosen.min() < 0 or chosen.max() >= num_classes:
+        raise ValueError(f"--classes must name labels from 0 to {num_classes - 1}, got {text!r}")
+    return chosen
+
+
+def write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Write a table with a line of column names."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(head)
+        writer.writerows(rows)

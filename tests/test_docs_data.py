@@ -1,4 +1,4 @@
-"""docs/datasets.md, walked word for word: the commands of the page, on drawn people in photographs of another size."""
+"""The tutorial of docs/data.md, walked word for word, on drawn people in photographs of another size."""
 
 import re
 import shlex
@@ -32,12 +32,19 @@ PROGRAMS: dict[str, ModuleType] = {
 PEOPLE, PICTURES = 70, 3  # of them 21 are held out, two or three in each of ten folds
 
 
+def _program(verb: str, *words: str) -> tuple[str, list[str]]:
+    if verb == "data":
+        return f"scripts.data.{words[0]}", list(words[1:])
+    return ("train.py", [f"configs/{words[0]}.yaml", *words[1:]]) if verb == "train" else (verb, list(words))
+
+
 def _commands() -> list[tuple[str, list[str]]]:
-    """Return (program, arguments) of every command in the page's blocks, in its order."""
-    blocks = re.findall(r"^```\n(.*?)^```", (ROOT / "docs" / "datasets.md").read_text(), re.M | re.S)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.startswith("python ")]
-    words = [shlex.split(line)[1:] for line in lines]
-    return [(some[1], some[2:]) if some[0] == "-m" else (some[0], some[1:]) for some in words]
+    """Return (program, arguments) of every command in the blocks of the tutorial, in its order."""
+    page = (ROOT / "docs" / "data.md").read_text()
+    tutorial = page[page.index("\n## A set from your own pictures\n") : page.index("\n## Inspect and clean\n")]
+    blocks = re.findall(r"^```\n(.*?)^```", tutorial, re.M | re.S)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.startswith("face ")]
+    return [_program(*shlex.split(line)[1:]) for line in lines]
 
 
 def _draw_photographs(folder: Path) -> None:
