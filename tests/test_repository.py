@@ -83,7 +83,7 @@ def test_nothing_happens_on_import():
 def test_files_stay_readable():
     for path in SOURCES:
         lines = path.read_text().splitlines()
-        assert len(lines) <= 330, f"{path}: {len(lines)} lines: split it"
+        assert len(lines) <= 500, f"{path}: {len(lines)} lines: split it"
         assert path.read_text().isascii(), path
 
 
