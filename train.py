@@ -6,6 +6,7 @@ Example: python train.py configs/ms1mv3_r50.yaml data.path=/data/ms1m-retinaface
 One process or many, CPU or CUDA, run the same lines. The optimizer step is the one clock: whatever is periodic counts in it.
 """
 
+import argparse
 import itertools
 import math
 import time
@@ -273,20 +274,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--print-config", action="store_true", help="print the merged configuration and stop")
     parser.add_argument("--check", action="store_true", help="check configuration, data and verification sets, and stop")
     options = parser.parse_intermixed_args(arguments)
+    return run_main(lambda: run(options))
 
-    def run() -> None:
-        config = load_config(options.config, options.overrides, NAMED)
-        if options.print_config:
-            print(dump_config(config), end="")
-        elif options.check:
-            dataset, pair_sets = open_data(config, num_processes=1)
-            sets = [f"{pair_set.name}: {len(pair_set.same)} pairs" for pair_set in pair_sets]
-            print("\n".join([dataset.describe(), *dataset.warnings, *sets, "nothing wrong was found"]))
-        else:
-            with StopSignal() as stop:
-                train(config, stop)
 
-    return run_main(run)
+def run(options: argparse.Namespace) -> None:
+    """Train, print the configuration, or check the data, according to the command line."""
+    config = load_config(options.config, options.overrides, NAMED)
+    if options.print_config:
+        print(dump_config(config), end="")
+    elif options.check:
+        dataset, pair_sets = open_data(config, num_processes=1)
+        sets = [f"{pair_set.name}: {len(pair_set.same)} pairs" for pair_set in pair_sets]
+        print("\n".join([dataset.describe(), *dataset.warnings, *sets, "nothing wrong was found"]))
+    else:
+        with StopSignal() as stop:
+            train(config, stop)
 
 
 if __name__ == "__main__":

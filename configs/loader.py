@@ -56,14 +56,15 @@ def load_config(
     """Return the merged, checked, read-only configuration of a run.
 
     Args:
-        path: a YAML file; if it contains `_base_: other.yaml` (relative to it), that file is read first.
+        path: a YAML file, or the name of one in configs/; if it contains `_base_: other.yaml` (relative to it), that file is
+            read first.
         overrides: `section.key=value`, with the value in YAML, as on the command line; they pass the same checks.
         named: the checks of the sections of named.py; without it the arguments of these sections are left out.
 
     Raises:
         ValueError: a missing file, a key that does not exist, a wrong type, or a rule between keys that is broken.
     """
-    path = Path(path)
+    path = find_config(Path(path))
     tree = copy.deepcopy(_schema(SCHEMA))
     layers = [(number, _read(file), str(file)) for number, file in enumerate(_layers(path, ()))]
     layers += [(len(layers), _parse_override(override), f"override {override!r}") for override in overrides]
@@ -77,6 +78,16 @@ def load_config(
     check_rules(tree)
     fill_named(tree, given, named or {}, picked)
     return _to_config(tree)
+
+
+def find_config(path: Path) -> Path:
+    """Return the file that a command line names: a path, or a name in this folder; both with or without .yaml."""
+    places = [path, SCHEMA.parent / path] if path == Path(path.name) else [path]
+    for place in places:
+        for file in (place, place.with_name(f"{place.name}.yaml")):
+            if file.is_file():
+                return file
+    return SCHEMA.parent / f"{path.name.removesuffix('.yaml')}.yaml" if path == Path(path.name) else path
 
 
 def dump_config(config: EasyDict | dict[str, Any]) -> str:

@@ -17,7 +17,9 @@ import pytest
 from tiny_runs import write_dataset
 
 from configs import load_config
-from configs.loader import SCHEMA
+from configs.loader import SCHEMA, find_config
+from scripts import face
+from training.sections import NAMED
 
 ROOT = Path(__file__).parent.parent
 
@@ -113,6 +115,40 @@ def test_the_commands_of_a_page_are_taken_by_the_programs(page: Path, monkeypatc
         assert status == 0, f"{command}{arguments}: {said.getvalue()}"
 
 
+def _face_commands(text: str) -> list[str]:
+    """Return the commands `face VERB ...` of a page, without `face`: lines of code, and what is in backticks."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    inline = re.findall(r"`((?:\./)?face [^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    found = [match[1] for line in lines + inline if (match := re.match(r"(?:\./)?face (.+)", line))]
+    return [command for command in found if not command.startswith("VERB")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_the_verbs_of_a_page_and_their_arguments_are_taken(page: Path, monkeypatch: pytest.MonkeyPatch):
+    text, verbs = page.read_text().replace("\\\n", " "), face.all_verbs()
+    for command in _face_commands(text):
+        words = shlex.split(command, comments=True)
+        verb = next((name for count in (2, 1) if (name := " ".join(words[:count])) in verbs), None)
+        if verb is None:  # `face data`, of all programs of a group
+            assert len(words) == 1 and any(name.startswith(f"{words[0]} ") for name in verbs), f"face {command}: no such verb"
+            continue
+        arguments = words[len(verb.split()) :]
+        if f"`face {command}`" in text and not re.search("[-=]", "".join(arguments)):
+            continue  # the name of a program in a sentence
+        program = importlib.import_module(verbs[verb])
+        for module in (program, importlib.import_module("train")):
+            monkeypatch.setattr(module, "run_main", lambda run: 0)  # parse, and do nothing
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                status = program.main(arguments)
+            except SystemExit as end:
+                status = end.code
+        assert status == 0, f"face {command}: {said.getvalue()}"
+        if verb == "train" and (config := find_config(Path(arguments[0]))).parent == SCHEMA.parent and config.is_file():
+            load_config(config, [word for word in arguments[1:] if "=" in word and not word.startswith("--")], NAMED)
+
+
 @pytest.mark.parametrize("module", [name for name in MODULES if name != "train"])
 def test_a_program_that_is_started_as_a_file_says_how_to_start_it(module: str):
     path = ROOT / f"{module.replace('.', '/')}.py"
@@ -135,14 +171,14 @@ def test_only_benchmarks_have_parts_that_are_no_programs():
     assert {path.relative_to(ROOT / "scripts").parts[0] for path in PARTS} <= {"benchmark"}
 
 
-def test_the_list_of_programs_is_complete():
-    done = subprocess.run([sys.executable, "-m", "scripts"], capture_output=True, text=True, cwd=ROOT)
-    named = set(re.findall(r"^    python -m (scripts[.\w]+) ", done.stdout, re.M))
-    assert done.returncode == 0 and named == {*PROGRAMS, "scripts.launch.torchrun"} and len(PROGRAMS) > 30
+def test_every_program_has_a_verb():
+    assert set(face.all_verbs().values()) | set(face.WITHOUT_VERB) == {*PROGRAMS, "eval.__main__"} and len(PROGRAMS) > 30
 
 
 @pytest.mark.parametrize("buffered", [True, False])
-@pytest.mark.parametrize("command", [["-m", "scripts"], ["train.py", "configs/base.yaml", "--print-config"]])
+@pytest.mark.parametrize(
+    "command", [["face_training.py"], ["-m", "scripts"], ["train.py", "configs/base.yaml", "--print-config"]]
+)
 def test_a_program_whose_output_nobody_reads_ends_quietly(command: list[str], buffered: bool):
     reader, writer = os.pipe()
     os.close(reader)  # as head does when it has its lines

@@ -20,8 +20,17 @@ LEAVES = {"backbones", "configs", "data", "eval", "losses", "partial_fc"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = {"configs/base.py", "configs/ms1mv3_r50.py", "configs/mine.yaml"}  # files of arcface_torch, and of a user
 TESTS = sorted((ROOT / "tests").glob("test_*.py"))
-PROGRAMS = [ROOT / "train.py", ROOT / "eval" / "__main__.py", *sorted((ROOT / "scripts").rglob("*.py"))]
-SOURCES = [ROOT / "train.py", *(path for name in sorted(LEAVES | GLUE) for path in (ROOT / name).rglob("*.py"))]
+PROGRAMS = [
+    ROOT / "train.py",
+    ROOT / "face_training.py",
+    ROOT / "eval" / "__main__.py",
+    *sorted((ROOT / "scripts").rglob("*.py")),
+]
+SOURCES = [
+    ROOT / "train.py",
+    ROOT / "face_training.py",
+    *(path for name in sorted(LEAVES | GLUE) for path in (ROOT / name).rglob("*.py")),
+]
 
 
 @functools.cache

@@ -2,24 +2,28 @@
 
 import argparse
 import os
+import re
 import select
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tqdm import tqdm
+
+_commands: dict[str, str] = {}  # `scripts.data.align` -> `face data align`; empty unless `face` has started the program
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
     """Keeps the line breaks of the description, and adds an option's default if its help does not state it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
+        help_text = None if action.help is None else rename_in(action.help)
         silent = action.default is None or action.default is False or action.default in ("", [], argparse.SUPPRESS)
-        if not action.help or silent or action.nargs == 0 or "default" in action.help:
-            return action.help
+        if not help_text or silent or action.nargs == 0 or "default" in help_text:
+            return help_text
         value = action.default
         shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-        return f"{action.help} (default: {shown.replace('%', '%%')})"
+        return f"{help_text} (default: {shown.replace('%', '%%')})"
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,7 +41,17 @@ def make_parser(command: str, docstring: str | None) -> Parser:
         command: the command that starts it, for example python -m scripts.data.align.
         docstring: of its module: its purpose, an example, the formats of the files it reads. --help shows it unchanged.
     """
-    return Parser(prog=command, description=docstring)
+    return Parser(prog=rename_in(command), description=rename_in(docstring or ""))
+
+
+def rename_commands(commands: Mapping[str, str]) -> None:
+    """Let help texts and errors from here on name programs by other commands: {"scripts.data.align": "face data align"}."""
+    _commands.update(commands)
+
+
+def rename_in(text: str) -> str:
+    """Return a text in which `python -m MODULE` and `python train.py` are the commands of rename_commands."""
+    return re.sub(r"python (?:-m )?(\w+(?:\.\w+)*)", lambda match: _commands.get(match[1], match[0]), text)
 
 
 def progress(items: Iterable, total: int | None, what: str, unit: str) -> tqdm:

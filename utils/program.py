@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from . import distributed
-from .cli import leave_closed_output
+from .cli import leave_closed_output, rename_in
 from .distributed import LostPeerError, RendezvousError, SharedError
 from .distributed.parent import ask_to_die_with_parent, follow_parent
 from .text import PrintableOutput, one_line
@@ -135,7 +135,7 @@ def _say(line: str) -> None:
     """Print one escaped line on stderr, after closing progress bars that an error left open."""
     for bar in list(getattr(tqdm, "_instances", ())):
         bar.close()
-    print(one_line(line), file=sys.stderr, flush=True)
+    print(one_line(rename_in(line)), file=sys.stderr, flush=True)
 
 
 def run_main(run: Callable[[], None]) -> int:

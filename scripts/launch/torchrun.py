@@ -52,6 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def can_forward_signals() -> bool:
+    """Return whether this torchrun can pass signals such as SIGUSR1 on to its processes; older ones die of them."""
+    from torch.distributed import run
+
+    return any("--signals-to-handle" in action.option_strings for action in run.get_args_parser()._actions)
+
+
 def give_up_on_user_errors(agent_class: Any) -> None:
     """Make torchrun's agent restart nothing after a process has exited with status 78 (EX_CONFIG of sysexits.h)."""
     look = agent_class._monitor_workers

@@ -1,0 +1,18 @@
+"""Start of `face`: the executable of the clone, and the console script of an installation, which works from any folder."""
+
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Start the program that the command line names; return its exit status."""
+    # `data`, `eval` and `utils` are general names: without this, a folder of the user's with such a name could win
+    root = str(Path(__file__).resolve().parent)
+    sys.path[:] = [root, *(path for path in sys.path if path != root)]
+    from scripts.face import main as start
+
+    return start()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,164 @@
+"""Train a network: face train CONFIG [section.key=value ...]
+
+CONFIG is the name of a file in configs/, or a path. Every key of configs/base.yaml can be set behind it.
+
+One process trains on each visible GPU, one where there is none. Several are started as torchrun does: after one died, all
+restart from the newest checkpoint. On several machines, start the same command on each of them, in any order, within ten
+minutes; run.output must be a folder that all of them share. A lost machine rejoins with the same command.
+
+Environment, with several processes: TORCH_ELASTIC_SHUTDOWN_TIMEOUT is the seconds to save after SIGTERM before SIGKILL
+(default 180). NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME are the network interface, such as eth0, for GPUs and for CPUs.
+
+Examples:
+  python -m scripts.launch.train ms1mv3_r50 data.path=/data/ms1m-retinaface-t1 optimizer.lr=0.05 train.epochs=2
+  python -m scripts.launch.train ms1mv3_r50 data.path=/data/ms1m-retinaface-t1 --check
+  python -m scripts.launch.train configs/mine.yaml --processes 2
+  python -m scripts.launch.train wf42m_pfc02_16gpus_r100 data.path=/data/webface42m --machines 2 --head gpu01
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("error: start it from the root of the clone with python -m scripts.launch.train")
+
+import argparse
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from configs import load_config
+from utils.cli import int_in_range, make_parser
+from utils.program import run_main
+
+from . import torchrun
+
+_ROOT = Path(__file__).parents[2]
+_PORT = 29500
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and train in one process or several; return the exit status."""
+    parser = make_parser("python -m scripts.launch.train", __doc__)
+    parser.add_argument("config", help="name of a file in configs/, such as demo_cpu, or the path of a YAML file")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="such as optimizer.lr=0.05")
+    parser.add_argument("--print-config", action="store_true", help="print the merged configuration and stop")
+    parser.add_argument("--check", action="store_true", help="check configuration, data and verification sets, and stop")
+    parser.add_argument(
+        "--processes",
+        "--gpus",
+        type=int_in_range(1, 1024),
+        metavar="N",
+        help="processes on this machine; default: the number of visible GPUs, or 1",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int_in_range(0, 1000),
+        metavar="N",
+        help="how often all processes restart after one died; default: 3, or 0 for one process",
+    )
+    parser.add_argument("--machines", type=int_in_range(1, 10_000), default=1, metavar="N", help="number of machines")
+    parser.add_argument(
+        "--head", metavar="HOST[:PORT]", help=f"one of the machines; its port, by default {_PORT}, must be free"
+    )
+    parser.add_argument("--run-id", metavar="NAME", help="what tells runs on one head apart; default: run.name")
+    parser.add_argument(
+        "--is-head", choices=("yes", "no"), help="whether this machine is --head; default: whether it has its address"
+    )
+    options = parser.parse_intermixed_args(arguments)
+    status = 0
+
+    def run() -> None:
+        nonlocal status
+        # with RANK, torchrun or Slurm has started this process
+        several = [] if options.print_config or options.check or "RANK" in os.environ else _torchrun_arguments(options)
+        if several:
+            status = _start(several, [options.config, *options.overrides])
+        else:
+            importlib.import_module("train").run(options)
+
+    return run_main(run) or status
+
+
+def _start(several: Sequence[str], arguments: Sequence[str]) -> int:
+    """Open configuration and data once, then train in several processes; return the exit status."""
+    command = [str(_ROOT / "train.py"), *arguments]
+    # so that a mistake in configuration or data is one line, and not one for each process and restart
+    if subprocess.run([sys.executable, *command, "--check"], stdout=subprocess.DEVNULL).returncode:
+        return 1
+    return torchrun.main([*several, *command])
+
+
+def _torchrun_arguments(options: argparse.Namespace) -> list[str]:
+    """Return torchrun's options, and set the environment of the processes; [] if one process without restarts will do."""
+    run = load_config(options.config, options.overrides).run
+    processes = options.processes or (1 if run.device == "cpu" else count_gpus())
+    if options.machines > 1 and not options.head:
+        raise ValueError("--head must be the HOST[:PORT] of one of the machines, the same on all of them")
+    if processes == 1 and options.machines == 1 and not options.restarts:
+        return []
+    if processes > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set it too, with a warning; run.threads sets the threads
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "180")  # older versions of torch ignore it and kill after 30 s
+    # torchrun would share its store of addresses with the processes, and keep it over restarts (torch 2.13). Restarted
+    # processes would find the addresses of dead ones and wait for ever, and a returning machine would never get an address
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    restarts = 3 if options.restarts is None else options.restarts
+    arguments = [f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
+    if torchrun.can_forward_signals():
+        arguments.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    else:  # it would die of SIGUSR1 and leave its processes running
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if options.machines == 1:
+        return [*arguments, "--standalone"]
+    host, port, is_head, own = find_head(options.head)
+    here = options.is_head == "yes" if options.is_head else is_head
+    arguments += [f"--nnodes={options.machines}", "--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}"]
+    arguments += [f"--rdzv-conf=is_host={int(here)},read_timeout=600"]  # the head may start last
+    arguments += [f"--rdzv-id={options.run_id or run.name}"]
+    return [*arguments, f"--local-addr={own}"] if own else arguments
+
+
+def count_gpus() -> int:
+    """Return the number of visible GPUs, or 1 if there are none, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return max(1, len([name for name in visible.split(",") if name.strip()]))
+    try:
+        said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    except OSError:
+        return 1
+    return max(1, sum(line.startswith("GPU") for line in said.splitlines()))
+
+
+def find_head(head: str) -> tuple[str, int, bool, str]:
+    """Return host and port of --head, whether this machine has its address, and the address that reaches it, "" if loopback.
+
+    torchrun compares names for that, and sends its host name to the others. Both fail if names and addresses disagree.
+
+    Raises:
+        ValueError: the port is no number, or the host has no address here or cannot be reached.
+    """
+    host, colon, number = head.partition(":")
+    if colon and not (number.isdecimal() and 0 < int(number) < 1 << 16):
+        raise ValueError(f"--head: the port must be a number from 1 to 65535, got {head!r}")
+    port = int(number) if colon else _PORT
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise ValueError(f"--head: no address for {host} here ({error.strerror}); use a name that all machines know") from None
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address[0], 0))
+            is_head = True
+        except OSError:
+            is_head = False
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # a datagram socket: connect sends nothing
+        try:
+            probe.connect(address)
+        except OSError as error:
+            raise ValueError(f"--head: no way from here to {host} ({error.strerror})") from None
+        own = str(probe.getsockname()[0])
+    return host, port, is_head, "" if own.startswith("127.") or own == "::1" else own
