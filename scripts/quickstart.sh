@@ -10,13 +10,13 @@ started=$SECONDS
 
 run=work_dirs/demo_cpu
 echo "== 1/4 demo data: drawn faces in RecordIO, three verification sets"
-"$PYTHON" -m scripts.demo.make_data --out datasets/demo
+./face demo_data --out datasets/demo
 echo "== 2/4 training in two processes, half of the identities in each (continues where an interrupted run stopped)"
-OMP_NUM_THREADS=1 "$PYTHON" scripts/launch/torchrun.py --standalone --nproc_per_node=2 train.py configs/demo_cpu.yaml
+./face train demo_cpu --processes 2
 echo "== 3/4 evaluation of the newest checkpoint"
-"$PYTHON" -m eval "$run" --precision auto --report "$run/evaluation"
+./face eval "$run" --precision auto --report "$run/evaluation"
 echo "== 4/4 pictures"
-"$PYTHON" -m scripts.plot_run "$run"
+./face plot "$run"
 cat <<END
 
 Done in $(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s. What there is to look at:

@@ -1,9 +1,10 @@
-"""The launch files: what they start trains, saves when it is told to, and goes on after a process or a machine was lost.
+"""`face train` and the Slurm job: what they start trains, saves when told to, and goes on after a process or machine was lost.
 
 There is no Slurm and no second machine here: srun and scontrol are stand-ins, and the machines are network namespaces.
 """
 
 import contextlib
+import importlib
 import os
 import re
 import shutil
@@ -22,11 +23,13 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous.utils import _PeriodicTimer
 
+from scripts.launch import torchrun, train
 from scripts.launch.torchrun import keep_until_exit
 from utils.checkpoint.format import list_checkpoints
 
 ROOT = Path(__file__).parent.parent
-MACHINE, MACHINES, SLURM = (ROOT / "scripts" / "launch" / name for name in ("machine.sh", "machines.sh", "slurm.sbatch"))
+SLURM = ROOT / "scripts" / "launch" / "slurm.sbatch"
+TRAIN = [sys.executable, ROOT / "face_training.py", "train"]
 EVERY = 5  # optimizer steps between checkpoints
 DEADLINE = 90.0  # seconds that any one wait may take
 
@@ -49,7 +52,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def _environment(**variables: str) -> dict[str, str]:
-    ours = ("NPROC", "NNODES", "HEAD", "RUN_ID", "IS_HEAD", "MAX_RESTARTS", "RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    ours = ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
     kept = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("SLURM_")}
     return {**kept, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables}
 
@@ -125,48 +128,67 @@ def _worker(pid: int, rank: int) -> int | None:
     return None
 
 
-@pytest.mark.parametrize("script", [MACHINE, MACHINES, SLURM], ids=lambda path: path.name)
-def test_a_launch_file_explains_itself_and_names_what_is_missing(script: Path, config: Path):
-    done = subprocess.run(["bash", script, "--help"], capture_output=True, text=True, env=_environment())
-    assert done.returncode == 0 and f"scripts/launch/{script.name} configs/" in done.stdout and len(done.stdout) > 500
+def test_the_slurm_job_explains_itself_and_names_what_is_missing(config: Path):
+    done = subprocess.run(["bash", SLURM, "--help"], capture_output=True, text=True, env=_environment())
+    assert done.returncode == 0 and "scripts/launch/slurm.sbatch configs/" in done.stdout and len(done.stdout) > 500
     assert "set -euo" not in done.stdout
     for variables, arguments, message in [
         ({}, [], "no config given"),
-        ({}, [config], {MACHINES: "NNODES must be", SLURM: "not inside a Slurm job"}.get(script, "")),
-        ({"NNODES": "2"}, [config], "HEAD must be" if script == MACHINES else ""),
-        ({"NNODES": "2", "HEAD": "localhost:"}, [config], "HEAD: the port" if script == MACHINES else ""),
-        ({"NNODES": "2", "HEAD": "localhost", "NPROC": "two"}, [config], "" if script == SLURM else "NPROC"),
-        (
-            {"NNODES": "2", "HEAD": "localhost"},
-            [config, "train.epoch=3"],
-            "" if script == SLURM else "Did you mean train.epochs?",
-        ),
-        ({"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": "/"}, [config], "no train.py in /" if script == SLURM else ""),
+        ({}, [config], "not inside a Slurm job"),
+        ({"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": "/"}, [config], "no train.py in /"),
     ]:
-        if message:
-            done = subprocess.run(["bash", script, *arguments], capture_output=True, text=True, env=_environment(**variables))
-            assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
-            assert done.stderr.startswith("error: ") and message in done.stderr
+        done = subprocess.run(["bash", SLURM, *arguments], capture_output=True, text=True, env=_environment(**variables))
+        assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert done.stderr.startswith("error: ") and message in done.stderr
 
 
-def test_the_processes_are_as_many_as_the_visible_gpus(tmp_path: Path):
-    driver = tmp_path / "nvidia-smi"
-    command = ["bash", "-c", f"source {ROOT}/scripts/launch/common.sh; count_gpus"]
-    for lines, variables, count in [
-        ("GPU 0: A\nGPU 1: B\n", {}, 2),
-        ("GPU 0: A\nGPU 1: B\n", {"CUDA_VISIBLE_DEVICES": "1"}, 1),
-        ("GPU 0: A\nGPU 1: B\n", {"CUDA_VISIBLE_DEVICES": ""}, 1),
-        ("NVIDIA-SMI has failed\n", {}, 1),
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--machines", "2"], "error: --head must be the HOST[:PORT]"),
+        (["--machines", "2", "--head", "localhost:"], "error: --head: the port must be a number"),
+        (["--machines", "2", "--head", "no.such.host.invalid"], "error: --head: no address for no.such.host.invalid here"),
+        (["train.epoch=3", "--processes", "2"], "Did you mean train.epochs?"),
+    ],
+)
+def test_a_mistake_is_one_line_before_a_process_starts(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(train, "_start", None)
+    assert train.main([str(config), *arguments]) == 1
+    out, said = capsys.readouterr()
+    assert out == "" and said.startswith("error: ") and message in said and said.count("\n") == 1
+
+
+def test_the_processes_are_as_many_as_the_visible_gpus(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    driver, started = tmp_path / "nvidia-smi", []
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # so that it is undone
+    monkeypatch.setattr(train, "_start", lambda several, arguments: started.append(several[0]) or 0)
+    monkeypatch.setattr(importlib.import_module("train"), "run", lambda options: started.append("this one"))
+    for lines, visible, overrides, expected in [
+        ("GPU 0: A\nGPU 1: B\n", None, ["run.device=auto"], "--nproc-per-node=2"),
+        ("GPU 0: A\nGPU 1: B\n", None, ["run.device=cpu"], "this one"),
+        ("GPU 0: A\nGPU 1: B\n", None, ["run.device=cpu", "--processes", "3"], "--nproc-per-node=3"),
+        ("GPU 0: A\nGPU 1: B\n", "1", ["run.device=auto"], "this one"),
+        ("GPU 0: A\nGPU 1: B\n", "", ["run.device=auto"], "this one"),
+        ("GPU 0: A\nGPU 1: B\n", "0,1", ["run.device=auto", "--gpus", "1", "--restarts", "1"], "--nproc-per-node=1"),
+        ("NVIDIA-SMI has failed\n", None, ["run.device=auto"], "this one"),
     ]:
         driver.write_text(f"#!/bin/sh\nprintf '{lines}'\n")
         driver.chmod(0o755)
-        environment = _environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
-        environment.pop("CUDA_VISIBLE_DEVICES", None)
-        done = subprocess.run(command, capture_output=True, text=True, env={**environment, **variables})
-        assert done.stdout == f"{count}\n", (lines, variables, done.stderr)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert train.main([str(config), *overrides]) == 0, capsys.readouterr().err
+        assert started.pop() == expected and not started, (lines, visible, overrides)
 
 
-@pytest.mark.parametrize("launcher", ["machine.sh", "torchrun"])
+@pytest.mark.parametrize("launcher", ["face", "torchrun"])
 def test_a_run_on_one_machine_resumes_by_itself_when_a_process_is_killed(config: Path, tmp_path: Path, launcher: str):
     total, log, run = 16, tmp_path / "output.txt", tmp_path / "tiny"
     plain = [
@@ -178,8 +200,8 @@ def test_a_run_on_one_machine_resumes_by_itself_when_a_process_is_killed(config:
         "--max-restarts=1",
         ROOT / "train.py",
     ]
-    command = plain if launcher == "torchrun" else ["bash", MACHINE]
-    with _started([*command, config, f"train.max_steps={total}"], log, _environment(NPROC="2", MAX_RESTARTS="1")) as process:
+    command = plain if launcher == "torchrun" else [*TRAIN, "--processes=2", "--restarts=1"]
+    with _started([*command, config, f"train.max_steps={total}"], log, _environment()) as process:
         _wait_until(lambda: len(_steps(run)) >= EVERY + 2, process, log)
         victim = _worker(process.pid, 1)
         assert victim is not None
@@ -189,14 +211,13 @@ def test_a_run_on_one_machine_resumes_by_itself_when_a_process_is_killed(config:
     assert 0 <= _lost_steps(run, total) <= EVERY
 
 
-def _run_machine(config: Path, *overrides: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = ["bash", str(MACHINE), str(config), *overrides]
-    environment = _environment(NPROC="2", **variables)
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", timeout=DEADLINE)
+def _run_two(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*TRAIN, "--processes=2", config, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=_environment(), cwd="/", timeout=DEADLINE)
 
 
 def test_a_wrong_path_is_said_once_and_starts_no_processes(config: Path):
-    done = _run_machine(config, "data.source=recordio", "data.path=/nowhere")
+    done = _run_two(config, "data.source=recordio", "data.path=/nowhere")
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         "error: data.path: no file /nowhere/train.rec. Give the folder that holds train.rec, train.idx and property"
@@ -204,7 +225,7 @@ def test_a_wrong_path_is_said_once_and_starts_no_processes(config: Path):
 
 
 def test_an_error_found_when_the_processes_met_is_said_once_and_not_tried_again(config: Path):
-    done = _run_machine(config, "train.batch_size=9", MAX_RESTARTS="3")  # no multiple of the two processes
+    done = _run_two(config, "train.batch_size=9", "--restarts=3")  # no multiple of the two processes
     assert done.returncode == 1
     assert done.stderr.count("error: ") == 1 and "train.batch_size" in done.stderr
     assert len(done.stderr.splitlines()) <= 3 and "Traceback" not in done.stderr, done.stderr
@@ -212,8 +233,8 @@ def test_an_error_found_when_the_processes_met_is_said_once_and_not_tried_again(
 
 def test_a_process_that_is_killed_for_good_is_named_without_a_traceback(config: Path, tmp_path: Path):
     log, run = tmp_path / "output.txt", tmp_path / "tiny"
-    environment = _environment(NPROC="2", MAX_RESTARTS="0")
-    with _started(["bash", MACHINE, config, "train.max_steps=500"], log, environment) as process:
+    command = [*TRAIN, config, "train.max_steps=500", "--processes=2", "--restarts=0"]
+    with _started(command, log, _environment()) as process:
         _wait_until(lambda: len(_steps(run)) >= 2, process, log)
         _kill([pid for pid in [_worker(process.pid, 1)] if pid])
         assert _finish(process, log) == 1
@@ -224,10 +245,10 @@ def test_a_process_that_is_killed_for_good_is_named_without_a_traceback(config: 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_run_on_one_machine_that_is_told_to_stop_saves_and_is_not_restarted(config: Path, tmp_path: Path, number: int):
     log, run = tmp_path / "output.txt", tmp_path / "tiny"
-    overrides = ["train.max_steps=500", "checkpoint.every=0"]
-    with _started(["bash", MACHINE, config, *overrides], log, _environment(NPROC="2")) as process:
+    command = [*TRAIN, config, "train.max_steps=500", "checkpoint.every=0", "--processes=2"]
+    with _started(command, log, _environment()) as process:
         _wait_until(lambda: len(_steps(run)) >= 2, process, log)
-        if "--signals-to-handle" not in " ".join(_arguments(process.pid)) and number == signal.SIGUSR1:
+        if not torchrun.can_forward_signals() and number == signal.SIGUSR1:
             pytest.skip("this torchrun does not pass SIGUSR1 on")
         _kill([process.pid], number)
         assert _finish(process, log) == 1
@@ -235,10 +256,6 @@ def test_a_run_on_one_machine_that_is_told_to_stop_saves_and_is_not_restarted(co
     (saved,) = list_checkpoints(run)
     assert f"stopped by {signal.Signals(number).name}: saved after step {int(saved.name[5:])} of 500" in log.read_text()
     assert _steps(run) == list(range(1, int(saved.name[5:]) + 1))
-
-
-def _arguments(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 
 SRUN = """#!{python}
@@ -363,9 +380,9 @@ def test_a_machine_that_is_lost_and_comes_back_is_taken_in(config: Path, tmp_pat
 
     def start(k: int) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
         name, interface = machines[k]
-        environment = _environment(NNODES="2", HEAD="10.99.0.1", NPROC="1", GLOO_SOCKET_IFNAME=interface)
-        command = ["ip", "netns", "exec", name, "bash", MACHINES, config, f"train.max_steps={total}"]
-        return _started(command, logs[k], environment)
+        where = ["--machines=2", "--head=10.99.0.1", "--processes=1"]
+        command = ["ip", "netns", "exec", name, *TRAIN, *where, config, f"train.max_steps={total}"]
+        return _started(command, logs[k], _environment(GLOO_SOCKET_IFNAME=interface))
 
     with start(0) as head:
         with start(1) as other:

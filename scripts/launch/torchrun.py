@@ -5,7 +5,7 @@ python scripts/launch/torchrun.py --standalone --nproc-per-node=2 train.py confi
 All options are torchrun's; `python scripts/launch/torchrun.py --help` lists them below this text. If a process dies, all
 processes are restarted, up to --max-restarts times. After an error in the configuration or data (status 78) nothing is
 restarted, because the error would occur again. The exit status is 0 or 1, unless a signal ends torchrun itself, as a second
-Ctrl-C may. The launch files start this program. It works from any folder.
+Ctrl-C may. `face train` starts it. It works from any folder.
 """
 
 import os

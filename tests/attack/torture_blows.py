@@ -1,4 +1,4 @@
-"""The blows of the torturer: how each is dealt, and the effect that docs/checkpoints.md and docs/cluster.md promise."""
+"""The blows of the torturer: how each is dealt, and the effect that docs/running.md promises."""
 
 import contextlib
 import random

@@ -1,6 +1,6 @@
 """The checks of the torturer after every blow. They read the files with their own code, not with this program's readers.
 
-The format is that of docs/checkpoints.md. Each check returns a line for each fault; an empty list means no fault.
+The format is that of docs/running.md. Each check returns a line for each fault; an empty list means no fault.
 """
 
 import fcntl

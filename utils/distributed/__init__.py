@@ -85,7 +85,7 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
             if os.environ.get("GROUP_WORLD_SIZE") == "1":
                 # torchrun of torch 2.13 gives restarted processes the same store. Without a prefix per attempt they would
-                # find the addresses of the dead processes. For several machines see scripts/launch/machines.sh
+                # find the addresses of the dead processes. For several machines see scripts/launch/train.py
                 store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
             _timeout = timeout
