@@ -134,7 +134,7 @@ def test_the_verbs_of_a_page_and_their_arguments_are_taken(page: Path, monkeypat
             assert len(words) == 1 and any(name.startswith(f"{words[0]} ") for name in verbs), f"face {command}: no such verb"
             continue
         arguments = words[len(verb.split()) :]
-        if f"`face {command}`" in text and not re.search("[-=]", "".join(arguments)):
+        if f"face {command}`" in text and not re.search("[-=]", "".join(arguments)):
             continue  # the name of a program in a sentence
         program = importlib.import_module(verbs[verb])
         for module in (program, importlib.import_module("train")):
