@@ -20,7 +20,7 @@ from configs import dump_config, load_config
 from data.bad_batch import write_bad_batch
 from eval.monitor import Evaluator
 from losses.first_loss import judge_first_loss
-from partial_fc.centres.init import InitCounts
+from partial_fc.init import InitCounts
 from training.ahead import StepsAhead
 from training.compiled import compiled
 from training.late import LateValues, StepValues

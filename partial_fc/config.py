@@ -1,11 +1,16 @@
 """What a head is, beside its margin, its classes and its place among the ranks: one description for the head and its memory."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
+from utils.distributed import World
+from utils.precision import all_are_fast_in_bf16
+
 from .centres.row_optimizer import RowAdamW, RowOptimizer, RowSGD
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EXACT_UP_TO = 1 << 20  # classes whose neighbours are searched exactly; docs/head.md compares the cost with that of training
 
 
@@ -13,21 +18,23 @@ EXACT_UP_TO = 1 << 20  # classes whose neighbours are searched exactly; docs/hea
 class HeadConfig:
     """How a head stores, samples, computes and updates its class centres.
 
+    Names and defaults are those of the keys in configs/base.yaml, and configs/rules.py has their ranges.
+
     Args:
         sample_rate: share of the centres in each step's softmax, in (0, 1].
         optimizer: RowSGD or RowAdamW, of the centres.
-        storage: "exact", "lean" or "tiny", how centres and moments are stored; see centre_store.py.
+        storage: "exact", "lean" or "tiny", how centres and moments are stored; see centres/store.py.
         inactive_rows: "keep" leaves the centres that a step did not sample as they are, as in the papers; "decay" does to them
             what a dense optimizer would have done.
         sampling: "uniform", or "neighbours": up to half of the negatives are the classes nearest to the batch's own.
-        num_neighbours, neighbours_every: classes kept per class, and optimizer steps between rebuilds of that graph.
+        neighbours, neighbours_every: classes kept per class, and optimizer steps between rebuilds of that graph.
         neighbours_search: "exact", "inverted_lists", or "auto" = exact for at most EXACT_UP_TO classes.
         neighbours_probes: lists that each class searches for its neighbours, of four times the root of the number of classes.
         logit_correction: "log_r" adds -log(inclusion probability) to the logits of sampled negatives, so that their sum
             estimates that over all classes; "none" does not, as in the papers.
         focal: gamma of the factor (1 - p)^gamma on each sample's loss; 0 = none. Only for a softmax.
         label_smoothing: the share of the label that is spread evenly over the classes in a sample's softmax, in [0, 1).
-        filter_above: negatives with a larger cosine are left out, as likely to be the same person; None = none are.
+        interclass_filtering_threshold: negatives with a larger cosine are left out, as likely to be the same person; 0 = none.
         matmul_dtype: float32 or bfloat16, of the matrix products; sums are float32.
         wire_dtype: float32 or bfloat16, of the embeddings and their gradients on their way between ranks.
         chunk: centres handled at once; 0 = what suits the device.
@@ -42,14 +49,14 @@ class HeadConfig:
     storage: str = "exact"
     inactive_rows: str = "keep"
     sampling: str = "uniform"
-    num_neighbours: int = 10
+    neighbours: int = 10
     neighbours_every: int = 1000
     neighbours_search: str = "auto"
     neighbours_probes: int = 32
     logit_correction: str = "none"
     focal: float = 0.0
     label_smoothing: float = 0.0
-    filter_above: float | None = None
+    interclass_filtering_threshold: float = 0.0
     matmul_dtype: torch.dtype = torch.float32
     wire_dtype: torch.dtype = torch.float32
     chunk: int = 0
@@ -79,3 +86,41 @@ class HeadConfig:
     def searches_lists(self, num_classes: int) -> bool:
         """Return whether the neighbours of so many classes, over all ranks, are searched by inverted lists."""
         return self.neighbours_search == "inverted_lists" or (self.neighbours_search == "auto" and num_classes > EXACT_UP_TO)
+
+
+def head_config(head: Any, loss: Any, optimizer: Any, autocast: torch.dtype | None, world: World) -> HeadConfig:
+    """Return what the sections `head`, `loss` and `optimizer` of the configuration say; see configs/base.yaml.
+
+    A collective call.
+
+    Args:
+        autocast: what the backbone computes in, which head.matmul_dtype=auto follows.
+    """
+    of_loss = {"focal": loss.focal, "label_smoothing": loss.label_smoothing}
+    computed = {
+        "optimizer": _row_optimizer(head, optimizer),
+        "matmul_dtype": matmul_dtype(head.matmul_dtype, autocast, world.device, all_are_fast_in_bf16(world)),
+        "wire_dtype": _DTYPES[head.wire_dtype],
+    }
+    names = {setting.name for setting in fields(HeadConfig)}
+    return HeadConfig(**{name: head[name] for name in names & set(head)} | of_loss | computed)
+
+
+def _row_optimizer(head: Any, optimizer: Any) -> RowOptimizer:
+    """Return the optimizer of the class centres."""
+    weight_decay = optimizer.weight_decay if head.weight_decay < 0 else head.weight_decay
+    if (optimizer.name if head.optimizer == "same" else head.optimizer) == "adamw":
+        return RowAdamW(optimizer.momentum, optimizer.beta2, optimizer.eps, weight_decay)
+    return RowSGD(optimizer.momentum, weight_decay, optimizer.nesterov)
+
+
+def matmul_dtype(name: str, autocast: torch.dtype | None, device: torch.device, fast_in_bf16: bool) -> torch.dtype:
+    """Return the dtype of the head's matrix products, equal on all ranks, which exchange numbers of it.
+
+    auto takes bf16 where the devices of all ranks are fast at it, for a backbone in bf16, and on CUDA for one in fp16 as well,
+    since fp16 does not hold the exponentials.
+    """
+    if name != "auto":
+        return _DTYPES[name]
+    half = (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.bfloat16,)
+    return torch.bfloat16 if autocast in half and fast_in_bf16 else torch.float32

@@ -16,7 +16,7 @@ Shapes: b = samples of this rank per micro-batch, B = b * world_size, D = embedd
 """
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -37,13 +37,13 @@ from .kernels.products import auto_chunk
 from .sampling.neighbours import NeighbourGraph
 from .sampling.planning import SharedLabels, StepPlan, plan_step
 from .sampling.sampling import active_of_all_ranks, draw_active
-from .side_stream import SideStream
 from .softmax.forward import Forward, Step
 from .softmax.loss import ReadyGradient, check_loss
 from .softmax.passes import TwoPass, constant_shift
-from .workspace import Workspace
+from .workspace import SideStream, Workspace
 
-MEBI = 1 << 20
+if TYPE_CHECKING:  # parts do not import one another
+    from losses.margin import Margin
 
 
 class PartialFC(nn.Module):
@@ -61,7 +61,7 @@ class PartialFC(nn.Module):
 
     def __init__(
         self,
-        margin: Any,
+        margin: "Margin",
         num_classes: int,
         embedding_size: int,
         rank: int = 0,
@@ -88,10 +88,10 @@ class PartialFC(nn.Module):
         rows = min(config.chunk or auto_chunk(device.type, config.matmul_dtype), self.num_slots * per_class)
         self.chunk = max(1, rows // per_class) * per_class  # rows of the centres, all those of each class
         self.collectives = Collectives(world_size)
-        kernels = build_kernels(choose_kernels(config.kernels, device, embedding_size))
         # a rank does not know how many share its machine's memory, so it counts all of them
-        budget = config.cache_mb * MEBI if config.cache_mb >= 0 else functools.partial(free_bytes, device, world_size)
-        self.workspace = Workspace(device, budget, kernels)
+        budget = config.cache_mb << 20 if config.cache_mb >= 0 else functools.partial(free_bytes, device, world_size)
+        self.workspace = Workspace(device, budget)
+        self.kernels = build_kernels(choose_kernels(config.kernels, device, embedding_size), self.workspace)
         self.warnings: tuple[str, ...] = ()  # what a user should know
         if reason := why_plain(config.kernels, device, embedding_size):
             missing = "C" if device.type == "cpu" else "Triton"
@@ -112,9 +112,8 @@ class PartialFC(nn.Module):
         self.centre_store.fill_initial(self.first_slot * per_class, seed)
         margin.prepare(num_classes, self.first_counted)
         self._numbers = MarginNumbers(margin, self.num_slots, num_classes, embedding_size, config.optimizer, device)
-        shift, smooths = constant_shift(margin, num_classes), config.label_smoothing > 0
-        how = (config.matmul_dtype, config.filter_above, smooths, shift, per_class)
-        self._passes = TwoPass(margin, self.centre_store, self.workspace, *how)
+        shift = constant_shift(margin, num_classes)
+        self._passes = TwoPass(margin, self.centre_store, self.kernels, config, shift)
         self._forward = Forward(self._passes, self._numbers, self.collectives, config, rank, seed)
         self._graph: NeighbourGraph | None = None
         if config.sampling == "neighbours" and num_classes > 1:
@@ -138,11 +137,11 @@ class PartialFC(nn.Module):
 
     def describe(self) -> str:
         """Return a line for the log: what the head is and how it computes."""
-        size = self.centre_store.num_rows * self.centre_store.bytes_per_row / MEBI
+        size = self.centre_store.num_rows * self.centre_store.bytes_per_row / 2**20
         several = f" of {self.config.sub_centers} sub-centers" if self.config.sub_centers > 1 else ""
         dtype = str(self._passes.dtype).removeprefix("torch.")
         here = f"{self.num_slots} here in {size:.1f} MiB ({self.centre_store.form})"
-        return f"head: {self.num_classes} classes{several}, {here}, {dtype} products, {self.workspace.kernels.words}"
+        return f"head: {self.num_classes} classes{several}, {here}, {dtype} products, {self.kernels.words}"
 
     def prepare(self, labels: Tensor, step: int) -> StepPlan | SharedLabels:
         """Share the labels of one optimizer step, check them, and draw the active classes unless that takes a graph.
@@ -248,17 +247,15 @@ class PartialFC(nn.Module):
         self._current = None
         self._forward.step_margin(current, lr, finite)
         # C and Triton read the flag where it lies; for plain torch the host has to
-        apply = finite.float().reshape(1) if self.workspace.kernels.reads_flag and self._decay is None else None
+        apply = finite.float().reshape(1) if self.kernels.reads_flag and self._decay is None else None
         if apply is None and not bool(finite):
             return
         pulls = [pull.times(share) for pull in current.pulls]
         seed = derive(self.seed, "rounding", plan.labels.step, self.rank)
         self._begin_noise("rounding", plan.labels.step)
         with self._beside.run(keep=(current, pulls, apply)):
-            passes = self._passes.gradients(pulls, plan.chunks)
-            for number, (chunk, gradient, target) in enumerate(passes):
-                where = (self.centre_store, chunk.select)
-                self.workspace.kernels.update_rows(self.config.optimizer, *where, gradient, target, lr, seed + number, apply)
+            for number, gradient in enumerate(self._passes.gradients(pulls, plan.chunks)):
+                self.kernels.update_rows(self.config.optimizer, self.centre_store, gradient, lr, seed + number, apply)
             if self._decay is not None:
                 self._decay.record(lr)
                 if self._decay.is_long():

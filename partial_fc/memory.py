@@ -6,18 +6,23 @@ Shapes: B = samples of the global micro-batch, D = embedding size, n = classes o
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+from utils.distributed import World
 
 from .centres.store import FORMATS
 from .centres.sub_centers import buffer_bytes
 from .config import HeadConfig
-from .head import MEBI
+from .kernels import choose_kernels
 from .kernels.products import auto_chunk, converted_bytes, padded_rows, product_dtype
-from .margin_like import MarginLike
 from .sampling.neighbours import search_bytes
+from .sampling.sampling import num_active
 from .softmax.passes import constant_shift
+
+if TYPE_CHECKING:  # parts do not import one another
+    from losses.margin import Margin
 
 _COPIES = 6  # fp32 matrices of (c, B) that live at once where plain torch computes logits that are not linear
 _ROWS_KEPT = 8  # fp32 matrices of (B, D) that live at once in one forward and the update
@@ -56,7 +61,7 @@ class HeadMemory(NamedTuple):
         size = self.dim * (centre + momentum + (variance if config.has_second_moment else 0)) + 4  # 4: 1 / norm
         size += (4 if config.storage == "tiny" else 0) + (4 if config.counts_updates else 0)
         size = size * config.sub_centers + self.loss.per_class
-        return size + (4 * config.num_neighbours if config.sampling == "neighbours" else 0)
+        return size + (4 * config.neighbours if config.sampling == "neighbours" else 0)
 
     def shared_bytes(self, num_local: int) -> int:
         """Bytes of buffers and cache of a shard of num_local classes: bounded, but for 40 per class of inverted lists."""
@@ -86,11 +91,9 @@ class HeadMemory(NamedTuple):
             total += _COPIES * c // several * self.rows * 4
         if config.label_smoothing:
             total += fp32 if size < 4 else 0  # centres, to add them up
-        active = max(min(num_local, round(config.sample_rate * num_local)), min(num_local, self.rows)) * several
+        active = num_active(num_local, min(num_local, self.rows), config.sample_rate) * several
         if config.cache_mb > 0:  # -1 takes only a part of what the rest leaves free
-            total += min(
-                config.cache_mb * MEBI, self.accumulation * padded_rows(active, config.matmul_dtype) * self.rows * size
-            )
+            total += min(config.cache_mb << 20, self.accumulation * padded_rows(active, config.matmul_dtype) * self.rows * size)
         if config.sampling == "neighbours":
             total += search_bytes(config, num_local * self.world_size, num_local, self.dim, self.device)
         return total + self.accumulation * _ROWS_KEPT * self.rows * self.dim * 4
@@ -119,14 +122,43 @@ class HeadMemory(NamedTuple):
         return low
 
 
-def loss_memory(margin: MarginLike, num_classes: int, dim: int, config: HeadConfig) -> LossMemory:
+def loss_memory(margin: "Margin", num_classes: int, dim: int, config: HeadConfig) -> LossMemory:
     """Return what a margin adds to the memory of a head of num_classes with embeddings of dim numbers."""
     moments = 2 if config.has_second_moment else 1
     numbers = margin.class_numbers(dim).values()
     per_class = sum(4 * math.prod(number.shape) * (1 + moments * number.trained) for number in numbers)
     fast = margin.linear_negatives and margin.constant_scale and constant_shift(margin, num_classes) is not None
-    filtered = config.label_smoothing > 0 and config.filter_above is not None
+    filtered = config.label_smoothing > 0 and config.interclass_filtering_threshold > 0
     return LossMemory(per_class, not fast or filtered or config.logit_correction != "none")
+
+
+def check_head_fits(
+    margin: "Margin",
+    num_classes: int,
+    embedding_size: int,
+    world: World,
+    config: HeadConfig,
+    rows: int,
+    accumulation: int,
+    others: int,
+    free: int,
+) -> int:
+    """Return the bytes that one process's share of the head takes, after checking that they are there.
+
+    Args:
+        margin: of this head.
+        rows: of the global micro-batch.
+        others: bytes that the backbone and other heads need.
+        free: bytes that the process with the least free memory may still take (utils.memory.available_bytes).
+
+    Raises:
+        ValueError: it does not fit, with what would.
+    """
+    kernels = choose_kernels(config.kernels, world.device, embedding_size)
+    loss = loss_memory(margin, num_classes, embedding_size, config)
+    memory = HeadMemory(embedding_size, rows, config, accumulation, kernels, world.world_size, world.device.type, loss)
+    check_fits(memory, num_classes, world.world_size, free, others)
+    return memory.bytes_for(-(-num_classes // world.world_size))
 
 
 def check_fits(head: HeadMemory, num_classes: int, world_size: int, budget: int, others: int) -> None:

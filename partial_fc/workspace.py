@@ -1,19 +1,16 @@
-"""The head's scratch memory: buffers that are allocated once and reused in every step, and the cache of exponentials.
+"""What the head takes of a device: buffers that are reused in every step, the cache of exponentials, and a stream of its own.
 
 A new tensor of a few megabytes costs more in page faults than the arithmetic on it. Reused buffers also bound the memory.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from utils.huge_pages import with_huge_pages
-
-if TYPE_CHECKING:  # the kernels import this module
-    from .kernels.plain import PlainKernels
 
 
 class Workspace:
@@ -22,12 +19,10 @@ class Workspace:
     Args:
         cache_budget: bytes that the cache may take; or a function that returns the bytes that are free, of which it takes a
             quarter at most.
-        kernels: the kernels that work on the buffers, see kernels/__init__.py.
     """
 
-    def __init__(self, device: torch.device, cache_budget: int | Callable[[], int], kernels: "PlainKernels") -> None:
+    def __init__(self, device: torch.device, cache_budget: int | Callable[[], int]) -> None:
         self.device = device
-        self.kernels = kernels
         self.cache_budget = cache_budget
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         self._cache = torch.empty(0, dtype=torch.uint8, device=device)
@@ -69,3 +64,33 @@ class Workspace:
         block = self._cache[self._used : self._used + size].view(dtype).view(shape)
         self._used += -(-size // 64) * 64  # rows of the next block start at a cache line
         return block
+
+
+class SideStream:
+    """Runs the update of the centres on CUDA in parallel with the backbone's update and its next forward pass.
+
+    The backward pass comes before it, because its gradient decides whether anything is updated. On the CPU all runs in order.
+    The tensors that the work on it reads must be kept until `wait`: the allocator tracks only the main stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._kept: object = None
+
+    def run(self, keep: object) -> contextlib.AbstractContextManager[object]:
+        """Return a context whose CUDA work starts after the work enqueued so far, in parallel with the work enqueued next.
+
+        Args:
+            keep: an object that holds the tensors that the work reads.
+        """
+        if self._stream is None:
+            return contextlib.nullcontext()
+        self._kept = keep
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        return torch.cuda.stream(self._stream)
+
+    def wait(self) -> None:
+        """Make the work enqueued next wait for the work of this stream."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._kept = None

@@ -121,7 +121,13 @@ def _file_of(module: str) -> Path | None:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """Yield what a file imports, but not for type checks alone."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    for_types = {inner for node in blocks for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:

@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from partial_fc.centres.shard import shard_range
-from partial_fc.centres.source import open_centres
+from partial_fc.init import open_centres
 from utils.checkpoint.format import (
     SOFTMAX,
     checkpoint_path,

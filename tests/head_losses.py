@@ -98,7 +98,7 @@ class Setting(NamedTuple):
             logit_correction=self.correction,
             focal=self.focal,
             label_smoothing=self.smoothing,
-            filter_above=self.limit,
+            interclass_filtering_threshold=self.limit or 0.0,
             matmul_dtype=self.dtype,
             chunk=self.chunk,
             cache_mb=self.cache_mb,

@@ -14,6 +14,7 @@ from rounding import FP32_UNIT, rounding_bound
 from torch import Tensor
 
 from losses.negatives import COEFFICIENTS, KINDS, Negatives, negatives_of
+from partial_fc.kernels.plain import Tile
 
 INSIDE = torch.tensor(1 - 1e-5).item()  # in fp32: derivatives with respect to an angle are taken no nearer to a pole
 NO_NEGATIVE = torch.tensor(-1e30).item()  # the largest logit of a sample without negatives
@@ -58,7 +59,8 @@ class Given:
 
     products: Tensor
     inverse_norms: Tensor | None
-    targets: tuple[Tensor, int]
+    places: Tensor
+    begin: int
     function: Negatives
     row_weights: Tensor | None
     shift: float | Tensor
@@ -67,9 +69,13 @@ class Given:
 
     def to(self, device: torch.device) -> "Given":
         moved: dict[str, Any] = {key: value.to(device) for key, value in vars(self).items() if isinstance(value, Tensor)}
-        moved["targets"] = (self.targets[0].to(device), self.targets[1])
         moved["function"] = self.function._replace(coefficients=self.function.coefficients.to(device))
         return replace(self, **moved)
+
+    def tile(self, products: Tensor) -> Tile:
+        """Return these products with what belongs to them."""
+        limit = self.case.limit
+        return Tile(products, self.inverse_norms, self.places, self.begin, limit, self.function, self.row_weights)
 
 
 def given(case: Case) -> Given:
@@ -90,7 +96,7 @@ def given(case: Case) -> Given:
     function = _function(case, generator)
     row_weights = 0.5 + 10 * torch.rand(classes, generator=generator) if case.weighted else None
     less = 0.01 * torch.rand(samples, generator=generator) if case.less else None
-    made = Given(products, inverse, (places + begin, begin), function, row_weights, 0.0, less, case)
+    made = Given(products, inverse, places + begin, begin, function, row_weights, 0.0, less, case)
     logits = formulas(made)[1]
     made.shift = logits.max().item() if case.constant_shift else (logits.amax(dim=0) + 0.25).float()
     return made
@@ -152,7 +158,7 @@ def formulas(made: Given) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
         derivative_error = derivative_error * (1 + (slope - 1) * half.log().abs())
     if made.case.straight:
         derivative, derivative_error = torch.ones_like(cosine), torch.zeros_like(cosine)
-    rows = made.targets[0] - made.targets[1]
+    rows = made.places - made.begin
     counts = rows[None] != torch.arange(len(cosine))[:, None]
     if made.case.limit is not None:
         counts &= cosine <= made.case.limit

@@ -15,7 +15,7 @@ from partial_fc import HeadConfig, PartialFC, RowSGD
 from partial_fc.centres.shard import slots_of_classes
 from partial_fc.centres.store import CentreStore
 from partial_fc.kernels import KERNELS
-from partial_fc.side_stream import SideStream
+from partial_fc.workspace import SideStream
 
 pytestmark = pytest.mark.numeric
 

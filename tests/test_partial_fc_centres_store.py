@@ -13,8 +13,7 @@ from torch import Tensor
 
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
-from partial_fc.centres.rounding import Noise, quantise_rows, round_to_bfloat16_
-from partial_fc.centres.store import FORMATS
+from partial_fc.centres.store import FORMATS, Noise, quantise_rows, round_to_bfloat16_
 from partial_fc.kernels import KERNELS
 from utils.checkpoint import format as ckpt
 from utils.checkpoint import reading
@@ -239,11 +238,10 @@ def _dense_decay(optimizer: RowSGD | RowAdamW, rates: list[float]) -> tuple[Tens
 def test_lazy_decay_does_what_the_dense_optimizer_does_to_rows_without_a_gradient(optimizer: RowSGD | RowAdamW, missed: int):
     from partial_fc.centres.row_optimizer import LazyDecay
     from partial_fc.centres.store import CentreStore
-    from partial_fc.kernels.plain import PlainKernels
     from partial_fc.workspace import Workspace
 
     rates = [0.1 / (1 + 0.1 * number) for number in range(missed + 1)]
-    workspace = Workspace(torch.device("cpu"), 0, PlainKernels())
+    workspace = Workspace(torch.device("cpu"), 0)
     state = CentreStore(3, 4, "exact", isinstance(optimizer, RowAdamW), True, 3, workspace)
     first_weight, first_momentum = _dense_decay(optimizer, rates[:1])
     state.save_centres(slice(0, 3), state.load("centres", slice(0, 3)).copy_(first_weight))

@@ -274,7 +274,13 @@ def test_negatives_above_the_filter_are_left_out(kernels: str):
     margin, centres = _margin("cosface"), all_centres(200, 16, seed=3)
     x, labels = near_their_centres(centres, 16)
     x.requires_grad_()
-    head = PartialFC(margin, 200, 16, seed=3, config=HeadConfig(filter_above=0.4, optimizer=RowSGD(0.0, 0.0), kernels=kernels))
+    head = PartialFC(
+        margin,
+        200,
+        16,
+        seed=3,
+        config=HeadConfig(interclass_filtering_threshold=0.4, optimizer=RowSGD(0.0, 0.0), kernels=kernels),
+    )
     before = head.centres.clone()
     head.begin_step(labels[None], 0)
     loss = head(x)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from partial_fc.kernels import _why_no_triton, build_kernels, choose_kernels, why_plain
 from partial_fc.kernels import cpu as cpu_kernels
+from partial_fc.kernels.plain import Tile
 from partial_fc.workspace import Workspace
 
 ROOT = Path(__file__).parents[1]
@@ -31,8 +32,8 @@ def _both(
     places[3], places[5], places[4] = begin, begin + 2, begin + len(products)  # column 4's is in the next chunk
     for kernels in ("c", "plain"):
         copy, sums = products.clone(), torch.ones(products.shape[1])
-        workspace = Workspace(CPU, 0, build_kernels(kernels))
-        workspace.kernels.exponentials(copy, inverse_norms, (places, begin), shift, limit, sums, workspace)
+        tile = Tile(copy, inverse_norms, places, begin, limit)
+        build_kernels(kernels, Workspace(CPU, 0)).exponentials(tile, shift, sums)
         results.append((copy, sums))
     return results
 
@@ -70,18 +71,6 @@ def test_exponentials_at_the_ends_of_fp32_equal_float64():
     logits = torch.tensor([[-200.0, -87.0, 88.0, 0.0, float("-inf"), 0.0]] * 3)
     (exp, _), _ = _both(logits, None, 0, 0.0, None)
     torch.testing.assert_close(exp[1].double(), torch.exp(logits[1].double()), rtol=2**-17, atol=FP32_TINY)
-
-
-@pytest.mark.numeric
-@needs_library
-@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
-def test_unit_rows_are_rounded_to_the_nearest(source: torch.dtype, target: torch.dtype):
-    centres = torch.randn(7, 45).to(source)
-    inverse = 1 / centres.float().norm(dim=1)
-    unit, kernels = torch.empty(4, 45, dtype=target), build_kernels("c")
-    kernels.unit_rows(centres, inverse, slice(2, 6), unit, Workspace(CPU, 0, kernels))
-    assert torch.equal(unit, (centres.float() * inverse[:, None]).to(target)[2:6])
 
 
 @pytest.mark.numeric

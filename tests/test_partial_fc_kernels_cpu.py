@@ -10,6 +10,7 @@ from torch import Tensor
 from losses.negatives import KINDS
 from partial_fc.kernels import build_kernels
 from partial_fc.kernels import cpu as cpu_kernels
+from partial_fc.kernels.plain import PlainKernels
 from partial_fc.workspace import Workspace
 
 pytestmark = pytest.mark.numeric
@@ -20,40 +21,37 @@ KERNELS = [
 ]
 
 
+def _kernels(name: str) -> PlainKernels:
+    return build_kernels(name, Workspace(CPU, 0))
+
+
 def _weights(name: str, case: Case, products: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return W v and the sums, which start at zero."""
-    made, workspace = given(case), Workspace(CPU, 0, build_kernels(name))
+    made = given(case)
     weights, sums = (made.products if products is None else products).clone(), torch.zeros(3, case.shape[1])
-    workspace.kernels.weights(
-        *(weights, made.inverse_norms, made.targets, made.function, case.link, made.row_weights),
-        *(made.shift, case.limit, made.less, sums, workspace),
-    )
+    _kernels(name).weights(made.tile(weights), case.link, made.shift, made.less, sums)
     return weights, sums
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_weights_sums_and_maxima_are_those_of_float64(name: str, case: Case):
-    made, workspace = given(case), Workspace(CPU, 0, build_kernels(name))
+    made = given(case)
     assert_right_weights(made, *_weights(name, case))
     for start in (-math.inf, 0.5, 1e4):
         before = torch.full((case.shape[1],), start)
         maximum, products = before.clone(), made.products.clone()
-        arguments = (products, made.inverse_norms, made.targets, made.function, made.row_weights, case.limit)
-        workspace.kernels.maxima(*arguments, maximum, workspace)
+        _kernels(name).maxima(made.tile(products), maximum)
         assert_right_maxima(made, before, maximum)
         assert torch.equal(products, made.products)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_sums_are_added_to_and_other_rows_stay(name: str):
-    made, workspace = given(Case("circle", less=True)), Workspace(CPU, 0, build_kernels(name))
+    made = given(Case("circle", less=True))
     once = _weights(name, made.case)[1]
     twice = torch.stack([once[0], torch.full_like(once[0], 7.0), torch.full_like(once[0], 9.0)])
-    workspace.kernels.weights(
-        *(made.products, made.inverse_norms, made.targets, made.function, "softmax", None, made.shift, None, made.less, twice),
-        workspace,
-    )
+    _kernels(name).weights(made.tile(made.products), "softmax", made.shift, made.less, twice)
     assert torch.equal(twice[0], 2 * once[0]) and (twice[1] == 7).all() and (twice[2] == 9).all()
 
 

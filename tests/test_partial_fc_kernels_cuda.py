@@ -34,6 +34,7 @@ from losses.negatives import KINDS, Negatives
 from partial_fc import RowAdamW, RowSGD
 from partial_fc.centres.store import CentreStore
 from partial_fc.kernels import cuda
+from partial_fc.kernels.plain import CentreGradient, Tile
 from partial_fc.workspace import Workspace
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
@@ -67,19 +68,19 @@ class Compiled:
 
 for name in ("exp_mask_sum_kernel", "negatives_kernel", "sgd_kernel", "adamw_kernel"):
     setattr(cuda, name, Compiled(getattr(cuda, name)))
-kernels = cuda.TritonKernels()
-workspace = Workspace(torch.device("cpu"), 0, kernels)
+workspace = Workspace(torch.device("cpu"), 0)
+kernels = cuda.TritonKernels(workspace)
 places = torch.tensor([0, -1])
 for dtype, inverse_norms in ((torch.float32, None), (torch.bfloat16, torch.ones(4))):
-    kernels.exponentials(torch.zeros(4, 2, dtype=dtype), inverse_norms, (places, 0), 0.0, None, torch.zeros(2), workspace)
+    kernels.exponentials(Tile(torch.zeros(4, 2, dtype=dtype), inverse_norms, places, 0), 0.0, torch.zeros(2))
 sums, ones = torch.zeros(3, 2), torch.ones(4)
 for number, kind in enumerate(KINDS):  # every kind, but what does not depend on it only for the last
     function = Negatives(kind, torch.ones(6, 2), straight=number == 0)
-    given = (torch.zeros(4, 2, dtype=torch.bfloat16), ones, (places, 0), function)
-    kernels.weights(*given, "softmax", ones, sums[1], 0.5, sums[2], sums, workspace)
-given = (torch.zeros(4, 2), None, (places, 0), function)
-kernels.weights(*given, "sum", None, 0.0, None, None, sums, workspace)
-kernels.maxima(*given, ones, None, sums[0], workspace)
+    tile = Tile(torch.zeros(4, 2, dtype=torch.bfloat16), ones, places, 0, 0.5, function, ones)
+    kernels.weights(tile, "softmax", sums[1], sums[2], sums)
+tile = Tile(torch.zeros(4, 2), None, places, 0, None, function)
+kernels.weights(tile, "sum", 0.0, None, sums)
+kernels.maxima(tile._replace(row_weights=ones), sums[0])
 target = (places[:1], places[:1], torch.zeros(2, 512))
 for optimizer in (RowSGD(), RowSGD(nesterov=True), RowAdamW()):
     for form, dtype, select in (
@@ -90,7 +91,8 @@ for optimizer in (RowSGD(), RowSGD(nesterov=True), RowAdamW()):
         if form != "exact" and optimizer == RowSGD(nesterov=True):
             continue
         store = CentreStore(8, 512, form, isinstance(optimizer, RowAdamW), isinstance(optimizer, RowAdamW), 4, workspace)
-        kernels.update_rows(optimizer, store, select, torch.zeros(4, 512, dtype=dtype), target, 0.1, 2**62, None)
+        gradient = CentreGradient(select, torch.zeros(4, 512, dtype=dtype), *target)
+        kernels.update_rows(optimizer, store, gradient, 0.1, 2**62, None)
 print(json.dumps(done))
 """
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from partial_fc.kernels import build_kernels, products
+from partial_fc.kernels import products
 from partial_fc.kernels.products import add_product, converted_bytes, multiply, product_dtype
 from partial_fc.workspace import Workspace
 
@@ -18,15 +18,11 @@ def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
     return bool(request.param)
 
 
-def _workspace() -> Workspace:
-    return Workspace(CPU, 0, build_kernels("plain"))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_are_those_of_float64(fast: bool, dtype: torch.dtype):
     torch.manual_seed(0)
     centres, unit = torch.randn(CLASSES, D).to(dtype), torch.randn(ROWS, D).to(dtype)
-    workspace = _workspace()
+    workspace = Workspace(CPU, 0)
     made = multiply(centres, unit.t(), torch.empty(CLASSES, ROWS, dtype=dtype), workspace)
     weights = torch.rand(CLASSES, ROWS).to(dtype)
     gradient = multiply(weights, unit, torch.empty(CLASSES, D, dtype=dtype), workspace)
@@ -47,7 +43,7 @@ def test_only_a_cpu_without_units_multiplies_bf16_in_fp32_and_takes_the_bytes_th
     assert product_dtype(CPU, torch.float32) == product_dtype(torch.device("cuda"), torch.float32) == torch.float32
     assert product_dtype(torch.device("cuda"), torch.bfloat16) == torch.bfloat16
     assert product_dtype(CPU, torch.bfloat16) == (torch.bfloat16 if fast else torch.float32)
-    workspace, centres, unit = _workspace(), torch.zeros(CLASSES, D).bfloat16(), torch.zeros(ROWS, D).bfloat16()
+    workspace, centres, unit = Workspace(CPU, 0), torch.zeros(CLASSES, D).bfloat16(), torch.zeros(ROWS, D).bfloat16()
     weights = multiply(centres, unit.t(), torch.empty(CLASSES, ROWS, dtype=torch.bfloat16), workspace)
     multiply(weights, unit, torch.empty_like(centres), workspace)
     held = sum(buffer.nbytes for buffer in workspace._buffers.values())

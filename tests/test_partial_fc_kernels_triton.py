@@ -5,6 +5,8 @@ The formulas are those of partial_fc/centres/row_optimizer.py, written down agai
 
 import importlib
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,9 @@ from torch import Tensor
 
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
-from partial_fc.kernels import _why_no_triton, build_kernels
+from partial_fc.kernels import _why_no_triton
+from partial_fc.kernels.plain import CentreGradient, PlainKernels, Tile
+from partial_fc.workspace import Workspace
 
 if _why_no_triton():
     pytest.skip(f"{_why_no_triton()}; the CUDA builds of torch bring it", allow_module_level=True)
@@ -68,9 +72,8 @@ def _sgd(
     target: Target | None = None,
     nesterov: bool = False,
 ) -> None:
-    places = (state["centres"], state["momentum"], state.get("momentum_scale"), gradient, target or _no_target(gradient))
-    flag = gradient.new_ones(1) if apply is None else apply
-    kernels.sgd_update(*places, state["inverse_norms"], select, 0.3, 0.9, 0.02, seed, flag, nesterov)
+    names = ("centres", "momentum", "momentum_scale")
+    _update(RowSGD(0.9, 0.02, nesterov), 0.3, names, state, gradient, select, seed, apply, target)
 
 
 def _adamw(
@@ -81,10 +84,33 @@ def _adamw(
     apply: Tensor | None = None,
     target: Target | None = None,
 ) -> None:
-    places = (state["centres"], state["momentum"], state.get("momentum_scale"), state["variance"], state["updates"], gradient)
-    flag = gradient.new_ones(1) if apply is None else apply
-    settings = (0.01, 0.9, 0.999, 1e-8, 0.05)
-    kernels.adamw_update(*places, target or _no_target(gradient), state["inverse_norms"], select, *settings, seed, flag)
+    names = ("centres", "momentum", "momentum_scale", "variance", "updates")
+    _update(RowAdamW(0.9, 0.999, 1e-8, 0.05), 0.01, names, state, gradient, select, seed, apply, target)
+
+
+def _update(
+    optimizer: RowSGD | RowAdamW,
+    lr: float,
+    names: tuple[str, ...],
+    state: State,
+    gradient: Tensor,
+    select: int | Tensor,
+    seed: int,
+    apply: Tensor | None,
+    target: Target | None,
+) -> None:
+    """Update rows of the tensors with these names; select: the first of consecutive rows, or their numbers."""
+    tensors = {name: state[name] for name in names if name in state}
+    store: Any = SimpleNamespace(tensors=tensors, inverse_norms=state["inverse_norms"])
+    where = select if isinstance(select, Tensor) else slice(select, select + len(gradient))
+    given = CentreGradient(where, gradient, *(target or _no_target(gradient)))
+    _on(gradient.device).update_rows(optimizer, store, given, lr, seed, apply)
+
+
+def _on(device: torch.device) -> PlainKernels:
+    """Return the Triton kernels."""
+    made: PlainKernels = kernels.TritonKernels(Workspace(device, 0))
+    return made
 
 
 def _no_target(gradient: Tensor) -> Target:
@@ -138,7 +164,8 @@ def test_exponentials_and_their_sums_are_those_of_float64(
         own[1::4], own[2::4], own[3::4] = -1 - begin, num_rows, num_rows + 7  # not in this chunk
         inverse = None if normalised else torch.linspace(0.3, 1.5, num_rows + 1)[1:]  # not at a multiple of 16 bytes
         given = None if inverse is None else inverse.to(device)
-        kernels.exp_mask_sum(buffer[:, :num_columns], given, ((own + begin).to(device), begin), shift, limit, z_sum)
+        tile = Tile(buffer[:, :num_columns], given, (own + begin).to(device), begin, limit)
+        _on(device).exponentials(tile, shift, z_sum)
         v = torch.ones(num_rows, 1, dtype=torch.float64) if inverse is None else inverse.double()[:, None]
         logits = before.double()[:, :num_columns] * v
         expected = (logits - shift).exp()
@@ -159,7 +186,7 @@ def test_the_kernel_that_is_tried_before_the_first_step_runs_and_notices_a_wrong
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels.try_kernel(device)
-    monkeypatch.setattr(kernels, "exp_mask_sum", lambda products, *others: None)
+    monkeypatch.setattr(kernels.TritonKernels, "exponentials", lambda *given: None)
     with pytest.raises(ArithmeticError, match=r"should be 1 and 2, they are \[0.0, 0.0\]"):
         kernels.try_kernel(device)
 
@@ -369,14 +396,16 @@ def test_offsets_of_more_than_32_bits_reach_the_last_rows(device: torch.device) 
 
 
 @pytest.mark.parametrize("optimizer", [RowSGD(0.9, 5e-4), RowSGD(0.9, 5e-4, True), RowAdamW(0.9, 0.999, 1e-8, 0.05)])
-def test_a_head_on_triton_trains_as_one_on_plain_torch(device: torch.device, optimizer: RowSGD | RowAdamW) -> None:
+def test_a_head_on_triton_trains_as_one_on_plain_torch(
+    device: torch.device, optimizer: RowSGD | RowAdamW, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heads = []
     for name in ("plain", "triton"):
+        monkeypatch.setattr("partial_fc.head.choose_kernels", lambda *given, name=name: name)
         margin = build_margin("arcface", scale=64.0, margin=0.5)
         head = PartialFC(
             margin, 90, 24, device=device, config=HeadConfig(sample_rate=0.5, optimizer=optimizer, chunk=32, kernels="plain")
         )
-        head.workspace.kernels = build_kernels(name)
         for step in range(3):
             head.begin_step(torch.tensor([[7, 7, step, 40, 41, 7], [41, 50, 7, 60, 61, 62]])[: 1 + step], step)
             for micro in range(1 + min(step, 1)):

@@ -19,20 +19,17 @@ from partial_fc.workspace import Workspace
 
 if _why_no_triton():
     pytest.skip(f"{_why_no_triton()}; the CUDA builds of torch bring it", allow_module_level=True)
-kernels = importlib.import_module("partial_fc.kernels.cuda").TritonKernels()
+kernels = importlib.import_module("partial_fc.kernels.cuda").TritonKernels
 
 pytestmark = pytest.mark.numeric
 
 
 def _weights(case: Case, device: torch.device, products: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    made, workspace = given(case).to(device), Workspace(device, 0, kernels)
+    made = given(case).to(device)
     wider = torch.zeros(case.shape[0], case.shape[1] + 3, dtype=case.dtype, device=device)  # rows lie further apart than B
     weights, sums = wider[:, :-3], torch.zeros(3, case.shape[1], device=device)
     weights.copy_(made.products if products is None else products)
-    kernels.weights(
-        *(weights, made.inverse_norms, made.targets, made.function, case.link, made.row_weights),
-        *(made.shift, case.limit, made.less, sums, workspace),
-    )
+    kernels(Workspace(device, 0)).weights(made.tile(weights), case.link, made.shift, made.less, sums)
     assert not wider[:, -3:].any()
     return weights, sums
 
@@ -55,8 +52,7 @@ def test_weights_sums_and_maxima_are_those_of_float64(device: torch.device, case
     moved = made.to(device)
     for start in (-math.inf, 1e4):
         maximum, products = torch.full((case.shape[1],), start, device=device), moved.products.clone()
-        arguments = (products, moved.inverse_norms, moved.targets, moved.function, moved.row_weights, case.limit)
-        kernels.maxima(*arguments, maximum, Workspace(device, 0, kernels))
+        kernels(Workspace(device, 0)).maxima(moved.tile(products), maximum)
         assert_right_maxima(made, torch.full((case.shape[1],), start), maximum)
         assert torch.equal(products, moved.products)
 

@@ -48,7 +48,7 @@ def test_the_model_is_what_a_head_holds(
         for micro in range(accumulation):
             head(torch.randn(ROWS, D), micro)
         head.step(0.1)
-    memory = HeadMemory(D, ROWS, config, accumulation, head.workspace.kernels.name)
+    memory = HeadMemory(D, ROWS, config, accumulation, head.kernels.name)
     assert memory.bytes_per_class == head.centre_store.bytes_per_row
     noise = head.centre_store.noise
     held = bytes_of_workspace(head) + (0 if noise is None else sum(table.nbytes for table in noise._tables.values()))
@@ -65,7 +65,7 @@ def test_plain_torch_on_a_gpu_has_the_chunks_and_the_search_of_a_gpu(dtype: torc
         return check_head_fits(build_margin("arcface"), classes, D, world, config, ROWS, 1, 0, 1 << 40)
 
     assert fitting() == fitting(chunk=auto_chunk("cuda", dtype)) > fitting(chunk=auto_chunk("cpu", dtype))
-    graph = 4 * HeadConfig().num_neighbours * classes
+    graph = 4 * HeadConfig().neighbours * classes
     searched = search_bytes(HeadConfig(matmul_dtype=dtype), classes, classes, D, "cuda")
     assert fitting(sample_rate=0.5, sampling="neighbours") - fitting(sample_rate=0.5) >= graph + searched
 

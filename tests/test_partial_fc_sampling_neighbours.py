@@ -51,7 +51,7 @@ def _families(num_classes: int = NUM_CLASSES, cosine: float = 0.6) -> Tensor:
 
 def _head(centres: Tensor, search: str, rank: int = 0, world_size: int = 1, **more: Any) -> PartialFC:
     """Return a head with these centres by slot, whose graph is rebuilt before step 2."""
-    config = HeadConfig(0.5, sampling="neighbours", num_neighbours=K, neighbours_every=2, neighbours_search=search, **more)
+    config = HeadConfig(0.5, sampling="neighbours", neighbours=K, neighbours_every=2, neighbours_search=search, **more)
     margin = build_margin("cosface", scale=64.0, margin=0.4)
     head = PartialFC(margin, len(centres), centres.shape[1], rank, world_size, 3, config)
     head.centres.copy_(centres[head.first_slot : head.end_slot])

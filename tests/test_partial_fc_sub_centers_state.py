@@ -20,8 +20,8 @@ import train
 from configs import load_config
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
-from partial_fc.centres.source import open_centres
 from partial_fc.centres.store import FORMATS
+from partial_fc.init import open_centres
 from partial_fc.kernels import KERNELS
 from partial_fc.memory import HeadMemory
 from scripts import checkpoint as tool
@@ -129,7 +129,7 @@ def test_the_memory_model_counts_them(
         for micro in range(accumulation):
             head(torch.randn(rows, dim), micro)
         head.step(0.1)
-    memory = HeadMemory(dim, rows, config, accumulation, head.workspace.kernels.name)
+    memory = HeadMemory(dim, rows, config, accumulation, head.kernels.name)
     assert memory.bytes_per_class == K * head.centre_store.bytes_per_row and head.centre_store.num_rows == K * num_classes
     noise = head.centre_store.noise
     held = bytes_of_workspace(head) + (0 if noise is None else sum(table.nbytes for table in noise._tables.values()))

@@ -126,7 +126,7 @@ def test_capacity_and_the_check_before_training_know_the_same_limit(
         raise ValueError("the head fits")
 
     monkeypatch.setattr(model, "available_bytes", lambda world: int(memory * 2**30))
-    monkeypatch.setattr(model, "build_head", built)
+    monkeypatch.setattr(model, "PartialFC", built)
     capsys.readouterr()
     assert [row["storage"] for row in rows] == ["exact", "lean", "tiny"]
     for row in rows:

@@ -13,6 +13,7 @@ from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
 from partial_fc.centres.store import FORMATS
 from partial_fc.kernels import choose_kernels
+from partial_fc.kernels.plain import CentreGradient, Tile
 from partial_fc.softmax import passes as softmax
 from partial_fc.workspace import Workspace
 from scripts.benchmark.head_traffic import floor_per_class, moved, parts_per_class
@@ -31,12 +32,12 @@ class _Counter(TorchDispatchMode):
     def __init__(self, head: PartialFC) -> None:
         super().__init__()
         self.bytes, self.head = 0, head
-        self.exponentials, self.update_rows = head.workspace.kernels.exponentials, head.workspace.kernels.update_rows
-        head.workspace.kernels.exponentials = self._exponentials  # type: ignore[method-assign]
-        self.weights, self.maxima = head.workspace.kernels.weights, head.workspace.kernels.maxima
-        head.workspace.kernels.weights = self._weights  # type: ignore[method-assign]
-        head.workspace.kernels.maxima = self._maxima  # type: ignore[method-assign]
-        head.workspace.kernels.update_rows = self._update_rows  # type: ignore[method-assign]
+        self.exponentials, self.update_rows = head.kernels.exponentials, head.kernels.update_rows
+        head.kernels.exponentials = self._exponentials  # type: ignore[method-assign]
+        self.weights, self.maxima = head.kernels.weights, head.kernels.maxima
+        head.kernels.weights = self._weights  # type: ignore[method-assign]
+        head.kernels.maxima = self._maxima  # type: ignore[method-assign]
+        head.kernels.update_rows = self._update_rows  # type: ignore[method-assign]
 
     def __enter__(self) -> "_Counter":
         self.multiply, self.add_product = softmax.multiply, softmax.add_product
@@ -66,26 +67,26 @@ class _Counter(TorchDispatchMode):
         with _disable_current_modes():
             self.add_product(total, weights, centres, workspace)
 
-    def _exponentials(self, products: Tensor, inverse_norms: Tensor, *others: Any) -> None:
-        self.bytes += 2 * products.nbytes + inverse_norms.nbytes
+    def _exponentials(self, tile: Tile, *others: Any) -> None:
+        self.bytes += 2 * tile.products.nbytes + tile.inverse_norms.nbytes
         with _disable_current_modes():
-            self.exponentials(products, inverse_norms, *others)
+            self.exponentials(tile, *others)
 
-    def _weights(self, products: Tensor, inverse_norms: Tensor, *others: Any) -> None:
-        self.bytes += 2 * products.nbytes + inverse_norms.nbytes
+    def _weights(self, tile: Tile, *others: Any) -> None:
+        self.bytes += 2 * tile.products.nbytes + tile.inverse_norms.nbytes
         with _disable_current_modes():
-            self.weights(products, inverse_norms, *others)
+            self.weights(tile, *others)
 
-    def _maxima(self, products: Tensor, inverse_norms: Tensor, *others: Any) -> None:
-        self.bytes += products.nbytes + inverse_norms.nbytes
+    def _maxima(self, tile: Tile, *others: Any) -> None:
+        self.bytes += tile.products.nbytes + tile.inverse_norms.nbytes
         with _disable_current_modes():
-            self.maxima(products, inverse_norms, *others)
+            self.maxima(tile, *others)
 
-    def _update_rows(self, optimizer: Any, store: Any, select: Any, gradient: Tensor, *others: Any) -> None:
-        state = sum(tensor[select].nbytes for tensor in (*store.tensors.values(), store.inverse_norms))
-        self.bytes += gradient.nbytes + 2 * state
+    def _update_rows(self, optimizer: Any, store: Any, gradient: CentreGradient, *others: Any) -> None:
+        state = sum(tensor[gradient.select].nbytes for tensor in (*store.tensors.values(), store.inverse_norms))
+        self.bytes += gradient.negatives.nbytes + 2 * state
         with _disable_current_modes():
-            self.update_rows(optimizer, store, select, gradient, *others)
+            self.update_rows(optimizer, store, gradient, *others)
 
 
 def _count(num_classes: int, config: HeadConfig, loss: str = "cosface") -> tuple[int, dict[str, Any]]:

@@ -292,13 +292,13 @@ def _overflow_on_rank_1(rank: int, world_size: int, dataset: str, output: str) -
         centres.append(torch.cat([rows.reshape(-1).clone() for rows in heads[0].shard_state().values()]))  # momentum too
         return torch.full_like(norm, float("inf")) if rank == 1 and calls == 3 else norm
 
-    whole = model.build_head
+    whole = model.PartialFC
 
-    def build_head(*arguments: object) -> torch.nn.Module:
+    def built(*arguments: object) -> torch.nn.Module:
         heads.append(whole(*arguments))
         return heads[0]
 
-    model.build_head, step.unscale_and_clip_grad_norm_ = build_head, overflowing
+    model.PartialFC, step.unscale_and_clip_grad_norm_ = built, overflowing
     model.LossScaler = functools.partial(LossScaler, initial=4.0)  # far too small to overflow by itself
     overrides = ["train.precision=fp16", "train.max_steps=5", "train.batch_size=4", "eval.targets=[]"]
     (Path(output) / str(rank)).mkdir()

@@ -17,7 +17,7 @@ import train
 from backbones import build_backbone
 from data import build_dataset
 from data.recordio.image_record import RecordWriter, pack
-from partial_fc.centres.source import open_centres, read_class_map
+from partial_fc.init import open_centres, read_class_map
 from scripts import checkpoint as tool
 from scripts.arcface_torch import export_checkpoint as export
 from utils.checkpoint.format import list_checkpoints

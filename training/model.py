@@ -13,8 +13,8 @@ from backbones import backbone_arguments, build_backbone
 from backbones.checkpointing import set_checkpointing
 from eval.embed import class_means
 from losses import build_margin, margin_arguments
-from partial_fc import PartialFC, build_head, check_head_fits, check_loss, head_config
-from partial_fc.centres.init import InitCounts, init_centres
+from partial_fc import PartialFC, check_head_fits, check_loss, head_config
+from partial_fc.init import InitCounts, init_centres
 from utils.checkpoint.format import BACKBONE, EMA, TRAINER
 from utils.checkpoint.resume import SavedState, restore
 from utils.checkpoint.trainer import TrainerState, trained_names
@@ -33,7 +33,7 @@ from utils.text import prefix_errors
 from .ema import WeightAverage
 from .setup import Setup
 
-_OF_OPTIMIZER = ("name", "lr", "momentum", "weight_decay", "beta2", "eps", "nesterov", "layer_decay")
+_OPTIMIZER_KEYS = ("name", "lr", "momentum", "weight_decay", "beta2", "eps", "nesterov", "layer_decay")
 
 
 class Model(NamedTuple):
@@ -73,16 +73,16 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     # before the backbone takes its share; the least of all ranks, so that all say the same
     free = min(all_gather_objects(available_bytes(world), world))
     torch.manual_seed(derive(seed, "backbone"))
-    of_network = {key: config.backbone[key] for key in ("name", *backbone_arguments(config.backbone.name))}
+    network = {key: config.backbone[key] for key in ("name", *backbone_arguments(config.backbone.name))}
     with prefix_errors("data"):
-        backbone = build_backbone(**of_network, image_size=config.data.image_size)
+        backbone = build_backbone(**network, image_size=config.data.image_size)
     if config.backbone.sync_norm:
         synchronise_norms(backbone, world)
     backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    dim, settings = config.backbone.embedding_size, _OF_OPTIMIZER
-    of_head = head_config(config.head, config.loss, config.optimizer, autocast, world)
-    of_loss = {key: config.loss[key] for key in ("name", *margin_arguments(config.loss.name))}
-    margins = {task.name: build_margin(**of_loss) for task in setup.tasks}
+    dim = config.backbone.embedding_size
+    settings = head_config(config.head, config.loss, config.optimizer, autocast, world)
+    loss = {key: config.loss[key] for key in ("name", *margin_arguments(config.loss.name))}
+    margins = {task.name: build_margin(**loss) for task in setup.tasks}
     with raise_on_all_ranks(world):
         with prefix_errors("backbone.freeze"):
             freeze(backbone, config.backbone.freeze)
@@ -94,19 +94,20 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
                 layer_numbers(trained_names(backbone))
         with prefix_errors("optimizer.rules"):
             rules = parameter_rules(config.optimizer.rules)
-            optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in settings}, rules=rules)
+            optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in _OPTIMIZER_KEYS}, rules=rules)
         samples = config.train.batch_size // config.train.accumulation
         copies = (1 if config.optimizer.name == "sgd" else 2) + (config.train.ema > 0)  # of the weights
         memory = backbone_memory(backbone, autocast, copies, config.data.image_size)
         beside = bytes_beside_heads(memory, samples // world.world_size, world.device.type)
         for task in setup.tasks:
             margin, classes = margins[task.name], task.dataset.num_classes
-            check_loss(margin, of_head)
-            beside += check_head_fits(margin, classes, dim, world, of_head, samples, config.train.accumulation, beside, free)
+            check_loss(margin, settings)
+            beside += check_head_fits(margin, classes, dim, world, settings, samples, config.train.accumulation, beside, free)
     heads = {}
     for number, task in enumerate(setup.tasks):
-        of_task = seed if number == 0 else derive(seed, "head", task.name)
-        heads[task.name] = build_head(margins[task.name], task.dataset.num_classes, dim, world, of_task, of_head)
+        head_seed = seed if number == 0 else derive(seed, "head", task.name)
+        margin, classes = margins[task.name], task.dataset.num_classes
+        heads[task.name] = PartialFC(margin, classes, dim, world.rank, world.world_size, head_seed, settings, world.device)
     scaler = LossScaler(enabled=autocast is torch.float16, device=world.device)
     ema = WeightAverage(backbone, config.train.ema) if config.train.ema else None
     return Model(backbone, optimizer, heads, scaler, autocast, ema)

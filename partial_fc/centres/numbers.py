@@ -7,13 +7,16 @@ Shapes: B = samples of the global micro-batch, D = embedding size, n = classes o
 """
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..collectives import Collectives
-from ..margin_like import MarginLike
 from .row_optimizer import RowAdamW, RowOptimizer
+
+if TYPE_CHECKING:  # parts do not import one another
+    from losses.margin import Margin
 
 PREFIX = "margin_"  # of their names in a checkpoint
 
@@ -29,7 +32,7 @@ class MarginNumbers:
     """
 
     def __init__(
-        self, margin: MarginLike, num_slots: int, num_classes: int, dim: int, optimizer: RowOptimizer, device: torch.device
+        self, margin: "Margin", num_slots: int, num_classes: int, dim: int, optimizer: RowOptimizer, device: torch.device
     ) -> None:
         self.margin, self.num_classes, self.optimizer = margin, num_classes, optimizer
         self.specs = dict(margin.class_numbers(dim))

@@ -16,7 +16,7 @@ from utils.parallel import map_in_order
 from utils.randomness import derive, permute, unpermute
 
 _BLOCK = 1024  # slots that share one generator; changing it changes the initial centres of a seed
-_STD = 0.01
+INITIAL_STD = 0.01  # of the numbers of a new centre
 
 
 def shard_range(num_classes: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -49,14 +49,15 @@ def classes_of_slots(slots: np.ndarray, num_classes: int, seed: int) -> np.ndarr
 def initial_blocks(start: int, stop: int, dim: int, seed: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield (rows of the shard, their float32 initial values) block by block for the slots [start, stop), on the CPU.
 
-    The values are normal with standard deviation 0.01. Blocks are drawn in as many threads as torch has, each in one thread.
+    The values are normal with standard deviation INITIAL_STD. Blocks are drawn in as many threads as torch
+    has, each in one thread.
     """
 
     def draw(block: int) -> Tensor:
         generator = torch.Generator().manual_seed(derive(seed, "centres", block))
         rows = torch.randn(_BLOCK, dim, generator=generator)
         numbers = rows.numpy()
-        np.multiply(numbers, np.float32(_STD), out=numbers)  # torch would start threads of its own in each of these
+        np.multiply(numbers, np.float32(INITIAL_STD), out=numbers)  # torch would start threads of its own in each of these
         return rows
 
     blocks = range(start // _BLOCK, (stop + _BLOCK - 1) // _BLOCK)

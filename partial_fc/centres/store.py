@@ -6,6 +6,10 @@
 
 AdamW adds a second moment, fp32 or (lean, tiny) bf16. Arithmetic is always fp32: rows are loaded into a buffer (fp32 rows are
 used in place), changed there and stored again. 1 / norm of each centre is also stored, 4 bytes.
+
+Numbers are rounded to bf16 and int8 stochastically: up or down at random, so that the mean is the number itself. Rounding to
+the nearest would lose every update smaller than half a step of the format; with bf16 centres those are most updates.
+Source: Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, https://arxiv.org/abs/1502.02551.
 Shapes: n = classes of the shard, D = embedding size, c = selected rows.
 """
 
@@ -18,7 +22,6 @@ from utils.cli import progress
 from utils.huge_pages import with_huge_pages
 
 from ..workspace import Workspace
-from .rounding import Noise, quantise_rows, round_to_bfloat16_
 from .shard import initial_blocks
 
 FORMATS = {  # name: dtype of the centres, of the momentum, of AdamW's second moment
@@ -30,8 +33,11 @@ BY_ROW = ("centres", "momentum", "momentum_scale", "variance", "variance_scale",
 Select = slice | Tensor  # consecutive rows, or single rows (int64, distinct)
 Read = Callable[[int, int], dict[str, Tensor]]  # (first row, last row) of the shard -> tensors by name
 _BLOCK = 8192  # rows converted at once when a checkpoint is read: 16 MiB of 512 numbers
+_UNIT_BLOCK = 1024  # rows normalised at once, so that they stay in cache
 _LONG = 1 << 31  # numbers whose drawing takes so long that it is shown
 _SMALLEST_NORM = 1e-12
+_VALUES = 1 << 16  # of the random bits for rounding
+_STRIDE = 40503  # odd, so its multiples reach all offsets; near the golden ratio, so successive offsets are far apart
 _LAST_STEP = 99_999_999  # the largest that the name of a checkpoint's folder can hold
 
 
@@ -118,11 +124,10 @@ class CentreStore:
         count = len(select) if isinstance(select, Tensor) else select.stop - select.start
         unit = workspace.buffer("unit", (max(count, num_rows), self.dim), dtype)
         unit[count:].zero_()
-        centres, inverse_norms = self.tensors["centres"], self.inverse_norms
-        if isinstance(select, Tensor):
-            unit[:count].copy_(centres[select].float().mul_(inverse_norms[select, None]))
-        else:
-            workspace.kernels.unit_rows(centres, inverse_norms, select, unit[:count], workspace)
+        stored, inverse = self.tensors["centres"][select], self.inverse_norms[select, None]
+        for low in range(0, count, _UNIT_BLOCK):  # torch converts bf16 in temporaries
+            rows = slice(low, min(low + _UNIT_BLOCK, count))
+            torch.mul(stored[rows], inverse[rows], out=unit[rows])
         return unit
 
     def load(self, name: str, select: Select) -> Tensor:
@@ -249,3 +254,60 @@ def _check_saved(saved: dict[str, Tensor], num_rows: int) -> None:
             raise ValueError(f"head: saved momentum of {rows.dtype} needs int8 and a momentum_scale")
         if name == "updates" and not (rows.dtype == torch.int32 and 0 <= int(rows.min()) <= int(rows.max()) <= _LAST_STEP):
             raise ValueError(f"head: saved updates must be int32 from 0 to {_LAST_STEP}, they are {rows.dtype} or beyond")
+
+
+class Noise:
+    """Random numbers for blocks of at most `size` elements, on one device; a function of the seeds given to `begin`.
+
+    Generating random bits costs more than a matrix product of the same size. So the noise is one small table, read at an offset
+    that changes with every use. The table repeats a permutation of all values of 16 bits. Over all offsets each element gets
+    each value exactly once, so the mean over them is exact.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size, self.device = size, device
+        self._tables: dict[str, Tensor] = {}  # created at first use
+        self._offset = 0
+
+    def begin(self, seed: int) -> None:
+        """Set the seed of the numbers that follow, for example once per optimizer step."""
+        self._offset = seed % _VALUES
+
+    def bits(self, shape: torch.Size) -> Tensor:
+        """Return int32 numbers in [0, 65536); read-only."""
+        return self._next("bits", shape)
+
+    def uniform(self, shape: torch.Size) -> Tensor:
+        """Return fp32 numbers in (0, 1); read-only."""
+        return self._next("uniform", shape)
+
+    def _next(self, name: str, shape: torch.Size) -> Tensor:
+        if name not in self._tables:
+            order = torch.randperm(_VALUES, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+            values = order if name == "bits" else (order + 0.5) / _VALUES
+            # one period more than needed, so that any offset fits
+            self._tables[name] = values.repeat(-(-self.size // _VALUES) + 1).to(self.device)
+        self._offset = (self._offset + _STRIDE) % _VALUES
+        return self._tables[name][self._offset : self._offset + shape.numel()].view(shape)
+
+
+def round_to_bfloat16_(values: Tensor, noise: Noise) -> Tensor:
+    """Round contiguous fp32 values in place to numbers that bf16 holds, stochastically; return them (still fp32).
+
+    bf16 is the upper half of fp32's bits; 16 random bits added below carry into it with exactly the right probability.
+    """
+    values.view(torch.int32).add_(noise.bits(values.shape)).bitwise_and_(-_VALUES)
+    return values
+
+
+def quantise_rows(values: Tensor, noise: Noise, out: Tensor, scale: Tensor, scratch: Tensor) -> None:
+    """Write (c, D) fp32 values as int8 `out` (c, D) and `scale` (c,): value ~ out * scale; the largest of a row is +-127.
+
+    Args:
+        scratch: (c, D) fp32, overwritten.
+    """
+    largest = torch.abs(values, out=scratch).amax(dim=1)
+    torch.div(largest, 127.0, out=scale)
+    factor = torch.where(largest > 0, 127.0 / largest, 0.0)
+    torch.mul(values, factor[:, None], out=scratch)
+    out.copy_(scratch.add_(noise.uniform(values.shape)).floor_().clamp_(-127, 127))

@@ -12,6 +12,7 @@ import re
 
 import torch
 
+from ..workspace import Workspace
 from . import cpu
 from .plain import PlainKernels
 
@@ -28,13 +29,13 @@ def choose_kernels(wanted: str, device: torch.device, dim: int) -> str:
     return "plain"
 
 
-def build_kernels(name: str) -> PlainKernels:
-    """Return the kernels of this name, one of those that choose_kernels returns."""
+def build_kernels(name: str, workspace: Workspace) -> PlainKernels:
+    """Return the kernels of this name, one of those that choose_kernels returns, with buffers of this workspace."""
     if name == "triton":
         from .cuda import TritonKernels  # Triton is not installed on every machine
 
-        return TritonKernels()
-    return cpu.CKernels() if name == "c" else PlainKernels()
+        return TritonKernels(workspace)
+    return cpu.CKernels(workspace) if name == "c" else PlainKernels(workspace)
 
 
 def why_plain(wanted: str, device: torch.device, dim: int) -> str:

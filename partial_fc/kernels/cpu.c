@@ -1,6 +1,6 @@
 /* The elementwise work of the head's two passes on the CPU, each in one sweep over memory; built and called by cpu.py.
 
-   The reference is the plain torch code in plain.py, centre_store.py and row_optimizer.py, which does the same arithmetic.
+   The reference is the plain torch code in plain.py, store.py and row_optimizer.py, which does the same arithmetic.
    torch sweeps over memory once per operation, and these sweeps are the main cost of an elementwise step.
    The threads belong to the OpenMP runtime that torch has loaded. Each thread gets an equal range of classes. Results depend on
    the number of threads only where partial sums over the classes are added (exponentials), and never on timing. */
@@ -75,31 +75,6 @@ static inline void store_row(void *base, int kind, int64_t row, int64_t dim, flo
     }
 }
 
-/* unit (classes, dim) = centres * inverse, row by row. */
-void unit_rows(const void *centres, int kind, const float *inverse, int64_t classes, int64_t dim, void *unit, int unit_kind) {
-    #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < classes; i++) {
-        float v = inverse[i];
-        const float *in = (const float *)centres + i * dim;
-        const uint16_t *in16 = (const uint16_t *)centres + i * dim;
-        float *out = (float *)unit + i * dim;
-        uint16_t *out16 = (uint16_t *)unit + i * dim;
-        if (kind == FLOAT32 && unit_kind == FLOAT32) {
-            #pragma omp simd
-            for (int64_t j = 0; j < dim; j++) out[j] = in[j] * v;
-        } else if (kind == FLOAT32) {
-            #pragma omp simd
-            for (int64_t j = 0; j < dim; j++) out16[j] = nearest_bfloat16(in[j] * v);
-        } else if (unit_kind == FLOAT32) {
-            #pragma omp simd
-            for (int64_t j = 0; j < dim; j++) out[j] = from_bits((uint32_t)in16[j] << 16) * v;
-        } else {
-            #pragma omp simd
-            for (int64_t j = 0; j < dim; j++) out16[j] = nearest_bfloat16(from_bits((uint32_t)in16[j] << 16) * v);
-        }
-    }
-}
-
 /* Replace products (classes, samples) by E v with E = exp(v product - shift), v = inverse (classes), or 1 if that is NULL. E is 0
    above the limit, and in row places[i] - begin of column i, the target class, if there is one. Add the sums of E to z_sum
    (samples). partial: (threads, samples) scratch. */
@@ -148,7 +123,8 @@ void exponentials(void *products, int kind, int64_t classes, int64_t samples, co
         for (int64_t i = 0; i < samples; i++) z_sum[i] += partial[(int64_t)t * samples + i];
 }
 
-/* One step of SGD (adamw = 0; with Nesterov's momentum if nesterov = 1) or AdamW for `classes` centres; see row_optimizer.py for the formulas.
+/* One step of SGD (adamw = 0; with Nesterov's momentum if nesterov = 1) or AdamW for `classes` centres; row_optimizer.py has the
+   formulas.
    gradient (classes, dim) is that of the unit centres times v = 1 / norm, without the part of the target classes. That part,
    not yet times v, is target (samples, dim) fp32: row sample_index[n] of it belongs to row class_index[n] of gradient;
    class_index ascends. If index is NULL, the centres are consecutive rows of the shard, starting at row `first`. Nothing is

@@ -25,10 +25,8 @@ import torch
 from torch import Tensor
 
 from ..centres.row_optimizer import RowOptimizer, RowSGD
-from ..centres.store import CentreStore, Select
-from ..margin_like import NegativesLike
-from ..workspace import Workspace
-from .plain import PlainKernels
+from ..centres.store import CentreStore
+from .plain import CentreGradient, PlainKernels, Tile
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("cpu.c", "negatives.c")]
 _HEADER = Path(__file__).with_name("numbers.h")
@@ -42,7 +40,6 @@ _SWEEPS = {"softmax": 0, "sum": 1, "largest": 2}
 _TABLE_ROWS = 8
 
 _POINTER, _INT, _LONG, _FLOAT, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_double
-_UNIT_ROWS: list[Any] = [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER, _INT]
 _EXPONENTIALS: list[Any] = [_POINTER, _INT, _LONG, _LONG, _POINTER, _POINTER, _LONG, _FLOAT, _FLOAT, _POINTER, _POINTER, _INT]
 _NEGATIVES: list[Any] = [
     *(_POINTER, _INT, _LONG, _LONG, *[_POINTER] * 4, _INT, _FLOAT, _INT, _INT, _POINTER, _POINTER, _INT),
@@ -99,7 +96,6 @@ def _last_line(error: Exception) -> str:
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     library.exponentials.argtypes = _EXPONENTIALS
     library.negatives.argtypes = _NEGATIVES
-    library.unit_rows.argtypes = _UNIT_ROWS
     library.update_rows.argtypes = _UPDATE_ROWS
     return library
 
@@ -121,81 +117,51 @@ class CKernels(PlainKernels):
     words = "C kernels"
     reads_flag = True
 
-    def unit_rows(self, centres: Tensor, inverse_norms: Tensor, select: slice, unit: Tensor, workspace: Workspace) -> None:
-        stored, inverse = centres[select], inverse_norms[select]
-        assert stored.is_contiguous() and inverse.is_contiguous() and unit.is_contiguous()
-        _library().unit_rows(
-            *(stored.data_ptr(), _FORMATS[stored.dtype], inverse.data_ptr()),
-            *(len(unit), unit.shape[1], unit.data_ptr(), _FORMATS[unit.dtype]),
-        )
-
-    def exponentials(
-        self,
-        products: Tensor,
-        inverse_norms: Tensor | None,
-        targets: tuple[Tensor, int],
-        shift: float | Tensor,
-        limit: float | None,
-        z_sum: Tensor,
-        workspace: Workspace,
-    ) -> None:
+    def exponentials(self, tile: Tile, shift: float | Tensor, z_sum: Tensor) -> None:
         if isinstance(shift, Tensor):
-            super().exponentials(products, inverse_norms, targets, shift, limit, z_sum, workspace)
+            super().exponentials(tile, shift, z_sum)
             return
-        partial = workspace.buffer("partial", (torch.get_num_threads(), products.shape[1]), torch.float32)
-        places, begin = targets
+        products, inverse_norms, places, begin, limit = tile[:5]
+        partial = self.workspace.buffer("partial", (torch.get_num_threads(), products.shape[1]), torch.float32)
         assert products.is_contiguous() and z_sum.is_contiguous() and places.is_contiguous()
         assert inverse_norms is None or inverse_norms.is_contiguous()
         _library().exponentials(
-            *(
-                products.data_ptr(),
-                _FORMATS[products.dtype],
-                *products.shape,
-                _pointer(inverse_norms),
-                places.data_ptr(),
-                begin,
-            ),
-            *(shift, _NO_LIMIT if limit is None else limit, z_sum.data_ptr(), partial.data_ptr(), len(partial)),
+            *(products.data_ptr(), _FORMATS[products.dtype], *products.shape, _pointer(inverse_norms)),
+            *(places.data_ptr(), begin, shift, _NO_LIMIT if limit is None else limit),
+            *(z_sum.data_ptr(), partial.data_ptr(), len(partial)),
         )
 
-    def weights(
-        self,
-        products: Tensor,
-        inverse_norms: Tensor | None,
-        targets: tuple[Tensor, int],
-        function: NegativesLike,
-        link: str,
-        row_weights: Tensor | None,
-        shift: float | Tensor,
-        limit: float | None,
-        less: Tensor | None,
-        sums: Tensor,
-        workspace: Workspace,
-    ) -> None:
-        given = (inverse_norms, targets, function, row_weights, limit)
-        _negatives(link, products, given, shift, less, sums, workspace)
+    def weights(self, tile: Tile, link: str, shift: float | Tensor, less: Tensor | None, sums: Tensor) -> None:
+        self._sweep(link, tile, shift, less, sums)
 
-    def maxima(
-        self,
-        products: Tensor,
-        inverse_norms: Tensor | None,
-        targets: tuple[Tensor, int],
-        function: NegativesLike,
-        row_weights: Tensor | None,
-        limit: float | None,
-        maximum: Tensor,
-        workspace: Workspace,
-    ) -> None:
-        given = (inverse_norms, targets, function, None if row_weights is None else row_weights.log(), limit)
-        _negatives("largest", products, given, 0.0, None, maximum, workspace)
+    def maxima(self, tile: Tile, maximum: Tensor) -> None:
+        self._sweep("largest", tile.with_log_weights(), 0.0, None, maximum)
+
+    def _sweep(self, sweep: str, tile: Tile, shift: float | Tensor, less: Tensor | None, sums: Tensor) -> None:
+        """Call `negatives` of negatives.c for a link, or for the largest logits."""
+        products, inverse_norms, places, begin, limit, function, row_weights = tile
+        assert function is not None
+        classes, samples = products.shape
+        threads, buffer = torch.get_num_threads(), self.workspace.buffer
+        partial = buffer("partial", (threads, 3, samples), torch.float32)
+        table = buffer("table", (_TABLE_ROWS, samples), torch.float32)  # the rows of negatives.c
+        table[:-2] = function.coefficients
+        table[-2] = shift
+        table[-1] = 0.0 if less is None else less
+        own = buffer("own", (samples,), torch.int32).copy_((places - begin).clamp(-1, classes))
+        read = (products, sums, inverse_norms, row_weights)
+        assert all(tensor is None or tensor.is_contiguous() for tensor in read)
+        _library().negatives(
+            *(products.data_ptr(), _FORMATS[products.dtype], classes, samples, _pointer(inverse_norms), _pointer(row_weights)),
+            *(own.data_ptr(), table.data_ptr(), int(function.straight), _NO_LIMIT if limit is None else limit),
+            *(_KINDS[function.kind], _SWEEPS[sweep], sums.data_ptr(), partial.data_ptr(), threads),
+        )
 
     def update_rows(
         self,
         optimizer: RowOptimizer,
         store: CentreStore,
-        select: Select,
-        gradient: Tensor,
-        target: tuple[Tensor, Tensor, Tensor],
+        gradient: CentreGradient,
         lr: float,
         seed: int,
         apply: Tensor | None,
@@ -204,48 +170,16 @@ class CKernels(PlainKernels):
         settings = (optimizer.momentum, 0.0, 0.0, optimizer.weight_decay) if isinstance(optimizer, RowSGD) else optimizer
         nesterov = isinstance(optimizer, RowSGD) and optimizer.nesterov
         centres, momentum, variance = tensors["centres"], tensors["momentum"], tensors.get("variance")
-        class_index, sample_index, values = target
-        touched = (*tensors.values(), inverse, gradient, values, class_index, sample_index)
-        assert all(tensor.is_contiguous() for tensor in touched)
+        select, rows, class_index, sample_index, values = gradient
+        assert all(tensor.is_contiguous() for tensor in (*tensors.values(), inverse, *gradient[1:]))
         _library().update_rows(
             *(centres.data_ptr(), _FORMATS[centres.dtype], momentum.data_ptr(), _FORMATS[momentum.dtype]),
             *(_pointer(tensors.get("momentum_scale")), _pointer(variance), 0 if variance is None else _FORMATS[variance.dtype]),
             *(_pointer(tensors.get("updates")), inverse.data_ptr(), None if isinstance(select, slice) else select.data_ptr()),
-            *(select.start if isinstance(select, slice) else 0, len(gradient), gradient.shape[1], gradient.data_ptr()),
-            *(_FORMATS[gradient.dtype], values.data_ptr(), class_index.data_ptr(), sample_index.data_ptr(), len(sample_index)),
+            *(select.start if isinstance(select, slice) else 0, *rows.shape, rows.data_ptr(), _FORMATS[rows.dtype]),
+            *(values.data_ptr(), class_index.data_ptr(), sample_index.data_ptr(), len(sample_index)),
             *(int(not sgd), int(nesterov), lr, *settings, seed, _pointer(apply)),
         )
-
-
-def _negatives(
-    sweep: str,
-    products: Tensor,
-    given: tuple[Tensor | None, tuple[Tensor, int], NegativesLike, Tensor | None, float | None],
-    shift: float | Tensor,
-    less: Tensor | None,
-    sums: Tensor,
-    workspace: Workspace,
-) -> None:
-    """Call `negatives` of negatives.c for a link, or for the largest logits.
-
-    Args:
-        given: inverse_norms, targets, function, row_weights (their logarithms for the largest logits) and limit.
-    """
-    inverse_norms, (places, begin), function, row_weights, limit = given
-    classes, samples = products.shape
-    threads = torch.get_num_threads()
-    partial = workspace.buffer("partial", (threads, 3, samples), torch.float32)
-    table = workspace.buffer("table", (_TABLE_ROWS, samples), torch.float32)  # the rows of negatives.c
-    table[:-2] = function.coefficients
-    table[-2] = shift
-    table[-1] = 0.0 if less is None else less
-    own = workspace.buffer("own", (samples,), torch.int32).copy_((places - begin).clamp(-1, classes))
-    assert sums.is_contiguous() and all(tensor is None or tensor.is_contiguous() for tensor in (products, *given[::3]))
-    _library().negatives(
-        *(products.data_ptr(), _FORMATS[products.dtype], classes, samples, _pointer(inverse_norms), _pointer(row_weights)),
-        *(own.data_ptr(), table.data_ptr(), int(function.straight), _NO_LIMIT if limit is None else limit),
-        *(_KINDS[function.kind], _SWEEPS[sweep], sums.data_ptr(), partial.data_ptr(), threads),
-    )
 
 
 def _library() -> ctypes.CDLL:

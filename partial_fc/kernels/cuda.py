@@ -7,11 +7,10 @@ import triton
 from torch import Tensor
 
 from ..centres.row_optimizer import RowOptimizer, RowSGD
-from ..centres.store import CentreStore, Select
-from ..margin_like import NegativesLike
+from ..centres.store import CentreStore
 from ..workspace import Workspace
 from . import triton_negatives
-from .plain import PlainKernels
+from .plain import CentreGradient, PlainKernels, Tile
 from .triton import CLASSES, SAMPLES, TILES, adamw_kernel, exp_mask_sum_kernel, sgd_kernel
 from .triton_negatives import negatives_kernel
 
@@ -25,273 +24,131 @@ class TritonKernels(PlainKernels):
     words = "Triton kernels"
     reads_flag = True
 
-    def exponentials(
-        self,
-        products: Tensor,
-        inverse_norms: Tensor | None,
-        targets: tuple[Tensor, int],
-        shift: float | Tensor,
-        limit: float | None,
-        z_sum: Tensor,
-        workspace: Workspace,
-    ) -> None:
+    def exponentials(self, tile: Tile, shift: float | Tensor, z_sum: Tensor) -> None:
         if isinstance(shift, Tensor):
-            super().exponentials(products, inverse_norms, targets, shift, limit, z_sum, workspace)
+            super().exponentials(tile, shift, z_sum)
             return
-        exp_mask_sum(products, inverse_norms, targets, shift, limit, z_sum)
+        products, inverse_norms, places, begin, limit = tile[:5]
+        num_classes, num_samples = products.shape
+        _check_tile(tile)
+        assert z_sum.dtype == torch.float32
+        if not products.numel():
+            return
+        grid = (triton.cdiv(num_classes, CLASSES.value * TILES.value), triton.cdiv(num_samples, SAMPLES.value))
+        # one row of partial sums per program, then a sum in a fixed order; atomics would add in a varying order
+        partial = torch.empty(grid[0], num_samples, dtype=torch.float32, device=products.device)
+        with torch.cuda.device_of(products):
+            exp_mask_sum_kernel[grid](
+                *(products, inverse_norms, places, partial, num_classes, num_samples, products.stride(0), begin),
+                *(float(shift), math.inf if limit is None else float(limit)),
+            )
+        z_sum += partial.sum(dim=0)
 
-    def weights(
-        self,
-        products: Tensor,
-        inverse_norms: Tensor | None,
-        targets: tuple[Tensor, int],
-        function: NegativesLike,
-        link: str,
-        row_weights: Tensor | None,
-        shift: float | Tensor,
-        limit: float | None,
-        less: Tensor | None,
-        sums: Tensor,
-        workspace: Workspace,
-    ) -> None:
-        partial = sweep_negatives(link, products, (inverse_norms, row_weights), targets, function, shift, limit, less)
-        sums += partial.sum(dim=0)
+    def weights(self, tile: Tile, link: str, shift: float | Tensor, less: Tensor | None, sums: Tensor) -> None:
+        sums += _sweep(link, tile, shift, less).sum(dim=0)
 
-    def maxima(
-        self,
-        products: Tensor,
-        inverse_norms: Tensor | None,
-        targets: tuple[Tensor, int],
-        function: NegativesLike,
-        row_weights: Tensor | None,
-        limit: float | None,
-        maximum: Tensor,
-        workspace: Workspace,
-    ) -> None:
-        by_class = (inverse_norms, None if row_weights is None else row_weights.log())
-        partial = sweep_negatives("largest", products, by_class, targets, function, 0.0, limit, None)
-        torch.maximum(maximum, partial.amax(dim=(0, 1)), out=maximum)
+    def maxima(self, tile: Tile, maximum: Tensor) -> None:
+        largest = _sweep("largest", tile.with_log_weights(), 0.0, None).amax(dim=(0, 1))
+        torch.maximum(maximum, largest, out=maximum)
 
     def update_rows(
         self,
         optimizer: RowOptimizer,
         store: CentreStore,
-        select: Select,
-        gradient: Tensor,
-        target: tuple[Tensor, Tensor, Tensor],
+        gradient: CentreGradient,
         lr: float,
         seed: int,
         apply: Tensor | None,
     ) -> None:
-        where = select.start if isinstance(select, slice) else select
-        flag = torch.ones(1, device=gradient.device) if apply is None else apply
-        tensors, inverse = store.tensors, store.inverse_norms
-        centres, momentum, scale = tensors["centres"], tensors["momentum"], tensors.get("momentum_scale")
-        if isinstance(optimizer, RowSGD):
-            settings = (lr, optimizer.momentum, optimizer.weight_decay)
-            sgd_update(centres, momentum, scale, gradient, target, inverse, where, *settings, seed, flag, optimizer.nesterov)
-            if "updates" in tensors:
-                tensors["updates"][select] += 1
+        select, rows, class_index, sample_index, values = gradient
+        tensors, inverse_norms = store.tensors, store.inverse_norms
+        block, warps = _check_update(store, gradient)
+        if not len(rows):
             return
-        variance, updates = tensors["variance"], tensors["updates"]
-        adamw_update(centres, momentum, scale, variance, updates, gradient, target, inverse, where, lr, *optimizer, seed, flag)
+        index, start = (select, 0) if isinstance(select, Tensor) else (None, select.start)
+        flag = torch.ones(1, device=rows.device) if apply is None else apply
+        centres, momentum, scale = tensors["centres"], tensors["momentum"], tensors.get("momentum_scale")
+        given = (rows, class_index, sample_index, values, len(class_index), inverse_norms, index, flag)
+        numbers = (start, seed & (2**63 - 1), float(lr))
+        with torch.cuda.device_of(centres):
+            if isinstance(optimizer, RowSGD):
+                factors = (float(optimizer.momentum), float(optimizer.weight_decay))
+                shape = (centres.shape[1], block, optimizer.nesterov)
+                sgd_kernel[(len(rows),)](centres, momentum, scale, *given, *numbers, *factors, *shape, num_warps=warps)
+                if "updates" in tensors:
+                    tensors["updates"][select] += 1
+                return
+            beta1, beta2, eps, weight_decay = optimizer
+            # in double precision: 1 - 0.999 and log(0.999) in fp32 would be wrong in the fifth digit
+            logs = [math.log(beta) if beta > 0.0 else -math.inf for beta in (beta1, beta2)]
+            adamw_kernel[(len(rows),)](
+                *(centres, momentum, scale, tensors["variance"], tensors["updates"], *given, *numbers),
+                *(1.0 - beta1, float(beta2), 1.0 - beta2, *logs, float(eps), 1.0 - lr * weight_decay),
+                *(centres.shape[1], block),
+                num_warps=warps,
+            )
 
 
 def try_kernel(device: torch.device) -> None:
     """Run a kernel on four numbers; raise what keeps Triton from it, or ArithmeticError if a sum is wrong."""
-    products, places = torch.zeros(2, 2, device=device), torch.tensor([0, -1], device=device)
     z_sum = torch.zeros(2, device=device)
-    exp_mask_sum(products, None, (places, 0), 0.0, None, z_sum)
+    tile = Tile(torch.zeros(2, 2, device=device), None, torch.tensor([0, -1], device=device), 0)
+    TritonKernels(Workspace(device, 0)).exponentials(tile, 0.0, z_sum)
     if z_sum.tolist() != [1.0, 2.0]:
         raise ArithmeticError(f"the sums of a kernel should be 1 and 2, they are {z_sum.tolist()}")
 
 
-def exp_mask_sum(
-    products: Tensor,
-    inverse_norms: Tensor | None,
-    targets: tuple[Tensor, int],
-    shift: float,
-    limit: float | None,
-    z_sum: Tensor,
-) -> None:
-    """Replace products (c, B) by E v; see PlainKernels.exponentials for the arguments. Their arithmetic is fp32.
+def _sweep(sweep: str, tile: Tile, shift: float | Tensor, less: Tensor | None) -> Tensor:
+    """Return the sums over groups of classes (groups, 3, B), or their largest logits (groups, 1, B).
 
     Args:
-        products: fp32 or bf16; each row is contiguous.
+        sweep: a link, whose weights take the place of products, or "largest", as PlainKernels.maxima wants them; then
+            row_weights are logarithms.
     """
+    products, inverse_norms, places, begin, limit, function, row_weights = tile
+    assert function is not None
     num_classes, num_samples = products.shape
-    places, begin = targets
-    assert products.stride(1) == 1 or num_samples == 1, "each row of products must be contiguous"
-    assert places.dtype == torch.int64 and z_sum.dtype == torch.float32
-    assert inverse_norms is None or (inverse_norms.is_contiguous() and len(inverse_norms) == num_classes)
-    if not products.numel():
-        return
-    grid = (triton.cdiv(num_classes, CLASSES.value * TILES.value), triton.cdiv(num_samples, SAMPLES.value))
-    # one row of partial sums per program, then a sum in a fixed order; atomics would add in a varying order
-    partial = torch.empty(grid[0], num_samples, dtype=torch.float32, device=products.device)
-    with torch.cuda.device_of(products):
-        numbers = (
-            num_classes,
-            num_samples,
-            products.stride(0),
-            begin,
-            float(shift),
-            math.inf if limit is None else float(limit),
-        )
-        exp_mask_sum_kernel[grid](products, inverse_norms, places, partial, *numbers)
-    z_sum += partial.sum(dim=0)
-
-
-def sweep_negatives(
-    sweep: str,
-    products: Tensor,
-    by_class: tuple[Tensor | None, Tensor | None],
-    targets: tuple[Tensor, int],
-    function: NegativesLike,
-    shift: float | Tensor,
-    limit: float | None,
-    less: Tensor | None,
-) -> Tensor:
-    """Return the sums over groups of classes (groups, 3, B), or their largest logits (groups, 1, B); see PlainKernels.weights.
-
-    Args:
-        sweep: a link, whose weights take the place of products, or "largest", as PlainKernels.maxima wants them.
-        products: (c, B) fp32 or bf16; each row is contiguous.
-        by_class: inverse_norms, and row_weights or their logarithms for "largest"; each (c,) fp32 or None.
-    """
-    num_classes, num_samples = products.shape
-    places, begin = targets
+    _check_tile(tile)
     per_sample = [tensor for tensor in (shift, less) if isinstance(tensor, Tensor)]
-    assert products.stride(1) == 1 or num_samples == 1, "each row of products must be contiguous"
-    assert places.dtype == torch.int64 and all(len(tensor) == num_samples for tensor in [places, *per_sample])
-    vectors = [tensor for tensor in (*by_class, function.coefficients, *per_sample) if tensor is not None]
-    assert all(tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in vectors)
-    assert all(tensor is None or len(tensor) == num_classes for tensor in by_class)
+    assert all(len(tensor) == num_samples for tensor in per_sample)
+    assert all(tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in (function.coefficients, *per_sample))
     per_program = triton_negatives.CLASSES.value * triton_negatives.TILES.value
     grid = (triton.cdiv(num_classes, per_program), triton.cdiv(num_samples, triton_negatives.SAMPLES.value))
     rows = 1 if sweep == "largest" else triton_negatives.SUMS.value
-    # partial sums and then a sum in a fixed order, as in exp_mask_sum
+    # partial sums and then a sum in a fixed order, as in `exponentials`
     partial = torch.empty(grid[0], rows, num_samples, dtype=torch.float32, device=products.device)
-    shifts = (shift, 0.0) if isinstance(shift, Tensor) else (None, float(shift))
+    shifts, constant = (shift, 0.0) if isinstance(shift, Tensor) else (None, float(shift))
     with torch.cuda.device_of(products):
         negatives_kernel[grid](
-            *(products, *by_class, places, function.coefficients, shifts[0], less, partial),
-            *(num_classes, num_samples, products.stride(0), begin, shifts[1], math.inf if limit is None else float(limit)),
+            *(products, inverse_norms, row_weights, places, function.coefficients, shifts, less, partial),
+            *(num_classes, num_samples, products.stride(0), begin, constant, math.inf if limit is None else float(limit)),
             *(function.kind, function.straight, sweep),
         )
     return partial
 
 
-def sgd_update(
-    centres: Tensor,
-    momentum: Tensor,
-    momentum_scale: Tensor | None,
-    gradient: Tensor,
-    target: tuple[Tensor, Tensor, Tensor],
-    inverse_norms: Tensor,
-    select: int | Tensor,
-    lr: float,
-    momentum_factor: float,
-    weight_decay: float,
-    seed: int,
-    apply: Tensor,
-    nesterov: bool = False,
-) -> None:
-    """Take one step of SGD with the selected centres, from both parts of the gradient of their unit vectors.
-
-    Args:
-        gradient, target: see PlainKernels.update_rows.
-        centres: (n, D) fp32 or bf16.
-        momentum: (n, D) fp32, bf16, or int8 in units of momentum_scale (n,) fp32, which is None otherwise.
-        inverse_norms: (n,) fp32, 1 / max(|w|, 1e-12) of the centres as stored; read and rewritten.
-        select: the first of c consecutive rows, or c distinct rows (int64).
-        seed: of the stochastic rounding; only its low 63 bits are used.
-        apply: device flag, one number: 0 skips the update without a host sync.
-    """
-    states = [centres, momentum] if momentum_scale is None else [centres, momentum, momentum_scale]
-    block, warps = _check(states, gradient, target, inverse_norms, select)
-    if not len(gradient):
-        return
-    index, start = (select, 0) if isinstance(select, Tensor) else (None, select)
-    with torch.cuda.device_of(centres):
-        sgd_kernel[(len(gradient),)](
-            *(centres, momentum, momentum_scale, gradient, *target, len(target[0]), inverse_norms, index, apply),
-            *(start, seed & (2**63 - 1)),
-            *(float(lr), float(momentum_factor), float(weight_decay), centres.shape[1], block, nesterov),
-            num_warps=warps,
-        )
+def _check_tile(tile: Tile) -> None:
+    """Assert what the kernels assume."""
+    num_classes, num_samples = tile.products.shape
+    assert tile.products.stride(1) == 1 or num_samples == 1, "each row of products must be contiguous"
+    assert tile.places.dtype == torch.int64 and len(tile.places) == num_samples
+    for by_class in (tile.inverse_norms, tile.row_weights):
+        if by_class is not None:
+            assert by_class.is_contiguous() and by_class.dtype == torch.float32 and len(by_class) == num_classes
 
 
-def adamw_update(
-    centres: Tensor,
-    momentum: Tensor,
-    momentum_scale: Tensor | None,
-    variance: Tensor,
-    updates: Tensor,
-    gradient: Tensor,
-    target: tuple[Tensor, Tensor, Tensor],
-    inverse_norms: Tensor,
-    select: int | Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    seed: int,
-    apply: Tensor,
-) -> None:
-    """Take one step of AdamW with the selected centres; see sgd_update.
-
-    Args:
-        variance: (n, D) fp32 or bf16.
-        updates: (n,) int32, the number of updates of each row so far; k is one more. Incremented here.
-    """
-    states = [centres, momentum, variance, updates] + ([] if momentum_scale is None else [momentum_scale])
-    block, warps = _check(states, gradient, target, inverse_norms, select)
-    if not len(gradient):
-        return
-    index, start = (select, 0) if isinstance(select, Tensor) else (None, select)
-    # in double precision: 1 - 0.999 and log(0.999) in fp32 would be wrong in the fifth digit
-    logs = [math.log(beta) if beta > 0.0 else -math.inf for beta in (beta1, beta2)]
-    with torch.cuda.device_of(centres):
-        adamw_kernel[(len(gradient),)](
-            *(
-                centres,
-                momentum,
-                momentum_scale,
-                variance,
-                updates,
-                gradient,
-                *target,
-                len(target[0]),
-                inverse_norms,
-                index,
-                apply,
-            ),
-            *(start, seed & (2**63 - 1), float(lr), 1.0 - beta1, float(beta2), 1.0 - beta2, *logs, float(eps)),
-            *(1.0 - lr * weight_decay, centres.shape[1], block),
-            num_warps=warps,
-        )
-
-
-def _check(
-    states: list[Tensor],
-    gradient: Tensor,
-    target: tuple[Tensor, Tensor, Tensor],
-    inverse_norms: Tensor,
-    select: int | Tensor,
-) -> tuple[int, int]:
+def _check_update(store: CentreStore, gradient: CentreGradient) -> tuple[int, int]:
     """Return the columns (a power of two) and warps of a program, after checking what the kernels assume."""
-    num_rows, dim = states[0].shape
+    select, rows, class_index, sample_index, values = gradient
+    num_rows, dim = store.tensors["centres"].shape
     assert dim <= _LARGEST_DIM, f"rows of at most {_LARGEST_DIM} numbers, got {dim}"
-    assert all(tensor.is_contiguous() and len(tensor) == num_rows for tensor in [*states, inverse_norms])
-    assert gradient.is_contiguous() and gradient.shape[1] == dim
-    class_index, sample_index, values = target
+    assert all(tensor.is_contiguous() and len(tensor) == num_rows for tensor in (*store.tensors.values(), store.inverse_norms))
+    assert rows.is_contiguous() and rows.shape[1] == dim
     assert class_index.dtype == sample_index.dtype == torch.int64 and class_index.shape == sample_index.shape
     assert values.dtype == torch.float32 and values.is_contiguous() and values.shape[1] == dim
     if isinstance(select, Tensor):
-        assert select.dtype == torch.int64 and select.shape == gradient.shape[:1] and select.is_contiguous()
+        assert select.dtype == torch.int64 and select.shape == rows.shape[:1] and select.is_contiguous()
     else:
-        assert 0 <= select <= num_rows - len(gradient)
+        assert 0 <= select.start <= num_rows - len(rows)
     block = max(16, triton.next_power_of_2(dim))
     return block, min(max(block // 256, 1), 8)

@@ -8,7 +8,7 @@ The same arithmetic as the plain torch code in plain.py and row_optimizer.py. Wi
     adamw_kernel         m <- beta1 m + (1 - beta1) G;  s <- beta2 s + (1 - beta2) G^2;
                          w <- (1 - lr weight_decay) w - lr (m / (1 - beta1^k)) / (sqrt(s / (1 - beta2^k)) + eps)
 
-Formats narrower than fp32 are rounded stochastically, so that a stored number is right on average (see rounding.py).
+Formats narrower than fp32 are rounded stochastically, so that a stored number is right on average (see centres/store.py).
 The noise is Philox of (seed, row, column). It depends neither on the chunks nor on the order in which they are processed.
 Shapes: c = classes of one chunk, B = samples of the global (micro-)batch, n = classes of the shard, D = embedding size.
 """

@@ -34,7 +34,7 @@ class UnitCentres:
         self.first_slot, self.end_slot = shard_range(num_classes, rank, collectives.world_size)
         self.device = store.workspace.device
         # buffers of its own, which are freed after the search
-        self._workspace = Workspace(self.device, 0, store.workspace.kernels)
+        self._workspace = Workspace(self.device, 0)
 
     @property
     def rows_at_once(self) -> int:

@@ -39,7 +39,7 @@ class NeighbourGraph:
     ) -> None:
         self.num_classes, self.rank, self.config, self.seed, self.collectives = num_classes, rank, config, seed, collectives
         self.first_slot, self.end_slot = shard_range(num_classes, rank, collectives.world_size)
-        self.k = min(config.num_neighbours, num_classes - 1)
+        self.k = min(config.neighbours, num_classes - 1)
         self.slots = torch.full((self.end_slot - self.first_slot, self.k), -1, dtype=torch.int32, device=device)
         self._on_host: np.ndarray | None = None  # a copy of the slots, so that no draw waits for the device
 
@@ -114,7 +114,7 @@ class NeighbourGraph:
 
 def search_bytes(config: HeadConfig, num_classes: int, num_local: int, dim: int, device: str) -> int:
     """Return the bytes that a rebuild takes beside the graph itself: bounded, but for 40 per class of the shard with lists."""
-    k = min(config.num_neighbours, num_classes - 1)
+    k = min(config.neighbours, num_classes - 1)
     size = block_bytes(device, dim, config.matmul_dtype, k) + 12 * k * min(QUERIES, num_local)
     if config.searches_lists(num_classes):
         size += list_bytes(num_classes, num_local, dim, config.matmul_dtype, device, config.neighbours_probes)

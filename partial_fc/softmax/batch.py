@@ -1,13 +1,16 @@
 """What the parts of the head tell each other of a micro-batch.
 
-Shapes: B = samples of the global micro-batch, D = embedding size. Symbols are those of softmax.py.
+Shapes: B = samples of the global micro-batch, D = embedding size. Symbols are those of passes.py.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from ..margin_like import NegativesLike, State
+if TYPE_CHECKING:  # parts do not import one another
+    from losses.negatives import Negatives
+
+State = dict[str, Tensor]  # what a margin knows of a micro-batch; see losses/margin.py
 
 
 class Batch(NamedTuple):
@@ -29,7 +32,7 @@ class Batch(NamedTuple):
     target_cosine: Tensor
     places: Tensor
     state: State
-    function: NegativesLike | None = None
+    function: "Negatives | None" = None
     nearest: Tensor | None = None
 
 
@@ -77,6 +80,6 @@ class Pull(NamedTuple):
         return self._replace(negatives=self.negatives * share, target=self.target * share, even=even)
 
     @property
-    def of_target(self) -> Tensor:
+    def whole_target(self) -> Tensor:
         """The pull at the target class (B,), where that at all classes together is taken back."""
         return self.target if self.even is None else self.target + self.even

@@ -1,9 +1,13 @@
 """The forward pass of a micro-batch: its loss, the gradient of its embeddings, and what the update needs of it.
 
+One all-reduce is enough where the negatives are one scale times the cosine and K is constant: then no chunk depends on the
+target class. Other margins need the target cosines first. Shards whose K are their own maxima gather their sums, and each
+rank adds them in the same order. So there are never more than two.
 Shapes: b = samples of this rank, B = b * world_size, D = embedding size, n = samples of B whose class lies in this shard.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,15 +19,15 @@ from ..centres.numbers import MarginNumbers
 from ..centres.sub_centers import target_centres
 from ..collectives import Collectives
 from ..config import HeadConfig
-from ..margin_like import State
-from ..sampling.planning import StepPlan
-from .batch import Batch, Pull
-from .loss import LossShape, SampleLosses, factor_of_u, norm_gradient, pull_of, sample_losses
+from ..sampling.planning import Chunk, StepPlan
+from .batch import Batch, Pull, ShardSums, State
+from .loss import GlobalSums, LossShape, SampleLosses, factor_of_u, norm_gradient, pull_of, sample_losses
 from .passes import TwoPass
-from .shards import sums_over_shards
+
+Observe = Callable[[Tensor, Tensor], State]
 
 
-def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+def _unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return (unit rows, norms (n, 1)) of (n, D) fp32; a zero row stays zero."""
     norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-12)
     return rows / norms, norms
@@ -70,7 +74,7 @@ class Forward:
         """Return (mean loss over all ranks, its gradient for this rank's (b, D) embeddings), and add to the step."""
         everyone = self.collectives.all_gather(embeddings.to(self.wire_dtype)).float()
         mine = slice(self.rank * len(embeddings), (self.rank + 1) * len(embeddings))
-        unit, norm = unit_rows(everyone)
+        unit, norm = _unit_rows(everyone)
         here, rows = step.plan.owners[micro], step.plan.local[micro]  # the samples whose class lies here, and its slot
         passes = self.passes
         centres, which = target_centres(passes.centre_store, rows, unit[here], passes.sub_centers)
@@ -80,7 +84,7 @@ class Forward:
         batch = Batch(unit, norm.squeeze(1), cosine, step.plan.places[micro], {}, nearest=nearest)
         of_classes = self._of_classes(step, here, rows, len(unit))
         observe = functools.partial(self._observe, batch.norm, derive(self.seed, "margin", step.plan.labels.step, micro))
-        batch, of_classes, local, total = sums_over_shards(
+        batch, of_classes, local, total = _sums_over_shards(
             passes, self.collectives, batch, of_classes, step.plan.chunks, micro, observe
         )
         losses = sample_losses(self.margin, batch, total, self.shape, self.numbers.trained)
@@ -91,7 +95,7 @@ class Forward:
         spread = losses.spread if pull.even is None else pull.even
         if spread is not None and local.slopes is not None:
             gradient -= spread[:, None] * local.slopes
-        gradient.index_add_(0, here, centres * pull.of_target[here, None])
+        gradient.index_add_(0, here, centres * pull.whole_target[here, None])
         gradient = self.collectives.reduce_scatter(gradient.to(self.wire_dtype)).float()
         along = (gradient * unit[mine]).sum(dim=1, keepdim=True)
         gradient = (gradient - unit[mine] * along) / norm[mine]
@@ -132,3 +136,40 @@ class Forward:
                 for _, by_class in step.of_all_classes:
                     gradient = gradient + by_class[name]
             step.gradients[name] = step.gradients[name] + gradient if name in step.gradients else gradient
+
+
+def _sums_over_shards(
+    passes: TwoPass, collectives: Collectives, batch: Batch, rows: Tensor, chunks: list[Chunk], micro: int, observe: Observe
+) -> tuple[Batch, Tensor, ShardSums, GlobalSums]:
+    """Return the batch with target cosines, state and function; the rows of all shards; the sums of this shard and of all.
+
+    Args:
+        batch: with the target cosines of the samples whose class is in this shard, 0 for the others.
+        rows: (k, B) more numbers to add up over the shards, fp32.
+        observe: target cosines (B,) and rows, of all shards -> the state of the margin.
+    """
+    margin = passes.margin
+    if margin.linear_negatives and margin.constant_scale and passes.shift is not None:
+        if any(chunk.weights is not None for chunk in chunks) or (passes.smooths and not passes.spreads_evenly(batch)):
+            batch = batch._replace(function=margin.negatives(batch.target_cosine, batch.norm, {}))
+        local = passes.forward(batch, chunks, micro)
+        spread = () if local.spread is None else local.spread
+        summed = collectives.sum(torch.stack([local.sums[0], batch.target_cosine, *rows, *spread]))
+        cosine, rows, log_z = summed[1], summed[2 : 2 + len(rows)], torch.log(summed[0]) + passes.shift
+        batch = batch._replace(target_cosine=cosine, state=observe(cosine, rows))
+        total = GlobalSums(log_z, local.sums[1:], summed[2 + len(rows) :] if len(spread) else None)
+        return batch, rows, local, total
+    first = collectives.sum(torch.stack([batch.target_cosine, *rows]))
+    cosine, rows = first[0], first[1:]
+    batch = batch._replace(target_cosine=cosine, state=observe(cosine, rows))
+    batch = batch._replace(function=margin.negatives(cosine, batch.norm, batch.state))
+    local = passes.forward(batch, chunks, micro)
+    parts = local.sums if local.spread is None else torch.cat([local.sums, local.spread])
+    if isinstance(local.shift, Tensor):
+        whole = collectives.all_gather(torch.cat([local.shift[None], parts])[None])
+        z_sums, summed = whole[:, 1], whole[:, 1:].sum(dim=0)
+        log_z = torch.logsumexp(torch.log(z_sums) + whole[:, 0], dim=0)
+    else:
+        summed = collectives.sum(parts)
+        log_z = summed[0] if margin.link == "sum" else torch.log(summed[0]) + local.shift
+    return batch, rows, local, GlobalSums(log_z, summed[1:3], summed[3:] if local.spread is not None else None)

@@ -14,15 +14,17 @@ Shapes: B = samples of the global (micro-)batch.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import HeadConfig
-from ..margin_like import MarginLike, State
-from .batch import Batch, Pull
+from .batch import Batch, Pull, State
+
+if TYPE_CHECKING:  # parts do not import one another
+    from losses.margin import Margin
 
 _TINY = 1e-30
 
@@ -73,11 +75,9 @@ class LossShape(NamedTuple):
     label_smoothing: float = 0.0
 
 
-def check_loss(margin: MarginLike, config: HeadConfig) -> None:
-    """Raise ValueError if what bends the loss is out of range, or the margin has no softmax to bend."""
-    for key, value, most in (("focal", config.focal, 10.0), ("label_smoothing", config.label_smoothing, 0.999)):
-        if not 0.0 <= value <= most:
-            raise ValueError(f"loss.{key} must be in [0, {most:g}], got {value}; 0 leaves the loss as it is")
+def check_loss(margin: "Margin", config: HeadConfig) -> None:
+    """Raise ValueError if the loss is to be bent, and the margin has no softmax to bend."""
+    for key, value in (("focal", config.focal), ("label_smoothing", config.label_smoothing)):
         if value and margin.link == "sum":
             raise ValueError(
                 f"loss.{key} must be 0 for {type(margin).__name__}, got {value}: it bends the probabilities of a softmax, and "
@@ -86,7 +86,7 @@ def check_loss(margin: MarginLike, config: HeadConfig) -> None:
 
 
 def sample_losses(
-    margin: MarginLike, batch: Batch, sums: GlobalSums, shape: LossShape, trained_of_class: tuple[str, ...] = ()
+    margin: "Margin", batch: Batch, sums: GlobalSums, shape: LossShape, trained_of_class: tuple[str, ...] = ()
 ) -> SampleLosses:
     """Return the losses and how they depend on what the head knows of each sample.
 
@@ -158,7 +158,7 @@ def _bent(sums: GlobalSums, lse: Tensor, t: Tensor, shape: LossShape) -> tuple[T
     return loss.mean(), by_logit, a if isinstance(a, Tensor) else None, spread
 
 
-def norm_gradient(margin: MarginLike, batch: Batch, losses: SampleLosses, along: Tensor, mine: slice) -> Tensor | None:
+def norm_gradient(margin: "Margin", batch: Batch, losses: SampleLosses, along: Tensor, mine: slice) -> Tensor | None:
     """Return dL/d|x| (b,) of this rank's samples, None if it is 0.
 
     If the scale s of linear negatives depends on the norm, a logit s cos_j has the derivative s' cos_j = s'/s dz/dcos cos_j,

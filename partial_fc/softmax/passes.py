@@ -34,26 +34,27 @@ Shapes: B = samples of the global (micro-)batch, D = embedding size, c = classes
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..centres.store import CentreStore
 from ..centres.sub_centers import SubCenters
-from ..kernels.plain import NO_NEGATIVE
+from ..config import HeadConfig
+from ..kernels.plain import NO_NEGATIVE, CentreGradient, PlainKernels, Tile
 from ..kernels.products import add_product, multiply, padded_rows
-from ..margin_like import MarginLike
 from ..sampling.planning import Chunk
-from ..workspace import Workspace
 from .batch import Batch, Pull, ShardSums
+
+if TYPE_CHECKING:  # parts do not import one another
+    from losses.margin import Margin
 
 # exp must stay in the range of fp32 (and bf16), whose normal numbers end at exp(88.7) and exp(-87.3)
 _LARGEST, _SMALLEST = 80.0, -87.0
 
-OfClasses = tuple[Tensor, Tensor | None]  # products (c, B), inverse norms (c,)
 
-
-def constant_shift(margin: MarginLike, num_classes: int) -> float | None:
+def constant_shift(margin: "Margin", num_classes: int) -> float | None:
     """Return K such that exp(logit - K) and its sum over all classes stay in fp32's range, whatever the cosines are.
 
     None if there is no such constant because the logits are too far apart; then the samples' maxima must be found. Weights
@@ -69,28 +70,24 @@ class TwoPass:
     """The two passes over one shard.
 
     Args:
-        dtype: float32 or bfloat16, of the matrix products. Sums, states and all (B,) and (B, D) tensors are float32.
-        limit: leave negatives with a larger cosine out of the loss: they are likely the same person (interclass filter).
-        smooths: whether label smoothing needs ShardSums.spread and slopes.
+        kernels: of the head's workspace.
+        config: its matmul_dtype is that of the matrix products. Sums, states and all (B,) and (B, D) tensors are float32.
         shift: K, or None if the samples' maxima must be found; see constant_shift.
-        sub_centers: centres of each class; see sub_centers.py.
     """
 
     def __init__(
         self,
-        margin: MarginLike,
+        margin: "Margin",
         store: CentreStore,
-        workspace: Workspace,
-        dtype: torch.dtype,
-        limit: float | None = None,
-        smooths: bool = False,
-        shift: float | None = 0.0,
-        sub_centers: int = 1,
+        kernels: PlainKernels,
+        config: HeadConfig,
+        shift: float | None,
     ) -> None:
-        self.margin, self.centre_store, self.workspace, self.dtype = margin, store, workspace, dtype
-        self.logit_limit = None if limit is None else limit * margin.scale
-        self.limit, self.smooths, self.shift, self.sub_centers = limit, smooths, shift, sub_centers
-        self._several = SubCenters(sub_centers, workspace) if sub_centers > 1 else None
+        self.margin, self.centre_store, self.kernels, self.shift = margin, store, kernels, shift
+        self.workspace, self.dtype, self.sub_centers = kernels.workspace, config.matmul_dtype, config.sub_centers
+        self.limit = config.interclass_filtering_threshold or None
+        self.smooths = config.label_smoothing > 0  # needs ShardSums.spread and slopes
+        self._several = SubCenters(self.sub_centers, self.workspace) if self.sub_centers > 1 else None
         self._cached: dict[tuple[int, int], Tensor] = {}
         self._shifts: dict[tuple[int, int], Tensor] = {}  # K of each chunk, where it is not constant
 
@@ -132,37 +129,36 @@ class TwoPass:
             if cached is not None:
                 self._cached[micro, number] = cached
             products = self._products(operand, centres, chunk, cached)
-            of_classes = self._of_classes(products, chunk)
+            tile = self._tile(batch, products, chunk)
             shift: float | Tensor = 0.0 if self.shift is None else self.shift
             if running is not None:
-                before, shift = running, self._largest(batch, of_classes, chunk, running)
+                before, shift = running, running.clone()
+                self.kernels.maxima(tile, shift)
                 rescale = torch.exp(before - shift)
                 sums[0] *= rescale
                 u_sum *= rescale[:, None]
                 running = self._shifts[micro, number] = shift
-            self._weigh(batch, of_classes, chunk, shift, sums)
-            self._spread(of_classes[0], products, chunk)
+            self._weigh(tile, shift, sums)
+            self._spread(tile, products, chunk)
             add_product(u_sum, products, centres, self.workspace)
         if self.smooths and spreads is None:
             spreads = self._even_slopes(batch, chunks)
         return ShardSums(sums, u_sum, running if running is not None else self.shift or 0.0, *(spreads or ()))
 
-    def gradients(
-        self, pulls: list[Pull], chunks: list[Chunk]
-    ) -> Iterator[tuple[Chunk, Tensor, tuple[Tensor, Tensor, Tensor]]]:
-        """Yield (chunk, gradient (c, D), target part) for each chunk, as update_rows of the kernels takes them.
+    def gradients(self, pulls: list[Pull], chunks: list[Chunk]) -> Iterator[CentreGradient]:
+        """Yield the gradient of each chunk's centres, in a reused buffer.
 
-        The gradient is in a reused buffer. The caller may update the chunk's centres before it asks for the next chunk.
+        The caller may update the chunk's centres before it asks for the next chunk.
         """
         scaled = [None if pull.lse is not None else self._scaled(pull, pull.negatives) for pull in pulls]
-        of_targets = torch.cat([pull.batch.unit * pull.of_target[:, None] for pull in pulls])
+        by_target = torch.cat([pull.batch.unit * pull.whole_target[:, None] for pull in pulls])
         operands = [self._operand(pull.batch) for pull in pulls]
         evens = [pull.even @ pull.batch.unit for pull in pulls if pull.even is not None]
         even = torch.stack(evens).sum(dim=0) if evens else None
         nearest = [pull.batch.nearest for pull in pulls if pull.batch.nearest is not None]
         seen = torch.cat(nearest) if nearest else None
         for number, chunk in enumerate(chunks):
-            shape = (padded_rows(chunk.num_rows, self.dtype), of_targets.shape[1])
+            shape = (padded_rows(chunk.num_rows, self.dtype), by_target.shape[1])
             centres: Tensor | None = None
             for micro, pull in enumerate(pulls):
                 weighted, shift = self._cached.get((micro, number)), self._shift_of(pull, micro, number)
@@ -170,9 +166,9 @@ class TwoPass:
                     centres = self.centre_store.operand(chunk.select, self.dtype, shape[0]) if centres is None else centres
                     weighted = self._products(operands[micro], centres, chunk, None)
                     unused = self.workspace.buffer("unused", (3, len(pull.negatives)), torch.float32)
-                    of_classes = self._of_classes(weighted, chunk)
-                    self._weigh(pull.batch, of_classes, chunk, shift, unused, pull.less)
-                    self._spread(of_classes[0], weighted, chunk)
+                    tile = self._tile(pull.batch, weighted, chunk)
+                    self._weigh(tile, shift, unused, pull.less)
+                    self._spread(tile, weighted, chunk)
                 rows = scaled[micro]
                 if rows is None:
                     assert pull.lse is not None
@@ -188,7 +184,7 @@ class TwoPass:
             targets = chunk.targets
             if seen is not None and self._several is not None:
                 targets = self._several.targets(targets, seen)
-            yield chunk, gradient, (*targets, of_targets)
+            yield CentreGradient(chunk.select, gradient, *targets, by_target)
 
     def _operand(self, batch: Batch) -> Tensor:
         """Return the (D, B) operand whose products with unit centres are logits on the fast path, otherwise cosines."""
@@ -212,59 +208,36 @@ class TwoPass:
         out[chunk.num_rows :].zero_()
         return out
 
-    def _of_classes(self, products: Tensor, chunk: Chunk) -> OfClasses:
-        """Return what the kernels take of products (padded c, B): those of each class, and its inverse norms."""
+    def _tile(self, batch: Batch, products: Tensor, chunk: Chunk) -> Tile:
+        """Return what the kernels take of products (padded c, B); with sub-centers those of each class's nearest centre."""
         real, inverse_norms = products[: chunk.num_rows], self.centre_store.inverse_norms[chunk.select]
-        return (real, inverse_norms) if self._several is None else (self._several.nearest(real, inverse_norms), None)
+        limit = self.limit
+        if limit is not None and batch.function is None:  # the products are logits
+            limit = limit * self.margin.scale
+        tile = Tile(real, inverse_norms, batch.places, chunk.begin, limit, batch.function, chunk.weights)
+        if self._several is None:
+            return tile
+        return tile._replace(products=self._several.nearest(real, inverse_norms), inverse_norms=None)
 
-    def _spread(self, weights: Tensor, products: Tensor, chunk: Chunk) -> None:
-        """Bring what a kernel wrote over the result of `_of_classes` back to products."""
+    def _spread(self, tile: Tile, products: Tensor, chunk: Chunk) -> None:
+        """Bring what a kernel wrote into the tile of products (padded c, B) back to them."""
         if self._several is not None:
-            self._several.spread(weights, self.centre_store.inverse_norms[chunk.select], products[: chunk.num_rows])
+            inverse_norms = self.centre_store.inverse_norms[chunk.select]
+            self._several.spread(tile.products, inverse_norms, products[: chunk.num_rows])
 
-    def _largest(self, batch: Batch, of_classes: OfClasses, chunk: Chunk, before: Tensor) -> Tensor:
-        """Return the larger of `before` (B,) and each sample's largest logit in this chunk."""
-        assert batch.function is not None
-        maximum, where = before.clone(), (batch.places, chunk.begin)
-        products, inverse_norms = of_classes
-        self.workspace.kernels.maxima(
-            products,
-            inverse_norms,
-            where,
-            batch.function,
-            chunk.weights,
-            self.limit,
-            maximum,
-            self.workspace,
-        )
-        return maximum
-
-    def _weigh(
-        self,
-        batch: Batch,
-        of_classes: OfClasses,
-        chunk: Chunk,
-        shift: float | Tensor,
-        sums: Tensor,
-        less: Tensor | None = None,
-    ) -> None:
-        """Replace products (c, B) by W v, on the fast path E v, and add to sums (3, B)."""
-        kernels, targets = self.workspace.kernels, (batch.places, chunk.begin)
-        products, inverse_norms = of_classes
-        if batch.function is None:
-            kernels.exponentials(products, inverse_norms, targets, shift, self.logit_limit, sums[0], self.workspace)
-            return
-        how = (batch.function, self.margin.link, chunk.weights, shift, self.limit, less)
-        kernels.weights(products, inverse_norms, targets, *how, sums, self.workspace)
+    def _weigh(self, tile: Tile, shift: float | Tensor, sums: Tensor, less: Tensor | None = None) -> None:
+        """Replace the products by W v, on the fast path E v, and add to sums (3, B)."""
+        if tile.function is None:
+            self.kernels.exponentials(tile, shift, sums[0])
+        else:
+            self.kernels.weights(tile, self.margin.link, shift, less, sums)
 
     def _add_slopes(self, batch: Batch, operand: Tensor, centres: Tensor, chunk: Chunk, spread: Tensor, slopes: Tensor) -> None:
         """Add a chunk's part to ShardSums.spread and slopes of any negatives."""
-        assert batch.function is not None
-        products, targets = self._products(operand, centres, chunk, None), (batch.places, chunk.begin)
-        real, inverse_norms = self._of_classes(products, chunk)
-        how = (inverse_norms, targets, batch.function, chunk.weights, self.limit)
-        self.workspace.kernels.slopes(real, *how, spread, self.workspace)
-        self._spread(real, products, chunk)
+        products = self._products(operand, centres, chunk, None)
+        tile = self._tile(batch, products, chunk)
+        self.kernels.slopes(tile, spread)
+        self._spread(tile, products, chunk)
         add_product(slopes, products, centres, self.workspace)
 
     def _even_slopes(self, batch: Batch, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:

@@ -225,11 +225,10 @@ def _measure_one(process: int, name: str, saved: str, classes: int, queue: Any) 
 def _reshard_by_slices(saved: str, classes: int) -> list[Tensor]:
     """Read only the process's own rows, in blocks, into their final memory, like a resumed run."""
     from partial_fc.centres.store import CentreStore
-    from partial_fc.kernels.plain import PlainKernels
     from partial_fc.workspace import Workspace
 
     start, stop = shard_range(classes, 1, 3)
-    state = CentreStore(stop - start, _DIM, "exact", False, False, 4096, Workspace(torch.device("cpu"), 0, PlainKernels()))
+    state = CentreStore(stop - start, _DIM, "exact", False, False, 4096, Workspace(torch.device("cpu"), 0))
     read = shard_reader(Path(saved))
     state.read_rows(lambda low, high: read(start + low, start + high), {})
     return list(state.tensors.values())

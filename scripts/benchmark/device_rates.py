@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from partial_fc.build import matmul_dtype
+from partial_fc.config import matmul_dtype
 from utils.precision import AUTOCAST, is_fast_in_bf16
 
 _CALLS = 20  # of bare work on a GPU between two waits for it

@@ -57,7 +57,7 @@ def floor_per_class(config: HeadConfig, batch: int, dim: int) -> float:
 
 def moved(head: PartialFC, batch: int) -> dict[str, Any]:
     """Return the bytes per active class of the step that the head took last: parts, total and floor; {} for plain torch."""
-    if head.workspace.kernels.name == "plain":
+    if head.kernels.name == "plain":
         return {}
     config = head.config
     wanted = head.num_active() / head.world_size * batch * config.matmul_dtype.itemsize

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from partial_fc.centres.store import CentreStore
 from partial_fc.collectives import Collectives
-from partial_fc.kernels import build_kernels, choose_kernels
 from partial_fc.sampling.inverted_lists import QUERIES, InvertedLists
 from partial_fc.sampling.neighbour_search import Nearest, UnitCentres, hits, search_exact
 from partial_fc.workspace import Workspace
@@ -106,7 +105,7 @@ def make_centres(num_classes: int, dim: int, cosine: float) -> Tensor:
 
 def make_store(values: Tensor, device: torch.device) -> CentreStore:
     """Return a store of these centres in the format "tiny", which takes the least memory beside them."""
-    workspace = Workspace(device, 0, build_kernels(choose_kernels("auto", device, values.shape[1])))
+    workspace = Workspace(device, 0)
     store = CentreStore(
         len(values), values.shape[1], "tiny", second_moment=False, count_updates=False, block=1, workspace=workspace
     )

@@ -40,11 +40,11 @@ CASES: dict[str, dict[str, Any]] = {
     "tiny": {"storage": "tiny"},
     _NEAREST: {},
     "uniform, rate 0.2": {"sample_rate": 0.2},
-    "neighbours, rate 0.2": {"sample_rate": 0.2, "sampling": "neighbours", "num_neighbours": 4, "neighbours_every": 30},
+    "neighbours, rate 0.2": {"sample_rate": 0.2, "sampling": "neighbours", "neighbours": 4, "neighbours_every": 30},
     "neighbours, rate 0.2, rarely rebuilt": {
         "sample_rate": 0.2,
         "sampling": "neighbours",
-        "num_neighbours": 4,
+        "neighbours": 4,
         "neighbours_every": 150,
     },
     "uniform, rate 0.2, decay": {"sample_rate": 0.2, "inactive_rows": "decay"},

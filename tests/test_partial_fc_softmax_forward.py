@@ -56,7 +56,7 @@ class Counting(Collectives):
 
 def _count(rank: int, world_size: int) -> None:
     for case in CASES:
-        for config in (HeadConfig(), HeadConfig(0.5, filter_above=0.4, logit_correction="log_r")):
+        for config in (HeadConfig(), HeadConfig(0.5, interclass_filtering_threshold=0.4, logit_correction="log_r")):
             head = PartialFC(build_margin(case.partition(",")[0], **CASES[case].arguments), C, D, rank, world_size, 3, config)
             head.collectives = head._forward.collectives = counting = Counting(world_size)
             x, labels = make_batch(torch.ones(C, D), 0)
