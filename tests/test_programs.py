@@ -134,8 +134,12 @@ def test_the_verbs_of_a_page_and_their_arguments_are_taken(page: Path, monkeypat
             assert len(words) == 1 and any(name.startswith(f"{words[0]} ") for name in verbs), f"face {command}: no such verb"
             continue
         arguments = words[len(verb.split()) :]
-        if f"face {command}`" in text and not re.search("[-=]", "".join(arguments)):
-            continue  # the name of a program in a sentence
+        only_names = all(word.startswith("--") for word in arguments) or not re.search("[-=]", "".join(arguments))
+        if f"face {command}`" in text and only_names:
+            parsers = _with_subcommands(_parser(verbs[verb], monkeypatch))  # a sentence that names a program and its options
+            known = {option for parser in parsers for option in parser._option_string_actions}
+            assert known.issuperset(word for word in arguments if word.startswith("--")), f"face {command}: no such option"
+            continue
         program = importlib.import_module(verbs[verb])
         for module in (program, importlib.import_module("train")):
             monkeypatch.setattr(module, "run_main", lambda run: 0)  # parse, and do nothing
