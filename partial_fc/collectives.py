@@ -23,11 +23,7 @@ class Collectives:
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """Return (B, ...) from every rank's (b, ...), rank 0's samples first; b is the same on all ranks."""
-        if self.world_size == 1:
-            return rows
-        gathered = rows.new_empty(self.world_size * rows.shape[0], *rows.shape[1:])
-        gather_blocks(gathered, rows.contiguous(), self.group)
-        return gathered
+        return self._gather(rows.contiguous(), self.group) if self.world_size > 1 else rows
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the elementwise sum over the ranks, written into tensor."""
@@ -57,8 +53,9 @@ class Collectives:
 
     def gather_labels(self, labels: Tensor) -> Tensor:
         """Return the (B, ...) labels of all ranks, from (b, ...), both on the CPU. May be called by another thread."""
-        if self.world_size == 1:
-            return labels.cpu()
-        gathered = labels.new_empty(self.world_size * labels.shape[0], *labels.shape[1:])
-        gather_blocks(gathered, labels, self.label_group)
+        return self._gather(labels, self.label_group) if self.world_size > 1 else labels.cpu()
+
+    def _gather(self, rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        gathered = rows.new_empty(self.world_size * rows.shape[0], *rows.shape[1:])
+        gather_blocks(gathered, rows, group)
         return gathered

@@ -18,30 +18,13 @@ EXACT_UP_TO = 1 << 20  # classes whose neighbours are searched exactly; docs/hea
 class HeadConfig:
     """How a head stores, samples, computes and updates its class centres.
 
-    Names and defaults are those of the keys in configs/base.yaml, and configs/rules.py has their ranges.
+    Names and defaults are those of the keys of `head` and `loss` in configs/base.yaml, which says what each is. Their ranges
+    are in configs/rules.py.
 
     Args:
-        sample_rate: share of the centres in each step's softmax, in (0, 1].
-        optimizer: RowSGD or RowAdamW, of the centres.
-        storage: "exact", "lean" or "tiny", how centres and moments are stored; see centres/store.py.
-        inactive_rows: "keep" leaves the centres that a step did not sample as they are, as in the papers; "decay" does to them
-            what a dense optimizer would have done.
-        sampling: "uniform", or "neighbours": up to half of the negatives are the classes nearest to the batch's own.
-        neighbours, neighbours_every: classes kept per class, and optimizer steps between rebuilds of that graph.
-        neighbours_search: "exact", "inverted_lists", or "auto" = exact for at most EXACT_UP_TO classes.
-        neighbours_probes: lists that each class searches for its neighbours, of four times the root of the number of classes.
-        logit_correction: "log_r" adds -log(inclusion probability) to the logits of sampled negatives, so that their sum
-            estimates that over all classes; "none" does not, as in the papers.
-        focal: gamma of the factor (1 - p)^gamma on each sample's loss; 0 = none. Only for a softmax.
-        label_smoothing: the share of the label that is spread evenly over the classes in a sample's softmax, in [0, 1).
-        interclass_filtering_threshold: negatives with a larger cosine are left out, as likely to be the same person; 0 = none.
+        optimizer: of the centres.
         matmul_dtype: float32 or bfloat16, of the matrix products; sums are float32.
         wire_dtype: float32 or bfloat16, of the embeddings and their gradients on their way between ranks.
-        chunk: centres handled at once; 0 = what suits the device.
-        cache_mb: MiB for exponentials that the second pass need not compute again; -1 = as many as there are, within a quarter
-            of the free memory.
-        kernels: "auto" = C on the CPU and Triton on CUDA where they can be had, otherwise "plain" torch.
-        sub_centers: centres of each class, of which a sample sees the nearest; see sub_centers.py.
     """
 
     sample_rate: float = 1.0
@@ -96,14 +79,14 @@ def head_config(head: Any, loss: Any, optimizer: Any, autocast: torch.dtype | No
     Args:
         autocast: what the backbone computes in, which head.matmul_dtype=auto follows.
     """
-    of_loss = {"focal": loss.focal, "label_smoothing": loss.label_smoothing}
+    bent = {"focal": loss.focal, "label_smoothing": loss.label_smoothing}
     computed = {
         "optimizer": _row_optimizer(head, optimizer),
         "matmul_dtype": matmul_dtype(head.matmul_dtype, autocast, world.device, all_are_fast_in_bf16(world)),
         "wire_dtype": _DTYPES[head.wire_dtype],
     }
     names = {setting.name for setting in fields(HeadConfig)}
-    return HeadConfig(**{name: head[name] for name in names & set(head)} | of_loss | computed)
+    return HeadConfig(**{name: head[name] for name in names & set(head)} | bent | computed)
 
 
 def _row_optimizer(head: Any, optimizer: Any) -> RowOptimizer:

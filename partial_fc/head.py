@@ -35,8 +35,7 @@ from .config import HeadConfig
 from .kernels import build_kernels, choose_kernels, why_plain
 from .kernels.products import auto_chunk
 from .sampling.neighbours import NeighbourGraph
-from .sampling.planning import SharedLabels, StepPlan, plan_step
-from .sampling.sampling import active_of_all_ranks, draw_active
+from .sampling.planning import SharedLabels, StepPlan, active_of_all_ranks, draw_active, plan_step
 from .softmax.forward import Forward, Step
 from .softmax.loss import ReadyGradient, check_loss
 from .softmax.passes import TwoPass, constant_shift
@@ -129,11 +128,6 @@ class PartialFC(nn.Module):
     def centres(self) -> Tensor:
         """This rank's centres as stored, (num_slots, D), in slot order; (num_slots, K, D) of K sub-centers."""
         return by_slot(self.centre_store.tensors, self.config.sub_centers)["centres"]
-
-    @property
-    def momentum(self) -> Tensor:
-        """This rank's momentum as stored, of the shape of the centres."""
-        return by_slot(self.centre_store.tensors, self.config.sub_centers)["momentum"]
 
     def describe(self) -> str:
         """Return a line for the log: what the head is and how it computes."""
@@ -298,18 +292,15 @@ class PartialFC(nn.Module):
         """Return (mean loss, its gradient for this rank's (b, D) embeddings), and keep what step() needs."""
         step = self._step()
         if micro == 0:
-            self._begin_passes(step, samples=len(embeddings) * self.world_size)
+            self._beside.wait()  # the buffers and the centres may be in use by the step before
+            self._passes.begin(step.plan.chunks, len(embeddings) * self.world_size, len(step.plan.owners))
+            if self._decay is not None:
+                self._begin_noise("catch up", step.plan.labels.step)
+                for chunk in step.plan.chunks:
+                    self._decay.catch_up(self.centre_store, chunk.select)
         loss, gradient = self._forward.compute(step, embeddings, micro)
         self.positive_cosine = step.pulls[-1].batch.target_cosine.mean()
         return loss, gradient
-
-    def _begin_passes(self, step: Step, samples: int) -> None:
-        self._beside.wait()  # the buffers and the centres may be in use by the step before
-        self._passes.begin(step.plan.chunks, samples, len(step.plan.owners))
-        if self._decay is not None:
-            self._begin_noise("catch up", step.plan.labels.step)
-            for chunk in step.plan.chunks:
-                self._decay.catch_up(self.centre_store, chunk.select)
 
     def _begin_noise(self, purpose: str, number: int) -> None:
         if self.centre_store.noise is not None:

@@ -90,9 +90,8 @@ def init_centres(head: PartialFC, source_path: str, class_map: str, class_means:
         assert source is not None
         values = source.read(old[rows])
         norms = values.norm(dim=-1).view(len(rows), -1)
-        bad = np.flatnonzero(
-            ~((norms > 0) & norms.isfinite()).all(dim=1).numpy()
-        )  # without a direction it would turn without bound
+        # without a direction it would turn without bound
+        bad = np.flatnonzero(~((norms > 0) & norms.isfinite()).all(dim=1).numpy())
         if len(bad):
             raise ValueError(
                 f"init.head: in {source.name} the centre of label {old[rows[bad[0]]]} is zero or not finite; leave that label "
@@ -100,24 +99,19 @@ def init_centres(head: PartialFC, source_path: str, class_map: str, class_means:
             )
         centres[torch.from_numpy(rows)] = values.to(centres)
     new, filled = np.flatnonzero(old < 0), 0
-    if source is not None:  # new centres keep their random directions but get the norm of the others
-        _scale(head, new, norm)
-    if class_means is not None:
-        for start in range(0, len(new), _BLOCK):
-            rows = new[start : start + _BLOCK]
+    for start in range(0, len(new), _BLOCK):
+        rows = new[start : start + _BLOCK]
+        if source is not None:  # new centres keep their random directions but get the norm of the others
+            values = centres[torch.from_numpy(rows)].float()
+            values *= norm / values.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+            centres[torch.from_numpy(rows)] = values.to(centres)
+        if class_means is not None:
             means, found = class_means(labels[rows])
             first = centres if centres.ndim == 2 else centres[:, 0]
             first[torch.from_numpy(rows[found])] = (means[torch.from_numpy(found)] * norm).to(centres)
             filled += int(found.sum())
     head.centre_store.refresh_norms()
     return InitCounts(len(kept), filled, len(new) - filled)
-
-
-def _scale(head: PartialFC, rows: np.ndarray, norm: float) -> None:
-    for start in range(0, len(rows), _BLOCK):
-        part = torch.from_numpy(rows[start : start + _BLOCK])
-        values = head.centres[part].float()
-        head.centres[part] = (values * (norm / values.norm(dim=-1, keepdim=True).clamp_min(1e-12))).to(head.centres)
 
 
 class CentreSource(NamedTuple):

@@ -18,7 +18,7 @@ from .config import HeadConfig
 from .kernels import choose_kernels
 from .kernels.products import auto_chunk, converted_bytes, padded_rows, product_dtype
 from .sampling.neighbours import search_bytes
-from .sampling.sampling import num_active
+from .sampling.planning import num_active
 from .softmax.passes import constant_shift
 
 if TYPE_CHECKING:  # parts do not import one another
@@ -105,9 +105,8 @@ class HeadMemory(NamedTuple):
             return padded_rows(c, config.matmul_dtype)  # those stored in bf16 for padding only, at the end of the shard
         if config.sample_rate == 1:
             return 0
-        return (
-            c if config.sampling == "neighbours" else min(c, self.accumulation * self.rows * config.sub_centers)
-        )  # single rows: positives
+        positives = self.accumulation * self.rows * config.sub_centers  # single rows
+        return c if config.sampling == "neighbours" else min(c, positives)
 
     def bytes_for(self, num_local: int) -> int:
         """Bytes of a shard of num_local classes."""

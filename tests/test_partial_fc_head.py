@@ -245,7 +245,7 @@ def test_only_active_rows_move_when_sampling():
     moved = (head.centres != before).any(dim=1)
     assert int(moved.sum()) == 20
     assert set(labels.flatten().tolist()) <= set(head.shard_classes()[moved.numpy()].tolist())
-    assert torch.equal(head.momentum.ne(0).any(dim=1), moved)
+    assert torch.equal(head.centre_store.tensors["momentum"].ne(0).any(dim=1), moved)
 
 
 def test_sampled_loss_is_the_dense_softmax_over_the_active_classes():

@@ -4,7 +4,9 @@ The formulas are those of partial_fc/centres/row_optimizer.py, written down agai
 """
 
 import importlib
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +14,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import some
+from negatives_cases import Case, assert_right_maxima, assert_right_weights, cases, given
 from rounding import rounding_bound
 from torch import Tensor
 
 from losses import build_margin
+from losses.negatives import KINDS
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
 from partial_fc.kernels import _why_no_triton
 from partial_fc.kernels.plain import CentreGradient, PlainKernels, Tile
@@ -417,3 +422,47 @@ def test_a_head_on_triton_trains_as_one_on_plain_torch(
     for name, tensor in heads[0].items():
         # AdamW divides by the root of a moment near zero, which magnifies the last bit
         torch.testing.assert_close(heads[1][name], tensor, rtol=1e-3, atol=1e-6)
+
+
+def _weights(case: Case, device: torch.device, products: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    made = given(case).to(device)
+    wider = torch.zeros(case.shape[0], case.shape[1] + 3, dtype=case.dtype, device=device)  # rows lie further apart than B
+    weights, sums = wider[:, :-3], torch.zeros(3, case.shape[1], device=device)
+    weights.copy_(made.products if products is None else products)
+    _on(device).weights(made.tile(weights), case.link, made.shift, made.less, sums)
+    assert not wider[:, -3:].any()
+    return weights, sums
+
+
+# the interpreter takes half a second for each; what they add one by one, the others have together
+IN_SHORT = [
+    case
+    for case in cases()
+    if torch.cuda.is_available() or case.straight or case.weighted or case.scale > 100 or case.shape[0] > 100
+]
+IN_SHORT = IN_SHORT if torch.cuda.is_available() else some(IN_SHORT, 3)  # the C kernels run them all
+
+
+@pytest.mark.parametrize("case", IN_SHORT, ids=str)
+def test_weights_sums_and_maxima_of_negatives_are_those_of_float64(device: torch.device, case: Case) -> None:
+    if device.type == "cpu" and case.shape[0] > 100:
+        case = replace(case, shape=(67, case.shape[1]))  # one class group and a bit
+    made = given(case)
+    assert_right_weights(made, *_weights(case, device))
+    moved = made.to(device)
+    for start in (-math.inf, 1e4):
+        maximum, products = torch.full((case.shape[1],), start, device=device), moved.products.clone()
+        _on(device).maxima(moved.tile(products), maximum)
+        assert_right_maxima(made, torch.full((case.shape[1],), start), maximum)
+        assert torch.equal(products, moved.products)
+
+
+@pytest.mark.parametrize("link", ["softmax", "sum"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cosine_that_is_not_a_number_reaches_its_samples_sum_and_no_other(device: torch.device, kind: str, link: str) -> None:
+    case = Case(kind, link, shape=(6, 40))
+    products = given(case).products
+    products[3, 5] = math.nan  # sample 5 has its own class elsewhere
+    weights, sums = _weights(case, device, products)
+    assert weights[3, 5].isnan() and sums[0, 5].isnan()
+    assert weights.isnan().sum() == 1 and sums[0].isnan().sum() == 1

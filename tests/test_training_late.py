@@ -100,7 +100,7 @@ def _count_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: st
     return found
 
 
-@pytest.mark.skipif(not cpu.suits(16), reason="plain torch reads on the host whether to update")
+@pytest.mark.skipif(bool(cpu.why_unsuited(16)), reason="plain torch reads on the host whether to update")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("more", [[], ["head.sample_rate=0.5"], ["head.sampling=neighbours", "head.sample_rate=0.5"]])
 def test_a_warm_step_never_waits_for_the_device(

@@ -5,12 +5,13 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from data.loader import LoadedBatch, Loader
 from partial_fc import PartialFC
+from partial_fc.sampling.planning import SharedLabels, StepPlan
 
 _PATIENCE = 10.0  # seconds in which the thread ends its last step
 
@@ -20,7 +21,7 @@ class PreparedStep(NamedTuple):
 
     number: int
     batches: list[LoadedBatch]
-    plans: list[Any]
+    plans: list[StepPlan | SharedLabels]
 
 
 class StepsAhead:

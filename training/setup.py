@@ -136,8 +136,8 @@ def build_schedules(config: EasyDict, total_steps: int, steps_per_epoch: float) 
             "the warm-up or move the milestone"
         )
     kind = given.kind if config.head.schedule == "same" else config.head.schedule
-    of_backbone = Schedule(given.kind, peak, total_steps, warmup, given.power, given.min_lr, milestones, given.factor)
-    return of_backbone, of_backbone._replace(kind=kind)
+    backbone = Schedule(given.kind, peak, total_steps, warmup, given.power, given.min_lr, milestones, given.factor)
+    return backbone, backbone._replace(kind=kind)
 
 
 def open_loaders(config: EasyDict, setup: Setup, start_step: int) -> list[Loader]:

@@ -62,7 +62,7 @@ class MarginNumbers:
         """Return the numbers of the shard's classes and their moments, (n, ...) each, by their names in a checkpoint."""
         return {PREFIX + name: tensor for name, tensor in self.tensors.items()}
 
-    def of_samples(self, samples: Tensor, rows: Tensor, count: int) -> Tensor:
+    def by_sample(self, samples: Tensor, rows: Tensor, count: int) -> Tensor:
         """Return (numbers, B) of the samples' classes, in the order of `scalars`; 0 where the class is in another shard.
 
         Args:

@@ -33,7 +33,6 @@ BY_ROW = ("centres", "momentum", "momentum_scale", "variance", "variance_scale",
 Select = slice | Tensor  # consecutive rows, or single rows (int64, distinct)
 Read = Callable[[int, int], dict[str, Tensor]]  # (first row, last row) of the shard -> tensors by name
 _BLOCK = 8192  # rows converted at once when a checkpoint is read: 16 MiB of 512 numbers
-_UNIT_BLOCK = 1024  # rows normalised at once, so that they stay in cache
 _LONG = 1 << 31  # numbers whose drawing takes so long that it is shown
 _SMALLEST_NORM = 1e-12
 _VALUES = 1 << 16  # of the random bits for rounding
@@ -51,14 +50,7 @@ class CentreStore:
     """
 
     def __init__(
-        self,
-        num_rows: int,
-        dim: int,
-        form: str,
-        second_moment: bool,
-        count_updates: bool,
-        block: int,
-        workspace: Workspace,
+        self, num_rows: int, dim: int, form: str, second_moment: bool, count_updates: bool, block: int, workspace: Workspace
     ) -> None:
         device = workspace.device
         centre_dtype, momentum_dtype, variance_dtype = FORMATS[form]
@@ -112,23 +104,6 @@ class CentreStore:
         else:
             rows[:count].copy_(centres[select])
         return rows
-
-    def unit_rows(self, select: Select, dtype: torch.dtype, num_rows: int = 0, workspace: Workspace | None = None) -> Tensor:
-        """Return the unit centres (c, D) in dtype, in a buffer that is valid until the next call.
-
-        Args:
-            num_rows: if larger than c, the number of rows to return; those beyond c are zero.
-            workspace: owner of the buffers, instead of the head's.
-        """
-        workspace = self.workspace if workspace is None else workspace
-        count = len(select) if isinstance(select, Tensor) else select.stop - select.start
-        unit = workspace.buffer("unit", (max(count, num_rows), self.dim), dtype)
-        unit[count:].zero_()
-        stored, inverse = self.tensors["centres"][select], self.inverse_norms[select, None]
-        for low in range(0, count, _UNIT_BLOCK):  # torch converts bf16 in temporaries
-            rows = slice(low, min(low + _UNIT_BLOCK, count))
-            torch.mul(stored[rows], inverse[rows], out=unit[rows])
-        return unit
 
     def load(self, name: str, select: Select) -> Tensor:
         """Return rows (c, D) of centres, momentum or variance as fp32: a view of the storage if possible, else a buffer."""
@@ -273,15 +248,8 @@ class Noise:
         """Set the seed of the numbers that follow, for example once per optimizer step."""
         self._offset = seed % _VALUES
 
-    def bits(self, shape: torch.Size) -> Tensor:
-        """Return int32 numbers in [0, 65536); read-only."""
-        return self._next("bits", shape)
-
-    def uniform(self, shape: torch.Size) -> Tensor:
-        """Return fp32 numbers in (0, 1); read-only."""
-        return self._next("uniform", shape)
-
-    def _next(self, name: str, shape: torch.Size) -> Tensor:
+    def next(self, name: str, shape: torch.Size) -> Tensor:
+        """Return read-only numbers: "bits", int32 in [0, 65536), or "uniform", fp32 in (0, 1)."""
         if name not in self._tables:
             order = torch.randperm(_VALUES, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
             values = order if name == "bits" else (order + 0.5) / _VALUES
@@ -296,7 +264,7 @@ def round_to_bfloat16_(values: Tensor, noise: Noise) -> Tensor:
 
     bf16 is the upper half of fp32's bits; 16 random bits added below carry into it with exactly the right probability.
     """
-    values.view(torch.int32).add_(noise.bits(values.shape)).bitwise_and_(-_VALUES)
+    values.view(torch.int32).add_(noise.next("bits", values.shape)).bitwise_and_(-_VALUES)
     return values
 
 
@@ -310,4 +278,4 @@ def quantise_rows(values: Tensor, noise: Noise, out: Tensor, scale: Tensor, scra
     torch.div(largest, 127.0, out=scale)
     factor = torch.where(largest > 0, 127.0 / largest, 0.0)
     torch.mul(values, factor[:, None], out=scratch)
-    out.copy_(scratch.add_(noise.uniform(values.shape)).floor_().clamp_(-127, 127))
+    out.copy_(scratch.add_(noise.next("uniform", values.shape)).floor_().clamp_(-127, 127))

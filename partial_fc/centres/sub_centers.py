@@ -77,11 +77,11 @@ class SubCenters:
         for classes, number, other, larger in self._blocks(products):
             best, which = values[classes], index[classes].zero_()
             for k in range(self.count):
-                of_k, inverse = products[k :: self.count][classes], inverse_norms[k :: self.count, None][classes]
+                product, inverse = products[k :: self.count][classes], inverse_norms[k :: self.count, None][classes]
                 if k == 0:
-                    torch.mul(of_k, inverse, out=best)
+                    torch.mul(product, inverse, out=best)
                     continue
-                torch.mul(of_k, inverse, out=other)
+                torch.mul(product, inverse, out=other)
                 torch.gt(other, best, out=larger)  # as 0.0 and 1.0: on the CPU masks take ten times as long
                 torch.maximum(which, number.copy_(larger.mul_(k)), out=which)
                 torch.maximum(best, other, out=best)

@@ -22,11 +22,8 @@ _OLDEST_TRITON = (3, 5)  # the interpreter of 3.2 gives wrong numbers where the 
 
 def choose_kernels(wanted: str, device: torch.device, dim: int) -> str:
     """Return "c", "triton" or "plain": the fastest that the device supports if wanted is "auto", otherwise "plain"."""
-    if wanted == "auto" and device.type == "cuda" and not _why_no_triton():
-        return "triton"
-    if wanted == "auto" and device.type == "cpu" and cpu.suits(dim):
-        return "c"
-    return "plain"
+    fastest = {"cuda": "triton", "cpu": "c"}.get(device.type, "plain")
+    return "plain" if wanted == "plain" or why_plain(wanted, device, dim) else fastest
 
 
 def build_kernels(name: str, workspace: Workspace) -> PlainKernels:

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,14 +39,14 @@ _SWEEPS = {"softmax": 0, "sum": 1, "largest": 2}
 _TABLE_ROWS = 8
 
 _POINTER, _INT, _LONG, _FLOAT, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_double
-_EXPONENTIALS: list[Any] = [_POINTER, _INT, _LONG, _LONG, _POINTER, _POINTER, _LONG, _FLOAT, _FLOAT, _POINTER, _POINTER, _INT]
-_NEGATIVES: list[Any] = [
-    *(_POINTER, _INT, _LONG, _LONG, *[_POINTER] * 4, _INT, _FLOAT, _INT, _INT, _POINTER, _POINTER, _INT),
-]
-_UPDATE_ROWS: list[Any] = [
-    *(_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG),
-    *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _INT, _INT, *[_DOUBLE] * 5, ctypes.c_uint64, _POINTER),
-]
+_ARGUMENTS = {
+    "exponentials": [_POINTER, _INT, _LONG, _LONG, _POINTER, _POINTER, _LONG, _FLOAT, _FLOAT, _POINTER, _POINTER, _INT],
+    "negatives": [_POINTER, _INT, _LONG, _LONG, *[_POINTER] * 4, _INT, _FLOAT, _INT, _INT, _POINTER, _POINTER, _INT],
+    "update_rows": [
+        *(_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG),
+        *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _INT, _INT, *[_DOUBLE] * 5, ctypes.c_uint64, _POINTER),
+    ],
+}
 
 
 def load() -> ctypes.CDLL | None:
@@ -79,7 +78,10 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
                 path = _path(compiler, [*_FLAGS, *wide])
                 if attempt == "built anew" or not path.is_file():
                     _build(compiler, [*_FLAGS, *wide], path)
-                return _typed(ctypes.CDLL(str(path))), ""
+                library = ctypes.CDLL(str(path))
+                for name, types in _ARGUMENTS.items():
+                    getattr(library, name).argtypes = types
+                return library, ""
             except (OSError, AttributeError, subprocess.SubprocessError) as error:
                 reason = f"{shlex.join(compiler)} cannot build them: {_last_line(error)}"
                 continue  # the second attempt also replaces a damaged file
@@ -91,18 +93,6 @@ def _last_line(error: Exception) -> str:
     said = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
     lines = (said.decode(errors="replace") if isinstance(said, bytes) else said or "").strip().splitlines()
     return lines[-1].strip() if lines else " ".join(str(error).split())
-
-
-def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.exponentials.argtypes = _EXPONENTIALS
-    library.negatives.argtypes = _NEGATIVES
-    library.update_rows.argtypes = _UPDATE_ROWS
-    return library
-
-
-def suits(dim: int) -> bool:
-    """Return whether the library is available and accepts rows of this length."""
-    return not why_unsuited(dim)
 
 
 def why_unsuited(dim: int) -> str:
@@ -158,13 +148,7 @@ class CKernels(PlainKernels):
         )
 
     def update_rows(
-        self,
-        optimizer: RowOptimizer,
-        store: CentreStore,
-        gradient: CentreGradient,
-        lr: float,
-        seed: int,
-        apply: Tensor | None,
+        self, optimizer: RowOptimizer, store: CentreStore, gradient: CentreGradient, lr: float, seed: int, apply: Tensor | None
     ) -> None:
         sgd, tensors, inverse = isinstance(optimizer, RowSGD), store.tensors, store.inverse_norms
         settings = (optimizer.momentum, 0.0, 0.0, optimizer.weight_decay) if isinstance(optimizer, RowSGD) else optimizer
@@ -184,7 +168,7 @@ class CKernels(PlainKernels):
 
 def _library() -> ctypes.CDLL:
     library = load()
-    assert library is not None, "call only where suits() is true"
+    assert library is not None, "call only where why_unsuited() is empty"
     return library
 
 

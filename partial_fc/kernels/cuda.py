@@ -1,4 +1,4 @@
-"""Launches the Triton kernels of triton.py and triton_negatives.py for the head."""
+"""Launches the Triton kernels of triton.py for the head."""
 
 import math
 
@@ -9,10 +9,8 @@ from torch import Tensor
 from ..centres.row_optimizer import RowOptimizer, RowSGD
 from ..centres.store import CentreStore
 from ..workspace import Workspace
-from . import triton_negatives
 from .plain import CentreGradient, PlainKernels, Tile
-from .triton import CLASSES, SAMPLES, TILES, adamw_kernel, exp_mask_sum_kernel, sgd_kernel
-from .triton_negatives import negatives_kernel
+from .triton import CLASSES, SAMPLES, SUMS, TILES, adamw_kernel, exp_mask_sum_kernel, negatives_kernel, sgd_kernel
 
 _LARGEST_DIM = 4096  # one program holds a row in its registers
 
@@ -34,8 +32,7 @@ class TritonKernels(PlainKernels):
         assert z_sum.dtype == torch.float32
         if not products.numel():
             return
-        grid = (triton.cdiv(num_classes, CLASSES.value * TILES.value), triton.cdiv(num_samples, SAMPLES.value))
-        # one row of partial sums per program, then a sum in a fixed order; atomics would add in a varying order
+        grid = _grid(products)
         partial = torch.empty(grid[0], num_samples, dtype=torch.float32, device=products.device)
         with torch.cuda.device_of(products):
             exp_mask_sum_kernel[grid](
@@ -52,13 +49,7 @@ class TritonKernels(PlainKernels):
         torch.maximum(maximum, largest, out=maximum)
 
     def update_rows(
-        self,
-        optimizer: RowOptimizer,
-        store: CentreStore,
-        gradient: CentreGradient,
-        lr: float,
-        seed: int,
-        apply: Tensor | None,
+        self, optimizer: RowOptimizer, store: CentreStore, gradient: CentreGradient, lr: float, seed: int, apply: Tensor | None
     ) -> None:
         select, rows, class_index, sample_index, values = gradient
         tensors, inverse_norms = store.tensors, store.inverse_norms
@@ -112,10 +103,8 @@ def _sweep(sweep: str, tile: Tile, shift: float | Tensor, less: Tensor | None) -
     per_sample = [tensor for tensor in (shift, less) if isinstance(tensor, Tensor)]
     assert all(len(tensor) == num_samples for tensor in per_sample)
     assert all(tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in (function.coefficients, *per_sample))
-    per_program = triton_negatives.CLASSES.value * triton_negatives.TILES.value
-    grid = (triton.cdiv(num_classes, per_program), triton.cdiv(num_samples, triton_negatives.SAMPLES.value))
-    rows = 1 if sweep == "largest" else triton_negatives.SUMS.value
-    # partial sums and then a sum in a fixed order, as in `exponentials`
+    rows = 1 if sweep == "largest" else SUMS.value
+    grid = _grid(products)
     partial = torch.empty(grid[0], rows, num_samples, dtype=torch.float32, device=products.device)
     shifts, constant = (shift, 0.0) if isinstance(shift, Tensor) else (None, float(shift))
     with torch.cuda.device_of(products):
@@ -125,6 +114,15 @@ def _sweep(sweep: str, tile: Tile, shift: float | Tensor, less: Tensor | None) -
             *(function.kind, function.straight, sweep),
         )
     return partial
+
+
+def _grid(products: Tensor) -> tuple[int, int]:
+    """Return the programs over classes and samples.
+
+    Each writes partial sums, which are then added in a fixed order; atomics would add in a varying order.
+    """
+    num_classes, num_samples = products.shape
+    return triton.cdiv(num_classes, CLASSES.value * TILES.value), triton.cdiv(num_samples, SAMPLES.value)
 
 
 def _check_tile(tile: Tile) -> None:

@@ -167,13 +167,7 @@ class PlainKernels:
         _store(_without(slope, left_out, tile), tile)
 
     def update_rows(
-        self,
-        optimizer: RowOptimizer,
-        store: CentreStore,
-        gradient: CentreGradient,
-        lr: float,
-        seed: int,
-        apply: Tensor | None,
+        self, optimizer: RowOptimizer, store: CentreStore, gradient: CentreGradient, lr: float, seed: int, apply: Tensor | None
     ) -> None:
         """Update the selected centres from the gradient of their unit vectors.
 

@@ -78,8 +78,8 @@ def add_product(total: Tensor, weights: Tensor, centres: Tensor, workspace: Work
         total.addmm_(weights.t(), centres)
     elif product_dtype(total.device, centres.dtype) == torch.float32:
         for begin in range(0, len(centres), _BLOCK):
-            of_classes = _in_fp32(weights[begin : begin + _BLOCK], "left", workspace)
-            total.addmm_(of_classes.t(), _in_fp32(centres[begin : begin + _BLOCK], "right", workspace))
+            rows = _in_fp32(weights[begin : begin + _BLOCK], "left", workspace)
+            total.addmm_(rows.t(), _in_fp32(centres[begin : begin + _BLOCK], "right", workspace))
     elif has_fp32_output(total.device):
         total += torch.mm(weights.t(), centres, out_dtype=torch.float32)
     else:

@@ -32,6 +32,8 @@ _MOST_LISTS = 16384  # bounds the memory for directions and sample
 _SAMPLES_PER_LIST = 8
 _SAMPLES_AT_ONCE = 1024
 _ROUNDS = 5  # of k-means
+_ROW_BYTES = 40  # of each class of the shard: its list, its place in their order, and what sorting them takes
+_PROBE_BYTES = 40  # of each list that a query is compared with: the same of the pairs of queries and lists
 
 
 class _Part(NamedTuple):
@@ -165,5 +167,6 @@ def list_bytes(num_classes: int, num_local: int, dim: int, dtype: torch.dtype, d
     lists = num_lists(num_classes)
     sample = min(num_classes, _SAMPLES_PER_LIST * lists) * dim * dtype.itemsize
     computed = product_dtype(torch.device(device), dtype).itemsize
+    # of each list: its direction in four places and three times in fp32, cosines and members of a block of samples, and counts
     directions = lists * (dim * (4 * dtype.itemsize + 12) + 2 * _SAMPLES_AT_ONCE * computed + 96)
-    return sample + directions + 40 * num_local + 40 * min(probes, lists) * min(QUERIES, num_local)
+    return sample + directions + _ROW_BYTES * num_local + _PROBE_BYTES * min(probes, lists) * min(QUERIES, num_local)

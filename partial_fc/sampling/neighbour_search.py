@@ -18,7 +18,14 @@ from ..workspace import Workspace
 
 COLUMNS = 16384  # centres of one block, q
 _COSINE_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # of one block of cosines in fp32: as many rows as it holds
+_UNIT_BLOCK = 1024  # rows normalised at once, so that they stay in cache
 _GROUP = 8  # columns whose maximum is taken before the top-k
+_GROUPS_PER_NEIGHBOUR = 4  # with fewer groups than that, all columns are candidates
+# bytes that the search holds at once
+_CANDIDATE_BYTES = 20  # of each candidate of a query: value and column, and both again in the top-k
+_NEIGHBOUR_BYTES = 80  # of each neighbour of a query: those known and found, joined, their order and slots
+_COLUMN_BYTES = 24  # of each centre of a block: its slot, and indices
+_UNIT_BLOCKS = 3  # blocks of unit centres: of all ranks, of this one, and their sum
 
 
 class UnitCentres:
@@ -51,7 +58,13 @@ class UnitCentres:
         Args:
             filled_up: if larger than m, the number of rows to return; those beyond m are zero.
         """
-        return self.store.unit_rows(rows, self.dtype, filled_up, self._workspace)
+        stored, inverse = self.store.tensors["centres"][rows], self.store.inverse_norms[rows, None]
+        unit = self._workspace.buffer("unit", (max(len(stored), filled_up), self.store.dim), self.dtype)
+        unit[len(stored) :].zero_()
+        for low in range(0, len(stored), _UNIT_BLOCK):  # torch converts bf16 in temporaries
+            block = slice(low, min(low + _UNIT_BLOCK, len(stored)))
+            torch.mul(stored[block], inverse[block], out=unit[block])
+        return unit
 
     def share(self, rows: Select, places: Select, count: int) -> Tensor:
         """Return (count, D), on all ranks, to which each rank gives rows of its shard at places that no other rank fills.
@@ -134,7 +147,7 @@ def candidates(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     a top-k over many columns.
     """
     width = values.shape[1]
-    if width % _GROUP or width < 4 * _GROUP * k:
+    if width % _GROUP or width < _GROUPS_PER_NEIGHBOUR * _GROUP * k:
         return values, torch.arange(width, device=values.device).expand_as(values)
     groups = width // _GROUP
     best = values.view(-1, _GROUP, groups).amax(dim=1).topk(k, dim=1)[1]
@@ -150,13 +163,18 @@ def hits(found: Nearest, truth: Nearest) -> Tensor:
 
 def block_bytes(device: str, dim: int, dtype: torch.dtype, k: int) -> int:
     """Return the bytes of the buffers that compare queries with a block, for any number of queries and classes."""
-    rows, size, computed = _rows_at_once(device), dtype.itemsize, product_dtype(torch.device(device), dtype).itemsize
-    cosines = rows * COLUMNS * (4 if size == 4 else 6)  # on the CPU torch takes maxima of bf16 from a copy in fp32
-    chosen = min(4 * _GROUP * k, COLUMNS)  # of the candidates: values, columns, and both again in the top-k
-    gathered = rows * dim * (size + 8)  # queries: unit centres, and the stored rows with their fp32 values
-    gathered += (rows + COLUMNS) * dim * computed if computed != size else 0  # both factors in fp32
-    return cosines + cosines // _GROUP + rows * (20 * chosen + 80 * k) + 3 * COLUMNS * dim * size + gathered + 24 * COLUMNS
+    rows, size, fp32 = _rows_at_once(device), dtype.itemsize, torch.float32.itemsize
+    computed = product_dtype(torch.device(device), dtype).itemsize
+    # on the CPU torch takes maxima of bf16 from a copy in fp32
+    cosines = rows * COLUMNS * (fp32 if size == fp32 else size + fp32)
+    maxima = cosines // _GROUP
+    chosen = min(_GROUPS_PER_NEIGHBOUR * _GROUP * k, COLUMNS)
+    found = rows * (_CANDIDATE_BYTES * chosen + _NEIGHBOUR_BYTES * k)
+    queries = rows * dim * (size + 2 * fp32)  # unit centres, and the stored rows with their fp32 values
+    blocks = COLUMNS * (dim * size * _UNIT_BLOCKS + _COLUMN_BYTES)
+    factors = (rows + COLUMNS) * dim * computed if computed != size else 0  # of a product, in fp32
+    return cosines + maxima + found + queries + blocks + factors
 
 
 def _rows_at_once(device: str) -> int:
-    return _COSINE_BYTES[device] // (4 * COLUMNS)
+    return _COSINE_BYTES[device] // (torch.float32.itemsize * COLUMNS)

@@ -21,6 +21,7 @@ from ..config import HeadConfig
 from .inverted_lists import QUERIES, InvertedLists, list_bytes
 from .neighbour_search import Nearest, UnitCentres, block_bytes, hits, search_exact
 
+_FOUND_BYTES = 12  # of each neighbour of a query until all of them are searched: cosine, slot and its copy
 _CHECKED = 256  # classes whose approximate neighbours are compared with the exact ones
 
 
@@ -115,7 +116,7 @@ class NeighbourGraph:
 def search_bytes(config: HeadConfig, num_classes: int, num_local: int, dim: int, device: str) -> int:
     """Return the bytes that a rebuild takes beside the graph itself: bounded, but for 40 per class of the shard with lists."""
     k = min(config.neighbours, num_classes - 1)
-    size = block_bytes(device, dim, config.matmul_dtype, k) + 12 * k * min(QUERIES, num_local)
+    size = block_bytes(device, dim, config.matmul_dtype, k) + _FOUND_BYTES * k * min(QUERIES, num_local)
     if config.searches_lists(num_classes):
         size += list_bytes(num_classes, num_local, dim, config.matmul_dtype, device, config.neighbours_probes)
     return size

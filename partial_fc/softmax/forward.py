@@ -20,9 +20,8 @@ from ..centres.sub_centers import target_centres
 from ..collectives import Collectives
 from ..config import HeadConfig
 from ..sampling.planning import Chunk, StepPlan
-from .batch import Batch, Pull, ShardSums, State
-from .loss import GlobalSums, LossShape, SampleLosses, factor_of_u, norm_gradient, pull_of, sample_losses
-from .passes import TwoPass
+from .loss import GlobalSums, SampleLosses, factor_of_u, norm_gradient, pull_of, sample_losses
+from .passes import Batch, Pull, ShardSums, State, TwoPass
 
 Observe = Callable[[Tensor, Tensor], State]
 
@@ -39,7 +38,7 @@ class Step(NamedTuple):
     Args:
         pulls, states, losses: of each micro-batch.
         gradients: of the margin's trained numbers, summed over the micro-batches.
-        of_all_classes: this shard's part of what the loss has of all classes, and its gradients, if the loss has that.
+        class_penalties: this shard's part of what the loss has of all classes, and its gradients, if the loss has that.
     """
 
     plan: StepPlan
@@ -47,7 +46,7 @@ class Step(NamedTuple):
     states: list[State]
     losses: list[Tensor]
     gradients: dict[str, Tensor]
-    of_all_classes: list[tuple[Tensor, dict[str, Tensor]]]
+    class_penalties: list[tuple[Tensor, dict[str, Tensor]]]
 
 
 class Forward:
@@ -58,21 +57,14 @@ class Forward:
     """
 
     def __init__(
-        self,
-        passes: TwoPass,
-        numbers: MarginNumbers,
-        collectives: Collectives,
-        config: HeadConfig,
-        rank: int,
-        seed: int,
+        self, passes: TwoPass, numbers: MarginNumbers, collectives: Collectives, config: HeadConfig, rank: int, seed: int
     ) -> None:
         self.margin, self.passes, self.numbers, self.collectives = passes.margin, passes, numbers, collectives
-        self.shape, self.wire_dtype = LossShape(config.focal, config.label_smoothing), config.wire_dtype
-        self.rank, self.seed = rank, seed
+        self.config, self.rank, self.seed = config, rank, seed
 
     def compute(self, step: Step, embeddings: Tensor, micro: int) -> tuple[Tensor, Tensor]:
         """Return (mean loss over all ranks, its gradient for this rank's (b, D) embeddings), and add to the step."""
-        everyone = self.collectives.all_gather(embeddings.to(self.wire_dtype)).float()
+        everyone = self.collectives.all_gather(embeddings.to(self.config.wire_dtype)).float()
         mine = slice(self.rank * len(embeddings), (self.rank + 1) * len(embeddings))
         unit, norm = _unit_rows(everyone)
         here, rows = step.plan.owners[micro], step.plan.local[micro]  # the samples whose class lies here, and its slot
@@ -82,12 +74,12 @@ class Forward:
         cosine[here] = (unit[here] * centres).sum(dim=1)
         nearest = None if which is None else torch.zeros_like(step.plan.places[micro]).index_copy_(0, here, which)
         batch = Batch(unit, norm.squeeze(1), cosine, step.plan.places[micro], {}, nearest=nearest)
-        of_classes = self._of_classes(step, here, rows, len(unit))
+        class_rows = self._class_rows(step, here, rows, len(unit))
         observe = functools.partial(self._observe, batch.norm, derive(self.seed, "margin", step.plan.labels.step, micro))
-        batch, of_classes, local, total = _sums_over_shards(
-            passes, self.collectives, batch, of_classes, step.plan.chunks, micro, observe
+        batch, class_rows, local, total = _sums_over_shards(
+            passes, self.collectives, batch, class_rows, step.plan.chunks, micro, observe
         )
-        losses = sample_losses(self.margin, batch, total, self.shape, self.numbers.trained)
+        losses = sample_losses(self.margin, batch, total, self.config, self.numbers.trained)
         factor = factor_of_u(losses, local.shift, passes.gain(batch))
         slope = passes.slope(batch) if passes.spreads_evenly(batch) else None
         pull = pull_of(batch, losses, factor, local.shift, slope)
@@ -96,13 +88,13 @@ class Forward:
         if spread is not None and local.slopes is not None:
             gradient -= spread[:, None] * local.slopes
         gradient.index_add_(0, here, centres * pull.whole_target[here, None])
-        gradient = self.collectives.reduce_scatter(gradient.to(self.wire_dtype)).float()
+        gradient = self.collectives.reduce_scatter(gradient.to(self.config.wire_dtype)).float()
         along = (gradient * unit[mine]).sum(dim=1, keepdim=True)
         gradient = (gradient - unit[mine] * along) / norm[mine]
         by_norm = norm_gradient(self.margin, batch, losses, along.squeeze(1), mine)
         if by_norm is not None:
             gradient += unit[mine] * by_norm[:, None]
-        loss = losses.loss if not step.of_all_classes else losses.loss + of_classes[-1, 0]
+        loss = losses.loss if not step.class_penalties else losses.loss + class_rows[-1, 0]
         self._add_gradients(step, here, rows, losses)
         step.pulls.append(pull)
         step.states.append(losses.state)
@@ -118,22 +110,22 @@ class Forward:
             self.numbers.collect(rows, pull.batch.unit[here], good)
         self.numbers.refresh(step.plan.labels.step + 1, good, self.collectives)
 
-    def _observe(self, norm: Tensor, seed: int, cosine: Tensor, of_class: Tensor) -> State:
-        return self.margin.observe(cosine, norm, seed, dict(zip(self.numbers.scalars, of_class, strict=False)))
+    def _observe(self, norm: Tensor, seed: int, cosine: Tensor, numbers: Tensor) -> State:
+        return self.margin.observe(cosine, norm, seed, dict(zip(self.numbers.scalars, numbers, strict=False)))
 
-    def _of_classes(self, step: Step, here: Tensor, rows: Tensor, count: int) -> Tensor:
+    def _class_rows(self, step: Step, here: Tensor, rows: Tensor, count: int) -> Tensor:
         """Return (k, B) numbers of the samples' classes, and, if the loss has it, a row of its part of all classes."""
         if not step.pulls and (penalty := self.numbers.penalty()) is not None:
-            step.of_all_classes.append(penalty)
-        given = self.numbers.of_samples(here, rows, count)
-        return torch.cat([given, *(value.expand(1, count) for value, _ in step.of_all_classes)])
+            step.class_penalties.append(penalty)
+        given = self.numbers.by_sample(here, rows, count)
+        return torch.cat([given, *(value.expand(1, count) for value, _ in step.class_penalties)])
 
     def _add_gradients(self, step: Step, here: Tensor, rows: Tensor, losses: SampleLosses) -> None:
         """Add the gradients of the margin's trained numbers."""
         for name, gradient in losses.by_trained.items():
             if name in self.numbers.trained:
                 gradient = self.numbers.summed_by_row(rows, gradient[here])
-                for _, by_class in step.of_all_classes:
+                for _, by_class in step.class_penalties:
                     gradient = gradient + by_class[name]
             step.gradients[name] = step.gradients[name] + gradient if name in step.gradients else gradient
 

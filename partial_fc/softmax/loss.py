@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import HeadConfig
-from .batch import Batch, Pull, State
+from .passes import Batch, Pull, State
 
 if TYPE_CHECKING:  # parts do not import one another
     from losses.margin import Margin
@@ -68,13 +68,6 @@ class SampleLosses(NamedTuple):
     spread: Tensor | None = None
 
 
-class LossShape(NamedTuple):
-    """How the cross entropy of each sample is bent: the exponent g of the focal factor, and label smoothing e."""
-
-    focal: float = 0.0
-    label_smoothing: float = 0.0
-
-
 def check_loss(margin: "Margin", config: HeadConfig) -> None:
     """Raise ValueError if the loss is to be bent, and the margin has no softmax to bend."""
     for key, value in (("focal", config.focal), ("label_smoothing", config.label_smoothing)):
@@ -86,7 +79,7 @@ def check_loss(margin: "Margin", config: HeadConfig) -> None:
 
 
 def sample_losses(
-    margin: "Margin", batch: Batch, sums: GlobalSums, shape: LossShape, trained_of_class: tuple[str, ...] = ()
+    margin: "Margin", batch: Batch, sums: GlobalSums, config: HeadConfig, trained_of_class: tuple[str, ...] = ()
 ) -> SampleLosses:
     """Return the losses and how they depend on what the head knows of each sample.
 
@@ -110,11 +103,11 @@ def sample_losses(
         by_negatives = torch.full_like(t, margin.negative_weight)
     else:
         lse = torch.logaddexp(sums.log_z, t)
-        if shape == LossShape():
+        if config.focal == config.label_smoothing == 0.0:
             loss = (lse - t).mean()
             by_logit = -torch.exp(sums.log_z - lse) / count  # (p - 1) / B without cancellation
         else:
-            loss, by_logit, by_negatives, spread = _bent(sums, lse, t, shape)
+            loss, by_logit, by_negatives, spread = _bent(sums, lse, t, config)
     wanted = (cosine, norm, *leaves.values())
     grads = torch.autograd.grad(logit, wanted, by_logit, allow_unused=True)
     by_cosine, by_norm = grads[0], grads[1]
@@ -137,9 +130,9 @@ def sample_losses(
     return SampleLosses(loss, state, by_negatives, by_target, by_norm, by_trained, lse, spread)
 
 
-def _bent(sums: GlobalSums, lse: Tensor, t: Tensor, shape: LossShape) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def _bent(sums: GlobalSums, lse: Tensor, t: Tensor, config: HeadConfig) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return (loss, dloss/dt, A, S) with focal factor and label smoothing."""
-    (g, e), count = shape, len(t)
+    g, e, count = config.focal, config.label_smoothing, len(t)
     loss, q = lse - t, torch.exp(sums.log_z - lse)
     share: float | Tensor = 0.0
     if sums.spread is not None:

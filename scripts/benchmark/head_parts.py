@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from partial_fc.kernels.products import product_dtype
-from partial_fc.sampling.sampling import draw_active
+from partial_fc.sampling.planning import draw_active
 
 from .device_rates import bare_seconds
 
