@@ -1,7 +1,6 @@
 """Margins by name. The margin is the part in which face recognition losses differ; margin.py defines its interface."""
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from utils.suggest import did_you_mean
@@ -18,34 +17,35 @@ from .elasticface import ElasticFace
 from .hard_negatives import ArcNegFace, CurricularFace, MVSoftmax, NPCFace
 from .kappaface import KappaFace
 from .magface import MagFace
-from .margin import Margin
+from .margin import Margin as Margin
+from .margin import Published as Published
 from .normface import NormFace
 from .sphereface import SphereFace, SphereFaceR
 from .sphereface2 import SphereFace2
 from .uniface import UniFace
 
-MARGINS: dict[str, Callable[..., Margin]] = {
-    "arcface": ArcFace,
-    "cosface": CosFace,
-    "combined": Combined,
+MARGINS: dict[str, type[Margin]] = {
     "normface": NormFace,
+    "cosface": CosFace,
+    "arcface": ArcFace,
+    "combined": Combined,
     "sphereface": SphereFace,
     "sphereface_r": SphereFaceR,
     "sphereface2": SphereFace2,
+    "uniface": UniFace,
     "curricularface": CurricularFace,
     "mv_softmax": MVSoftmax,
     "arcnegface": ArcNegFace,
     "npcface": NPCFace,
     "adacos": AdaCos,
-    "circle": Circle,
+    "adaptiveface": AdaptiveFace,
     "adaface": AdaFace,
     "magface": MagFace,
-    "adaptiveface": AdaptiveFace,
-    "kappaface": KappaFace,
     "elasticface": ElasticFace,
+    "kappaface": KappaFace,
+    "circle": Circle,
     "li_arcface": LiArcFace,
     "qamface": QAMFace,
-    "uniface": UniFace,
 }
 
 

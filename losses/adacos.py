@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from .angles import at_least_float32
-from .margin import Margin, State
+from .margin import Margin, Published, State
 
 _LEAST_SCALE = 1.0
 
 
 class AdaCos(Margin):
-    """s cos theta for all classes, with s = ln(B_avg) / cos(min(pi / 4, median theta_y)).
+    """No margin, and a scale that follows the training: when no scale is to be chosen.
+
+    s cos theta for all classes, with s = ln(B_avg) / cos(min(pi / 4, median theta_y)).
 
     B_avg is the mean over the samples of sum_{j != y} exp(s c_j) with the last s, which begins as sqrt(2) ln(C - 1). The
     published program uses the new scale in the same step, which would take a second pass over all classes. Here it holds
@@ -29,6 +31,13 @@ class AdaCos(Margin):
     Args:
         dynamic: whether the scale follows the training; if not, it stays as it begins ("fixed AdaCos").
     """
+
+    formula = "s c, s from the batch"
+    family = "adaptive"
+    published = (
+        Published("adacos", "AdaCos", "1905.00292"),
+        Published("adacos_fixed", "AdaCos, fixed scale", "1905.00292", {"dynamic": False}),
+    )
 
     running_scale: Tensor
 

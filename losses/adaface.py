@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .angles import at_least_float32, cos_of_sum
-from .margin import Margin, State
+from .margin import Margin, Published, State
 from .ranges import cosine_margin, number_in
 
 _SHORTEST, _LONGEST = 1e-3, 100.0  # norms beyond these are taken as these
@@ -19,7 +19,9 @@ _EPS = 1e-3  # added to the standard deviation
 
 
 class AdaFace(Margin):
-    """s (cos(theta - m z) - (m + m z)) with z = clip(h (|x| - mean) / (std + eps), -1, 1), which has no gradient.
+    """A margin that follows the image's quality, read from |x|: for sets with many bad images.
+
+    s (cos(theta - m z) - (m + m z)) with z = clip(h (|x| - mean) / (std + eps), -1, 1), which has no gradient.
 
     Mean and standard deviation (of B - 1) of the norms are running averages, which include the present batch. They begin at
     20 and 100, as published. In a program whose ranks average over their own samples they depend on the number of GPUs; here
@@ -32,6 +34,14 @@ class AdaFace(Margin):
         h: how fast the margin follows the norm, in [0, 10].
         alpha: weight of the batch in the running averages, in [0, 1].
     """
+
+    formula = "s (cos(theta - m z) - m - m z)"
+    family = "adaptive"
+    published = (
+        Published(
+            "adaface", "AdaFace", "2204.00964", training="augment.crop=0.2 augment.low_resolution=0.2 augment.photometric=0.2"
+        ),
+    )
 
     mean: Tensor
     std: Tensor

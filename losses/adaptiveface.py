@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from .angles import at_least_float32
-from .margin import ClassNumber, Margin, State
+from .margin import ClassNumber, Margin, Published, State
 from .ranges import cosine_margin, number_in
 
 
 class AdaptiveFace(Margin):
-    """s (cos theta - m_y) for the target class, plus weight (1 - mean of m over all classes).
+    """A trained margin for each class: for classes of very different sizes.
+
+    s (cos theta - m_y) for the target class, plus weight (1 - mean of m over all classes).
 
     The second term pulls all margins up in every step, those of classes outside the batch and the sample as well; the first
     pulls those of the batch's classes down. So classes that are far from their samples end with small margins. The margins
@@ -26,6 +28,10 @@ class AdaptiveFace(Margin):
         margin: the first margin of each class, in [0, 1), a cosine. The paper does not say; this is AM-Softmax's.
         weight: lambda, of the second term, 0 or more. Each class has 1 / classes of its pull, as in the paper.
     """
+
+    formula = "s (c - m_y); the loss gains weight (1 - mean m)"
+    family = "adaptive"
+    published = (Published("adaptiveface", "AdaptiveFace", "CVPR 2019"),)
 
     def __init__(
         self,

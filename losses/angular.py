@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from .angles import at_least_float32, off_the_poles, sin_of
-from .margin import Margin, State
+from .margin import Margin, Published, State
 from .negatives import Negatives, negatives_of
 from .ranges import angle_margin
 
 
 class LiArcFace(Margin):
-    """s (pi - 2 (theta + m)) / pi for the target class, s (pi - 2 theta_j) / pi for the others.
+    """Linear in the angle, so it pulls equally at all angles: for small networks and embeddings.
+
+    s (pi - 2 (theta + m)) / pi for the target class, s (pi - 2 theta_j) / pi for the others.
 
     Source: Li et al., "AirFace", ICCVW 2019, https://arxiv.org/abs/1907.12256. It is linear in the angle, which
     its authors made for small networks and embeddings.
@@ -26,6 +28,10 @@ class LiArcFace(Margin):
     Args:
         margin: angle m in radians.
     """
+
+    formula = "s (pi - 2 (theta + m)) / pi; negatives s (pi - 2 theta_j) / pi"
+    family = "angles"
+    published = (Published("li_arcface", "Li-ArcFace", "1907.12256"),)
 
     def __init__(self, scale: float = 64.0, margin: float = 0.45, margin_start: float = 1.0, margin_steps: int = 0) -> None:
         super().__init__(scale, "exact", margin_start, margin_steps)
@@ -45,7 +51,9 @@ class LiArcFace(Margin):
 
 
 class QAMFace(Margin):
-    """s (2 pi - (theta + m))^2 for the target class, s (2 pi - theta_j)^2 for the others.
+    """Quadratic in the angle, with logits up to 237: to compare with.
+
+    s (2 pi - (theta + m))^2 for the target class, s (2 pi - theta_j)^2 for the others.
 
     Source: quadratic additive angular margin, known from the code of cavaface (https://github.com/cavalleria/cavaface) alone.
     The logits reach 4 pi^2 s, 237 with s = 6, so they need fp32 and the maxima of the batch.
@@ -53,6 +61,10 @@ class QAMFace(Margin):
     Args:
         margin: angle m in radians.
     """
+
+    formula = "s (2 pi - theta - m)^2; negatives s (2 pi - theta_j)^2"
+    family = "angles"
+    published = (Published("qamface", "QAMFace", "code only"),)
 
     def __init__(self, scale: float = 6.0, margin: float = 0.5, margin_start: float = 1.0, margin_steps: int = 0) -> None:
         super().__init__(scale, "exact", margin_start, margin_steps)

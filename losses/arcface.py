@@ -11,14 +11,22 @@ from typing import Any
 from torch import Tensor
 
 from .angles import at_least_float32, cos_of_sum
-from .margin import Margin
+from .margin import Margin, Published
 from .ranges import angle_margin
 
 
 class ArcFace(Margin):
-    """Args:
-    margin: angle m in radians.
+    """A margin on the angle: the usual choice.
+
+    Args:
+        margin: angle m in radians.
     """
+
+    formula = "s cos(theta + m)"
+    published = (
+        Published("arcface", "ArcFace", "1801.07698"),
+        Published("sub_center", "Sub-center ArcFace, K = 3", "ECCV 2020", head={"sub_centers": 3}),
+    )
 
     def __init__(
         self,

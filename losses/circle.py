@@ -10,13 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from .angles import at_least_float32
-from .margin import Margin, State
+from .margin import Margin, Published, State
 from .negatives import Negatives, negatives_of
 from .ranges import cosine_margin
 
 
 class Circle(Margin):
-    """s [1 + m - c]_+ (c - (1 - m)) for the target class, s [c_j + m]_+ (c_j - m) for the others.
+    """Each cosine weighs by its distance from its optimum; may need a lower learning rate.
+
+    s [1 + m - c]_+ (c - (1 - m)) for the target class, s [c_j + m]_+ (c_j - m) for the others.
 
     The brackets are weights without a gradient. With a gradient through them, negatives with cosines in (-m, 0) would be pulled
     towards the sample, since the derivative of c^2 - m^2 is 2 c.
@@ -25,6 +27,10 @@ class Circle(Margin):
         scale: s, four times that of other losses, since the weights are below 1 + m.
         margin: m in [0, 1), a cosine.
     """
+
+    formula = "s [1 + m - c] (c - 1 + m); negatives s [c_j + m] (c_j - m)"
+    family = "multiplied"
+    published = (Published("circle", "Circle loss", "2002.10857"),)
 
     def __init__(self, scale: float = 256.0, margin: float = 0.25, margin_start: float = 1.0, margin_steps: int = 0) -> None:
         super().__init__(scale, "exact", margin_start, margin_steps)

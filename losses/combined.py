@@ -12,16 +12,21 @@ from typing import Any
 from torch import Tensor
 
 from .angles import at_least_float32, psi
-from .margin import Margin
+from .margin import Margin, Published
 from .ranges import angle_margin, cosine_margin, number_in
 
 
 class Combined(Margin):
-    """Args:
-    m1: factor on the angle (SphereFace: 1.35). A schedule of the margin begins between 1 and this.
-    m2: radians added to the angle (ArcFace: 0.5).
-    m3: subtracted from the cosine (CosFace: 0.4).
+    """A factor on the angle, a margin on it and one on the cosine: to mix them.
+
+    Args:
+        m1: factor on the angle (SphereFace: 1.35). A schedule of the margin begins between 1 and this.
+        m2: radians added to the angle (ArcFace: 0.5).
+        m3: subtracted from the cosine (CosFace: 0.4).
     """
+
+    formula = "s (cos(m1 theta + m2) - m3)"
+    published = (Published("combined", "Combined margin", "1801.07698"),)
 
     def __init__(
         self,

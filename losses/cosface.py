@@ -11,15 +11,23 @@ from typing import Any
 from torch import Tensor
 
 from .angles import at_least_float32
-from .margin import Margin
+from .margin import Margin, Published
 from .ranges import cosine_margin
 
 
 class CosFace(Margin):
-    """Args:
-    margin: subtracted from the cosine.
-    gradient: both choices are the same here, because the derivative is always `scale`.
+    """A margin on the cosine, milder at the start than ArcFace's: usual with sampled classes.
+
+    Args:
+        margin: subtracted from the cosine.
+        gradient: both choices are the same here, because the derivative is always `scale`.
     """
+
+    formula = "s (c - m)"
+    published = (
+        Published("cosface", "CosFace", "1801.09414"),
+        Published("am_softmax", "AM-Softmax", "1801.05599", {"scale": 30.0, "margin": 0.35}),
+    )
 
     def __init__(
         self,

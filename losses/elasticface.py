@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .angles import at_least_float32, cos_of_sum
-from .margin import Margin, State
+from .margin import Margin, Published, State
 from .ranges import angle_margin, cosine_margin, number_in, one_of
 
 _PUBLISHED = {  # margin and standard deviation, by kind and plus
@@ -24,7 +24,9 @@ _PUBLISHED = {  # margin and standard deviation, by kind and plus
 
 
 class ElasticFace(Margin):
-    """s cos(theta + m_i) or s (cos theta - m_i), with m_i of each sample from a normal distribution.
+    """A margin drawn for each sample: when a fixed one seems too rigid.
+
+    s cos(theta + m_i) or s (cos theta - m_i), with m_i of each sample from a normal distribution.
 
     The draws come from the run's seed, the step and the micro-batch, so a resumed run draws as an uninterrupted one does, and
     all ranks have the same. Draws beyond [0, pi / 2] (arc) or [0, 1] (cos) are clipped; with the published deviations
@@ -36,6 +38,14 @@ class ElasticFace(Margin):
         margin: mean of the draws: radians for "arc", a cosine for "cos"; -1 = the published one, 0.5 or 0.35.
         std: their standard deviation, in [0, 0.5]; -1 = the published one: 0.05; with plus 0.0175 (arc) or 0.02 (cos).
     """
+
+    formula = "s cos(theta + m_i) or s (c - m_i)"
+    published = (
+        Published("elasticface", "ElasticFace-Arc", "2109.09416"),
+        Published("elasticface_arc_plus", "ElasticFace-Arc+", "2109.09416", {"plus": True}),
+        Published("elasticface_cos", "ElasticFace-Cos", "2109.09416", {"kind": "cos"}),
+        Published("elasticface_cos_plus", "ElasticFace-Cos+", "2109.09416", {"kind": "cos", "plus": True}),
+    )
 
     def __init__(
         self,

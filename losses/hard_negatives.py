@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from .angles import at_least_float32, bare_cos_of_sum, cos_of_sum
-from .margin import Margin, State
+from .margin import Margin, Published, State
 from .negatives import Negatives, negatives_of
 from .ranges import angle_margin, cosine_margin, number_above, number_in, one_of
 
 
 class CurricularFace(Margin):
-    """s cos(theta + m) for the target class; s c_j (t + c_j) for hard negatives.
+    """ArcFace whose hard negatives count more as training goes on: for long trainings on clean data.
+
+    s cos(theta + m) for the target class; s c_j (t + c_j) for hard negatives.
 
     Source: Huang et al., "CurricularFace", CVPR 2020, https://arxiv.org/abs/2004.00288. t follows the mean target cosine,
     so hard negatives count little at first and much later. In a program whose ranks average over their own samples, t depends
@@ -31,6 +33,10 @@ class CurricularFace(Margin):
         margin: angle m in radians.
         alpha: weight of the batch in the running mean, in [0, 1]. 0.01 is the authors'; TFace has 0.1.
     """
+
+    formula = "s cos(theta + m); hard negatives s c_j (t + c_j)"
+    family = "hard_and_sums"
+    published = (Published("curricularface", "CurricularFace", "2004.00288"),)
 
     t: Tensor
 
@@ -80,7 +86,9 @@ class CurricularFace(Margin):
 
 
 class MVSoftmax(Margin):
-    """Hard negatives become s ((t + 1) c_j + t), which is s c_j raised by s t (c_j + 1).
+    """Hard negatives count more from the first step.
+
+    Hard negatives become s ((t + 1) c_j + t), which is s c_j raised by s t (c_j + 1).
 
     Source: Wang et al., "Mis-classified Vector Guided Softmax Loss", AAAI 2020, https://arxiv.org/abs/1912.00833.
 
@@ -90,6 +98,13 @@ class MVSoftmax(Margin):
         margin: m, a cosine for "am", an angle in radians for "arc".
         t: weight of hard negatives, in [0, 10].
     """
+
+    formula = "s (c - m) or s cos(theta + m); hard negatives s ((t + 1) c_j + t)"
+    family = "hard_and_sums"
+    published = (
+        Published("mv_softmax", "MV-Softmax (AM)", "1912.00833"),
+        Published("mv_softmax_arc", "MV-Softmax (Arc)", "1912.00833", {"kind": "arc", "margin": 0.5}),
+    )
 
     def __init__(
         self,
@@ -132,7 +147,9 @@ class MVSoftmax(Margin):
 
 
 class NPCFace(Margin):
-    """s cos(theta + m_i) with m_i = m0 + m1 mean(c_j of hard j); s (t c_j + a) for hard negatives, c_j > cos(theta + m).
+    """ArcFace whose margin grows where negatives are near.
+
+    s cos(theta + m_i) with m_i = m0 + m1 mean(c_j of hard j); s (t c_j + a) for hard negatives, c_j > cos(theta + m).
 
     Source: Zeng et al., "NPCFace", 2020, https://arxiv.org/abs/2007.10172. The mean over a sample's hard negatives is
     over all classes in its sum; without any it is 0. With sampled classes it is an unbiased estimate, unlike their number.
@@ -143,6 +160,10 @@ class NPCFace(Margin):
         m1: how much it grows with the hard negatives' mean cosine; m0 + m1 is at most pi / 2.
         t, a: factor in [0, 10] and offset in [0, 1] of hard negatives.
     """
+
+    formula = "s cos(theta + m0 + m1 h); hard negatives s (t c_j + a)"
+    family = "hard_and_sums"
+    published = (Published("npcface", "NPCFace", "2007.10172"),)
 
     def __init__(
         self,
@@ -192,7 +213,9 @@ class NPCFace(Margin):
 
 
 class ArcNegFace(Margin):
-    """s cos(theta + m) for the target class; s (w c_j + w - 1) with w = alpha exp(-(c_j - h)^2 / sigma) for all others.
+    """Negatives near the own class count most; nearer ones, perhaps the same person, count less.
+
+    s cos(theta + m) for the target class; s (w c_j + w - 1) with w = alpha exp(-(c_j - h)^2 / sigma) for all others.
 
     Source: Liu et al., "Towards Flops-constrained Face Recognition", ICCVW 2019, https://arxiv.org/abs/1909.00632. h is the
     cosine of the target logit, with its continuation beyond theta + m = pi. Negatives near h count most; the weights w have no
@@ -203,6 +226,10 @@ class ArcNegFace(Margin):
         alpha: the largest weight, in (0, 10].
         sigma: how fast the weight falls, above 0.
     """
+
+    formula = "s cos(theta + m); negatives s (w c_j + w - 1)"
+    family = "hard_and_sums"
+    published = (Published("arcnegface", "ArcNegFace", "1909.00632"),)
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .angles import at_least_float32, cos_of_sum
-from .margin import ClassNumber, Margin, Ranks, State
+from .margin import ClassNumber, Margin, Published, Ranks, State
 from .ranges import angle_margin, number_in
 
 _LEAST_SPREAD = 1e-3  # of 1 - r^2, so that equal images of one class do not give it an infinite concentration
@@ -21,7 +21,9 @@ _FEWEST = 2.0  # images by which a concentration can be estimated
 
 
 class KappaFace(Margin):
-    """s cos(theta + margin psi_y), with psi of each class from its images of the last `every` optimizer steps.
+    """Margins by how spread and how small a class is; `every` should be about an epoch.
+
+    s cos(theta + margin psi_y), with psi of each class from its images of the last `every` optimizer steps.
 
     With r the length of the mean unit embedding of a class and n the number of its images,
 
@@ -39,6 +41,10 @@ class KappaFace(Margin):
         gamma: its share in psi, in [0, 1].
         every: optimizer steps between refreshes; it should be about an epoch, so that n is the size of a class.
     """
+
+    formula = "s cos(theta + m psi_y)"
+    family = "adaptive"
+    published = (Published("kappaface", "KappaFace", "2201.07394"),)
 
     def __init__(
         self,

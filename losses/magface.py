@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from .angles import at_least_float32, cos_of_sum, sin_of
-from .margin import Margin
+from .margin import Margin, Published
 from .ranges import angle_margin, number_above, number_in
 
 
 class MagFace(Margin):
-    """s cos(theta + m(a)) with m(a) = (u_m - l_m) / (u_a - l_a) (a - l_a) + l_m, plus weight (1 / a + a / u_a^2).
+    """A margin that grows with |x|, so that |x| tells an image's quality.
+
+    s cos(theta + m(a)) with m(a) = (u_m - l_m) / (u_a - l_a) (a - l_a) + l_m, plus weight (1 / a + a / u_a^2).
 
     a is |x|, clipped to [l_a, u_a], and has a gradient through both terms. The first makes norms of hard samples shorter;
     without it, as with a margin that is applied straight-through, only the penalty is left, and all norms grow. So there is no
@@ -28,6 +30,10 @@ class MagFace(Margin):
         l_m, u_m: least and largest angle in radians, l_m <= u_m.
         weight: lambda_g, of the penalty; 0 or more.
     """
+
+    formula = "s cos(theta + m(a)); the loss gains weight (1 / a + a / u_a^2)"
+    family = "adaptive"
+    published = (Published("magface", "MagFace", "2103.06627", training="train.epochs=25"),)
 
     def __init__(
         self,

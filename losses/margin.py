@@ -7,6 +7,7 @@ Shapes: B = samples, the global batch; c = classes of one chunk of the head.
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -47,6 +48,26 @@ class ClassNumber(NamedTuple):
     high: float = math.inf
 
 
+class Published(NamedTuple):
+    """Settings with which a paper, or its authors' program, trains a loss: a row of the tables and of the benchmark.
+
+    Args:
+        name: of the row; that of the settings which are the defaults is the loss's own.
+        title: for tables and pictures.
+        paper: arXiv number, or venue.
+        arguments: of the loss, where they differ from the defaults.
+        head: keys of the section `head` that differ from the configuration.
+        training: what else the paper trains with, as overrides on the command line.
+    """
+
+    name: str
+    title: str
+    paper: str
+    arguments: Mapping[str, Any] = MappingProxyType({})
+    head: Mapping[str, Any] = MappingProxyType({})
+    training: str = ""
+
+
 class Margin(nn.Module):
     """Maps cosines to logits, without knowledge of ranks, labels or class centres. Subclasses define at least `target`.
 
@@ -80,6 +101,10 @@ class Margin(nn.Module):
         margin_start: share of the margin with which a training begins, in [0, 1]; 1 = no schedule.
         margin_steps: optimizer steps in which the share rises to 1, linearly.
     """
+
+    formula = ""  # for tables: the logit of the target class; that of negatives if it is not s c_j
+    family = "added"  # the picture of scripts.benchmark.losses in which it is drawn
+    published: tuple[Published, ...] = ()  # the first row is that of the defaults
 
     link = "softmax"  # or "sum": each class has a loss of its own, softplus(-t) of the target, softplus(z) of a negative
     negative_weight = 1.0  # of the negatives' softplus, in a sum

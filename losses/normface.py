@@ -11,11 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from .angles import at_least_float32
-from .margin import Margin
+from .margin import Margin, Published
 
 
 class NormFace(Margin):
-    """It takes the scale alone."""
+    """The scaled cosine without a margin: it shows what a margin is worth."""
+
+    formula = "s c"
+    published = (Published("normface", "NormFace", "1704.06369"),)
 
     def __init__(self, scale: float = 64.0) -> None:
         super().__init__(scale)

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from .angles import at_least_float32, psi
 from .combined import Combined
-from .margin import Margin, State
+from .margin import Margin, Published, State
 from .ranges import number_in
 
 
 class SphereFace(Margin):
-    """|x| (w cos theta + psi(m theta)) / (1 + w) for the target class, |x| cos theta_j for the others.
+    """A factor on the angle, with |x| as the scale: to compare with.
+
+    |x| (w cos theta + psi(m theta)) / (1 + w) for the target class, |x| cos theta_j for the others.
 
     Source: Liu et al., "SphereFace", CVPR 2017, https://arxiv.org/abs/1704.08063, Eq. 7. The scale is the length of the
     embedding, which has a gradient in all logits. A training does not begin to learn with m = 4 at once, so the authors'
@@ -28,6 +30,10 @@ class SphereFace(Margin):
         annealed: whether the cosine is mixed in; if not, w = 0.
         gradient: "straight_through" gives the target logit the derivative |x| with respect to the cosine.
     """
+
+    formula = "|x| (w c + psi(m theta)) / (1 + w); negatives |x| c_j"
+    family = "multiplied"
+    published = (Published("sphereface", "SphereFace", "1704.08063"),)
 
     def __init__(
         self,
@@ -65,7 +71,9 @@ class SphereFace(Margin):
 
 
 class SphereFaceR(Combined):
-    """s psi(m theta) for the target class, with the derivative s: characteristic gradient detachment.
+    """A factor on the angle, with a fixed scale: it begins to learn early.
+
+    s psi(m theta) for the target class, with the derivative s: characteristic gradient detachment.
 
     Source: Liu et al., "SphereFace Revived", TPAMI 2022, https://arxiv.org/abs/2109.05565. The exact derivative is 0 where
     m theta is a multiple of pi, so samples near there would hardly learn; and near theta = 0 it is m^2 times that of the
@@ -75,6 +83,10 @@ class SphereFaceR(Combined):
         margin: m, a factor on the angle, in [1, 10]. A schedule of the margin begins between 1 and this.
         gradient: "straight_through" is the published one.
     """
+
+    formula = "s psi(m theta), with the gradient of s c"
+    family = "multiplied"
+    published = (Published("sphereface_r", "SphereFace-R", "2109.05565"),)
 
     def __init__(
         self,

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from .angles import at_least_float32
-from .margin import Margin, State
+from .margin import Margin, Published, State
 from .negatives import Negatives, negatives_of
 from .ranges import cosine_margin, number_in
 
 
 class SphereFace2(Margin):
-    """l softplus(-s (g(c_y) - m) - b) + (1 - l) sum_j softplus(s (g(c_j) + m) + b), with g(c) = 2 ((c + 1) / 2)^t - 1.
+    """A binary classifier for each class: for verification at one threshold.
+
+    l softplus(-s (g(c_y) - m) - b) + (1 - l) sum_j softplus(s (g(c_j) + m) + b), with g(c) = 2 ((c + 1) / 2)^t - 1.
 
     b is trained. It begins where the target and the negatives pull equally on it if all cosines are 0. Otherwise the sum over
     all classes would pull on it alone for thousands of steps. As nothing is normalised over the classes, no sample waits for
@@ -31,6 +33,10 @@ class SphereFace2(Margin):
         balance: l, weight of the target class, in [0, 1].
         gradient: "straight_through" gives g the derivative 1, for the negatives, too, as OpenSphere does.
     """
+
+    formula = "l softplus(-s (g(c) - m) - b) + (1 - l) sum_j softplus(s (g(c_j) + m) + b)"
+    family = "hard_and_sums"
+    published = (Published("sphereface2", "SphereFace2", "2108.01513"),)
 
     link = "sum"
 

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from .angles import at_least_float32
-from .margin import Margin, State
+from .margin import Margin, Published, State
 from .negatives import Negatives, negatives_of
 from .ranges import cosine_margin, number_above
 
 
 class UniFace(Margin):
-    """softplus(-(s (c_y - m) - b)) + l sum_j softplus(s c_j - b), with a trained threshold b.
+    """One trained threshold for all samples and classes: for verification at one threshold.
+
+    softplus(-(s (c_y - m) - b)) + l sum_j softplus(s c_j - b), with a trained threshold b.
 
     b begins as ln(10 C) for the C classes that count in the loss. The authors' program clips s c - b to [-s, s], where
     gradients end, and computes log(1 + exp(z)) as written, which overflows. Here neither happens.
@@ -27,6 +29,10 @@ class UniFace(Margin):
         margin: m in [0, 1), a cosine.
         weight: l, of the negatives, above 0.
     """
+
+    formula = "softplus(-(s (c - m) - b)) + l sum_j softplus(s c_j - b)"
+    family = "hard_and_sums"
+    published = (Published("uniface", "UniFace", "ICCV 2023"),)
 
     link = "sum"
 

@@ -60,9 +60,7 @@ def _reference(name: str, theta: float, negative: float, log_weight: float, **mo
 def _of_row(name: str) -> tuple[str, dict[str, Any]]:
     """Return the loss of a row, and the arguments of its reference."""
     setting = SETTINGS[name]
-    without = {"elasticface": ("margin", "std"), "adaptiveface": ("margin",), "kappaface": ("temperature", "gamma")}
-    taken = {key: value for key, value in setting.published.items() if key not in without.get(setting.loss, ())}
-    return setting.loss, {**taken, **ARGUMENTS.get(setting.loss, {})}
+    return setting.loss, {**setting.row.arguments, **ARGUMENTS.get(setting.loss, {})}
 
 
 ROWS = chosen_settings(None)

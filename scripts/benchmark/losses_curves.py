@@ -28,11 +28,8 @@ LATE = 1_000_000  # the optimizer step, in which every schedule has ended
 NEGATIVE_AT = math.pi / 3  # the sample's own angle in the picture of the negatives
 # each picture has the losses that are compared with one another; ArcFace is in all
 GROUPS = {
-    "added": ("normface", "cosface", "arcface", "combined", "elasticface"),
-    "adaptive": ("arcface", "adacos", "adaface", "magface", "adaptiveface", "kappaface"),
-    "multiplied": ("arcface", "sphereface", "sphereface_r", "circle"),
-    "angles": ("arcface", "li_arcface", "qamface"),
-    "hard_and_sums": ("arcface", "curricularface", "mv_softmax", "arcnegface", "npcface", "sphereface2", "uniface"),
+    family: [name for name, margin in MARGINS.items() if margin.family == family or name == "arcface"]
+    for family in ("added", "adaptive", "multiplied", "angles", "hard_and_sums")
 }
 IN_LOGITS = "angles"  # the picture whose logits are not divided by the scale: that of QAMFace multiplies the square of an angle
 NEGATIVES = ("arcface", "curricularface", "mv_softmax", "arcnegface", "npcface", "circle", "li_arcface", "sphereface2")
@@ -99,10 +96,9 @@ def draw(folder: Path) -> list[Path]:
 
 
 def _styles(names: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return (row of SETTINGS, style of its line) of those whose loss exists. Where lines coincide, the later is thinner."""
-    kept = [name for name in names if SETTINGS[name].loss in MARGINS]
-    widths = [1.0 + 0.6 * (len(kept) - 1 - number) for number in range(len(kept))]
-    return [(n, {"color": c, "linewidth": w}) for n, c, w in zip(kept, _COLOURS, widths, strict=False)]
+    """Return (row of SETTINGS, style of its line). Where lines coincide, the later is thinner."""
+    widths = [1.0 + 0.6 * (len(names) - 1 - number) for number in range(len(names))]
+    return [(n, {"color": c, "linewidth": w}) for n, c, w in zip(names, _COLOURS, widths, strict=False)]
 
 
 def _draw_group(folder: Path, group: str, names: Sequence[str]) -> Path:

@@ -44,7 +44,7 @@ _OF_PLACE = (  # keys that do not change what is trained, or that hashes of the 
     *("data.path", "data.index_cache", "eval.path"),
 )
 _OF_A_SEED = ("run.seed",)  # in which the runs of a line of a table differ; the lines of all tables of a set-up, in these, too:
-_OF_A_LINE = ("loss", "head.sample_rate", *sorted({f"head.{key}" for row in SETTINGS.values() for key in row.head}))
+_OF_A_LINE = ("loss", "head.sample_rate", *sorted({f"head.{key}" for row in SETTINGS.values() for key in row.row.head}))
 _BY_OPTION = {"run.seed": "--seeds", "head.sample_rate": "--rates", "loss.name": "--losses"}
 _HASHED = 256  # images
 _POLL = 0.5  # seconds
@@ -102,7 +102,7 @@ def _overrides(options: argparse.Namespace, setting: str, rate: float, seed: int
     given = {
         "loss.name": SETTINGS[setting].loss,
         **{f"loss.{key}": value for key, value in loss_arguments(SETTINGS[setting], epoch_steps).items()},
-        **{f"head.{key}": value for key, value in SETTINGS[setting].head.items()},
+        **{f"head.{key}": value for key, value in SETTINGS[setting].row.head.items()},
         "head.sample_rate": rate,
         "run.seed": seed,
         "eval.at_start": False,
