@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from utils.memory import free_bytes
 from utils.randomness import derive
 
-from .centres.numbers import MarginNumbers
+from .centres.margin_numbers import MarginNumbers
 from .centres.row_optimizer import LazyDecay
 from .centres.shard import check_labels, classes_of_slots, shard_range, slots_of_classes
 from .centres.store import CentreStore, Read
@@ -111,8 +111,7 @@ class PartialFC(nn.Module):
         self.centre_store.fill_initial(self.first_slot * per_class, seed)
         margin.prepare(num_classes, self.first_counted)
         self._numbers = MarginNumbers(margin, self.num_slots, num_classes, embedding_size, config.optimizer, device)
-        shift = constant_shift(margin, num_classes)
-        self._passes = TwoPass(margin, self.centre_store, self.kernels, config, shift)
+        self._passes = TwoPass(margin, self.centre_store, self.kernels, config, constant_shift(margin, num_classes))
         self._forward = Forward(self._passes, self._numbers, self.collectives, config, rank, seed)
         self._graph: NeighbourGraph | None = None
         if config.sampling == "neighbours" and num_classes > 1:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from utils.randomness import derive
 
-from ..centres.numbers import MarginNumbers
+from ..centres.margin_numbers import MarginNumbers
 from ..centres.sub_centers import target_centres
 from ..collectives import Collectives
 from ..config import HeadConfig

@@ -186,9 +186,9 @@ class TwoPass:
         sums = batch.unit.new_zeros(3, len(batch.unit))
         u_sum = torch.zeros_like(batch.unit)
         running = sums.new_full((len(batch.unit),), NO_NEGATIVE) if self.shift is None else None
-        spreads = (
-            None if not self.smooths or self.spreads_evenly(batch) else (torch.zeros_like(sums[:2]), torch.zeros_like(u_sum))
-        )
+        spreads: tuple[Tensor, Tensor] | None = None
+        if self.smooths and not self.spreads_evenly(batch):
+            spreads = torch.zeros_like(sums[:2]), torch.zeros_like(u_sum)
         operand = self._operand(batch)
         for number, chunk in enumerate(chunks):
             centres = self.centre_store.operand(chunk.select, self.dtype, padded_rows(chunk.num_rows, self.dtype))

@@ -39,6 +39,7 @@ from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
 from partial_fc.centres.store import FORMATS
 from partial_fc.kernels import choose_kernels
 from partial_fc.memory import HeadMemory
+from partial_fc.sampling.planning import num_active
 from utils import distributed
 from utils.cli import int_in_range, make_parser
 from utils.image import IMAGE_SIZE
@@ -197,7 +198,7 @@ def _step_ms(
 ) -> tuple[float, float]:
     """Return lower bounds of the times of head and backbone: the sum of their arithmetic and memory traffic."""
     several = head.config.sub_centers
-    active = several * max(1, round(options.sample_rate * local))  # centres
+    active = several * num_active(local, 0, options.sample_rate)  # centres
     size = head.config.matmul_dtype.itemsize
     left = options.memory * _GIB - head.bytes_for(local) - memory.total(options.batch)
     cache = head.config.cache_mb * 2**20 if head.config.cache_mb >= 0 else max(0.0, left / 4)
