@@ -198,7 +198,7 @@ def _step_ms(
 ) -> tuple[float, float]:
     """Return lower bounds of the times of head and backbone: the sum of their arithmetic and memory traffic."""
     several = head.config.sub_centers
-    active = several * num_active(local, 0, options.sample_rate)  # centres
+    active = several * num_active(max(1, local), 0, options.sample_rate)  # centres
     size = head.config.matmul_dtype.itemsize
     left = options.memory * _GIB - head.bytes_for(local) - memory.total(options.batch)
     cache = head.config.cache_mb * 2**20 if head.config.cache_mb >= 0 else max(0.0, left / 4)
