@@ -21,7 +21,7 @@ face train ms1mv3_r50 data.path=/data/ms1m optimizer.lr=0.05      a configuratio
 face eval work_dirs/ms1mv3_r50 --targets lfw cfp_fp agedb_30      accuracy, ROC and thresholds
 face data inspect /data/mine --out report                         what is in a set, and what is wrong with it
 face export work_dirs/ms1mv3_r50 --to onnx --out r50.onnx         a file for other programs
-face bench head --quick                                           what the head costs here, against those of tutorials\
+face doctor                                                       what this machine has, and what is missing\
 """
 # purpose -> verb -> module. A folder that ends in `.` has a verb for each program in it
 VERBS: dict[str, dict[str, str]] = {
@@ -51,7 +51,7 @@ VERBS: dict[str, dict[str, str]] = {
         "migrate checkpoint": "scripts.arcface_torch.import_checkpoint",
         "migrate export": "scripts.arcface_torch.export_checkpoint",
     },
-    "Look at this machine": {"bench": "scripts.benchmark."},
+    "Look at this machine": {"doctor": "scripts.doctor", "bench": "scripts.benchmark."},
 }
 # programs that draw pictures of the documents
 WITHOUT_VERB = ("scripts.architecture", "scripts.plot_schedules")

@@ -6,9 +6,10 @@ import re
 import select
 import signal
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
+if TYPE_CHECKING:  # `face doctor` runs where packages are missing
+    from tqdm import tqdm
 
 _commands: dict[str, str] = {}  # `scripts.data.align` -> `face data align`; empty unless `face` has started the program
 
@@ -54,8 +55,10 @@ def rename_in(text: str) -> str:
     return re.sub(r"python (?:-m )?(\w+(?:\.\w+)*)", lambda match: _commands.get(match[1], match[0]), text)
 
 
-def progress(items: Iterable, total: int | None, what: str, unit: str) -> tqdm:
+def progress(items: Iterable, total: int | None, what: str, unit: str) -> "tqdm":
     """Return the items under a progress bar, which writes fewer lines if stderr is not a terminal."""
+    from tqdm import tqdm
+
     return tqdm(items, total=total, desc=what, unit=unit, mininterval=0.1 if os.isatty(2) else 5.0)
 
 

@@ -1,0 +1,69 @@
+"""`face doctor` says what is there and what is missing, whatever is missing."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import doctor
+from utils.checkpoint.format import checkpoint_path
+
+ROOT = Path(__file__).parent.parent
+
+
+def _run(*options: str, **variables: str) -> tuple[int, str]:
+    command = [sys.executable, *options, ROOT / "face_training.py", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **variables})
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+def test_without_any_package_it_names_each_with_its_pinned_version_and_fails():
+    status, said = _run("-S", PATH="/nonexistent", PYTHONPATH="")
+    assert (
+        status == 1 and "Traceback" not in said and said.splitlines()[-1].startswith("training cannot run: torch is missing, ")
+    )
+    required = [pin for pin in doctor.read_pins(ROOT / "requirements.txt")]
+    optional = [pin for pin in doctor.read_pins(ROOT / "requirements-optional.txt")]
+    assert len(required) >= 10 and len(optional) >= 5
+    for pin in required:
+        assert re.search(rf"^{pin.package} +missing; pip install {pin.package}=={re.escape(pin.version)}$", said, re.M)
+    for pin in optional:
+        assert re.search(rf"^optional +no {pin.package}: .+ pip install {pin.package}=={re.escape(pin.version)}$", said, re.M)
+    assert re.search("^GPU +none with a driver", said, re.M) and re.search("^C compiler +none: the head computes", said, re.M)
+
+
+def test_a_package_that_cannot_be_imported_or_has_another_version_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "broken_package.py").write_text("raise OSError('libgomp.so.1: cannot open\\nmore')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    fault, note = doctor.check_package(doctor.Pin("broken_package", "1.0", ""))
+    assert (fault, note) == ("cannot be imported (libgomp.so.1: cannot open); pip install broken_package==1.0", "")
+    fault, note = doctor.check_package(doctor.Pin("numpy", "0.1", ""))
+    assert fault == "" and note.endswith("but the tests run with 0.1")
+
+
+def test_it_reports_the_machine_and_the_newest_run_where_training_can_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    driver, run = tmp_path / "nvidia-smi", tmp_path / "runs" / "mine"
+    driver.write_text("#!/bin/sh\necho 'NVIDIA H100, 81559 MiB, 575.1'\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    checkpoint_path(run, 12).mkdir(parents=True)
+    (checkpoint_path(run, 12) / "manifest.json").write_text("{}")
+    (run / "config.yaml").write_text("")
+    assert doctor.main(["--runs", str(tmp_path / "runs")]) == 0
+    said = capsys.readouterr().out
+    for line in (
+        "processor +.+: .+",
+        rf"cores +{len(os.sched_getaffinity(0))} of \d+",
+        r"memory +[\d.]+ GiB free of",
+        "GPU +NVIDIA H100, 81559 MiB, 575.1; torch sees",
+        "torch +2",
+        f"newest run +{run}, step_00000012",
+    ):
+        assert re.search(f"^{line}", said, re.M), line
+    assert said.endswith("\ntraining can run\n")
