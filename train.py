@@ -19,7 +19,7 @@ from torch import Tensor
 from configs import dump_config, load_config
 from data.bad_batch import write_bad_batch
 from eval.monitor import Evaluator
-from losses.first_loss import judge_first_loss
+from losses.first_loss import FirstStep, judge_first_loss
 from partial_fc.init import InitCounts
 from training.ahead import StepsAhead
 from training.compiled import compiled
@@ -161,9 +161,7 @@ def judge_losses(losses: Mapping[str, float], model: Model, embedding_size: int,
     """Log whether the losses of the first step are those of an untrained network."""
     for name, loss in losses.items():
         head = model.heads[name]
-        text, sound = judge_first_loss(
-            loss,
-            head.margin,
+        step = FirstStep(
             head.num_active(),
             embedding_size,
             head.num_people(),
@@ -173,6 +171,7 @@ def judge_losses(losses: Mapping[str, float], model: Model, embedding_size: int,
             head.config.label_smoothing,
             head.config.sub_centers,
         )
+        text, sound = judge_first_loss(loss, head.margin, step)
         (log.info if sound else log.warn)(text)
 
 
