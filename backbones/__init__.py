@@ -22,7 +22,7 @@ from .mobilefacenet import MobileFaceNet
 from .packages import PackageNetwork, check_package, is_of_package
 from .vit import VisionTransformer, check_shares
 
-BACKBONES: dict[str, Callable[..., nn.Module]] = {
+BACKBONES: dict[str, partial[Any]] = {
     "r18": partial(IResNet, (2, 2, 2, 2)),
     "r34": partial(IResNet, (3, 4, 6, 3)),
     "r50": partial(IResNet, (3, 4, 14, 3)),

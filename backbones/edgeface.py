@@ -193,14 +193,18 @@ class EdgeNeXt(nn.Module):
 
 
 class EdgeFace(nn.Module):
-    """Args:
-    channels: of the four stages.
-    heads: of each attention.
-    width: factor on the channels of all stages.
-    dropout: probability at the input of the last linear layer, while training.
-    gamma: rank of the linear layers, as a share of the full rank.
-    image_size: height and width of the images in pixels, a multiple of 16.
+    """Convolutions, attention over channels and layers of low rank: where parameters and operations count.
+
+    Args:
+        channels: of the four stages.
+        heads: of each attention.
+        width: factor on the channels of all stages.
+        dropout: probability at the input of the last linear layer, while training.
+        gamma: rank of the linear layers, as a share of the full rank.
+        image_size: height and width of the images in pixels, a multiple of 16.
     """
+
+    papers = ("2307.01838", "2206.10589")
 
     def __init__(
         self,

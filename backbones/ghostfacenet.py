@@ -143,13 +143,17 @@ class GhostBottleneck(CheckpointedBlock):
 
 
 class GhostFaceNet(nn.Module):
-    """Args:
-    version: 1 = GhostNet's blocks, 2 = with the attention of GhostNetV2.
-    stride: of the first convolution.
-    width: factor on every channel count of the published network, each then rounded to a multiple of 4.
-    dropout: probability at the input of the last linear layer, while training.
-    image_size: height and width of the images in pixels, a multiple of 16.
+    """Half of the feature maps are cheap filters of the other half: where operations count.
+
+    Args:
+        version: 1 = GhostNet's blocks, 2 = with the attention of GhostNetV2.
+        stride: of the first convolution.
+        width: factor on every channel count of the published network, each then rounded to a multiple of 4.
+        dropout: probability at the input of the last linear layer, while training.
+        image_size: height and width of the images in pixels, a multiple of 16.
     """
+
+    papers = ("1911.11907", "2211.12905")
 
     def __init__(
         self,

@@ -87,14 +87,18 @@ class EmbeddingLayers(nn.Module):
 
 
 class MobileFaceNet(nn.Module):
-    """Args:
-    num_blocks: residual bottlenecks before each of the three that halve the resolution, and after the last. A first
-        number of 1 stands for a depth-wise convolution, as in Table 1.
-    scale: channels between the blocks, as a multiple of those in Table 1.
-    width: factor on every channel count.
-    dropout: probability at the input of the last linear layer, while training.
-    image_size: height and width of the images in pixels, a multiple of 16.
+    """Bottlenecks of MobileNetV2 without pooling: for phones and CPUs, and to try things.
+
+    Args:
+        num_blocks: residual bottlenecks before each of the three that halve the resolution, and after the last. A first
+            number of 1 stands for a depth-wise convolution, as in Table 1.
+        scale: channels between the blocks, as a multiple of those in Table 1.
+        width: factor on every channel count.
+        dropout: probability at the input of the last linear layer, while training.
+        image_size: height and width of the images in pixels, a multiple of 16.
     """
+
+    papers = ("1804.07573",)
 
     def __init__(
         self,

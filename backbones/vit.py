@@ -113,16 +113,20 @@ class TransformerBlock(CheckpointedBlock):
 
 
 class VisionTransformer(nn.Module):
-    """Args:
-    dim: numbers per token.
-    depth: blocks.
-    width: factor on dim.
-    dropout: probability before the last linear layer, while training.
-    drop_path: probability of leaving out a residual branch of the last block, while training; it grows linearly from 0.
-    mask_ratio: share of the tokens that the blocks do not see, while training; one trained token stands for them after the
-        blocks, as in He et al., "Masked Autoencoders", CVPR 2022, https://arxiv.org/abs/2111.06377.
-    image_size: height and width of the images in pixels, a multiple of 16.
+    """Attention between patches of 9 x 9 pixels: for large sets, with AdamW.
+
+    Args:
+        dim: numbers per token.
+        depth: blocks.
+        width: factor on dim.
+        dropout: probability before the last linear layer, while training.
+        drop_path: probability of leaving out a residual branch of the last block, while training; it grows linearly from 0.
+        mask_ratio: share of the tokens that the blocks do not see, while training; one trained token stands for them after the
+            blocks, as in He et al., "Masked Autoencoders", CVPR 2022, https://arxiv.org/abs/2111.06377.
+        image_size: height and width of the images in pixels, a multiple of 16.
     """
+
+    papers = ("2010.11929", "2203.15565")
 
     def __init__(
         self,

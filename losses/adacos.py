@@ -32,7 +32,6 @@ class AdaCos(Margin):
         dynamic: whether the scale follows the training; if not, it stays as it begins ("fixed AdaCos").
     """
 
-    formula = "s c, s from the batch"
     family = "adaptive"
     published = (
         Published("adacos", "AdaCos", "1905.00292"),

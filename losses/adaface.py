@@ -35,7 +35,6 @@ class AdaFace(Margin):
         alpha: weight of the batch in the running averages, in [0, 1].
     """
 
-    formula = "s (cos(theta - m z) - m - m z)"
     family = "adaptive"
     published = (
         Published(

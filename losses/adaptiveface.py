@@ -29,7 +29,6 @@ class AdaptiveFace(Margin):
         weight: lambda, of the second term, 0 or more. Each class has 1 / classes of its pull, as in the paper.
     """
 
-    formula = "s (c - m_y); the loss gains weight (1 - mean m)"
     family = "adaptive"
     published = (Published("adaptiveface", "AdaptiveFace", "CVPR 2019"),)
 

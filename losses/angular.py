@@ -29,7 +29,6 @@ class LiArcFace(Margin):
         margin: angle m in radians.
     """
 
-    formula = "s (pi - 2 (theta + m)) / pi; negatives s (pi - 2 theta_j) / pi"
     family = "angles"
     published = (Published("li_arcface", "Li-ArcFace", "1907.12256"),)
 
@@ -62,7 +61,6 @@ class QAMFace(Margin):
         margin: angle m in radians.
     """
 
-    formula = "s (2 pi - theta - m)^2; negatives s (2 pi - theta_j)^2"
     family = "angles"
     published = (Published("qamface", "QAMFace", "code only"),)
 

@@ -18,11 +18,12 @@ from .ranges import angle_margin
 class ArcFace(Margin):
     """A margin on the angle: the usual choice.
 
+    The logit is s cos(theta + m).
+
     Args:
         margin: angle m in radians.
     """
 
-    formula = "s cos(theta + m)"
     published = (
         Published("arcface", "ArcFace", "1801.07698"),
         Published("sub_center", "Sub-center ArcFace, K = 3", "ECCV 2020", head={"sub_centers": 3}),

@@ -28,7 +28,6 @@ class Circle(Margin):
         margin: m in [0, 1), a cosine.
     """
 
-    formula = "s [1 + m - c] (c - 1 + m); negatives s [c_j + m] (c_j - m)"
     family = "multiplied"
     published = (Published("circle", "Circle loss", "2002.10857"),)
 

@@ -25,7 +25,6 @@ class Combined(Margin):
         m3: subtracted from the cosine (CosFace: 0.4).
     """
 
-    formula = "s (cos(m1 theta + m2) - m3)"
     published = (Published("combined", "Combined margin", "1801.07698"),)
 
     def __init__(

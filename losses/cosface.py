@@ -18,12 +18,13 @@ from .ranges import cosine_margin
 class CosFace(Margin):
     """A margin on the cosine, milder at the start than ArcFace's: usual with sampled classes.
 
+    The logit is s (cos theta - m).
+
     Args:
         margin: subtracted from the cosine.
         gradient: both choices are the same here, because the derivative is always `scale`.
     """
 
-    formula = "s (c - m)"
     published = (
         Published("cosface", "CosFace", "1801.09414"),
         Published("am_softmax", "AM-Softmax", "1801.05599", {"scale": 30.0, "margin": 0.35}),

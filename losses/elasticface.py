@@ -39,7 +39,6 @@ class ElasticFace(Margin):
         std: their standard deviation, in [0, 0.5]; -1 = the published one: 0.05; with plus 0.0175 (arc) or 0.02 (cos).
     """
 
-    formula = "s cos(theta + m_i) or s (c - m_i)"
     published = (
         Published("elasticface", "ElasticFace-Arc", "2109.09416"),
         Published("elasticface_arc_plus", "ElasticFace-Arc+", "2109.09416", {"plus": True}),

@@ -34,7 +34,6 @@ class CurricularFace(Margin):
         alpha: weight of the batch in the running mean, in [0, 1]. 0.01 is the authors'; TFace has 0.1.
     """
 
-    formula = "s cos(theta + m); hard negatives s c_j (t + c_j)"
     family = "hard_and_sums"
     published = (Published("curricularface", "CurricularFace", "2004.00288"),)
 
@@ -99,7 +98,6 @@ class MVSoftmax(Margin):
         t: weight of hard negatives, in [0, 10].
     """
 
-    formula = "s (c - m) or s cos(theta + m); hard negatives s ((t + 1) c_j + t)"
     family = "hard_and_sums"
     published = (
         Published("mv_softmax", "MV-Softmax (AM)", "1912.00833"),
@@ -161,7 +159,6 @@ class NPCFace(Margin):
         t, a: factor in [0, 10] and offset in [0, 1] of hard negatives.
     """
 
-    formula = "s cos(theta + m0 + m1 h); hard negatives s (t c_j + a)"
     family = "hard_and_sums"
     published = (Published("npcface", "NPCFace", "2007.10172"),)
 
@@ -227,7 +224,6 @@ class ArcNegFace(Margin):
         sigma: how fast the weight falls, above 0.
     """
 
-    formula = "s cos(theta + m); negatives s (w c_j + w - 1)"
     family = "hard_and_sums"
     published = (Published("arcnegface", "ArcNegFace", "1909.00632"),)
 

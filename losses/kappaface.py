@@ -42,7 +42,6 @@ class KappaFace(Margin):
         every: optimizer steps between refreshes; it should be about an epoch, so that n is the size of a class.
     """
 
-    formula = "s cos(theta + m psi_y)"
     family = "adaptive"
     published = (Published("kappaface", "KappaFace", "2201.07394"),)
 

@@ -31,7 +31,6 @@ class MagFace(Margin):
         weight: lambda_g, of the penalty; 0 or more.
     """
 
-    formula = "s cos(theta + m(a)); the loss gains weight (1 / a + a / u_a^2)"
     family = "adaptive"
     published = (Published("magface", "MagFace", "2103.06627", training="train.epochs=25"),)
 

@@ -102,7 +102,6 @@ class Margin(nn.Module):
         margin_steps: optimizer steps in which the share rises to 1, linearly.
     """
 
-    formula = ""  # for tables: the logit of the target class; that of negatives if it is not s c_j
     family = "added"  # the picture of scripts.benchmark.losses in which it is drawn
     published: tuple[Published, ...] = ()  # the first row is that of the defaults
 

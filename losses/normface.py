@@ -17,7 +17,6 @@ from .margin import Margin, Published
 class NormFace(Margin):
     """The scaled cosine without a margin: it shows what a margin is worth."""
 
-    formula = "s c"
     published = (Published("normface", "NormFace", "1704.06369"),)
 
     def __init__(self, scale: float = 64.0) -> None:

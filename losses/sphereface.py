@@ -31,7 +31,6 @@ class SphereFace(Margin):
         gradient: "straight_through" gives the target logit the derivative |x| with respect to the cosine.
     """
 
-    formula = "|x| (w c + psi(m theta)) / (1 + w); negatives |x| c_j"
     family = "multiplied"
     published = (Published("sphereface", "SphereFace", "1704.08063"),)
 
@@ -84,7 +83,6 @@ class SphereFaceR(Combined):
         gradient: "straight_through" is the published one.
     """
 
-    formula = "s psi(m theta), with the gradient of s c"
     family = "multiplied"
     published = (Published("sphereface_r", "SphereFace-R", "2109.05565"),)
 

@@ -34,7 +34,6 @@ class SphereFace2(Margin):
         gradient: "straight_through" gives g the derivative 1, for the negatives, too, as OpenSphere does.
     """
 
-    formula = "l softplus(-s (g(c) - m) - b) + (1 - l) sum_j softplus(s (g(c_j) + m) + b)"
     family = "hard_and_sums"
     published = (Published("sphereface2", "SphereFace2", "2108.01513"),)
 

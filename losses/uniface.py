@@ -30,7 +30,6 @@ class UniFace(Margin):
         weight: l, of the negatives, above 0.
     """
 
-    formula = "softplus(-(s (c - m) - b)) + l sum_j softplus(s c_j - b)"
     family = "hard_and_sums"
     published = (Published("uniface", "UniFace", "ICCV 2023"),)
 

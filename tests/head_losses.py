@@ -1,22 +1,20 @@
-"""The real head with every loss beside the slow references: one table of the losses, and the comparison of optimizer steps.
+"""The real head with every loss of loss_cases beside the slow references: the comparison of optimizer steps.
 
 The references know nothing of shards, chunks, kernels or sums; loss_references.py says what they are.
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
+import loss_cases
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dense_reference import active_classes, all_centres
-from loss_references import State, arcface, circle, combined, cosface, li_arcface, normface, qamface, sphereface, sphereface_r
-from loss_references_adaptive import adacos, adaface, arcnegface, curricularface, magface, mv_softmax, npcface
-from loss_references_other import adaptiveface, elasticface, kappaface, sphereface2, uniface
+from loss_cases import STATES, Case, first_known
+from loss_references import State
 from rounding import FP32_UNIT, bf16_half_step, head_bounds, rounding_bound
 from torch import Tensor
 
@@ -28,49 +26,7 @@ from partial_fc.centres.shard import shard_range, slots_of_classes
 from utils.randomness import derive
 
 C, D, B, SEED = 31, 16, 12, 3
-Reference = Callable[..., tuple[Tensor, State]]
-
-
-def _adacos(*inputs: Tensor, scale: float | None = None, **composition: Any) -> tuple[Tensor, State]:
-    """The scale that a batch gives holds from the next step on."""
-    loss, _ = adacos(*inputs, dynamic=False, scale=scale, **composition)
-    return loss, adacos(*inputs, scale=scale, **composition)[1]
-
-
-class Case(NamedTuple):
-    """A loss: arguments of the margin, its reference, and how much steeper than its scale a logit may be."""
-
-    arguments: dict[str, Any]
-    reference: Reference
-    steep: float = 1.0
-
-
-CASES = {
-    "normface": Case({"scale": 30.0}, partial(normface, scale=30.0)),
-    "cosface": Case({}, cosface),
-    "cosface, wide": Case({"scale": 300.0}, partial(cosface, scale=300.0)),
-    "arcface": Case({}, arcface, 2.0),
-    "combined": Case({"m1": 1.35}, partial(combined, m1=1.35), 2.0),
-    "sphereface": Case({}, sphereface, 120.0),
-    "sphereface_r": Case({}, sphereface_r),
-    "circle": Case({}, circle, 1.25),
-    "li_arcface": Case({}, li_arcface, 2.0),
-    "qamface": Case({}, qamface, 4 * math.pi),
-    "curricularface": Case({"alpha": 0.3}, partial(curricularface, alpha=0.3), 3.0),
-    "mv_softmax": Case({}, mv_softmax, 1.2),
-    "arcnegface": Case({}, arcnegface, 2.0),
-    "npcface": Case({}, npcface, 2.0),
-    "adacos": Case({}, _adacos, 2.0),
-    "adaface": Case({"alpha": 0.5}, partial(adaface, alpha=0.5), 2.0),
-    "magface": Case({}, magface, 2.0),
-    "elasticface": Case({}, elasticface, 2.0),
-    "adaptiveface": Case({}, adaptiveface),
-    "kappaface": Case({"margin": 0.8}, kappaface, 2.0),
-    "sphereface2": Case({}, sphereface2, 3.0),
-    "uniface": Case({"weight": 0.5}, partial(uniface, weight=0.5)),
-}
-STATES = {"t": "t", "mean": "mean", "std": "std", "scale": "running_scale"}  # of the reference: the margin's buffers
-SUMS = ("sphereface2", "uniface")
+CASES = {name: case for name, case in loss_cases.CASES.items() if "," not in name or name == "cosface, wide"}
 
 
 class Setting(NamedTuple):
@@ -182,15 +138,6 @@ def reference_losses(
     return CASES[case].reference(*batch, **arguments, **composition)
 
 
-def first_known(case: str, margin: Margin) -> dict[str, Any]:
-    """Return the arguments that the reference needs beside those of the margin."""
-    if case == "adaptiveface":
-        return {"margins": torch.full((C,), 0.35, dtype=torch.float64, requires_grad=True)}
-    if case == "kappaface":
-        return {"psi": torch.full((C,), 0.5), "sums": torch.zeros(C, D), "counts": torch.zeros(C)}
-    return {"bias": next(margin.parameters()).detach().double().requires_grad_()} if case in SUMS else {}
-
-
 def trained_numbers(head: PartialFC) -> list[Tensor]:
     """Return what a step trains beside the centres: a parameter (), or the margins (C,) of all ranks."""
     if isinstance(head.margin, AdaptiveFace):
@@ -203,7 +150,7 @@ def compare_steps(rank: int, world_size: int, case: str, setting: Setting, steps
     name, entry = case.partition(",")[0], CASES[case]
     margin = build_margin(name, **entry.arguments)
     head = PartialFC(margin, C, D, rank, world_size, SEED, setting.config())
-    known = first_known(case, margin)
+    known = first_known(case, margin, C, D)
     start = all_centres(C, D, SEED, setting.sub_centers)
     accumulation = setting.accumulation
     share = B // (accumulation * world_size)

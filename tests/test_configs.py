@@ -7,7 +7,7 @@ import yaml
 
 import losses
 import train
-from backbones import backbone_arguments, list_backbones
+from backbones import list_backbones
 from configs import as_plain, dump_config
 from configs import load_config as load_any_config
 from configs.loader import SCHEMA
@@ -302,20 +302,6 @@ def test_a_new_loss_is_a_class_with_arguments_and_no_key_of_base_yaml(tmp_path: 
         _load(tmp_path, "loss: {name: leaning}", "loss.steps=0.5")
     with pytest.raises(ValueError, match=r"loss\.lean must be 0 or more, got -1\.0"):
         _load(tmp_path, "loss: {name: leaning}", "loss.lean=-1")
-
-
-def test_the_page_has_each_loss_and_backbone_with_its_arguments_and_their_defaults():
-    page = (SCHEMA.parent.parent / "docs" / "configuration.md").read_text()
-    rows = {row.split("|")[1].strip(" `"): row for row in page.splitlines() if row.startswith("| `")}
-    for name in list(MARGINS):
-        assert re.findall(r"`(\w+)=([\w.-]+)`", rows[f"loss.name={name}"]) == [
-            (k, f"{v}") for k, v in margin_arguments(name).items()
-        ]
-    for name in list_backbones():
-        row = next(
-            row for title, row in rows.items() if title.startswith("backbone.name=") and name in re.findall(r"\w+", title)
-        )
-        assert re.findall(r"`(\w+)=([\w.]+)`", row.split("|")[2]) == [(k, f"{v}") for k, v in backbone_arguments(name).items()]
 
 
 def test_check_opens_data_and_sets_and_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

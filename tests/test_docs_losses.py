@@ -1,4 +1,4 @@
-"""The pages tell the truth about losses: every one is on them with its defaults, and every recipe trains."""
+"""The pages tell the truth about losses and backbones: their tables are those of the classes, and published rows train."""
 
 import json
 import re
@@ -7,104 +7,84 @@ from pathlib import Path
 import pytest
 
 import train
+from backbones import list_backbones
 from configs import load_config
-from losses import MARGINS, margin_arguments
+from losses import MARGINS, Published
+from scripts import tables
 from scripts.benchmark.losses_curves import GROUPS
-from scripts.benchmark.losses_report import BEGIN, END, tables
-from scripts.benchmark.losses_settings import SETTINGS, loss_arguments
+from scripts.benchmark.losses_report import BEGIN, END, accuracies
 from training.sections import NAMED
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "losses.md").read_text()
-SHARED = {"gradient", "margin_start", "margin_steps"}  # that the page explains once, below its table
+ROWS = [(name, row) for name, margin in MARGINS.items() for row in margin.published]
 
 
-def _rows(text: str, heading: str) -> list[list[str]]:
-    """Return the cells of the table under a header row that begins with these words."""
-    _, _, rest = text.partition(f"| {heading}")
-    lines = rest.splitlines()[2:]
-    end = next((number for number, line in enumerate(lines) if not line.startswith("|")), len(lines))
-    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[:end]]
+@pytest.mark.parametrize("page", ["losses.md", "backbones.md"])
+def test_the_tables_of_a_page_are_made_from_the_classes(page: str, tmp_path: Path):
+    copy = tmp_path / page
+    copy.write_text((ROOT / "docs" / page).read_text())
+    assert tables.main([str(copy)]) == 0
+    assert copy.read_text() == (ROOT / "docs" / page).read_text(), f"run python -m scripts.tables docs/{page}"
 
 
-def test_the_tables_of_the_page_are_those_of_the_file_beside_it():
+def test_a_page_without_a_place_for_a_table_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "page.md").write_text("no place\n")
+    assert tables.main([str(tmp_path / "page.md")]) == 1
+    assert "must have a line <!-- begin: losses -->" in capsys.readouterr().err
+
+
+def test_the_tables_have_every_loss_and_backbone_with_their_defaults():
+    cells = [row.split(" | ") for row in PAGE.splitlines() if row.startswith("| `")]
+    assert [row[0].strip("| `") for row in cells][1:] == list(MARGINS) and all(len(row) == 4 and all(row) for row in cells)
+    assert "| `cosface` | A margin on the cosine" in PAGE and "| `scale=64.0` `margin=0.4` | [CosFace](" in PAGE
+    page = (ROOT / "docs" / "backbones.md").read_text().partition("<!-- end -->")[0]
+    titles = [row.split(" | ")[0] for row in page.splitlines() if row.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(titles))) == sorted(list_backbones())
+    assert "`embedding_size=512` `width=1.0` `dropout=0.0` `se=False` |" in page and "`edgeface_xs`: `gamma=0.6`;" in page
+
+
+def test_the_measured_tables_are_those_of_the_file_beside_it():
     rows = json.loads((ROOT / "docs" / "losses.json").read_text())
     measured = PAGE.partition(BEGIN)[2].partition(END)[0]
-    assert tables(rows) in measured
+    assert accuracies(rows) in measured
     assert len({row["run"] for row in rows}) == len(rows)
-
-
-RECIPES = {
-    name.strip("`"): re.findall(r"`([^`]+)`", lines) for name, lines in _rows(PAGE, "file in `configs`")
-}  # name of the file: its lines
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/losses.md"])
-def test_a_page_has_every_loss_once_with_the_defaults_of_its_class(page: str):
-    rows = _rows((ROOT / page).read_text(), "`loss.name` |")
-    assert sorted(row[0].strip("`") for row in rows) == sorted(list(MARGINS))
-    for row in rows:
-        defaults = {key: value for key, value in margin_arguments(row[0].strip("`")).items() if key not in SHARED}
-        assert re.findall(r"`(\w+)=([^`]+)`", row[-1]) == [(key, str(value)) for key, value in defaults.items()]
-
-
-def test_the_page_says_of_every_loss_when_to_choose_it_what_it_keeps_and_what_sampling_does():
-    rows = _rows(PAGE, "`loss.name` | choose it when")
-    assert sorted(row[0].strip("`") for row in rows) == sorted(list(MARGINS))
-    assert all(len(row) == 4 and all(row) for row in rows)
-    without_state = {row[0].strip("`") for row in rows if row[2].startswith("none")}
-    for name in list(MARGINS):
-        margin = MARGINS[name]()
-        kept = {**margin.state_dict(), **margin.class_numbers(8)}
-        # SphereFace keeps the number of the step, which is the run's
-        assert (name in without_state) == (not kept and name != "sphereface"), name
 
 
 def test_the_pictures_of_the_page_exist_and_the_program_finds_where_to_write():
     pictures = re.findall(r"\]\((images/[\w.]+)\)", PAGE)
     assert {f"images/losses_{group}.png" for group in [*GROUPS, "negatives"]} <= set(pictures)
     assert all((ROOT / "docs" / picture).is_file() for picture in pictures)
-    assert PAGE.index(BEGIN) < PAGE.index(END) and PAGE.count(BEGIN) == PAGE.count(END) == 1
+    assert PAGE.index(BEGIN) < PAGE.rindex(END) and PAGE.count(BEGIN) == 1
 
 
-def test_every_loss_has_a_recipe_of_at_most_three_lines():
-    assert all(lines[0].startswith("_base_: ") and len(lines) <= 3 for lines in RECIPES.values())
-    found = [re.search(r"name: (\w+)", lines[1]) for lines in RECIPES.values()]  # sub-centers have no name
-    assert {match.group(1) for match in found if match} == set(list(MARGINS))
+def _overrides(name: str, row: Published) -> list[str]:
+    settings = [f"loss.{key}={value}" for key, value in row.arguments.items()]
+    return [f"loss.name={name}", *settings, *(f"head.{key}={value}" for key, value in row.head.items()), *row.training.split()]
 
 
-@pytest.mark.parametrize("file", RECIPES)
-def test_a_recipe_is_a_configuration_that_takes_effect(file: str, tmp_path: Path):
-    (tmp_path / file).write_text("\n".join(_with_base_there(RECIPES[file])) + "\n")
-    config, base = load_config(tmp_path / file, (), NAMED), load_config(_base(file), (), NAMED)
-    assert config.run.name == file.removesuffix(".yaml") and not (ROOT / "configs" / file).exists()
-    changed = {section for section in config if config[section] != base[section]} - {"run"}
-    assert changed == {line.split(":")[0] for line in RECIPES[file][1:]}
-    wanted = loss_arguments(next(s for s in SETTINGS.values() if s.loss == config.loss.name and not s.is_variant), 5058)
-    named = re.findall(r"(\w+): ", RECIPES[file][1])
-    # what the line does not name is as published
-    assert {key: config.loss[key] for key in wanted if key not in named} == {k: v for k, v in wanted.items() if k not in named}
+@pytest.mark.parametrize(("name", "row"), ROWS, ids=[row.name for _, row in ROWS])
+def test_a_published_row_is_a_configuration_that_takes_effect(name: str, row: Published):
+    path = ROOT / "configs" / "ms1mv3_r50.yaml"
+    base, config = (load_config(path, overrides, NAMED) for overrides in ((), _overrides(name, row)))
+    assert config.loss.name == name and {key: config.loss[key] for key in row.arguments} == row.arguments
+    for override in _overrides(name, row)[1:]:
+        section, key = override.partition("=")[0].split(".")
+        assert section == "loss" or config[section][key] != base[section][key], override
+    assert [row.name for row in MARGINS[name].published if not (row.arguments or row.head)][:1] == [name]
 
 
 # one of each way in which losses work: hard negatives, a trained bias, numbers of classes, norms, a scale of the batch, several
 # centres of a class
 @pytest.mark.parametrize(
-    "name", ["curricularface", "sphereface2", "kappaface", "adaptiveface", "magface", "adacos", "sub_centers"]
+    "title", ["curricularface", "sphereface2", "kappaface", "adaptiveface", "magface", "adacos", "sub_center"]
 )
-def test_a_recipe_trains(name: str, tmp_path: Path):
-    file = f"ms1mv3_r50_{name}.yaml"
-    (tmp_path / file).write_text("\n".join(_with_base_there(RECIPES[file])) + "\n")
+def test_a_published_row_trains(title: str, tmp_path: Path):
+    name, row = next((name, row) for name, row in ROWS if row.name == title)
     small = ["data.source=synthetic", "data.num_classes=12", "data.num_images=24", "eval.targets=[]", "train.max_steps=1"]
     network = ["backbone.name=mbf", "backbone.width=0.125", "backbone.embedding_size=16", "train.precision=fp32"]
     rest = ["train.batch_size=4", "head.sample_rate=0.5", "run.threads=1", "run.device=cpu", f"run.output={tmp_path / 'out'}"]
-    assert train.main([str(tmp_path / file), *small, *network, *rest]) == 0
-    log = (tmp_path / "out" / file.removesuffix(".yaml") / "train.log").read_text()
+    config = str(ROOT / "configs" / "ms1mv3_r50.yaml")
+    assert train.main([config, *_overrides(name, row), *small, *network, *rest, "run.name=run"]) == 0
+    log = (tmp_path / "out" / "run" / "train.log").read_text()
     assert "finished 1 steps" in log and "check labels" not in log
-
-
-def _base(file: str) -> Path:
-    return ROOT / "configs" / RECIPES[file][0].removeprefix("_base_: ")
-
-
-def _with_base_there(lines: list[str]) -> list[str]:
-    return [f"_base_: {ROOT / 'configs' / lines[0].removeprefix('_base_: ')}", *lines[1:]]

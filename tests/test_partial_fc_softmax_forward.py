@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from head_losses import CASES, SUMS, B, C, D, Setting, compare_steps, make_batch
+from head_losses import CASES, B, C, D, Setting, compare_steps, make_batch
+from loss_cases import SUMS
 from torch import Tensor
 
 from losses import build_margin

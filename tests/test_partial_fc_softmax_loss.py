@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from head_losses import CASES, SUMS, Setting, compare_steps
+from head_losses import CASES, Setting, compare_steps
+from loss_cases import SUMS
 from waiting import Syncs
 
 from losses import MARGINS, build_margin

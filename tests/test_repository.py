@@ -6,7 +6,9 @@ import graphlib
 import importlib
 import os
 import re
+import shutil
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -313,6 +315,67 @@ def test_a_page_names_only_files_and_programs_that_exist(page: Path):
     assert not [name for name in named if not (ROOT / name).is_file() and "NAME" not in name]
     modules = set(re.findall(r"\bscripts(?:\.\w+)+", text))
     assert not [name for name in modules if not (ROOT / f"{name.replace('.', '/')}.py").is_file()]
+
+
+TOY = '''"""CosFace under another name."""
+
+from .cosface import CosFace
+from .margin import Published
+
+
+class Toy(CosFace):
+    """A margin that a test adds."""
+
+    published = (Published("toy", "Toy", "none"),)
+'''
+TOY_REFERENCE = '''
+
+def toy(embeddings: Tensor, centres: Tensor, labels: Tensor, **arguments: Any) -> tuple[Tensor, State]:
+    """s (cos theta_y - m)."""
+    return cosface(embeddings, centres, labels, **arguments)
+'''
+
+
+def test_a_new_margin_touches_four_files(tmp_path: Path):
+    """Its class, its line, its reference and its case: then all tests of margins try it, and a program writes its row."""
+    tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT)
+    if tracked.returncode:
+        pytest.skip("not a git checkout")
+    for name in tracked.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).symlink_to(ROOT / name) if name.endswith(".png") else shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "losses" / "toy.py").write_text(TOY)
+    for file, before, after in (
+        ("losses/__init__.py", "from .uniface", "from .toy import Toy\nfrom .uniface"),
+        ("losses/__init__.py", '    "qamface": QAMFace,\n', '    "qamface": QAMFace,\n    "toy": Toy,\n'),
+        ("tests/loss_references.py", None, TOY_REFERENCE),
+        ("tests/loss_cases.py", '    "uniface": _same', '    "toy": _same(loss_references.toy, 1.0),\n    "uniface": _same'),
+        ("tests/loss_cases.py", "import torch\n", "import loss_references\nimport torch\n"),
+    ):
+        text = (tmp_path / file).read_text()
+        (tmp_path / file).write_text(text + after if before is None else text.replace(before, after, 1))
+    tests = [
+        "losses",
+        "losses_margin",
+        "losses_first_loss",
+        "docs_losses",
+        "partial_fc_softmax_loss",
+        "scripts_benchmark_losses_curves",
+    ]
+    files = [f"tests/test_{name}.py" for name in tests]
+    chosen = "toy or every_loss_has_a_case or made_from_the_classes or no_global_random"
+    for arguments in (
+        ["scripts.tables", "docs/losses.md"],
+        ["pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *files],
+    ):
+        done = subprocess.run([sys.executable, "-m", *arguments], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert len(re.findall(r"\.", done.stdout.splitlines()[0])) > 20
+    assert (
+        "| `toy` | A margin that a test adds | `scale=64.0` `margin=0.4` | Toy (none) |"
+        in (tmp_path / "docs/losses.md").read_text()
+    )
 
 
 def test_no_large_file_is_tracked():

@@ -77,7 +77,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--processes", type=count, default=1, help="trainings at a time, which share the cores")
     parser.add_argument("--out", type=Path, help="folder of runs, tables and pictures (work_dirs/losses or losses_quick)")
     parser.add_argument("--page", type=Path, help="write the tables into this page too, all pictures into images beside it")
-    parser.add_argument("--no-times", action="store_true", help="no step times on the page: other programs ran beside")
     parser.add_argument("--json", type=Path, help="also write the numbers of all runs there")
     parser.add_argument(
         "--known",
@@ -132,7 +131,7 @@ def benchmark(options: argparse.Namespace) -> None:
     pictures = losses_report.draw_cosines(rows, options.out)
     if options.page:
         links = [f"![Cosines of genuine and impostor pairs](images/{path.name})" for path in pictures]
-        losses_report.write_into_page(options.page, "\n\n".join([losses_report.tables(rows, not options.no_times), *links]))
+        losses_report.write_into_page(options.page, "\n\n".join([losses_report.accuracies(rows), *links]))
         pictures += losses_curves.draw(options.out)
         images = options.page.parent / "images"
         images.mkdir(exist_ok=True)

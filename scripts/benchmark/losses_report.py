@@ -22,18 +22,36 @@ _COLUMNS = 5  # panels in a row of the picture of the cosines
 Rows = Sequence[dict[str, Any]]  # what losses_runs.measure writes, one for each run
 
 
-def tables(rows: Rows, times: bool = True) -> str:
-    """Return the Markdown of all runs: a table for each set-up and share of sampled classes, a line for each loss.
-
-    Args:
-        times: False leaves out the time of a step, for runs beside other work.
-    """
+def tables(rows: Rows) -> str:
+    """Return the Markdown of all runs: a table for each set-up and share of sampled classes, a line for each loss."""
     parts = []
     for setup, rate in _groups(rows):
         chosen = [row for row in rows if (row["setup"], row["rate"]) == (setup, rate)]
-        machines = sorted({row["machine"].split(", torch")[0] for row in chosen})
-        parts.append(f"**Sample rate {rate:g}**: {setup}. {'; '.join(machines)}.\n\n{_table(chosen, times)}")
+        parts.append(f"**Sample rate {rate:g}**: {setup}. {_machines(chosen)}.\n\n{_table(chosen)}")
     return "\n\n".join(parts) or NOTHING
+
+
+def accuracies(rows: Rows) -> str:
+    """Return the Markdown for a page: accuracies alone, a table for each set-up, a column for each share and set."""
+    parts = []
+    for setup in dict.fromkeys(setup for setup, _ in _groups(rows)):
+        chosen = [row for row in rows if row["setup"] == setup]
+        sets = list(dict.fromkeys(name for row in chosen for name in row["accuracy"]))
+        columns = [(rate, name) for rate in sorted({row["rate"] for row in chosen}, reverse=True) for name in sets]
+        lines = [["loss", *(f"{name} at {rate:g}" for rate, name in columns)]]
+        for name, steps in _cases(chosen):
+            runs = [row for row in chosen if (row["setting"], row["steps"]) == (name, steps)]
+            found = [
+                [100 * run["accuracy"][key] for run in runs if run["rate"] == rate and key in run["accuracy"]]
+                for rate, key in columns
+            ]
+            lines.append([SETTINGS[name].title, *(_mean(values, 2).replace(" ", "") for values in found)])
+        parts.append(f"{setup}. {_machines(chosen)}.\n\n{markdown_table(lines)}")
+    return "\n\n".join(parts) or NOTHING
+
+
+def _machines(rows: Rows) -> str:
+    return "; ".join(sorted({row["machine"].split(", torch")[0] for row in rows}))
 
 
 def _groups(rows: Rows) -> list[tuple[str, float]]:
@@ -46,7 +64,7 @@ def _identities(setup: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _table(rows: Rows, times: bool) -> str:
+def _table(rows: Rows) -> str:
     sets = list(dict.fromkeys(name for row in rows for name in row["accuracy"]))
     head = [
         "loss",
@@ -56,7 +74,7 @@ def _table(rows: Rows, times: bool) -> str:
         "genuine",
         "impostor",
         "loss at the end",
-        *(["ms/step"] if times else []),
+        "ms/step",
         "GiB",
     ]
     lines: list[list[str]] = [head]
@@ -70,7 +88,7 @@ def _table(rows: Rows, times: bool) -> str:
                 *(_mean([100 * run["accuracy"][key] for run in runs if key in run["accuracy"]], 2) for key in sets),
                 *(_mean([run[kind]["mean"] for run in runs], 2) for kind in ("genuine", "impostor")),
                 _mean([run["loss"] for run in runs], 2),
-                *([f"{1000 * min(run['step_seconds'] for run in runs):.0f}"] if times else []),
+                f"{1000 * min(run['step_seconds'] for run in runs):.0f}",
                 f"{max(run['memory_gib'] for run in runs):.2f}",
             ]
         )
