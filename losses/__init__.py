@@ -17,6 +17,7 @@ from .elasticface import ElasticFace
 from .hard_negatives import ArcNegFace, CurricularFace, MVSoftmax, NPCFace
 from .kappaface import KappaFace
 from .magface import MagFace
+from .margin import SCHEDULE, SHARED
 from .margin import Margin as Margin
 from .margin import Published as Published
 from .normface import NormFace
@@ -57,7 +58,10 @@ def margin_arguments(name: str) -> dict[str, Any]:
     """
     if name not in MARGINS:
         raise ValueError(f"name must be one of {', '.join(MARGINS)}, got '{name}'.{did_you_mean(name, MARGINS)}")
-    return {key: parameter.default for key, parameter in inspect.signature(MARGINS[name]).parameters.items()}
+    own, base = (inspect.signature(margin).parameters for margin in (MARGINS[name], Margin))
+    found = {key: parameter.default for key, parameter in own.items() if parameter.kind is not parameter.VAR_KEYWORD}
+    handed_on = {"shared": SHARED, "schedule": SCHEDULE}  # by the name under which a class hands them to its base
+    return found | {key: base[key].default for name in own.keys() & handed_on.keys() for key in handed_on[name]}
 
 
 def build_margin(name: str, **arguments: Any) -> Margin:

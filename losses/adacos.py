@@ -59,7 +59,6 @@ class AdaCos(Margin):
         return {"scale": self.running_scale.clone(), "theta": at_least_float32(cosine.detach()).clamp(-1.0, 1.0).acos()}
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         return self.negative_scale(norm, state) * at_least_float32(cosine)
 
     def negative_scale(self, norm: Tensor, state: State) -> float | Tensor:

@@ -45,17 +45,8 @@ class AdaFace(Margin):
     mean: Tensor
     std: Tensor
 
-    def __init__(
-        self,
-        scale: float = 64.0,
-        margin: float = 0.4,
-        h: float = 0.333,
-        alpha: float = 0.01,
-        gradient: str = "exact",
-        margin_start: float = 1.0,
-        margin_steps: int = 0,
-    ) -> None:
-        super().__init__(scale, gradient, margin_start, margin_steps)
+    def __init__(self, scale: float = 64.0, margin: float = 0.4, h: float = 0.333, alpha: float = 0.01, **shared: Any) -> None:
+        super().__init__(scale, **shared)
         self.margin = cosine_margin("margin", margin, " for adaface")
         self.h = number_in("h", h, 0.0, 10.0, " (0 = norms do not count)")
         self.alpha = number_in("alpha", alpha, 0.0, 1.0, " (the weight of the batch)")
@@ -78,7 +69,6 @@ class AdaFace(Margin):
         }
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,); of the norms (B,) the state has made z."""
         cosine = at_least_float32(cosine)
         margin = self.share * self.margin
         of_norm = margin * state["z"].to(cosine.dtype)

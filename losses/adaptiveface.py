@@ -32,15 +32,8 @@ class AdaptiveFace(Margin):
     family = "adaptive"
     published = (Published("adaptiveface", "AdaptiveFace", "CVPR 2019"),)
 
-    def __init__(
-        self,
-        scale: float = 30.0,
-        margin: float = 0.35,
-        weight: float = 70.0,
-        margin_start: float = 1.0,
-        margin_steps: int = 0,
-    ) -> None:
-        super().__init__(scale, "exact", margin_start, margin_steps)
+    def __init__(self, scale: float = 30.0, margin: float = 0.35, weight: float = 70.0, **schedule: Any) -> None:
+        super().__init__(scale, **schedule)
         self.margin = cosine_margin("margin", margin, " for adaptiveface")
         self.weight = number_in("weight", weight, 0.0, 1e6, " (of the pull on all margins)")
 
@@ -60,5 +53,4 @@ class AdaptiveFace(Margin):
         return {"margin": of_class["margin"]}
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         return self.scale * (at_least_float32(cosine) - self.share * state["margin"])

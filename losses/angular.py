@@ -32,12 +32,11 @@ class LiArcFace(Margin):
     family = "angles"
     published = (Published("li_arcface", "Li-ArcFace", "1907.12256"),)
 
-    def __init__(self, scale: float = 64.0, margin: float = 0.45, margin_start: float = 1.0, margin_steps: int = 0) -> None:
-        super().__init__(scale, "exact", margin_start, margin_steps)
+    def __init__(self, scale: float = 64.0, margin: float = 0.45, **schedule: Any) -> None:
+        super().__init__(scale, **schedule)
         self.margin = angle_margin("margin", margin, " for li_arcface")
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         cosine = at_least_float32(cosine)
         with torch.no_grad():
             theta = cosine.clamp(-1.0, 1.0).acos()
@@ -64,12 +63,11 @@ class QAMFace(Margin):
     family = "angles"
     published = (Published("qamface", "QAMFace", "code only"),)
 
-    def __init__(self, scale: float = 6.0, margin: float = 0.5, margin_start: float = 1.0, margin_steps: int = 0) -> None:
-        super().__init__(scale, "exact", margin_start, margin_steps)
+    def __init__(self, scale: float = 6.0, margin: float = 0.5, **schedule: Any) -> None:
+        super().__init__(scale, **schedule)
         self.margin = angle_margin("margin", margin, " for qamface")
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         cosine = at_least_float32(cosine)
         with torch.no_grad():
             inside = off_the_poles(cosine)

@@ -29,18 +29,10 @@ class ArcFace(Margin):
         Published("sub_center", "Sub-center ArcFace, K = 3", "ECCV 2020", head={"sub_centers": 3}),
     )
 
-    def __init__(
-        self,
-        scale: float = 64.0,
-        margin: float = 0.5,
-        gradient: str = "exact",
-        margin_start: float = 1.0,
-        margin_steps: int = 0,
-    ) -> None:
-        super().__init__(scale, gradient, margin_start, margin_steps)
+    def __init__(self, scale: float = 64.0, margin: float = 0.5, **shared: Any) -> None:
+        super().__init__(scale, **shared)
         self.margin = angle_margin("margin", margin, " for arcface")
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         cosine = at_least_float32(cosine)
         return self.logits_with_derivative(cosine, *cos_of_sum(cosine, self.share * self.margin))

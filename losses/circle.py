@@ -31,12 +31,11 @@ class Circle(Margin):
     family = "multiplied"
     published = (Published("circle", "Circle loss", "2002.10857"),)
 
-    def __init__(self, scale: float = 256.0, margin: float = 0.25, margin_start: float = 1.0, margin_steps: int = 0) -> None:
-        super().__init__(scale, "exact", margin_start, margin_steps)
+    def __init__(self, scale: float = 256.0, margin: float = 0.25, **schedule: Any) -> None:
+        super().__init__(scale, **schedule)
         self.margin = cosine_margin("margin", margin, " for circle")
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         cosine, margin = at_least_float32(cosine), self.share * self.margin
         weight = (1.0 + margin - cosine.detach()).clamp_min(0.0)
         return self.scale * weight * (cosine - (1.0 - margin))

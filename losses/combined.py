@@ -27,22 +27,12 @@ class Combined(Margin):
 
     published = (Published("combined", "Combined margin", "1801.07698"),)
 
-    def __init__(
-        self,
-        scale: float = 64.0,
-        m1: float = 1.0,
-        m2: float = 0.3,
-        m3: float = 0.2,
-        gradient: str = "exact",
-        margin_start: float = 1.0,
-        margin_steps: int = 0,
-    ) -> None:
-        super().__init__(scale, gradient, margin_start, margin_steps)
+    def __init__(self, scale: float = 64.0, m1: float = 1.0, m2: float = 0.3, m3: float = 0.2, **shared: Any) -> None:
+        super().__init__(scale, **shared)
         self.m1 = number_in("m1", m1, 1.0, math.inf, " (a factor on the angle; 1 leaves it as it is)")
         self.m2, self.m3 = angle_margin("m2", m2), cosine_margin("m3", m3)
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         cosine = at_least_float32(cosine)
         m1 = self.share * self.m1 + (1.0 - self.share)
         value, derivative = psi(cosine, m1, self.share * self.m2)

@@ -30,17 +30,9 @@ class CosFace(Margin):
         Published("am_softmax", "AM-Softmax", "1801.05599", {"scale": 30.0, "margin": 0.35}),
     )
 
-    def __init__(
-        self,
-        scale: float = 64.0,
-        margin: float = 0.4,
-        gradient: str = "exact",
-        margin_start: float = 1.0,
-        margin_steps: int = 0,
-    ) -> None:
-        super().__init__(scale, gradient, margin_start, margin_steps)
+    def __init__(self, scale: float = 64.0, margin: float = 0.4, **shared: Any) -> None:
+        super().__init__(scale, **shared)
         self.margin = cosine_margin("margin", margin, " for cosface")
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         return self.scale * (at_least_float32(cosine) - self.share * self.margin)

@@ -47,17 +47,9 @@ class ElasticFace(Margin):
     )
 
     def __init__(
-        self,
-        kind: str = "arc",
-        plus: bool = False,
-        scale: float = 64.0,
-        margin: float = -1.0,
-        std: float = -1.0,
-        gradient: str = "exact",
-        margin_start: float = 1.0,
-        margin_steps: int = 0,
+        self, kind: str = "arc", plus: bool = False, scale: float = 64.0, margin: float = -1.0, std: float = -1.0, **shared: Any
     ) -> None:
-        super().__init__(scale, gradient, margin_start, margin_steps)
+        super().__init__(scale, **shared)
         self.kind, self.plus = one_of("kind", kind, ("arc", "cos")), plus
         published_margin, published_std = _PUBLISHED[kind, plus]
         check = cosine_margin if kind == "cos" else angle_margin
@@ -80,7 +72,6 @@ class ElasticFace(Margin):
         return {"margin": torch.empty_like(draws).index_copy_(0, nearest_first, draws.sort().values)}
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         cosine = at_least_float32(cosine)
         margin = self.share * state["margin"].to(cosine.dtype)
         if self.kind == "cos":

@@ -39,16 +39,8 @@ class CurricularFace(Margin):
 
     t: Tensor
 
-    def __init__(
-        self,
-        scale: float = 64.0,
-        margin: float = 0.5,
-        alpha: float = 0.01,
-        gradient: str = "exact",
-        margin_start: float = 1.0,
-        margin_steps: int = 0,
-    ) -> None:
-        super().__init__(scale, gradient, margin_start, margin_steps)
+    def __init__(self, scale: float = 64.0, margin: float = 0.5, alpha: float = 0.01, **shared: Any) -> None:
+        super().__init__(scale, **shared)
         self.margin = angle_margin("margin", margin, " for curricularface")
         self.alpha = number_in("alpha", alpha, 0.0, 1.0, " (the weight of the batch)")
         self.register_buffer("t", torch.zeros(()))
@@ -59,7 +51,6 @@ class CurricularFace(Margin):
         return {"mean": mean, "t": torch.lerp(self.t.to(mean.dtype), mean, self.alpha)}
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         cosine = at_least_float32(cosine)
         return self.logits_with_derivative(cosine, *cos_of_sum(cosine, self.share * self.margin))
 
@@ -104,24 +95,14 @@ class MVSoftmax(Margin):
         Published("mv_softmax_arc", "MV-Softmax (Arc)", "1912.00833", {"kind": "arc", "margin": 0.5}),
     )
 
-    def __init__(
-        self,
-        kind: str = "am",
-        scale: float = 32.0,
-        margin: float = 0.35,
-        t: float = 0.2,
-        gradient: str = "exact",
-        margin_start: float = 1.0,
-        margin_steps: int = 0,
-    ) -> None:
-        super().__init__(scale, gradient, margin_start, margin_steps)
+    def __init__(self, kind: str = "am", scale: float = 32.0, margin: float = 0.35, t: float = 0.2, **shared: Any) -> None:
+        super().__init__(scale, **shared)
         self.kind = one_of("kind", kind, ("am", "arc"))
         check = cosine_margin if kind == "am" else angle_margin
         self.margin = check("margin", margin, f" for mv_softmax of kind {kind}")
         self.t = number_in("t", t, 0.0, 10.0, " (0 = hard negatives count as the others do)")
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         cosine = at_least_float32(cosine)
         if self.kind == "am":
             return self.scale * (cosine - self.share * self.margin)
@@ -170,11 +151,9 @@ class NPCFace(Margin):
         m1: float = 0.2,
         t: float = 1.1,
         a: float = 0.2,
-        gradient: str = "exact",
-        margin_start: float = 1.0,
-        margin_steps: int = 0,
+        **shared: Any,
     ) -> None:
-        super().__init__(scale, gradient, margin_start, margin_steps)
+        super().__init__(scale, **shared)
         self.margin = angle_margin("margin", margin, " for npcface")
         self.m0 = angle_margin("m0", m0, " for npcface")
         if not 0.0 <= m1 <= math.pi / 2 - self.m0:
@@ -188,7 +167,6 @@ class NPCFace(Margin):
         return {**state, "mean": hard[1] / hard[0].clamp_min(1.0)}
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         cosine = at_least_float32(cosine)
         margin = self.share * (self.m0 + self.m1 * state["mean"].to(cosine.dtype))
         return self.logits_with_derivative(cosine, *cos_of_sum(cosine, margin))
@@ -227,23 +205,13 @@ class ArcNegFace(Margin):
     family = "hard_and_sums"
     published = (Published("arcnegface", "ArcNegFace", "1909.00632"),)
 
-    def __init__(
-        self,
-        scale: float = 64.0,
-        margin: float = 0.5,
-        alpha: float = 1.2,
-        sigma: float = 2.0,
-        gradient: str = "exact",
-        margin_start: float = 1.0,
-        margin_steps: int = 0,
-    ) -> None:
-        super().__init__(scale, gradient, margin_start, margin_steps)
+    def __init__(self, scale: float = 64.0, margin: float = 0.5, alpha: float = 1.2, sigma: float = 2.0, **shared: Any) -> None:
+        super().__init__(scale, **shared)
         self.margin = angle_margin("margin", margin, " for arcnegface")
         self.alpha = number_above("alpha", number_in("alpha", alpha, 0.0, 10.0), 0.0, " (1.2 is usual)")
         self.sigma = number_in("sigma", sigma, 1e-3, 1e6, " (2 is usual)")
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         cosine = at_least_float32(cosine)
         return self.logits_with_derivative(cosine, *cos_of_sum(cosine, self.share * self.margin))
 

@@ -52,11 +52,9 @@ class KappaFace(Margin):
         temperature: float = 0.4,
         gamma: float = 0.7,
         every: int = 2000,
-        gradient: str = "exact",
-        margin_start: float = 1.0,
-        margin_steps: int = 0,
+        **shared: Any,
     ) -> None:
-        super().__init__(scale, gradient, margin_start, margin_steps)
+        super().__init__(scale, **shared)
         self.margin = angle_margin("margin", margin, " for kappaface")
         self.temperature = number_in("temperature", temperature, 0.0, 100.0)
         self.gamma = number_in("gamma", gamma, 0.0, 1.0, " (the share of the concentration)")
@@ -71,7 +69,6 @@ class KappaFace(Margin):
         return {"psi": torch.full_like(cosine, 0.5) if of_class is None else of_class["psi"]}
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         cosine = at_least_float32(cosine)
         margin = (self.share * self.margin) * state["psi"].to(cosine.dtype)
         return self.logits_with_derivative(cosine, *cos_of_sum(cosine, margin))

@@ -42,10 +42,9 @@ class MagFace(Margin):
         l_m: float = 0.45,
         u_m: float = 0.8,
         weight: float = 35.0,
-        margin_start: float = 1.0,
-        margin_steps: int = 0,
+        **schedule: Any,
     ) -> None:
-        super().__init__(scale, "exact", margin_start, margin_steps)
+        super().__init__(scale, **schedule)
         self.l_a = number_above("l_a", l_a, 0.0, " (a norm)")
         self.u_a = number_above("u_a", u_a, self.l_a, ", which is l_a")
         self.l_m, self.u_m = angle_margin("l_m", l_m), angle_margin("u_m", u_m)
@@ -57,7 +56,6 @@ class MagFace(Margin):
         return at_least_float32(norm).clamp(self.l_a, self.u_a)
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,) and the norms of the embeddings (B,)."""
         cosine = at_least_float32(cosine)
         slope = (self.u_m - self.l_m) / (self.u_a - self.l_a)
         margin = self.share * (slope * (self._clipped(norm) - self.l_a) + self.l_m)

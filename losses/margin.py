@@ -17,6 +17,8 @@ from .negatives import Negatives, negatives_of
 from .ranges import number_in, one_of
 
 GRADIENTS = ("exact", "straight_through")
+SCHEDULE = ("margin_start", "margin_steps")  # arguments that a class takes as **schedule and hands on to Margin
+SHARED = ("gradient", *SCHEDULE)  # and those that it takes as **shared
 State = dict[str, Tensor]
 
 

@@ -23,5 +23,4 @@ class NormFace(Margin):
         super().__init__(scale)
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         return self.scale * at_least_float32(cosine)

@@ -34,15 +34,8 @@ class SphereFace(Margin):
     family = "multiplied"
     published = (Published("sphereface", "SphereFace", "1704.08063"),)
 
-    def __init__(
-        self,
-        margin: float = 4.0,
-        annealed: bool = True,
-        gradient: str = "exact",
-        margin_start: float = 1.0,
-        margin_steps: int = 0,
-    ) -> None:
-        super().__init__(1.0, gradient, margin_start, margin_steps)
+    def __init__(self, margin: float = 4.0, annealed: bool = True, **shared: Any) -> None:
+        super().__init__(1.0, **shared)
         self.margin = number_in("margin", margin, 1.0, 10.0, " for sphereface (a factor on the angle)")
         self.annealed = annealed
         self.at_step(1)
@@ -53,7 +46,6 @@ class SphereFace(Margin):
         self.cosine_weight = max(5.0, 1000.0 / (1.0 + 0.12 * step)) if self.annealed else 0.0
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,) and the norms of the embeddings (B,)."""
         cosine = at_least_float32(cosine)
         factor = self.share * self.margin + (1.0 - self.share)
         value = self.logits_with_derivative(cosine, *psi(cosine, factor))
@@ -86,13 +78,6 @@ class SphereFaceR(Combined):
     family = "multiplied"
     published = (Published("sphereface_r", "SphereFace-R", "2109.05565"),)
 
-    def __init__(
-        self,
-        scale: float = 30.0,
-        margin: float = 1.7,
-        gradient: str = "straight_through",
-        margin_start: float = 1.0,
-        margin_steps: int = 0,
-    ) -> None:
+    def __init__(self, scale: float = 30.0, margin: float = 1.7, gradient: str = "straight_through", **schedule: Any) -> None:
         self.margin = number_in("margin", margin, 1.0, 10.0, " for sphereface_r (a factor on the angle)")
-        super().__init__(scale, margin, 0.0, 0.0, gradient, margin_start, margin_steps)
+        super().__init__(scale, margin, 0.0, 0.0, gradient=gradient, **schedule)

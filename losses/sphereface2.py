@@ -39,17 +39,8 @@ class SphereFace2(Margin):
 
     link = "sum"
 
-    def __init__(
-        self,
-        scale: float = 40.0,
-        margin: float = 0.4,
-        t: float = 3.0,
-        balance: float = 0.7,
-        gradient: str = "exact",
-        margin_start: float = 1.0,
-        margin_steps: int = 0,
-    ) -> None:
-        super().__init__(scale, gradient, margin_start, margin_steps)
+    def __init__(self, scale: float = 40.0, margin: float = 0.4, t: float = 3.0, balance: float = 0.7, **shared: Any) -> None:
+        super().__init__(scale, **shared)
         self.margin = cosine_margin("margin", margin, " for sphereface2")
         self.t = number_in("t", t, 1.0, 10.0, " (an exponent)")
         self.balance = number_in("balance", balance, 0.01, 0.99, " (the weight of the target class)")
@@ -78,7 +69,6 @@ class SphereFace2(Margin):
         return {"bias": self.bias}
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         cosine = at_least_float32(cosine)
         with torch.no_grad():
             half = ((cosine + 1.0) * 0.5).clamp(0.0, 1.0)

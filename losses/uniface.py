@@ -35,15 +35,8 @@ class UniFace(Margin):
 
     link = "sum"
 
-    def __init__(
-        self,
-        scale: float = 64.0,
-        margin: float = 0.4,
-        weight: float = 1.0,
-        margin_start: float = 1.0,
-        margin_steps: int = 0,
-    ) -> None:
-        super().__init__(scale, "exact", margin_start, margin_steps)
+    def __init__(self, scale: float = 64.0, margin: float = 0.4, weight: float = 1.0, **schedule: Any) -> None:
+        super().__init__(scale, **schedule)
         self.margin = cosine_margin("margin", margin, " for uniface")
         self.weight = self.negative_weight = number_above("weight", weight, 0.0, " (of the negatives)")
         self.threshold = nn.Parameter(torch.zeros(()))
@@ -58,7 +51,6 @@ class UniFace(Margin):
         return {"threshold": self.threshold}
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        """Return the (B,) logits of the target classes, from their cosines (B,); the norms (B,) are not used."""
         return self.scale * (at_least_float32(cosine) - self.share * self.margin) - state["threshold"]
 
     def negatives(self, cosine: Tensor, norm: Tensor, state: State) -> Negatives:

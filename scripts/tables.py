@@ -16,10 +16,9 @@ from typing import Any
 
 from backbones import BACKBONES, backbone_arguments
 from losses import MARGINS, Published, margin_arguments
+from losses.margin import SHARED
 from utils.cli import make_parser
 from utils.program import run_main
-
-SHARED = ("gradient", "margin_start", "margin_steps")  # arguments of most losses, which the page explains once
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
