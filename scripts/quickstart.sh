@@ -17,7 +17,7 @@ echo "== 3/4 evaluation of the newest checkpoint"
 ./face eval "$run" --precision auto --report "$run/evaluation"
 echo "== 4/4 pictures"
 ./face plot "$run"
-cat <<END
+cat <<TEXT
 
 Done in $(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s. What there is to look at:
   the faces          datasets/demo/preview.png
@@ -25,5 +25,10 @@ Done in $(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s. What 
   evaluation         $run/evaluation/report.html   (ROC, thresholds, the worst errors)
   numbers            $run/evaluation/results.md, $run/metrics.jsonl
   log                $run/train.log
-  TensorBoard        tensorboard --logdir $run/tensorboard   (in the environment)
-END
+What to type next:
+  ./face                                      all programs
+  ./face doctor                               what this machine has for training
+  ./face train demo_cpu run.name=adaface loss.name=adaface     the same with another loss
+  ./face compare $run work_dirs/adaface --out comparison
+  $(dirname "$PYTHON")/tensorboard --logdir work_dirs
+TEXT
