@@ -24,14 +24,14 @@ class ArcFace(Margin):
         margin: angle m in radians.
     """
 
-    published = (
+    published: tuple[Published, ...] = (
         Published("arcface", "ArcFace", "1801.07698"),
         Published("sub_center", "Sub-center ArcFace, K = 3", "ECCV 2020", head={"sub_centers": 3}),
     )
 
     def __init__(self, scale: float = 64.0, margin: float = 0.5, **shared: Any) -> None:
         super().__init__(scale, **shared)
-        self.margin = angle_margin("margin", margin, " for arcface")
+        self.margin = angle_margin("margin", margin, f" for {type(self).__name__.lower()}")
 
     def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
         cosine = at_least_float32(cosine)

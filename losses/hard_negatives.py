@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from .angles import at_least_float32, bare_cos_of_sum, cos_of_sum
+from .arcface import ArcFace
 from .margin import Margin, Published, State
 from .negatives import Negatives, negatives_of
 from .ranges import angle_margin, cosine_margin, number_above, number_in, one_of
 
 
-class CurricularFace(Margin):
+class CurricularFace(ArcFace):
     """ArcFace whose hard negatives count more as training goes on: for long trainings on clean data.
 
     s cos(theta + m) for the target class; s c_j (t + c_j) for hard negatives.
@@ -40,8 +41,7 @@ class CurricularFace(Margin):
     t: Tensor
 
     def __init__(self, scale: float = 64.0, margin: float = 0.5, alpha: float = 0.01, **shared: Any) -> None:
-        super().__init__(scale, **shared)
-        self.margin = angle_margin("margin", margin, " for curricularface")
+        super().__init__(scale, margin, **shared)
         self.alpha = number_in("alpha", alpha, 0.0, 1.0, " (the weight of the batch)")
         self.register_buffer("t", torch.zeros(()))
 
@@ -49,10 +49,6 @@ class CurricularFace(Margin):
         """Return the mean target cosine (), and t () with it."""
         mean = at_least_float32(cosine.detach()).mean()
         return {"mean": mean, "t": torch.lerp(self.t.to(mean.dtype), mean, self.alpha)}
-
-    def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        cosine = at_least_float32(cosine)
-        return self.logits_with_derivative(cosine, *cos_of_sum(cosine, self.share * self.margin))
 
     def negatives(self, cosine: Tensor, norm: Tensor, state: State) -> Negatives:
         """Return c (t + c) for hard negatives."""
@@ -187,7 +183,7 @@ class NPCFace(Margin):
         return self.scale * min(-1.0, self.a - self.t)
 
 
-class ArcNegFace(Margin):
+class ArcNegFace(ArcFace):
     """Negatives near the own class count most; nearer ones, perhaps the same person, count less.
 
     s cos(theta + m) for the target class; s (w c_j + w - 1) with w = alpha exp(-(c_j - h)^2 / sigma) for all others.
@@ -206,14 +202,9 @@ class ArcNegFace(Margin):
     published = (Published("arcnegface", "ArcNegFace", "1909.00632"),)
 
     def __init__(self, scale: float = 64.0, margin: float = 0.5, alpha: float = 1.2, sigma: float = 2.0, **shared: Any) -> None:
-        super().__init__(scale, **shared)
-        self.margin = angle_margin("margin", margin, " for arcnegface")
+        super().__init__(scale, margin, **shared)
         self.alpha = number_above("alpha", number_in("alpha", alpha, 0.0, 10.0), 0.0, " (1.2 is usual)")
         self.sigma = number_in("sigma", sigma, 1e-3, 1e6, " (2 is usual)")
-
-    def target(self, cosine: Tensor, norm: Tensor, state: Any = None) -> Tensor:
-        cosine = at_least_float32(cosine)
-        return self.logits_with_derivative(cosine, *cos_of_sum(cosine, self.share * self.margin))
 
     def negatives(self, cosine: Tensor, norm: Tensor, state: State) -> Negatives:
         """Return w c + w - 1."""
