@@ -204,7 +204,7 @@ def test_the_page_about_configuration_is_true(tmp_path: Path, capsys: pytest.Cap
     folder.mkdir()
     (folder / "ms1mv3_r50.yaml").write_text(SCHEMA.with_name("ms1mv3_r50.yaml").read_text())
     (folder / "mine.yaml").write_text(example)
-    arguments = re.search(r"^python train.py configs/mine.yaml (.*) --print-config$", page, re.M).group(1).split()
+    arguments = re.search(r"^\./face train configs/mine.yaml (.*) --print-config$", page, re.M).group(1).split()
     assert train.main([str(folder / "mine.yaml"), *arguments, "--print-config"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     expected = as_plain(load_config(SCHEMA))

@@ -67,11 +67,11 @@ def test_the_commands_of_the_page_are_ones_that_their_programs_take(monkeypatch:
     seen = []
     monkeypatch.setattr("eval.__main__.run", lambda options: seen.append((options.ema, options.best)))
     for line in commands:
-        if line.startswith("python -m eval "):
-            assert evaluate(shlex.split(line)[3:]) == 0
-        elif line.startswith("python train.py "):
+        if line.startswith("./face eval "):
+            assert evaluate(shlex.split(line)[2:]) == 0
+        elif line.startswith("./face train "):
             config, *overrides = shlex.split(line)[2:]
-            assert load_config(ROOT / config, overrides, NAMED).init.backbone.endswith("/ema.safetensors")
+            assert load_config(config, overrides, NAMED).init.backbone.endswith("/ema.safetensors")
     assert seen == [(True, False), (True, True)]
 
 
