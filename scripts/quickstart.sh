@@ -26,9 +26,9 @@ Done in $(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s. What 
   numbers            $run/evaluation/results.md, $run/metrics.jsonl
   log                $run/train.log
 What to type next:
-  ./face                                      all programs
-  ./face doctor                               what this machine has for training
-  ./face train demo_cpu run.name=adaface loss.name=adaface     the same with another loss
+  ./face                                                       # all programs
+  ./face doctor                                                # what this machine has for training
+  ./face train demo_cpu run.name=adaface loss.name=adaface # the same with another loss
   ./face compare $run work_dirs/adaface --out comparison
   $(dirname "$PYTHON")/tensorboard --logdir work_dirs
 TEXT

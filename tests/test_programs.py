@@ -117,14 +117,14 @@ def test_the_commands_of_a_page_are_taken_by_the_programs(page: Path, monkeypatc
 
 def _face_commands(text: str) -> list[str]:
     """Return the commands `face VERB ...` of a page, without `face`: lines of code, and what is in backticks."""
-    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
+    blocks = [text] if text.startswith("#!") else re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
     lines = [line.strip() for block in blocks for line in block.splitlines()]
     inline = re.findall(r"`((?:\./)?face [^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
-    found = [match[1] for line in lines + inline if (match := re.match(r"(?:\./)?face (.+)", line))]
+    found = [match[1] for line in lines + inline if (match := re.match(r"(?:\./)?face +([^#\s].*)", line))]
     return [command for command in found if not command.startswith("VERB")]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "scripts" / "quickstart.sh"], ids=lambda path: path.name)
 def test_the_verbs_of_a_page_and_their_arguments_are_taken(page: Path, monkeypatch: pytest.MonkeyPatch):
     text, verbs = page.read_text().replace("\\\n", " "), face.all_verbs()
     for command in _face_commands(text):
