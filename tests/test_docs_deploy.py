@@ -73,7 +73,7 @@ def test_the_numbers_of_the_page_are_those_of_the_code(monkeypatch: pytest.Monke
         f"up to {detect_sheet._REJECTED} rejected ones",
         f"shows the {counts[demo_answers._TOP]} people",
         f"above {demo_server.MAX_PICTURE >> 20} MiB or {demo_answers._MAX_PIXELS // 10**6} million pixels",
-        f"while {counts[demo_server._MAX_WAITING]} others are in memory",
+        f"while {counts[demo_server.MAX_WAITING]} others are in memory",
         f"more than {demo_server._SECONDS:.0f} seconds to arrive",
         f"same person (or without a threshold), {DIFFERENT} for different people, 1 for an error, 2 for a wrong",
     ):

@@ -28,12 +28,13 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from pictures import jpeg, picture
 
+from deploy.embed.embedder import open_embedder
 from deploy.faces.detector import Detector, Face
 from deploy.gallery.format import Facts
 from deploy.gallery.store import Gallery, NewImage
 from deploy.results_file import read_results
 from deploy.serve import server as demo_server
-from deploy.serve.answers import DemoAnswers
+from deploy.serve.answers import DemoAnswers, measured, result_of, score
 from eval.__main__ import main as evaluate
 from eval.pair_sets.bin_file import read_bin, write_bin
 from scripts.deploy import demo
@@ -134,22 +135,24 @@ class Page:
 
 @contextlib.contextmanager
 def _served(answers: Any) -> Iterator[Page]:
-    page = demo._PAGE.read_text()
-    with demo_server.PageServer(0, page, answers) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        try:
-            yield Page(server)
-        finally:
-            server.shutdown()
-            thread.join()
+    page = demo_server.PageServer(0, answers)
+    thread = threading.Thread(target=page.serve, daemon=True)
+    thread.start()
+    until = time.monotonic() + 10
+    while not page.server.started and time.monotonic() < until:
+        time.sleep(0.01)
+    try:
+        yield Page(page)
+    finally:
+        page.server.should_exit = True
+        thread.join()
 
 
 @pytest.fixture(scope="module")
 def answers(place: Path) -> DemoAnswers:
     """Return what the page computes, with a gallery of three people."""
     options = _options(place, "--results", str(place / "report" / "results.json"), "--far", "1e-1")
-    embedder = demo.open_embedder(options)
+    embedder = open_embedder(options)
     gallery = Gallery.create(place / "gallery", Facts(embedder.title, embedder.digest, 8, SIZE, "", "largest"))
     pixels = [decode_rgb(_face(person, 7)) for person in range(3)]
     rows = embedder.embed(np.stack(pixels))
@@ -159,7 +162,7 @@ def answers(place: Path) -> DemoAnswers:
             for number, (name, row, crop) in enumerate(zip(NAMES, rows, pixels, strict=True))
         ]
     )
-    result = demo._result_of(options, embedder)
+    result = result_of(options, embedder)
     return DemoAnswers(embedder, None, gallery, result, "1e-1")
 
 
@@ -185,17 +188,17 @@ def _reference(place: Path, *pictures: bytes) -> np.ndarray:
 
 def test_the_score_of_two_pictures_is_that_of_the_network(page: Page, place: Path):
     first, second = _face(0, 1), _face(1, 2)
-    status, found = page.send("/verify", first, second)
+    status, found = page.send("/api/verify", first, second)
     rows = _reference(place, first, second)
     assert status == 200 and found["cosine"] == pytest.approx(rows[0] @ rows[1], abs=1e-5)
     crop = base64.b64decode(found["faces"][0].removeprefix("data:image/png;base64,"))
     assert (decode_rgb(crop) == decode_rgb(first)).all()
-    assert page.send("/verify", first, first)[1]["cosine"] == pytest.approx(1, abs=1e-6)
+    assert page.send("/api/verify", first, first)[1]["cosine"] == pytest.approx(1, abs=1e-6)
 
 
 def test_a_search_names_the_most_similar_people(page: Page, place: Path):
     query = _face(1, 30)
-    status, found = page.send("/search", query)
+    status, found = page.send("/api/search", query)
     rows = _reference(place, query, *(_face(person, 7) for person in range(3)))
     cosines = rows[1:] @ rows[0]
     order = np.argsort(-cosines)
@@ -205,8 +208,14 @@ def test_a_search_names_the_most_similar_people(page: Page, place: Path):
     assert (shown, headers["content-type"]) == (200, "image/png") and (decode_rgb(data) == decode_rgb(_face(1, 7))).all()
 
 
+def test_a_program_may_search_with_the_bytes_of_a_picture_alone(page: Page):
+    query = _face(1, 30)
+    status, _, found = page.ask("POST", "/api/search", query, Content_Type="application/octet-stream")
+    assert status == 200 and found == page.send("/api/search", query)[1]
+
+
 def test_the_page_has_the_thresholds_and_the_histogram_of_the_results(page: Page, place: Path):
-    _, _, about = page.ask("GET", "/about")
+    _, _, about = page.ask("GET", "/api/info")
     file = json.loads((place / "report" / "results.json").read_text())["tiny"]
     assert about["set"]["histogram"]["genuine"] == file["similarities"]["genuine"] and about["set"]["num_impostor"] == 30
     pairs, drawn = read_bin(place / "tiny.bin"), about["set"]["histogram"]
@@ -223,12 +232,10 @@ def test_the_page_has_the_thresholds_and_the_histogram_of_the_results(page: Page
 
 def test_numbers_that_are_computed_now_are_those_of_a_report(place: Path, answers: DemoAnswers):
     """Up to the rounding of float32 sums, which here are added before they are float64."""
-    now = demo.score(place / "tiny.bin", answers.embedder)
+    now = score(place / "tiny.bin", answers.embedder)
     before = read_results(place / "report" / "results.json")["tiny"]
     assert (now.num_genuine, now.num_impostor, now.accuracy, now.eer) == (30, 30, before.accuracy, before.eer)
-    assert [point.cosine for point in demo.measured(now)] == pytest.approx(
-        [point.cosine for point in demo.measured(before)], abs=1e-5
-    )
+    assert [point.cosine for point in measured(now)] == pytest.approx([point.cosine for point in measured(before)], abs=1e-5)
     assert now.histogram.edges == pytest.approx(before.histogram.edges, abs=1e-5)
 
 
@@ -249,14 +256,14 @@ def test_with_a_detector_photographs_are_cropped(answers: DemoAnswers):
     face = decode_rgb(_face(0))
     wide = cv2.imencode(".png", np.concatenate([face, np.zeros_like(face)], axis=1)[:, :, ::-1])[1].tobytes()
     with _served(DemoAnswers(answers.embedder, _HalfDetector(), None, None, "")) as page:
-        status, found = page.send("/verify", wide, wide)
+        status, found = page.send("/api/verify", wide, wide)
         crop = decode_rgb(base64.b64decode(found["faces"][0].partition(",")[2]))
         assert status == 200 and found["cosine"] == pytest.approx(1, abs=1e-6)
         assert (crop == align(np.concatenate([face, np.zeros_like(face)], axis=1), POINTS, SIZE, smooth=True)).all()
-        status, found = page.send("/verify", wide, _face(0))
+        status, found = page.send("/api/verify", wide, _face(0))
         assert (status, found["picture"]) == (422, 1) and found["error"].startswith("No face was found.")
-        assert page.ask("GET", "/about")[2]["detector"] == "half.onnx"
-        assert page.send("/search", wide) == (
+        assert page.ask("GET", "/api/info")[2]["detector"] == "half.onnx"
+        assert page.send("/api/search", wide) == (
             422,
             {"error": "there is no gallery; start the page with --gallery DIR", "picture": 0},
         )
@@ -285,10 +292,10 @@ def _png_of(width: int, height: int) -> bytes:
     ],
 )
 def test_what_is_no_picture_is_named_and_the_page_goes_on(page: Page, data: bytes, says: str):
-    status, found = page.send("/verify", _face(0), data)
+    status, found = page.send("/api/verify", _face(0), data)
     assert (status, found["picture"]) == (422, 1) and says in found["error"] and len(found["error"].splitlines()) == 1
-    assert page.send("/search", data)[1]["picture"] == 0
-    assert page.send("/verify", _face(0), _face(0))[0] == 200
+    assert page.send("/api/search", data)[1]["picture"] == 0
+    assert page.send("/api/verify", _face(0), _face(0))[0] == 200
 
 
 # ---- requests that no page sends
@@ -313,10 +320,10 @@ def test_what_is_no_picture_is_named_and_the_page_goes_on(page: Page, data: byte
 )
 def test_another_site_and_another_name_are_refused(page: Page, headers: dict[str, str]):
     given = {name: value.replace("{port}", str(page.port)) for name, value in headers.items()}
-    for path, pictures in (("/verify", 2), ("/search", 1)):
+    for path, pictures in (("/api/verify", 2), ("/api/search", 1)):
         status, found = page.send(path, *[_face(0)] * pictures, **given)
         assert status == 403 and set(found) == {"error", "picture"}
-    for path in ("/about", "/gallery/1"):
+    for path in ("/api/info", "/gallery/1"):
         assert page.ask("GET", path, **given)[0] == 403
     is_link = "Sec_Fetch_Site" in given
     assert page.ask("GET", "/", **given)[0] == (200 if is_link else 403)  # a link on another site may lead here
@@ -326,19 +333,21 @@ def test_the_page_itself_is_served_under_both_its_names(page: Page):
     for name in ("127.0.0.1", "localhost", "LOCALHOST"):
         host = f"{name}:{page.port}"
         given = {"Host": host, "Origin": f"http://{host}".lower(), "Sec_Fetch_Site": "same-origin"}
-        assert page.ask("GET", "/", **given)[0] == 200 and page.send("/verify", _face(0), _face(1), **given)[0] == 200
+        assert page.ask("GET", "/", **given)[0] == 200 and page.send("/api/verify", _face(0), _face(1), **given)[0] == 200
 
 
 def test_a_request_without_a_host_or_with_two_is_refused(page: Page):
     host = f"Host: 127.0.0.1:{page.port}\r\n".encode()
-    assert b" 403 " in page.raw(b"GET / HTTP/1.1\r\n\r\n").splitlines()[0]
-    assert b" 403 " in page.raw(b"GET / HTTP/1.1\r\n" + 2 * host + b"\r\n").splitlines()[0]
-    assert b" 200 " in page.raw(b"GET / HTTP/1.1\r\n" + host + b"\r\n").splitlines()[0]
+    close = b"Connection: close\r\n\r\n"
+    assert b" 403 " in page.raw(b"GET / HTTP/1.0\r\n" + close).splitlines()[0]
+    for hosts in (b"", 2 * host):  # HTTP/1.1 itself forbids these
+        assert b" 400 " in page.raw(b"GET / HTTP/1.1\r\n" + hosts + close).splitlines()[0]
+    assert b" 200 " in page.raw(b"GET / HTTP/1.1\r\n" + host + close).splitlines()[0]
 
 
 def test_every_answer_forbids_scripts_of_others_frames_and_stores(page: Page):
     policies = []
-    for path in ("/", "/", "/about", "/gallery/1", "/nothing"):
+    for path in ("/", "/", "/api/info", "/gallery/1", "/nothing"):
         _, headers, data = page.ask("GET", path)
         assert headers["x-content-type-options"] == "nosniff" and headers["cache-control"] == "no-store"
         assert headers["x-frame-options"] == "DENY" and headers["cross-origin-resource-policy"] == "same-origin"
@@ -351,7 +360,7 @@ def test_every_answer_forbids_scripts_of_others_frames_and_stores(page: Page):
 
 
 def test_the_page_asks_nothing_of_other_machines():
-    text = demo._PAGE.read_text()
+    text = demo_server.PAGE.read_text()
     assert set(re.findall(r"https?://[\w.]+", text)) == {"http://www.w3.org"}  # the name of SVG, which nobody fetches
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|style=|onclick=|@import|url\(", text)
     assert text.isascii()
@@ -366,12 +375,12 @@ def test_the_page_asks_nothing_of_other_machines():
         "/gallery/",
         "/gallery/0",
         "/gallery/99",
-        "/gallery/../about",
+        "/gallery/../api/info",
         "/gallery/%31",
         "/gallery/1/",
         "/gallery/" + "9" * 400,
         "/?x",
-        "/about?x=1",
+        "/api/info?x=1",
     ],
 )
 def test_no_other_path_has_anything(page: Page, path: str):
@@ -381,7 +390,7 @@ def test_no_other_path_has_anything(page: Page, path: str):
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "HEAD", "TRACE", "PATCH", "GETT", "CONNECT"])
 def test_no_other_method_does_anything(page: Page, method: str):
-    host = f"{method} / HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\n\r\n".encode()
+    host = f"{method} / HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nConnection: close\r\n\r\n".encode()
     assert b" 501 " in page.raw(host).splitlines()[0]
 
 
@@ -392,8 +401,8 @@ def test_no_other_method_does_anything(page: Page, method: str):
         ({"Content_Length": str(demo_server.MAX_PICTURE + 1), "Picture_Sizes": f"{demo_server.MAX_PICTURE + 1}, 0"}, 413),
         ({"Content_Length": "9" * 12}, 413),
         ({"Content_Length": "9" * 13}, 411),
-        ({"Content_Length": "-1"}, 411),
-        ({"Content_Length": "x"}, 411),
+        ({"Content_Length": "-1"}, 400),  # by the parser
+        ({"Content_Length": "x"}, 400),
         ({"Content_Length": "8", "Transfer_Encoding": "chunked"}, 411),
         ({"Content_Length": "8", "Picture_Sizes": "4,5"}, 400),
         ({"Content_Length": "8", "Picture_Sizes": "8"}, 400),
@@ -410,8 +419,9 @@ def test_a_body_is_refused_before_it_is_read(page: Page, headers: dict[str, str]
     given = {"Content_Type": "application/octet-stream", **headers}
     lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in given.items())
     start = time.monotonic()
-    said = page.raw(f"POST /verify HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\n{lines}\r\n".encode(), seconds=10)
-    assert f" {status} ".encode() in said.splitlines()[0] and json.loads(said.partition(b"\r\n\r\n")[2])["error"]
+    said = page.raw(f"POST /api/verify HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\n{lines}\r\n".encode(), seconds=10)
+    assert f" {status} ".encode() in said.splitlines()[0]
+    assert given["Content_Length"] in ("-1", "x") or json.loads(said.partition(b"\r\n\r\n")[2])["error"]
     assert time.monotonic() - start < 8
 
 
@@ -419,7 +429,7 @@ def test_a_large_body_is_thrown_away_so_that_the_answer_arrives(page: Page):
     """The whole body is on its way; closing at once would make the browser lose the answer."""
     body = bytes(demo_server.MAX_PICTURE + 1)
     given = {"Content_Type": "application/octet-stream", "Picture_Sizes": f"{len(body)}, 0"}
-    status, _, found = page.ask("POST", "/verify", body, **given)
+    status, _, found = page.ask("POST", "/api/verify", body, **given)
     assert (status, found["picture"]) == (413, 0) and "24 MiB at most" in found["error"]
 
 
@@ -485,27 +495,29 @@ def _in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
 def test_pictures_are_computed_one_after_the_other_and_few_may_wait():
     slow = _Slow()
     with _served(slow) as page:
-        calls: list[Any] = [functools.partial(page.send, "/verify", b"a" * number, b"b") for number in range(12)]
+        calls: list[Any] = [functools.partial(page.send, "/api/verify", b"a" * number, b"b") for number in range(12)]
 
         def release() -> None:
             assert slow.started.acquire(timeout=10)
             until = time.monotonic() + 10
-            while page.server.waiting._value and time.monotonic() < until:  # until all places are taken
+            while (
+                page.server.routes.waiting < demo_server.MAX_WAITING and time.monotonic() < until
+            ):  # until all places are taken
                 time.sleep(0.01)
             time.sleep(0.3)
             slow.go.set()
 
         found = _in_threads([*calls, release])[:-1]
         done = [(number, answer["cosine"]) for number, (status, answer) in enumerate(found) if status == 200]
-        assert slow.most == 1 and len(done) >= demo_server._MAX_WAITING and all(cosine == n + 1 for n, cosine in done)
+        assert slow.most == 1 and len(done) >= demo_server.MAX_WAITING and all(cosine == n + 1 for n, cosine in done)
         refused = [answer for status, answer in found if status == 503]
         assert len(refused) == 12 - len(done) and refused and "too many pictures are waiting" in refused[0]["error"]
-        assert page.send("/verify", b"", b"")[0] == 200  # all places are free again
+        assert page.send("/api/verify", b"", b"")[0] == 200  # all places are free again
 
 
 def test_a_fault_of_ours_is_a_line_in_the_terminal_and_no_traceback_on_the_page(capfd: pytest.CaptureFixture[str]):
     with _served(_Slow()) as page:
-        assert page.send("/search", b"x") == (
+        assert page.send("/api/search", b"x") == (
             500,
             {"error": "this failed; the terminal of the program says why", "picture": None},
         )
@@ -523,27 +535,25 @@ def test_a_slow_client_is_cut_off(monkeypatch: pytest.MonkeyPatch):
                 connection.sendall(b"G")
                 time.sleep(0.02)
         assert time.monotonic() - begin < 3.5
-        start = f"POST /verify HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nContent-Type: application/octet-stream\r\n"
+        start = f"POST /api/verify HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nContent-Type: application/octet-stream\r\n"
         said = page.raw(f"{start}Content-Length: 8\r\nPicture-Sizes: 4, 4\r\n\r\nabc".encode())
         assert b" 200 " not in said
         until = time.monotonic() + 10
-        while (
-            page.server.waiting._value < demo_server._MAX_WAITING and time.monotonic() < until
-        ):  # its thread notices a little later
+        while page.server.routes.waiting and time.monotonic() < until:
             time.sleep(0.02)
-        assert page.server.waiting._value == demo_server._MAX_WAITING
+        assert page.server.routes.waiting == 0
 
 
 def test_too_many_connections_are_closed_and_the_page_goes_on():
     with _served(_Slow()) as page, contextlib.ExitStack() as stack:
-        for _ in range(demo_server._MAX_CONNECTIONS):
+        for _ in range(demo_server.MAX_CONNECTIONS):
             stack.enter_context(socket.create_connection(("127.0.0.1", page.port)))
         time.sleep(0.3)
         with contextlib.suppress(ConnectionError):
             assert page.raw(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\n\r\n".encode()) == b""
         stack.close()
         until = time.monotonic() + 10
-        while page.server._deadlines and time.monotonic() < until:
+        while page.server.server.server_state.connections and time.monotonic() < until:
             time.sleep(0.02)
         assert page.ask("GET", "/")[0] == 200
 
@@ -565,7 +575,7 @@ def test_the_program_says_its_address_writes_nothing_and_ends_with_ctrl_c(place:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     data = _face(0)
     headers = {"Content-Type": "application/octet-stream", "Picture-Sizes": f"{len(data)}, {len(data)}"}
-    connection.request("POST", "/verify", 2 * data, headers)
+    connection.request("POST", "/api/verify", 2 * data, headers)
     reply = connection.getresponse()
     assert reply.status == 200 and json.loads(reply.read())["cosine"] == pytest.approx(1, abs=1e-6)
     process.send_signal(signal.SIGINT)
@@ -628,7 +638,25 @@ def test_the_set_with_the_strictest_threshold_is_taken(place: Path, tmp_path: Pa
     (tmp_path / "r.json").write_text(json.dumps({**found, "strict": strict, "large": {**found["tiny"], "num_impostor": 10**6}}))
     path = str(tmp_path / "r.json")
     for more, name in ((["--far", "1e-1"], "strict"), ([], "large"), (["--set", "tiny"], "tiny")):
-        assert demo._result_of(_options(place, "--results", path, *more), answers.embedder).name == name
+        assert result_of(_options(place, "--results", path, *more), answers.embedder).name == name
+
+
+def test_the_results_of_the_run_that_is_the_network_are_found(place: Path, tmp_path: Path, answers: DemoAnswers):
+    shutil.copy(place / "report" / "results.json", tmp_path / "results.json")
+    options = _options(place)
+    assert result_of(options, answers.embedder) is None
+    options.run = tmp_path
+    assert result_of(options, answers.embedder) == answers.result
+    options.best = True  # the results are of the end
+    assert result_of(options, answers.embedder) is None
+
+
+def test_missing_packages_are_one_line(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "deploy.serve.server")
+    assert demo.main([str(place / "face.onnx"), *SETTINGS, "--port", "0"]) == 1
+    said = capsys.readouterr().err
+    assert "pip install starlette uvicorn" in said and said.count("\n") == 1
 
 
 def test_a_threshold_that_no_pair_could_measure_is_not_offered(answers: DemoAnswers):
@@ -643,7 +671,7 @@ def test_the_page_of_a_moving_average_has_its_numbers(place: Path, tmp_path: Pat
     (tmp_path / "r.json").write_text(json.dumps({"tiny": found, "ema/tiny": {**found, "num_impostor": 31}}))
     options = _options(place, "--results", str(tmp_path / "r.json"))
     for options.ema, pairs in ((False, 30), (True, 31)):
-        result = demo._result_of(options, answers.embedder)
+        result = result_of(options, answers.embedder)
         assert (result.name, result.num_impostor) == ("tiny", pairs)
 
 

@@ -1,24 +1,40 @@
 """What the page computes: how alike two faces are, and who of a gallery is most like one. It keeps nothing of the pictures."""
 
+import argparse
 import base64
 import math
+from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 
+from eval.evaluate import load_pair_sets
+from eval.report import as_json
+from eval.verification import row_norms, verify
+from utils.cli import progress
+from utils.files import shown
 from utils.image import check_size, image_size
 
 from ..embed.embedder import Embedder
 from ..faces.crops import Rejected, crops_of
 from ..faces.detector import Detector
 from ..gallery.store import Gallery
-from ..results_file import SetResult
-from .server import UploadError
+from ..results_file import Point, SetResult, parse_results, read_results_of
+from ..thresholds import RESULTS
 
 _MAX_PIXELS = 64_000_000  # of an upload: 0.6 GB while it is decoded; phones have 12 to 50 million
 _TOP = 5  # people that a search shows
 WHICH_FACE = "largest"  # of several on a photograph
+_AT_ONCE = 64  # images of a set between two steps of the progress bar
+
+
+class UploadError(Exception):
+    """A picture cannot be used: what the user of the page reads, and which of the pictures it is, from 0."""
+
+    def __init__(self, message: str, picture: int = 0) -> None:
+        super().__init__(message)
+        self.picture = picture
 
 
 class DemoAnswers:
@@ -133,3 +149,68 @@ def _png(pixels: np.ndarray) -> bytes:
 
 def _as_url(pixels: np.ndarray) -> str:
     return f"data:image/png;base64,{base64.b64encode(_png(pixels)).decode()}"
+
+
+def result_of(options: argparse.Namespace, embedder: Embedder) -> SetResult | None:
+    """Return the numbers of the set whose thresholds the page shows: of --pairs, --results, or the run that is the network."""
+    if options.pairs:
+        if options.set:
+            raise ValueError("--set chooses one of the sets of --results, and --pairs is one; leave it out")
+        return score(options.pairs, embedder)
+    results = options.results or _results_of_run(options)
+    if not results:
+        for flag in ("far", "set"):
+            if getattr(options, flag):
+                raise ValueError(f"--{flag} chooses a threshold of --results or --pairs; give one of them, or leave it out")
+        return None
+    found = read_results_of(results, options.ema, options.set)
+    if options.set and options.set not in found:
+        raise ValueError(f"--set: {shown(results)} has no set {options.set!r:.200}; it has {', '.join(found)}")
+    if options.set:
+        return found[options.set]
+    at_far = [(point.cosine, result) for result in found.values() for point in measured(result) if _is(point, options.far)]
+    if at_far:  # the strictest, as scripts.deploy.search has it
+        return max(at_far, key=lambda pair: pair[0] or 0.0)[1]
+    return max(found.values(), key=lambda result: result.num_impostor or 0)
+
+
+def _results_of_run(options: argparse.Namespace) -> Path | None:
+    """Return the results that the network's own run has measured at its end, None if there are none."""
+    path = Path(options.run) / RESULTS
+    return path if path.is_file() and not (options.best or options.untrained) else None
+
+
+def measured(result: SetResult) -> list[Point]:
+    """Return the thresholds that the pairs of a set could measure, from the highest FAR to the lowest."""
+    points = [point for point in result.points if point.cosine is not None and point.tar is not None]
+    return sorted(points, key=lambda point: -float(point.target))
+
+
+def _is(point: Point, far: str | None) -> bool:
+    return far is not None and math.isclose(float(point.target), float(far))
+
+
+def score(path: Path, embedder: Embedder) -> SetResult:
+    """Return the numbers of a verification set, computed now."""
+    pair_set = load_pair_sets("", [str(path)], "--pairs", "--pairs")[0]
+    rows = []
+    for first in progress(range(0, len(pair_set.images), _AT_ONCE), None, "scoring the set", "batch"):
+        numbers = range(first, min(first + _AT_ONCE, len(pair_set.images)))
+        rows.append(embedder.embed(np.stack([pair_set.decode(number, embedder.image_size) for number in numbers])))
+    sums = np.concatenate(rows).astype(np.float64)
+    norms = row_norms(sums)
+    unit = sums / np.where(norms == 0, 1, norms)[:, None]
+    result = verify(unit[pair_set.first], unit[pair_set.second], pair_set.same, xnorm=float(norms.mean()))
+    return parse_results(as_json({pair_set.name: result}))[pair_set.name]
+
+
+def far_of(options: argparse.Namespace, result: SetResult | None) -> str:
+    """Return the FAR that the page begins with, "" if no threshold is known."""
+    points = measured(result) if result else []
+    if options.far is None:
+        return points[-1].target if points else ""
+    for point in points:
+        if _is(point, options.far):
+            return point.target
+    known = ", ".join(point.target for point in points) or "none, because it has too few pairs"
+    raise ValueError(f"--far {options.far}: {result.name if result else 'no set'} has no threshold for it; it has {known}")
