@@ -11,8 +11,8 @@ from backbones import list_backbones
 from configs import load_config
 from losses import MARGINS, Published
 from scripts import tables
-from scripts.benchmark.losses_curves import GROUPS
-from scripts.benchmark.losses_report import BEGIN, END, accuracies
+from scripts.benchmark.kit import END
+from scripts.benchmark.losses_report import BEGIN, GROUPS, accuracies
 from training.sections import NAMED
 
 ROOT = Path(__file__).parent.parent

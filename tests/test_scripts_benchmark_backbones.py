@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from backbones import list_backbones
-from scripts.benchmark import backbones, losses_report
+from scripts.benchmark import backbones, kit
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,7 +42,7 @@ def test_transformers_have_the_published_multiply_adds(tmp_path: Path):
 
 def test_two_networks_are_measured_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     page, file = tmp_path / "page.md", tmp_path / "rows.json"
-    page.write_text(f"Before\n\n{backbones.BEGIN}\n\nold\n\n{losses_report.END}\n\nAfter\n")
+    page.write_text(f"Before\n\n{backbones.BEGIN}\n\nold\n\n{kit.END}\n\nAfter\n")
     arguments = ["--quick", "--device", "cpu", "--embedding-size", "16", "--image-size", "64", "--page", str(page)]
     assert backbones.main([*arguments, "--json", str(file)]) == 0
     found = json.loads(file.read_text())
@@ -74,5 +74,5 @@ def test_a_mistake_is_one_line(tmp_path: Path, arguments: list[str], said: str, 
 
 def test_the_page_has_the_cost_of_every_backbone():
     page = (ROOT / "docs" / "backbones.md").read_text()
-    table = page.split(backbones.BEGIN)[1].split(losses_report.END)[0]
+    table = page.split(backbones.BEGIN)[1].split(kit.END)[0]
     assert [row.split("|")[1].strip() for row in table.splitlines() if row.startswith("| ")][2:] == list_backbones()

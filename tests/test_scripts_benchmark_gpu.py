@@ -1,167 +1,72 @@
-"""The benchmark of one GPU, as a program on the CPU: every part measures, and none can fail, hang or be left out unseen."""
+"""The program that runs everything on one GPU: parts in processes of their own, of which one that fails costs itself only."""
 
-import argparse
 import json
-import math
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import FORKS, ROOT
+from tiny_runs import ROOT
 
-from scripts.benchmark import device_rates, gpu
-from scripts.benchmark.gpu_parts import heads
-from scripts.benchmark.gpu_parts.measuring import Context, Interval, attempt, device_figures, outermost
-
-POSITIVE = {  # of each part: figures that its rows have, each in one row at least
-    "machine": {"TFLOP/s", "GB/s", "us"},
-    "tests": {"seconds"},
-    "head": {"wall_ms", "bytes_per_identity", "useful_tflops", "floor_ms", "share_of_floor"},
-    "backbone": {"images_per_second", "peak_gib", "share of convolutions", "share of BatchNorm", "share of PReLU"},
-    "training": {"images_per_second", "memory_gib", "step_ms", "last_loss"},
-    "loader": {"images_per_second", "launches_per_second", "launches_of_alone"},
-    "checkpoint": {"training_waits_s", "complete_after_s", "gib"},
-    "largest": {"step_s", "peak_gib", "loss"},
-}
+from scripts import face
+from scripts.benchmark import gpu, kit
 
 
-def test_every_part_measures_on_the_cpu_and_the_page_has_its_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu, "subprocess", FORKS)
-    files = ["--json", str(tmp_path / "gpu.json"), "--out", str(tmp_path / "gpu.html")]
-    status = gpu.main(["--device", "cpu", "--quick", "--minutes", "30", *files])
-    assert status == 0, str((tmp_path / "gpu.json").read_text())[-3000:]
-    result = json.loads((tmp_path / "gpu.json").read_text())
-    assert list(result["parts"]) == list(gpu.PARTS) == list(POSITIVE)
-    for name, part in result["parts"].items():
-        assert part["status"] == "complete" and part["reason"] == "" and part["seconds"] > 0
-        numbers = {key: value for row in part["rows"] for key, value in row.items() if isinstance(value, float)}
-        assert numbers.keys() >= POSITIVE[name], name
-        assert all(math.isfinite(value) and value >= 0 for value in numbers.values()), name
-        for row in part["rows"]:
-            assert all(row[key] > 0 for key in POSITIVE[name] & row.keys() - {"seconds"}), row
-            assert "left_out" not in row or row["left_out"] == "CUDA graphs need CUDA"
-    rows = {name: part["rows"] for name, part in result["parts"].items()}
-    if not torch.cuda.is_available():
-        assert {row["outcome"] for row in rows["tests"]} == {"skipped"} and len(rows["tests"]) >= 10
-        assert all("CUDA" in row["reason"] or "two GPUs" in row["reason"] for row in rows["tests"])
-    # what only CUDA can tell is left out, not made up
-    found = {key for part in rows.values() for row in part for key in row}
-    assert not found & {"gpu_ms", "enqueue_ms", "launches", "gpu_busy_ms", "gpu_idle_ms", "host_syncs"}
-    assert any(len(row.get("timeline", [])) > 20 for row in rows["training"])
-    page = (tmp_path / "gpu.html").read_text()
-    assert page.count("<img ") == 6 and "no figure here says anything about a GPU" in page  # training has two
+def _run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    status = gpu.main(["--device", "cpu", "--out", str(tmp_path / "out"), *arguments])
+    return status, json.loads((tmp_path / "out" / "summary.json").read_text())
 
 
-def _options(tmp_path: Path, *parts: str, minutes: float = 10.0) -> argparse.Namespace:
-    places = {"json": tmp_path / "gpu.json", "out": tmp_path / "gpu.html"}
-    return argparse.Namespace(device="cpu", quick=True, parts=list(parts), minutes=minutes, **places)
+def test_a_part_is_a_benchmark_with_its_device_and_leaves_its_figures(tmp_path: Path):
+    status, summary = _run(tmp_path, "--quick", "--parts", "capacity")
+    assert (status, summary["parts"]["capacity"]["status"]) == (0, "complete") and summary["machine"] == kit.machine("cpu")
+    assert json.loads((tmp_path / "out" / "capacity.json").read_text()) and (tmp_path / "out" / "capacity.txt").stat().st_size
 
 
-_BROKEN = """
-import sys, time
-from scripts.benchmark import gpu
-def fails(context):
-    yield {"what": "first", "seconds": 1.5}
-    print("words of the part")
-    raise RuntimeError("the card fell out")
-def hangs(context):
-    yield {"what": "before it hangs", "seconds": 2.5}
-    time.sleep(1000)
-def one_case(context):
-    yield {"what": "a case", "failed": "ValueError: no"}
-    yield {"what": "another", "seconds": 3.5}
-gpu.PARTS.update(machine=gpu._Part(fails, 100), head=gpu._Part(hangs, 20), loader=gpu._Part(one_case, 100))
-sys.exit(gpu.main(sys.argv[1:]))
-"""
+def test_every_part_is_a_program_that_takes_its_options(monkeypatch: pytest.MonkeyPatch):
+    programs = [part.command for part in gpu.PARTS.values() if part.command[0] != "pytest"]
+    modules = set(face.all_verbs().values())
+    for module, *words in programs:
+        assert module in modules
+        program = __import__(module, fromlist=["main"])
+        monkeypatch.setattr(program, "run_main", lambda run: 0)  # parse, and do nothing
+        for device in ("cpu", "cuda"):
+            assert program.main([word.format(device=device, json="x.json", memory="1") for word in words] + ["--quick"]) == 0
 
 
-def test_a_part_that_fails_or_hangs_costs_itself_only_and_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "program.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{_BROKEN}")
-    whole = subprocess.Popen
-
-    def popen(command: list[str], **more: Any) -> Any:
-        return whole([sys.executable, str(tmp_path / "program.py"), *command[3:]], **more)
-
-    monkeypatch.setattr(gpu.subprocess, "Popen", popen)
-    monkeypatch.setitem(gpu.PARTS, "head", gpu.PARTS["head"]._replace(seconds=15))
-    begun = time.monotonic()
-    with pytest.raises(ValueError, match="not complete: machine, head, loader"):
-        gpu.benchmark(_options(tmp_path, "machine", "head", "loader"))
-    assert time.monotonic() - begun < 120
-    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    assert [part["status"] for part in parts.values()] == ["failed", "killed at its deadline", "failed"]
-    assert [part["rows"][-1].get("seconds") for part in parts.values()] == [1.5, 2.5, 3.5]  # what was measured is kept
-    assert "the card fell out" in parts["machine"]["reason"] and "longer than 15 s" in parts["head"]["reason"]
-    assert "ValueError: no" in parts["loader"]["reason"]
-    page = (tmp_path / "gpu.html").read_text()
-    assert "words of the part" in page and "killed at its deadline" in page and "ValueError: no" in page
+def test_a_part_that_fails_or_hangs_costs_itself_only_and_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "breaks.py").write_text("print('words of the part')\nraise RuntimeError('the card fell out')")
+    (tmp_path / "hangs.py").write_text("import time\nprint('before it hangs', flush=True)\ntime.sleep(1000)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    parts = {
+        "tests": gpu._Part(("breaks",), 300),
+        "head": gpu._Part(("hangs",), 8),
+        "data": gpu._Part(("json.tool", "-h"), 300),
+    }
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    status, summary = _run(tmp_path)
+    found = {name: part["status"] for name, part in summary["parts"].items()}
+    assert status == 1 and found["data"] == "complete"
+    assert found["tests"] == "failed with status 1" and found["head"].startswith("killed at its deadline")
+    assert "not complete: tests, head" in capsys.readouterr().err
+    assert "the card fell out" in (tmp_path / "out" / "tests.txt").read_text()  # what was said is kept
+    assert "before it hangs" in (tmp_path / "out" / "head.txt").read_text()
 
 
 def test_parts_that_the_minutes_do_not_reach_are_named(tmp_path: Path):
-    with pytest.raises(ValueError, match="not complete: machine, largest"):
-        gpu.benchmark(_options(tmp_path, "machine", "largest", minutes=0.01))
-    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    assert {part["status"] for part in parts.values()} == {"not started"}
+    status, summary = _run(tmp_path, "--parts", "head", "data", "--minutes", "0.01")
+    assert status == 1 and all(part["status"].startswith("not started") for part in summary["parts"].values())
 
 
 def test_a_device_that_is_not_there_or_no_time_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    files = ["--json", str(tmp_path / "gpu.json"), "--out", str(tmp_path / "gpu.html")]
-    for arguments, said in (
-        (["--minutes", "0"], "--minutes must be above 0"),
-        ([], "--device cuda, but torch sees no CUDA device"),
-    ):
-        assert gpu.main([*arguments, *files]) == 1
+    for arguments, said in ((["--minutes", "0"], "--minutes must be above 0"), ([], "--device cuda, but torch sees no CUDA")):
+        assert gpu.main([*arguments, "--out", str(tmp_path / "out")]) == 1
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: ") and said in line
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_device_figures_are_those_of_the_union_of_all_streams():
-    def interval(lane: str, kind: str, start: float, end: float, name: str = "k") -> Interval:
-        return Interval(lane, kind, name, start, end)
-
-    intervals = [
-        interval("host", "cuda_runtime", 0, 5, "cudaStreamSynchronize"),
-        interval("host", "cuda_runtime", 5, 6, "cudaLaunchKernel"),
-        interval("host, other threads", "cuda_runtime", 5, 9, "cudaEventSynchronize"),
-        interval("stream 7", "kernel", 10, 40),
-        interval("stream 9", "kernel", 20, 60),  # beside the first
-        interval("stream 9", "gpu_memcpy", 30, 35),  # inside both
-        interval("stream 7", "kernel", 90, 110),
-    ]
-    found = device_figures(intervals, steps=2)
-    assert found == {"launches": 1.5, "gpu_busy_ms": 0.035, "gpu_idle_ms": 0.015, "host_syncs": 0.5}
-    nested = [interval("host", "cpu_op", 0, 10, "outer"), interval("host", "cpu_op", 2, 5), interval("host", "cpu_op", 11, 12)]
-    assert [kept.start for kept in outermost(nested)] == [0, 11]
-
-
-def test_a_case_without_memory_is_left_out_and_any_other_error_is_a_failure():
-    def raises(error: Exception) -> Any:
-        raise error
-
-    assert attempt({"a": 1}, lambda: {"b": 2.0}) == {"a": 1, "b": 2.0}
-    short = attempt({"a": 1}, lambda: raises(torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")))
-    assert short == {"a": 1, "left_out": "out of memory: CUDA out of memory. Tried"}
-    assert attempt({"a": 1}, lambda: raises(KeyError("x"))) == {"a": 1, "failed": "KeyError: 'x'"}
-
-
-def test_the_floor_of_a_step_is_that_of_the_operations_or_of_the_bytes(tmp_path: Path):
-    settings = {"sample_rate": 0.5, "storage": "tiny", "matmul": "bf16", "cache_mb": -1, "chunk": 0, "kernels": "plain"}
-    case = {"classes": 1000, "batch": 64, **settings}
-    # bf16 centres in; bf16 E of 64 samples out and in; centre, int8 momentum, its scale and the norm in and out
-    size = 500 * (512 * 2 + 4 + 64 * (2 + 2) + 2 * (512 * (2 + 1) + 4 + 4))
-    operations = 500 * 6 * 64 * 512
-    for rates, floor in (((1e-3, 1e9), operations / 1e6), ((1e9, 1e-3), size / 1e3)):
-        limits = {"bf16": rates[0], "GB/s": rates[1]}
-        row = heads._one(case, Context(torch.device("cpu"), True, tmp_path), limits)
-        assert row["flops_per_byte"] == pytest.approx(operations / size)
-        assert row["floor_ms"] == pytest.approx(floor) and row["share_of_floor"] == pytest.approx(floor / row["wall_ms"])
+        assert line.startswith(f"error: {said}") and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("device", "calls"), [("cuda", 20), ("cpu", 1)])
@@ -172,8 +77,8 @@ def test_bare_work_on_a_gpu_is_timed_over_twenty_calls_between_two_waits(
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("wait"))
     clock = SimpleNamespace(perf_counter=lambda: done.count("work") + 9.0 * done.count("wait"))
-    monkeypatch.setattr(device_rates, "time", clock)
-    seconds = device_rates.bare_seconds(lambda: done.append("work"), torch.device(device), rounds=3)
+    monkeypatch.setattr(kit, "time", clock)
+    seconds = kit.bare_seconds(lambda: done.append("work"), torch.device(device), rounds=3)
     waits = ["wait"] if device == "cuda" else []
     assert done == 4 * [*waits, *calls * ["work"], *waits]  # the first round is not counted
     assert seconds == (1.0 if device == "cpu" else (20 + 9) / 20)

@@ -24,8 +24,8 @@ from configs import load_config
 from eval.evaluate import evaluate, load_pair_sets
 from eval.networks import add_network_arguments, load_network
 from losses import MARGINS, margin_arguments
-from scripts.benchmark import losses, losses_report, losses_results, losses_runs
-from scripts.benchmark.losses_settings import SETTINGS, chosen_settings
+from scripts.benchmark import kit, losses, losses_report, losses_results, losses_runs
+from scripts.benchmark.losses_results import SETTINGS, chosen_settings
 from training.sections import NAMED
 from utils.checkpoint.format import list_checkpoints
 from utils.distributed import World
@@ -51,7 +51,7 @@ class Done(NamedTuple):
 @pytest.fixture(scope="module")
 def done(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Done:
     out = tmp_path_factory.mktemp("out")
-    (out / "page.md").write_text(f"Before\n\n{losses_report.BEGIN}\n\nold\n\n{losses_report.END}\n\nAfter\n")
+    (out / "page.md").write_text(f"Before\n\n{losses_report.BEGIN}\n\nold\n\n{kit.END}\n\nAfter\n")
     arguments = [*_arguments(config, out), "--page", str(out / "page.md"), "--json", str(out / "all.json")]
     broken = losses_runs.list_jobs(losses.parse(arguments), ["cosface"])[0].folder
     broken.mkdir(parents=True)
@@ -128,7 +128,7 @@ def test_a_run_has_the_loss_rate_and_seed_of_its_row_and_all_else_of_the_configu
 
 def test_tables_and_pictures_are_written_also_into_the_page(out: Path):
     text = (out / "table.md").read_text().strip()
-    begin, end = f"Before\n\n{losses_report.BEGIN}\n\n", f"\n\n{losses_report.END}\n\nAfter\n"
+    begin, end = f"Before\n\n{losses_report.BEGIN}\n\n", f"\n\n{kit.END}\n\nAfter\n"
     shown = "![Cosines of genuine and impostor pairs](images/losses_cosines_0_rate_0.5.png)"
     short = losses_report.accuracies(json.loads((out / "all.json").read_text()))
     assert (out / "page.md").read_text() == f"{begin}{short}\n\n{shown}{end}"

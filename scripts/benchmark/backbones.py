@@ -39,9 +39,7 @@ from utils.program import run_main
 from utils.report.figure import make_figure
 from utils.text import label_text, markdown_table, prefix_errors
 
-from .device_rates import synchronise
-from .head import machine
-from .losses_report import write_into_page
+from .kit import machine, synchronise, write_into_page
 
 BEGIN = "<!-- begin: written by scripts.benchmark.backbones -->"
 _REFERENCE = "r18"

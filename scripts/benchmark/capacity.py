@@ -26,7 +26,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from backbones.checkpointing import set_checkpointing
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
 from partial_fc.centres.store import FORMATS
+from partial_fc.config import matmul_dtype
 from partial_fc.kernels import choose_kernels
 from partial_fc.memory import HeadMemory
 from partial_fc.sampling.planning import num_active
@@ -45,16 +46,89 @@ from utils.cli import int_in_range, make_parser
 from utils.image import IMAGE_SIZE
 from utils.memory import LIBRARY_BYTES, BackboneMemory, backbone_memory, bytes_beside_heads, forward_operations
 from utils.optim import build_optimizer
-from utils.precision import AUTOCAST
+from utils.precision import AUTOCAST, is_fast_in_bf16
 from utils.program import run_main
 from utils.text import prefix_errors
 
-from .device_rates import CARDS, Rates, head_dtype, is_for_gpu, rates_of
-from .head import peak_bytes
+from .kit import measured_rates, peak_bytes
 
 _GIB = 2**30
 # printed instead of step times
 _NO_RATES = "no step times: no GPU is named, and there is none here; name it with --card, or give --tflops and --bandwidth"
+
+
+# The table comes from the manufacturers' data sheets. None of it was measured, and nothing here has run on these cards.
+class Card(NamedTuple):
+    """Peak rates without sparsity, and memory."""
+
+    name: str  # the exact variant, if several share the name
+    half_tflops: float  # TFLOP/s of bf16 or fp16 products with fp32 sums, on tensor cores
+    fp32_tflops: float  # TFLOP/s of fp32 products, without TF32
+    bandwidth: float  # of the memory, GB/s
+    memory: float  # GiB, rounded down from the data sheet's, because the driver reserves some
+    bf16: bool = True  # whether it has bf16 at all
+
+
+CARDS = {
+    "h200": Card("H200 SXM", 989, 67, 4800, 139),
+    "h100": Card("H100 SXM", 989, 67, 3350, 79),
+    "h100-pcie": Card("H100 PCIe", 756, 51, 2000, 79),
+    "a100": Card("A100 SXM, 80 GB", 312, 19.5, 2039, 79),
+    "a100-40": Card("A100 SXM, 40 GB", 312, 19.5, 1555, 39),
+    "v100": Card("V100 SXM2, 32 GB", 125, 15.7, 900, 31, bf16=False),
+    "l40s": Card("L40S", 362, 91.6, 864, 44),
+    "a10": Card("A10", 125, 31.2, 600, 22),
+    "l4": Card("L4", 121, 30.3, 300, 22),
+    "t4": Card("T4", 65, 8.1, 320, 14.5, bf16=False),
+    "rtx4090": Card("GeForce RTX 4090", 165, 82.6, 1008, 23.5),
+    "rtx3090": Card("GeForce RTX 3090", 71, 35.6, 936, 23.5),
+}
+
+
+def is_for_gpu(options: argparse.Namespace, device: torch.device) -> bool:
+    """Return whether the target is a GPU: always, unless this CPU is to be measured."""
+    return device.type == "cuda" or bool(options.card) or not (options.device == "cpu" or options.find)
+
+
+def head_dtype(options: argparse.Namespace, device: torch.device) -> torch.dtype:
+    """Return the dtype of the head's products that a training with head.matmul_dtype=auto takes on the target."""
+    if device.type == "cpu" and is_for_gpu(options, device):  # a GPU that is not here
+        has_bf16 = CARDS[options.card].bf16 if options.card else True
+        return torch.bfloat16 if options.precision != "fp32" and has_bf16 else torch.float32
+    return matmul_dtype("auto", AUTOCAST[options.precision], device, is_fast_in_bf16(device))
+
+
+class Rates(NamedTuple):
+    """The rates from which step times are computed."""
+
+    head_tflops: float  # TFLOP/s of matrix products in the head's dtype
+    backbone_tflops: float  # in the backbone's dtype
+    bandwidth: float  # GB/s
+    words: str  # their source, for the output
+
+
+def rates_of(options: argparse.Namespace, device: torch.device) -> Rates | None:
+    """Return the given rates, those of the card, or those measured here; None if the device is unknown."""
+    for name, other in (("tflops", "bandwidth"), ("bandwidth", "tflops")):
+        value = getattr(options, name)
+        if value is not None and (getattr(options, other) is None or value <= 0):
+            raise ValueError(f"--{name} must be above 0 and needs --{other} beside it, got {value:g}")
+    if options.tflops is not None:
+        source, tflops, bandwidth = "as given", (options.tflops, options.tflops), options.bandwidth
+    elif options.card:
+        card = CARDS[options.card]
+        source, bandwidth = f"the peak of {card.name} on its data sheet", card.bandwidth
+        head = card.half_tflops if head_dtype(options, device) == torch.bfloat16 else card.fp32_tflops
+        tflops = (head, card.fp32_tflops if options.precision == "fp32" else card.half_tflops)
+    elif device.type == "cuda" or options.device == "cpu":
+        source = f"as measured on this {device.type}"
+        measured, bandwidth = measured_rates(head_dtype(options, device), device)
+        tflops = (measured, measured)
+    else:
+        return None
+    parts = f"{tflops[0]:.3g}" if tflops[0] == tflops[1] else f"{tflops[0]:.3g} (head), {tflops[1]:.3g} (backbone)"
+    words = f"step times are estimates, not measured: a lower bound, at {parts} TFLOP/s and {bandwidth:.3g} GB/s, {source}"
+    return Rates(*tflops, bandwidth, words)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

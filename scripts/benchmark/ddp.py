@@ -30,7 +30,7 @@ from utils.cli import int_in_range, make_parser
 from utils.distributed import init_local
 from utils.program import run_main
 
-from .head import machine
+from .kit import machine
 
 _KEPT = "not shared"
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -20,7 +20,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -30,19 +29,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from losses import MARGINS, build_margin
 from partial_fc import HeadConfig, PartialFC
+from partial_fc.kernels.products import product_dtype
+from partial_fc.sampling.planning import draw_active
 from utils import distributed
 from utils.cli import make_parser
-from utils.log import peak_memory_gib
 from utils.program import run_main
 
 from . import head_traffic
 from .baselines.heads import PlainHead
-from .device_rates import synchronise
-from .head_parts import bare_products, time_draws
+from .kit import bare_seconds, machine, peak_bytes, synchronise
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _OURS = (("exact", "fp32"), ("exact", "bf16"), ("lean", "bf16"), ("tiny", "bf16"))
@@ -256,14 +256,6 @@ def _our_step(head: PartialFC, embeddings: torch.Tensor, labels: torch.Tensor) -
     return step
 
 
-def peak_bytes(device: torch.device) -> float:
-    """Return the peak memory of this process so far, in bytes."""
-    status = Path("/proc/self/status")
-    if device.type == "cpu" and status.is_file():  # getrusage would include the parent's memory at the fork
-        return 1024.0 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return peak_memory_gib(device) * 2**30
-
-
 def _memory_bytes(device: str, ranks: int) -> float:
     """Return the memory for one case: all of the GPUs' free memory, or most of the machine's."""
     if device == "cuda":
@@ -272,17 +264,47 @@ def _memory_bytes(device: str, ranks: int) -> float:
     return 0.8 * 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
 
 
-def machine(device: str) -> str:
-    """Return a line that names processor, threads and versions."""
-    if device == "cuda":
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    model = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
-    return f"{model}, {torch.get_num_threads()} threads, torch {torch.__version__}, {platform.system()}"
+def bare_products(classes: int, batch: int, dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Return the rates of the step's three products alone, into given buffers, and of a copy.
+
+    They are computed in fp32 where the head computes them in fp32 instead of bf16.
+    """
+    asked, dtype = dtype, product_dtype(device, dtype)
+    x, w = torch.randn(batch, dim, device=device).to(dtype), torch.randn(classes, dim, device=device).to(dtype)
+    e = torch.empty(classes, batch, device=device, dtype=dtype)
+    u, dw = torch.empty_like(x), torch.empty_like(w)
+    works = {
+        "logits": lambda: torch.mm(w, x.t(), out=e),
+        "embedding gradient": lambda: torch.mm(e.t(), w, out=u),
+        "centre gradient": lambda: torch.mm(e, x, out=dw),
+        "copy": lambda: dw.copy_(w),
+    }
+    seconds = {name: bare_seconds(work, device, rounds=7) for name, work in works.items()}
+    copy = 2 * w.nbytes / seconds.pop("copy") / 1e9
+    product = 2 * batch * classes * dim / 1e9
+    rates = {name: product / value for name, value in seconds.items()}
+    note = "" if dtype == asked else ", computed in fp32"
+    return {"gflops": 3 * product / sum(seconds.values()), "gflops_of_each": rates, "copy_gbs": copy, "note": note}
 
 
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.is_file() else []
+def time_draws(num_classes: int) -> dict[str, float]:
+    """Return microseconds of one step's sampling, ours and the plain head's, on the CPU."""
+    positives = np.unique(np.random.default_rng(0).integers(num_classes, size=512))
+
+    def plain() -> None:
+        priority = torch.rand(num_classes)
+        priority[torch.from_numpy(positives)] = 2.0
+        torch.topk(priority, k=num_classes // 10)[1].sort()
+
+    figures: dict[str, float] = {"classes": num_classes}
+    for name, work, repeats in (("ours_us", lambda: draw_active(positives, num_classes, 0.1, 1), 50), ("plain_us", plain, 3)):
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            work()
+            times.append(1e6 * (time.perf_counter() - started))
+        figures[name] = statistics.median(times)
+    return figures
 
 
 if __name__ == "__main__":

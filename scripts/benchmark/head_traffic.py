@@ -7,9 +7,6 @@ number times the cosine, a weight of the same size takes the place of an exponen
 Shapes: B = samples of the global batch, D = embedding size.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("error: scripts/benchmark/head_traffic.py is no program; python -m scripts lists them")
-
 from dataclasses import replace
 from typing import Any
 

@@ -40,10 +40,20 @@ from utils.files import shown
 from utils.precision import AUTOCAST
 from utils.program import run_main
 
-from . import losses_curves, losses_report
-from .losses_results import MEASURED, read_measured, read_results, require_alike, require_kept, write_measured, write_results
+from . import losses_report
+from .kit import split_page, write_into_page
+from .losses_results import (
+    MEASURED,
+    SETTINGS,
+    chosen_settings,
+    read_measured,
+    read_results,
+    require_alike,
+    require_kept,
+    write_measured,
+    write_results,
+)
 from .losses_runs import Job, Runner, list_jobs, measure, steps_done
-from .losses_settings import SETTINGS, chosen_settings
 
 _QUICK = ("backbone.name=mbf", "backbone.width=0.125", "train.batch_size=16", "schedule.warmup_epochs=0")
 _QUICK_LOSSES = ["cosface", "curricularface"]
@@ -117,7 +127,7 @@ def benchmark(options: argparse.Namespace) -> None:
     options.out = options.out or Path("work_dirs/losses_quick" if options.quick else "work_dirs/losses")
     options.out.mkdir(parents=True, exist_ok=True)
     if options.curves_only:
-        print("\n".join(f"written: {path}" for path in losses_curves.draw(options.out)))
+        print("\n".join(f"written: {path}" for path in losses_report.draw_curves(options.out)))
         return
     _check_files(options)
     jobs = list_jobs(options, chosen_settings(options.losses))
@@ -131,8 +141,8 @@ def benchmark(options: argparse.Namespace) -> None:
     pictures = losses_report.draw_cosines(rows, options.out)
     if options.page:
         links = [f"![Cosines of genuine and impostor pairs](images/{path.name})" for path in pictures]
-        losses_report.write_into_page(options.page, "\n\n".join([losses_report.accuracies(rows), *links]))
-        pictures += losses_curves.draw(options.out)
+        write_into_page(options.page, "\n\n".join([losses_report.accuracies(rows), *links]), losses_report.BEGIN)
+        pictures += losses_report.draw_curves(options.out)
         images = options.page.parent / "images"
         images.mkdir(exist_ok=True)
         for path in pictures:
@@ -171,7 +181,7 @@ def _take_known(options: argparse.Namespace, jobs: Sequence[Job]) -> set[str]:
 def _check_files(options: argparse.Namespace) -> None:
     """Raise ValueError if what is written at the end could not be, since that may be days away."""
     if options.page:
-        losses_report.split_page(options.page)
+        split_page(options.page, losses_report.BEGIN)
     if options.json and not options.json.resolve().parent.is_dir():
         raise ValueError(f"--json: {shown(options.json.parent)} is no folder")
 

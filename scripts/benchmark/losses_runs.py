@@ -1,8 +1,5 @@
 """The trainings of scripts.benchmark.losses: their command lines, their folders, and what is measured when one has ended."""
 
-if __name__ == "__main__":
-    raise SystemExit("error: scripts/benchmark/losses_runs.py is no program; python -m scripts lists them")
-
 import argparse
 import hashlib
 import itertools
@@ -33,9 +30,8 @@ from utils import distributed
 from utils.distributed.agreement import digest
 from utils.precision import AUTOCAST, choose_precision, is_fast_in_bf16
 
-from .head import machine
-from .losses_results import BINS, write_measured
-from .losses_settings import SETTINGS, loss_arguments
+from .kit import machine
+from .losses_results import BINS, SETTINGS, loss_arguments, write_measured
 
 ROOT = Path(__file__).parents[2]
 FAILED = "failed.txt"  # in the folder of a run

@@ -35,7 +35,7 @@ from utils import distributed
 from utils.cli import int_in_range, make_parser, progress
 from utils.program import run_main
 
-from .head import machine
+from .kit import machine
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _GROUP = 20  # clustered centres in one group

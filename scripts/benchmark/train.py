@@ -39,8 +39,7 @@ from utils.memory import training_operations
 from utils.precision import AUTOCAST, PRECISIONS, choose_precision, is_fast_in_bf16
 from utils.program import run_main
 
-from .device_rates import measured_rates
-from .head import machine
+from .kit import machine, measured_rates
 from .train_steps import serve_case
 
 _DIM = 512

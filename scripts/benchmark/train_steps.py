@@ -1,8 +1,5 @@
 """What scripts.benchmark.train measures in a process of its own: steps of the real training code, and their parts."""
 
-if __name__ == "__main__":
-    raise SystemExit("error: scripts/benchmark/train_steps.py is no program; python -m scripts lists them")
-
 import contextlib
 import time
 from collections.abc import Iterator
@@ -26,7 +23,7 @@ from utils.optim import set_training
 
 from .baselines.arcface_torch_loop import seconds_per_step, serving
 from .baselines.train import PlainTraining
-from .head import peak_bytes
+from .kit import peak_bytes
 
 _BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 PARTS = ("data", "forward", "backward", "head", "communication", "optimizer", "other")

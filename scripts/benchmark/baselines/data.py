@@ -4,9 +4,6 @@ It has the index as a dict of parsed lines; worker processes that decode one ima
 images and send them; Pillow; and other decoders if they are installed.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("error: scripts/benchmark/baselines/data.py is no program; python -m scripts lists them")
-
 import importlib
 import io
 from collections.abc import Callable

@@ -4,9 +4,6 @@ Rank 0 alone decodes every image of the pairs, also those that come twice, into 
 their mirror images; the network sees ten at a time; and the numbers come from loops over folds and thresholds.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("error: scripts/benchmark/baselines/eval.py is no program; python -m scripts lists them")
-
 import numpy as np
 import torch
 from torch import nn

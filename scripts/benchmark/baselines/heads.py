@@ -10,9 +10,6 @@ With several ranks the classes are sharded, embeddings gathered and the softmax 
 Shapes: b = samples of this rank, B = b * world_size, C = classes of this shard, D = embedding size.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("error: scripts/benchmark/baselines/heads.py is no program; python -m scripts lists them")
-
 import math
 from typing import Any
 

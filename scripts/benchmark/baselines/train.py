@@ -4,9 +4,6 @@ Its head is "target-only" of baselines/heads.py: dense, sharded where there are 
 data cost nothing.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("error: scripts/benchmark/baselines/train.py is no program; python -m scripts lists them")
-
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -1,0 +1,93 @@
+"""What all benchmarks share: the machine in words, time and memory on any device, and tables that are written into a page."""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from utils.log import peak_memory_gib
+
+END = "<!-- end -->"  # after the tables on a page
+_CALLS = 20  # of bare work on a GPU between two waits for it
+
+
+def machine(device: str) -> str:
+    """Return a line that names processor, threads and versions."""
+    if device == "cuda":
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    model = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
+    return f"{model}, {torch.get_num_threads()} threads, torch {torch.__version__}, {platform.system()}"
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def peak_bytes(device: torch.device) -> float:
+    """Return the peak memory of this process so far, in bytes."""
+    status = Path("/proc/self/status")
+    if device.type == "cpu" and status.is_file():  # getrusage would include the parent's memory at the fork
+        return 1024.0 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return peak_memory_gib(device) * 2**30
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for all work of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def bare_seconds(work: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
+    """Return the seconds of one call of some work: the median over the rounds, after one that is not timed.
+
+    On a GPU a round is many calls between two waits for the device. After a wait the device is idle until the next launch
+    reaches it, which takes about as long as a small product, and would be counted to a single call.
+    """
+    calls, times = _CALLS if device.type == "cuda" else 1, []
+    for _ in range(1 + rounds):
+        synchronise(device)
+        started = time.perf_counter()
+        for _ in range(calls):
+            work()
+        synchronise(device)
+        times.append((time.perf_counter() - started) / calls)
+    return statistics.median(times[1:])
+
+
+def measured_rates(dtype: torch.dtype, device: torch.device, quick: bool = False) -> tuple[float, float]:
+    """Return TFLOP/s of matrix products in a dtype and GB/s of a copy on this device.
+
+    Args:
+        quick: take small matrices on a CPU, where half precision may be hundreds of times slower than fp32; the rate is lower.
+    """
+    size = 4096 if device.type == "cuda" else 256 if quick else 1024
+    first = torch.randn(size, size, device=device).to(dtype)
+    data, product = torch.empty(2**26, device=device), torch.empty_like(first)
+    half = len(data) // 2
+    copied = bare_seconds(lambda: data[:half].copy_(data[half:]), device)
+    multiplied = bare_seconds(lambda: torch.mm(first, first, out=product), device)
+    return 2e-12 * size**3 / multiplied, 8e-9 * half / copied
+
+
+def write_into_page(page: Path, text: str, start: str) -> None:
+    """Replace what stands between the lines `start` and END on a page; errors as for `split_page`."""
+    before, after = split_page(page, start)
+    page.write_text(f"{before}{start}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+
+
+def split_page(page: Path, start: str) -> tuple[str, str]:
+    """Return what stands before the line `start` on a page, and after the line END.
+
+    Raises:
+        OSError: the page cannot be read.
+        ValueError: the page does not have these two lines.
+    """
+    before, begin, rest = page.read_text(encoding="utf-8").partition(start)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"--page: {page} must have the lines {start} and {END}; the tables go between them")
+    return before, after
