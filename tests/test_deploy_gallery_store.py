@@ -87,24 +87,6 @@ def test_a_template_is_the_weighted_mean_of_a_persons_images(gallery: Gallery, w
     assert all(match.image == nearest[match.person] for match in found)  # the picture that is shown
 
 
-@pytest.mark.parametrize(("index", "module"), [("faiss", "faiss"), ("hnsw", "hnswlib")])
-def test_an_index_finds_what_the_exact_search_finds(gallery: Gallery, index: str, module: str):
-    pytest.importorskip(module)
-    rng = np.random.default_rng(2)
-    gallery.add(new_images(rng, [*PEOPLE, *["many"] * 200], pixels=False))  # one person has most of the entries
-    queries = rng.normal(size=(30, DIM)).astype(np.float32)
-    exact, found = gallery.search(queries, 5), gallery.search(queries, 5, index=index)
-    equal = sum(match in row for row, others in zip(exact, found, strict=True) for match in others)
-    assert equal >= 0.98 * 150 and all(len(row) == 5 for row in found)
-
-
-def test_an_index_that_is_not_installed_says_how_to_install_it(gallery: Gallery, monkeypatch: pytest.MonkeyPatch):
-    gallery.add(new_images(np.random.default_rng(0), ["a"]))
-    monkeypatch.setitem(__import__("sys").modules, "faiss", None)
-    with pytest.raises(ValueError, match="pip install faiss-cpu"):
-        gallery.search(np.ones((1, DIM), np.float32), index="faiss")
-
-
 def test_a_gallery_is_the_same_after_it_is_opened_again(gallery: Gallery):
     rng = np.random.default_rng(3)
     images = new_images(rng, PEOPLE[:30])

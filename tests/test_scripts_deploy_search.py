@@ -152,13 +152,6 @@ def test_a_threshold_at_a_far_says_what_to_expect_in_a_gallery(
     assert "no threshold for FAR 1e-4: it needs 10,000 impostor pairs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("index", ["faiss", "hnsw"])
-def test_an_index_prints_its_recall(place: tuple[list[str], Path], index: str, capsys: pytest.CaptureFixture[str]):
-    pytest.importorskip({"faiss": "faiss", "hnsw": "hnswlib"}[index])
-    assert search.main(_words(place, "--index", index, "--quiet")) == 0
-    assert f"--index {index}: recall 100.00 % of the exact search's people, on 6 queries" in capsys.readouterr().out
-
-
 def test_errors_are_one_line(place: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     network, folder = place
     other = write_network(tmp_path / "other.pt", seed=1)

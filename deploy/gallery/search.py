@@ -13,8 +13,6 @@ import numpy as np
 
 from eval.templates import pool_templates
 
-from .index import Index, build_index
-
 _CELLS = 1 << 22  # float32 products of some queries with some entries: 16 MiB
 _QUERIES = 256  # searched at once
 _EXACT_ROWS = 1 << 12  # computed at once in float64: 16 MiB of 512 numbers each
@@ -44,11 +42,10 @@ class Searcher:
 
     Args:
         by: "image" or "template".
-        index: "exact", "faiss" or "hnsw".
         weights: of images in a template: "norm" = as eval/templates.py does, by length and quality; "equal".
     """
 
-    def __init__(self, entries: Entries, by: str = "image", index: str = "exact", weights: str = "norm") -> None:
+    def __init__(self, entries: Entries, by: str = "image", weights: str = "norm") -> None:
         people = np.array(entries.people, dtype=object)
         self.people, person = np.unique(people, return_inverse=True) if len(people) else (people, np.zeros(0, dtype=np.int64))
         order = np.argsort(person, kind="stable")  # of one person, the images stay in the order of their numbers
@@ -60,14 +57,9 @@ class Searcher:
             self.owner = np.arange(len(self.people))
         else:
             self.entries, self.owner = self.images, self.person
-        self.index: Index | None = None if index == "exact" or not len(self.entries) else build_index(index, self.entries)
 
-    def search(self, embeddings: np.ndarray, k: int, exact: bool = False) -> list[list[Match]]:
-        """Return the k most similar people for each embedding (q, D), best first.
-
-        Args:
-            exact: do not use the index.
-        """
+    def search(self, embeddings: np.ndarray, k: int) -> list[list[Match]]:
+        """Return the k most similar people for each embedding (q, D), best first."""
         wide = embeddings.astype(np.float64)
         norms = np.linalg.norm(wide, axis=1, keepdims=True)
         queries = np.where(np.isfinite(norms) & (norms > 0), wide / np.where(norms > 0, norms, 1), 0).astype(np.float32)
@@ -77,8 +69,7 @@ class Searcher:
         found = []
         for begin in range(0, len(queries), _QUERIES):
             part = queries[begin : begin + _QUERIES]
-            chosen = self._near(part, k) if self.index is None or exact else self._indexed(self.index, part, k)
-            found += [self._ranked(query, people, k) for query, people in zip(part, chosen, strict=True)]
+            found += [self._ranked(query, people, k) for query, people in zip(part, self._near(part, k), strict=True)]
         return found
 
     def _near(self, queries: np.ndarray, k: int) -> list[np.ndarray]:
@@ -94,19 +85,6 @@ class Searcher:
         margin = 2.02 * (queries.shape[1] + 2) * 2.0**-24
         limit = np.partition(best, len(self.people) - k, axis=1)[:, len(self.people) - k]
         return [np.flatnonzero(row >= least - margin) for row, least in zip(best, limit, strict=True)]
-
-    def _indexed(self, index: Index, queries: np.ndarray, k: int) -> list[np.ndarray]:
-        """Return for each query people whom the index finds: of more and more entries, until they are k people."""
-        chosen: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * len(queries)
-        wanted, open_ones = min(len(self.entries), max(32, 4 * k)), np.arange(len(queries))
-        while len(open_ones):
-            for place, rows in zip(open_ones, index.nearest(queries[open_ones], wanted), strict=True):
-                chosen[place] = np.unique(self.owner[rows[rows >= 0]])
-            if wanted == len(self.entries):
-                break
-            open_ones = np.array([place for place in open_ones if len(chosen[place]) < k], dtype=np.int64)
-            wanted = min(len(self.entries), 4 * wanted)
-        return chosen
 
     def _ranked(self, query: np.ndarray, people: np.ndarray, k: int) -> list[Match]:
         """Return the first k of some people."""

@@ -133,15 +133,12 @@ class Gallery:
             with DataFile(data_file(self.folder, FACES, state.faces)) as file:
                 return decode_rgb(face_bytes(found[0], file))
 
-    def search(
-        self, embeddings: np.ndarray, k: int = 5, by: str = "image", index: str = "exact", weights: str = "norm"
-    ) -> list[list[Match]]:
+    def search(self, embeddings: np.ndarray, k: int = 5, by: str = "image", weights: str = "norm") -> list[list[Match]]:
         """Return the k most similar people for each embedding (n, D), best first.
 
         Args:
             embeddings: of any length; a zero vector is similar to nobody.
             by: "image" = a person's score is that of the person's best image; "template" = that of the person's template.
-            index: "exact", or a library that is faster and may miss people: "faiss" or "hnsw".
             weights: of the images in a template, "norm" or "equal".
 
         Raises:
@@ -149,11 +146,11 @@ class Gallery:
         """
         if embeddings.ndim != 2 or embeddings.shape[1] != self.facts.embedding_size:
             raise ValueError(f"embeddings must be (n, {self.facts.embedding_size}), got {embeddings.shape}")
-        return self.searcher(by, index, weights).search(embeddings, k)
+        return self.searcher(by, weights).search(embeddings, k)
 
-    def searcher(self, by: str = "image", index: str = "exact", weights: str = "norm") -> Searcher:
+    def searcher(self, by: str = "image", weights: str = "norm") -> Searcher:
         """Return the search over the gallery as it is now; it is read again only if it has changed."""
-        key = (f"{by} {weights}", index)
+        key = (by, weights)
         with self._thread:
             with self.reading() as state:
                 known = self._searchers.get(key)
@@ -163,7 +160,7 @@ class Gallery:
                 entries = read_entries(self._database, self.folder, self.facts, state)
             if known is not None:
                 del self._searchers[key]  # before the new one takes as much memory
-            searcher = Searcher(entries, by, index, weights)
+            searcher = Searcher(entries, by, weights)
             self._searchers = {other: (at, old) for other, (at, old) in self._searchers.items() if at == state.changes}
             self._searchers[key] = state.changes, searcher
             return searcher

@@ -26,7 +26,6 @@ import numpy as np
 from deploy.embed.embedder import Embedder, open_embedder
 from deploy.faces.crops import Crop, Rejected, add_which_argument
 from deploy.faces.detector import add_detector_arguments, open_detector
-from deploy.gallery.index import INDEXES
 from deploy.gallery.people import Picture, add_person_arguments, find_pictures, read_faces, with_people
 from deploy.gallery.rates import measure
 from deploy.gallery.search import Match, Searcher
@@ -41,8 +40,6 @@ from utils.program import run_main
 from utils.text import one_line
 
 from .enrol import NO_DIRECTION, require_network, warn_of_other_detector
-
-_SAMPLE = 200  # queries on which an index is compared with the exact search
 
 
 class Query(NamedTuple):
@@ -75,13 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="of images in a template: by the length of the embedding times the detector's score, as IJB-C is scored, or equal "
         "(default norm)",
     )
-    parser.add_argument(
-        "--index",
-        choices=tuple(INDEXES),
-        default="exact",
-        help="compare with all, or search with FAISS or hnswlib, which are faster in large galleries, need their package, and "
-        "may miss people (default exact)",
-    )
     add_threshold_arguments(parser)
     add_detector_arguments(parser)
     add_which_argument(parser)
@@ -109,7 +99,7 @@ def search_all(options: argparse.Namespace) -> None:
         embedder, detector = open_embedder(options), open_detector(options)
         require_network(gallery, embedder)
         warn_of_other_detector(gallery, one_line(detector.name) if detector else "", options.which)
-        searcher = gallery.searcher(options.by, options.index, options.weights)
+        searcher = gallery.searcher(options.by, options.weights)
         if not len(searcher.people):
             raise ValueError(f"{shown(options.gallery)}: nobody is enrolled; python -m scripts.deploy.enrol does it")
         _print_threshold(threshold, searcher)
@@ -134,8 +124,6 @@ def search_all(options: argparse.Namespace) -> None:
             raise ValueError(f"none of {len(found)} pictures has a face to search; the reasons are above")
         embeddings = np.concatenate(raw)
         report: dict[str, Any] = {"rates": {}}
-        if options.index != "exact":
-            _print_recall(searcher, embeddings, options.k, options.index)
         if options.labelled:
             report["rates"] = _rates(queries, embeddings, searcher, threshold, gallery)
         if options.sheet:
@@ -196,17 +184,6 @@ def _print_query(query: Query, threshold: Threshold | None, detected: bool) -> N
     for place, match in enumerate(query.matches, 1):
         below = threshold is not None and match.cosine <= threshold.cosine
         print(f"  {place:>3} {match.cosine:8.4f}  {one_line(match.person)}{'  (below the threshold)' if below else ''}")
-
-
-def _print_recall(searcher: Searcher, embeddings: np.ndarray, k: int, index: str) -> None:
-    """Compare the index with the exact search on some of the queries."""
-    step = max(1, len(embeddings) // _SAMPLE)
-    sample = embeddings[::step][:_SAMPLE]
-    right = total = 0
-    for found, exact in zip(searcher.search(sample, k), searcher.search(sample, k, exact=True), strict=True):
-        right += len({match.person for match in found} & {match.person for match in exact})
-        total += len(exact)
-    print(f"--index {index}: recall {100 * right / max(1, total):.2f} % of the exact search's people, on {len(sample)} queries")
 
 
 def _rates(
