@@ -12,6 +12,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -21,19 +22,7 @@ from utils.checkpoint.tensor_file import file_hash
 
 from .input_contract import CONTRACT_FILE, MAX_BYTES, InputContract, contract_of_texts
 
-_DEEPEST = 100  # nested messages of an ONNX file
 _IN_MEMORY = "_ORT_MEM_ADDR_"  # onnxruntime takes a location of this name as an address in memory
-# the fields, by number, of each kind of message in onnx.proto that can contain tensors
-_PARTS = {
-    "model": {7: "graph", 20: "training", 25: "function"},
-    "graph": {1: "node", 5: "tensor", 15: "sparse"},
-    "node": {5: "attribute"},
-    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
-    "tensor": {13: "entry"},
-    "sparse": {1: "tensor", 2: "tensor"},
-    "training": {1: "graph", 2: "graph"},
-    "function": {7: "node", 11: "attribute"},
-}
 _EXPORTED, _TORCHSCRIPT = "a .pt2 file of torch.export", "a TorchScript archive"  # the programs, in words
 
 
@@ -181,22 +170,36 @@ def _raw_embeddings(outputs: Sequence[Tensor], contract: InputContract | None) -
     return outputs[0] * outputs[1].reshape(-1, 1)
 
 
+def parse_onnx(path: Path) -> Any:
+    """Return the onnx.ModelProto in a file, without the tensors that it keeps in other files.
+
+    Raises:
+        ValueError: onnx is not installed, or the file is none of ONNX.
+    """
+    try:
+        onnx = importlib.import_module("onnx")
+    except ImportError:
+        raise ValueError(f"{path}: an ONNX file needs the package onnx: pip install onnx") from None
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(path.read_bytes())
+    except Exception:  # protobuf has its own exceptions for damage
+        model = None
+    if model is None or not model.HasField("graph"):
+        raise ValueError(f"{path}: not an ONNX file, or a damaged one")
+    return model
+
+
 def check_outside_data(path: Path) -> list[Path]:
     """Return the files beside an ONNX file that have tensors of it, which must be in its folder; onnxruntime 1.23 reads others.
 
-    Source: the field numbers of onnx.proto, https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
-
     Raises:
-        ValueError: it refers to a file elsewhere.
+        ValueError: it is no ONNX file, or refers to a file elsewhere.
     """
     folder = path.parent.resolve()
-    try:
-        locations = set(_locations(memoryview(path.read_bytes()), "model", 0))
-    except (ValueError, IndexError):
-        raise ValueError(f"{path}: not an ONNX file, or a damaged one") from None
+    entries = [entry for tensor in _tensors(parse_onnx(path)) for entry in tensor.external_data]
     found = []
-    for location in sorted(locations):
-        name = location.decode("utf-8", "replace")
+    for name in sorted({entry.value for entry in entries if entry.key == "location"}):
         try:
             file = (folder / name).resolve(strict=True)
             inside = file.is_relative_to(folder) and file.is_file()
@@ -208,54 +211,21 @@ def check_outside_data(path: Path) -> list[Path]:
     return found
 
 
+def _tensors(message: Any) -> Iterator[Any]:
+    """Yield every TensorProto inside a message of ONNX, wherever the format allows one."""
+    if message.DESCRIPTOR.name == "TensorProto":
+        yield message
+        return
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for inner in [value] if field.message_type is getattr(value, "DESCRIPTOR", None) else value:
+                yield from _tensors(inner)
+
+
 def onnx_hash(path: Path) -> str:
     """Return the hash of an ONNX file and of the files that have its tensors; without such files it is that of the file."""
     hashes = [file_hash(file) for file in (path, *check_outside_data(path))]
     return hashes[0] if len(hashes) == 1 else xxhash.xxh3_128_hexdigest(" ".join(hashes).encode())
-
-
-def _locations(data: memoryview, kind: str, depth: int) -> Iterator[bytes]:
-    """Yield the files in which a message of onnx.proto, of this kind, stores tensors."""
-    if depth > _DEEPEST:
-        raise ValueError("nested too deep")
-    key, value = b"", b""
-    for number, inner in messages(data):
-        if kind == "entry":
-            key, value = (bytes(inner), value) if number == 1 else (key, bytes(inner))
-        elif number in _PARTS[kind]:
-            yield from _locations(inner, _PARTS[kind][number], depth + 1)
-    if key == b"location":
-        yield value
-
-
-def messages(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield number and content of each length-delimited field of a protobuf message."""
-    place = 0
-    while place < len(data):
-        tag, place = read_varint(data, place)
-        if tag & 7 == 0:
-            _, place = read_varint(data, place)
-        elif tag & 7 in (1, 5):
-            place += 8 if tag & 7 == 1 else 4
-        elif tag & 7 == 2:
-            size, place = read_varint(data, place)
-            if place + size > len(data):
-                raise ValueError("cut short")
-            yield tag >> 3, data[place : place + size]
-            place += size
-        else:
-            raise ValueError("no field of ONNX")
-
-
-def read_varint(data: memoryview, place: int) -> tuple[int, int]:
-    """Return a varint, 7 bits per byte with the lowest first, and the position after it."""
-    number = 0
-    for shift in range(0, 70, 7):
-        number |= (data[place] & 127) << shift
-        place += 1
-        if data[place - 1] < 128:
-            return number, place
-    raise ValueError("a number of more than ten bytes")
 
 
 class ExportedNetwork(nn.Module):

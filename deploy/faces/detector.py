@@ -7,7 +7,7 @@ import argparse
 import re
 from pathlib import Path
 
-from eval.foreign_networks import check_outside_data, messages, read_varint
+from eval.foreign_networks import check_outside_data, parse_onnx
 from utils.cli import int_in_range
 from utils.files import check_file
 
@@ -89,25 +89,14 @@ def open_detector(options: argparse.Namespace) -> Detector | None:
 
 
 def _signature(path: Path) -> tuple[set[str], tuple[int, int] | None]:
-    """Return the names of the outputs of an ONNX file, and the fixed (height, width) of its input, if they are.
-
-    The field numbers are those of onnx.proto: graph 7, its inputs 11 and outputs 12; of each the name 1 and the type 2.
-    """
-    data = memoryview(path.read_bytes())
-    graphs = [inner for number, inner in messages(data) if number == 7]
-    parts = [(number, dict(messages(inner))) for graph in graphs for number, inner in messages(graph) if number in (11, 12)]
-    names = {bytes(fields.get(1, b"")).decode("utf-8", "replace") for number, fields in parts if number == 12}
-    for number, fields in parts:
-        if number == 11:
-            dims = [inner for kind in _inner(fields.get(2), 1) for shape in _inner(kind, 2) for inner in _inner(shape, 1)]
-            sides = [read_varint(dim, 1)[0] if bytes(dim[:1]) == b"\x08" else 0 for dim in dims]
-            if len(sides) == 4:
-                return names, (sides[2], sides[3]) if sides[2] > 0 and sides[3] > 0 else None
+    """Return the names of the outputs of an ONNX file, and the fixed (height, width) of its input, if they are."""
+    graph = parse_onnx(path).graph
+    names = {entry.name for entry in graph.output}
+    for entry in graph.input:
+        sides = [dim.dim_value for dim in entry.type.tensor_type.shape.dim]
+        if len(sides) == 4:
+            return names, (sides[2], sides[3]) if sides[2] > 0 and sides[3] > 0 else None
     return names, None
-
-
-def _inner(data: memoryview | None, wanted: int) -> list[memoryview]:
-    return [inner for number, inner in messages(data) if number == wanted] if data is not None else []
 
 
 def _share(text: str) -> float:
