@@ -210,7 +210,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_dataset(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(backbones.BACKBONES, "r18", Toy)
-        overrides = ["backbone.name=r18", "backbone.width=1", "train.epochs=3", "run.name=run", "eval.every=0", "train.ema=0.5"]
+        overrides = [
+            "backbone.name=r18",
+            "backbone.width=1",
+            "train.epochs=3",
+            "run.name=run",
+            "eval.every=0",
+            "train.ema=0.95",
+        ]
         assert train.main(small_run(folder, folder, *overrides)) == 0
         more = ["--precision", "int8", "--measure", "--measure-batch", "2", "--threads", "1", "--json", str(folder / "f.json")]
         words = [str(folder / "run"), "--to", "onnx"]
