@@ -18,6 +18,7 @@ from torch import Tensor
 
 from configs import dump_config, load_config
 from data.bad_batch import write_bad_batch
+from eval.embed import EmbedSettings
 from eval.monitor import Evaluator
 from losses.first_loss import FirstStep, judge_first_loss
 from partial_fc.init import InitCounts
@@ -62,10 +63,19 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         if start_step >= total_steps:
             log.info("training is complete already; nothing to do. Raise train.epochs, or choose another run.name")
             return
-        settings = (config.eval.batch_size, model.autocast, config.data.threads, config.data.image_size)
-        of_run = (config.eval.metric, log, config.run.name, total_steps, setup.folder)
-        average = None if model.ema is None else model.ema.network
-        evaluator = Evaluator(model.backbone, setup.pair_sets, world, settings, *of_run, average)
+        settings = EmbedSettings(config.eval.batch_size, model.autocast, config.data.threads, config.data.image_size)
+        evaluator = Evaluator(
+            model.backbone,
+            setup.protocols,
+            world,
+            settings,
+            config.eval.metric,
+            log,
+            config.run.name,
+            total_steps,
+            setup.folder,
+            average=None if model.ema is None else model.ema.network,
+        )
         if config.eval.at_start and start_step == 0:
             watch.at(0, "evaluating", limited=False)
             evaluator.score(0)
@@ -282,8 +292,8 @@ def run(options: argparse.Namespace) -> None:
     if options.print_config:
         print(dump_config(config), end="")
     elif options.check:
-        dataset, pair_sets = open_data(config, num_processes=1)
-        sets = [f"{pair_set.name}: {len(pair_set.same)} pairs" for pair_set in pair_sets]
+        dataset, protocols = open_data(config, num_processes=1)
+        sets = [f"{protocol.name}: {protocol.describe()}" for protocol in protocols]
         print("\n".join([dataset.describe(), *dataset.warnings, *sets, "nothing wrong was found"]))
     else:
         with StopSignal() as stop:

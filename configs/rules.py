@@ -39,7 +39,7 @@ CHOICES = {
     "schedule.kind": SCHEDULES,
     "train.compile": ("off", "default", "reduce-overhead", "max-autotune"),
     "train.precision": ("fp32", "bf16", "fp16", "auto"),
-    "eval.metric": ("accuracy", "auc", "eer", "tar@1e-1", "tar@1e-2", "tar@1e-3", "tar@1e-4", "tar@1e-5", "tar@1e-6"),
+    "eval.metric": ("accuracy", "auc", "eer", "tar@1e-1", "tar@1e-2", "tar@1e-3", "tar@1e-4", "tar@1e-5", "tar@1e-6", "rank_1"),
 }
 
 # key -> (smallest, largest), inclusive. No use needs more than 2**40 or 1e30; larger values would overflow a dtype or a date

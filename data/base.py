@@ -44,6 +44,10 @@ class FaceDataset(ABC):
     def layout(self) -> Iterable[np.ndarray | bytes]:
         """Yield integer arrays (n,) and byte strings that identify the place of each image; equal for all copies of a set."""
 
+    def people(self) -> np.ndarray:
+        """Return the name of the person on each stored image, (n,) texts: here the label."""
+        return np.asarray(self.labels()).astype(str)
+
     def label_digest(self) -> str:
         """Return a hash of the classes of all samples, in their order."""
         return digest([self.labels()])

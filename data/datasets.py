@@ -70,6 +70,9 @@ class FolderDataset(FaceDataset):
     def labels(self) -> np.ndarray:
         return self._labels
 
+    def people(self) -> np.ndarray:
+        return np.array(self.classes)[self._labels]
+
     def layout(self) -> Iterable[bytes]:
         chunks = (self._files[begin : begin + _CHUNK] for begin in range(0, self.num_images, _CHUNK))
         return (os.fsencode("\0".join(files)) for files in chunks)

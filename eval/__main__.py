@@ -1,13 +1,16 @@
 """Score a trained network on verification sets: python -m eval RUN --targets lfw cfp_fp agedb_30.
 
 RUN is a run folder (its newest checkpoint, or the best), one checkpoint folder, or a weights file together with --backbone,
-such as arcface_torch's backbone.pth. Under torchrun all processes share the images.
+such as arcface_torch's backbone.pth; without RUN it is the newest run in work_dirs. Under torchrun all processes share the
+images. The report of a run goes into its folder.
 
-A set is NAME.bin, as insightface ships it (a pickle, read without executing anything), or NAME.safetensors, or NAME.csv with
-lines 'path1,path2,same'.
+A set of pairs is NAME.bin, as insightface ships it (a pickle, read without executing anything), NAME.safetensors, NAME.csv with
+lines 'path1,path2,same', or a folder of people. ijbc:FOLDER and ijbb:FOLDER are IJB (meta/ and loose_crop/); identify:FOLDER
+searches what begins with probes in what begins with gallery.
 
 Examples:
   python -m eval work_dirs/ms1mv3_r50
+  python -m eval work_dirs/ms1mv3_r50 --targets lfw ijbc:/data/IJBC
   python -m eval backbone.pth --backbone r50 --targets lfw cfp_fp --data /data/val --report report
 """
 
@@ -20,32 +23,35 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from backbones import build_backbone
+from data.datasets import open_set
 from utils.cli import make_parser
 from utils.distributed import World
 from utils.files import shown
-from utils.precision import AUTOCAST
 from utils.program import run_main
 
-from .evaluate import evaluate, load_pair_sets
-from .html_report import write_report
-from .networks import Network, add_network_arguments, open_network
+from .evaluate import evaluate, load_protocols
+from .networks import Network, add_network_arguments, embed_settings, open_network
 from .pair_sets.bin_file import PairSet
-from .report import format_table
+from .protocol import Protocol, Result
+from .report import format_table, write_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and evaluate; return the exit status."""
     parser = make_parser("python -m eval", __doc__)
-    add_network_arguments(parser)
+    add_network_arguments(parser, newest=True)
     parser.add_argument(
         "--targets",
         nargs="+",
         metavar="SET",
-        help="sets to score: names in --data, or paths; default: those of the run's config",
+        help="sets to score: names in --data, paths, ijbb:DIR, ijbc:DIR, identify:DIR; default: those of the run's config",
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with NAME.bin; default: that of the run's config")
     parser.add_argument(
-        "--report", type=Path, metavar="DIR", help="also write report.html there, its pictures, results.json and results.md"
+        "--report",
+        type=Path,
+        metavar="DIR",
+        help="write report.html there, its pictures, results.json and results.md (default: RUN/evaluation, if RUN is a run)",
     )
     options = parser.parse_args(arguments)
     return run_main(lambda: run(options))
@@ -53,31 +59,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Evaluate according to the command line and print the table on rank 0."""
-    world, network, pair_sets = open_network(
-        options,
-        build_backbone,
-        lambda network: _load_sets(options, network),
-        lambda pair_sets: {f"hash of {pair_set.name}": pair_set.digest() for pair_set in pair_sets},
-    )
-    results, settings = {}, (options.batch_size, AUTOCAST[options.precision], options.threads, network.image_size)
-    for target, result in evaluate(network.model, pair_sets, world, *settings):
-        results[target] = result
-        if world.rank == 0 and len(pair_sets) > 1:
-            print(f"{target}: {100 * result.accuracy:.2f} %", flush=True)
+    world, network, protocols = open_network(options, build_backbone, lambda network: _load_protocols(options, network))
+    results: dict[str, Result] = {}
+    settings = embed_settings(options, network)
+    for name, result in evaluate(network.model, protocols, world, settings, shows_progress=world.rank == 0):
+        results[name] = result
+        figure, value = next(iter(result.figures.items()))
+        if world.rank == 0 and len(protocols) > 1 and value is not None:
+            print(f"{name}: {'' if figure == 'accuracy' else f'{figure} '}{100 * value:.2f} %", flush=True)
     if world.rank != 0:
         return
     print(f"\n{network.title}\n{format_table(results)}")
-    if options.report:
-        write_report(options.report, network.name, results, pair_sets, _facts(options, network, world, pair_sets))
-        print(f"\nreport: {shown(options.report / 'report.html')}")
+    folder = options.report or (network.run / "evaluation" if network.run else None)
+    if folder is not None:
+        write_report(folder, network.name, results, protocols, _facts(options, network, world, protocols))
+        print(f"\nreport: {shown(folder / 'report.html')}")
 
 
-def _load_sets(options: argparse.Namespace, network: Network) -> list[PairSet]:
+def _load_protocols(options: argparse.Namespace, network: Network) -> list[Protocol[Result]]:
     """Return the sets that the command line names, else those of the run's configuration."""
     config = network.config
     folder = options.data or config.get("eval", {}).get("path") or config.get("data", {}).get("path") or ""
     if options.targets:
-        return load_pair_sets(folder, options.targets, "--targets", "--data")
+        return load_protocols(folder, options.targets, open_set, "--targets", "--data")
     targets = config.get("eval", {}).get("targets")
     if not targets:
         whose = (
@@ -85,27 +89,26 @@ def _load_sets(options: argparse.Namespace, network: Network) -> list[PairSet]:
         )
         raise ValueError(f"no sets to score: {whose}; name them with --targets SET ...")
     try:
-        return load_pair_sets(folder, targets, "the run's configuration", "--data")
+        return load_protocols(folder, targets, open_set, "the run's configuration", "--data")
     except ValueError as error:
         raise ValueError(f"{error}; or name other sets with --targets, another folder with --data") from None
 
 
-def _facts(options: argparse.Namespace, network: Network, world: World, pair_sets: Sequence[PairSet]) -> list[tuple[str, str]]:
+def _facts(
+    options: argparse.Namespace, network: Network, world: World, protocols: Sequence[Protocol[Result]]
+) -> list[tuple[str, str]]:
     """Return the (name, value) pairs for the top of a report."""
     section = network.config.get("backbone", {})
     kind = options.backbone or section.get("name", "")
     width, size = section.get("width", options.width), section.get("embedding_size", options.embedding_size)
     precision = f"{options.precision} on {world.device.type}, batches of {options.batch_size}, {world.world_size} process(es)"
-    counts = [(len(pairs.same), int(pairs.same.sum()), len(pairs.images)) for pairs in pair_sets]
+    counts = [len(protocol.same) for protocol in protocols if isinstance(protocol, PairSet)]
     return [
         ("network", f"{network.name}{f': {kind}, width {width:g}, {size} numbers per face' if kind else ''}"),
         ("images", f"{network.image_size} x {network.image_size} pixels"),
         *([("checkpoint", network.state)] if network.state else []),
-        *(
-            (f"set {pairs.name}", f"{pairs.path}: {total:,} pairs, {genuine:,} genuine, of {images:,} images")
-            for pairs, (total, genuine, images) in zip(pair_sets, counts, strict=True)
-        ),
-        ("pairs", f"{sum(total for total, _, _ in counts):,}"),
+        *((f"set {protocol.name}", f"{protocol.path}: {protocol.describe()}") for protocol in protocols),
+        *([("pairs", f"{sum(counts):,}")] if counts else []),
         ("precision", precision),
         ("date", time.strftime("%Y-%m-%d %H:%M")),
     ]

@@ -1,11 +1,12 @@
 """Embeds a set's images on all ranks. Each rank processes its share in large batches and decodes while it computes.
 
-Shapes: N = images of the set, n = images of one rank, D = embedding size, H = W = image_size.
+Shapes: N = images of the set, n = images of one rank, D = embedding size, H = W = settings.image_size.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,30 +18,40 @@ from utils.image import IMAGE_SIZE, normalise
 _CPU_VIEWS = 16  # views per forward pass on a CPU: their activations stay in the cache, twice as fast as 512
 
 
+@dataclass(frozen=True)
+class EmbedSettings:
+    """How images go through a network.
+
+    Args:
+        batch_size: images per forward pass and process.
+        autocast: dtype of the forward pass, None = float32.
+        threads: decoder threads per process.
+        image_size: height and width of the images, in pixels.
+    """
+
+    batch_size: int = 256
+    autocast: torch.dtype | None = None
+    threads: int = 2
+    image_size: int = IMAGE_SIZE
+
+
 def embed_images(
     model: nn.Module,
     decode: Callable[[int], np.ndarray],
     num_images: int,
     world: World,
-    batch_size: int = 256,
-    autocast: torch.dtype | None = None,
-    threads: int = 2,
-    image_size: int = IMAGE_SIZE,
+    settings: EmbedSettings = EmbedSettings(),
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the raw embeddings of all images and of their mirror images, two (N, D) float32 arrays, on every rank.
 
     Args:
         model: (b, 3, H, W) -> (b, D); its train or eval modes are restored afterwards.
         decode: image number -> (H, W, 3) uint8 RGB; ValueError if it cannot be decoded.
-        batch_size: images per forward pass and rank.
-        autocast: dtype of the forward pass, None = float32.
-        threads: decoder threads per rank.
-        image_size: H = W, which a rank without an image needs to know.
 
     Raises:
         ValueError: on every rank, if an image cannot be decoded on any.
     """
-    both = _embed(model, decode, num_images, world, batch_size, autocast, threads, image_size, lambda views: views)
+    both = _embed(model, decode, num_images, world, settings, lambda views: views)
     return both[:, 0], both[:, 1]
 
 
@@ -49,11 +60,8 @@ def embed_sums(
     decode: Callable[[int], np.ndarray],
     num_images: int,
     world: World,
-    batch_size: int = 256,
-    autocast: torch.dtype | None = None,
-    threads: int = 2,
+    settings: EmbedSettings = EmbedSettings(),
     progress: Callable[[int], object] = lambda count: None,
-    image_size: int = IMAGE_SIZE,
 ) -> np.ndarray:
     """Return plain + mirrored raw embeddings, (N, D) float32, on every rank: half the memory of `embed_images`.
 
@@ -61,8 +69,7 @@ def embed_sums(
         progress: called with the number of images that this rank has embedded since the last call.
         (the other arguments are those of `embed_images`)
     """
-    settings = (batch_size, autocast, threads, image_size)
-    return _embed(model, decode, num_images, world, *settings, lambda views: views.sum(1, keepdim=True), progress)[:, 0]
+    return _embed(model, decode, num_images, world, settings, lambda views: views.sum(1, keepdim=True), progress)[:, 0]
 
 
 def class_means(
@@ -72,10 +79,7 @@ def class_means(
     classes: np.ndarray,
     per_class: int,
     device: torch.device,
-    batch_size: int = 256,
-    autocast: torch.dtype | None = None,
-    threads: int = 2,
-    image_size: int = IMAGE_SIZE,
+    settings: EmbedSettings = EmbedSettings(),
 ) -> tuple[Tensor, np.ndarray]:
     """Return the mean direction of the images of some classes, (n, D) unit rows, and which classes have an image, (n,) bool.
 
@@ -87,9 +91,8 @@ def class_means(
         labels: (N,) the class of each sample.
         classes: (n,) distinct.
         per_class: the largest number of images per class; the first ones are used.
-        image_size: H = W.
     """
-    sums = torch.zeros(len(classes), _embedding_size(model, image_size, device))
+    sums = torch.zeros(len(classes), _embedding_size(model, settings.image_size, device))
     order = np.argsort(classes)
     samples = np.flatnonzero(np.isin(labels, classes))
     samples = samples[np.argsort(labels[samples], kind="stable")]
@@ -107,9 +110,9 @@ def class_means(
 
     done = 0
     with inference_mode(model):
-        for images in _batches(decode, range(len(samples)), batch_size, threads):
-            pixels = _on_device(images, min(batch_size, len(samples)), device)
-            embeddings = _forward(model, normalise(pixels), autocast)[: len(images)]
+        for images in _batches(decode, range(len(samples)), settings):
+            pixels = _on_device(images, min(settings.batch_size, len(samples)), device)
+            embeddings = _forward(model, normalise(pixels), settings.autocast)[: len(images)]
             part = slice(done, done + len(images))
             counted = torch.from_numpy(own[part])
             sums.index_add_(0, rows[part][counted], nn.functional.normalize(embeddings).cpu()[counted])
@@ -124,10 +127,7 @@ def _embed(
     decode: Callable[[int], np.ndarray],
     num_images: int,
     world: World,
-    batch_size: int,
-    autocast: torch.dtype | None,
-    threads: int,
-    image_size: int,
+    settings: EmbedSettings,
     reduce: Callable[[Tensor], Tensor],
     progress: Callable[[int], object] = lambda count: None,
 ) -> np.ndarray:
@@ -136,13 +136,13 @@ def _embed(
     first = sum(counts[: world.rank])
     blocks: list[Tensor] = []
     with raise_on_all_ranks(world), inference_mode(model):
-        for images in _batches(decode, range(first, first + counts[world.rank]), batch_size, threads):
-            pixels = _on_device(images, min(batch_size, counts[world.rank]), world.device)
-            embeddings = _forward(model, normalise(torch.cat([pixels, pixels.flip(2)])), autocast)
+        for images in _batches(decode, range(first, first + counts[world.rank]), settings):
+            pixels = _on_device(images, min(settings.batch_size, counts[world.rank]), world.device)
+            embeddings = _forward(model, normalise(torch.cat([pixels, pixels.flip(2)])), settings.autocast)
             blocks.append(reduce(torch.stack(embeddings.chunk(2), dim=1)[: len(images)]))
             progress(len(images))
     if not blocks:  # more ranks than images
-        blocks = [reduce(torch.zeros(0, 2, _embedding_size(model, image_size, world.device), device=world.device))]
+        blocks = [reduce(torch.zeros(0, 2, _embedding_size(model, settings.image_size, world.device), device=world.device))]
     return all_gather_rows(torch.cat(blocks), counts, world).cpu().numpy()
 
 
@@ -179,10 +179,11 @@ def inference_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _batches(decode: Callable[[int], np.ndarray], numbers: range, batch_size: int, threads: int) -> Iterator[np.ndarray]:
+def _batches(decode: Callable[[int], np.ndarray], numbers: range, settings: EmbedSettings) -> Iterator[np.ndarray]:
     """Yield (b, H, W, 3) uint8 arrays; the next batch is decoded while the caller processes this one."""
+    batch_size = settings.batch_size
     starts = list(range(numbers.start, numbers.stop, batch_size))
-    with ThreadPoolExecutor(threads, thread_name_prefix="eval-decoder") as pool:
+    with ThreadPoolExecutor(settings.threads, thread_name_prefix="eval-decoder") as pool:
 
         def submit(start: int) -> list:
             return [pool.submit(decode, number) for number in range(start, min(start + batch_size, numbers.stop))]

@@ -1,22 +1,73 @@
-"""Scores a network on verification sets: finds the sets, embeds them on all ranks, computes the numbers."""
+"""Scores a network: finds what eval.targets and --targets name, and runs each protocol on all ranks.
+
+A target is a set of pairs (a name or a path), or KIND:PATH with a kind of PROTOCOLS, such as ijbc:/data/IJBC.
+"""
 
 import dataclasses
 import difflib
-import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-import torch
 from torch import nn
 
 from utils.distributed import World
-from utils.image import IMAGE_SIZE
 
-from .embed import embed_images
+from .embed import EmbedSettings
+from .identification import Identification, OpenFaces
 from .pair_sets.bin_file import PairSet
 from .pair_sets.csv_and_folders import SUFFIXES, read_pairs
-from .verification import FOLDS, VerificationResult, fuse_views, mean_norm, pair_distances, row_norms, verify
+from .protocol import Embed, Found, Protocol, Result
+from .templates import TemplateProtocol
+from .verification import FOLDS
+
+# kind -> (folder, opener of labelled images) -> the protocol; ValueError names what is wrong with the folder
+PROTOCOLS: dict[str, Callable[[Path, OpenFaces], Protocol[Result]]] = {
+    "ijbb": lambda folder, _: TemplateProtocol(folder, "ijbb"),
+    "ijbc": lambda folder, _: TemplateProtocol(folder, "ijbc"),
+    "identify": Identification.of_folder,
+}
+
+
+def load_protocols(
+    folder: str | Path,
+    targets: Iterable[str],
+    open_faces: OpenFaces,
+    setting: str = "eval.targets",
+    folder_setting: str = "eval.path",
+) -> list[Protocol[Result]]:
+    """Return what the targets name, in their order, all read and checked, so that no error comes later.
+
+    A relative path of KIND:PATH is first relative to the current folder, then to `folder`. The other targets and arguments are
+    those of `load_pair_sets`.
+
+    Args:
+        open_faces: opens labelled images, such as data.datasets.open_set.
+
+    Raises:
+        ValueError: a target is missing, damaged or named twice, or two have the same name.
+    """
+    targets = list(targets)
+    kinds = {target: target.partition(":")[0] for target in targets if ":" in target}
+    kinds = {target: kind for target, kind in kinds.items() if kind in PROTOCOLS}
+    pair_sets = iter(load_pair_sets(folder, [t for t in targets if t not in kinds], setting, folder_setting))
+    found: list[Protocol[Result]] = []
+    for target in targets:
+        if target not in kinds:
+            found.append(next(pair_sets))
+            continue
+        places = [Path(target.partition(":")[2]), Path(folder) / target.partition(":")[2]]
+        place = next(filter(Path.is_dir, places), None)
+        if place is None:
+            raise ValueError(f"{setting}: {target}: no folder {places[0]}. Give the folder of the set, or leave it out")
+        try:
+            found.append(PROTOCOLS[kinds[target]](place, open_faces))
+        except ValueError as error:
+            raise ValueError(f"{setting}: {target}: {error}") from None
+    names = [protocol.name for protocol in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{setting}: two sets are called {twice}, the name of their figures; rename one, or leave it out")
+    return found
 
 
 def load_pair_sets(
@@ -92,66 +143,44 @@ def _is_set(path: Path) -> bool:
     return path.is_file() if path.suffix in SUFFIXES[:-1] else path.is_dir()
 
 
-def check_metric(sets: Iterable[PairSet], metric: str) -> None:
-    """Raise ValueError if a set has too few pairs for `metric` (see `selection_score`)."""
-    for pair_set in sets:
-        impostor = int(np.count_nonzero(~pair_set.same))
-        genuine = len(pair_set.same) - impostor
-        needed = round(1 / float(metric.split("@")[1])) if "@" in metric else int(metric != "accuracy")
-        if impostor < needed or (needed and not genuine):
-            raise ValueError(
-                f"eval.metric={metric} needs {needed} impostor pairs and a genuine one in each set; {pair_set.name} has "
-                f"{impostor} and {genuine}. Choose another metric, or leave the set out"
-            )
+def check_metric(protocols: Sequence[Protocol[Result]], metric: str) -> None:
+    """Raise ValueError if no protocol has the figure `metric` of eval.metric, or if one is too small to measure it."""
+    ranking = [protocol for protocol in protocols if protocol.has_metric(metric)]
+    if protocols and not ranking:
+        raise ValueError(
+            f"eval.metric={metric} is a figure of none of eval.targets: sets of pairs have all but rank_1, ijbb: and ijbc: "
+            "tar@FAR, identify: rank_1. Choose another metric, or add a set"
+        )
 
 
-def selection_score(results: Mapping[str, VerificationResult], metric: str) -> float:
-    """Return the mean over the sets of the metric that ranks checkpoints; larger is better.
+def selection_score(results: Mapping[str, Result], metric: str) -> float:
+    """Return the figure that ranks checkpoints, mean over the sets that have it; larger is better.
 
     Args:
-        metric: accuracy, auc, eer (with a negative sign), or tar@FAR with a FAR of FAR_TARGETS.
+        metric: eval.metric; an eer counts with a negative sign.
     """
-    values = []
-    for result in results.values():
-        if "@" in metric:
-            value = result.tar_at_far[metric.split("@")[1]]
-        else:
-            value = {"accuracy": result.accuracy, "auc": result.auc, "eer": None if result.eer is None else -result.eer}[metric]
-        if value is None:
-            raise ValueError(f"eval.metric={metric} cannot be measured with so few pairs")
-        values.append(value)
-    return sum(values) / len(values)
-
-
-def verify_views(pair_set: PairSet, plain: np.ndarray, mirrored: np.ndarray) -> VerificationResult:
-    """Return the numbers of a set from the raw embeddings (N, D) of its images and of their mirror images."""
-    first, second = pair_set.first, pair_set.second
-    fused, alone = fuse_views(plain, mirrored), fuse_views(plain, np.zeros_like(plain))
-    distances = pair_distances(alone[first], alone[second])
-    norm = mean_norm(plain, mirrored)
-    return verify(
-        fused[first], fused[second], pair_set.same, FOLDS, xnorm=norm, plain_distances=distances, norms=row_norms(plain)
-    )
+    values = [result.figures[metric] for result in results.values() if metric in result.figures]
+    known = [-value if metric == "eer" else value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        raise ValueError(f"eval.metric={metric} cannot be measured with so few pairs")
+    return sum(known) / len(known)
 
 
 def evaluate(
     model: nn.Module,
-    sets: Iterable[PairSet],
+    protocols: Iterable[Protocol[Found]],
     world: World,
-    batch_size: int,
-    autocast: torch.dtype | None,
-    threads: int,
-    image_size: int = IMAGE_SIZE,
-) -> Iterator[tuple[str, VerificationResult]]:
-    """Yield (name, result) of each set, the same on every rank. Images are resized to image_size x image_size.
+    settings: EmbedSettings,
+    shows_progress: bool = False,
+) -> Iterator[tuple[str, Found]]:
+    """Yield (name, result) of each protocol, the same on every rank.
 
     Raises:
         ValueError: on every rank, naming the set.
     """
-    for pair_set in sets:
+    embed = Embed(model, world, settings, shows_progress)
+    for protocol in protocols:
         try:
-            decode, settings = functools.partial(pair_set.decode, size=image_size), (batch_size, autocast, threads, image_size)
-            plain, mirrored = embed_images(model, decode, len(pair_set.images), world, *settings)
-            yield pair_set.name, verify_views(pair_set, plain, mirrored)
+            yield protocol.name, protocol.score(embed)
         except ValueError as error:
-            raise type(error)(f"evaluation of {pair_set.name}: {error}") from None
+            raise type(error)(f"evaluation of {protocol.name}: {error}") from None

@@ -12,26 +12,10 @@ from utils.report.contact_sheet import set_colours
 from utils.report.figure import make_figure, png_of
 from utils.text import label_text
 
-from .verification import VerificationResult
+from .verification import VerificationResult, roc_curve, similarity_bins
 
 Results = Mapping[str, VerificationResult]
 _MARGINS = (0.75, 0.15, 0.55, 0.35)  # inches left, right, below and above axes, for their numbers, names and title
-
-
-def roc_curve(result: VerificationResult) -> tuple[np.ndarray, np.ndarray]:
-    """Return (FAR, TAR) at every threshold between two distances, both ascending; at most (P + 1,)."""
-    order = np.argsort(result.distances, kind="stable")
-    same, distances = result.same[order], result.distances[order]
-    last_of_equals = np.append(distances[1:] != distances[:-1], True)
-    tar = np.cumsum(same)[last_of_equals] / max(result.num_genuine, 1)
-    far = np.cumsum(~same)[last_of_equals] / max(result.num_impostor, 1)
-    return np.append(0.0, far), np.append(0.0, tar)
-
-
-def similarity_bins(result: VerificationResult) -> np.ndarray:
-    """Return the edges of equal intervals between the smallest and the largest cosine of all pairs."""
-    low, high = 1.0 - float(result.distances.max()) / 2.0, 1.0 - float(result.distances.min()) / 2.0
-    return np.linspace(low, high, 50) if high - low > 1e-9 else np.linspace(low - 0.01, low + 0.01, 3)
 
 
 def overview(results: Results, title: str) -> bytes:

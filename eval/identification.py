@@ -6,11 +6,20 @@ mated probes that find the right person first, with a score above the threshold 
 Shapes: G = gallery entries, S = people in the gallery, Q = probes, D = embedding size.
 """
 
+import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from utils.distributed.agreement import digest
+
+from .protocol import Embed, Protocol, Rates
+
+_RANKS = (1, 5, 10, 20)
+_FPIR = (0.001, 0.01, 0.1)
 _CELLS_AT_ONCE = 1 << 23  # scores of some probes to all entries: 64 MiB
 
 
@@ -56,6 +65,11 @@ class IdentificationResult:
         found = (self.rank == 1) & (self.own > limit)
         return float(np.count_nonzero(found) / self.num_mated)
 
+    def rates(self, ranks: Sequence[int], fpirs: Sequence[float]) -> dict[str, float | None]:
+        """Return rank_k and tpir_at_fpir_FPIR by name."""
+        found = {f"rank_{k}": self.rank_rate(k) for k in ranks}
+        return found | {f"tpir_at_fpir_{fpir}": self.tpir_at_fpir(fpir) for fpir in fpirs}
+
 
 def identify(
     gallery: np.ndarray,
@@ -94,3 +108,88 @@ def identify(
         own[begin + mated] = right
         rank[begin + mated] = np.count_nonzero(scores[mated] >= right[:, None], axis=1)
     return IdentificationResult(rank, own, best)
+
+
+class Faces(typing.Protocol):
+    """Labelled images, such as a data.base.FaceDataset."""
+
+    @property
+    def num_stored(self) -> int:
+        """The number n of images."""
+
+    def pixels_and_label(self, index: int, size: int) -> tuple[np.ndarray, int]:
+        """Return (size, size, 3) uint8 RGB and the label."""
+
+    def people(self) -> np.ndarray:
+        """Return the name of the person on each image, (n,) texts."""
+
+    def fingerprint(self) -> dict[str, int | str]:
+        """Return hashes and counts by name."""
+
+
+OpenFaces = Callable[[Path], Faces]
+
+
+class Identification(Protocol[Rates]):
+    """The search of probes in a gallery; probes whose person is in no gallery are strangers.
+
+    Args:
+        galleries: pictures of the known people; several are combined.
+        name: of the figures.
+    """
+
+    def __init__(self, galleries: Sequence[Faces], probes: Faces, name: str = "identify", path: str = "") -> None:
+        self.name, self.path, self._sets = name, path, [*galleries, probes]
+
+    @classmethod
+    def of_folder(cls, folder: Path, open_faces: OpenFaces) -> "Identification":
+        """Return the search of what begins with `probes` in what begins with `gallery`: lists, sets, or folders of people."""
+        galleries = sorted(folder.glob("gallery*"))
+        probes = sorted(folder.glob("probes*"))
+        if not galleries or len(probes) != 1:
+            raise ValueError(
+                f"{folder} must hold gallery and probes, each a list 'path label' (gallery.txt), a set, or a folder of people; "
+                f"it has {len(galleries)} whose names begin with gallery and {len(probes)} with probes (one is right)"
+            )
+        return cls([open_faces(path) for path in galleries], open_faces(probes[0]), folder.resolve().name, str(folder))
+
+    def fingerprint(self) -> dict[str, Any]:
+        whose = [*(f"gallery {number}" for number in range(1, len(self._sets))), "the probes"]
+        found: dict[str, Any] = {}
+        for who, faces in zip(whose, self._sets, strict=True):
+            found |= {f"{what} of {who}": value for what, value in faces.fingerprint().items()}
+            people = "\0".join(faces.people().tolist())
+            found[f"hash of the people of {who}"] = digest([people.encode("utf-8", "surrogateescape")])
+        return found
+
+    def describe(self) -> str:
+        counts = [faces.num_stored for faces in self._sets]
+        return f"{counts[-1]:,} probes, {sum(counts[:-1]):,} images in the gallery"
+
+    def has_metric(self, metric: str) -> bool:
+        return metric == "rank_1"
+
+    def score(self, embed: Embed) -> Rates:
+        vectors = [self._unit_rows(faces, embed) for faces in self._sets]
+        return embed.on_first_rank(lambda: self._rates(vectors, embed))
+
+    def _unit_rows(self, faces: Faces, embed: Embed) -> np.ndarray:
+        """Return the unit embeddings (n, D) float32, plain + mirrored, of all images of a set."""
+        sums = embed.sums(lambda index, size: faces.pixels_and_label(index, size)[0], faces.num_stored)
+        norms = np.linalg.norm(sums, axis=1, keepdims=True)
+        return sums / np.where(norms == 0, 1, norms)
+
+    def _rates(self, vectors: Sequence[np.ndarray], embed: Embed) -> Rates:
+        names = np.concatenate([faces.people() for faces in self._sets]).tolist()
+        number_of = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        people = np.array([number_of[name] for name in names])
+        known = sum(map(len, vectors[:-1]))
+        found = identify(np.concatenate(vectors[:-1]), people[:known], vectors[-1], people[known:], embed.bar)
+        rates = found.rates(_RANKS, _FPIR)
+        counts = {
+            "gallery_images": known,
+            "gallery_people": len(np.unique(people[:known])),
+            "probes_with_mate": found.num_mated,
+            "probes_without": found.num_unmated,
+        }
+        return Rates(rates, {**counts, **rates})

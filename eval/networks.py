@@ -11,7 +11,7 @@ with --trust-code (eval/foreign_networks.py).
 import argparse
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from utils import distributed
-from utils.checkpoint.format import EMA, find_checkpoint, is_checkpoint, list_checkpoints, read_manifest
+from utils.checkpoint.format import EMA, find_checkpoint, is_checkpoint, list_checkpoints, newest_run, read_manifest
 from utils.checkpoint.reading import read_backbone, read_file
 from utils.checkpoint.retention import best_checkpoint, has_average
 from utils.checkpoint.tensor_file import read_tensors
@@ -28,13 +28,15 @@ from utils.cli import int_in_range
 from utils.distributed import World, raise_on_all_ranks
 from utils.distributed.agreement import digest_tensors, require_equal, require_same_program
 from utils.image import IMAGE_SIZE
-from utils.precision import PRECISIONS, agreed_precision
+from utils.precision import AUTOCAST, PRECISIONS, agreed_precision
 from utils.randomness import derive
 from utils.text import one_line, prefix_errors
 
+from .embed import EmbedSettings
 from .foreign_networks import ForeignNetwork, open_foreign
+from .protocol import Protocol, Result
 
-Read = TypeVar("Read")  # what a program evaluates a network on
+Read = TypeVar("Read", bound=Sequence[Protocol[Result]])
 BuildBackbone = Callable[..., nn.Module]
 _HINT = "check --backbone, --embedding-size, --width, --image-size"
 # others are of one backbone alone
@@ -49,6 +51,7 @@ class Network(NamedTuple):
     config: dict[str, Any]  # of its run, or {}
     state: str = ""  # of a run's network: step and score of its checkpoint
     image_size: int = IMAGE_SIZE  # height and width of the images that it takes, in pixels
+    run: Path | None = None  # the run folder of its checkpoint
 
     @property
     def title(self) -> str:
@@ -56,9 +59,9 @@ class Network(NamedTuple):
         return f"{self.name} ({self.state})" if self.state else self.name
 
 
-def add_network_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `load_network` reads, and those of the forward pass."""
-    add_choice_of_network(parser)
+def add_network_arguments(parser: argparse.ArgumentParser, newest: bool = False) -> None:
+    """Add the arguments that `load_network` reads, and those of the forward pass; see `add_choice_of_network`."""
+    add_choice_of_network(parser, newest)
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
@@ -72,11 +75,17 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
 
 
-def add_choice_of_network(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `load_network` reads, but for --threads."""
-    parser.add_argument(
-        "run", type=Path, help="run folder, checkpoint folder, weights (.safetensors, .pt, .pth), .onnx, .pt2, or TorchScript"
-    )
+def add_choice_of_network(parser: argparse.ArgumentParser, newest: bool = False) -> None:
+    """Add the arguments that `load_network` reads, but for --threads.
+
+    Args:
+        newest: the network may be left out: it is then that of the newest run in work_dirs.
+    """
+    what = "run folder, checkpoint folder, weights (.safetensors, .pt, .pth), .onnx, .pt2, or TorchScript"
+    if newest:
+        parser.add_argument("run", type=Path, nargs="?", help=f"{what} (default: the newest run in work_dirs)")
+    else:
+        parser.add_argument("run", type=Path, help=what)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
     choice.add_argument("--untrained", action="store_true", help="the run's network before any training, for comparison")
@@ -111,15 +120,13 @@ def open_network(
     options: argparse.Namespace,
     build_backbone: BuildBackbone,
     read: Callable[["Network"], Read],
-    facts: Callable[[Read], Mapping[str, Any]],
 ) -> tuple[World, "Network", Read]:
-    """Join the processes and read what a program evaluates: return (world, network on its device, what `read` returns).
+    """Join the processes and read what a program evaluates: return (world, network on its device, the protocols of `read`).
 
     Args:
         options: with those of `add_network_arguments`.
         build_backbone: see `load_network`.
-        read: returns the sets on which the network is evaluated.
-        facts: returns their hashes and counts by name; called only with several processes.
+        read: returns the protocols by which the network is scored.
 
     Raises:
         ValueError: the path does not exist, or a file does not fit or cannot be read.
@@ -131,9 +138,14 @@ def open_network(
     with raise_on_all_ranks(world):
         network = load_network(options, build_backbone)
         found = read(network)
-    _require_same_files(network, lambda: facts(found), world)
+    _require_same_files(network, found, world)
     model = network.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     return world, network._replace(model=model), found
+
+
+def embed_settings(options: argparse.Namespace, network: "Network") -> EmbedSettings:
+    """Return the settings of the command line for a network that `open_network` returned."""
+    return EmbedSettings(options.batch_size, AUTOCAST[options.precision], options.threads, network.image_size)
 
 
 def _require_same_options(options: argparse.Namespace, world: World) -> None:
@@ -150,14 +162,15 @@ def _require_same_options(options: argparse.Namespace, world: World) -> None:
             print(f"warning: {one_line(line)}", file=sys.stderr)
 
 
-def _require_same_files(network: "Network", facts: Callable[[], Mapping[str, Any]], world: World) -> None:
-    """Compare the network and the facts of the sets over all processes; SharedError names each that differs."""
+def _require_same_files(network: "Network", protocols: Sequence[Protocol[Result]], world: World) -> None:
+    """Compare the network and the sets over all processes; SharedError names each that differs."""
     if world.world_size == 1:
         return
     model = network.model.model if isinstance(network.model, OtherInput) else network.model
     with raise_on_all_ranks(world):
-        of_network = model.hash if isinstance(model, ForeignNetwork) else digest_tensors(model.state_dict())
-        found = {"hash of the network": of_network, **facts()}
+        found = {"hash of the network": model.hash if isinstance(model, ForeignNetwork) else digest_tensors(model.state_dict())}
+        for protocol in protocols:
+            found |= protocol.fingerprint()
     require_equal(found, world, "the network and the sets must be the same files for all processes; copy them again")
 
 
@@ -188,7 +201,7 @@ def load_network(options: argparse.Namespace, build_backbone: BuildBackbone) -> 
 
 
 def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network:
-    path: Path = options.run
+    path: Path = options.run or newest_run()
     if path.is_file():
         for flag in ("best", "untrained", "ema"):
             if getattr(options, flag):
@@ -243,7 +256,8 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
     weights = read_file(checkpoint, EMA) if options.ema else read_backbone(checkpoint)
     model, which = load_weights(model, weights, str(checkpoint), _HINT), "moving average, " if options.ema else ""
     details = f"{which}step {manifest['step']}, {_score_text(manifest)}"
-    return Network(model, str(checkpoint), config, details, image_size)
+    run = checkpoint.parents[1] if checkpoint.parent.name == "checkpoints" else None
+    return Network(model, str(checkpoint), config, details, image_size, run)
 
 
 def _find_best(run: Path) -> Path:

@@ -1,37 +1,55 @@
-"""Formats results: a table for the terminal and for Markdown, an explanation of misleadingly low accuracies, and JSON.
+"""Reports results: a table for the terminal and for Markdown, results.json, and an HTML page as a basis for decisions.
 
-A threshold is shown as a cosine similarity, above which a pair is accepted. JSON also has the squared distances of the
+A threshold is shown as a cosine similarity, above which a pair is accepted. results.json also has the squared distances of the
 protocol, under keys that say so.
 """
 
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from utils.text import markdown_table, markdown_text
+from utils.report.contact_sheet import pair_sheet
+from utils.report.page import Page
+from utils.text import markdown_table, markdown_text, plain_table
 
-from .figures import roc_curve, similarity_bins
+from . import figures
+from .pair_sets.bin_file import PairSet
+from .protocol import Protocol, Result
 from .verification import VerificationResult
 
+Results = Mapping[str, Result]
+Intervals = Mapping[str, tuple[float, float]]
 _HEADER = ("set", "pairs", "accuracy %", "cosine threshold", "TAR@FAR=1e-2", "TAR@FAR=1e-3", "EER %", "AUC", "XNorm")
+_RATES = ("set", "figure", "%")
 _COLLAPSED = 0.1  # squared distance, a cosine of 0.95; impostor pairs of a trained network are between 1 and 3
+_WORST = 8  # pairs that are shown of each kind of error
 
 
-def format_table(results: dict[str, VerificationResult], markdown: bool = False) -> str:
-    """Return one line per set; rates that cannot be measured with so few impostor pairs are shown as n/a.
+def pair_results(results: Results) -> dict[str, VerificationResult]:
+    """Return the results of sets of pairs, which have curves and thresholds to choose from."""
+    return {name: result for name, result in results.items() if isinstance(result, VerificationResult)}
 
-    A line below the table explains each accuracy that is misleadingly low.
+
+def format_table(results: Results, markdown: bool = False) -> str:
+    """Return a table with a line for each set of pairs, and one with a line for each figure of the other sets.
+
+    Rates that cannot be measured with so few pairs are shown as n/a. A line below explains each accuracy that is misleadingly
+    low.
     """
-    rows = [_HEADER, *(_row(name, result) for name, result in results.items())]
-    notes = explain(results)
+    pairs = pair_results(results)
+    tables = [[_HEADER, *(_row(name, result) for name, result in pairs.items())]] if pairs else []
+    if rates := _rate_rows(results):
+        tables.append([_RATES, *rates])
+    notes = explain(pairs)
     if markdown:
-        return "\n".join([markdown_table(rows), *(f"\n{markdown_text(note)}" for note in notes)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *notes])
+        return "\n".join(["\n\n".join(map(markdown_table, tables)), *(f"\n{markdown_text(note)}" for note in notes)])
+    return "\n".join(["\n\n".join(map(plain_table, tables)), *notes])
 
 
-def explain(results: dict[str, VerificationResult]) -> list[str]:
+def explain(results: Mapping[str, VerificationResult]) -> list[str]:
     """Return a line for each set whose accuracy is at chance, or far too low, while its AUC is not.
 
     The usual cause is that the distances are so close together that the protocol's thresholds, 0.01 apart, cannot separate
@@ -71,74 +89,214 @@ def _explain(result: VerificationResult) -> str:
     )
 
 
-def scalars(result: VerificationResult) -> dict[str, float | None]:
-    """Return every scalar result of a set by its name, for metrics.jsonl, TensorBoard and results.json.
-
-    TAR at FAR 1e-3 is called tar@1e-3, as in eval.metric. None means too few pairs of a kind to measure it.
-    """
-    return {
-        "accuracy": result.accuracy,
-        "accuracy_std": result.accuracy_std,
-        "cosine_threshold": result.cosine_threshold,
-        "exact_accuracy": result.exact_accuracy,
-        "plain_accuracy": result.plain_accuracy,
-        **{f"tar@{far}": tar for far, tar in result.tar_at_far.items()},
-        "min_dcf": result.min_dcf,
-        "eer": result.eer,
-        "auc": result.auc,
-        "xnorm": result.xnorm,
-    }
-
-
-def as_json(results: dict[str, VerificationResult]) -> dict[str, Any]:
+def as_json(results: Results) -> dict[str, Any]:
     """Return the numbers as plain values, per set."""
-    return {
-        name: {
-            **{key: value for key, value in scalars(result).items() if "@" not in key},
-            "accuracy_per_fold": result.accuracy_per_fold.tolist(),
-            "squared_distance_threshold_per_fold": result.threshold_per_fold.tolist(),
-            "tar_at_far": result.tar_at_far,
-            "operating_points": [point.as_json() for point in result.points],
-            "num_genuine": int(result.num_genuine),
-            "num_impostor": int(result.num_impostor),
-            "roc": _thinned_roc(result),
-            "similarities": _similarities(result),
-        }
-        for name, result in results.items()
-    }
+    return {name: result.as_json() for name, result in results.items()}
 
 
-def _thinned_roc(result: VerificationResult, points: int = 200) -> dict[str, list[float]]:
-    """Return {"far": [...], "tar": [...]}: the ROC curve at `points` values of FAR, evenly spaced on a logarithmic axis."""
-    far, tar = roc_curve(result)
-    if result.num_impostor == 0 or result.num_genuine == 0:
-        return {"far": [], "tar": []}
-    wanted = np.unique(np.append(0.0, np.geomspace(1 / result.num_impostor, 1.0, points)))
-    places = np.searchsorted(far, wanted, side="right") - 1  # the largest FAR that is not above
-    return {"far": far[places].tolist(), "tar": tar[places].tolist()}
+def _rate_rows(results: Results) -> list[tuple[str, str, str]]:
+    """Return (set, figure, value in %) for each figure of the sets that are no sets of pairs."""
+    others = {name: result for name, result in results.items() if not isinstance(result, VerificationResult)}
+    return [(name, figure, _percent(value)) for name, found in others.items() for figure, value in found.figures.items()]
 
 
-def _similarities(result: VerificationResult) -> dict[str, list]:
-    """Return {"cosine": edges, "genuine": counts, "impostor": counts}: how many pairs of each kind lie between two edges."""
-    cosine, edges = 1.0 - result.distances / 2.0, similarity_bins(result)
-    counts = {
-        kind: np.histogram(cosine[mask], edges)[0] for kind, mask in (("genuine", result.same), ("impostor", ~result.same))
-    }
-    return {"cosine": edges.tolist(), **{kind: values.tolist() for kind, values in counts.items()}}
+def _percent(value: float | None, unknown: str = "n/a") -> str:
+    return unknown if value is None else f"{100 * value:.2f}"
 
 
 def _row(name: str, result: VerificationResult) -> tuple[str, ...]:
-    def percent(value: float | None) -> str:
-        return "n/a" if value is None else f"{100 * value:.2f}"
-
     return (
         name,
         str(result.num_genuine + result.num_impostor),
         f"{100 * result.accuracy:.2f} +- {100 * result.accuracy_std:.2f}",
         f"{result.cosine_threshold:.4f}",
-        percent(result.tar_at_far["1e-2"]),
-        percent(result.tar_at_far["1e-3"]),
-        percent(result.eer),
+        _percent(result.tar_at_far["1e-2"]),
+        _percent(result.tar_at_far["1e-3"]),
+        _percent(result.eer),
         "n/a" if result.auc is None else f"{result.auc:.4f}",
         f"{result.xnorm:.2f}",
     )
+
+
+def write_report(
+    folder: Path, title: str, results: Results, protocols: Sequence[Protocol[Result]], facts: Sequence[tuple[str, str]] = ()
+) -> None:
+    """Write report.html, its pictures as PNG files, results.json and results.md into a folder.
+
+    Args:
+        results: by the name of the set.
+        protocols: of the same names; those that are sets of pairs give the pictures of errors.
+        facts: (name, value) pairs that describe the evaluation, for the top of the page.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    intervals = _write_numbers(folder, results)
+    pairs = pair_results(results)
+    page = Page(f"Evaluation of {title}")
+    page.facts(facts)
+    page.contents()
+    drawn: dict[str, bytes] = {}
+    if pairs:
+        _fill_numbers(page, pairs, intervals)
+        drawn = {
+            "verification": figures.overview(pairs, title),
+            "curves": figures.curves(pairs),
+            "similarities": figures.similarities(pairs),
+            "folds": figures.folds(pairs),
+            "norms": figures.norms(pairs),
+        }
+        for name, heading, text in _SECTIONS:
+            page.section(heading)
+            page.picture(drawn[name], text)
+    if rates := _rate_rows(results):
+        page.section("Templates and searches")
+        page.text(
+            "tar@FAR: the share of genuine template pairs that are accepted, at a FAR not above the one named. "
+            "published_tar@FAR: the same at the nearest FAR, as papers compute it. rank_k: the share of probes of known people "
+            "with the right person among the first k. tpir_at_fpir_F: the share of them found first, at a threshold where a "
+            "share F of the strangers raises an alarm."
+        )
+        page.table(_RATES, rates)
+    for protocol in protocols:
+        if not isinstance(protocol, PairSet):
+            continue
+        for same, heading in ((False, "different people, accepted"), (True, "the same person, rejected")):
+            png = _worst_errors(protocol, pairs[protocol.name], same)
+            if png:
+                drawn[f"{protocol.name}_{'false_non_matches' if same else 'false_matches'}"] = png
+                page.section(f"{protocol.name}: {heading}")
+                page.picture(png, "the worst first; check for wrong labels before you blame the network")
+    for name, png in drawn.items():
+        (folder / f"{name}.png").write_bytes(png)
+    page.write(folder / "report.html")
+
+
+def write_summary(folder: Path, picture: bytes, results: Results) -> None:
+    """Write results.json, results.md and, unless it is empty, verification.png (`picture`): the summary at the end of a run."""
+    _write_numbers(folder, results)
+    if picture:
+        (folder / "verification.png").write_bytes(picture)
+
+
+def _write_numbers(folder: Path, results: Results) -> dict[str, Intervals]:
+    """Write results.json and results.md; return the 95 % intervals by the name of the set."""
+    intervals: dict[str, Intervals] = {name: result.intervals() for name, result in results.items()}
+    values = {name: result.as_json() | {"intervals_95": intervals[name]} for name, result in results.items()}
+    (folder / "results.json").write_text(json.dumps(values, indent=1) + "\n")
+    (folder / "results.md").write_text(format_table(results, markdown=True) + "\n")
+    return intervals
+
+
+def _fill_numbers(page: Page, results: Mapping[str, VerificationResult], intervals: Mapping[str, Intervals]) -> None:
+    """Add the tables: the numbers of each set, and the thresholds to choose from."""
+    page.section("Numbers")
+    page.text(
+        "Accuracy: mean over ten folds, with the threshold of each chosen on the other nine. TAR: the share of genuine pairs "
+        "that are accepted. FAR: the share of impostor pairs that are accepted. EER: the rate at which FAR equals the share "
+        "of rejected genuine pairs. A pair is accepted if its cosine similarity is above the threshold."
+    )
+    page.table(_SUMMARY, [_summary_row(name, result, intervals[name]) for name, result in results.items()])
+    for note in explain(results):
+        page.text(note)
+    one_kind = [name for name, result in results.items() if result.auc is None]
+    if one_kind:
+        page.text(f"- : not measurable; {', '.join(one_kind)} has pairs of one kind only.", note=True)
+    page.section("Which threshold to use")
+    page.text(
+        "Choose the FAR that your application tolerates, and accept a pair if its cosine similarity is above the threshold in "
+        "that row. A FAR that rests on few impostor pairs is a guess; P impostor pairs cannot measure a FAR below 1 / P."
+    )
+    rows = [row for name, result in results.items() for row in _point_rows(name, result, intervals[name])]
+    page.table(_POINTS, rows)
+    unmeasured = [
+        f"{name} has {result.num_impostor:,} impostor and {result.num_genuine:,} genuine pairs"
+        for name, result in results.items()
+        if any(point.tar is None for point in result.points)
+    ]
+    if unmeasured:
+        page.text(f"- : not measurable; {'; '.join(unmeasured)}.", note=True)
+
+
+def _worst_errors(pair_set: PairSet, result: VerificationResult, same: bool) -> bytes:
+    """Return a PNG of the worst errors of a kind, b"" where there are none."""
+    shown = _worst(result, same).tolist()
+    pairs = [
+        (
+            f"pair {pair}: cosine {1 - result.distances[pair] / 2:.3f}",
+            pair_set.decode(int(pair_set.first[pair])),
+            pair_set.decode(int(pair_set.second[pair])),
+        )
+        for pair in shown
+    ]
+    return pair_sheet(pairs) if pairs else b""
+
+
+_SUMMARY = (
+    "set",
+    "pairs",
+    "accuracy %",
+    "95 % interval",
+    "std",
+    "cosine threshold",
+    "exact thresholds %",
+    "no mirror %",
+    "EER %",
+    "AUC",
+    "min DCF",
+    "norm",
+)
+_POINTS = ("set", "FAR at most", "cosine threshold", "TAR %", "95 % interval", "FAR measured", "impostor pairs accepted")
+_SECTIONS = (
+    (
+        "curves",
+        "ROC and DET",
+        "left: accepted genuine pairs against accepted impostor pairs; right: both errors, on logarithmic axes",
+    ),
+    (
+        "similarities",
+        "Similarities",
+        "errors occur where the two histograms overlap; dashed: the strictest FAR that can be measured",
+    ),
+    ("folds", "Folds", "accuracy of each fold; the line is their mean"),
+    ("norms", "Norms", "norms of the raw embeddings; small norms are often blurred, turned or hidden faces"),
+)
+
+
+def _summary_row(name: str, result: VerificationResult, intervals: Intervals) -> tuple[object, ...]:
+    return (
+        name,
+        int(result.num_genuine + result.num_impostor),
+        f"{100 * result.accuracy:.2f}",
+        _range(intervals["accuracy"]),
+        f"{100 * result.accuracy_std:.2f}",
+        f"{result.cosine_threshold:.4f}",
+        f"{100 * result.exact_accuracy:.2f}",
+        _percent(result.plain_accuracy, "-"),
+        _percent(result.eer, "-"),
+        "-" if result.auc is None else f"{result.auc:.5f}",
+        "-" if result.min_dcf is None else f"{result.min_dcf:.3f}",
+        f"{result.xnorm:.2f}",
+    )
+
+
+def _point_rows(name: str, result: VerificationResult, intervals: Intervals) -> list[tuple[object, ...]]:
+    """Return a row for each FAR that can be measured, and one for the rest."""
+    rows: list[tuple[object, ...]] = []
+    for point in result.points:
+        if point.tar is None or point.far is None or point.cosine is None:
+            rows.append((name, f"{point.target} and less", *["-"] * 5))
+            break
+        tar, interval = f"{100 * point.tar:.2f}", _range(intervals[point.target])
+        rows.append((name, point.target, f"{point.cosine:.4f}", tar, interval, f"{point.far:.2e}", point.num_accepted))
+    return rows
+
+
+def _range(interval: tuple[float, float]) -> str:
+    return f"{100 * interval[0]:.2f} to {100 * interval[1]:.2f}"
+
+
+def _worst(result: VerificationResult, same: bool) -> np.ndarray:
+    """Return the indices of the pairs of a kind that are wrong at the mean threshold, the worst first."""
+    threshold = float(np.mean(result.threshold_per_fold))
+    wrong = np.flatnonzero((result.same == same) & ((result.distances < threshold) != same))
+    order = np.argsort(result.distances[wrong], kind="stable")
+    return wrong[order[::-1] if same else order][:_WORST]

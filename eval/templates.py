@@ -1,4 +1,4 @@
-"""Template-based 1:1 verification, IJB-B and IJB-C: a template is a set of images of one person, pooled into one vector.
+"""IJB-B and IJB-C: a template is a set of images of one person, pooled into one vector.
 
 Source: the protocol of insightface's eval_ijbc.py. An image's feature is its plain + mirrored embedding, not normalised, times
 the detector's score. The features of one medium (a video, a still) are averaged, the media of a template are summed, and the
@@ -9,15 +9,24 @@ Shapes: N = images, T = templates, P = pairs, D = embedding size.
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from utils.alignment import align
 from utils.distributed.agreement import digest
-from utils.files import MAX_TEXT, check_file, read_bytes
+from utils.files import MAX_TEXT, check_file, read_bytes, read_lines
+from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb
+
+from .identification import identify
+from .operating_points import FAR_TARGETS, operating_points
+from .protocol import Embed, Protocol, Rates, check_pair_counts
 
 _BLOCK = 1 << 24  # bytes of a text file parsed at once
 _TEMPLATES_AT_ONCE = 1024
+_GALLERIES = {"ijbb": ("S1", "S2"), "ijbc": ("G1", "G2")}
+_RANKS = (1, 5, 10)
+_FPIR = (0.01, 0.1)
 _PAIRS_AT_ONCE = 1 << 14  # at 512 float64 numbers per template these take 128 MiB
 
 
@@ -37,6 +46,100 @@ class TemplateSet(NamedTuple):
         names = "\0".join(self.images).encode("utf-8", "surrogateescape")
         numbers = [self.points, self.scores, self.templates, self.media, self.pairs, self.same]
         return digest([names, *(np.ascontiguousarray(part).tobytes() for part in numbers)])
+
+
+class TemplateProtocol(Protocol[Rates]):
+    """IJB-B or IJB-C: TAR at FAR over template pairs, and the search of its probes if the lists of 1:N are there.
+
+    Args:
+        root: has meta/ and loose_crop/, as in the archives that insightface links to.
+        name: ijbb or ijbc; None takes the one whose lists are in meta/.
+        weighted: weigh each image with the detector's score, as papers do.
+        scores_file: .npy file for the score of every template pair.
+
+    Raises:
+        ValueError: a missing or damaged list.
+    """
+
+    def __init__(self, root: Path, name: str | None = None, weighted: bool = True, scores_file: Path | None = None) -> None:
+        self.root, self.path, self.name = root, str(root), name or _find_set(root)
+        self.lists = read_template_set(root, self.name)
+        self._weighted, self._scores_file = weighted, scores_file
+        meta = root / "meta"
+        self._galleries = [meta / f"{self.name}_1N_gallery_{part}.csv" for part in _GALLERIES[self.name]]
+        self._probes = meta / f"{self.name}_1N_probe_mixed.csv"
+
+    def fingerprint(self) -> dict[str, str]:
+        return {f"hash of the lists of {self.name}": self.lists.digest()}
+
+    def describe(self) -> str:
+        templates = len(np.unique(self.lists.templates))
+        return f"{len(self.lists.images):,} images, {templates:,} templates, {len(self.lists.same):,} pairs"
+
+    def has_metric(self, metric: str) -> bool:
+        if metric.startswith("tar@"):
+            check_pair_counts(self.name, metric, self.lists.same)
+            return True
+        return metric == "rank_1" and self._has_searches()
+
+    def score(self, embed: Embed) -> Rates:
+        features = embed.sums(self.decode, len(self.lists.images))
+        return embed.on_first_rank(lambda: self._rates(features, embed))
+
+    def decode(self, index: int, size: int) -> np.ndarray:
+        """Return the aligned face of an image, (size, size, 3) uint8 RGB."""
+        return read_face(self.root / "loose_crop" / self.lists.images[index], self.lists.points[index], size)
+
+    def _has_searches(self) -> bool:
+        return all(path.is_file() for path in (self._probes, *self._galleries))
+
+    def _rates(self, features: np.ndarray, embed: Embed) -> Rates:
+        """Return the result from plain + mirrored embeddings (N, D)."""
+        lists = self.lists
+        weights = lists.scores if self._weighted else np.ones_like(lists.scores)
+        numbers, vectors = pool_templates(features, weights, lists.templates, lists.media)
+        scores = score_pairs(vectors, numbers, lists.pairs, embed.bar)
+        if self._scores_file:
+            np.save(self._scores_file, scores)
+        published = published_tar(scores, lists.same, FAR_TARGETS)
+        distances = 2.0 - 2.0 * scores
+        points = operating_points(np.sort(distances[lists.same]), np.sort(distances[~lists.same]))
+        tar_at_far = {point.target: point.tar for point in points}
+        figures = {f"tar@{far}": tar for far, tar in tar_at_far.items()}
+        figures |= {f"published_tar@{far}": tar for far, tar in published.items()}
+        values: dict[str, Any] = {
+            "pairs": len(scores),
+            "genuine": int(lists.same.sum()),
+            "tar_as_published": published,
+            "operating_points": [point.as_json() for point in points],
+            "tar_at_far": tar_at_far,
+        }
+        if self._has_searches():
+            found = [search(vectors, numbers, path, self._probes) for path in self._galleries]
+            means = {
+                key: None if any(part[key] is None for part in found) else float(np.mean([part[key] for part in found]))
+                for key in found[0]
+            }
+            values["identification"] = means
+            figures |= means
+        return Rates(figures, values)
+
+
+def _find_set(root: Path) -> str:
+    found = [name for name in _GALLERIES if (root / "meta" / f"{name}_face_tid_mid.txt").is_file()]
+    if len(found) != 1:
+        raise ValueError(f"{root}/meta must hold ijbb_face_tid_mid.txt or ijbc_face_tid_mid.txt; it has {len(found)}")
+    return found[0]
+
+
+def read_face(path: Path, points: np.ndarray, size: int = IMAGE_SIZE) -> np.ndarray:
+    """Return the (size, size, 3) uint8 face of a photograph, aligned as the published scripts do, without smoothing."""
+    try:
+        return align(decode_rgb(read_bytes(path), MAX_PHOTO_PIXELS), points, size, smooth=False)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def read_template_set(folder: str | os.PathLike[str], name: str) -> TemplateSet:
@@ -194,3 +297,27 @@ def published_tar(scores: np.ndarray, same: np.ndarray, far_targets: Sequence[st
     far = np.append(0, refused[kept])[::-1] / max(1, np.count_nonzero(~same))
     tar = np.append(0, accepted[kept])[::-1] / max(1, np.count_nonzero(same))
     return {target: float(tar[np.argmin(np.abs(far - float(target)))]) for target in far_targets}
+
+
+def search(vectors: np.ndarray, numbers: np.ndarray, gallery: Path, probe: Path) -> dict[str, float | None]:
+    """Return rank-k and TPIR at FPIR of one gallery, from lists of template_id,subject_id."""
+    (entries, people), (probes, wanted) = (read_people(path, numbers) for path in (gallery, probe))
+    found = identify(vectors[entries], people, vectors[probes], wanted)
+    return found.rates(_RANKS, _FPIR)
+
+
+def read_people(path: Path, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (rows of the templates, subjects) of a CSV file whose first columns are template_id and subject_id."""
+    rows = []
+    for number, line in enumerate(read_lines(path)[1:], 2):
+        words = line.split(",")
+        if len(words) < 2 or not words[0].strip().isdigit() or not words[1].strip().isdigit():
+            raise ValueError(f"{path}: line {number} must begin with template_id,subject_id, two whole numbers")
+        rows.append((int(words[0]), int(words[1])))
+    table = np.unique(np.array(rows, dtype=np.int64).reshape(-1, 2), axis=0)  # the lists have a line per image of a template
+    places = np.searchsorted(numbers, table[:, 0])
+    known = numbers[np.minimum(places, len(numbers) - 1)] == table[:, 0]
+    if not known.all() or not len(table):
+        missing = table[~known][0, 0] if len(table) else "any"
+        raise ValueError(f"{path}: template {missing} has no image in the 1:1 lists")
+    return places, table[:, 1]

@@ -4,22 +4,27 @@ Source: the protocol of LFW (Huang et al., 2007, "unrestricted") as face recogni
 l2norm(plain + mirrored), the distance is squared Euclidean, and a pair is predicted "same" below a threshold of
 0, 0.01, ..., 3.99. Each of 10 contiguous folds is scored at the threshold that is best on the other nine, the first of
 equals. A prediction is a strict comparison, distance < threshold, everywhere in this module.
+Source of the AUC's interval: DeLong, DeLong and Clarke-Pearson, "Comparing the areas under two or more correlated receiver
+operating characteristic curves", Biometrics 1988.
 Shapes: N = images, D = embedding size, P = pairs, F = folds, T = thresholds.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from .operating_points import OperatingPoint, exact_fold_accuracy, minimum_dcf, operating_points
+from .operating_points import OperatingPoint, bootstrap_intervals, exact_fold_accuracy, minimum_dcf, operating_points
+from .protocol import Figures, Result
 
 FOLDS = 10  # those of the published protocol, for every set
 _ACCURACY_THRESHOLDS = (4.0, 0.01)  # end (exclusive), step
+_EER_SAMPLES = 200  # of its interval; fewer than for TAR, because each costs much more
 _ROWS_AT_ONCE = 256  # their float64 differences stay in the processor's cache
 
 
 @dataclass(frozen=True, eq=False)
-class VerificationResult:
+class VerificationResult(Result):
     """The result of `verify`. Rates and accuracies are in [0, 1].
 
     Args:
@@ -65,6 +70,44 @@ class VerificationResult:
     def cosine_threshold(self) -> float:
         """The mean over the folds of the accuracy threshold, as a cosine similarity: a pair is accepted above it."""
         return 1.0 - float(np.mean(self.threshold_per_fold)) / 2.0
+
+    @property
+    def figures(self) -> Figures:
+        return {
+            "accuracy": self.accuracy,
+            "accuracy_std": self.accuracy_std,
+            "cosine_threshold": self.cosine_threshold,
+            "exact_accuracy": self.exact_accuracy,
+            "plain_accuracy": self.plain_accuracy,
+            **{f"tar@{far}": tar for far, tar in self.tar_at_far.items()},
+            "min_dcf": self.min_dcf,
+            "eer": self.eer,
+            "auc": self.auc,
+            "xnorm": self.xnorm,
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **{key: value for key, value in self.figures.items() if "@" not in key},
+            "accuracy_per_fold": self.accuracy_per_fold.tolist(),
+            "squared_distance_threshold_per_fold": self.threshold_per_fold.tolist(),
+            "tar_at_far": self.tar_at_far,
+            "operating_points": [point.as_json() for point in self.points],
+            "num_genuine": int(self.num_genuine),
+            "num_impostor": int(self.num_impostor),
+            "roc": _thinned_roc(self),
+            "similarities": _similarities(self),
+        }
+
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """Return (low, high) by "accuracy", FAR as in FAR_TARGETS, "eer" and "auc"; unmeasurable ones are left out."""
+        genuine, impostor = np.sort(self.distances[self.same]), np.sort(self.distances[~self.same])
+        targets = [point.target for point in self.points if point.tar is not None]
+        found = bootstrap_intervals(genuine, impostor, self.accuracy, targets)
+        if self.auc is not None:
+            found["eer"] = _eer_interval(genuine, impostor)
+            found["auc"] = _auc_interval(genuine, impostor, self.auc)
+        return found
 
 
 def fuse_views(plain: np.ndarray, mirrored: np.ndarray) -> np.ndarray:
@@ -218,3 +261,65 @@ def _count_accepted(
     counts = np.bincount((kind * num_folds + fold) * num_bins + first, minlength=2 * num_folds * num_bins)
     accepted = counts.reshape(2, num_folds, num_bins).cumsum(axis=2)
     return accepted[0, :, :-1], accepted[1, :, :-1], accepted[:, :, -1].T
+
+
+def roc_curve(result: VerificationResult) -> tuple[np.ndarray, np.ndarray]:
+    """Return (FAR, TAR) at every threshold between two distances, both ascending; at most (P + 1,)."""
+    order = np.argsort(result.distances, kind="stable")
+    same, distances = result.same[order], result.distances[order]
+    last_of_equals = np.append(distances[1:] != distances[:-1], True)
+    tar = np.cumsum(same)[last_of_equals] / max(result.num_genuine, 1)
+    far = np.cumsum(~same)[last_of_equals] / max(result.num_impostor, 1)
+    return np.append(0.0, far), np.append(0.0, tar)
+
+
+def similarity_bins(result: VerificationResult) -> np.ndarray:
+    """Return the edges of equal intervals between the smallest and the largest cosine of all pairs."""
+    low, high = 1.0 - float(result.distances.max()) / 2.0, 1.0 - float(result.distances.min()) / 2.0
+    return np.linspace(low, high, 50) if high - low > 1e-9 else np.linspace(low - 0.01, low + 0.01, 3)
+
+
+def _thinned_roc(result: VerificationResult, points: int = 200) -> dict[str, list[float]]:
+    """Return {"far": [...], "tar": [...]}: the ROC curve at `points` values of FAR, evenly spaced on a logarithmic axis."""
+    far, tar = roc_curve(result)
+    if result.num_impostor == 0 or result.num_genuine == 0:
+        return {"far": [], "tar": []}
+    wanted = np.unique(np.append(0.0, np.geomspace(1 / result.num_impostor, 1.0, points)))
+    places = np.searchsorted(far, wanted, side="right") - 1  # the largest FAR that is not above
+    return {"far": far[places].tolist(), "tar": tar[places].tolist()}
+
+
+def _similarities(result: VerificationResult) -> dict[str, list]:
+    """Return {"cosine": edges, "genuine": counts, "impostor": counts}: how many pairs of each kind lie between two edges."""
+    cosine, edges = 1.0 - result.distances / 2.0, similarity_bins(result)
+    counts = {
+        kind: np.histogram(cosine[mask], edges)[0] for kind, mask in (("genuine", result.same), ("impostor", ~result.same))
+    }
+    return {"cosine": edges.tolist(), **{kind: values.tolist() for kind, values in counts.items()}}
+
+
+def _eer_interval(genuine: np.ndarray, impostor: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """Return the interval of the EER by resampling genuine and impostor pairs, from their sorted distances."""
+    rng = np.random.default_rng(seed)
+    rates = [
+        equal_error_rate(*(np.sort(rng.choice(distances, distances.size)) for distances in (genuine, impostor)))
+        for _ in range(_EER_SAMPLES)
+    ]
+    low, high = np.quantile(rates, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _auc_interval(genuine: np.ndarray, impostor: np.ndarray, auc: float) -> tuple[float, float]:
+    """Return the interval of the AUC from sorted distances, by DeLong's variance."""
+
+    def shares(of: np.ndarray, among: np.ndarray) -> np.ndarray:
+        nearer = np.searchsorted(among, of, side="left") + np.searchsorted(among, of, side="right")
+        return nearer / (2 * among.size)
+
+    variance = sum(
+        float(np.var(shares(of, among), ddof=1)) / of.size
+        for of, among in ((genuine, impostor), (impostor, genuine))
+        if of.size > 1
+    )
+    half = 1.96 * variance**0.5
+    return max(0.0, auc - half), min(1.0, auc + half)

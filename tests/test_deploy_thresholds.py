@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from deploy.thresholds import add_threshold_arguments, read_threshold, threshold_of
-from eval.html_report import write_summary
+from eval.report import write_summary
 from eval.verification import fuse_views, verify
 from utils.checkpoint.format import FORMAT
 

@@ -16,13 +16,12 @@ from torch import nn
 from backbones import build_backbone
 from eval import embed
 from eval.__main__ import main
-from eval.embed import class_means, embed_images
-from eval.evaluate import evaluate, load_pair_sets, selection_score, verify_views
-from eval.figures import overview, roc_curve
-from eval.html_report import write_report
+from eval.embed import EmbedSettings, class_means, embed_images
+from eval.evaluate import evaluate, load_pair_sets, selection_score
+from eval.figures import overview
 from eval.pair_sets.bin_file import PairSet, write_bin
-from eval.report import as_json, format_table
-from eval.verification import fuse_views, verify
+from eval.report import as_json, format_table, write_report
+from eval.verification import fuse_views, roc_curve, verify
 from utils.distributed import World
 from utils.image import normalise
 
@@ -75,7 +74,7 @@ def _check_embeddings(rank: int, world_size: int, num_images: int) -> None:
     model.layer1.eval()
     modes = [module.training for module in model.modules()]
     network = InFloat64(model)
-    plain, mirrored = embed_images(network, _decode, num_images, world, batch_size=3)
+    plain, mirrored = embed_images(network, _decode, num_images, world, EmbedSettings(batch_size=3))
     assert modes == [module.training for module in model.modules()]
     expected = _slow_embeddings(model, num_images)
     for found, slow in zip((plain, mirrored), expected, strict=True):  # embed_images returns float32: one rounding
@@ -87,7 +86,7 @@ def _check_embeddings(rank: int, world_size: int, num_images: int) -> None:
 
 def test_a_rank_without_an_image_knows_the_size_of_embeddings_of_any_input():
     model = build_backbone("r18", 16, 0.125, image_size=48)
-    assert embed_images(model, _broken, 0, ALONE, image_size=48)[0].shape == (0, 16)
+    assert embed_images(model, _broken, 0, ALONE, EmbedSettings(image_size=48))[0].shape == (0, 16)
 
 
 def _broken(number: int) -> np.ndarray:
@@ -117,8 +116,8 @@ def test_where_shapes_must_be_constant_they_are_and_no_number_changes(monkeypatc
     labels, classes = np.array([0, 1, 0, 1, 0, 1, 0]), np.array([1, 0])
 
     def compute() -> list[np.ndarray]:
-        means, found = class_means(model, lambda n: (_decode(n), labels[n]), labels, classes, 9, ALONE.device, 3)
-        return [*embed_images(model, _decode, 7, ALONE, batch_size=3), means.numpy(), found]
+        means, found = class_means(model, lambda n: (_decode(n), labels[n]), labels, classes, 9, ALONE.device, EmbedSettings(3))
+        return [*embed_images(model, _decode, 7, ALONE, EmbedSettings(3)), means.numpy(), found]
 
     expected = compute()
     assert (2 * 1, 3, 112, 112) in shapes  # as it is, the last batch is smaller
@@ -131,7 +130,7 @@ def test_where_shapes_must_be_constant_they_are_and_no_number_changes(monkeypatc
 
 def test_identical_images_score_perfectly_and_every_report_holds_the_numbers(tmp_path: Path):
     _write_set(tmp_path, "twins")
-    results = dict(evaluate(_model(), load_pair_sets(tmp_path, ["twins"]), ALONE, 16, None, 1))
+    results = dict(evaluate(_model(), load_pair_sets(tmp_path, ["twins"]), ALONE, EmbedSettings(16)))
     assert results["twins"].accuracy == 1.0
     table = format_table(results)
     assert (
@@ -170,7 +169,7 @@ def test_a_network_that_gives_nan_is_an_error_that_names_the_set():
     model = _model()
     model.fc.weight.data.fill_(float("nan"))
     with pytest.raises(ValueError, match=r"evaluation of bad: .*NaN"):
-        list(evaluate(model, [pairs], ALONE, 8, None, 1))
+        list(evaluate(model, [pairs], ALONE, EmbedSettings(8)))
 
 
 def test_the_program_takes_runs_checkpoints_and_bare_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -222,7 +221,7 @@ def test_a_browser_shows_the_report_without_errors(tmp_path: Path):
     images = [cv2.imencode(".png", rng.integers(0, 256, (112, 112, 3), dtype=np.uint8))[1].tobytes() for _ in range(40)]
     pair_set = PairSet("noise", images, np.arange(0, 40, 2), np.arange(1, 40, 2), np.arange(20) % 2 == 0)
     plain = rng.normal(size=(40, 8)).astype(np.float32)
-    write_report(tmp_path, "a title with <brackets> & signs", {"noise": verify_views(pair_set, plain, plain)}, [pair_set])
+    write_report(tmp_path, "a title with <brackets> & signs", {"noise": pair_set.verify_views(plain, plain)}, [pair_set])
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     page = (tmp_path / "report.html").as_uri()
     done = subprocess.run([*command, "--dump-dom", page], capture_output=True, text=True, timeout=120)
@@ -273,7 +272,7 @@ def test_odd_sets_get_a_report_too(tmp_path: Path, kind: str):
     )
     pair_set = PairSet("odd", images, first, second, same)
     plain = embeddings.astype(np.float32)
-    result = verify_views(pair_set, plain, plain)
+    result = pair_set.verify_views(plain, plain)
     write_report(tmp_path, kind, {"odd": result}, [pair_set])
     json.loads((tmp_path / "results.json").read_text())
     assert ("not measurable" in (tmp_path / "report.html").read_text()) and (kind != "perfect" or result.accuracy == 1.0)

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from eval.pair_sets import safe_pickle
-from eval.pair_sets.pickle_values import UnsafePickleError
-from eval.pair_sets.safe_pickle import load
+from eval.pair_sets.safe_pickle import UnsafePickleError, load
 
 ROOT = Path(__file__).parent.parent
 FIXTURES = Path(__file__).parent / "fixtures" / "bin" / "bad"

@@ -21,6 +21,7 @@ from tiny_runs import FORKS, ROOT, tiny_run, write_dataset
 
 from backbones import build_backbone
 from configs import load_config
+from eval.embed import EmbedSettings
 from eval.evaluate import evaluate, load_pair_sets
 from eval.networks import add_network_arguments, load_network
 from losses import MARGINS, margin_arguments
@@ -105,7 +106,7 @@ def test_the_numbers_of_a_run_are_those_of_its_log_and_of_an_evaluation_of_its_n
     assert row["memory_gib"] == max(record["memory_gib"] for record in records)
     sets = load_pair_sets(config.parent / "set", ["tiny"])
     network = load_network(_network_options(folder), build_backbone).model
-    _, result = next(evaluate(network, sets, World(0, 1, 0, 1, torch.device("cpu")), 16, None, 1, 48))
+    _, result = next(evaluate(network, sets, World(0, 1, 0, 1, torch.device("cpu")), EmbedSettings(16, None, 1, 48)))
     assert result.accuracy == row["accuracy"]["tiny"]
     cosine = 1.0 - result.distances / 2.0
     for kind, of in (("genuine", result.same), ("impostor", ~result.same)):

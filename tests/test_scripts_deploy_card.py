@@ -21,7 +21,6 @@ from saving import save_now
 from backbones import build_backbone
 from deploy.card.fields import FIELDS
 from eval.input_contract import InputContract
-from eval.intervals import intervals_95
 from eval.report import as_json
 from eval.verification import verify
 from scripts.deploy import card
@@ -65,7 +64,7 @@ def results() -> dict[str, Any]:
     rows = [part / np.linalg.norm(part, axis=1, keepdims=True) for part in (first, second)]
     result = verify(*rows, same, xnorm=7.0)
     found = as_json({"lfw": result})
-    found["lfw"]["intervals_95"] = intervals_95(result)
+    found["lfw"]["intervals_95"] = result.intervals()
     return json.loads(json.dumps(found))
 
 

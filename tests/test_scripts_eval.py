@@ -16,9 +16,10 @@ from rounding import FP32_UNIT, network_bound, rounding_bound
 from torch import nn
 
 from backbones import build_backbone
-from eval.embed import embed_images
+from eval.embed import EmbedSettings, embed_images
 from eval.networks import OtherInput, load_network
 from eval.pair_sets.bin_file import PairSet
+from eval.templates import read_face
 from eval.verification import fuse_views, verify
 from scripts.benchmark import eval as benchmark_eval
 from scripts.benchmark.baselines.eval import plain_embed, plain_numbers
@@ -126,7 +127,7 @@ def test_an_exported_program_gives_what_the_network_gives(tmp_path: Path):
         torch.export.export(model, (torch.zeros(2, 3, 112, 112),), dynamic_shapes=({0: batch},)), tmp_path / "n.pt2"
     )
     found = _network(tmp_path / "n.pt2", trust_code=True)
-    plain, mirrored = embed_images(found, lambda index: picture(index), 5, ALONE, batch_size=3)
+    plain, mirrored = embed_images(found, lambda index: picture(index), 5, ALONE, EmbedSettings(3))
     expected, _ = embed_images(model, lambda index: picture(index), 5, ALONE)
     bound = rounding_bound(torch.float32, 112 * 112)  # of a mean of so many numbers up to 1; means do not see mirrors
     np.testing.assert_allclose(plain, expected, rtol=0, atol=bound)
@@ -205,7 +206,7 @@ def test_ijb_from_pictures_to_scores_equals_a_slow_walk(tmp_path: Path, weights:
     where = [line.split() for line in (root / "meta/ijbc_face_tid_mid.txt").read_text().splitlines()]
 
     def face(index: int) -> np.ndarray:
-        return evaluate_ijb.read_face(root / "loose_crop" / rows[index][0], np.array(rows[index][1:11], float).reshape(5, 2))
+        return read_face(root / "loose_crop" / rows[index][0], np.array(rows[index][1:11], float).reshape(5, 2))
 
     plain, mirrored = embed_images(model, face, 24, ALONE)
     vectors = {}

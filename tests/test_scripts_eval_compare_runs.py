@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import yaml
 
-from eval.intervals import intervals_95
 from eval.report import as_json
 from eval.verification import fuse_views, verify
 from scripts import plot_run
@@ -21,7 +20,7 @@ def _run(folder: Path, noise: float, steps: int) -> Path:
     second = fuse_views(np.where(same[:, None], first, rng.normal(size=(200, 8))), noise * rng.normal(size=(200, 8)))
     result = verify(first, second, same, xnorm=7.0)
     results = as_json({"lfw": result})
-    results["lfw"]["intervals_95"] = intervals_95(result)
+    results["lfw"]["intervals_95"] = result.intervals()
     (folder / "results.json").write_text(json.dumps(results))
     tree = {"run": {"name": folder.name, "output": "o"}, "optimizer": {"lr": noise, "momentum": 0.9}}
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))

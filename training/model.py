@@ -11,7 +11,7 @@ from torch import nn
 
 from backbones import backbone_arguments, build_backbone
 from backbones.checkpointing import set_checkpointing
-from eval.embed import class_means
+from eval.embed import EmbedSettings, class_means
 from losses import build_margin, margin_arguments
 from partial_fc import PartialFC, check_head_fits, check_loss, head_config
 from partial_fc.init import InitCounts, init_centres
@@ -145,9 +145,6 @@ def _init(config: EasyDict, setup: Setup, model: Model) -> InitCounts:
         task.dataset.labels(),
         per_class=init.images_per_class,
         device=setup.world.device,
-        batch_size=config.eval.batch_size,
-        autocast=model.autocast,
-        threads=config.data.threads,
-        image_size=config.data.image_size,
+        settings=EmbedSettings(config.eval.batch_size, model.autocast, config.data.threads, config.data.image_size),
     )
     return init_centres(model.heads[task.name], init.head, init.classes, means if init.new_classes == "images" else None)

@@ -10,11 +10,12 @@ from configs import as_plain, dump_config, shared_settings
 from data import build_dataset
 from data.augment import Augment
 from data.base import FaceDataset
+from data.datasets import open_set
 from data.loader import Loader
 from data.sampler import SampleOrder, check_batch
-from eval.evaluate import check_metric, load_pair_sets
+from eval.evaluate import check_metric, load_protocols
 from eval.monitor import check_names
-from eval.pair_sets.bin_file import PairSet
+from eval.protocol import Protocol, Result
 from utils.checkpoint.format import SOFTMAX
 from utils.checkpoint.resume import prepare_run_folder
 from utils.distributed import World, init_distributed, raise_on_all_ranks
@@ -47,7 +48,7 @@ class Setup(NamedTuple):
     world: World
     precision: str  # of the backbone: train.precision, but what this machine is fast at for auto
     tasks: list[Task]  # steps and epochs are those of the first
-    pair_sets: list[PairSet]
+    protocols: list[Protocol[Result]]
     share: dict[str, int]  # this rank's part of each global batch
     total_steps: int
     epochs_per_step: float
@@ -76,8 +77,10 @@ def set_up(config: EasyDict) -> Setup:
     for first in (True, False):  # one process of each machine parses the data, the others map what it found
         with raise_on_all_ranks(world), patiently(world, "reading the data"):
             if (world.local_rank == 0) is first:
-                dataset, pair_sets = open_data(config, world.world_size)
-    seen = {**dataset.fingerprint(), **{f"hash of {pair_set.name}": pair_set.digest() for pair_set in pair_sets}}
+                dataset, protocols = open_data(config, world.world_size)
+    seen = dataset.fingerprint()
+    for protocol in protocols:
+        seen |= protocol.fingerprint()
     require_equal(seen, world, "data.path and eval.path must hold the same data for all processes; copy them again")
     data, batch_size, seed = config.data, config.train.batch_size, config.run.seed
     order = SampleOrder(
@@ -104,7 +107,7 @@ def set_up(config: EasyDict) -> Setup:
         world,
         precision,
         [Task(SOFTMAX, dataset, order)],
-        pair_sets,
+        protocols,
         {"rank": world.rank, "world_size": world.world_size, "accumulation": config.train.accumulation},
         total_steps,
         batch_size / dataset.num_images,
@@ -153,13 +156,13 @@ def open_loaders(config: EasyDict, setup: Setup, start_step: int) -> list[Loader
     return loaders
 
 
-def open_data(config: EasyDict, num_processes: int) -> tuple[FaceDataset, list[PairSet]]:
+def open_data(config: EasyDict, num_processes: int) -> tuple[FaceDataset, list[Protocol[Result]]]:
     """Return the training data and the verification sets, after checking what can be checked of them before training."""
     data = config.data
     check_batch(config.train.batch_size, config.train.accumulation, num_processes)
     cache = {"auto": str(Path(config.run.output) / "index_cache"), "off": None}.get(data.index_cache, data.index_cache)
     dataset = build_dataset(data, config.run.seed, cache)
-    pair_sets = load_pair_sets(config.eval.path or data.path, config.eval.targets)
-    check_names(pair_sets)
-    check_metric(pair_sets, config.eval.metric)
-    return dataset, pair_sets
+    protocols = load_protocols(config.eval.path or data.path, config.eval.targets, open_set)
+    check_names(protocols)
+    check_metric(protocols, config.eval.metric)
+    return dataset, protocols

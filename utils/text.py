@@ -40,6 +40,13 @@ def prefix_errors(setting: str) -> Iterator[None]:
         raise ValueError(f"{setting}: {error}") from None
 
 
+def plain_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table for a terminal, whose first row is the header, with a line below it."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
 def markdown_table(rows: Sequence[Sequence[object]]) -> str:
     """Return a Markdown table whose first row is the header; the text of each cell is shown literally."""
     lines = ["| " + " | ".join(markdown_text(str(cell)) for cell in row) + " |" for row in rows]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from backbones import build_backbone
-from eval.embed import embed_sums
+from eval.embed import EmbedSettings, embed_sums
 from eval.foreign_networks import ForeignNetwork
 from eval.networks import Network, OtherInput, load_network
 from utils.distributed import World, choose_device
@@ -62,9 +62,8 @@ class Embedder:
         def decode(number: int) -> np.ndarray:
             return crops[number] if number < len(crops) else black
 
-        sums = embed_sums(
-            self._model, decode, padded, self._world, self._batch, self._autocast, threads=1, image_size=self.image_size
-        )
+        settings = EmbedSettings(self._batch, self._autocast, threads=1, image_size=self.image_size)
+        sums = embed_sums(self._model, decode, padded, self._world, settings)
         return sums[: len(crops)]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from data.datasets import SyntheticDataset
-from eval.embed import inference_mode
+from eval.embed import EmbedSettings, inference_mode
 from eval.evaluate import evaluate
 from eval.foreign_networks import open_foreign
 from eval.input_contract import InputContract
@@ -121,7 +121,7 @@ def accuracies(
 ) -> Iterator[tuple[str, float]]:
     """Yield (name of the set, accuracy) of a network that takes the input of this project."""
     alone = World(0, 1, 0, 1, torch.device("cpu"))
-    for name, result in evaluate(model, sets, alone, batch_size, None, threads, image_size):
+    for name, result in evaluate(model, sets, alone, EmbedSettings(batch_size, None, threads, image_size)):
         yield name, result.accuracy
 
 

@@ -19,8 +19,9 @@ from utils.distributed.agreement import digest
 from utils.files import check_file, shown
 from utils.image import IMAGE_SIZE, IMAGE_STARTS, MAX_PIXELS, check_size, decode_rgb, image_size, resize_square
 
-from .pickle_values import Array, UnsafePickleError
-from .safe_pickle import load
+from ..protocol import Embed, Protocol, check_pair_counts
+from ..verification import FOLDS, VerificationResult, fuse_views, mean_norm, pair_distances, row_norms, verify
+from .safe_pickle import Array, UnsafePickleError, load
 
 _MAX_FILE_SIZE = 1 << 32  # bytes; the published sets have about 10^8
 _IMAGE_STARTS = tuple(IMAGE_STARTS)
@@ -33,8 +34,11 @@ _KNOWN_STARTS = {
 
 
 @dataclass(frozen=True, eq=False)
-class PairSet:
-    """A verification set. `first` and `second` (P,) int64 index `images`; `same` (P,) bool marks the genuine pairs."""
+class PairSet(Protocol[VerificationResult]):
+    """A verification set.
+
+    `first` and `second` (P,) int64 index `images`; `same` (P,) bool marks the genuine pairs.
+    """
 
     name: str
     images: list[bytes]  # encoded; each distinct image once
@@ -56,6 +60,34 @@ class PairSet:
     def digest(self) -> str:
         """Return a hash of the pairs and the images."""
         return digest([self.first, self.second, self.same, *self.images])
+
+    def fingerprint(self) -> dict[str, str]:
+        return {f"hash of {self.name}": self.digest()}
+
+    def describe(self) -> str:
+        return f"{len(self.same):,} pairs, {int(self.same.sum()):,} genuine, of {len(self.images):,} images"
+
+    def has_metric(self, metric: str) -> bool:
+        if metric == "rank_1":
+            return False
+        check_pair_counts(self.name, metric, self.same)
+        return True
+
+    def score(self, embed: Embed) -> VerificationResult:
+        return self.verify_views(*embed.views(self.decode, len(self.images)))
+
+    def verify_views(self, plain: np.ndarray, mirrored: np.ndarray) -> VerificationResult:
+        """Return the numbers from the raw embeddings (N, D) of the images and of their mirror images."""
+        fused, alone = fuse_views(plain, mirrored), fuse_views(plain, np.zeros_like(plain))
+        return verify(
+            fused[self.first],
+            fused[self.second],
+            self.same,
+            FOLDS,
+            xnorm=mean_norm(plain, mirrored),
+            plain_distances=pair_distances(alone[self.first], alone[self.second]),
+            norms=row_norms(plain),
+        )
 
     def decode(self, index: int, size: int = IMAGE_SIZE) -> np.ndarray:
         """Return image `index` as (size, size, 3) uint8 RGB.

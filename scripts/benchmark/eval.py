@@ -25,6 +25,7 @@ import torch.multiprocessing as mp
 
 from backbones import build_backbone
 from data.record_dataset import RecordDataset
+from eval.embed import EmbedSettings
 from eval.evaluate import evaluate
 from eval.pair_sets.bin_file import PairSet, read_bin, write_bin
 from eval.verification import fold_accuracy, verify
@@ -135,7 +136,7 @@ def _rank(rank: int, options: argparse.Namespace, folder: str) -> None:
     for _ in range(options.rounds):
         distributed.all_gather_objects(0, world)
         begun = time.perf_counter()
-        dict(evaluate(shared, [pair_set], world, 256, None, 1))
+        dict(evaluate(shared, [pair_set], world, EmbedSettings(threads=1)))
         ours.append(time.perf_counter() - begun)
         distributed.all_gather_objects(0, world)
         begun = time.perf_counter()

@@ -21,8 +21,10 @@ from easydict import EasyDict
 from backbones import build_backbone
 from configs import dump_config, load_config
 from data.base import FaceDataset
+from eval.embed import EmbedSettings
 from eval.evaluate import evaluate
 from eval.networks import add_network_arguments, load_network
+from eval.report import pair_results
 from eval.verification import VerificationResult
 from training.sections import NAMED
 from training.setup import open_data
@@ -79,7 +81,7 @@ def list_jobs(options: argparse.Namespace, settings: Sequence[str]) -> list[Job]
     if not config.eval.targets:
         raise ValueError(f"--config: {options.config} must name verification sets in eval.targets")
     dataset, sets = open_data(config, 1)
-    data = [dataset.fingerprint(), _digest_of_images(dataset), [pairs.digest() for pairs in sets]]
+    data = [dataset.fingerprint(), _digest_of_images(dataset), [one for pairs in sets for one in pairs.fingerprint().values()]]
     epoch_steps = max(1, dataset.num_images // config.train.batch_size)
     jobs = []
     for seed, rate, setting in itertools.product(options.seeds, options.rates, settings):
@@ -259,8 +261,9 @@ def measure(case: dict[str, Any]) -> None:
     _, sets = open_data(config, 1)
     world = distributed.init_distributed(config.run.device, case["threads"])
     model = network.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    settings = (config.eval.batch_size, AUTOCAST[config.train.precision], case["threads"], config.data.image_size)
-    results = dict(evaluate(model, sets, world, *settings))
+    precision = AUTOCAST[config.train.precision]
+    settings = EmbedSettings(config.eval.batch_size, precision, case["threads"], config.data.image_size)
+    results = pair_results(dict(evaluate(model, sets, world, settings)))
     records = _train_records(folder)
     seconds = [
         config.train.batch_size / record["images_per_second"] for record in records[1:] or records

@@ -64,6 +64,18 @@ def find_checkpoint(path: Path) -> Path:
     return found[-1]
 
 
+def newest_run(folder: Path = Path("work_dirs")) -> Path:
+    """Return the run folder in `folder` whose newest checkpoint was written last.
+
+    Raises:
+        ValueError: there is none.
+    """
+    runs = [run for run in folder.glob("*") if list_checkpoints(run)] if folder.is_dir() else []
+    if not runs:
+        raise ValueError(f"no run with a checkpoint in {folder}; name a run folder")
+    return max(runs, key=lambda run: (list_checkpoints(run)[-1] / _MANIFEST).stat().st_mtime)
+
+
 def checkpoint_path(run_folder: Path, step: int) -> Path:
     """Return the folder of the checkpoint after `step` optimizer steps."""
     return run_folder / "checkpoints" / f"step_{step:08d}"
