@@ -63,19 +63,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
         if start_step >= total_steps:
             log.info("training is complete already; nothing to do. Raise train.epochs, or choose another run.name")
             return
-        settings = EmbedSettings(config.eval.batch_size, model.autocast, config.data.threads, config.data.image_size)
-        evaluator = Evaluator(
-            model.backbone,
-            setup.protocols,
-            world,
-            settings,
-            config.eval.metric,
-            log,
-            config.run.name,
-            total_steps,
-            setup.folder,
-            average=None if model.ema is None else model.ema.network,
-        )
+        evaluator = build_evaluator(config, setup, model, log)
         if config.eval.at_start and start_step == 0:
             watch.at(0, "evaluating", limited=False)
             evaluator.score(0)
@@ -126,6 +114,22 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             meter.speed.pause(time.perf_counter() - pause)
             watch.at(done, steps.doing)
         log.info(f"finished {total_steps} steps; checkpoints, log and figures are in {setup.folder}")
+
+
+def build_evaluator(config: EasyDict, setup: Setup, model: Model, log: RunLog) -> Evaluator:
+    """Return what scores the backbone, and the moving average of its weights if there is one."""
+    return Evaluator(
+        model.backbone,
+        setup.protocols,
+        setup.world,
+        EmbedSettings(config.eval.batch_size, model.autocast, config.data.threads, config.data.image_size),
+        config.eval.metric,
+        log,
+        config.run.name,
+        setup.total_steps,
+        setup.folder,
+        average=None if model.ema is None else model.ema.network,
+    )
 
 
 def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, start_step: int, log: RunLog) -> None:
