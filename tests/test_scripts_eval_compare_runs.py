@@ -124,3 +124,12 @@ def test_metrics_that_are_none_are_named_in_one_line(tmp_path: Path, line: str, 
         assert main([str(tmp_path), *more]) == 1
         said = capsys.readouterr().err
         assert said.startswith(f"error: {tmp_path / 'metrics.jsonl'}") and len(said.splitlines()) == 1
+
+
+def test_the_terminal_shows_a_plain_table_and_the_files_go_to_work_dirs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert compare_runs.main([str(_run(tmp_path / "good", 0.1, 3)), str(_run(tmp_path / "bad", 0.6, 3))]) == 0
+    said = capsys.readouterr().out
+    assert "|" not in said and "lfw: accuracy %" in said and "written: work_dirs/comparison/comparison.html" in said

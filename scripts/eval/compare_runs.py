@@ -1,11 +1,11 @@
-"""Compare runs: python -m scripts.eval.compare_runs work_dirs/A work_dirs/B --out DIR
+"""Compare runs: python -m scripts.eval.compare_runs work_dirs/A work_dirs/B
 
 Lists the differences between the configurations of the runs, shows their numbers side by side, and overlays the loss, the mean
-verification accuracy over the optimizer steps, and the ROC curves of the final results. DIR then has comparison.html,
-comparison.png and comparison.md. A folder that `python -m eval --report` wrote can replace a run: it has results, but neither a
-configuration nor training curves.
+verification accuracy over the optimizer steps, and the ROC curves of the final results. work_dirs/comparison then has
+comparison.html, comparison.png and comparison.md. A folder that `python -m eval` wrote can replace a run: it has results, but
+neither a configuration nor training curves.
 
-Example: python -m scripts.eval.compare_runs work_dirs/one work_dirs/two --out comparison
+Example: python -m scripts.eval.compare_runs work_dirs/one work_dirs/two
 """
 
 if __name__ == "__main__" and not __package__:
@@ -13,7 +13,7 @@ if __name__ == "__main__" and not __package__:
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from utils.program import run_main
 from utils.report.contact_sheet import set_colours
 from utils.report.figure import make_figure, png_of
 from utils.report.page import Page
-from utils.text import label_text, markdown_table, markdown_text
+from utils.text import label_text, markdown_table, markdown_text, plain_table
 
 # of runs; different from the colours of the first sets, which colour the headings of the ROC curves
 _COLOURS = ("black", "red", "deepskyblue", "limegreen", "magenta", "goldenrod", "navy", "gray")
@@ -36,6 +36,7 @@ _LEGEND = (
     "A number with * is better than that of each run without a star in the same row: their 95 % intervals do not overlap. "
     "In a row without *, no difference is certain, or results.json lacks the intervals."
 )
+Row = tuple[str, ...]
 _NOT_COMPARED = ("run.name", "run.output")
 
 
@@ -52,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compare; return the exit status."""
     parser = make_parser("python -m scripts.eval.compare_runs", __doc__)
     parser.add_argument("runs", type=Path, nargs="+", help="run folders, or folders of python -m eval --report")
-    parser.add_argument("--out", type=Path, default=Path("comparison"), help="folder of the comparison (default ./comparison)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("work_dirs/comparison"), help="folder of the comparison (default work_dirs/comparison)"
+    )
     options = parser.parse_args(arguments)
     return run_main(lambda: compare(options))
 
@@ -81,11 +84,22 @@ def compare(options: argparse.Namespace) -> None:
     page.picture(png, "loss, mean accuracy of the sets, and the ROC curve of each set")
     page.write(options.out / "comparison.html")
     (options.out / "comparison.png").write_bytes(png)
-    parts = [markdown_table([head, *differing])] if differing else []
-    parts += [markdown_text(note)] if note else []
-    text = "\n\n".join([*parts, markdown_table([head, *rows]), markdown_text(_LEGEND)])
-    (options.out / "comparison.md").write_text(text + "\n")
-    print(f"{text}\n\nwritten: {shown(options.out / 'comparison.html')}")
+    (options.out / "comparison.md").write_text(_texts(markdown_table, markdown_text, head, differing, note, rows) + "\n")
+    print(f"{_texts(plain_table, str, head, differing, note, rows)}\n\nwritten: {shown(options.out / 'comparison.html')}")
+
+
+def _texts(
+    make_table: Callable[[Sequence[Row]], str],
+    make_text: Callable[[str], str],
+    head: Row,
+    differing: Sequence[Row],
+    note: str,
+    rows: Sequence[Row],
+) -> str:
+    """Return the tables and remarks, with functions that format a table and a sentence."""
+    parts = [make_table([head, *differing])] if differing else []
+    parts += [make_text(note)] if note else []
+    return "\n\n".join([*parts, make_table([head, *rows]), make_text(_LEGEND)])
 
 
 def read_run(folder: Path) -> Run:
@@ -136,7 +150,7 @@ def read_config(path: Path) -> dict[str, str]:
         raise ValueError(f"{path}: is not the configuration of a run") from None
 
 
-def differences(runs: Sequence[Run]) -> tuple[list[tuple[str, ...]], str]:
+def differences(runs: Sequence[Run]) -> tuple[list[Row], str]:
     """Return a row for each key whose value differs between configurations, and a remark, "" if none is needed."""
     known = [run for run in runs if run.config]
     missing = [run.name for run in runs if not run.config]
@@ -151,18 +165,27 @@ def differences(runs: Sequence[Run]) -> tuple[list[tuple[str, ...]], str]:
     return rows, " ".join(remarks)
 
 
-def table(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def table(runs: Sequence[Run]) -> tuple[Row, list[Row]]:
     """Return the header, and a row for each set and number with a column per run; certain improvements are marked."""
     rows = []
     sets = list(dict.fromkeys(name for run in runs for name in run.results))
-    numbers = (("accuracy", "accuracy %", 100, 1), ("eer", "EER %", 100, -1), ("auc", "AUC", 1, 1), ("xnorm", "norm", 1, 0))
+    numbers = (
+        ("accuracy", "accuracy %", 100, 1),
+        ("eer", "EER %", 100, -1),
+        ("auc", "AUC", 1, 1),
+        ("xnorm", "norm", 1, 0),
+        ("rank_1", "rank-1 %", 100, 1),
+    )
     for name in sets:
         intervals = [run.results.get(name, {}).get("intervals_95", {}) for run in runs]
         found = [run.results.get(name, {}) for run in runs]
         pairs = [numbers["num_genuine"] + numbers["num_impostor"] if "num_genuine" in numbers else "" for numbers in found]
-        rows.append((f"{name}: pairs", *map(str, pairs)))
+        if any(pairs):
+            rows.append((f"{name}: pairs", *map(str, pairs)))
         for key, title, factor, better in numbers:
             values = [run.results.get(name, {}).get(key) for run in runs]
+            if all(value is None for value in values):
+                continue
             ranges = [interval.get(key) for interval in intervals]
             rows.append((f"{name}: {title}", *_shown(values, factor, stars(values, ranges, better))))
         targets = [run.results.get(name, {}).get("tar_at_far", {}) for run in runs]
