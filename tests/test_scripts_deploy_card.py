@@ -19,6 +19,7 @@ from onnx import TensorProto, helper
 from saving import save_now
 
 from backbones import build_backbone
+from deploy.card.card import _multiply_adds
 from deploy.card.fields import FIELDS
 from eval.input_contract import InputContract
 from eval.report import as_json
@@ -139,7 +140,7 @@ def test_a_card_says_what_the_checkpoint_says(run: Path, tmp_path: Path, capsys:
 def test_multiply_adds_are_those_of_a_count_by_hand(tmp_path: Path):
     """One convolution: out channels * out pixels * in channels * kernel."""
     layer = torch.nn.Conv2d(3, 5, 3, stride=2)
-    assert card._multiply_adds(layer, 9) == 5 * 4 * 4 * 3 * 3 * 3
+    assert _multiply_adds(layer, 9) == 5 * 4 * 4 * 3 * 3 * 3
 
 
 def test_numbers_and_thresholds_are_those_of_the_file(run: Path, results: dict[str, Any], tmp_path: Path):

@@ -15,6 +15,7 @@ from gallery_runs import DIM, SIZE, png, write_network, write_people
 from onnx import helper, numpy_helper
 from tiny_runs import Started
 
+from deploy.gallery import enrol as gallery_enrol
 from deploy.gallery.rewrite import check
 from deploy.gallery.store import Gallery
 from scripts.deploy import enrol
@@ -66,7 +67,7 @@ def test_each_picture_is_enrolled_once_and_skipped_the_second_time(
     assert set(_content(unbroken)) == {(f"person_{p}", f"person_{p}/{n}.png") for p in range(PEOPLE) for n in range(PICTURES)}
     shutil.copytree(unbroken, tmp_path / "g")
     before = _content(tmp_path / "g")
-    monkeypatch.setattr(enrol, "_enrol", lambda waiting, *rest: waiting and pytest.fail("it embedded them again"))
+    monkeypatch.setattr(gallery_enrol, "_enrol", lambda waiting, *rest: waiting and pytest.fail("it embedded them again"))
     assert enrol.main(_words(network, tmp_path / "g", people)) == 0
     assert "0 pictures enrolled, 40 were there already, 0 rejected; now 40 of 8 people" in capsys.readouterr().out
     assert _content(tmp_path / "g") == before

@@ -40,9 +40,9 @@ from utils import distributed
 from utils.cli import make_parser
 from utils.program import run_main
 
-from . import head_traffic
 from .baselines.heads import PlainHead
 from .kit import bare_seconds, machine, peak_bytes, synchronise
+from .plot_head import describe, moved
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _OURS = (("exact", "fp32"), ("exact", "bf16"), ("lean", "bf16"), ("tiny", "bf16"))
@@ -128,7 +128,7 @@ def benchmark(options: argparse.Namespace) -> None:
                 _print_row(row)
     for row in rows:
         if row.get("moved"):
-            print(head_traffic.describe(row))
+            print(describe(row))
     for name, result in sorted(bare.items()):
         each = ", ".join(f"{key} {value:.0f}" for key, value in result["gflops_of_each"].items())
         note = result["note"] and f"{result['note']},"
@@ -203,7 +203,7 @@ def work(case: dict[str, Any]) -> None:
             "step_ms": statistics.median(own),
             "step_ms_range": [min(own), max(own)],
             "bytes_per_identity": taken,
-            "moved": head_traffic.moved(head, case["batch"]) if head else {},
+            "moved": moved(head, case["batch"]) if head else {},
         }
         if len(steps) > 1:
             figures["arcface_ratio"] = statistics.median(row[0] / row[1] for row in times)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from deploy.embed.embedder import open_embedder
 from deploy.faces.detector import add_detector_arguments, open_detector
+from deploy.gallery.enrol import require_network, warn_of_other_detector
 from deploy.gallery.store import Gallery
 from deploy.serve.answers import WHICH_FACE, DemoAnswers, far_of, result_of
 from eval.networks import add_network_arguments
@@ -29,8 +30,6 @@ from eval.operating_points import FAR_TARGETS
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 from utils.text import one_line
-
-from .enrol import require_network, warn_of_other_detector
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,14 +21,13 @@ import numpy as np
 from deploy.embed.embedder import open_embedder
 from deploy.faces.crops import Crop, Rejected, add_which_argument, read_crops
 from deploy.faces.detector import add_detector_arguments, open_detector
+from deploy.gallery.enrol import NO_DIRECTION
 from deploy.thresholds import add_threshold_arguments, threshold_of
 from eval.networks import add_network_arguments
 from utils.cli import make_parser
 from utils.files import shown
 from utils.program import run_main
 from utils.text import one_line
-
-from .enrol import NO_DIRECTION
 
 DIFFERENT = 3  # exit status
 

@@ -16,7 +16,7 @@ from partial_fc.kernels import choose_kernels
 from partial_fc.kernels.plain import CentreGradient, Tile
 from partial_fc.softmax import passes as softmax
 from partial_fc.workspace import Workspace
-from scripts.benchmark.head_traffic import floor_per_class, moved, parts_per_class
+from scripts.benchmark.plot_head import floor_per_class, moved, parts_per_class
 
 D, BATCH = 32, 8
 FEW, MANY = 512, 1280  # classes; what does not grow with them is not in the difference

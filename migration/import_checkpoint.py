@@ -1,0 +1,223 @@
+"""Writes the backbone, class centres and moments of arcface_torch as a checkpoint of this project, block by block."""
+
+import argparse
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from partial_fc.centres.shard import classes_of_slots, initial_centres, shard_range
+from utils.checkpoint.format import (
+    BACKBONE,
+    TRAINER,
+    checkpoint_path,
+    commit,
+    list_checkpoints,
+    partial_path,
+    shard_name,
+    step_of,
+)
+from utils.checkpoint.tensor_file import Planned, write_object, write_planned, write_tensors
+from utils.cli import progress
+from utils.precision import LossScaler
+
+from .checkpoint_files import (
+    HEAD_NAMES,
+    ArcfaceCheckpoint,
+    Rows,
+    check_split,
+    missing_ranks,
+    read_arcface_checkpoint,
+)
+from .network import RecognisedBackbone, kind_of, our_optimizer, recognise
+
+_ROWS_AT_ONCE = 1 << 14  # class centres
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Read, check, write, and print the next command."""
+    source = read_arcface_checkpoint(options.source, options.era)
+    network = recognise(source.backbone, source.backbone_path)
+    found = check_split(source, network.embedding_size)
+    num_classes = options.num_classes or found
+    check_counts(source, found, num_classes, options)
+    optimizer, line = our_optimizer(network, source.optimizer, source.backbone, source.backbone_path)
+    step = options.step if options.step is not None else source.step or 0
+    kind = kind_of(optimizer.state_dict())
+    print(f"found {source.backbone_path}: {network.name}, {network.embedding_size} numbers per face, width {network.width:g}")
+    print(f"found {len(source.shards)} file(s) with {found} class centres; {line}")
+    for note in source.notes:
+        print(f"note: {note}")
+    if num_classes > found:
+        print(f"note: classes {found} to {num_classes - 1} have no centre; theirs start as in a new run")
+    if options.step is None:
+        print(
+            f"note: step {step}; arcface_torch counts micro-batches, so with gradient_acc above 1 divide it and give --step"
+            if source.step
+            else "note: these files do not contain the step; 0 starts the schedule from the beginning, --step N continues it"
+        )
+    centres = Centres(source, num_classes, network.embedding_size, options.seed, kind == "adamw")
+    trainer = {"optimizer": optimizer.state_dict(), "scaler": LossScaler(enabled=True).state_dict(), "margin": {}}
+    run_signature = {
+        "backbone": [network.name, network.embedding_size, network.width],
+        "num_classes": num_classes,
+        "seed": options.seed,
+    }
+    sections = {"name": network.name, "embedding_size": network.embedding_size, "width": network.width}
+    facts: dict[str, Any] = {"step": step, "world_size": options.ranks, "run_signature": run_signature, "score": None}
+    facts["config"] = {"backbone": sections, "run": {"seed": options.seed}}  # all that evaluation needs
+    final = write(options.run, network, centres, trainer, facts)
+    print(f"wrote {final}: {num_classes} classes, step {step}, seed {options.seed}")
+    newer = [path for path in list_checkpoints(options.run) if step_of(path) > step]
+    if newer:
+        print(f"note: {options.run} also has {newer[-1].name}, which training would resume from instead of this one")
+    print(f"next: {command(options.run, network, num_classes, options.seed, kind)}")
+
+
+def check_counts(source: ArcfaceCheckpoint, found: int, num_classes: int, options: argparse.Namespace) -> None:
+    """Raise ValueError unless there is a centre for every class, or --fill handles the others."""
+    if found > num_classes:
+        raise ValueError(f"{options.source}: holds {found} class centres, more than --num-classes {num_classes}; correct that")
+    if options.fill:
+        if options.num_classes is None:
+            raise ValueError("--fill random needs --num-classes N, of the training set")
+        return
+    if not source.shards:
+        raise ValueError(
+            f"{options.source / HEAD_NAMES[source.era].format(0)}: is missing, like all class centres; copy them, or add "
+            "--num-classes N --fill random to start with new ones"
+        )
+    if found < num_classes:
+        gone = missing_ranks(source, num_classes)
+        reason = f"{gone} is missing" if gone else "the files are of another training set"
+        raise ValueError(
+            f"{options.source}: holds {found} class centres, --num-classes is {num_classes}: {reason}. "
+            "--fill random starts the others as in a new run"
+        )
+
+
+class Centres:
+    """The saved state of each class, by slot.
+
+    Args:
+        adamw: also has a second moment and the number of updates of each row.
+    """
+
+    def __init__(self, source: ArcfaceCheckpoint, num_classes: int, dim: int, seed: int, adamw: bool) -> None:
+        shards = source.shards
+        self.num_classes, self.dim, self.seed = num_classes, dim, seed
+        self.found = sum(len(shard.weight) for shard in shards)
+        lengths = [len(shard.weight) for shard in shards]
+        self._weight = Rows([shard.weight for shard in shards], lengths, (dim,), torch.float32)
+        names = ("momentum", "variance")[: 1 + adamw]
+        moments = [shard.moments if set(names) <= set(shard.moments) else {} for shard in shards]
+        self._others = {name: Rows([m.get(name) for m in moments], lengths, (dim,), torch.float32) for name in names}
+        if adamw:
+            counts = [torch.full((len(shard.weight),), shard.updates, dtype=torch.int32) for shard in shards]
+            self._others["updates"] = Rows(counts, lengths, (), torch.int32)
+        self._length = self._mean_length() if self.found < num_classes else 0.0
+
+    @property
+    def num_tensors(self) -> int:
+        """The number of tensors: the centres, and the moments in the files."""
+        return 1 + len(self._others)
+
+    def planned(self, start: int, stop: int, advance: Callable[[int], object]) -> dict[str, Planned]:
+        """Return the tensors of the slots [start, stop); `advance` is called with the rows done."""
+
+        def blocks(read: Callable[[int, int], Tensor]) -> Callable[[], Iterator[Tensor]]:
+            def rows() -> Iterator[Tensor]:
+                for low in range(start, stop, _ROWS_AT_ONCE):
+                    high = min(low + _ROWS_AT_ONCE, stop)
+                    yield read(low, high)
+                    advance(high - low)
+
+            return rows
+
+        plans = {"centres": Planned(torch.float32, (stop - start, self.dim), blocks(self._centres))}
+        for name, rows in self._others.items():
+            shape, dtype = ((stop - start,), torch.int32) if name == "updates" else ((stop - start, self.dim), torch.float32)
+            plans[name] = Planned(dtype, shape, blocks(partial(_finite_rows, rows, name, self._classes)))
+        return plans
+
+    def _classes(self, low: int, high: int) -> np.ndarray:
+        return classes_of_slots(np.arange(low, high), self.num_classes, self.seed)
+
+    def _centres(self, low: int, high: int) -> Tensor:
+        classes = self._classes(low, high)
+        rows = _finite_rows(self._weight, "centre", self._classes, low, high)
+        fresh = torch.from_numpy(classes >= self.found)
+        if bool(fresh.any()):
+            values = initial_centres(low, high, self.dim, self.seed)[fresh]
+            rows[fresh] = values * (self._length / values.norm(dim=1, keepdim=True)) if self._length else values
+        return rows
+
+    def _mean_length(self) -> float:
+        """Return the mean norm of the existing centres, 0 if there are none."""
+        total = 0.0
+        for low in range(0, self.found, _ROWS_AT_ONCE):
+            rows = self._weight.take(np.arange(low, min(low + _ROWS_AT_ONCE, self.found)))
+            total += float(rows.norm(dim=1).double().sum())
+        return total / max(1, self.found)
+
+
+def _finite_rows(rows: Rows, name: str, classes_of: Callable[[int, int], np.ndarray], low: int, high: int) -> Tensor:
+    """Return the rows of the classes in the slots [low, high), after checking that they are finite."""
+    classes = classes_of(low, high)
+    values = rows.take(classes)
+    bad = (~values.isfinite()).reshape(len(values), -1).any(dim=1)
+    if bool(bad.any()):
+        label = classes[int(bad.nonzero()[0])]
+        raise ValueError(f"the {name} of class {label} is not finite; that training had diverged. Take an earlier checkpoint")
+    return values
+
+
+def write(run: Path, network: RecognisedBackbone, centres: Centres, trainer: dict[str, Any], facts: dict[str, Any]) -> Path:
+    """Write the checkpoint; return its folder, which gets its name only when it is complete."""
+    final = checkpoint_path(run, facts["step"])
+    if final.exists():
+        raise ValueError(f"{final}: exists already and is never overwritten; choose another run folder, or --step")
+    folder = partial_path(final)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        raise ValueError(f"{folder}: another program is writing there. If it was killed, delete that folder") from None
+    ranks, files = facts["world_size"], {}
+    try:
+        with progress([], centres.num_classes * centres.num_tensors, "class centres", "row") as bar:
+            for rank in range(ranks):
+                slots = shard_range(centres.num_classes, rank, ranks)
+                name = shard_name(rank, ranks)
+                files[name] = {**write_planned(folder / name, centres.planned(*slots, bar.update)), "slots": list(slots)}
+        files[BACKBONE] = write_tensors(folder / BACKBONE, network.model.state_dict())
+        files[TRAINER] = write_object(folder / TRAINER, trainer)
+        commit(folder, final, {**facts, "files": files})
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None:
+            raise ValueError(f"{final}: cannot be written: {error.strerror}") from None
+        raise
+    return final
+
+
+def command(run: Path, network: RecognisedBackbone, num_classes: int, seed: int, kind: str) -> str:
+    """Return the command that continues from the new checkpoint; CONFIG stands for the run's configuration."""
+    settings = {
+        "run.output": (str(run.parent), "work_dirs"),
+        "run.name": (run.name, ""),
+        "run.seed": (seed, 2048),
+        "data.num_classes": (num_classes, 0),
+        "backbone.name": (network.name, ""),
+        "backbone.embedding_size": (network.embedding_size, 512),
+        "backbone.width": (network.width, 1.0),
+        "optimizer.name": (kind, "sgd"),
+    }
+    changed = [f"{key}={value}" for key, (value, default) in settings.items() if value != default]
+    return f"python train.py CONFIG {shlex.join(changed)}"
