@@ -18,6 +18,7 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("error: start it from the root of the clone with python -m eval")
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,9 +72,15 @@ def run(options: argparse.Namespace) -> None:
         return
     print(f"\n{network.title}\n{format_table(results)}")
     folder = options.report or (network.run / "evaluation" if network.run else None)
-    if folder is not None:
+    if folder is None:
+        return
+    try:
         write_report(folder, network.name, results, protocols, _facts(options, network, world, protocols))
         print(f"\nreport: {shown(folder / 'report.html')}")
+    except OSError as error:
+        if options.report:
+            raise
+        print(f"warning: {shown(folder)}: no report: {error.strerror}; name another folder with --report", file=sys.stderr)
 
 
 def _load_protocols(options: argparse.Namespace, network: Network) -> list[Protocol[Result]]:

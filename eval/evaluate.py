@@ -125,17 +125,14 @@ def _find_set(folder: str, target: str, setting: str, folder_setting: str) -> Pa
 
 def _distinct_names(paths: list[Path]) -> list[str]:
     """Return a distinct name for each file: its stem, and if that is not enough its folders too, joined by _."""
-    parts = [(*p.resolve().parts[1:-1], p.stem if p.suffix in SUFFIXES[:-1] else p.name) for p in paths]
-    names = ["_".join(part[-1:]) for part in parts]
-    depth = 1
-    while len(set(names)) < len(names) and depth < max(map(len, parts)):
-        depth += 1
-        names = ["_".join(p[-depth:]) if names.count(name) > 1 else name for p, name in zip(parts, names, strict=True)]
-    if len(set(names)) < len(names):  # a.bin and a.csv of one folder
-        names = [
-            f"{name}_{path.suffix[1:]}" if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)
-        ]
-    return names
+    stems = [path.stem if path.suffix in SUFFIXES[:-1] else path.name for path in paths]
+    parts = [(*path.resolve().parts[1:-1], stem) for path, stem in zip(paths, stems, strict=True)]
+    names = stems
+    for depth in range(2, max(map(len, parts), default=0) + 1):  # one more folder each time, where names are still equal
+        longer = ["_".join(part[-depth:]) for part in parts]
+        names = [longer[place] if names.count(name) > 1 else name for place, name in enumerate(names)]
+    endings = [path.suffix[1:] for path in paths]  # of a.bin and a.csv in one folder
+    return [f"{name}_{ending}" if names.count(name) > 1 else name for name, ending in zip(names, endings, strict=True)]
 
 
 def _is_set(path: Path) -> bool:

@@ -83,8 +83,12 @@ class TemplateProtocol(Protocol[Rates]):
         return metric == "rank_1" and self._has_searches()
 
     def score(self, embed: Embed) -> Rates:
-        features = embed.sums(self.decode, len(self.lists.images))
-        return embed.on_first_rank(lambda: self._rates(features, embed))
+        lists = self.lists
+        features = embed.sums(self.decode, len(lists.images))
+        weights = lists.scores if self._weighted else np.ones_like(lists.scores)
+        numbers, vectors = pool_templates(features, weights, lists.templates, lists.media)
+        del features  # a gigabyte
+        return embed.on_first_rank(lambda: self._rates(numbers, vectors, embed))
 
     def decode(self, index: int, size: int) -> np.ndarray:
         """Return the aligned face of an image, (size, size, 3) uint8 RGB."""
@@ -93,11 +97,9 @@ class TemplateProtocol(Protocol[Rates]):
     def _has_searches(self) -> bool:
         return all(path.is_file() for path in (self._probes, *self._galleries))
 
-    def _rates(self, features: np.ndarray, embed: Embed) -> Rates:
-        """Return the result from plain + mirrored embeddings (N, D)."""
+    def _rates(self, numbers: np.ndarray, vectors: np.ndarray, embed: Embed) -> Rates:
+        """Return the result from template numbers (T,) and vectors (T, D)."""
         lists = self.lists
-        weights = lists.scores if self._weighted else np.ones_like(lists.scores)
-        numbers, vectors = pool_templates(features, weights, lists.templates, lists.media)
         scores = score_pairs(vectors, numbers, lists.pairs, embed.bar)
         if self._scores_file:
             np.save(self._scores_file, scores)

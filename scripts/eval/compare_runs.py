@@ -13,7 +13,7 @@ if __name__ == "__main__" and not __package__:
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,22 +84,12 @@ def compare(options: argparse.Namespace) -> None:
     page.picture(png, "loss, mean accuracy of the sets, and the ROC curve of each set")
     page.write(options.out / "comparison.html")
     (options.out / "comparison.png").write_bytes(png)
-    (options.out / "comparison.md").write_text(_texts(markdown_table, markdown_text, head, differing, note, rows) + "\n")
-    print(f"{_texts(plain_table, str, head, differing, note, rows)}\n\nwritten: {shown(options.out / 'comparison.html')}")
-
-
-def _texts(
-    make_table: Callable[[Sequence[Row]], str],
-    make_text: Callable[[str], str],
-    head: Row,
-    differing: Sequence[Row],
-    note: str,
-    rows: Sequence[Row],
-) -> str:
-    """Return the tables and remarks, with functions that format a table and a sentence."""
-    parts = [make_table([head, *differing])] if differing else []
-    parts += [make_text(note)] if note else []
-    return "\n\n".join([*parts, make_table([head, *rows]), make_text(_LEGEND)])
+    parts = [markdown_table([head, *differing])] if differing else []
+    parts += [markdown_text(note)] if note else []
+    text = "\n\n".join([*parts, markdown_table([head, *rows]), markdown_text(_LEGEND)])
+    (options.out / "comparison.md").write_text(text + "\n")
+    print(plain_table([head, *differing, *rows]), *([note] if note else []), _LEGEND, sep="\n\n")
+    print(f"\nwritten: {shown(options.out / 'comparison.html')}")
 
 
 def read_run(folder: Path) -> Run:

@@ -38,8 +38,9 @@ def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     """Return a hash of named tensors: names, types, shapes and values."""
     state = xxhash.xxh3_128()
     for name, tensor in tensors.items():
+        values = tensor.detach().cpu().contiguous().reshape(-1)
         state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        state.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        state.update(values.view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16, but its bytes
     return state.hexdigest()
 
 
