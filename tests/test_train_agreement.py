@@ -103,9 +103,12 @@ def test_a_rank_with_other_settings_or_data_is_named_on_all_ranks(
 
 
 def _copy_program(folder: Path) -> Path:
-    for name in ("backbones", "configs", "data", "eval", "losses", "partial_fc", "scripts", "training", "utils"):
+    for package in ROOT.glob("*/__init__.py"):
+        name = package.parent.name
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    return Path(shutil.copy(ROOT / "train.py", folder))
+    for program in ROOT.glob("*.py"):
+        shutil.copy(program, folder)
+    return folder / "train.py"
 
 
 def test_another_version_of_the_program_on_one_machine_is_one_line(dataset: Path, tmp_path: Path):
