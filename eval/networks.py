@@ -59,9 +59,9 @@ class Network(NamedTuple):
         return f"{self.name} ({self.state})" if self.state else self.name
 
 
-def add_network_arguments(parser: argparse.ArgumentParser, newest: bool = False) -> None:
+def add_network_arguments(parser: argparse.ArgumentParser, newest: bool = False, positional: bool = True) -> None:
     """Add the arguments that `load_network` reads, and those of the forward pass; see `add_choice_of_network`."""
-    add_choice_of_network(parser, newest)
+    add_choice_of_network(parser, newest, positional)
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
@@ -75,16 +75,17 @@ def add_network_arguments(parser: argparse.ArgumentParser, newest: bool = False)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
 
 
-def add_choice_of_network(parser: argparse.ArgumentParser, newest: bool = False) -> None:
+def add_choice_of_network(parser: argparse.ArgumentParser, newest: bool = False, positional: bool = True) -> None:
     """Add the arguments that `load_network` reads, but for --threads.
 
     Args:
         newest: the network may be left out: it is then that of the newest run in work_dirs.
+        positional: False: the caller sets `run`.
     """
     what = "run folder, checkpoint folder, weights (.safetensors, .pt, .pth), .onnx, .pt2, or TorchScript"
     if newest:
         parser.add_argument("run", type=Path, nargs="?", help=f"{what} (default: the newest run in work_dirs)")
-    else:
+    elif positional:
         parser.add_argument("run", type=Path, help=what)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")

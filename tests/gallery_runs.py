@@ -8,8 +8,8 @@ import torch
 from pictures import picture
 
 from backbones import build_backbone
-from deploy.gallery.format import Facts
-from deploy.gallery.records import NewImage
+from deploy.gallery.database import Facts
+from deploy.gallery.store import NewImage
 
 SIZE, DIM = 48, 16
 NETWORK = ["--backbone", "mbf", "--width", "0.125", "--embedding-size", str(DIM), "--threads", "1"]

@@ -16,7 +16,7 @@ from deploy.faces import sheet as detect_sheet
 from deploy.faces.retinaface import RetinaFace
 from deploy.faces.scrfd import Scrfd
 from deploy.faces.yunet import YuNet
-from deploy.gallery.format import PATIENCE
+from deploy.gallery.database import PATIENCE
 from deploy.serve import answers as demo_answers
 from deploy.serve import server as demo_server
 from eval.input_contract import InputContract

@@ -30,7 +30,7 @@ from pictures import jpeg, picture
 
 from deploy.embed.embedder import open_embedder
 from deploy.faces.detector import Detector, Face
-from deploy.gallery.format import Facts
+from deploy.gallery.database import Facts
 from deploy.gallery.store import Gallery, NewImage
 from deploy.results_file import read_results
 from deploy.serve import server as demo_server
@@ -265,7 +265,7 @@ def test_with_a_detector_photographs_are_cropped(answers: DemoAnswers):
         assert page.ask("GET", "/api/info")[2]["detector"] == "half.onnx"
         assert page.send("/api/search", wide) == (
             422,
-            {"error": "there is no gallery; start the page with --gallery DIR", "picture": 0},
+            {"error": "there is no gallery; start the page with --gallery FILE", "picture": 0},
         )
 
 

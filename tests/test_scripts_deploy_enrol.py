@@ -16,9 +16,8 @@ from onnx import helper, numpy_helper
 from tiny_runs import Started
 
 from deploy.gallery import enrol as gallery_enrol
-from deploy.gallery.rewrite import check
 from deploy.gallery.store import Gallery
-from scripts.deploy import enrol
+from scripts.deploy import enrol, search
 
 KILLS = int(os.environ.get("FACE_KILLS") or 6)
 PEOPLE, PICTURES = 8, 5
@@ -38,10 +37,10 @@ def _words(network: list[str], gallery: Path, folder: Path, *more: str) -> list[
     return [network[0], str(gallery), str(folder), *network[1:], *more]
 
 
-def _content(folder: Path) -> dict[tuple[str, str], tuple]:
+def _content(path: Path) -> dict[tuple[str, str], tuple]:
     """Return what is enrolled by person and picture: hash of the picture, of the vector and of the face, and the norm."""
-    with Gallery(folder) as gallery:
-        check(gallery)
+    with Gallery(path) as gallery:
+        gallery.check()
         return {
             (one.person, one.picture): (one.hash, one.vector_sum, one.face_sum, one.norm, one.quality)
             for one in gallery.images()
@@ -51,9 +50,9 @@ def _content(folder: Path) -> dict[tuple[str, str], tuple]:
 @pytest.fixture(scope="module")
 def unbroken(network: list[str], people: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A gallery of all people, enrolled in one go."""
-    folder = tmp_path_factory.mktemp("unbroken") / "g"
-    assert enrol.main(_words(network, folder, people)) == 0
-    return folder
+    path = tmp_path_factory.mktemp("unbroken") / "g"
+    assert enrol.main(_words(network, path, people)) == 0
+    return path
 
 
 def test_each_picture_is_enrolled_once_and_skipped_the_second_time(
@@ -65,7 +64,7 @@ def test_each_picture_is_enrolled_once_and_skipped_the_second_time(
     monkeypatch: pytest.MonkeyPatch,
 ):
     assert set(_content(unbroken)) == {(f"person_{p}", f"person_{p}/{n}.png") for p in range(PEOPLE) for n in range(PICTURES)}
-    shutil.copytree(unbroken, tmp_path / "g")
+    shutil.copy(unbroken, tmp_path / "g")
     before = _content(tmp_path / "g")
     monkeypatch.setattr(gallery_enrol, "_enrol", lambda waiting, *rest: waiting and pytest.fail("it embedded them again"))
     assert enrol.main(_words(network, tmp_path / "g", people)) == 0
@@ -86,15 +85,15 @@ def test_kills_at_random_moments_lose_nothing_that_was_confirmed(
     """The number of kills is FACE_KILLS, 6 by default."""
     expected, rng = _content(unbroken), random.Random(os.environ.get("FACE_SEED") or time.time_ns())
     confirmed: set[tuple[str, str]] = set()
-    folder, whole, killed, in_the_middle = tmp_path / "g", 1.0, 0, 0
+    path, whole, killed, in_the_middle = tmp_path / "g", 1.0, 0, 0
     while killed < KILLS:
-        output, is_new = tmp_path / f"output{time.time_ns()}", not folder.exists()
+        output, is_new = tmp_path / f"output{time.time_ns()}", not path.exists()
         output.mkdir()
         for name in ("out", "err"):
             (output / name).touch()
-        started = Started(enrol.main, [_words(network, folder, people, "--list", "--batch-size", "2")], output)
+        started = Started(enrol.main, [_words(network, path, people, "--list", "--batch-size", "2")], output)
         # the clock starts with the gallery, or with the progress bar of a run that continues
-        while started.is_alive() and not (folder.exists() if is_new else (output / "err").stat().st_size):
+        while started.is_alive() and not (path.exists() if is_new else (output / "err").stat().st_size):
             time.sleep(0.001)
         begin, moment = time.monotonic(), rng.uniform(0.0, whole)
         while started.is_alive() and time.monotonic() - begin < moment:
@@ -108,18 +107,18 @@ def test_kills_at_random_moments_lose_nothing_that_was_confirmed(
         said = re.findall(r"^enrolled: (.+) as (.+), image \d+$", done.stdout, re.M)
         in_the_middle += done.returncode == -9 and bool(said)
         confirmed |= {(person, picture) for picture, person in said}
-        if (folder / "gallery.sqlite").exists():
-            now = _content(folder)
+        if path.exists() and (path.stat().st_size or confirmed):
+            now = _content(path)
             assert confirmed <= set(now) and all(expected[key] == value for key, value in now.items())
         else:
             assert not confirmed
         if ended:  # the next run makes a new gallery
-            assert _content(folder) == expected
+            assert _content(path) == expected
             whole = time.monotonic() - begin if is_new else whole
-            shutil.rmtree(folder)
+            path.unlink()
             confirmed = set()
-    assert enrol.main(_words(network, folder, people)) == 0
-    assert _content(folder) == expected  # as if it had never been killed
+    assert enrol.main(_words(network, path, people)) == 0
+    assert _content(path) == expected  # as if it had never been killed
     print(f"{killed} kills, {in_the_middle} of them after some pictures were confirmed")
 
 
@@ -198,7 +197,7 @@ def test_another_network_or_detector_is_named(network: list[str], tmp_path: Path
     capsys.readouterr()
     assert enrol.main(_words(other, tmp_path / "g", folder)) == 1
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "another network" in said and "scripts.deploy.gallery reembed" in said
+    assert said.count("\n") == 1 and "another network" in said and "face gallery reembed" in said
     with Gallery(tmp_path / "g") as gallery:
         assert gallery.picture(1) is None  # --no-pictures
 
@@ -241,3 +240,31 @@ def test_a_missing_folder_makes_no_gallery(network: list[str], tmp_path: Path, c
     assert enrol.main(_words(network, tmp_path / "g", tmp_path, "--person", "a\nb")) == 1
     assert "a person's name must be" in capsys.readouterr().err and not (tmp_path / "g").exists()
     assert SIZE == 48
+
+
+def test_short_commands_take_the_newest_run_and_what_the_gallery_was_enrolled_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_people(tmp_path / "people", 2, 2)
+    weights = write_network(tmp_path / "weights.pt")
+    query = str(tmp_path / "people" / "person_1" / "0.png")
+    assert search.main([query]) == 1
+    assert "people.gallery: no such gallery; `face enrol` makes one" in capsys.readouterr().err
+    monkeypatch.setattr("eval.networks.newest_run", lambda: Path("weights.pt"))
+    monkeypatch.setattr("deploy.gallery.enrol.newest_run", lambda: Path("weights.pt"))
+    assert enrol.main(["people", *weights[1:]]) == 0
+    assert enrol.main(["staff.gallery", "people", *weights[1:]]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for words in (["../people.gallery", query], ["../staff.gallery", query, query]):
+        capsys.readouterr()
+        assert search.main([*words, *weights[1:]]) == 0
+        assert "  1   1.0000  person_1" in capsys.readouterr().out
+    (tmp_path / "weights.pt").unlink()
+    assert search.main(["../staff.gallery", query, *weights[1:]]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"is not at {tmp_path / 'weights.pt'}; name it before the gallery" in said
+    with pytest.raises(SystemExit):
+        enrol.main(["a.gallery", "people", "more", "most"])
+    assert "one folder is enrolled at a time" in capsys.readouterr().err

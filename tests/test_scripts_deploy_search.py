@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from gallery_runs import png, write_network, write_people
 
+from deploy.gallery.report import draw_sheet
 from deploy.gallery.search import Match
-from deploy.gallery.sheet import draw_sheet
 from deploy.gallery.store import Gallery
 from scripts.deploy import enrol, search
 
@@ -159,7 +159,7 @@ def test_errors_are_one_line(place: tuple[list[str], Path], tmp_path: Path, caps
     query, start = str(folder / "queries"), [network[0], str(folder / "g")]
     for words, says in (
         ([other[0], str(folder / "g"), query, *other[1:]], "another network"),
-        ([network[0], str(tmp_path / "none"), query, *network[1:]], "no such gallery"),
+        ([network[0], str(tmp_path / "none.gallery"), query, *network[1:]], "no such gallery"),
         ([*start, str(tmp_path / "x.png"), *network[1:]], "no such picture or folder"),
         ([*start, str(tmp_path / "large.png"), *network[1:]], "none of 1 pictures has a face to search"),
         ([*start, query, *network[1:], "--far", "1e-3"], "name one with --results"),

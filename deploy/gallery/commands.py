@@ -1,4 +1,4 @@
-"""What can be done with a gallery besides enrolling and searching: show, check, remove, rename, compact, embed anew."""
+"""What can be done with a gallery besides enrolling and searching: show, check, remove, embed anew."""
 
 import argparse
 import json
@@ -11,10 +11,8 @@ from utils.text import one_line
 
 from ..embed.embedder import open_embedder
 from ..output import write_file
-from .format import check_person
-from .records import Image
-from .rewrite import check, compact, reembed
-from .store import Gallery
+from .enrol import network_path
+from .store import Gallery, Image, check_person
 
 
 def show_gallery(options: argparse.Namespace) -> None:
@@ -22,16 +20,16 @@ def show_gallery(options: argparse.Namespace) -> None:
     with Gallery(options.gallery) as gallery:
         people, images = gallery.people(), gallery.images()
         facts = gallery.facts
-    size = sum(path.stat().st_size for path in options.gallery.iterdir() if path.is_file())
     detector = f"{facts.detector}, {facts.which}" if facts.detector else "none, aligned crops"
     lines = {
         "people": f"{len(people):,}",
-        "images": f"{len(images):,}, {sum(image.face_size > 0 for image in images):,} with their face",
+        "images": f"{len(images):,}, {sum(bool(image.face_sum) for image in images):,} with their face",
         "network": facts.title,
+        "path of the network": facts.network_path or "not known",
         "digest of the network": facts.digest,
         "embedding": f"{facts.embedding_size} numbers, from {facts.image_size} x {facts.image_size} pixels",
         "detector": detector,
-        "size": f"{size / 1e6:.1f} MB",
+        "size": f"{options.gallery.stat().st_size / 1e6:.1f} MB",
     }
     print(*(f"{key:<22}{one_line(value)}" for key, value in lines.items()), sep="\n")
     if options.people:
@@ -58,7 +56,7 @@ def _day(image: Image) -> str:
 def check_gallery(options: argparse.Namespace) -> None:
     """Read every byte of a gallery, and say what is wrong."""
     with Gallery(options.gallery) as gallery:
-        faces = check(gallery)
+        faces = gallery.check()
         print(f"{shown(options.gallery)}: {len(gallery.images()):,} vectors and {faces:,} faces are sound")
 
 
@@ -75,13 +73,6 @@ def remove_from_gallery(options: argparse.Namespace) -> None:
     )
 
 
-def compact_gallery(options: argparse.Namespace) -> None:
-    """Write a gallery without the room of what was erased."""
-    with Gallery(options.gallery) as gallery:
-        freed = compact(gallery)
-    print(f"{shown(options.gallery)}: {freed / 1e6:.1f} MB freed")
-
-
 def reembed_gallery(options: argparse.Namespace) -> None:
     """Embed the faces of a gallery with another network."""
     with Gallery(options.gallery) as gallery:
@@ -91,10 +82,11 @@ def reembed_gallery(options: argparse.Namespace) -> None:
             digest=embedder.digest,
             embedding_size=embedder.embedding_size,
             image_size=embedder.image_size,
+            network_path=network_path(options),
         )
 
         def wrap(images: Iterable[Image], total: int) -> Iterable[Image]:
             return progress(images, total, "embedding", "image")
 
-        count = reembed(gallery, facts, embedder.embed, wrap)
+        count = gallery.reembed(facts, embedder.embed, wrap)
     print(f"{shown(options.gallery)}: {count:,} images embedded by {facts.title}; thresholds of the old network do not hold")

@@ -14,7 +14,7 @@ from utils.parallel import map_in_order
 from ..faces.crops import Crop, Rejected, crops_of
 from ..faces.detector import Detector
 from ..faces.pictures import list_pictures
-from .format import check_person
+from .store import check_person
 
 
 class Picture(NamedTuple):

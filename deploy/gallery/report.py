@@ -1,4 +1,4 @@
-"""Searches pictures in a gallery, and reports whom they resemble, how many answers are right, and a sheet."""
+"""Searches pictures in a gallery, and reports whom they resemble, how many answers are right, and a picture of them."""
 
 import argparse
 import json
@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from eval.identification import identify
 from utils.cli import progress
 from utils.files import shown
+from utils.report.contact_sheet import captioned_sheet
 from utils.text import one_line
 
 from ..embed.embedder import Embedder, open_embedder
@@ -17,12 +19,15 @@ from ..faces.crops import Crop, Rejected
 from ..faces.detector import open_detector
 from ..output import write_file
 from ..thresholds import Threshold, threshold_of
-from .enrol import NO_DIRECTION, require_network, warn_of_other_detector
+from .enrol import NO_DIRECTION, require_network, take_recorded_network, warn_of_other_detector
 from .people import Picture, find_pictures, read_faces, with_people
-from .rates import measure
 from .search import Match, Searcher
-from .sheet import MAX_ROWS, draw_sheet
 from .store import Gallery
+
+MAX_ROWS = 100  # faces on a sheet
+_MOST = 10  # people beside a face; --k may be 1,000, and the sheet would take gigabytes
+_LETTERS = 15  # of the name of a picture that is searched
+_RANKS = (1, 5)
 
 
 class Query(NamedTuple):
@@ -37,6 +42,8 @@ class Query(NamedTuple):
 
 def search_all(options: argparse.Namespace) -> None:
     """Search the pictures of the command line in the gallery, and report."""
+    if options.run is None:
+        take_recorded_network(options)
     threshold = threshold_of(options)
     found = [one for path in options.pictures for one in find_pictures(path)]
     several = len(options.pictures) > 1
@@ -50,7 +57,7 @@ def search_all(options: argparse.Namespace) -> None:
         warn_of_other_detector(gallery, one_line(detector.name) if detector else "", options.which)
         searcher = gallery.searcher(options.by, options.weights)
         if not len(searcher.people):
-            raise ValueError(f"{shown(options.gallery)}: nobody is enrolled; python -m scripts.deploy.enrol does it")
+            raise ValueError(f"{shown(options.gallery)}: nobody is enrolled; `face enrol` does it")
         _print_threshold(threshold, searcher)
         queries: list[Query] = []
         raw: list[np.ndarray] = []
@@ -178,3 +185,57 @@ def _as_json(
         ],
         "rejected": [{"picture": shown(one.name), "reason": one.reason} for one in rejected],
     }
+
+
+def measure(
+    searcher: Searcher, embeddings: np.ndarray, people: Sequence[str], threshold: float | None
+) -> dict[str, float | int | None]:
+    """Return the rates of queries (n, D) whose people are known; None = not measurable with these queries.
+
+    FNIR is the share of the queries with an enrolled person that do not find this person first and above the threshold. FPIR is
+    the share of the queries without one that find anybody above it.
+    """
+    wide = embeddings.astype(np.float64)
+    norms = np.linalg.norm(wide, axis=1, keepdims=True)
+    unit = (wide / np.where(norms > 0, norms, 1)).astype(np.float32)
+    number_of = {name: number for number, name in enumerate(searcher.people)}
+    owners = np.array([number_of.get(name, -1) for name in people])
+    found = identify(searcher.entries, searcher.owner, unit, owners)
+    rates: dict[str, float | int | None] = {
+        "queries_of_enrolled_people": found.num_mated,
+        "queries_of_others": found.num_unmated,
+        **{f"rank_{k}": found.rank_rate(k) for k in _RANKS},
+    }
+    if threshold is not None:
+        mated, alarms = found.rank > 0, found.best > threshold
+        right = (found.rank == 1) & (found.own > threshold)
+        rates["fnir_at_the_threshold"] = float(np.mean(~right[mated])) if mated.any() else None
+        rates["fpir_at_the_threshold"] = float(np.mean(alarms[~mated])) if (~mated).any() else None
+    return rates
+
+
+def draw_sheet(rows: Sequence[tuple[np.ndarray, str, Sequence[Match]]], gallery: Gallery, threshold: float | None) -> bytes:
+    """Return a PNG with a row for each face (H, W, 3) uint8 RGB: the face, its name, and the people found.
+
+    Where the gallery keeps no picture of an image, the place is grey.
+    """
+    drawn = []
+    for pixels, name, matches in rows:
+        cells: list[tuple[np.ndarray | None, tuple[str, ...]]] = [(pixels, (_end(name), _verdict(matches, threshold)))]
+        for match in matches[:_MOST]:
+            face = gallery.picture(match.image)
+            grey = np.full((8, 8, 3), 200, dtype=np.uint8)
+            cells.append((grey if face is None else face, (match.person, f"{match.cosine:.3f}")))
+        drawn.append(cells)
+    return captioned_sheet(drawn)
+
+
+def _end(name: str) -> str:
+    """Return the end of a name, which is what tells the pictures of a folder apart."""
+    return name if len(name) <= _LETTERS else f"..{name[2 - _LETTERS :]}"
+
+
+def _verdict(matches: Sequence[Match], threshold: float | None) -> str:
+    if threshold is None:
+        return ""
+    return "known" if matches and matches[0].cosine > threshold else "unknown"

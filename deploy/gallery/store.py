@@ -1,99 +1,121 @@
-"""A gallery on disk: people, their images, a unit vector and an aligned face of each image.
+"""A gallery on disk: people, their images, a unit vector and an aligned face of each image, in one SQLite file.
 
-What survives a kill or a power cut: vectors and faces are written and flushed first, then the database commits. From then on
-an image counts. Readers see one state from first to last: a commit waits until they have read what they need. Erasing is the
-other way round: after the commit nobody refers to the bytes, which are then overwritten with zeros. The table `erasures` tells
-the next process what a killed one has not overwritten.
+What is enrolled survives a kill or a power cut, because SQLite commits it. Readers see one state from first to last: a commit
+waits until they have read what they need. What is removed is overwritten: SQLite zeroes deleted rows, and the journal with the
+old contents is zeroed before the call returns. If a process is killed between the two, the next writer does it.
 
 Shapes: N = images of the gallery, n = images of a call, D = embedding size, S = size of a face.
 """
 
 import contextlib
+import itertools
 import sqlite3
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import unicodedata
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+import cv2
 import numpy as np
+import xxhash
 
 from utils.files import shown
 from utils.image import decode_rgb
 from utils.suggest import did_you_mean
+from utils.text import one_line, printable
 
-from .files import FACES, VECTORS, DataFile, checksum, data_file, delete_other_generations, writer_lock
-from .format import (
-    DATABASE,
-    LOCK,
+from .database import (
+    MAX_FACE,
     PATIENCE,
     Facts,
-    State,
-    check_person,
+    check_pages,
     create_database,
     database_errors,
-    most_rows,
     open_database,
-    picture_name,
+    overwrite_journal,
     read_facts,
 )
-from .records import Image, NewImage, check_weight, face_bytes, read_entries, read_images, to_png, unit_vector
-from .search import Match, Searcher
+from .search import Entries, Match, Searcher
+
+LONGEST_PERSON, LONGEST_PICTURE = 256, 1000  # characters of a name
+Embed = Callable[[np.ndarray], np.ndarray]  # crops (n, S, S, 3) uint8 -> raw embeddings (n, D)
+Wrap = Callable[[Iterable["Image"], int], Iterable["Image"]]  # shows the progress over so many images
+_SILENT = 1.0  # seconds until a waiting process says so
+_HEAVIEST = 1e30  # length of an embedding times score; float32 ends at 3e38, and a person has several images
+_BATCH = 64  # images embedded at once
+_SMALLEST_ROW = 16  # bytes; a damaged tree of pages may seem to have more rows than the file has room for
+_IMAGES = (
+    "SELECT images.id, people.name, picture, hash, face, norm, quality, added, vector_sum, ifnull(face_sum, x'') FROM images "
+    "JOIN people ON people.id = images.person LEFT JOIN faces ON faces.image = images.id ORDER BY images.id LIMIT ?"
+)
+_ENTRIES = (
+    "SELECT images.id, people.name, norm, quality, vector_sum, vector FROM images "
+    "JOIN people ON people.id = images.person ORDER BY images.id LIMIT ?"
+)
+
+
+class NewImage(NamedTuple):
+    """An image to enrol."""
+
+    person: str
+    picture: str  # its name, for people to read
+    hash: bytes  # of the bytes of the picture
+    face: int  # number of the face in its picture
+    quality: float  # the detector's score, 1 for an aligned crop
+    embedding: np.ndarray  # (D,) raw
+    pixels: np.ndarray | None  # (S, S, 3) uint8 RGB; None = the gallery keeps no picture of it
+
+
+class Image(NamedTuple):
+    """An enrolled image."""
+
+    number: int
+    person: str
+    picture: str
+    hash: bytes
+    face: int
+    norm: float
+    quality: float
+    added: int  # seconds since 1970
+    vector_sum: bytes
+    face_sum: bytes  # b"" without a picture
 
 
 class Gallery:
-    """A gallery on disk. Several threads may use one object, several processes one folder.
+    """A gallery on disk. Several threads may use one object, several processes one file.
 
     Attributes:
-        folder: its path.
-        facts: what embedded its faces, when the gallery was opened or last changed by this object.
+        path: of the file.
+        facts: what embedded its faces, when the gallery was opened or last read by this object.
     """
 
-    def __init__(self, folder: Path, patience: float = PATIENCE) -> None:
+    def __init__(self, path: Path, patience: float = PATIENCE) -> None:
         """Open an existing gallery.
 
         Raises:
             ValueError: there is none, or it is damaged or hostile.
         """
-        self.folder, self.patience = folder, patience
-        self._path = folder / DATABASE
-        if not folder.is_dir():
-            kind = "is a file, and a gallery is a folder" if folder.exists() else "no such gallery"
-            raise ValueError(f"{shown(folder)}: {kind}; python -m scripts.deploy.enrol makes one")
-        if not self._path.exists() and not self._path.is_symlink():
-            raise ValueError(
-                f"{shown(folder)}: holds no {DATABASE}, so it is no gallery; python -m scripts.deploy.enrol makes one"
-            )
-        self._database = open_database(self._path)
+        self.path, self.patience = path, patience
         self._thread = threading.RLock()
-        self._searchers: dict[tuple[str, str], tuple[int, Searcher]] = {}
-        with database_errors(self._path):
-            self.facts, _ = read_facts(self._database, self._path)
-        self._digest = self.facts.digest
+        self._searchers: dict[tuple[str, str], tuple[tuple[int, int], Searcher]] = {}
+        self._changes = 0  # transactions of this object; SQLite counts those of others
+        self._database = open_database(path)
+        with self.reading():
+            self._digest = self.facts.digest
 
     @classmethod
-    def create(cls, folder: Path, facts: Facts, patience: float = PATIENCE) -> "Gallery":
-        """Make an empty gallery in a new or empty folder, or open the one that is there.
+    def create(cls, path: Path, facts: Facts, patience: float = PATIENCE) -> "Gallery":
+        """Make an empty gallery, or open the one that is there.
 
         Raises:
-            ValueError: the folder has other files, or a damaged gallery.
+            ValueError: another file is there, or a damaged gallery.
         """
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"{shown(folder)}: is a file, and a gallery is a folder; name another one")
-        if not (folder / DATABASE).exists():
-            # asked again, because another process may be making the gallery
-            if folder.exists() and (other := _files_of_others(folder)) and not (folder / DATABASE).exists():
-                raise ValueError(
-                    f"{shown(folder)}: holds {shown(other)} and no gallery; name a new or empty folder for the gallery"
-                )
-            folder.mkdir(parents=True, exist_ok=True)
-            with writer_lock(folder, patience):
-                if not (folder / DATABASE).exists():
-                    for kind in (VECTORS, FACES):
-                        with DataFile(data_file(folder, kind, 1), new=True) as file:
-                            file.flush()
-                    create_database(folder / DATABASE, facts)
-        return cls(folder, patience)
+        create_database(path, facts)
+        return cls(path, patience)
 
     def close(self) -> None:
         """Close the database."""
@@ -110,15 +132,14 @@ class Gallery:
     def images(self) -> list[Image]:
         """Return the images in the order of their numbers."""
         with self.reading():
-            return read_images(self._database, self._path)
+            kinds = (int, str, str, bytes, int, float, float, int, bytes, bytes)
+            return [Image(*row) for row in self._rows(_IMAGES, kinds)]
 
     def people(self) -> dict[str, int]:
         """Return the number of images of each person, in the order of their names."""
+        query = "SELECT people.name, count(*) FROM images JOIN people ON people.id = images.person GROUP BY people.id LIMIT ?"
         with self.reading():
-            query = (
-                "SELECT people.name, count(*) FROM images JOIN people ON people.id = images.person GROUP BY people.id LIMIT ?"
-            )
-            return dict(sorted(self._database.execute(query, (most_rows(self._path),)).fetchall()))
+            return dict(sorted(self._rows(query, (str, int))))
 
     def picture(self, number: int) -> np.ndarray | None:
         """Return the aligned face of an image (S, S, 3) uint8 RGB, None if the gallery has none (any more).
@@ -126,12 +147,15 @@ class Gallery:
         Raises:
             ValueError: it is damaged.
         """
-        with self.reading() as state:
-            found = read_images(self._database, self._path, "WHERE images.id = ?", (number,))
-            if not found or not found[0].face_size:
-                return None
-            with DataFile(data_file(self.folder, FACES, state.faces)) as file:
-                return decode_rgb(face_bytes(found[0], file))
+        with self.reading():
+            there = self._database.execute("SELECT 1 FROM faces WHERE image = ?", (number,)).fetchone()
+            return self._face(number) if there else None
+
+    def _face(self, number: int) -> np.ndarray:
+        checked, data = self._database.execute("SELECT face_sum, png FROM faces WHERE image = ?", (number,)).fetchone()
+        if type(data) is not bytes or len(data) > MAX_FACE or _checksum(data) != checked:
+            raise ValueError(f"{shown(self.path)}: the face of image {number} is damaged; remove and enrol it again")
+        return decode_rgb(data)
 
     def search(self, embeddings: np.ndarray, k: int = 5, by: str = "image", weights: str = "norm") -> list[list[Match]]:
         """Return the k most similar people for each embedding (n, D), best first.
@@ -152,37 +176,87 @@ class Gallery:
         """Return the search over the gallery as it is now; it is read again only if it has changed."""
         key = (by, weights)
         with self._thread:
-            with self.reading() as state:
+            with self.reading():
+                state = self._changes, self._database.execute("PRAGMA data_version").fetchone()[0]
                 known = self._searchers.get(key)
                 self._require_same_network()
-                if known is not None and known[0] == state.changes:
+                if known is not None and known[0] == state:
                     return known[1]
-                entries = read_entries(self._database, self.folder, self.facts, state)
+                entries = self._entries()
             if known is not None:
                 del self._searchers[key]  # before the new one takes as much memory
             searcher = Searcher(entries, by, weights)
-            self._searchers = {other: (at, old) for other, (at, old) in self._searchers.items() if at == state.changes}
-            self._searchers[key] = state.changes, searcher
+            self._searchers = {other: (at, old) for other, (at, old) in self._searchers.items() if at == state}
+            self._searchers[key] = state, searcher
             return searcher
 
-    def _require_same_network(self) -> None:
-        if self.facts.digest != self._digest:
-            raise ValueError(f"{shown(self.folder)}: was embedded anew by {self.facts.title} since it was opened; start again")
+    def check(self) -> int:
+        """Read every byte of the gallery; return the number of faces.
+
+        Raises:
+            ValueError: something is damaged.
+        """
+        self.searcher()  # reads and checks all vectors
+        with self.reading():
+            check_pages(self._database, self.path, "integrity_check")
+            with_face = [image.number for image in self.images() if image.face_sum]
+            for number in with_face:
+                self.picture(number)
+        return len(with_face)
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[State]:
+    def reading(self) -> Iterator[None]:
         """Be in a read transaction: nobody commits until its end."""
-        with self._thread, database_errors(self._path):
+        with self._thread, database_errors(self.path):
             if self._database.in_transaction:  # inside another one of this thread
-                yield read_facts(self._database, self._path)[1]
+                yield
                 return
             self._database.execute("BEGIN")
             try:
-                self.facts, state = read_facts(self._database, self._path)
-                yield state
+                self.facts = read_facts(self._database, self.path)
+                yield
             finally:
                 with contextlib.suppress(sqlite3.Error):
                     self._database.execute("ROLLBACK")
+
+    def _rows(self, query: str, kinds: tuple[type, ...]) -> Iterator[tuple]:
+        """Yield the rows of a query, as many as the file has room for; ValueError if one has values of a wrong kind."""
+        for row in self._database.execute(query, (self.path.stat().st_size // _SMALLEST_ROW,)):
+            if tuple(map(type, row)) != kinds:
+                raise ValueError(f"{shown(self.path)}: the row that begins with {row[0]!r:.20} has values of a wrong kind")
+            yield row
+
+    def _entries(self) -> Entries:
+        """Return all images and their vectors, checked."""
+        numbers, norms, qualities, vectors = array("q"), array("d"), array("d"), bytearray()
+        people: list[str] = []
+        names: dict[str, str] = {}  # one object a person
+        damaged = []
+        size = 4 * self.facts.embedding_size
+        for number, name, norm, quality, checked, vector in self._rows(_ENTRIES, (int, str, float, float, bytes, bytes)):
+            if not _can_weigh(norm, quality):
+                _require_weight(norm, quality, f"{shown(self.path)}: image {number}")
+            if len(vector) != size or _checksum(vector) != checked:
+                damaged.append(number)
+                continue
+            numbers.append(number)
+            norms.append(norm)
+            qualities.append(quality)
+            people.append(names.setdefault(name, name))
+            vectors += vector
+        rows = np.frombuffer(vectors, dtype="<f4").reshape(len(numbers), -1 if len(numbers) else self.facts.embedding_size)
+        squares = np.einsum("nd,nd->n", rows, rows, dtype=np.float64)
+        damaged += [numbers[place] for place in np.flatnonzero(~(np.abs(squares - 1) < 1e-3))]  # also NaN
+        if damaged:
+            raise ValueError(
+                f"{shown(self.path)}: {len(damaged)} vector(s) are damaged, such as that of image {min(damaged)}; `face "
+                f"gallery reembed {shown(self.path)} NETWORK` makes new ones from the faces"
+            )
+        return Entries(people, np.array(numbers, dtype=np.int64), rows, np.array(norms), np.array(qualities))
+
+    def _require_same_network(self) -> None:
+        if self.facts.digest != self._digest:
+            raise ValueError(f"{shown(self.path)}: was embedded anew by {self.facts.title} since it was opened; start again")
 
     # ---- writing
 
@@ -191,39 +265,29 @@ class Gallery:
 
         Raises:
             ValueError: an embedding is not finite, or zero, or of another size; a name is not allowed; the gallery was embedded
-                by another network since it was opened. Nothing is enrolled.
-            OSError: the disk is full, for example.
+                by another network since it was opened; the disk is full. Nothing is enrolled.
         """
         names = [check_person(image.person) for image in images]
-        rows = [unit_vector(image.embedding, self.facts.embedding_size, image.picture) for image in images]
+        rows = [_unit_vector(image.embedding, self.facts.embedding_size, image.picture) for image in images]
         for image, (_, norm) in zip(images, rows, strict=True):
-            check_weight(norm, image.quality, shown(image.picture))
-        faces = [b"" if image.pixels is None else to_png(image.pixels) for image in images]
+            _require_weight(norm, image.quality, shown(image.picture))
+        faces = [None if image.pixels is None else _to_png(image.pixels) for image in images]
         numbers = []
-        with self.writing() as state, self._files(state) as (vectors, stored):
+        with self._writing() as database:
             self._require_same_network()
-            num_rows, end, width = state.num_rows, state.faces_end, self.facts.embedding_size
-            for image, name, (unit, norm), face in zip(images, names, rows, faces, strict=True):
-                self._database.execute("INSERT OR IGNORE INTO people (name) VALUES (?)", (name,))
-                person = self._database.execute("SELECT id FROM people WHERE name = ?", (name,)).fetchone()[0]
-                key = (person, image.hash, image.face)
-                query = "SELECT 1 FROM images WHERE person = ? AND hash = ? AND face = ?"
-                if self._database.execute(query, key).fetchone():  # another process was faster
-                    numbers.append(0)
-                    continue
-                stored_as = (num_rows, checksum(unit.data), end, len(face), checksum(face))
-                done = self._database.execute(
-                    "INSERT INTO images (person, hash, face, picture, norm, quality, added, vector, vector_sum, face_at, "
-                    "face_size, face_sum) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    (*key, picture_name(image.picture), norm, float(image.quality), int(time.time()), *stored_as),
+            for image, name, (vector, norm), face in zip(images, names, rows, faces, strict=True):
+                database.execute("INSERT OR IGNORE INTO people (name) VALUES (?)", (name,))
+                person = database.execute("SELECT id FROM people WHERE name = ?", (name,)).fetchone()[0]
+                values = (person, image.hash, image.face, _picture_name(image.picture), norm, float(image.quality))
+                done = database.execute(
+                    "INSERT OR IGNORE INTO images (person, hash, face, picture, norm, quality, added, vector_sum, vector) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (*values, int(time.time()), _checksum(vector), vector),
                 )
-                numbers.append(int(done.lastrowid or 0))
-                vectors.write(unit.data, num_rows * width * 4)
-                stored.write(face, end)
-                num_rows, end = num_rows + 1, end + len(face)
-            vectors.flush()
-            stored.flush()
-            self._database.execute("UPDATE facts SET num_rows = ?, faces_end = ?", (num_rows, end))
+                is_new = done.rowcount == 1  # otherwise another process was faster
+                numbers.append(int(done.lastrowid or 0) if is_new else 0)
+                if is_new and face is not None:
+                    database.execute("INSERT INTO faces VALUES (?, ?, ?)", (numbers[-1], _checksum(face), face))
         return numbers
 
     def remove(self, people: Sequence[str] = (), numbers: Sequence[int] = ()) -> int:
@@ -232,92 +296,161 @@ class Gallery:
         Raises:
             ValueError: somebody or an image is not in the gallery; nothing is removed then.
         """
-        with self.writing():
-            images = read_images(self._database, self._path)
+        with self._writing() as database:
+            images = self.images()
             names, there = {image.person for image in images}, {image.number for image in images}
             for name in people:
                 if name not in names:
-                    raise ValueError(f"{shown(self.folder)}: nobody is called {name!r:.300}.{did_you_mean(name, names)}")
+                    raise ValueError(f"{shown(self.path)}: nobody is called {name!r:.300}.{did_you_mean(name, names)}")
             for number in numbers:
                 if number not in there:
-                    raise ValueError(f"{shown(self.folder)}: has no image {number}")
+                    raise ValueError(f"{shown(self.path)}: has no image {number}")
             all_of, single = set(people), set(numbers)
-            gone = [image for image in images if image.person in all_of or image.number in single]
-            size = 4 * self.facts.embedding_size
-            for image in gone:
-                self._database.execute("DELETE FROM images WHERE id = ?", (image.number,))
-                for erasure in ((VECTORS, image.vector * size, size), (FACES, image.face_at, image.face_size)):
-                    self._database.execute("INSERT INTO erasures (kind, at, size) VALUES (?, ?, ?)", erasure)
-            self._database.execute("DELETE FROM people WHERE id NOT IN (SELECT person FROM images)")
-        self.clean()
+            gone = [(one.number,) for one in images if one.person in all_of or one.number in single]
+            database.executemany("DELETE FROM faces WHERE image = ?", gone)
+            database.executemany("DELETE FROM images WHERE id = ?", gone)
+            database.execute("DELETE FROM people WHERE id NOT IN (SELECT person FROM images)")
         return len(gone)
 
-    def clean(self, vacuum: bool = False) -> None:
-        """Overwrite what was removed, and delete files that no longer count; what a killed process left, too.
+    def reembed(self, facts: Facts, embed: Embed, wrap: Wrap) -> int:
+        """Embed all images again, from their faces in the gallery; return how many. Until the end the old vectors serve.
 
         Args:
-            vacuum: also write the database anew, without free pages.
+            facts: of the new network; detector and which are those of the gallery.
+            embed: its embeddings.
+            wrap: for example a progress bar.
+
+        Raises:
+            ValueError: the gallery lacks faces, or one is damaged or has no embedding; nothing changes then.
         """
-        with self.writing(changes=False):
-            pass  # it begins with that
-        if vacuum:
-            with self._thread, database_errors(self._path), writer_lock(self.folder, self.patience):
-                self._database.execute("PRAGMA query_only = OFF")
-                self._database.execute("VACUUM")
-                self._database.execute("PRAGMA query_only = ON")
+        with self._writing() as database:
+            images = self.images()
+            self._require_faces(images, facts)
+            found: list[tuple[float, bytes, bytes, int]] = []
+            waiting = iter(wrap(images, len(images)))
+            while part := list(itertools.islice(waiting, _BATCH)):
+                raw = embed(np.stack([self._face(image.number) for image in part]))
+                for image, row in zip(part, raw, strict=True):
+                    vector, norm = _unit_vector(row, facts.embedding_size, image.picture)
+                    found.append((norm, _checksum(vector), vector, image.number))
+            # only now, because a large transaction may lock readers out
+            database.executemany("UPDATE images SET norm = ?, vector_sum = ?, vector = ? WHERE id = ?", found)
+            database.execute(f"UPDATE facts SET {', '.join(f'{name} = ?' for name in Facts._fields)}", facts)
+        return len(images)
+
+    def _require_faces(self, images: list[Image], facts: Facts) -> None:
+        """Raise ValueError unless a network can embed the faces that the gallery has."""
+        size, other = self.facts.image_size, facts.image_size
+        if other != size:
+            raise ValueError(
+                f"{shown(self.path)}: its faces have {size} x {size} pixels, and the network takes {other} x {other}; enrol "
+                "the pictures into a new gallery"
+            )
+        without = next((image for image in images if not image.face_sum), None)
+        if without:
+            raise ValueError(
+                f"{shown(self.path)}: has no face of image {without.number}, which was enrolled with --no-pictures; enrol the "
+                "pictures into a new gallery"
+            )
 
     @contextlib.contextmanager
-    def writing(self, changes: bool = True) -> Iterator[State]:
-        """Be the only writer, in a transaction that is committed at the end, or rolled back if there is an error."""
-        with self._thread, database_errors(self._path), writer_lock(self.folder, self.patience):
-            self._database.execute("PRAGMA query_only = OFF")
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """Be the only writer, in a transaction that is committed at the end, or rolled back if there is an error.
+
+        PERSIST keeps the journal after the transaction, so that it can be overwritten before it is deleted.
+        """
+        database = self._database
+        with self._thread, database_errors(self.path):
+            database.execute("PRAGMA query_only = OFF")
+            database.execute("PRAGMA journal_mode = PERSIST")
             try:
-                self._clean()
-                self._database.execute("BEGIN IMMEDIATE")
-                self.facts, state = read_facts(self._database, self._path)
-                yield state
-                if changes:
-                    self._database.execute("UPDATE facts SET changes = changes + 1")
-                self._database.execute("COMMIT")
+                self._begin()
+                try:
+                    self.facts = read_facts(database, self.path)
+                    yield database
+                    self._changes += 1
+                    database.execute("COMMIT")
+                finally:
+                    if database.in_transaction:
+                        database.execute("ROLLBACK")
+                    self._begin()
+                    overwrite_journal(self.path)
+                    database.execute("ROLLBACK")
+                    database.execute("PRAGMA journal_mode = DELETE")
             finally:
                 with contextlib.suppress(sqlite3.Error):
-                    if self._database.in_transaction:
-                        self._database.execute("ROLLBACK")
-                    self._database.execute("PRAGMA query_only = ON")
+                    if database.in_transaction:
+                        database.execute("ROLLBACK")
+                    database.execute("PRAGMA query_only = ON")
 
-    def _clean(self) -> None:
-        _, state = read_facts(self._database, self._path)
-        delete_other_generations(self.folder, state.vectors, state.faces)
-        waiting = self._database.execute("SELECT id, kind, at, size FROM erasures LIMIT ?", (most_rows(self._path),)).fetchall()
-        if not waiting:
-            return
-        with self._files(state) as files:
-            for _, kind, at, size in waiting:
-                if kind in (VECTORS, FACES) and type(at) is int and type(size) is int and at >= 0 and size > 0:
-                    files[kind == FACES].erase(at, size)
-            for file in files:
-                file.flush()
-        self._database.execute("BEGIN IMMEDIATE")
-        self._database.executemany("DELETE FROM erasures WHERE id = ?", [row[:1] for row in waiting])
-        self._database.execute("COMMIT")
-
-    @contextlib.contextmanager
-    def _files(self, state: State) -> Iterator[tuple[DataFile, DataFile]]:
-        paths = data_file(self.folder, VECTORS, state.vectors), data_file(self.folder, FACES, state.faces)
-        with DataFile(paths[0], write=True) as first, DataFile(paths[1], write=True) as second:
-            yield first, second
-
-    @property
-    def database(self) -> Any:
-        """The connection, for what happens inside `writing`."""
-        return self._database
+    def _begin(self) -> None:
+        """Take the lock of the writer; say so if that takes a while."""
+        patience = max(0.0, self.patience - _SILENT)
+        for seconds in (min(_SILENT, self.patience), patience):
+            self._database.execute(f"PRAGMA busy_timeout = {int(1000 * seconds)}")
+            try:
+                self._database.execute("BEGIN IMMEDIATE")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or seconds is patience:
+                    raise
+                print(one_line(f"waiting for another process, which writes to {shown(self.path)}"), file=sys.stderr, flush=True)
 
 
-def _files_of_others(folder: Path) -> str:
-    """Return a name in the folder that a killed creation of a gallery did not leave there, "" if there is none."""
-    ours = {LOCK, f"{DATABASE}.unfinished", f"{DATABASE}.unfinished-journal"}
-    empty = {data_file(folder, kind, 1).name for kind in (VECTORS, FACES)}
-    names = (
-        path.name for path in folder.iterdir() if path.name not in ours and not (path.name in empty and not path.stat().st_size)
-    )
-    return min(names, default="")
+def check_person(name: str) -> str:
+    """Return a person's name in Unicode's composed form, so that it is the same from every file system.
+
+    Raises:
+        ValueError: the name is empty, too long, or has characters that cannot be printed.
+    """
+    name = unicodedata.normalize("NFC", name).strip()
+    if not name or not name.isprintable():
+        raise ValueError(f"a person's name must be printable text without line ends, got {printable(name)[:80]!r}; rename it")
+    if len(name) > LONGEST_PERSON:
+        raise ValueError(
+            f"a person's name may have {LONGEST_PERSON} characters, {name[:40]!r}... has {len(name):,}; shorten it"
+        )
+    return name
+
+
+def _picture_name(name: str) -> str:
+    """Return the name of a picture as a gallery keeps it, to be read by people only: printable, and of a bounded length."""
+    text = shown(name)
+    if len(text) > LONGEST_PICTURE:
+        text = f"{text[: LONGEST_PICTURE // 2 - 3]} ... {text[3 - LONGEST_PICTURE // 2 :]}"
+    return text
+
+
+def _checksum(data: bytes) -> bytes:
+    """Return the checksum of a vector or a face; it finds damage, not deliberate changes."""
+    return xxhash.xxh3_64_digest(data)
+
+
+def _can_weigh(norm: float, quality: float) -> bool:
+    return norm > 0 and quality >= 0 and norm * quality < _HEAVIEST
+
+
+def _require_weight(norm: float, quality: float, image: str) -> None:
+    """Raise ValueError unless norm times quality can be the weight of an image in a template, which would be NaN."""
+    if not _can_weigh(norm, quality):
+        raise ValueError(
+            f"{image}: its embedding has length {norm:g} and its face the score {quality:g}, which cannot be; remove it"
+        )
+
+
+def _unit_vector(embedding: np.ndarray, size: int, picture: str) -> tuple[bytes, float]:
+    """Return the unit vector of an embedding (D,) as float32 little endian, and its norm."""
+    if embedding.shape != (size,):
+        raise ValueError(f"{shown(picture)}: an embedding must be ({size},), got {embedding.shape}")
+    wide = embedding.astype(np.float64)
+    norm = float(np.linalg.norm(wide))
+    if not np.isfinite(norm) or norm < 1e-12:
+        raise ValueError(
+            f"{shown(picture)}: its embedding is {'zero' if norm == 0 else f'of length {norm:g}'}, so it has no direction"
+        )
+    return (wide / norm).astype("<f4").tobytes(), norm
+
+
+def _to_png(pixels: np.ndarray) -> bytes:
+    """Return (S, S, 3) uint8 RGB as a PNG: lossless, so that embedding it again gives what the picture gave."""
+    return cv2.imencode(".png", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR))[1].tobytes()

@@ -75,7 +75,7 @@ class DemoAnswers:
     def search(self, picture: bytes) -> dict[str, Any]:
         """Return the people of the gallery who are most like the face of a picture, best first."""
         if self.gallery is None:
-            raise UploadError("there is no gallery; start the page with --gallery DIR")
+            raise UploadError("there is no gallery; start the page with --gallery FILE")
         crop = self._crop(picture, 0)
         unit = self._unit(crop, 0)
         try:

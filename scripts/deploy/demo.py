@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("python -m scripts.deploy.demo", __doc__)
     add_network_arguments(parser)
     add_detector_arguments(parser)
-    parser.add_argument("--gallery", type=Path, metavar="DIR", help="gallery of python -m scripts.deploy.enrol, to search in")
+    parser.add_argument("--gallery", type=Path, metavar="FILE", help="gallery of `face enrol`, to search in")
     numbers = parser.add_mutually_exclusive_group()
     numbers.add_argument("--results", type=Path, metavar="FILE", help="results.json of this network")
     numbers.add_argument("--pairs", type=Path, metavar="SET", help="verification set, such as lfw.bin, to compute them now")

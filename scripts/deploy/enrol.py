@@ -1,12 +1,15 @@
-"""Enrol people in a gallery: python -m scripts.deploy.enrol NETWORK GALLERY FOLDER
+"""Enrol people in a gallery: python -m scripts.deploy.enrol [[NETWORK] GALLERY] FOLDER
 
 FOLDER has a sub-folder of pictures for each person; see --person-from and --person for others. The pictures are aligned crops
-of the network's size, or photographs if --detector names a face detector. GALLERY is a folder, made if there is none.
+of the network's size, or photographs if --detector names a face detector. GALLERY is a file, made if there is none, by default
+people.gallery. NETWORK is by default the newest run in work_dirs. The gallery records network and detector for searches.
 
 Pictures that are enrolled already are skipped, so that the same command continues after an interruption. Pictures are safe in
 the gallery after each batch, and --list names them then. Those of which there is no face are listed with the reason.
 
-Example: python -m scripts.deploy.enrol work_dirs/ms1mv3_r50 people.gallery people --detector yunet.onnx
+Examples:
+  python -m scripts.deploy.enrol people --detector yunet.onnx
+  python -m scripts.deploy.enrol work_dirs/ms1mv3_r50 staff.gallery people --detector yunet.onnx
 """
 
 if __name__ == "__main__" and not __package__:
@@ -17,7 +20,7 @@ from pathlib import Path
 
 from deploy.faces.crops import add_which_argument
 from deploy.faces.detector import add_detector_arguments
-from deploy.gallery.enrol import enrol_all
+from deploy.gallery.enrol import choose_words, enrol_all
 from deploy.gallery.people import add_person_arguments
 from eval.networks import add_network_arguments
 from utils.cli import make_parser
@@ -27,9 +30,8 @@ from utils.program import run_main
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and enrol; return the exit status."""
     parser = make_parser("python -m scripts.deploy.enrol", __doc__)
-    add_network_arguments(parser)
-    parser.add_argument("gallery", type=Path, help="folder of the gallery; made if there is none")
-    parser.add_argument("folder", type=Path, help="folder of pictures, or one picture")
+    parser.add_argument("words", type=Path, nargs="+", metavar="[[NETWORK] GALLERY] FOLDER", help="a folder may be a picture")
+    add_network_arguments(parser, positional=False)
     parser.add_argument("--person", metavar="NAME", help="this person is on all pictures")
     add_person_arguments(parser)
     add_detector_arguments(parser)
@@ -41,6 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--list", action="store_true", help="print a line for each picture when it is safe in the gallery")
     options = parser.parse_args(arguments)
+    words = options.words
+    options.run, options.gallery, folders = choose_words(words) if len(words) < 3 else (words[0], words[1], words[2:])
+    if len(folders) != 1:
+        parser.error(f"one folder is enrolled at a time, got {' '.join(map(str, folders))}")
+    options.folder = folders[0]
     return run_main(lambda: enrol_all(options))
 
 

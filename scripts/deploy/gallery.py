@@ -1,7 +1,7 @@
-"""Look after a gallery: python -m scripts.deploy.gallery show|check|remove|compact|reembed GALLERY
+"""Look after a gallery: python -m scripts.deploy.gallery show|check|remove|reembed [GALLERY]
 
 show says what is in it. check reads every byte. remove forgets people or single images and overwrites their vectors, faces and
-rows with zeros. compact makes the files smaller after that. reembed embeds all faces with another network; searches go on with
+rows with zeros. reembed embeds all faces with another network; searches go on with
 the old one until it is done. Each command either happens completely, or changes nothing.
 
 Examples:
@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.gallery.commands import check_gallery, compact_gallery, reembed_gallery, remove_from_gallery, show_gallery
+from deploy.gallery.commands import check_gallery, reembed_gallery, remove_from_gallery, show_gallery
+from deploy.gallery.enrol import DEFAULT
 from eval.networks import add_network_arguments
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def command(name: str, action: Any, text: str) -> argparse.ArgumentParser:
         part = commands.add_parser(name, help=text, description=text)
-        part.add_argument("gallery", type=Path, help="folder of the gallery")
+        part.add_argument("gallery", type=Path, nargs="?", default=DEFAULT, help=f"file (default {DEFAULT})")
         part.set_defaults(action=action)
         return part
 
@@ -43,7 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     part = command("remove", remove_from_gallery, "forget people or images")
     part.add_argument("--person", nargs="+", default=[], metavar="NAME", help="people, with all their images")
     part.add_argument("--image", nargs="+", type=int_in_range(1), default=[], metavar="NUMBER", help="single images, by number")
-    command("compact", compact_gallery, "write the files of a gallery anew, without what was removed")
     part = command("reembed", reembed_gallery, "embed all faces of a gallery with another network")
     add_network_arguments(part)
     options = parser.parse_args(arguments)

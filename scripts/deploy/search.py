@@ -1,13 +1,15 @@
-"""Search a gallery: who is on these pictures? python -m scripts.deploy.search NETWORK GALLERY PICTURES...
+"""Search a gallery: who is on these pictures? python -m scripts.deploy.search [[NETWORK] GALLERY] PICTURES...
 
-PICTURES are aligned crops, or photographs if --detector names a face detector; folders are searched for pictures. For each
-face the most similar people are printed, with the cosine of the most similar picture of each. With a threshold, faces without
-a person above it are unknown. Without one the people are only ranked: somebody is always first.
+PICTURES are aligned crops, or photographs if --detector names a face detector; folders are searched for pictures. GALLERY is by
+default people.gallery. Without NETWORK, the network and the detector are those that the gallery was enrolled with.
+
+For each face the most similar people are printed, with the cosine of the most similar picture of each. With a threshold, faces
+without a person above it are unknown. Without one the people are only ranked: somebody is always first.
 
 --labelled counts how often the right person is first, for pictures whose person is known by --person-from.
 
 Examples:
-  python -m scripts.deploy.search work_dirs/ms1mv3_r50 people.gallery visitor.jpg --detector yunet.onnx --far 1e-4
+  python -m scripts.deploy.search visitor.jpg --far 1e-4
   python -m scripts.deploy.search work_dirs/ms1mv3_r50 people.gallery aligned --labelled --sheet found.png --json found.json
 """
 
@@ -19,9 +21,9 @@ from pathlib import Path
 
 from deploy.faces.crops import add_which_argument
 from deploy.faces.detector import add_detector_arguments
+from deploy.gallery.enrol import choose_words
 from deploy.gallery.people import add_person_arguments
-from deploy.gallery.report import search_all
-from deploy.gallery.sheet import MAX_ROWS
+from deploy.gallery.report import MAX_ROWS, search_all
 from deploy.thresholds import add_threshold_arguments
 from eval.networks import add_network_arguments
 from utils.cli import int_in_range, make_parser
@@ -31,9 +33,10 @@ from utils.program import run_main
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and search; return the exit status."""
     parser = make_parser("python -m scripts.deploy.search", __doc__)
-    add_network_arguments(parser)
-    parser.add_argument("gallery", type=Path, help="folder of the gallery")
-    parser.add_argument("pictures", type=Path, nargs="+", help="pictures, or folders of pictures")
+    parser.add_argument(
+        "words", type=Path, nargs="+", metavar="[[NETWORK] GALLERY] PICTURES", help="pictures, or folders of pictures"
+    )
+    add_network_arguments(parser, positional=False)
     parser.add_argument("--k", type=int_in_range(1, 1000), default=5, help="people shown for each face (default 5)")
     parser.add_argument(
         "--by",
@@ -59,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--quiet", action="store_true", help="do not print the people for each face")
     options = parser.parse_args(arguments)
+    options.run, options.gallery, options.pictures = choose_words(options.words)
     return run_main(lambda: search_all(options))
 
 

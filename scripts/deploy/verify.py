@@ -1,4 +1,4 @@
-"""Are two pictures of one person? python -m scripts.deploy.verify NETWORK A B
+"""Are two pictures of one person? python -m scripts.deploy.verify [NETWORK] A B
 
 A and B are aligned crops, or photographs if --detector names a face detector. Prints the cosine of the two faces, and with a
 threshold whether it is the same person.
@@ -35,7 +35,7 @@ DIFFERENT = 3  # exit status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compare; return the exit status."""
     parser = make_parser("python -m scripts.deploy.verify", __doc__)
-    add_network_arguments(parser)
+    add_network_arguments(parser, newest=True)
     parser.add_argument("a", type=Path, help="a picture")
     parser.add_argument("b", type=Path, help="another picture")
     add_threshold_arguments(parser)

@@ -5,7 +5,6 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from .fuzz_files import Case, Entry, Fifo, Folder, Link
@@ -13,21 +12,23 @@ from .fuzz_grammar import TEXTS, Rng, change_tree, damage, pick
 from .fuzz_inputs import Input, Sound
 from .fuzz_seeds import CHECKPOINT, files_below
 
-_DATABASE, _VECTORS, _FACES = "g/gallery.sqlite", "g/vectors_00000001.bin", "g/faces_00000001.bin"
+_DATABASE = "g.gallery"
 _COMMANDS = (
-    ["scripts.deploy.search", "runs/tiny", "g", "people", "--labelled", "--sheet", "sheet.png", "--json", "found.json"],
-    ["scripts.deploy.search", "runs/tiny", "g", "people", "--by", "template", "--threshold", "0.5"],
-    ["scripts.deploy.enrol", "runs/tiny", "g", "people"],
-    ["scripts.deploy.gallery", "show", "g", "--people", "--images", "--json", "shown.json"],
-    ["scripts.deploy.gallery", "check", "g"],
-    ["scripts.deploy.gallery", "compact", "g"],
-    ["scripts.deploy.gallery", "remove", "g", "--image", "1"],
-    ["scripts.deploy.gallery", "reembed", "g", "runs/tiny"],
+    ["scripts.deploy.search", "runs/tiny", "g.gallery", "people", "--labelled", "--sheet", "sheet.png", "--json", "found.json"],
+    ["scripts.deploy.search", "runs/tiny", "g.gallery", "people", "--by", "template", "--threshold", "0.5"],
+    ["scripts.deploy.enrol", "runs/tiny", "g.gallery", "people"],
+    ["scripts.deploy.gallery", "show", "g.gallery", "--people", "--images", "--json", "shown.json"],
+    ["scripts.deploy.gallery", "check", "g.gallery"],
+    ["scripts.deploy.search", "g.gallery", "people"],
+    ["scripts.deploy.gallery", "remove", "g.gallery", "--image", "1"],
+    ["scripts.deploy.gallery", "reembed", "g.gallery", "runs/tiny"],
 )
 _COLUMNS = {
-    "facts": "title digest embedding_size image_size detector which vectors faces num_rows faces_end changes id",
+    "facts": "title digest embedding_size image_size detector which network_path detector_path id",
     "people": "id name",
-    "images": "id person picture hash face norm quality added vector vector_sum face_at face_size face_sum",
+    "images": "id person picture hash face norm quality added vector_sum vector",
+    "faces": "image face_sum png",
+    "sqlite_sequence": "seq",
 }
 _VALUES = ("-1", "0", "1", "2", "9223372036854775807", "1e308", "NULL", "'x'", "x'00'", "char(27) || '[2J'", "zeroblob(70000)",
            "CAST(x'ff' AS TEXT)", "'../canary'", "99999999", "0.5")  # fmt: skip
@@ -39,12 +40,13 @@ _CHANGES = (
     "DELETE FROM people",
     "DELETE FROM facts",
     "DELETE FROM images",
-    "INSERT INTO erasures (kind, at, size) VALUES ('vectors', 0, 9223372036854775807)",
-    "INSERT INTO erasures (kind, at, size) VALUES ('../canary', -5, 'x')",
-    "UPDATE images SET vector = 1 - vector",
+    "DELETE FROM faces",
+    "UPDATE images SET vector = (SELECT png FROM faces)",
+    "INSERT INTO faces VALUES (99, x'00', x'00')",
+    "UPDATE facts SET network_path = '/dev/zero'",
     "PRAGMA user_version = 7",
 )
-_NAMES = ("-journal", "-wal", "-shm", ".unfinished")
+_NAMES = ("-journal", "-wal", "-shm")
 _RESULTS, _FIELDS = "r.json", "card/card.yaml"
 _OF_SET: dict[str, Any] = {
     "accuracy": 0.9,
@@ -69,11 +71,11 @@ _VERIFY = ["scripts.deploy.verify", "runs/tiny", "people/p0/0.jpg", "people/p1/0
 def inputs(seeds: Path) -> dict[str, Input]:
     """Return the inputs by name, from the seeds of fuzz_seeds.make_seeds."""
     run = {name: data for name, data in files_below(seeds / "run").items() if name.startswith(CHECKPOINT)}
-    parts = {f"{name}/{file}": data for name in ("g", "people") for file, data in files_below(seeds / name).items()}
-    crops = {name: data for name, data in parts.items() if name.startswith("people/")}
+    crops = {f"people/{file}": data for file, data in files_below(seeds / "people").items()}
+    gallery = {_DATABASE: (seeds / _DATABASE).read_bytes()}
     card = {_FIELDS: b"contact: a@b.example\n", _RESULTS: json.dumps(_RATES).encode()}
     return {
-        "gallery": Input({**run, **parts}, [_database, _files], 700, 5),
+        "gallery": Input({**run, **crops, **gallery}, [_database, _files], 700, 5),
         "results": Input({**run, **crops, **card}, [_results, _fields], 700, 5),
     }
 
@@ -89,7 +91,7 @@ def _database(sound: Sound, rng: Rng) -> Case:
         for _ in range(int(rng.geometric(0.6))):
             table = str(pick(rng, sorted(_COLUMNS)))
             column = str(pick(rng, _COLUMNS[table].split()))
-            change = f"UPDATE OR IGNORE {table} SET {column} = {pick(rng, _VALUES)} WHERE id = {int(rng.integers(1, 3))}"
+            change = f"UPDATE OR IGNORE {table} SET {column} = {pick(rng, _VALUES)} WHERE rowid = {int(rng.integers(1, 3))}"
             try:
                 database.executescript(str(pick(rng, _CHANGES)) if rng.random() < 0.3 else change)
             except sqlite3.Error:  # a rule of the table, or what an earlier change broke
@@ -100,25 +102,14 @@ def _database(sound: Sound, rng: Rng) -> Case:
 
 
 def _files(sound: Sound, rng: Rng) -> Case:
-    """Return a case with damaged vectors and faces, odd files, and journals that SQLite would play back."""
+    """Return a case with an odd file as the gallery, and journals that SQLite would play back."""
     files: dict[str, Entry] = {}
-    for name in (_VECTORS, _FACES):
-        data = bytes(sound[name] or b"")  # type: ignore[arg-type]
-        kind = rng.random()
-        if kind < 0.4:
-            files[name] = damage(data, [data], rng)
-        elif kind < 0.5:
-            files[name] = np.full(len(data) // 4, np.nan, dtype="<f4").tobytes()
-        elif kind < 0.6:
-            files[name] = pick(rng, (None, b"", Fifo(), Folder(), Link("../canary"), Link("/dev/zero")))
     if rng.random() < 0.4:
         end = len(b"../canary").to_bytes(4, "big") + sum(b"../canary").to_bytes(4, "big") + bytes.fromhex("d9d505f920a163d7")
         journal = bytes.fromhex("d9d505f920a163d7") + rng.bytes(600)
         chosen = pick(rng, (journal, journal + b"../canary" + end, rng.bytes(40), b"", Link("../canary"), Fifo()))
         files[f"{_DATABASE}{pick(rng, _NAMES)}"] = chosen
-    if rng.random() < 0.2:
-        files["g/gallery.lock"] = pick(rng, (Link("../canary"), Fifo(), Folder(), b"9" * 99, b"\x1b[2J"))
-    if rng.random() < 0.1:
+    if rng.random() < 0.4:
         files[_DATABASE] = pick(rng, (None, b"", Fifo(), Folder(), Link("../canary"), Link("/dev/zero"), rng.bytes(5000)))
     return Case(list(pick(rng, _COMMANDS)), files)
 

@@ -86,7 +86,7 @@ def _write_all(folder: Path) -> None:
     if find_program("train")(["tiny.yaml", "train.max_steps=2"]):
         raise ValueError("the training of two steps failed")
     os.chdir(folder)
-    if find_program("scripts.deploy.enrol")(["run/runs/tiny", "g", "people"]):
+    if find_program("scripts.deploy.enrol")(["run/runs/tiny", "g.gallery", "people"]):
         raise ValueError("the enrolment of the people failed")
     _write_arcface(folder / "arcface")
     _write_weights(folder / "weights")
