@@ -77,7 +77,7 @@ class Facts(NamedTuple):
 
 
 def create_database(path: Path, facts: Facts) -> None:
-    """Make the tables in a file that is missing or empty; leave any other file as it is. Several processes may do it at once."""
+    """Make the tables in a file that is missing or empty, and leave any other as it is; several processes may try at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666))
