@@ -122,7 +122,7 @@ class Page:
         status, _, found = self.ask("POST", path, b"".join(pictures), **given)
         return status, found
 
-    def raw(self, data: bytes, seconds: float = 5) -> bytes:
+    def raw(self, data: bytes, seconds: float = 20) -> bytes:
         """Send bytes; return what comes until the server closes."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=seconds) as connection:
             connection.sendall(data)
