@@ -14,7 +14,8 @@ from torch import Tensor
 
 from losses import MARGINS
 from scripts.benchmark import losses_report
-from scripts.benchmark.losses_results import SETTINGS, chosen_settings
+from scripts.benchmark.losses import chosen_settings
+from scripts.benchmark.losses_report import SETTINGS
 
 # of no two conditions' border: theta + m = pi, hard negatives at 90 degrees, multiples of pi / 4
 THETA = torch.tensor([0.2, 0.6, 0.95, 1.3, 1.6, 2.0, 2.5, 2.9], dtype=torch.float64)

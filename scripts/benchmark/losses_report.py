@@ -11,28 +11,66 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from losses import MARGINS, Margin, build_margin
+from losses import MARGINS, Margin, Published, build_margin, margin_arguments
 from utils.report.figure import make_figure
 from utils.text import label_text, markdown_table
 
-from .losses_results import BINS, SETTINGS, loss_arguments
-
 BEGIN = "<!-- begin: written by scripts.benchmark.losses -->"
 NOTHING = "Not measured yet."
+BINS = np.linspace(-1.0, 1.0, 101)  # of cosines
 _COLUMNS = 5  # panels in a row of the picture of the cosines
 
-Rows = Sequence[dict[str, Any]]  # what losses_runs.measure writes, one for each run
+Row = dict[str, Any]  # the numbers of a run
+Rows = Sequence[Row]
+
+
+# The numbers are those that a paper or its authors' program trains with, on millions of photographs of tens of thousands of
+# people; no search was made for settings that suit the demo. Only three losses say themselves how a number follows from the
+# number of identities, and have that here as well: the scale of AdaCos, and the first biases of SphereFace2 and UniFace.
+# KappaFace refreshes its margins after each epoch, as published.
+#
+class Setting(NamedTuple):
+    """A row of the benchmark: a loss and the settings that it is trained with."""
+
+    loss: str
+    row: Published
+
+    @property
+    def title(self) -> str:
+        """For tables and pictures."""
+        return self.row.title
+
+    @property
+    def is_variant(self) -> bool:
+        """Whether another row of the same loss stands for it by default."""
+        return bool(self.row.arguments)
+
+
+SETTINGS: dict[str, Setting] = {
+    "demo": Setting("cosface", Published("demo", "CosFace as in the demo", "1801.09414", {"scale": 32.0, "margin": 0.3})),
+    **{row.name: Setting(loss, row) for loss, margin in MARGINS.items() for row in margin.published},
+}
+
+
+def loss_arguments(setting: Setting, epoch_steps: int) -> dict[str, Any]:
+    """Return every argument of the loss, since one that is left out would keep the value of the configuration below.
+
+    Args:
+        epoch_steps: optimizer steps of an epoch, after which KappaFace refreshes its margins.
+    """
+    defaults = margin_arguments(setting.loss)
+    return {**defaults, **({"every": epoch_steps} if "every" in defaults else {}), **setting.row.arguments}
 
 
 def tables(rows: Rows) -> str:
     """Return the Markdown of all runs: a table for each set-up and share of sampled classes, a line for each loss."""
     parts = []
-    for setup, rate in _groups(rows):
-        chosen = [row for row in rows if (row["setup"], row["rate"]) == (setup, rate)]
+    for (setup, _, rate), chosen in _groups(rows).items():
         parts.append(f"**Sample rate {rate:g}**: {setup}. {_machines(chosen)}.\n\n{_table(chosen)}")
     return "\n\n".join(parts) or NOTHING
 
@@ -40,18 +78,18 @@ def tables(rows: Rows) -> str:
 def accuracies(rows: Rows) -> str:
     """Return the Markdown for a page: accuracies alone, a table for each set-up, a column for each share and set."""
     parts = []
-    for setup in dict.fromkeys(setup for setup, _ in _groups(rows)):
-        chosen = [row for row in rows if row["setup"] == setup]
+    for setup, common in dict.fromkeys(key[:2] for key in _groups(rows)):
+        chosen = [row for row in rows if (row["setup"], row["common"]) == (setup, common)]
         sets = list(dict.fromkeys(name for row in chosen for name in row["accuracy"]))
         columns = [(rate, name) for rate in sorted({row["rate"] for row in chosen}, reverse=True) for name in sets]
         lines = [["loss", *(f"{name} at {rate:g}" for rate, name in columns)]]
-        for name, steps in _cases(chosen):
+        for name, steps in dict.fromkeys(key[:2] for key in _lines(chosen)):
             runs = [row for row in chosen if (row["setting"], row["steps"]) == (name, steps)]
             found = [
                 [100 * run["accuracy"][key] for run in runs if run["rate"] == rate and key in run["accuracy"]]
                 for rate, key in columns
             ]
-            lines.append([SETTINGS[name].title, *(_mean(values, 2).replace(" ", "") for values in found)])
+            lines.append([SETTINGS[name].title, *(_mean(values).replace(" ", "") for values in found)])
         parts.append(f"{setup}. {_machines(chosen)}.\n\n{markdown_table(lines)}")
     return "\n\n".join(parts) or NOTHING
 
@@ -60,40 +98,43 @@ def _machines(rows: Rows) -> str:
     return "; ".join(sorted({row["machine"].split(", torch")[0] for row in rows}))
 
 
-def _groups(rows: Rows) -> list[tuple[str, float]]:
-    """Return (set-up, rate) of each table: few identities first, and all classes before a share of them."""
-    return sorted({(row["setup"], row["rate"]) for row in rows}, key=lambda group: (_identities(group[0]), group[0], -group[1]))
+def _groups(rows: Rows) -> dict[tuple[str, str, float], list[Row]]:
+    """Return the runs of each table by (set-up, hash of all it has in common, rate): few identities first, high rates first."""
+
+    def place(row: Row) -> tuple[int, str, str, float]:
+        identities = row["setup"].partition(" ")[0].replace(",", "")
+        return int(identities) if identities.isdecimal() else 0, row["setup"], row["common"], -row["rate"]
+
+    return _grouped(sorted(rows, key=place), ("setup", "common", "rate"))
 
 
-def _identities(setup: str) -> int:
-    number = setup.partition(" ")[0].replace(",", "")
-    return int(number) if number.isdecimal() else 0
+def _lines(rows: Rows) -> dict[tuple[str, int, str], list[Row]]:
+    """Return the runs of each line by (row of SETTINGS, steps, hash of all but the seed), in the order of SETTINGS."""
+    order = list(SETTINGS)
+    ranked = sorted(rows, key=lambda row: (order.index(row["setting"]), row["steps"]))
+    return _grouped(ranked, ("setting", "steps", "recipe"))
+
+
+def _grouped(rows: Rows, keys: Sequence[str]) -> dict[Any, list[Row]]:
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return found
 
 
 def _table(rows: Rows) -> str:
     sets = list(dict.fromkeys(name for row in rows for name in row["accuracy"]))
-    head = [
-        "loss",
-        "runs",
-        "steps",
-        *(f"{name} %" for name in sets),
-        "genuine",
-        "impostor",
-        "loss at the end",
-        "ms/step",
-        "GiB",
-    ]
-    lines: list[list[str]] = [head]
-    for name, steps in _cases(rows):
-        runs = [row for row in rows if (row["setting"], row["steps"]) == (name, steps)]
+    head = ["loss", "runs", "steps", *(f"{name} %" for name in sets)]
+    lines: list[list[str]] = [[*head, "genuine", "impostor", "loss at the end", "ms/step", "GiB"]]
+    for (name, steps, _), runs in _lines(rows).items():
         lines.append(
             [
                 SETTINGS[name].title,
                 str(len(runs)),
                 str(steps),
-                *(_mean([100 * run["accuracy"][key] for run in runs if key in run["accuracy"]], 2) for key in sets),
-                *(_mean([run[kind]["mean"] for run in runs], 2) for kind in ("genuine", "impostor")),
-                _mean([run["loss"] for run in runs], 2),
+                *(_mean([100 * run["accuracy"][key] for run in runs if key in run["accuracy"]]) for key in sets),
+                *(_mean([run[kind]["mean"] for run in runs]) for kind in ("genuine", "impostor")),
+                _mean([run["loss"] for run in runs]),
                 f"{1000 * min(run['step_seconds'] for run in runs):.0f}",
                 f"{max(run['memory_gib'] for run in runs):.2f}",
             ]
@@ -101,51 +142,37 @@ def _table(rows: Rows) -> str:
     return markdown_table(lines)
 
 
-def _cases(rows: Rows) -> list[tuple[str, int]]:
-    """Return (row of SETTINGS, number of steps) of each line, the losses in the order of SETTINGS."""
-    order = list(SETTINGS)
-    known = {(row["setting"], row["steps"]) for row in rows if row["setting"] in SETTINGS}
-    return sorted(known, key=lambda case: (order.index(case[0]), case[1]))
-
-
-def _mean(values: Sequence[float], digits: int) -> str:
+def _mean(values: Sequence[float]) -> str:
     """Return the mean, and from two runs on the standard deviation of a run."""
     if not values:
         return "n/a"
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    return f"{mean} +- {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+    mean = f"{statistics.fmean(values):.2f}"
+    return f"{mean} +- {statistics.stdev(values):.2f}" if len(values) > 1 else mean
 
 
 def draw_cosines(rows: Rows, folder: Path) -> list[Path]:
-    """Draw the cosines of genuine and impostor pairs of each loss, in a picture for each set-up and rate; return the files."""
+    """Draw the cosines of genuine and impostor pairs of each loss, in a picture for each table; return the files."""
     written = []
-    for number, (setup, rate) in enumerate(_groups(rows)):
-        chosen = [row for row in rows if (row["setup"], row["rate"]) == (setup, rate)]
-        cases = _cases(chosen)
+    for number, ((setup, _, rate), chosen) in enumerate(_groups(rows).items()):
+        cases = _lines(chosen)
         in_a_row = min(_COLUMNS, len(cases))
         lines = math.ceil(len(cases) / in_a_row)
         figure = make_figure(max(6.0, 2.6 * in_a_row), 1.9 * lines + 0.9, layout="constrained")
         axes = figure.subplots(lines, in_a_row, squeeze=False, sharex=True).ravel()
-        for panel, (axis, (name, steps)) in enumerate(zip(axes, cases, strict=False)):
-            _draw_pairs(axis, [row for row in chosen if (row["setting"], row["steps"]) == (name, steps)])
-            axis.set_title(label_text(SETTINGS[name].title), fontsize=9)
-            axis.tick_params(labelbottom=panel + in_a_row >= len(cases))  # the lowest of its column
+        for panel, (axis, (key, runs)) in enumerate(zip(axes, cases.items(), strict=False)):
+            for kind, colour in (("impostor", "tab:gray"), ("genuine", "tab:blue")):
+                counts = [sum(column) for column in zip(*(run[kind]["histogram"] for run in runs), strict=True)]
+                shares = [count / max(1, sum(counts)) for count in counts]
+                axis.stairs(shares, BINS, fill=True, alpha=0.6, color=colour)
+            axis.set(xlim=(-1.0, 1.0), xticks=(-0.5, 0.0, 0.5), yticks=[])
+            axis.set_title(label_text(SETTINGS[key[0]].title), fontsize=9)
+            axis.tick_params(labelsize=7, labelbottom=panel + in_a_row >= len(cases))  # the lowest of its column
         for axis in axes[len(cases) :]:
             axis.set_visible(False)
         figure.suptitle(f"cosines of genuine (blue) and impostor (gray) pairs, sample rate {rate:g}\n{setup}", fontsize=9)
-        path = folder / f"losses_cosines_{number}_rate_{rate:g}.png"
-        figure.savefig(path)
-        written.append(path)
+        written.append(folder / f"losses_cosines_{number}_rate_{rate:g}.png")
+        figure.savefig(written[-1])
     return written
-
-
-def _draw_pairs(axis: Any, runs: Rows) -> None:
-    for kind, colour in (("impostor", "tab:gray"), ("genuine", "tab:blue")):
-        counts = [sum(column) for column in zip(*(run[kind]["histogram"] for run in runs), strict=True)]
-        shares = [count / max(1, sum(counts)) for count in counts]
-        axis.stairs(shares, BINS, fill=True, alpha=0.6, color=colour)
-    axis.set(xlim=(-1.0, 1.0), xticks=(-0.5, 0.0, 0.5), yticks=[])
-    axis.tick_params(labelsize=7)
 
 
 NORM = 20.0  # of the embeddings: the mean with which AdaFace begins
