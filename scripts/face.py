@@ -54,7 +54,7 @@ VERBS: dict[str, dict[str, str]] = {
     "Look at this machine": {"doctor": "scripts.doctor", "bench": "scripts.benchmark."},
 }
 # programs that draw pictures of the documents
-WITHOUT_VERB = ("scripts.architecture", "scripts.plot_schedules", "scripts.tables")
+WITHOUT_VERB = ("scripts.plot_schedules", "scripts.tables")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -29,9 +29,9 @@ def _module(path: Path) -> str:
 
 
 SCRIPTS = sorted(path for path in (ROOT / "scripts").rglob("*.py") if path.name not in ("__init__.py", "__main__.py"))
-# started as files: face by the executable, torchrun by `face train`, mxnet_judge by check_with_mxnet with another Python,
-# arcface_torch_loop by scripts.benchmark.train without the packages of this project
-FILES = ("face", "torchrun", "mxnet_judge", "arcface_torch_loop")
+# started as files: face by the executable, torchrun by `face train`, arcface_torch_loop by scripts.benchmark.train without the
+# packages of this project
+FILES = ("face", "torchrun", "arcface_torch_loop")
 PROGRAMS = [_module(path) for path in SCRIPTS if "make_parser(" in path.read_text()]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PARTS = [path for path in SCRIPTS if _module(path) not in PROGRAMS and path.stem not in FILES]
