@@ -14,9 +14,6 @@ Examples:
   python -m eval backbone.pth --backbone r50 --targets lfw cfp_fp --data /data/val --report report
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m eval")
-
 import argparse
 import sys
 import time

@@ -15,9 +15,6 @@ Examples:
   python -m scripts.checkpoint average work_dirs/a work_dirs/b --out mean.safetensors
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.checkpoint")
-
 import argparse
 import functools
 import itertools

@@ -6,9 +6,6 @@ what each missing optional package would add, and the newest run. Exit status 0 
 Example: python -m scripts.doctor --runs work_dirs
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.doctor")
-
 import contextlib
 import importlib
 import importlib.metadata

@@ -87,11 +87,7 @@ def all_verbs() -> dict[str, str]:
     for verb, module in (item for group in VERBS.values() for item in group.items()):
         if module.endswith("."):
             paths = sorted(_ROOT.joinpath(*module.split(".")[:-1]).glob("*.py"))
-            found |= {
-                f"{verb} {path.stem}": f"{module}{path.stem}"
-                for path in paths
-                if "and not __package__:" in path.read_text("utf-8")
-            }
+            found |= {f"{verb} {path.stem}": f"{module}{path.stem}" for path in paths if "run_main(" in path.read_text("utf-8")}
         else:
             found[verb] = module
     return found

@@ -5,9 +5,6 @@ python -m scripts.plot_run work_dirs/demo_cpu        writes work_dirs/demo_cpu/t
 Example: python -m scripts.plot_run work_dirs/demo_cpu
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.plot_run")
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

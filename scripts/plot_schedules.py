@@ -5,9 +5,6 @@ The rates are those of the class that train.py uses, as shares of optimizer.lr.
 Example: python -m scripts.plot_schedules schedules.png
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.plot_schedules")
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -6,9 +6,6 @@ between them. A test fails while a page differs from the classes.
 Example: python -m scripts.tables docs/losses.md docs/backbones.md
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.tables")
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

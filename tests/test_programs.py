@@ -154,23 +154,6 @@ def test_the_verbs_of_a_page_and_their_arguments_are_taken(page: Path, monkeypat
             load_config(config, [word for word in arguments[1:] if "=" in word and not word.startswith("--")], NAMED)
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name != "train"])
-def test_a_program_that_is_started_as_a_file_says_how_to_start_it(module: str):
-    path = ROOT / f"{module.replace('.', '/')}.py"
-    lines = path.read_text().splitlines()
-    guard = lines.index('if __name__ == "__main__" and not __package__:')
-    assert not any(line.startswith(("import ", "from ")) for line in lines[:guard])  # those would fail before it speaks
-    assert lines[guard + 1].endswith(f'with {MODULES[module]}")')
-
-
-@pytest.mark.parametrize("path", ["scripts/eval/identify.py", "scripts/data/inspect.py", "eval", "eval/__main__.py"])
-def test_the_line_is_all_that_is_said(path: str, tmp_path: Path):
-    done = subprocess.run([sys.executable, ROOT / path, "--help"], capture_output=True, text=True, cwd=tmp_path)
-    name = path.removesuffix(".py").replace("/", ".") if path.startswith("scripts") else "eval"
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"error: start it from the root of the clone with python -m {name}\n"
-
-
 def test_only_benchmarks_have_parts_that_are_no_programs():
     """What other programs share is in the package that it serves."""
     assert {path.relative_to(ROOT / "scripts").parts[0] for path in PARTS} <= {"benchmark"}

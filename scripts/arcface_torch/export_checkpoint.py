@@ -10,9 +10,6 @@ The schedule is not stored: from this step on, arcface_torch's own configuration
 Example: python -m scripts.arcface_torch.export_checkpoint work_dirs/demo_cpu exported --ranks 8
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.arcface_torch.export_checkpoint")
-
 from collections.abc import Sequence
 from pathlib import Path
 

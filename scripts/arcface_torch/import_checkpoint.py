@@ -7,9 +7,6 @@ The class centres are written block by block, without a second copy in memory.
 Example: python -m scripts.arcface_torch.import_checkpoint arcface_torch/work_dirs/ms1mv3_r50 work_dirs/mine --num-classes 93431
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.arcface_torch.import_checkpoint")
-
 from collections.abc import Sequence
 from pathlib import Path
 

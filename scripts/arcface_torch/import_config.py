@@ -7,9 +7,6 @@ The file has lines config.KEY = VALUE, with literals, arithmetic and earlier key
 Example: python -m scripts.arcface_torch.import_config arcface_torch/configs/ms1mv3_r50.py --gpus 8 --out mine.yaml
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.arcface_torch.import_config")
-
 import argparse
 import json
 import re

@@ -15,9 +15,6 @@ Examples:
   python -m scripts.benchmark.backbones --page docs/backbones.md
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.backbones")
-
 import argparse
 import json
 import statistics

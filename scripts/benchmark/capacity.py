@@ -14,9 +14,6 @@ Examples:
   python -m scripts.benchmark.capacity --memory 2 --backbone mbf --batch 32 --device cpu --find --quick
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.capacity")
-
 import argparse
 import json
 import os

@@ -9,9 +9,6 @@ resharding  memory and time of one of three processes that resumes what two have
 Example: python -m scripts.benchmark.checkpoint --quick
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.checkpoint")
-
 import argparse
 import contextlib
 import io

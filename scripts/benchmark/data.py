@@ -12,9 +12,6 @@ stated otherwise.
 Example: python -m scripts.benchmark.data --quick --parts decode
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.data")
-
 import argparse
 import importlib
 import json

@@ -8,9 +8,6 @@ time of the processors, which includes that of the threads that communicate, say
 Example: python -m scripts.benchmark.ddp --quick
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.ddp")
-
 import argparse
 import json
 import random

@@ -7,9 +7,6 @@ embedding   seconds to score one set with two processes, against rank 0 alone wi
 Example: python -m scripts.benchmark.eval --quick
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.eval")
-
 import argparse
 import json
 import statistics

@@ -18,9 +18,6 @@ Examples:
   python -m scripts.benchmark.gpu --device cpu --quick --parts capacity data
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.gpu")
-
 import argparse
 import datetime
 import json

@@ -13,9 +13,6 @@ Examples:
   python -m scripts.benchmark.head --classes 60000 --no-plain --storage exact --matmul fp32 --loss circle sphereface2
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.head")
-
 import argparse
 import itertools
 import json

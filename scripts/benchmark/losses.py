@@ -20,9 +20,6 @@ Examples:
   python -m scripts.benchmark.losses --curves-only --out curves
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.losses")
-
 import argparse
 import hashlib
 import itertools

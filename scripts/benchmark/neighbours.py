@@ -12,9 +12,6 @@ Examples:
   python -m scripts.benchmark.neighbours --classes 1000000 --centres clustered --probes 32
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.neighbours")
-
 import argparse
 import json
 import time

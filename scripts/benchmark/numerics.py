@@ -10,9 +10,6 @@ well they optimise. It says nothing about the accuracy of face recognition.
 Example: python -m scripts.benchmark.numerics --quick
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.numerics")
-
 import argparse
 import json
 import statistics

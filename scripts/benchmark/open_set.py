@@ -7,9 +7,6 @@ SET: a folder with train.rec and train.idx.
 Example: python -m scripts.benchmark.open_set index datasets/demo cache
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.open_set")
-
 import gc
 import json
 import time

@@ -7,9 +7,6 @@ head_roofline.png  arithmetic rate against memory traffic, with the rates of bar
 Example: python -m scripts.benchmark.plot_head head.json figures
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.plot_head")
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

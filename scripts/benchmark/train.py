@@ -13,9 +13,6 @@ Examples:
   python -m scripts.benchmark.train --backbone r50 --classes 93431 --processes 2 --json train.json
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.benchmark.train")
-
 import argparse
 import json
 import os

@@ -12,9 +12,6 @@ of the columns.
 Example: python -m scripts.data.align people landmarks.csv aligned
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.align")
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -9,9 +9,6 @@ executing anything. A .csv file has lines 'path1,path2,same', with paths relativ
 Example: python -m scripts.data.convert_bin lfw.bin cfp_fp.bin --out sets
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.convert_bin")
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

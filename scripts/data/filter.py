@@ -10,9 +10,6 @@ of lines 'path label'.
 Example: python -m scripts.data.filter set cleaned --min-images 3 --drop report/drop.csv
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.filter")
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

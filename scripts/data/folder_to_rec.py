@@ -14,9 +14,6 @@ Examples:
   python -m scripts.data.folder_to_rec photographs set --landmarks landmarks.csv --min-images 2
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.folder_to_rec")
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -15,9 +15,6 @@ of lines 'path label'.
 Example: python -m scripts.data.inspect set --out report --bins lfw.bin cfp_fp.bin
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.inspect")
-
 import argparse
 import json
 from collections.abc import Sequence

@@ -12,9 +12,6 @@ Examples:
   python -m scripts.data.merge first second --out both --labels classes.txt
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.merge")
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -15,9 +15,6 @@ Examples:
   python -m scripts.data.pairs_to_bin sample set own.bin --pairs 3000
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.pairs_to_bin")
-
 import argparse
 import re
 from collections.abc import Callable, Sequence

@@ -6,9 +6,6 @@ interrupted run can be continued.
 Example: python -m scripts.data.rec_to_folder set pictures --classes 0:10 --limit 5
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.rec_to_folder")
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

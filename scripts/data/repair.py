@@ -9,9 +9,6 @@ SET: a folder with train.rec, and train.idx and property if the set has them.
 Example: python -m scripts.data.repair /data/ms1m-retinaface-t1 --out /data/mended
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.repair")
-
 import argparse
 import os
 import shutil

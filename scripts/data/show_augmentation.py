@@ -10,9 +10,6 @@ Examples:
   python -m scripts.data.show_augmentation datasets/demo sheet.png augment.blur=0.5 augment.jpeg=0.5 --columns 6
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.show_augmentation")
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -6,9 +6,6 @@ header record; images and labels do not change.
 Example: python -m scripts.data.shuffle set shuffled --seed 1
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.shuffle")
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -9,9 +9,6 @@ of lines 'path label'.
 Example: python -m scripts.data.split set cut --held-out 200
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.split")
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

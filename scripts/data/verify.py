@@ -10,9 +10,6 @@ SET_OR_BIN: a training set (a folder with train.rec, *.tar or a sub-folder for e
 Example: python -m scripts.data.verify datasets/demo lfw.bin
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.data.verify")
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -14,9 +14,6 @@ Examples:
   python -m scripts.demo.make_data --out datasets/demo_10000 --identities 10000 --images-per-identity 12
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.demo.make_data")
-
 import argparse
 import json
 import multiprocessing

@@ -13,9 +13,6 @@ Examples:
   python -m scripts.deploy.card work_dirs/demo_cpu --best --results report/results.json --out card
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.deploy.card")
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -13,9 +13,6 @@ Examples:
   python -m scripts.deploy.demo model.onnx --detector detector.onnx --pairs lfw.bin --gallery people.gallery --far 1e-4
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.deploy.demo")
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -12,9 +12,6 @@ detect.jsonl    what is done, so that an interrupted run can be continued: start
 Example: python -m scripts.deploy.detect photographs aligned --detector scrfd_10g_bnkps.onnx --sheet faces.png
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.deploy.detect")
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -17,9 +17,6 @@ Examples:
   python -m scripts.deploy.embed r100.onnx photographs --detector yunet.onnx --out features.npy --processes 4
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.deploy.embed")
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

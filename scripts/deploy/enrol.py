@@ -12,9 +12,6 @@ Examples:
   python -m scripts.deploy.enrol work_dirs/ms1mv3_r50 staff.gallery people --detector yunet.onnx
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.deploy.enrol")
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -14,9 +14,6 @@ Examples:
   python -m scripts.deploy.export work_dirs/demo_cpu --to onnx --out demo.onnx --measure --json demo.json
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.deploy.export")
-
 from collections.abc import Sequence
 from pathlib import Path
 

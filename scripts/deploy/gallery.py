@@ -10,9 +10,6 @@ Examples:
   python -m scripts.deploy.gallery reembed people.gallery work_dirs/ms1mv3_r100
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.deploy.gallery")
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

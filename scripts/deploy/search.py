@@ -13,9 +13,6 @@ Examples:
   python -m scripts.deploy.search work_dirs/ms1mv3_r50 people.gallery aligned --labelled --sheet found.png --json found.json
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.deploy.search")
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -9,9 +9,6 @@ face; 2 = a wrong command line.
 Example: python -m scripts.deploy.verify work_dirs/ms1mv3_r50 a.jpg b.jpg --detector yunet.onnx --far 1e-4
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.deploy.verify")
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

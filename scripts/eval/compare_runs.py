@@ -8,9 +8,6 @@ neither a configuration nor training curves.
 Example: python -m scripts.eval.compare_runs work_dirs/one work_dirs/two
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.eval.compare_runs")
-
 import argparse
 import json
 from collections.abc import Sequence

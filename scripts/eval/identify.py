@@ -11,9 +11,6 @@ label is a whole number, the same for the same person in all lists.
 Example: python -m scripts.eval.identify work_dirs/ms1mv3_r50 --gallery gallery.txt --probes probes.txt
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.eval.identify")
-
 import argparse
 import json
 from collections.abc import Sequence

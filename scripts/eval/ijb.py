@@ -10,9 +10,6 @@ and SET_name_5pts_score.txt ('picture x1 y1 ... x5 y5 score'); SET is ijbb or ij
 Example: python -m scripts.eval.ijb work_dirs/ms1mv3_r50 --root /data/IJBC --json ijbc.json
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.eval.ijb")
-
 import argparse
 import json
 from collections.abc import Sequence

@@ -16,9 +16,6 @@ Examples:
   python -m scripts.launch.train wf42m_pfc02_16gpus_r100 data.path=/data/webface42m --machines 2 --head gpu01
 """
 
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("error: start it from the root of the clone with python -m scripts.launch.train")
-
 import argparse
 import importlib
 import os
