@@ -48,7 +48,6 @@ class SetResult(NamedTuple):
     num_impostor: int | None
     points: list[Point]
     intervals: dict[str, Interval]  # 95 %: accuracy, eer, auc
-    roc: tuple[list[float], list[float]]  # FAR and TAR
     histogram: Histogram | None  # None in files of earlier versions
 
 
@@ -127,7 +126,6 @@ def _set_result(name: str, numbers: Any) -> SetResult:
         _optional(_count, numbers.get("num_impostor"), f"{at}num_impostor"),
         [_point(value, f"{at}operating_points", intervals) for value in _list([] if points is None else points, at, 20)],
         {key: intervals[key] for key in ("accuracy", "eer", "auc") if key in intervals},
-        _roc(numbers.get("roc"), f"{at}roc"),
         _optional(_histogram, numbers.get("similarities"), f"{at}similarities"),
     )
 
@@ -145,14 +143,6 @@ def _point(value: Any, at: str, intervals: dict[str, Interval]) -> Point:
     tar, far = (_optional(_rate, entry.get(key), f"{at}.{key}") for key in ("tar", "far"))
     accepted = _count(entry.get("num_accepted", 0), f"{at}.num_accepted")
     return Point(str(target), cosine, tar, far, accepted, intervals.get(str(target)))
-
-
-def _roc(value: Any, at: str) -> tuple[list[float], list[float]]:
-    entry = _object(value, at)
-    far, tar = ([_rate(one, at) for one in _list(entry.get(key, []), at)] for key in ("far", "tar"))
-    if len(far) != len(tar):
-        raise ValueError(f"{at}: far and tar must have the same length, got {len(far)} and {len(tar)}")
-    return far, tar
 
 
 def _histogram(value: Any, at: str) -> Histogram:

@@ -1,28 +1,65 @@
 """Writes a model card: what the network, its checkpoint, its results and a person say, in this order."""
 
 import argparse
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from torch import nn
 
 from backbones import build_backbone
+from configs.values import is_nothing, read_yaml
 from eval.foreign_networks import ForeignNetwork
 from eval.input_contract import InputContract
 from eval.networks import Network, OtherInput, load_network
 from utils.alignment import POINTS, TEMPLATE
 from utils.checkpoint.format import is_checkpoint, read_manifest
 from utils.distributed.agreement import digest_tensors
-from utils.files import shown
+from utils.files import MAX_SMALL_TEXT, read_bytes, read_text, shown
 from utils.image import IMAGE_SIZE
 from utils.memory import forward_operations
+from utils.suggest import did_you_mean
+from utils.text import one_line
 
-from ..results_file import SetResult, read_results_of
+from ..output import write_file
+from ..results_file import Interval, Point, SetResult, read_results_of
 from .document import Document
 from .facts import Facts, backbone_words, data_facts, planned_steps, recipe_facts
-from .fields import FIELDS, read_fields, write_template
-from .results import add_results
 
+
+class Field(NamedTuple):
+    """A text of the card."""
+
+    heading: str
+    asks: str  # what it is to say
+
+
+FIELDS = {
+    "intended_use": Field("Intended use", "what the network is meant for, by whom, and with which people's consent"),
+    "not_for": Field("Not meant for", "uses that you rule out, such as decisions about people that no person checks"),
+    "limits": Field("Limits", "where it fails or was not tested: ages, skin tones, poses, cameras, disguises, twins"),
+    "data_licence": Field("Licence of the data", "the licence of the training images, and whether the people on them agreed"),
+    "weights_licence": Field(
+        "Licence of the weights", "who may use the weights, and for what; the licence of the data may limit it"
+    ),
+    "contact": Field("Contact", "who answers questions, corrects errors, and removes people on request"),
+}
+_TEMPLATE = """\
+# What only a person can say of this network. Write the text after the colon, or several lines below "key: |", each indented by
+# two spaces; an empty line begins a paragraph. Then make the card again with the same command. No program changes this file.
+"""
+Results = Mapping[str, SetResult]
+_NUMBERS = ("set", "genuine pairs", "impostor pairs", "accuracy %", "95 % interval", "EER %", "95 % interval", "AUC")
+_POINTS = ("set", "FAR at most", "cosine threshold", "TAR %", "95 % interval", "FAR measured", "impostor pairs accepted")
+# beside results.json: of a training's end; of a report
+_PICTURES = {
+    "verification.png": "ROC, and cosines of genuine and impostor pairs; errors are where they overlap",
+    "curves.png": "ROC: accepted genuine pairs against accepted impostor pairs",
+    "similarities.png": "cosines of genuine and impostor pairs; errors are where they overlap",
+}
+_PNG = b"\x89PNG\r\n\x1a\n"
 _RAW = "raw: divide each by its length"
 _MIRRORED = "the cosine of two embeddings, each the sum of those of an image and its mirror image"
 
@@ -49,15 +86,15 @@ def write_card(options: argparse.Namespace) -> None:
     subject = _open(options)  # what cannot be read leaves no folder
     results, found_in = _find_results(options, subject)
     if not options.fields:
-        write_template(fields_file)
-    fields = read_fields(fields_file)
+        _write_template(fields_file)
+    fields = _read_fields(fields_file)
     document = Document(f"Model card: {subject.name}")
     document.facts(_network_facts(subject, options))
     for key in ("intended_use", "not_for"):
         _add_field(document, key, fields)
     _add_training(document, subject)
     _add_field(document, "data_licence", fields)
-    add_results(document, results, found_in)
+    _add_results(document, results, found_in)
     _add_field(document, "limits", fields)
     _add_contract(document, subject, options)
     for key in ("weights_licence", "contact"):
@@ -187,3 +224,135 @@ def _add_field(document: Document, key: str, fields: dict[str, str]) -> None:
         document.text(fields[key])
     else:
         document.missing(FIELDS[key].asks)
+
+
+def _read_fields(path: Path) -> dict[str, str]:
+    """Return the texts of the fields that are filled in, by key.
+
+    Raises:
+        ValueError: the file cannot be read, has a key that is no field, or a value that is no text.
+    """
+    try:
+        found = read_yaml(read_text(path, MAX_SMALL_TEXT))
+    except OSError as error:
+        raise ValueError(f"{shown(path)}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{shown(path)}: cannot be read: no UTF-8 text") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{shown(path)}: not the fields of a card: {_where(error)}") from None
+    if is_nothing(found):
+        return {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{shown(path)}: not the fields of a card: it must have lines 'field: text'")
+    for key, value in found.items():
+        if key not in FIELDS:
+            hint = did_you_mean(str(key), FIELDS)
+            raise ValueError(f"{shown(path)}: {one_line(repr(key))[:80]} is no field.{hint} They are {', '.join(FIELDS)}")
+        if not is_nothing(value) and not isinstance(value, str):
+            raise ValueError(f"{shown(path)}: {key} must be text; put it in quotes, or below '{key}: |'")
+    return {str(key): str(value) for key, value in found.items() if not is_nothing(value) and str(value).strip()}
+
+
+def _write_template(path: Path) -> None:
+    """Write a file of empty fields, unless there is one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [_TEMPLATE, *(f"# {field.heading}: {field.asks}\n{key}:\n" for key, field in FIELDS.items())]
+    if not os.path.lexists(path):
+        write_file(path, "\n".join(lines).encode())
+
+
+def _where(error: Exception) -> str:
+    """Return the first fault of a YAML text, with its line."""
+    mark = getattr(error, "problem_mark", None)
+    what = getattr(error, "problem", None) or error
+    return one_line(f"line {mark.line + 1}: {what}" if mark else what)[:300]
+
+
+def _add_results(document: Document, results: Results, found_in: Path | str) -> None:
+    """Add the sections of the results; without any, the reason.
+
+    Args:
+        found_in: the folder of their file; a sentence that says why there are no results.
+    """
+    document.section("Results")
+    if isinstance(found_in, str):
+        document.text(found_in)
+        return
+    document.text(
+        "Verification: do two images show the same person? Accuracy is the mean over ten folds. EER is the rate at which FAR "
+        "equals the share of rejected genuine pairs. The intervals take the pairs as independent; pairs that share a person "
+        "are not, so the true intervals are somewhat wider."
+    )
+    document.table(_NUMBERS, [_numbers_row(result) for result in results.values()])
+    _add_notes(document, results)
+    document.section("Thresholds")
+    document.text(
+        "A pair is accepted if its cosine is above the threshold. TAR is the share of the genuine pairs that are accepted, FAR "
+        "that of the impostor pairs. Choose the FAR that your use tolerates, and the set that resembles it most."
+    )
+    document.table(_POINTS, [row for result in results.values() for row in _point_rows(result)])
+    few = [
+        f"{result.name} has {result.num_impostor:,} impostor pairs"
+        for result in results.values()
+        if result.num_impostor is not None and any(point.cosine is None for point in result.points)
+    ]
+    if few:
+        document.text(f"- : not measurable. A FAR of F needs 1 / F impostor pairs: {'; '.join(few)}.")
+    for name, words in _PICTURES.items():
+        if (found_in / name).is_file():
+            png = read_bytes(found_in / name, MAX_SMALL_TEXT)
+            if png.startswith(_PNG):
+                document.picture(f"card_{name}", png, words)
+    _add_errors(document, results, found_in)
+
+
+def _add_errors(document: Document, results: Results, folder: Path) -> None:
+    """Say where the pictures of the worst errors are; they show people, and so are not on the card."""
+    document.section("Errors")
+    names = [f"{name}_{kind}.png" for name in results for kind in ("false_matches", "false_non_matches")]
+    found = [name for name in names if Path(name).name == name and os.path.isfile(folder / name)]  # False for too long a name
+    if not found:
+        document.text("python -m eval --report draws the worst errors of each set, as pictures beside its results.json.")
+        return
+    document.text(
+        f"The worst errors are drawn beside results.json: {', '.join(found)}. In false matches the network takes two people "
+        "for one, in false non-matches one person for two. The pictures show people, so they are not on this card."
+    )
+
+
+def _numbers_row(result: SetResult) -> tuple[object, ...]:
+    def percent(value: float | None) -> str:
+        return "-" if value is None else f"{100 * value:.2f}"
+
+    genuine, impostor = ("-" if count is None else count for count in (result.num_genuine, result.num_impostor))
+    accuracy, eer = (_range(result.intervals.get(key)) for key in ("accuracy", "eer"))
+    auc = "-" if result.auc is None else f"{result.auc:.4f}"
+    return result.name, genuine, impostor, percent(result.accuracy), accuracy, percent(result.eer), eer, auc
+
+
+def _add_notes(document: Document, results: Results) -> None:
+    one_kind = [result.name for result in results.values() if 0 in (result.num_genuine, result.num_impostor)]
+    if one_kind:
+        document.text(f"- : not measurable; {', '.join(one_kind)} has pairs of one kind only.")
+    bare = [result.name for result in results.values() if "accuracy" not in result.intervals]
+    if bare:
+        document.text(f"No intervals in the file: {', '.join(bare)}. python -m eval --report writes them.")
+
+
+def _point_rows(result: SetResult) -> list[tuple[object, ...]]:
+    """Return a row for each FAR that can be measured, and one for the rest."""
+    rows: list[tuple[object, ...]] = []
+    for point in result.points:
+        if point.cosine is None or point.tar is None or point.far is None:
+            rows.append((result.name, f"{point.target} and less", *["-"] * 5))
+            break
+        rows.append(_point_row(result.name, point, point.cosine, point.tar, point.far))
+    return rows
+
+
+def _point_row(name: str, point: Point, cosine: float, tar: float, far: float) -> tuple[object, ...]:
+    return name, point.target, f"{cosine:.4f}", f"{100 * tar:.2f}", _range(point.interval), f"{far:.2e}", point.num_accepted
+
+
+def _range(interval: Interval | None) -> str:
+    return "-" if interval is None else f"{100 * interval[0]:.2f} to {100 * interval[1]:.2f}"
