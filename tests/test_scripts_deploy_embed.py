@@ -218,7 +218,7 @@ def test_a_run_killed_at_any_moment_goes_on_and_ends_with_the_same_bytes(weights
     assert _run(weights, crops, tmp_path / "whole" / "f.npy") == 0
     (tmp_path / "killed").mkdir()
     out = tmp_path / "killed" / "f.npy"
-    moments = random.Random(1).sample(range(60), 5)
+    moments = random.Random(1).sample(range(24), 5)
     deaths = 0
     for moment in [*sorted(moments), 60]:
         process = mp.get_context("forkserver").Process(target=_killed_at, args=(moment, str(weights), str(crops), str(out)))
@@ -228,12 +228,8 @@ def test_a_run_killed_at_any_moment_goes_on_and_ends_with_the_same_bytes(weights
         if process.exitcode == 0:
             break
     assert deaths >= 3
-    parts = out.with_name("f.npy.parts")
-    if (parts / "run.json").exists():
+    if out.with_name("f.npy.unfinished").exists():
         assert _run(weights, crops, out) == 0
-    elif parts.exists():  # killed in the last two steps
-        assert os.listdir(parts) in ([], ["lock"])
-        shutil.rmtree(parts)
     assert _files(out) == _files(tmp_path / "whole" / "f.npy")
 
 
@@ -249,23 +245,24 @@ def test_what_is_done_is_not_done_again(
 ):
     out = tmp_path / "f.npy"
     assert _run(weights, crops, tmp_path / "whole.npy") == 0
-    original, done = embed_parts.write_part, []
+    original, done = embed_parts.Parts.add, []
 
-    def write(job: embed_parts.Job, number: int, part: embed_parts.Part) -> None:
-        if number == 3:
+    def add(parts: embed_parts.Parts, number: int, part: embed_parts.Part) -> None:
+        if number == 3 and 3 not in done:
+            done.append(3)
             raise ValueError("stopped here")
-        original(job, number, part)
+        original(parts, number, part)
         done.append(number)
 
-    monkeypatch.setattr(embed_workers, "write_part", write)
+    monkeypatch.setattr(embed_parts.Parts, "add", add)
     assert _run(weights, crops, out) == 1
-    assert done == [0, 1, 2]
-    monkeypatch.setattr(embed_workers, "write_part", lambda *args: (original(*args), done.append(args[1])))
+    assert done == [0, 1, 2, 3]
     capsys.readouterr()
-    damaged = tmp_path / "f.npy.parts" / "000001.part"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
+    data = (tmp_path / "f.npy.unfinished").read_bytes()
+    second = data.index(b'{"part": 1')
+    (tmp_path / "f.npy.unfinished").write_bytes(data[: second + 300] + bytes([data[second + 300] ^ 1]) + data[second + 301 :])
     assert _run(weights, crops, out) == 0
-    assert done == [0, 1, 2, 1, 3, 4, 5] and "10 of 26 pictures were done already" in capsys.readouterr().out
+    assert done == [0, 1, 2, 3, 1, 3, 4, 5] and "10 of 26 pictures were done already" in capsys.readouterr().out
     assert np.load(out).tobytes() == np.load(tmp_path / "whole.npy").tobytes()
 
 
@@ -294,11 +291,14 @@ def test_parts_of_another_run_are_not_mixed(
         (folder / f"{number}.png").write_bytes(_png(_pixels(number)))
     with faulty(Disk(12, errno.ENOSPC)):
         assert _run(weights, folder, out) == 1
-    assert "No space left on device" in _one_error(capsys) and (tmp_path / "f.npy.parts" / "run.json").exists()
+    assert "No space left on device" in _one_error(capsys) and (tmp_path / "f.npy.unfinished").exists()
     if not words:
         (folder / "2.png").write_bytes(_png(_pixels(2)))
     assert _run(weights, folder, out, *words, "--processes", 1) == 1
-    assert f"f.npy.parts: was begun with another {what}; go on with that one, or add --again" in _one_error(capsys)
+    assert (
+        f"f.npy.unfinished: was begun with another {what}; go on with that one, choose another --out, or add --again"
+        in _one_error(capsys)
+    )
     assert _run(weights, folder, out, *words, "--again", "--processes", 1) == (1 if "--detector" in words else 0)
 
 
@@ -309,17 +309,15 @@ def test_a_result_is_replaced_only_with_again_and_a_folder_that_is_not_ours_neve
     out.write_text("mine")
     assert _run(weights, crops, out) == 1
     assert "f.npy exists already; choose another name, or --again to replace it" in _one_error(capsys)
-    (tmp_path / "f.npy.parts").mkdir()
-    (tmp_path / "f.npy.parts" / "thesis.txt").write_text("mine")
+    (tmp_path / "f.npy.unfinished").write_text("mine\n")
     assert _run(weights, crops, out, "--again") == 1
-    assert "holds 'thesis.txt', which is not of this program" in _one_error(capsys)
-    assert out.read_text() == "mine" and (tmp_path / "f.npy.parts" / "thesis.txt").read_text() == "mine"
-    assert os.listdir(tmp_path / "f.npy.parts") == ["thesis.txt"]
-    shutil.rmtree(tmp_path / "f.npy.parts")
+    assert "f.npy.unfinished: is no file of this program" in _one_error(capsys)
+    assert out.read_text() == "mine" and (tmp_path / "f.npy.unfinished").read_text() == "mine\n"
+    (tmp_path / "f.npy.unfinished").unlink()
     for again in (["--again"], []):  # a run that fails at once does not make the next one replace the result
         assert _run(tmp_path / "missing", crops, out, *again) == 1
         assert "missing" in _one_error(capsys) if again else "exists already" in _one_error(capsys)
-    assert out.read_text() == "mine" and not (tmp_path / "f.npy.parts").exists()
+    assert out.read_text() == "mine" and not (tmp_path / "f.npy.unfinished").exists()
     (tmp_path / "k.csv").write_text("mine")  # where the other columns of k.npy would go
     assert _run(weights, crops, tmp_path / "k.npy") == 1
     assert "k.csv exists already; choose another name" in _one_error(capsys)
@@ -330,25 +328,17 @@ def test_a_result_is_replaced_only_with_again_and_a_folder_that_is_not_ours_neve
     assert _run(weights, crops, tmp_path / "g.npy") == 1
     assert "g.npy is a folder; name a file" in _one_error(capsys)
     assert _run(weights, tmp_path / "missing", tmp_path / "h.npy") == 1
-    assert "no such folder" in _one_error(capsys) and not (tmp_path / "h.npy.parts").exists()
+    assert "no such folder" in _one_error(capsys) and not (tmp_path / "h.npy.unfinished").exists()
 
 
 def test_a_second_run_on_the_same_file_is_refused(
     weights: Path, crops: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    (tmp_path / "f.npy.parts").mkdir()
-    with open(tmp_path / "f.npy.parts" / "lock", "w") as file:
+    with open(tmp_path / "f.npy.unfinished", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert _run(weights, crops, tmp_path / "f.npy") == 1
         assert "f.npy is in use by another run" in _one_error(capsys)
     assert _run(weights, crops, tmp_path / "f.npy") == 0
-
-
-def _of_another_run(data: bytes) -> bytes:
-    """Return a part that is sound, with other vectors."""
-    head, vectors = data.split(b"\n", 1)
-    changed = {**json.loads(head), "signature": "0" * 64, "hash": xxhash.xxh3_128_hexdigest(bytes(len(vectors)))}
-    return json.dumps(changed).encode() + b"\n" + bytes(len(vectors))
 
 
 def test_a_part_that_was_tampered_with_is_made_again(weights: Path, tmp_path: Path):
@@ -357,18 +347,14 @@ def test_a_part_that_was_tampered_with_is_made_again(weights: Path, tmp_path: Pa
     (folder / "a.png").write_bytes(_png(_pixels(1)))
     assert _run(weights, folder, out) == 0
     expected = _files(out)
-    for damage in (
-        b"",
-        b"[]\n",
-        b"[" * 100_000 + b"\n",
-        b'{"rows": 7}\n',
-        b'{"signature": "", "rows": [], "dim": -1}\n',
-        "other",
-    ):
-        with faulty(Disk(12, errno.ENOSPC)):
+    rows = b'{"rows": [], "dim": -1}\n'
+    sound = json.dumps({"part": 0, "bytes": len(rows), "hash": xxhash.xxh3_128_hexdigest(rows)}).encode() + b"\n" + rows
+    for damage in (b"", b"[]\n", b"[" * 100_000 + b"\n", b'{"part": 0}\n', b'{"part": 0, "bytes": 99}\nab', sound):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(embed_parts.Parts, "add", lambda *arguments: (_ for _ in ()).throw(ValueError("stopped")))
             assert _run(weights, folder, out, "--again", "--processes", 1) == 1
-        part = tmp_path / "f.npy.parts" / "000000.part"
-        part.write_bytes(damage if isinstance(damage, bytes) else _of_another_run(part.read_bytes()))
+        with open(tmp_path / "f.npy.unfinished", "ab") as file:
+            file.write(damage)
         assert _run(weights, folder, out) == 0
         assert _files(out) == expected
 
@@ -452,7 +438,7 @@ def test_a_process_that_dies_and_ctrl_c_end_the_run_in_one_line_and_all_processe
     before, workers, out = set(_children(server)), [], tmp_path / "f.npy"
 
     def strike() -> None:
-        _wait_for(lambda: list((tmp_path / "f.npy.parts").glob("*.part")))
+        _wait_for(lambda: (path := tmp_path / "f.npy.unfinished").exists() and b'{"part"' in path.read_bytes())
         workers.extend(sorted(set(_children(server)) - before))
         os.kill(workers[0] if how == "child" else os.getpid(), signal.SIGKILL if how == "child" else signal.SIGINT)
 
@@ -462,12 +448,12 @@ def test_a_process_that_dies_and_ctrl_c_end_the_run_in_one_line_and_all_processe
     thread.join()
     lines = [line for line in capsys.readouterr().err.splitlines() if line and not line.startswith("embedding")]
     if how == "child":
-        said = "error: one of the processes ended by SIGKILL; what is done is kept: start the same command again to go on"
+        said = "error: one of the processes ended; what is done is kept: start the same command again to go on"
     else:
         said = "interrupted: what is done is kept: start the same command again to go on"
     assert status == (1 if how == "child" else 130) and len(lines) == 1 and lines[0].startswith(said), lines
     assert len(workers) == 2 and not any(map(_is_running, workers))
-    assert not out.exists() and list((tmp_path / "f.npy.parts").glob("*.part"))
+    assert not out.exists() and b'{"part"' in (tmp_path / "f.npy.unfinished").read_bytes()
 
 
 class Failing(type(Path())):  # type: ignore[misc]
@@ -519,7 +505,7 @@ def test_a_full_memory_and_failing_arithmetic_are_one_line_and_keep_what_is_done
         assert _run(weights, folder, out, "--processes", processes) == 1
     said = _one_error(capsys)
     assert said.startswith(f"error: {ERRORS[kind][1]}") and "start the same command again" in said
-    assert not out.exists() and (tmp_path / "f.npy.parts" / "run.json").exists()
+    assert not out.exists() and (tmp_path / "f.npy.unfinished").exists()
     assert _run(weights, folder, out) == 0
 
 
@@ -535,7 +521,7 @@ def test_when_the_run_is_killed_its_processes_end(weights: Path, many: Path, tmp
     started = Started(main, [words], tmp_path)
     own = started.processes[0].pid
     assert own is not None
-    _wait_for(lambda: list((tmp_path / "f.npy.parts").glob("*.part")))
+    _wait_for(lambda: (path := tmp_path / "f.npy.unfinished").exists() and b'{"part"' in path.read_bytes())
     workers = [pid for server in _children(own) for pid in _children(server)]
     assert len(workers) == 2
     os.kill(own, signal.SIGKILL)

@@ -43,7 +43,7 @@ def write_table(out: Path, plan: Plan, parts: Parts, embedding_size: int, title:
     rejected_list = out.with_name(f"{out.name}.rejected.csv")
     faces = pictures = 0
     rejected: list[tuple[str, str]] = []
-    for part in _all(plan, parts, False):
+    for part in _all(plan, parts):
         faces += len(part.rows)
         pictures += len({row.name for row in part.rows})
         rejected += [(name, reason) for name, reason in part.rejected]
@@ -59,26 +59,26 @@ def write_table(out: Path, plan: Plan, parts: Parts, embedding_size: int, title:
     if out.suffix == ".npy":
         with new_file(files_of(out)[1]) as file:
             file.write(csv_bytes([_COLUMNS]))
-            for part in _all(plan, parts, False):
+            for part in _all(plan, parts):
                 file.write(csv_bytes(map(_cells, part.rows)))
         with new_file(out) as file:  # last: it says that all is there
             header = io.BytesIO()
             shape = {"descr": "<f4", "fortran_order": False, "shape": (faces, embedding_size)}
             np.lib.format.write_array_header_1_0(header, shape)
             file.write(header.getvalue())
-            for part in _all(plan, parts, True):
+            for part in _all(plan, parts):
                 file.write(part.vectors.tobytes())
     else:
         with new_file(out) as file:
-            _write_parquet(file, _all(plan, parts, True), embedding_size, {"network": title, "digest": plan.facts["network"]})
+            _write_parquet(file, _all(plan, parts), embedding_size, {"network": title, "digest": plan.facts["network"]})
     return faces, len(plan.files) - pictures
 
 
-def _all(plan: Plan, parts: Parts, whole: bool) -> Iterator[Part]:
+def _all(plan: Plan, parts: Parts) -> Iterator[Part]:
     for number in range(plan.count):
-        part = parts.read(number, whole)
+        part = parts.read(number)
         if part is None:
-            raise ValueError(f"{plan.parts}: part {number} is damaged; start the same command again with --again")
+            raise ValueError(f"part {number} is damaged; start the same command again with --again")
         yield part
 
 

@@ -7,9 +7,11 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
+from typing import Any
 
 import torch
 
@@ -17,7 +19,7 @@ from utils.distributed import choose_device
 
 from ..faces.detector import Detector, open_detector
 from .embedder import Embedder, open_embedder
-from .parts import Job, Plan, embed_part, write_part
+from .parts import Part, Parts, Plan, embed_part
 
 _KEPT = "what is done is kept: start the same command again to go on"
 
@@ -48,116 +50,83 @@ def open_network(options: argparse.Namespace, local_rank: int = 0) -> Embedder:
 
 
 def embed_parts(
+    options: argparse.Namespace,
     plan: Plan,
+    parts: Parts,
     embedder: Embedder,
     detector: Detector | None,
-    missing: Sequence[int],
     count: int,
     advance: Callable[[int], object],
 ) -> None:
-    """Embed and store parts.
+    """Embed and store the parts that are missing.
 
     Args:
         embedder, detector: those of this process, which embeds if it is the only one.
-        missing: numbers of the parts.
         count: of processes.
         advance: called with the number of pictures that are done since the last call.
 
     Raises:
         ValueError: the network fails, or a process ends.
     """
+    names = {number: plan.names_of(number) for number in parts.missing()}
+    here = ((number, embed_part(options, embedder, detector, part)) for number, part in names.items())
     try:
-        if count == 1:
-            for number in missing:
-                write_part(plan.job, number, embed_part(plan.job, embedder, detector, plan.names_of(number), advance))
-        else:
-            _in_processes(plan, missing, count, advance)
+        with contextlib.closing(here if count == 1 else _in_processes(options, names, count)) as made:
+            for number, part in made:
+                parts.add(number, part)
+                advance(len(names[number]))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_KEPT) from None
     except (RuntimeError, MemoryError) as error:
         raise in_words(error) from None
 
 
-def _in_processes(plan: Plan, missing: Sequence[int], count: int, advance: Callable[[int], object]) -> None:
+def _in_processes(
+    options: argparse.Namespace, names: dict[int, list[str]], count: int
+) -> Generator[tuple[int, Part], None, None]:
+    """Yield the parts as they are done."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # torch is imported once, not by each process
-    processes: dict[Connection, BaseProcess] = {}
-    tasks = iter(missing)
-    try:
-        for rank in range(count):
-            ours, theirs = context.Pipe()
-            process: BaseProcess = context.Process(target=_work, args=(plan.job, rank, theirs), daemon=True)
-            processes[ours] = process
-            with _interrupts_blocked():  # which processes inherit: Ctrl-C is for this one, which ends the others
-                process.start()
-            theirs.close()
-        busy = {connection for connection in processes if _give(connection, plan, tasks)}
-        while busy:
-            for connection in wait(list(busy)):
-                assert isinstance(connection, Connection)
-                message = _receive(connection, processes[connection])
-                if isinstance(message, Exception):
-                    raise message
-                if isinstance(message, int):
-                    advance(message)
-                elif not _give(connection, plan, tasks):
-                    busy.discard(connection)
-    finally:
-        for process in processes.values():
-            if process.pid is not None:
-                process.kill()
-                process.join()
+    ranks = context.Value("i", 0)
+    with ProcessPoolExecutor(count, context, _open, (options, ranks)) as pool, _children_killed_on_error():
+        futures = {pool.submit(_embed, part): number for number, part in names.items()}
+        for future in as_completed(futures):
+            try:
+                yield futures.pop(future), future.result()
+            except BrokenProcessPool:
+                raise ValueError(
+                    f"one of the processes ended; {_KEPT}. If the machine has too little memory, give fewer --processes"
+                ) from None
 
 
 @contextlib.contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _children_killed_on_error() -> Iterator[None]:
     try:
         yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    except BaseException:
+        for child in multiprocessing.active_children():
+            child.kill()
+        raise
 
 
-def _give(connection: Connection, plan: Plan, tasks: Iterator[int]) -> bool:
-    """Give a process the next part; return whether there is one."""
-    number = next(tasks, None)
-    if number is None:
-        return False
-    with contextlib.suppress(OSError):  # it has ended, which `_receive` explains
-        connection.send((number, plan.names_of(number)))
-    return True
+_options: argparse.Namespace
+_network: tuple[Embedder, Detector | None]  # of a process of the pool
 
 
-def _receive(connection: Connection, process: BaseProcess) -> object:
-    try:
-        return connection.recv()
-    except (EOFError, OSError):
-        process.join(5)
-        code = process.exitcode
-        how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with status {code}"
-        raise ValueError(
-            f"one of the processes ended {how}; {_KEPT}. If the machine has too little memory, give fewer --processes"
-        ) from None
-
-
-def _work(job: Job, rank: int, connection: Connection) -> None:
-    """Embed the parts that arrive, until the parent has no more or ends."""
+def _open(options: argparse.Namespace, ranks: Any) -> None:
+    """Begin a process of the pool: Ctrl-C is for its parent, with which it ends."""
+    global _options, _network
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    try:
-        embedder = open_network(job.options, rank % max(1, torch.cuda.device_count()))
-        detector = open_detector(job.options)
-        while True:
-            number, names = connection.recv()
-            write_part(job, number, embed_part(job, embedder, detector, names, connection.send))
-            connection.send("done")
-    except (ValueError, OSError) as error:
-        connection.send(error)
-    except (RuntimeError, MemoryError) as error:
-        connection.send(in_words(error))
-    except EOFError:
-        pass
+    with ranks.get_lock():
+        rank, ranks.value = ranks.value, ranks.value + 1
+    _options = options
+    _network = open_network(options, rank % max(1, torch.cuda.device_count())), open_detector(options)
+
+
+def _embed(names: list[str]) -> Part:
+    return embed_part(_options, *_network, names)
 
 
 def in_words(error: RuntimeError | MemoryError) -> ValueError:

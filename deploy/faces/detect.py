@@ -9,10 +9,11 @@ from eval.foreign_networks import onnx_hash
 from utils.cli import progress
 from utils.parallel import map_in_order
 
-from ..output import csv_bytes, locked, write_file
+from ..journal import open_journal
+from ..output import csv_bytes, write_file
 from .crops import Rejected, read_crops
 from .detector import Detector, open_detector
-from .journal import Done, Found, Journal, crop_name
+from .journal import Detections, Done, Found, crop_name
 from .landmarks import report_padding
 from .pictures import list_pictures, to_jpeg
 from .sheet import write_sheet
@@ -28,8 +29,8 @@ def run(options: argparse.Namespace) -> None:
     detector = open_detector(options)
     assert detector is not None
     options.out.mkdir(parents=True, exist_ok=True)
-    with locked(options.out / Journal.NAME, str(options.out)) as handle:
-        journal = Journal(options.out, handle, _facts(options), options.again)
+    with open_journal(options.out / Detections.NAME, str(options.out)) as opened:
+        journal = Detections(options.out, opened, _facts(options), options.again)
         new = _work(options, names, detector, journal)
         faces = _write_lists(options, names, journal)
         if options.sheet:
@@ -75,7 +76,7 @@ def _facts(options: argparse.Namespace) -> dict[str, object]:
     return {"detector": onnx_hash(options.detector), **{name: getattr(options, name) for name in settings}}
 
 
-def _work(options: argparse.Namespace, names: Sequence[str], detector: Detector, journal: Journal) -> int:
+def _work(options: argparse.Namespace, names: Sequence[str], detector: Detector, journal: Detections) -> int:
     """Detect and align what the journal lacks; return the number of pictures."""
 
     def work(name: str) -> Done:
@@ -117,7 +118,7 @@ def _unusable(name: str) -> str:
     return ""
 
 
-def _write_lists(options: argparse.Namespace, names: Sequence[str], journal: Journal) -> int:
+def _write_lists(options: argparse.Namespace, names: Sequence[str], journal: Detections) -> int:
     """Write landmarks.csv, rejected.csv and padding.csv; return the number of faces."""
     rows: list[Sequence[object]] = []
     padding: dict[str, float] = {}

@@ -1,7 +1,6 @@
-"""What a run of scripts.deploy.detect has done: a line of JSON for each picture, appended when its crops are on the disk."""
+"""What a run of scripts.deploy.detect has done: an entry for each picture, appended when its crops are on the disk."""
 
 import contextlib
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -10,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from utils.files import MAX_TEXT, check_file, shown
+from utils.files import check_file, shown
 
+from ..journal import Journal
 from .crops import UNREADABLE
 from .detections import Face
 
@@ -40,11 +40,10 @@ def crop_name(name: str, which: str, number: int) -> str:
     return str(path.with_name(f"{path.stem}_{number + 1}.jpg" if which == "all" else f"{path.stem}.jpg"))
 
 
-class Journal:
-    """The pictures that are done, in OUT/detect.jsonl. The caller holds its lock.
+class Detections:
+    """The pictures that are done, in OUT/detect.jsonl.
 
     Args:
-        handle: of the file, open for reading and appending.
         facts: what the crops depend on; a journal of others is an error.
         again: forget what it has, and remove those crops.
 
@@ -54,47 +53,21 @@ class Journal:
 
     NAME = "detect.jsonl"
 
-    def __init__(self, out: Path, handle: int, facts: Mapping[str, object], again: bool) -> None:
-        self.path, self._out, self._handle = out / self.NAME, out, handle
-        self.done: dict[str, Done] = {}
-        size, before = self._read()
-        if before is None and (other := _file_of_others(out)):
-            if not os.fstat(handle).st_size:
-                self.path.unlink(missing_ok=True)  # the lock made it
+    def __init__(self, out: Path, journal: Journal, facts: Mapping[str, object], again: bool) -> None:
+        self._out, self._journal = out, journal
+        found = [done for entry in journal.entries if (done := _done(entry.record))]
+        self.done = {done.name: done for done in found}
+        if journal.facts is None and (other := _file_of_others(out)):
+            if not journal.path.stat().st_size:
+                journal.path.unlink(missing_ok=True)  # the lock made it
             raise ValueError(
                 f"{shown(out)}: holds {shown(other)} and no {self.NAME}, so it is no folder of crops, and its files might be "
                 "overwritten; name a new or empty one"
             )
         if again:
-            self._remove_crops(before)
-            size, before, self.done = 0, None, {}
-        elif before is not None and before != dict(facts):
-            different = [name for name in facts if not isinstance(before, dict) or before.get(name) != facts[name]]
-            raise ValueError(
-                f"{out}: its crops were made with another {different[0].replace('_', ' ')}; choose another folder, or "
-                "--again to make all anew"
-            )
-        self._do(os.ftruncate, handle, size)
-        if before is None:
-            self._append(dict(facts))
-            self._do(os.fsync, handle)  # without it the folder would be one of others
-
-    def _read(self) -> tuple[int, Any]:
-        """Take what is done from the file; return the bytes of its complete lines, and the first one, None if there is none."""
-        check_file(self.path, MAX_TEXT)
-        size = 0
-        before: Any = None
-        with open(os.dup(self._handle), "rb") as file:
-            file.seek(0)
-            for line in file:
-                if not line.endswith(b"\n"):  # the run was killed here
-                    break
-                size += len(line)
-                if before is None:
-                    before = _parsed(line)
-                elif done := _done(_parsed(line)):
-                    self.done[done.name] = done
-        return size, before
+            self._remove_crops(journal.facts)
+            self.done = {}
+        journal.begin(facts, again, str(out), "its crops were made with")
 
     def _remove_crops(self, facts: Any) -> None:
         """Remove the crops that are listed, so that none of other settings is left; names that lead elsewhere are skipped."""
@@ -134,37 +107,19 @@ class Journal:
             {"box": face.box.tolist(), "points": face.points.tolist(), "score": face.score, "padding": padding}
             for face, padding in done.faces
         ]
-        self._append({"name": done.name, "stamp": done.stamp, "faces": faces, "reason": done.reason})
+        self._journal.add({"name": done.name, "stamp": done.stamp, "faces": faces, "reason": done.reason})
         self.done[done.name] = done
-
-    def _append(self, record: dict[str, Any]) -> None:
-        left = json.dumps(record).encode() + b"\n"  # names that are no UTF-8 become \udcff
-        while left:
-            left = left[self._do(os.write, self._handle, left) :]
-
-    def _do(self, operation: Any, *arguments: Any) -> Any:
-        try:
-            return operation(*arguments)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
 
 def _file_of_others(out: Path) -> str:
     """Return a name in a folder that has no journal yet, "" if there is none; desktops leave hidden files anywhere."""
-    return min((name for name in os.listdir(out) if name != Journal.NAME and not name.startswith(".")), default="")
+    return min((name for name in os.listdir(out) if name != Detections.NAME and not name.startswith(".")), default="")
 
 
 def _has_bytes(path: Path) -> bool:
     with contextlib.suppress(OSError):
         return check_file(path) > 0
     return False
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
 
 
 def _done(record: Any) -> Done | None:

@@ -9,7 +9,7 @@ features.npy       the vectors, (faces, D) float32, and features.csv with the ot
 
 OUT.rejected.csv lists pictures without a face or a vector, with the reason. A low norm is a sign of a poor picture.
 
-The work is stored in parts in OUT.parts. A run that was killed continues where it was when the same command is started again.
+What is done is kept in OUT.unfinished. A run that was killed continues where it was when the same command is started again.
 Each process has one thread for arithmetic, so that the vectors do not depend on the number of processes.
 
 Examples:
@@ -21,13 +21,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.embed.parts import LOCK, Parts, Plan, Stamped, check_folder, has_begun
+from deploy.embed.parts import Parts, Plan, Stamped
 from deploy.embed.table import FORMS, check_form, files_of, write_table
 from deploy.embed.workers import default_processes, embed_parts, one_thread, open_network
 from deploy.faces.crops import add_which_argument
 from deploy.faces.detector import add_detector_arguments, open_detector
 from deploy.faces.pictures import list_pictures
-from deploy.output import locked
+from deploy.journal import open_journal
 from eval.networks import add_network_arguments
 from utils.cli import int_in_range, make_parser, progress
 from utils.distributed import choose_device
@@ -58,29 +58,29 @@ def run(options: argparse.Namespace) -> None:
     out: Path = options.out
     check_form(out)
     files = _pictures(options.folder)
-    folder = out.with_name(f"{out.name}.parts")
+    unfinished = out.with_name(f"{out.name}.unfinished")
     if out.is_dir():
         raise ValueError(f"--out: {out} is a folder; name a file")
-    check_folder(folder)
     there = [path for path in files_of(out) if path.exists()]
-    if there and not has_begun(folder) and not options.again:
+    if there and not unfinished.exists() and not options.again:
         raise ValueError(f"--out: {there[0]} exists already; choose another name, or --again to replace it")
     # for all processes, and for the run that goes on: parts of another precision are not mixed with these
     options.precision = choose_precision(options.precision, is_fast_in_bf16(choose_device(options.device, 0)))
     with one_thread():
         embedder, detector = open_network(options), open_detector(options)  # before anything is written
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / LOCK, str(out)):
-            plan = Plan(options, embedder, files, folder)
-            parts = Parts(plan, options.again)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with open_journal(unfinished, str(out)) as journal:
+            plan = Plan(options, embedder, files)
+            journal.begin(plan.facts, options.again, str(unfinished), "was begun with")
+            parts = Parts(plan, journal)
             missing = parts.missing()
             count = min(options.processes or default_processes(options.device), max(1, len(missing)))
             done = len(files) - sum(len(plan.names_of(number)) for number in missing)
             with progress([], len(files), "embedding", "picture") as bar:
                 bar.update(done)
-                embed_parts(plan, embedder, detector, missing, count, bar.update)
+                embed_parts(options, plan, parts, embedder, detector, count, bar.update)
             faces, rejected = write_table(out, plan, parts, embedder.embedding_size, embedder.title)
-            parts.remove()
+            unfinished.unlink()
     if done:
         print(f"{done} of {len(files)} pictures were done already")
     if rejected:
