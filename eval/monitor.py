@@ -11,9 +11,8 @@ from utils.log import TRAINING, RunLog
 
 from .embed import EmbedSettings
 from .evaluate import evaluate, selection_score
-from .figures import overview
 from .protocol import Protocol, Result
-from .report import format_table, pair_results, write_summary
+from .report import draw_overview, format_table, pair_results, write_summary
 
 _AVERAGE = "ema/"  # no set has this in its name, which is that of a file
 
@@ -84,7 +83,7 @@ class Evaluator:
 
     def _draw(self, step: int, results: dict[str, Result]) -> None:
         pairs = pair_results(results)
-        picture = overview(pairs, f"{self.name} after step {step}") if pairs else b""
+        picture = draw_overview(pairs, f"{self.name} after step {step}") if pairs else b""
         if picture:
             self.log.picture(step, "verification", picture)
         if step == self.last_step:

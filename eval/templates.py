@@ -19,8 +19,8 @@ from utils.files import MAX_TEXT, check_file, read_bytes, read_lines
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb
 
 from .identification import identify
-from .operating_points import FAR_TARGETS, operating_points
 from .protocol import Embed, Protocol, Rates, check_pair_counts
+from .verification import FAR_TARGETS, operating_points
 
 _BLOCK = 1 << 24  # bytes of a text file parsed at once
 _TEMPLATES_AT_ONCE = 1024

@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 from tiny_detectors import HALF, OFFSETS, STRIDES, picture, write_detector
 
-from deploy.faces import retinaface, scrfd
+from deploy.faces import detector
 from deploy.faces.detections import Candidates, letterbox, strongest, suppress
 from deploy.faces.detector import Detector, add_detector_arguments, open_detector
 
@@ -120,8 +120,8 @@ def test_scrfd_is_decoded_as_it_is_defined():
     for stride, rows, columns in ((8, 3, 5), (16, 2, 3), (32, 1, 2)):
         count = rows * columns * 2
         distances, offsets = rng.normal(size=(count, 4)), rng.normal(size=(count, 10))
-        centres = scrfd.anchor_centres(rows, columns, stride, 2)
-        boxes, points = scrfd.decode(centres, distances * stride, offsets * stride)
+        centres = detector.anchor_centres(rows, columns, stride, 2)
+        boxes, points = detector.decode_distances(centres, distances * stride, offsets * stride)
         anchor = 0
         for row in range(rows):
             for column in range(columns):
@@ -140,9 +140,9 @@ def test_scrfd_is_decoded_as_it_is_defined():
 def test_retinaface_is_decoded_as_it_is_defined():
     rng = np.random.default_rng(2)
     height, width = 96, 150  # not a multiple of the strides: grids are rounded up
-    priors = retinaface.prior_boxes(height, width)
+    priors = detector.prior_boxes(height, width)
     offsets, landmarks = rng.normal(size=(len(priors), 4)), rng.normal(size=(len(priors), 10))
-    boxes, points = retinaface.decode(priors, offsets, landmarks)
+    boxes, points = detector.decode_priors(priors, offsets, landmarks)
     anchor = 0
     for stride, sides in zip(STRIDES, ((16, 32), (64, 128), (256, 512)), strict=True):
         for row in range(math.ceil(height / stride)):
@@ -165,8 +165,8 @@ def test_retinaface_takes_probabilities_and_logits():
     logits = np.random.default_rng(3).normal(size=(50, 2)).astype(np.float32) * 4
     share = np.exp(logits.astype(np.float64))
     share /= share.sum(axis=1, keepdims=True)
-    assert np.allclose(retinaface.face_scores(logits), share[:, 1], atol=1e-6)
-    assert np.allclose(retinaface.face_scores(share.astype(np.float32)), share[:, 1], atol=1e-6)
+    assert np.allclose(detector.face_scores(logits), share[:, 1], atol=1e-6)
+    assert np.allclose(detector.face_scores(share.astype(np.float32)), share[:, 1], atol=1e-6)
 
 
 def test_double_boxes_are_dropped_as_in_a_loop_over_pairs():
@@ -236,7 +236,7 @@ def test_a_file_with_other_outputs_is_refused(tmp_path: Path, form: str, drop: i
 
 def test_outputs_without_numbers_are_named_with_the_file():
     with pytest.raises(ValueError, match=r"x\.onnx: an SCRFD detector returns"):
-        scrfd.by_stride([np.zeros((1, 0), dtype=np.float32)] * 9, Path("x.onnx"))
+        detector.by_stride([np.zeros((1, 0), dtype=np.float32)] * 9, Path("x.onnx"))
 
 
 @pytest.mark.parametrize("form", FORMS)

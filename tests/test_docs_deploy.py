@@ -13,9 +13,7 @@ from deploy.embed import table as embed_table
 from deploy.export import checks as export_checks
 from deploy.export import graph as export_graph
 from deploy.faces import sheet as detect_sheet
-from deploy.faces.retinaface import RetinaFace
-from deploy.faces.scrfd import Scrfd
-from deploy.faces.yunet import YuNet
+from deploy.faces.detector import RetinaFace, Scrfd, YuNet
 from deploy.gallery.database import PATIENCE
 from deploy.serve import answers as demo_answers
 from deploy.serve import server as demo_server

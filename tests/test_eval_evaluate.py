@@ -18,9 +18,8 @@ from eval import embed
 from eval.__main__ import main
 from eval.embed import EmbedSettings, class_means, embed_images
 from eval.evaluate import evaluate, load_pair_sets, selection_score
-from eval.figures import overview
 from eval.pair_sets.bin_file import PairSet, write_bin
-from eval.report import as_json, format_table, write_report
+from eval.report import as_json, format_table, overview, write_report
 from eval.verification import fuse_views, roc_curve, verify
 from utils.distributed import World
 from utils.image import normalise

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from backbones import build_backbone
 from scripts.benchmark import train as benchmark_train
-from scripts.benchmark import train_steps
 from scripts.benchmark.baselines import arcface_torch_loop
 from scripts.benchmark.baselines.train import PlainTraining
 from utils import distributed
@@ -73,7 +72,7 @@ def test_the_report_has_all_loops_and_its_figures_agree(tmp_path: Path, capsys: 
     for row in rows.values():
         assert row["ratio"] == pytest.approx(row["step_seconds"] / rows["ours"]["step_seconds"])  # of the only round
         assert row["images_per_second"] == pytest.approx(4 / row["step_seconds"]) and row["peak_gib"] > 0.1
-    assert set(found["parts"]) == set(train_steps.PARTS)
+    assert set(found["parts"]) == set(benchmark_train.PARTS)
     assert all(found["parts"][part] > 0 for part in ("data", "forward", "backward", "head", "optimizer"))
     useful = found["useful"]
     assert useful["tflops"] == pytest.approx(useful["gflop_per_image"] * rows["ours"]["images_per_second"] / 1e3)
@@ -153,8 +152,8 @@ def test_a_part_within_a_part_is_counted_once(monkeypatch: pytest.MonkeyPatch):
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr(train_steps, "time", SimpleNamespace(perf_counter=lambda: now))
-    watch, owner = train_steps._Stopwatch(torch.device("cpu")), SimpleNamespace(inner=lambda: takes(2.0))
+    monkeypatch.setattr(benchmark_train, "time", SimpleNamespace(perf_counter=lambda: now))
+    watch, owner = benchmark_train._Stopwatch(torch.device("cpu")), SimpleNamespace(inner=lambda: takes(2.0))
     with watch.timed("head", owner, "inner"), watch.part("other"):
         takes(1.0)
         owner.inner()

@@ -1,20 +1,267 @@
-"""Opens a face detector: YuNet through OpenCV, SCRFD and RetinaFace through onnxruntime. The outputs of the file tell which.
+"""The face detectors, ONNX files: YuNet through OpenCV, SCRFD and RetinaFace through onnxruntime. Their outputs tell which.
 
-ONNX files are data: reading them executes nothing. A file that refers to tensors outside its own folder is refused.
+Reading ONNX files executes nothing. A file that refers to tensors outside its own folder is refused.
 """
 
 import argparse
+import functools
+import hashlib
+import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
+
+import cv2
+import numpy as np
 
 from eval.foreign_networks import check_outside_data, parse_onnx
 from utils.cli import int_in_range
 from utils.files import check_file
+from utils.text import one_line
 
-from .detections import LONGEST, Detector, Face, Session, Settings
-from .retinaface import RetinaFace
-from .scrfd import Scrfd
-from .yunet import OUTPUTS, YuNet
+from .detections import LONGEST, MULTIPLE, STRIDES, Candidates, Detector, Face, Session, Settings
+
+_WIDTHS = {"cls": 1, "obj": 1, "bbox": 4, "kps": 10}  # numbers of a cell
+OUTPUTS = frozenset(f"{kind}_{stride}" for kind in _WIDTHS for stride in STRIDES)
+_NO_CONFIG = np.zeros(0, dtype=np.uint8)
+_ALL = 5000  # boxes that OpenCV keeps before it drops double ones
+_PATIENCE = 120  # seconds for the trial; it takes half of one
+_TRIAL = """
+import json, sys
+sys.path[:] = json.loads(sys.argv.pop(1))
+import cv2, numpy as np
+data, size = np.fromfile(sys.argv[1], np.uint8), (int(sys.argv[2]), int(sys.argv[3]))
+graph = cv2.dnn.readNetFromONNX(data)
+graph.setInput(np.zeros((1, 3, size[1], size[0]), np.float32))
+graph.forward(sys.argv[4:])
+"""
+
+
+class YuNet(Detector):
+    """A YuNet graph of opencv_zoo, through cv2.FaceDetectorYN, which one thread only may use: each thread has its own.
+
+    OpenCV's right eye is that of the person, so the left one as seen: its order of the points is that of this project. OpenCV
+    reads the outputs of the file without a look at their sizes, so these are checked here, once for each size of the input. A
+    damaged file can end the process that reads it, by a division by zero for example, so another process tries it first.
+    """
+
+    own_min_score = 0.9  # score_threshold of OpenCV
+
+    def __init__(self, path: Path, settings: Settings, fixed: tuple[int, int] | None) -> None:
+        super().__init__(path, settings, fixed)
+        height, width = fixed or (2 * MULTIPLE, 3 * MULTIPLE)
+        self._own, self._file = threading.local(), np.frombuffer(path.read_bytes(), dtype=np.uint8)
+        cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # its messages are in the errors it raises
+        _try(path, hashlib.sha256(self._file.tobytes()).hexdigest(), width, height)
+        self._checked: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()
+        try:
+            self._graph = cv2.dnn.readNetFromONNX(self._file)
+        except cv2.error as error:
+            raise ValueError(f"{path}: OpenCV cannot read it: {_words(error)}") from None
+        self.candidates(np.zeros((height, width, 3), dtype=np.uint8), 1.0)
+
+    def candidates(self, canvas: np.ndarray, minimum: float) -> Candidates:
+        size = (canvas.shape[1], canvas.shape[0])
+        try:
+            with self._lock:
+                if size not in self._checked:
+                    self._check(*size)
+                    self._checked.add(size)
+            if not hasattr(self._own, "detector"):
+                self._own.detector = cv2.FaceDetectorYN.create("onnx", self._file, _NO_CONFIG, size, minimum, 1.0, _ALL)
+            self._own.detector.setInputSize(size)
+            self._own.detector.setScoreThreshold(minimum)
+            found = self._own.detector.detect(np.ascontiguousarray(canvas[:, :, ::-1]))[1]
+        except cv2.error as error:
+            raise ValueError(f"{self.path}: OpenCV cannot run it on an image {canvas.shape}: {_words(error)}") from None
+        numbers = np.zeros((0, 15)) if found is None else np.asarray(found, dtype=np.float64)
+        boxes = np.concatenate([numbers[:, :2], numbers[:, :2] + numbers[:, 2:4]], axis=1)
+        return Candidates(numbers[:, 14], boxes, numbers[:, 4:14].reshape(-1, 5, 2))
+
+    def _check(self, width: int, height: int) -> None:
+        """Raise ValueError unless the outputs for an input of this size have a row for each cell."""
+        self._graph.setInput(np.zeros((1, 3, height, width), dtype=np.float32))
+        names = sorted(OUTPUTS)
+        for name, output in zip(names, self._graph.forward(names), strict=True):
+            kind, stride = name.split("_")
+            numbers = (height // int(stride)) * (width // int(stride)) * _WIDTHS[kind]
+            if output.size != numbers or output.dtype != np.float32:
+                raise ValueError(
+                    f"{self.path}: the output {name} of a YuNet detector must have {numbers} numbers for {width} x {height} "
+                    f"pixels, this has {output.size} of {output.dtype}"
+                )
+
+
+def _words(error: cv2.error) -> str:
+    return one_line(" ".join(str(error.err).split()))
+
+
+@functools.cache
+def _try(path: Path, digest: str, width: int, height: int) -> None:
+    """Raise ValueError if OpenCV takes the process down that reads this file; what it says otherwise is said again here.
+
+    Args:
+        digest: of the file: one that has changed is tried again.
+    """
+    # from the same places as here: -I leaves out packages of the user and of PYTHONPATH, and without OpenCV nothing is tried
+    places = json.dumps([place for place in sys.path if isinstance(place, str)])
+    words = [sys.executable, "-I", "-c", _TRIAL, places, str(path), str(width), str(height), *sorted(OUTPUTS)]
+    environment = {**os.environ, "OPENCV_LOG_LEVEL": "SILENT"}
+    try:
+        status = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE, env=environment
+        ).returncode
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"{path}: OpenCV does not get through it within {_PATIENCE} seconds; it is no YuNet detector"
+        ) from None
+    if status < 0:
+        raise ValueError(f"{path}: OpenCV crashes on it ({signal.Signals(-status).name}); the file is damaged")
+
+
+_SIZES = ((16, 32), (64, 128), (256, 512))  # pixels, of the two prior boxes of a cell, for each stride
+_MEANS = np.array([104, 117, 123], dtype=np.float32)  # of blue, green, red
+_CENTRE, _SIZE = 0.1, 0.2  # the variances of the source
+
+
+class RetinaFace(Detector):
+    """A RetinaFace graph with three outputs: boxes (1, A, 4), scores (1, A, 2) and landmarks (1, A, 10), in any order.
+
+    Source: biubug6/Pytorch_Retinaface; Deng et al., "RetinaFace: Single-stage Dense Face Localisation in the Wild", CVPR 2020;
+    Liu et al., "SSD: Single Shot MultiBox Detector", ECCV 2016, section 2.2: a prior box has centre c and size s; a box has
+    centre c + 0.1 s t and size s exp(0.2 u), a landmark is at c + 0.1 s v. Input: BGR minus (104, 117, 123).
+    """
+
+    own_min_score = 0.6  # vis_thres of the source
+
+    def __init__(self, path: Path, settings: Settings, session: Session) -> None:
+        super().__init__(path, settings, session.fixed)
+        self._session = session
+        self.candidates(np.zeros((*(session.fixed or (2 * MULTIPLE, 3 * MULTIPLE)), 3), dtype=np.uint8), 2.0)
+
+    def candidates(self, canvas: np.ndarray, minimum: float) -> Candidates:
+        images = (canvas[:, :, ::-1].astype(np.float32) - _MEANS).transpose(2, 0, 1)[None]
+        outputs = self._session.run(np.ascontiguousarray(images))
+        priors = prior_boxes(*canvas.shape[:2])
+        of_width = {part.shape[-1]: part[0] for part in outputs if part.ndim == 3 and len(part) == 1}
+        if len(outputs) != 3 or {width: len(part) for width, part in of_width.items()} != dict.fromkeys(
+            (4, 2, 10), len(priors)
+        ):
+            raise ValueError(
+                f"{self.path}: a RetinaFace detector returns boxes (1, {len(priors)}, 4), scores (1, {len(priors)}, 2) and "
+                f"landmarks (1, {len(priors)}, 10) for {canvas.shape[1]} x {canvas.shape[0]} pixels, this returns "
+                f"{', '.join(str(part.shape) for part in outputs)}"
+            )
+        scores = face_scores(of_width[2])
+        chosen = np.flatnonzero(~(scores < minimum))
+        boxes, points = decode_priors(priors[chosen], of_width[4][chosen], of_width[10][chosen])
+        return Candidates(scores[chosen], boxes, points)
+
+
+def prior_boxes(height: int, width: int) -> np.ndarray:
+    """Return the (A, 3) centre x, centre y and side of the prior boxes of an image, in pixels, row by row for each stride."""
+    parts = []
+    for stride, sizes in zip(STRIDES, _SIZES, strict=True):
+        y, x = np.mgrid[: -(-height // stride), : -(-width // stride)]
+        cells = (np.stack([x, y], axis=-1).reshape(-1, 1, 2) + 0.5) * stride
+        sides = np.broadcast_to(np.array(sizes, dtype=np.float64)[None, :, None], (len(cells), len(sizes), 1))
+        parts.append(np.concatenate([np.broadcast_to(cells, (len(cells), len(sizes), 2)), sides], axis=2).reshape(-1, 3))
+    return np.concatenate(parts)
+
+
+def face_scores(numbers: np.ndarray) -> np.ndarray:
+    """Return the (A,) probability of a face from two numbers of each prior box (A, 2): probabilities, or logits."""
+    if ((numbers >= 0) & (numbers <= 1)).all() and np.allclose(numbers.sum(axis=1), 1, atol=1e-3):
+        return numbers[:, 1].astype(np.float64)
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(numbers[:, 0].astype(np.float64) - numbers[:, 1]))
+
+
+def decode_priors(priors: np.ndarray, offsets: np.ndarray, landmarks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return boxes (n, 4) and points (n, 5, 2) in pixels, from prior boxes (n, 3), offsets (n, 4) and landmarks (n, 10)."""
+    places, sides = priors[:, :2], priors[:, 2:]
+    with np.errstate(over="ignore", invalid="ignore"):
+        centres = places + _CENTRE * sides * offsets[:, :2]
+        halves = sides * np.exp(_SIZE * offsets[:, 2:].astype(np.float64)) / 2
+        boxes = np.concatenate([centres - halves, centres + halves], axis=1)
+        points = places[:, None] + _CENTRE * sides[:, None] * landmarks.reshape(-1, 5, 2)
+    return boxes, points
+
+
+_ANCHOR_WIDTHS = (1, 4, 10)  # numbers of an anchor: score, distances, offsets of five points
+
+
+class Scrfd(Detector):
+    """An SCRFD graph: nine outputs, scores, distances and offsets for each of three strides, in any order.
+
+    Source: Guo et al., "Sample and Computation Redistribution for Efficient Face Detection", ICLR 2022; insightface.
+    Input: RGB, (x - 127.5) / 128. The anchors of cell (row i, column j) of a grid of stride s are at (j s, i s) and follow each
+    other; distances and offsets are in units of s.
+    """
+
+    own_min_score = 0.5  # det_thresh of insightface
+
+    def __init__(self, path: Path, settings: Settings, session: Session) -> None:
+        super().__init__(path, settings, session.fixed)
+        self._session = session
+        self.candidates(np.zeros((*(session.fixed or (2 * MULTIPLE, 3 * MULTIPLE)), 3), dtype=np.uint8), 2.0)
+
+    def candidates(self, canvas: np.ndarray, minimum: float) -> Candidates:
+        images = ((canvas.astype(np.float32) - 127.5) / 128).transpose(2, 0, 1)[None]
+        outputs = self._session.run(np.ascontiguousarray(images))
+        height, width = canvas.shape[:2]
+        grids = [(-(-height // stride), -(-width // stride)) for stride in STRIDES]
+        parts = by_stride(outputs, self.path)
+        counts = [len(scores) for scores, _, _ in parts]
+        per_cell = counts[0] // (grids[0][0] * grids[0][1])
+        if not per_cell or counts != [rows * columns * per_cell for rows, columns in grids]:
+            raise ValueError(
+                f"{self.path}: an SCRFD detector has equally many anchors in each cell of its grids, which for {width} x "
+                f"{height} pixels have {' and '.join(str(rows * columns) for rows, columns in grids)} cells, this has {counts}"
+            )
+        kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        for stride, grid, (scores, distances, offsets) in zip(STRIDES, grids, parts, strict=True):
+            centres = anchor_centres(*grid, stride, per_cell)
+            chosen = np.flatnonzero(~(scores[:, 0] < minimum))  # also what is no number, which is an error
+            boxes, points = decode_distances(centres[chosen], distances[chosen] * stride, offsets[chosen] * stride)
+            kept.append((scores[chosen, 0], boxes, points))
+        return Candidates(*(np.concatenate(parts) for parts in zip(*kept, strict=True)))
+
+
+def by_stride(outputs: list[np.ndarray], path: Path) -> list[list[np.ndarray]]:
+    """Return [scores (n, 1), distances (n, 4), offsets (n, 10)] for each stride, finest first.
+
+    Raises:
+        ValueError: the outputs are others.
+    """
+    rows = [part.reshape(-1, part.shape[-1]) if part.size else np.zeros((0, 0)) for part in map(np.atleast_1d, outputs)]
+    kinds = [sorted((part for part in rows if part.shape[1] == width), key=len, reverse=True) for width in _ANCHOR_WIDTHS]
+    found = [list(parts) for parts in zip(*kinds, strict=False)]
+    same = all(len({len(part) for part in parts}) == 1 for parts in found)
+    if len(rows) != 9 or len(found) != 3 or not same:
+        raise ValueError(
+            f"{path}: an SCRFD detector returns scores (n, 1), boxes (n, 4) and landmarks (n, 10) for each of three strides, "
+            f"this returns {', '.join(str(part.shape) for part in outputs)}"
+        )
+    return found
+
+
+def anchor_centres(rows: int, columns: int, stride: int, per_cell: int) -> np.ndarray:
+    """Return the (rows * columns * per_cell, 2) x and y of all anchors, row by row; those of a cell follow each other."""
+    y, x = np.mgrid[:rows, :columns]
+    return np.repeat(np.stack([x, y], axis=-1).reshape(-1, 2) * stride, per_cell, axis=0).astype(np.float64)
+
+
+def decode_distances(centres: np.ndarray, distances: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return boxes (n, 4) and points (n, 5, 2), from anchors, their distances to left, top, right, bottom, and offsets."""
+    boxes = np.concatenate([centres - distances[:, :2], centres + distances[:, 2:]], axis=1)
+    return boxes, centres[:, None] + offsets.reshape(-1, 5, 2)
+
 
 __all__ = ["Detector", "Face", "add_detector_arguments", "open_detector"]
 

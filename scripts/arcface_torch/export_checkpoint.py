@@ -13,8 +13,8 @@ Example: python -m scripts.arcface_torch.export_checkpoint work_dirs/demo_cpu ex
 from collections.abc import Sequence
 from pathlib import Path
 
+from migration.arcface_torch import export_checkpoint
 from migration.checkpoint_files import HEADS
-from migration.export_checkpoint import convert
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int_in_range(1, 99999), default=8, help="processes of arcface_torch (default 8)")
     parser.add_argument("--era", choices=tuple(HEADS), default="checkpoint_gpu", help="layout (default checkpoint_gpu)")
     options = parser.parse_args(arguments)
-    return run_main(lambda: convert(options))
+    return run_main(lambda: export_checkpoint(options))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ Example: python -m scripts.arcface_torch.import_checkpoint arcface_torch/work_di
 from collections.abc import Sequence
 from pathlib import Path
 
+from migration.arcface_torch import import_checkpoint
 from migration.checkpoint_files import (
     HEADS,
     LAST_STEP,
 )
-from migration.import_checkpoint import convert
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--ranks", type=int_in_range(1, 99999), default=1, help="files for the class centres (default 1; any number reads)"
     )
     options = parser.parse_args(arguments)
-    return run_main(lambda: convert(options))
+    return run_main(lambda: import_checkpoint(options))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from deploy.gallery.enrol import require_network, warn_of_other_detector
 from deploy.gallery.store import Gallery
 from deploy.serve.answers import WHICH_FACE, DemoAnswers, far_of, result_of
 from eval.networks import add_network_arguments
-from eval.operating_points import FAR_TARGETS
+from eval.verification import FAR_TARGETS
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 from utils.text import one_line

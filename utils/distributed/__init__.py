@@ -214,8 +214,8 @@ def all_ranks(flag: Tensor, world: World) -> Tensor:
 def as_data_parallel(backbone: nn.Module, world: World) -> nn.Module:
     """Return the backbone, wrapped so that its gradients are averaged over the ranks if there are several.
 
-    Buffers, such as BatchNorm statistics, differ between the ranks until `broadcast_module`; no training step reads them. Views of
-    the buckets save a copy of the gradients (1.23 instead of 1.30 times a pass that shares nothing, on two CPU processes).
+    Buffers, such as BatchNorm statistics, differ between the ranks until `broadcast_module`; no training step reads them.
+    Views of the buckets save a copy of the gradients (1.23 for 1.30 times a pass that shares nothing, in two CPU processes).
     """
     if world.world_size == 1:
         return backbone
