@@ -23,15 +23,13 @@ from eval.monitor import Evaluator
 from losses.first_loss import FirstStep, judge_first_loss
 from partial_fc.init import InitCounts
 from training.ahead import StepsAhead
-from training.compiled import compiled
-from training.late import LateValues, StepValues
-from training.model import Model, build_model, resume_or_init
+from training.model import Model, build_model, compiled, resume_or_init
 from training.sections import NAMED
 from training.setup import Setup, open_data, open_loaders, set_up
-from training.step import train_step
+from training.step import LateValues, StepValues, train_step
 from utils import distributed
+from utils.checkpoint.format import best_score
 from utils.checkpoint.resume import changed_keys
-from utils.checkpoint.retention import best_score
 from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
 from utils.cli import make_parser
 from utils.distributed import SharedError

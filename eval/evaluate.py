@@ -14,8 +14,7 @@ from utils.distributed import World
 
 from .embed import EmbedSettings
 from .identification import Identification, OpenFaces
-from .pair_sets.bin_file import PairSet
-from .pair_sets.csv_and_folders import SUFFIXES, read_pairs
+from .pair_sets.bin_file import SUFFIXES, PairSet, read_pairs
 from .protocol import Embed, Found, Protocol, Result
 from .templates import TemplateProtocol
 from .verification import FOLDS

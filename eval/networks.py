@@ -19,11 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from utils import distributed
-from utils.checkpoint.format import EMA, find_checkpoint, is_checkpoint, list_checkpoints, newest_run, read_manifest
-from utils.checkpoint.reading import read_backbone, read_file
-from utils.checkpoint.retention import best_checkpoint, has_average
+from utils.checkpoint.format import (
+    EMA,
+    best_checkpoint,
+    find_checkpoint,
+    has_average,
+    is_checkpoint,
+    list_checkpoints,
+    newest_run,
+    read_manifest,
+)
+from utils.checkpoint.reading import load_weights, read_backbone, read_file
 from utils.checkpoint.tensor_file import read_tensors
-from utils.checkpoint.weights import load_weights
 from utils.cli import int_in_range
 from utils.distributed import World, raise_on_all_ranks
 from utils.distributed.agreement import digest_tensors, require_equal, require_same_program

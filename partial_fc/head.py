@@ -33,7 +33,7 @@ from .centres.sub_centers import by_slot
 from .collectives import Collectives
 from .config import HeadConfig
 from .kernels import build_kernels, choose_kernels, why_plain
-from .kernels.products import auto_chunk
+from .kernels.plain import auto_chunk
 from .sampling.neighbours import NeighbourGraph
 from .sampling.planning import SharedLabels, StepPlan, active_of_all_ranks, draw_active, plan_step
 from .softmax.forward import Forward, Step

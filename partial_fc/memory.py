@@ -16,7 +16,7 @@ from .centres.store import FORMATS
 from .centres.sub_centers import buffer_bytes
 from .config import HeadConfig
 from .kernels import choose_kernels
-from .kernels.products import auto_chunk, converted_bytes, padded_rows, product_dtype
+from .kernels.plain import auto_chunk, converted_bytes, padded_rows, product_dtype
 from .sampling.neighbours import search_bytes
 from .sampling.planning import num_active
 from .softmax.passes import constant_shift

@@ -13,7 +13,7 @@ import train
 from data import record_dataset
 from data.index_cache import Arrays, Facts, cache_path, read_cache, stamp, write_cache
 from data.record_dataset import RecordDataset
-from data.recordio.writer import RecordSetWriter
+from data.recordio.image_record import RecordSetWriter
 from eval.pair_sets.bin_file import write_bin
 
 

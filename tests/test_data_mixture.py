@@ -12,7 +12,7 @@ from configs.loader import SCHEMA
 from data import build_dataset
 from data.datasets import SyntheticDataset
 from data.mixture import MixedDataset, Source, class_maps
-from data.recordio.writer import RecordSetWriter
+from data.recordio.image_record import RecordSetWriter
 from data.sampler import SampleOrder
 
 

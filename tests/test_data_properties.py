@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.record_dataset import RecordDataset
-from data.recordio.image_record import MAGIC, IndexedRecordFile, RecordWriter, is_protobuf, pack, unpack
-from data.recordio.writer import RecordSetWriter
+from data.recordio.image_record import MAGIC, IndexedRecordFile, RecordSetWriter, RecordWriter, is_protobuf, pack, unpack
 from eval.pair_sets.bin_file import read_bin, write_bin
 from tests.attack import fuzz_inputs
 

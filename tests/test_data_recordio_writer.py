@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from data.record_dataset import RecordDataset
-from data.recordio.image_record import RecordWriter, pack
-from data.recordio.writer import RecordSetWriter
+from data.recordio.image_record import RecordSetWriter, RecordWriter, pack
 
 
 def test_header_form_equals_records_packed_one_by_one(tmp_path: Path) -> None:

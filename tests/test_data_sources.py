@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 import pytest
 
-from data.list_dataset import ListDataset
+from data.datasets import ListDataset
 from data.tar_dataset import TarDataset
 
 

@@ -9,7 +9,7 @@ import torch
 from data.base import FaceDataset
 from data.loader import Loader
 from data.record_dataset import RecordDataset
-from data.recordio.writer import RecordSetWriter
+from data.recordio.image_record import RecordSetWriter
 from data.sampler import SampleOrder
 from data.tolerant import TolerantDataset
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tiny_detectors import OFFSETS, RED
 
-from deploy.faces.crops import Crop, Rejected, crops_of, read_crops
 from deploy.faces.detector import Detector, Face
+from deploy.faces.pictures import Crop, Rejected, crops_of, read_crops
 from utils.alignment import TEMPLATE, align
 from utils.image import decode_rgb
 

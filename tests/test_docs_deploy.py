@@ -12,7 +12,7 @@ from deploy.card.card import FIELDS
 from deploy.embed import table as embed_table
 from deploy.export import checks as export_checks
 from deploy.export import graph as export_graph
-from deploy.faces import sheet as detect_sheet
+from deploy.faces import detect as detect_sheet
 from deploy.faces.detector import RetinaFace, Scrfd, YuNet
 from deploy.gallery.database import PATIENCE
 from deploy.serve import answers as demo_answers

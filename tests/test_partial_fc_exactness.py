@@ -14,8 +14,9 @@ from torch import Tensor
 from losses import build_margin
 from losses.margin import Margin
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
-from partial_fc.kernels import KERNELS, products
-from partial_fc.kernels.products import auto_chunk
+from partial_fc.kernels import KERNELS
+from partial_fc.kernels import plain as products
+from partial_fc.kernels.plain import auto_chunk
 
 pytestmark = pytest.mark.numeric
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from partial_fc.kernels import products
-from partial_fc.kernels.products import add_product, converted_bytes, multiply, product_dtype
+from partial_fc.kernels import plain as products
+from partial_fc.kernels.plain import add_product, converted_bytes, multiply, product_dtype
 from partial_fc.workspace import Workspace
 
 pytestmark = pytest.mark.numeric

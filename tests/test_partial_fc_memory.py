@@ -11,7 +11,7 @@ from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD, check_head_fits
 from partial_fc.centres.store import FORMATS
 from partial_fc.kernels import KERNELS
-from partial_fc.kernels.products import auto_chunk
+from partial_fc.kernels.plain import auto_chunk
 from partial_fc.memory import HeadMemory, check_fits
 from partial_fc.sampling.neighbours import search_bytes
 from utils.distributed import World
@@ -36,7 +36,7 @@ def test_the_model_is_what_a_head_holds(
     kernels: str,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("partial_fc.kernels.products.is_fast_in_bf16", lambda device: fast)
+    monkeypatch.setattr("partial_fc.kernels.plain.is_fast_in_bf16", lambda device: fast)
     num_classes = 20_000
     margin = build_margin("cosface", scale=64.0, margin=0.4)
     config = HeadConfig(

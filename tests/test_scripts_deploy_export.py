@@ -34,7 +34,7 @@ from backbones.iresnet import IResNet
 from backbones.mobilefacenet import MobileFaceNet
 from backbones.vit import VisionTransformer
 from deploy.export import checks as export_checks
-from deploy.export import files as export_files
+from deploy.export import export as export_files
 from deploy.export import graph as export_graph
 from eval.__main__ import main as evaluate
 from eval.input_contract import CONTRACT_FILE, InputContract

@@ -48,7 +48,7 @@ def _program(tmp_path: Path, program: str) -> str:
 
 
 _DECODES = """
-from data.list_dataset import ListDataset
+from data.datasets import ListDataset
 from data.record_dataset import RecordDataset
 whole, images = RecordDataset.decode_into, 0
 def decode(self, index, out):

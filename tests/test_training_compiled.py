@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import train
 from backbones import BACKBONES
 from backbones.iresnet import Block, autocast_off
-from training.compiled import check_compile
+from training.setup import check_compile
 
 SETTINGS = [
     "train.max_steps=3",

@@ -17,7 +17,7 @@ import train
 from backbones import build_backbone
 from eval import __main__ as eval_program
 from eval import monitor
-from training.ema import WeightAverage
+from training.model import WeightAverage
 from utils.checkpoint.format import EMA, list_checkpoints, read_manifest
 from utils.checkpoint.reading import read_backbone, read_file, read_trainer
 from utils.randomness import derive

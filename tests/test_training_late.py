@@ -12,8 +12,7 @@ from waiting import Syncs
 import train
 from partial_fc.kernels import cpu
 from training import step as step_module
-from training.late import LateValues
-from training.step import StepResult
+from training.step import LateValues, StepResult
 from utils.checkpoint.format import list_checkpoints, step_of
 
 NAN_IN = 5  # this step

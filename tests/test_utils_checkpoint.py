@@ -9,7 +9,8 @@ import torch
 from saving import save_now
 
 from utils.checkpoint import format as ckpt
-from utils.checkpoint import reading, retention
+from utils.checkpoint import format as retention
+from utils.checkpoint import reading
 from utils.checkpoint import writer as checkpoint_writer
 from utils.checkpoint.tensor_file import read_tensors
 from utils.distributed import World, raise_on_all_ranks

@@ -8,10 +8,10 @@ import pytest
 import torch
 from saving import as_files
 
-from utils.checkpoint import host_copy, reading
+from utils.checkpoint import reading
+from utils.checkpoint import writer as host_copy
 from utils.checkpoint.format import list_checkpoints
-from utils.checkpoint.host_copy import HostCopy, host_bytes
-from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
+from utils.checkpoint.writer import CheckpointWriter, HostCopy, RetentionPolicy, host_bytes
 from utils.distributed import World
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")

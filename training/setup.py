@@ -4,6 +4,7 @@ import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from easydict import EasyDict
 
 from configs import as_plain, dump_config, shared_settings
@@ -23,8 +24,6 @@ from utils.distributed.agreement import require_equal, require_same_program
 from utils.distributed.patience import patiently
 from utils.precision import agreed_precision, set_tf32
 from utils.schedule import Schedule
-
-from .compiled import check_compile
 
 
 class Task(NamedTuple):
@@ -166,3 +165,27 @@ def open_data(config: EasyDict, num_processes: int) -> tuple[FaceDataset, list[P
     check_names(protocols)
     check_metric(protocols, config.eval.metric)
     return dataset, protocols
+
+
+def check_compile(mode: str, device: torch.device) -> None:
+    """Compile a line of code if the run will compile its backbone, so that what is missing is reported before anything trains.
+
+    Args:
+        mode: train.compile, see configs/base.yaml.
+
+    Raises:
+        ValueError: this machine cannot.
+    """
+    if mode == "off":
+        return
+    if mode == "reduce-overhead" and device.type == "cpu":
+        raise ValueError("train.compile=reduce-overhead records CUDA graphs, which a CPU has not; set train.compile=default")
+    try:
+        torch.compile(torch.neg)(torch.ones(2, device=device))
+    except Exception as error:
+        needs = "a C++ compiler (g++, or the one that CXX names)" if device.type == "cpu" else "Triton and a C compiler"
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"train.compile={mode} needs {needs}, and torch could not compile here: {reason}; "
+            "install it, or set train.compile=off"
+        ) from None

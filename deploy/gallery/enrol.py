@@ -14,8 +14,8 @@ from utils.files import shown
 from utils.text import one_line
 
 from ..embed.embedder import Embedder, open_embedder
-from ..faces.crops import Crop, Rejected
 from ..faces.detector import open_detector
+from ..faces.pictures import Crop, Rejected
 from .database import Facts
 from .people import Faces, Picture, find_pictures, read_faces, with_people
 from .store import Gallery, NewImage, check_person

@@ -11,9 +11,8 @@ from typing import NamedTuple
 from utils.files import read_bytes, shown
 from utils.parallel import map_in_order
 
-from ..faces.crops import Crop, Rejected, crops_of
 from ..faces.detector import Detector
-from ..faces.pictures import list_pictures
+from ..faces.pictures import Crop, Rejected, crops_of, list_pictures
 from .store import check_person
 
 

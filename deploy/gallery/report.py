@@ -15,8 +15,8 @@ from utils.report.contact_sheet import captioned_sheet
 from utils.text import one_line
 
 from ..embed.embedder import Embedder, open_embedder
-from ..faces.crops import Crop, Rejected
 from ..faces.detector import open_detector
+from ..faces.pictures import Crop, Rejected
 from ..output import write_file
 from ..thresholds import Threshold, threshold_of
 from .enrol import NO_DIRECTION, require_network, take_recorded_network, warn_of_other_detector

@@ -17,8 +17,8 @@ from utils.files import shown
 from utils.image import check_size, image_size
 
 from ..embed.embedder import Embedder
-from ..faces.crops import Rejected, crops_of
 from ..faces.detector import Detector
+from ..faces.pictures import Rejected, crops_of
 from ..gallery.store import Gallery
 from ..results_file import Point, SetResult, parse_results, read_results_of
 from ..thresholds import RESULTS

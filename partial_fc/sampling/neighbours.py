@@ -18,8 +18,7 @@ from ..centres.shard import shard_range
 from ..centres.store import CentreStore
 from ..collectives import Collectives
 from ..config import HeadConfig
-from .inverted_lists import QUERIES, InvertedLists, list_bytes
-from .neighbour_search import Nearest, UnitCentres, block_bytes, hits, search_exact
+from .neighbour_search import QUERIES, InvertedLists, Nearest, UnitCentres, block_bytes, hits, list_bytes, search_exact
 
 _FOUND_BYTES = 12  # of each neighbour of a query until all of them are searched: cosine, slot and its copy
 _CHECKED = 256  # classes whose approximate neighbours are compared with the exact ones

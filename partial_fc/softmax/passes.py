@@ -42,8 +42,7 @@ from torch import Tensor
 from ..centres.store import CentreStore
 from ..centres.sub_centers import SubCenters
 from ..config import HeadConfig
-from ..kernels.plain import NO_NEGATIVE, CentreGradient, PlainKernels, Tile
-from ..kernels.products import add_product, multiply, padded_rows
+from ..kernels.plain import NO_NEGATIVE, CentreGradient, PlainKernels, Tile, add_product, multiply, padded_rows
 from ..sampling.planning import Chunk
 
 if TYPE_CHECKING:  # parts do not import one another

@@ -38,7 +38,7 @@ from configs import load_config
 from data.augment import OPERATIONS, Augment, prepare
 from data.loader import Loader
 from data.record_dataset import RecordDataset
-from data.recordio.writer import RecordSetWriter
+from data.recordio.image_record import RecordSetWriter
 from data.sampler import SampleOrder
 from scripts.demo.make_data import DrawnPicture, draw_all
 from utils.cli import make_parser

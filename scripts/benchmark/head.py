@@ -31,7 +31,7 @@ import torch
 
 from losses import MARGINS, build_margin
 from partial_fc import HeadConfig, PartialFC
-from partial_fc.kernels.products import product_dtype
+from partial_fc.kernels.plain import product_dtype
 from partial_fc.sampling.planning import draw_active
 from utils import distributed
 from utils.cli import make_parser

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from partial_fc.centres.store import CentreStore
 from partial_fc.collectives import Collectives
-from partial_fc.sampling.inverted_lists import QUERIES, InvertedLists
-from partial_fc.sampling.neighbour_search import Nearest, UnitCentres, hits, search_exact
+from partial_fc.sampling.neighbour_search import QUERIES, InvertedLists, Nearest, UnitCentres, hits, search_exact
 from partial_fc.workspace import Workspace
 from utils import distributed
 from utils.cli import int_in_range, make_parser, progress

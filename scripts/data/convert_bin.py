@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.pair_sets.bin_file import write_bin
-from eval.pair_sets.csv_and_folders import read_pairs, write_safetensors
+from eval.pair_sets.bin_file import read_pairs, write_bin, write_safetensors
 from utils.cli import make_parser
 from utils.program import run_main
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.tools import copy_set, open_set_of, parse_classes
+from data.scan import copy_set, open_set_of, parse_classes
 from utils.cli import int_in_range, make_parser
 from utils.files import read_lines
 from utils.program import run_main

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.recordio.writer import RecordSetWriter
+from data.recordio.image_record import RecordSetWriter
 from deploy.faces.landmarks import points_of, read_landmarks, report_padding
 from deploy.faces.pictures import BadPicture, Picture, Rules, encode, list_identities
 from deploy.faces.pictures import read_list as read_lst

@@ -25,8 +25,18 @@ import cv2
 import numpy as np
 
 from data.base import FaceDataset
-from data.scan import MIN_CORRELATION, Scan, candidates, correlation, dhash, equal_groups, scan
-from data.tools import SetNames, open_set_of, write_csv
+from data.scan import (
+    MIN_CORRELATION,
+    Scan,
+    SetNames,
+    candidates,
+    correlation,
+    dhash,
+    equal_groups,
+    open_set_of,
+    scan,
+    write_csv,
+)
 from eval.pair_sets.bin_file import PairSet, read_bin
 from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.files import shown

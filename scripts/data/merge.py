@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from data.mixture import MixedDataset, Source, class_maps
-from data.tools import copy_set, open_set_of
+from data.scan import copy_set, open_set_of
 from utils.cli import make_parser
 from utils.program import run_main
 from utils.text import prefix_errors

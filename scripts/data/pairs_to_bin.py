@@ -22,9 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.tools import open_set_of
-from eval.pair_sets.bin_file import write_bin
-from eval.pair_sets.csv_and_folders import read_csv
+from data.scan import open_set_of
+from eval.pair_sets.bin_file import read_csv, write_bin
 from eval.pair_sets.sample import sample_pairs
 from eval.verification import FOLDS
 from utils.cli import int_in_range, make_parser, progress

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from data.record_dataset import RecordDataset
-from data.tools import parse_classes
+from data.scan import parse_classes
 from utils.cli import int_in_range, make_parser, progress
 from utils.image import IMAGE_STARTS
 from utils.program import run_main

@@ -20,10 +20,9 @@ import numpy as np
 from tqdm import tqdm
 
 from data.record_dataset import RecordDataset, classes_of_property
-from data.recordio.image_record import read_index, unpack
-from data.recordio.writer import RecordSetWriter
+from data.recordio.image_record import RecordSetWriter, read_index, unpack
 from data.salvage import Sound, choose_keys, find_sound, read_headers, read_sound, unusable
-from data.tools import write_csv
+from data.scan import write_csv
 from utils.cli import add_threads, make_parser, progress
 from utils.image import decode_rgb
 from utils.parallel import map_in_order

@@ -18,7 +18,7 @@ import numpy as np
 
 from configs import load_config
 from data.augment import OPERATIONS, Augment
-from data.tools import open_set_of
+from data.scan import open_set_of
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 from utils.report.contact_sheet import sheet

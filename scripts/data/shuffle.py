@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from data.record_dataset import RecordDataset
-from data.recordio.writer import RecordSetWriter
+from data.recordio.image_record import RecordSetWriter
 from utils.cli import int_in_range, make_parser, progress
 from utils.program import run_main
 from utils.randomness import permute

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.tools import copy_set, open_set_of
+from data.scan import copy_set, open_set_of
 from eval.pair_sets.bin_file import write_bin
 from eval.pair_sets.sample import most_pairs, sample_pairs
 from eval.verification import FOLDS

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.scan import is_plain, scan
-from data.tools import open_set_of, write_csv
-from eval.pair_sets.csv_and_folders import read_pairs
+from data.scan import is_plain, open_set_of, scan, write_csv
+from eval.pair_sets.bin_file import read_pairs
 from utils.cli import add_threads, make_parser, progress
 from utils.files import shown
 from utils.image import IMAGE_SIZE

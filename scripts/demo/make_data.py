@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from data.drawn.faces import draw_face
 from data.drawn.identity import sample_identity, sample_shot, sample_yaw
-from data.recordio.writer import RecordSetWriter
+from data.recordio.image_record import RecordSetWriter
 from eval.pair_sets.bin_file import write_bin
 from eval.verification import FOLDS
 from utils.cli import make_parser

@@ -15,9 +15,9 @@ Example: python -m scripts.deploy.detect photographs aligned --detector scrfd_10
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.faces.crops import add_which_argument
 from deploy.faces.detect import run
 from deploy.faces.detector import add_detector_arguments
+from deploy.faces.pictures import add_which_argument
 from utils.cli import add_threads, int_in_range, make_parser
 from utils.image import IMAGE_SIZE
 from utils.program import run_main

@@ -21,12 +21,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.embed.parts import Parts, Plan, Stamped
+from deploy.embed.parts import Parts, Plan, Stamped, default_processes, embed_parts, one_thread, open_network
 from deploy.embed.table import FORMS, check_form, files_of, write_table
-from deploy.embed.workers import default_processes, embed_parts, one_thread, open_network
-from deploy.faces.crops import add_which_argument
 from deploy.faces.detector import add_detector_arguments, open_detector
-from deploy.faces.pictures import list_pictures
+from deploy.faces.pictures import add_which_argument, list_pictures
 from deploy.journal import open_journal
 from eval.networks import add_network_arguments
 from utils.cli import int_in_range, make_parser, progress

@@ -16,8 +16,8 @@ Examples:
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.faces.crops import add_which_argument
 from deploy.faces.detector import add_detector_arguments
+from deploy.faces.pictures import add_which_argument
 from deploy.gallery.enrol import choose_words
 from deploy.gallery.people import add_person_arguments
 from deploy.gallery.report import MAX_ROWS, search_all

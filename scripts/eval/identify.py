@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from backbones import build_backbone
-from data.tools import open_set_of
+from data.scan import open_set_of
 from eval.evaluate import evaluate
 from eval.identification import Identification
 from eval.networks import add_network_arguments, embed_settings, open_network

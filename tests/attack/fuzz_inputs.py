@@ -18,7 +18,7 @@ from data.index_cache import cache_path
 from data.record_dataset import RecordDataset
 from data.recordio.image_record import IndexedRecordFile, unpack
 from data.tar_dataset import TarDataset
-from eval.pair_sets.csv_and_folders import read_pairs as read_pair_set
+from eval.pair_sets.bin_file import read_pairs as read_pair_set
 from utils.image import IMAGE_SIZE, decode_rgb, decode_rgb_into
 from utils.program import run_main
 

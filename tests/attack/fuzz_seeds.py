@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from backbones import build_backbone
-from data.recordio.writer import RecordSetWriter
+from data.recordio.image_record import RecordSetWriter
 from data.tar_dataset import TarDataset
-from eval.pair_sets.bin_file import write_bin
-from eval.pair_sets.csv_and_folders import read_pairs, write_safetensors
+from eval.pair_sets.bin_file import read_pairs, write_bin, write_safetensors
 
 from .fuzz_cases import find_program
 from .fuzz_grammar import saved

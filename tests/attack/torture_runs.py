@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import cv2
 import numpy as np
 
-from data.recordio.writer import RecordSetWriter
+from data.recordio.image_record import RecordSetWriter
 from eval.pair_sets.bin_file import write_bin
 
 ROOT = Path(__file__).resolve().parents[2]

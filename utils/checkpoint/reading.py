@@ -1,4 +1,4 @@
-"""Reads checkpoints: files by name, and class centres by slot, for any number of ranks that wrote them.
+"""Reads checkpoints: files by name, class centres by slot, for any number of ranks that wrote them, and weights of networks.
 
 Opening a file checks the sizes of all files of its checkpoint. Hashes are compared only on request.
 """
@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
-from .format import BACKBONE, SOFTMAX, TRAINER, read_manifest, slots_by_head
+from utils.optim import is_finite
+
+from .format import BACKBONE, SOFTMAX, TRAINER, find_checkpoint, read_manifest, slots_by_head
 from .tensor_file import HASH, file_hash, load_plain, read_tensors
 
 ReadRows = Callable[[int, int], dict[str, Tensor]]  # (first slot, last slot) -> rows of each tensor by name
@@ -168,3 +170,45 @@ def _file(checkpoint: Path, name: str) -> Path:
     if name not in read_manifest(checkpoint)["files"]:
         raise ValueError(f"checkpoint {checkpoint}: its manifest does not list {name}")
     return checkpoint / name
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Return the backbone's weights at path, which is a run folder (its newest checkpoint), a checkpoint, or a tensor file.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if path.is_file():
+        return read_tensors(path)
+    if not path.is_dir():
+        raise ValueError(f"no run folder, checkpoint or weights file at {path}")
+    return read_backbone(find_checkpoint(path))
+
+
+def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str, hint: str) -> nn.Module:
+    """Load the weights into the model. For another architecture, raise ValueError with the first difference and the hint."""
+    expected = model.state_dict()
+    weights = {name.removeprefix("module."): value for name, value in weights.items()}  # from a wrapped network
+    for name in [*expected, *weights]:
+        if name not in weights or name not in expected or weights[name].shape != expected[name].shape:
+            here = tuple(weights[name].shape) if name in weights else "missing"
+            wanted = tuple(expected[name].shape) if name in expected else "absent"
+            raise ValueError(f"{source}: {name} is {here}, in this backbone it is {wanted}; {hint}")
+    model.load_state_dict(weights)
+    return model
+
+
+def load_initial(backbone: nn.Module, path: Path, image_size: int) -> None:
+    """Load the weights of another training run, which init.backbone names, into a network for images of this size.
+
+    Raises:
+        ValueError: the weights are missing, do not fit, or are not finite; the message names the key.
+    """
+    try:
+        weights = read_weights(path)
+    except ValueError as error:
+        raise ValueError(f"init.backbone: {error}") from None
+    hint = f"check the section backbone, and data.image_size (here {image_size}), on which the last layers depend"
+    load_weights(backbone, weights, f"init.backbone {path}", hint)
+    if not is_finite(backbone):
+        raise ValueError(f"init.backbone: {path} holds numbers that are not finite; take an earlier checkpoint")
