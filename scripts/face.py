@@ -53,8 +53,8 @@ VERBS: dict[str, dict[str, str]] = {
     },
     "Look at this machine": {"doctor": "scripts.doctor", "bench": "scripts.benchmark."},
 }
-# programs that draw pictures of the documents
-WITHOUT_VERB = ("scripts.plot_schedules", "scripts.tables")
+# the program that writes tables of the documents
+WITHOUT_VERB = ("scripts.tables",)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

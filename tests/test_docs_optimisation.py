@@ -4,7 +4,6 @@ import re
 import shlex
 from pathlib import Path
 
-import cv2
 import pytest
 import torch
 import yaml
@@ -12,7 +11,6 @@ import yaml
 from configs import load_config
 from configs.loader import SCHEMA
 from configs.rules import CHOICES
-from scripts import plot_schedules
 from training.sections import NAMED
 from utils.optim.rules import PRESETS
 from utils.schedule import SCHEDULES
@@ -73,12 +71,3 @@ def test_the_commands_of_the_page_are_ones_that_their_programs_take(monkeypatch:
             config, *overrides = shlex.split(line)[2:]
             assert load_config(config, overrides, NAMED).init.backbone.endswith("/ema.safetensors")
     assert seen == [(True, False), (True, True)]
-
-
-def test_the_picture_is_drawn_by_its_program(tmp_path: Path):
-    out = tmp_path / "schedules.png"
-    assert plot_schedules.main([str(out)]) == 0
-    drawn, kept = (cv2.imread(str(path)) for path in (out, ROOT / "docs" / "images" / "schedules.png"))
-    assert drawn.shape == kept.shape
-    kinds = {schedule.kind for schedule in plot_schedules.drawn_schedules().values()}
-    assert kinds == set(SCHEDULES)

@@ -11,7 +11,6 @@ import pytest
 from data.augment import OPERATIONS
 from data.recordio.index import read_index
 from scripts.benchmark import data as benchmark_data
-from scripts.benchmark import open_set
 from scripts.benchmark.baselines.data import FloatPerItem, decoders, index_as_dict, plain_loader
 from utils.image import normalise
 
@@ -54,11 +53,11 @@ def test_the_rivals_open_the_same_index_and_the_time_is_that_of_the_opening(
 
         return slower
 
-    monkeypatch.setattr(open_set, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(benchmark_data, "time", SimpleNamespace(perf_counter=lambda: now))
     for name, seconds in (("index_as_dict", 5.0), ("read_index", 4.0), ("RecordDataset", 3.0)):
-        monkeypatch.setattr(open_set, name, taking(seconds, getattr(open_set, name)))
+        monkeypatch.setattr(benchmark_data, name, taking(seconds, getattr(benchmark_data, name)))
     for way, seconds in (("dict", 5.0), ("index", 4.0), ("first", 3.0), ("cached", 3.0)):
-        assert open_set.main([way, str(tmp_path / "set"), str(tmp_path / "cache")]) == 0
+        assert benchmark_data.main(["--worker", way, str(tmp_path / "set"), str(tmp_path / "cache")]) == 0
         assert json.loads(capsys.readouterr().out)["seconds"] == seconds
 
 

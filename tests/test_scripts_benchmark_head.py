@@ -139,16 +139,13 @@ def test_capacity_and_the_check_before_training_know_the_same_limit(
             assert capsys.readouterr().err.startswith(said)
 
 
-def test_capacity_counts_attention_and_the_blocks_that_are_computed_again():
+def test_blocks_that_are_computed_again_keep_less():
     of_network = {"backbone": "vit_t", "width": 0.125, "embedding_size": 16, "image_size": 112}
     options = argparse.Namespace(**of_network, optimizer="sgd", precision="fp32")
     found = []
     for options.checkpointing in (False, True):
         found.append(capacity._backbone(options, torch.device("cpu")))
-    patches, block = 144 * 243 * 32, 144 * 12 * 32 * 32 + 2 * 144 * 144 * 32
-    products = patches + 12 * block + 144 * 32 * 32 + 32 * 16
-    assert [flops for _, flops in found] == [3 * 2 * products, 4 * 2 * products]
-    assert found[1][0].per_image < 0.4 * found[0][0].per_image and found[1][0].parameters == found[0][0].parameters
+    assert found[1].per_image < 0.4 * found[0].per_image and found[1].parameters == found[0].parameters
 
 
 def test_capacity_says_when_nothing_fits(capsys: pytest.CaptureFixture[str]):
@@ -163,28 +160,11 @@ def _capacity(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int,
     return status, *capsys.readouterr()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU here is measured")
-def test_without_a_known_gpu_there_are_no_step_times_but_the_reason(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_the_table_is_written_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     file = tmp_path / "capacity.json"
-    status, out, _ = _capacity(capsys, "--gpus", "8", "--memory", "2", "--json", str(file))
-    assert status == 0 and "no step times: no GPU is named" in out and " ms" not in out
-    found = json.loads(file.read_text())
-    assert found["rows"][0]["copy_bytes"] == found["rows"][0]["bytes_per_identity"] * found["rows"][0]["identities"] // 8
-    assert found["rates"] is None and set(found["rows"][0]) == {"storage", "bytes_per_identity", "identities", "copy_bytes"}
-
-
-def test_step_times_of_a_card_are_arithmetic_at_its_peak_and_say_so(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    file = tmp_path / "capacity.json"
-    common = ("--memory", "5", "--batch", "16", "--cache-mb", "0", "--json", str(file))
-    status, out, _ = _capacity(capsys, "--card", "a100", *common)
-    assert status == 0 and "estimates, not measured: a lower bound, at 312 TFLOP/s" in out and "A100" in out
+    assert _capacity(capsys, "--gpus", "8", "--memory", "2", "--json", str(file))[0] == 0
     (row,) = json.loads(file.read_text())["rows"]
-    seconds = 8 * 16 * row["identities"] * 64 / 312e12 + 2.5 * row["bytes_per_identity"] * row["identities"] / 2039e9
-    assert row["head_ms"] == pytest.approx(1e3 * seconds, rel=1e-6)
-    status, out, _ = _capacity(capsys, "--tflops", "31.2", "--bandwidth", "203.9", *common)  # a tenth of it: ten times as long
-    (slow,) = json.loads(file.read_text())["rows"]
-    assert status == 0 and "estimates, not measured" in out and "as given" in out
-    assert slow["head_ms"] == pytest.approx(10 * row["head_ms"], rel=1e-6)
+    assert row["copy_bytes"] == row["bytes_per_identity"] * row["identities"] // 8
 
 
 def test_a_card_gives_its_memory_and_its_limits(capsys: pytest.CaptureFixture[str]):
@@ -193,8 +173,6 @@ def test_a_card_gives_its_memory_and_its_limits(capsys: pytest.CaptureFixture[st
     for arguments, said in [
         (("--card", "v100"), "--card v100 has no bf16"),
         ((), "--memory is needed"),
-        (("--memory", "2", "--tflops", "3"), "--tflops must be above 0 and needs --bandwidth beside it, got 3"),
-        (("--memory", "2", "--tflops", "-1", "--bandwidth", "3"), "--tflops must be above 0"),
     ]:
         status, out, err = _capacity(capsys, *arguments)
         assert status == 1 and said in err and len(err.splitlines()) == 1 and out == ""

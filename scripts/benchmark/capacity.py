@@ -1,16 +1,14 @@
-"""Compute how many identities fit, and a lower bound of the step time.
+"""Compute how many identities fit.
 
 Prints the largest number of identities for each head.storage, from the memory model (partial_fc/memory.py, and a forward pass
 that records what the backbone keeps): the same numbers with which train.py checks before training that the head fits. copy GiB
-is the host memory that each process keeps for a copy of its class centres once it has saved. Step times are estimates from
-arithmetic and memory traffic at peak rates, a lower bound. The rates are those of --card, from its data sheet; those of
---tflops and --bandwidth; or those measured on this device, if it is a GPU or --device names it. Without any of these there are
-no step times. --find measures how many identities fit: it trains one step per candidate number of identities on this device,
-each in a separate process, until the largest is known to about 2 %.
+is the host memory that each process keeps for a copy of its class centres once it has saved. The memory is --memory, or that of
+--card from its data sheet. --find measures how many identities fit: it trains one step per candidate number of identities on
+this device, each in a separate process, until the largest is known to about 2 %.
 
 Examples:
   python -m scripts.benchmark.capacity --gpus 8 --card v100 --precision fp16 --backbone r50 --batch 128
-  python -m scripts.benchmark.capacity --gpus 8 --memory 32 --tflops 300 --bandwidth 2000 --storage lean
+  python -m scripts.benchmark.capacity --gpus 8 --memory 32 --storage lean
   python -m scripts.benchmark.capacity --memory 2 --backbone mbf --batch 32 --device cpu --find --quick
 """
 
@@ -37,48 +35,33 @@ from partial_fc.centres.store import FORMATS
 from partial_fc.config import matmul_dtype
 from partial_fc.kernels import choose_kernels
 from partial_fc.memory import HeadMemory
-from partial_fc.sampling.planning import num_active
 from utils import distributed
 from utils.cli import int_in_range, make_parser
 from utils.image import IMAGE_SIZE
-from utils.memory import LIBRARY_BYTES, BackboneMemory, backbone_memory, bytes_beside_heads, forward_operations
+from utils.memory import LIBRARY_BYTES, BackboneMemory, backbone_memory, bytes_beside_heads
 from utils.optim import build_optimizer
 from utils.precision import AUTOCAST, is_fast_in_bf16
 from utils.program import run_main
 from utils.text import prefix_errors
 
-from .kit import measured_rates, peak_bytes
+from .kit import peak_bytes
 
 _GIB = 2**30
-# printed instead of step times
-_NO_RATES = "no step times: no GPU is named, and there is none here; name it with --card, or give --tflops and --bandwidth"
 
 
-# The table comes from the manufacturers' data sheets. None of it was measured, and nothing here has run on these cards.
 class Card(NamedTuple):
-    """Peak rates without sparsity, and memory."""
+    """What a GPU's data sheet says of its memory."""
 
-    name: str  # the exact variant, if several share the name
-    half_tflops: float  # TFLOP/s of bf16 or fp16 products with fp32 sums, on tensor cores
-    fp32_tflops: float  # TFLOP/s of fp32 products, without TF32
-    bandwidth: float  # of the memory, GB/s
-    memory: float  # GiB, rounded down from the data sheet's, because the driver reserves some
+    memory: float  # GiB, rounded down, because the driver reserves some
     bf16: bool = True  # whether it has bf16 at all
 
 
 CARDS = {
-    "h200": Card("H200 SXM", 989, 67, 4800, 139),
-    "h100": Card("H100 SXM", 989, 67, 3350, 79),
-    "h100-pcie": Card("H100 PCIe", 756, 51, 2000, 79),
-    "a100": Card("A100 SXM, 80 GB", 312, 19.5, 2039, 79),
-    "a100-40": Card("A100 SXM, 40 GB", 312, 19.5, 1555, 39),
-    "v100": Card("V100 SXM2, 32 GB", 125, 15.7, 900, 31, bf16=False),
-    "l40s": Card("L40S", 362, 91.6, 864, 44),
-    "a10": Card("A10", 125, 31.2, 600, 22),
-    "l4": Card("L4", 121, 30.3, 300, 22),
-    "t4": Card("T4", 65, 8.1, 320, 14.5, bf16=False),
-    "rtx4090": Card("GeForce RTX 4090", 165, 82.6, 1008, 23.5),
-    "rtx3090": Card("GeForce RTX 3090", 71, 35.6, 936, 23.5),
+    **{name: Card(79) for name in ("h100", "h100-pcie", "a100")},
+    **{name: Card(23.5) for name in ("rtx4090", "rtx3090")},
+    **{name: Card(22) for name in ("a10", "l4")},
+    **{"h200": Card(139), "a100-40": Card(39), "l40s": Card(44)},
+    **{"v100": Card(31, bf16=False), "t4": Card(14.5, bf16=False)},
 }
 
 
@@ -95,44 +78,11 @@ def head_dtype(options: argparse.Namespace, device: torch.device) -> torch.dtype
     return matmul_dtype("auto", AUTOCAST[options.precision], device, is_fast_in_bf16(device))
 
 
-class Rates(NamedTuple):
-    """The rates from which step times are computed."""
-
-    head_tflops: float  # TFLOP/s of matrix products in the head's dtype
-    backbone_tflops: float  # in the backbone's dtype
-    bandwidth: float  # GB/s
-    words: str  # their source, for the output
-
-
-def rates_of(options: argparse.Namespace, device: torch.device) -> Rates | None:
-    """Return the given rates, those of the card, or those measured here; None if the device is unknown."""
-    for name, other in (("tflops", "bandwidth"), ("bandwidth", "tflops")):
-        value = getattr(options, name)
-        if value is not None and (getattr(options, other) is None or value <= 0):
-            raise ValueError(f"--{name} must be above 0 and needs --{other} beside it, got {value:g}")
-    if options.tflops is not None:
-        source, tflops, bandwidth = "as given", (options.tflops, options.tflops), options.bandwidth
-    elif options.card:
-        card = CARDS[options.card]
-        source, bandwidth = f"the peak of {card.name} on its data sheet", card.bandwidth
-        head = card.half_tflops if head_dtype(options, device) == torch.bfloat16 else card.fp32_tflops
-        tflops = (head, card.fp32_tflops if options.precision == "fp32" else card.half_tflops)
-    elif device.type == "cuda" or options.device == "cpu":
-        source = f"as measured on this {device.type}"
-        measured, bandwidth = measured_rates(head_dtype(options, device), device)
-        tflops = (measured, measured)
-    else:
-        return None
-    parts = f"{tflops[0]:.3g}" if tflops[0] == tflops[1] else f"{tflops[0]:.3g} (head), {tflops[1]:.3g} (backbone)"
-    words = f"step times are estimates, not measured: a lower bound, at {parts} TFLOP/s and {bandwidth:.3g} GB/s, {source}"
-    return Rates(*tflops, bandwidth, words)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compute or find; return the exit status."""
     parser = make_parser("python -m scripts.benchmark.capacity", __doc__)
     parser.add_argument("--gpus", type=int, default=1, help="processes that share the classes (default 1)")
-    parser.add_argument("--card", choices=tuple(CARDS), help="target GPU, for its memory and peak rates")
+    parser.add_argument("--card", choices=tuple(CARDS), help="target GPU, for its memory")
     parser.add_argument("--memory", type=float, help="GiB of each process (default: that of --card)")
     parser.add_argument("--backbone", default="r50", choices=[*list_backbones(), "none"], help="none: the head alone")
     parser.add_argument("--width", type=float, default=1.0, help="factor on the backbone's channels")
@@ -151,8 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of this machine, to measure and --find"
     )
-    parser.add_argument("--tflops", type=float, help="rate of matrix products of the target device, TFLOP/s; with --bandwidth")
-    parser.add_argument("--bandwidth", type=float, help="rate of its memory, GB/s; with --tflops")
     parser.add_argument("--find", action="store_true", help="verify on this device by bisection")
     parser.add_argument("--quick", action="store_true", help="with --find: to about 10 %% instead of 2 %%")
     parser.add_argument("--json", type=Path, help="write all figures there")
@@ -178,8 +126,7 @@ def capacity(options: argparse.Namespace) -> None:
     if not 0 < options.sample_rate <= 1:
         raise ValueError(f"--sample-rate must be above 0 and at most 1, got {options.sample_rate}")
     device = distributed.choose_device(options.device, 0)
-    rates = rates_of(options, device)
-    memory, flops = _backbone(options, device)
+    memory = _backbone(options, device)
     others = bytes_beside_heads(memory, options.batch, "cuda" if is_for_gpu(options, device) else "cpu")
     budget = int(options.memory * _GIB)
     print(
@@ -188,12 +135,7 @@ def capacity(options: argparse.Namespace) -> None:
         f"backbone {options.backbone}: {memory.total(options.batch) / _GIB:.2f} GiB, "
         f"{memory.per_image / 2**20:.1f} MiB per image; {max(0, budget - others) / _GIB:.2f} GiB are left for class centres"
     )
-    print(f"{rates.words if rates else _NO_RATES}\n")
-    times = f" {'head ms':>8} {'backbone ms':>12}" if rates else ""
-    print(
-        f"{'storage':<7} {'B/identity':>10} {'identities':>12} {'copy GiB':>9}{times}"
-        + ("  found here" if options.find else "")
-    )
+    print(f"\n{'storage':<7} {'B/identity':>10} {'identities':>12} {'copy GiB':>9}" + ("  found here" if options.find else ""))
     rows = []
     for storage in options.storage:
         head = _memory(options, storage, device)
@@ -202,10 +144,6 @@ def capacity(options: argparse.Namespace) -> None:
         row: dict[str, Any] = {"storage": storage, "bytes_per_identity": size, "identities": local * options.gpus}
         row["copy_bytes"] = local * size
         line = f"{storage:<7} {size:>10} {local * options.gpus:>12,} {row['copy_bytes'] / _GIB:>9.2f}"
-        if rates:
-            head_ms, body_ms = _step_ms(options, head, local, memory, flops, rates)
-            row |= {"head_ms": head_ms, "backbone_ms": body_ms}
-            line += f" {head_ms:>8.1f} {body_ms:>12.1f}"
         if options.find:
             row["found_per_process"] = _find(options, storage, local, device)
             line += (
@@ -216,8 +154,8 @@ def capacity(options: argparse.Namespace) -> None:
     if not any(row["identities"] for row in rows):
         print(f"nothing fits: all else takes {others / _GIB:.2f} GiB; lower --batch, or use a smaller backbone")
     if options.json:
-        facts = {"backbone_bytes": memory.total(options.batch), "rates": rates._asdict() if rates else None}
-        options.json.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+        facts = {"backbone_bytes": memory.total(options.batch), "rows": rows}
+        options.json.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def _head_config(options: argparse.Namespace, storage: str, device: torch.device) -> HeadConfig:
@@ -239,17 +177,15 @@ def _memory(options: argparse.Namespace, storage: str, device: torch.device) -> 
     return HeadMemory(options.embedding_size, rows, config, kernels=kernels, **where)
 
 
-def _backbone(options: argparse.Namespace, device: torch.device) -> tuple[BackboneMemory, int]:
-    """Return (its memory, operations of forward and backward per image)."""
+def _backbone(options: argparse.Namespace, device: torch.device) -> BackboneMemory:
     if options.backbone == "none":
-        return BackboneMemory(0, 0), 0
+        return BackboneMemory(0, 0)
     size = options.image_size
     with prefix_errors("--backbone, --embedding-size, --width, --image-size, --checkpointing"):
         backbone = _build(options)
     backbone = backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     moments = 2 if options.optimizer == "adamw" else 1
-    memory = backbone_memory(backbone, AUTOCAST[options.precision], moments, size)
-    return memory, (4 if options.checkpointing else 3) * forward_operations(backbone, size)
+    return backbone_memory(backbone, AUTOCAST[options.precision], moments, size)
 
 
 def _build(options: argparse.Namespace) -> nn.Module:
@@ -257,30 +193,6 @@ def _build(options: argparse.Namespace) -> nn.Module:
     if options.checkpointing:
         set_checkpointing(backbone)
     return backbone
-
-
-def _step_ms(
-    options: argparse.Namespace,
-    head: HeadMemory,
-    local: int,
-    memory: BackboneMemory,
-    flops: int,
-    rates: Rates,
-) -> tuple[float, float]:
-    """Return lower bounds of the times of head and backbone: the sum of their arithmetic and memory traffic."""
-    several = head.config.sub_centers
-    active = several * num_active(max(1, local), 0, options.sample_rate)  # centres
-    size = head.config.matmul_dtype.itemsize
-    left = options.memory * _GIB - head.bytes_for(local) - memory.total(options.batch)
-    cache = head.config.cache_mb * 2**20 if head.config.cache_mb >= 0 else max(0.0, left / 4)
-    cached = min(1.0, cache / (active * head.rows * size))
-    products = (6 * cached + 8 * (1 - cached)) * head.rows * active * head.dim
-    traffic = active * (
-        2.5 * head.bytes_per_class / several + 2 * cached * head.rows * size
-    )  # optimizer state is read twice, the centres three times
-    head_seconds = products / (rates.head_tflops * 1e12) + traffic / (rates.bandwidth * 1e9)
-    body_seconds = options.batch * (flops / (rates.backbone_tflops * 1e12) + 4 * memory.per_image / (rates.bandwidth * 1e9))
-    return 1e3 * head_seconds, 1e3 * body_seconds
 
 
 def _find(options: argparse.Namespace, storage: str, guess: int, device: torch.device) -> int:

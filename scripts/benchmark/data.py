@@ -13,7 +13,7 @@ Example: python -m scripts.benchmark.data --quick --parts decode
 """
 
 import argparse
-import importlib
+import gc
 import json
 import multiprocessing
 import os
@@ -39,17 +39,19 @@ from data.augment import OPERATIONS, Augment, prepare
 from data.loader import Loader
 from data.record_dataset import RecordDataset
 from data.recordio.image_record import RecordSetWriter
+from data.recordio.index import read_index
 from data.sampler import SampleOrder
 from scripts.demo.make_data import DrawnPicture, draw_all
 from utils.cli import make_parser
 from utils.image import IMAGE_SIZE
 from utils.program import run_main
 
-from .baselines.data import decoders, plain_loader
+from .baselines.data import decoders, index_as_dict, plain_loader
 from .kit import machine
 
 _CPU = torch.device("cpu")
 _BATCH = 256
+_AUGMENTED = 128  # images
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="folder for the sets, 3 GB, removed at the end (default: temporary)")
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")
     parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.worker:
+        way, folder, cache = options.worker
+        return run_main(lambda: open_set(way, Path(folder), Path(cache)))
     return run_main(lambda: benchmark(options))
 
 
@@ -102,7 +108,8 @@ def measure_index(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     }
     rows = []
     for case, name in cases.items():
-        command = [sys.executable, "-m", "scripts.benchmark.open_set", case, str(folder / "large"), str(folder / "cache")]
+        places = str(folder / "large"), str(folder / "cache")
+        command = [sys.executable, "-m", "scripts.benchmark.data", "--worker", case, *places]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise ValueError(f"{name}: {done.stderr.strip().splitlines()[-1]}")
@@ -117,6 +124,29 @@ def measure_index(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     print(f"  four processes that read all of it: {statistics.mean(shares):.1f} MiB for each of them, pages shared")
     rows.append({"way": "four processes, each", "mib": statistics.mean(shares)})
     return rows
+
+
+def open_set(way: str, folder: Path, cache: Path) -> None:
+    """Print {"seconds", "mib"}: the time, and the growth of the peak of the resident memory."""
+    index = folder / "train.idx"
+    ways: dict[str, Callable[[], object]] = {
+        "dict": lambda: index_as_dict(index),
+        "index": lambda: read_index(index),
+        "first": lambda: RecordDataset(folder, cache),
+        "cached": lambda: RecordDataset(folder, cache),
+    }
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak, so that imports do not count
+    before, begun = _peak_mib(), time.perf_counter()
+    opened = ways[way]()
+    seconds = time.perf_counter() - begun
+    print(json.dumps({"seconds": seconds, "mib": _peak_mib() - before}))
+    del opened
+
+
+def _peak_mib() -> float:
+    status = Path("/proc/self/status").read_text()
+    return float(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def make_large_set(folder: Path, num_records: int) -> None:
@@ -305,28 +335,11 @@ def measure_memory(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def measure_augmentation(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Time the augmentations on drawn faces."""
+    """Return microseconds per image for decoding, each operation, and AdaFace's shares of them."""
     if not (folder / "faces").exists():
         make_faces(folder / "faces", options.images)
-    return measure_augment(folder / "faces", options.rounds)
-
-
-PARTS: dict[str, Callable[[argparse.Namespace, Path], Any]] = {
-    "index": measure_index,
-    "decode": measure_decoding,
-    "training": measure_training,
-    "memory": measure_memory,
-    "augment": measure_augmentation,
-}
-
-
-_AUGMENTED = 128
-
-
-def measure_augment(folder: Path, rounds: int) -> list[dict[str, Any]]:
-    """Return microseconds per image for decoding, each operation, AdaFace's shares of them, and kornia's batches."""
     section = dict(load_config(Path(__file__).parents[2] / "configs" / "base.yaml").augment)
-    dataset = RecordDataset(folder)
+    dataset = RecordDataset(folder / "faces")
     count = min(_AUGMENTED, dataset.num_images)
     pixels = np.empty((count, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
     for index in range(count):
@@ -336,13 +349,12 @@ def measure_augment(folder: Path, rounds: int) -> list[dict[str, Any]]:
         "decoding": lambda: [dataset.decode_into(index, pixels[index]) for index in range(count)],
         "AdaFace's three, a fifth each": lambda: _apply(pixels, adaface),
         **{name: _one(pixels, section, name) for name in OPERATIONS},
-        **_kornia(torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255),
     }
     threads = (cv2.getNumThreads(), torch.get_num_threads())
     cv2.setNumThreads(1)
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         for name, way in ways.items():
             begun = time.perf_counter()
             way()
@@ -366,24 +378,13 @@ def _apply(pixels: np.ndarray, section: Mapping[str, float]) -> None:
         augment.apply(picture, numbers)
 
 
-def _kornia(images: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Return kornia's operations on a batch (n, 3, H, W) float32 with a strength for each image."""
-    try:
-        enhance, filters = importlib.import_module("kornia.enhance"), importlib.import_module("kornia.filters")
-    except ImportError:
-        return {}
-    factors = torch.linspace(0.5, 1.5, len(images))
-    sigmas = torch.stack([factors, factors], dim=1)
-
-    def photometric() -> torch.Tensor:
-        brighter = enhance.adjust_brightness(images, factors - 1)
-        return enhance.adjust_saturation(enhance.adjust_contrast(brighter, factors), factors)
-
-    return {
-        "photometric, kornia on the batch": photometric,
-        "blur, kornia on the batch": lambda: filters.gaussian_blur2d(images, (9, 9), sigmas),
-        "jpeg, kornia on the batch": lambda: enhance.jpeg_codec_differentiable(images, 60 * factors),
-    }
+PARTS: dict[str, Callable[[argparse.Namespace, Path], Any]] = {
+    "index": measure_index,
+    "decode": measure_decoding,
+    "training": measure_training,
+    "memory": measure_memory,
+    "augment": measure_augmentation,
+}
 
 
 if __name__ == "__main__":
