@@ -116,7 +116,7 @@ def test_torch_distributed_has_few_homes():
             "utils/distributed/sync_norm.py",
             "partial_fc/collectives.py",
             "scripts/launch/torchrun.py",  # starts torchrun itself
-            "scripts/benchmark/baselines/arcface_torch_loop.py",  # may import nothing of this project
+            "scripts/benchmark/arcface_torch_loop.py",  # may import nothing of this project
         )
         assert not uses or path.relative_to(ROOT).as_posix() in homes, path
 

@@ -19,7 +19,7 @@ from partial_fc.kernels import choose_kernels
 from scripts.benchmark import capacity, plot_head
 from scripts.benchmark import head as benchmark_head
 from scripts.benchmark import numerics as compare_head_numerics
-from scripts.benchmark.baselines.heads import KINDS, PlainHead
+from scripts.benchmark.plain import KINDS, PlainHead
 from training import model
 
 NUM_CLASSES, D, ROWS = 60, 24, 12

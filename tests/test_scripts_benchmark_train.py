@@ -15,9 +15,9 @@ from rounding import rounding_bound
 from torch import Tensor, nn
 
 from backbones import build_backbone
+from scripts.benchmark import arcface_torch_loop
 from scripts.benchmark import train as benchmark_train
-from scripts.benchmark.baselines import arcface_torch_loop
-from scripts.benchmark.baselines.train import PlainTraining
+from scripts.benchmark.plain import PlainTraining
 from utils import distributed
 from utils.distributed import World
 

@@ -46,8 +46,8 @@ from utils.cli import make_parser
 from utils.image import IMAGE_SIZE
 from utils.program import run_main
 
-from .baselines.data import decoders, index_as_dict, plain_loader
 from .kit import machine
+from .plain import decoders, index_as_dict, plain_loader
 
 _CPU = torch.device("cpu")
 _BATCH = 256

@@ -31,8 +31,8 @@ from utils.cli import make_parser
 from utils.distributed import init_local
 from utils.program import run_main
 
-from .baselines.eval import plain_embed, plain_numbers
 from .data import make_faces
+from .plain import plain_embed, plain_numbers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 Every line of the table is a separate process (one per rank): some warm-up steps, the median of several steps, and the growth of
 its peak memory. ratio = plain / ours, in time and in memory. At sample rate 1 the plain head is the dense one of tutorials,
-below 1 it is Partial FC as in arcface_torch: baselines/heads.py. "target-only" is a dense head that computes the margin only
+below 1 it is Partial FC as in arcface_torch: plain.py. "target-only" is a dense head that computes the margin only
 for the targets, the best plain version. With --loss other losses are measured with their default arguments, their steps in turn
 with those of ArcFace in the same process; arcface x = median of loss / ArcFace. Below the table stand the bytes that our steps
 move, and the fewest they could.
@@ -37,8 +37,8 @@ from utils import distributed
 from utils.cli import make_parser
 from utils.program import run_main
 
-from .baselines.heads import PlainHead
 from .kit import bare_seconds, machine, peak_bytes, synchronise
+from .plain import PlainHead
 from .plot_head import describe, moved
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

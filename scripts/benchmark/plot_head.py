@@ -26,7 +26,7 @@ from utils.cli import make_parser
 from utils.program import run_main
 from utils.report.figure import make_figure
 
-from .baselines.heads import PlainHead
+from .plain import PlainHead
 
 _COLOURS = {
     "plain, tutorial": "tab:red",

@@ -1,7 +1,7 @@
 """Measure the whole training step: python -m scripts.benchmark.train
 
 Takes steps of the real training code (loader, backbone, head, optimizer, several processes) and of a plain loop, fp32 and
-eager, baselines/train.py, and prints images per second, their ratio and the peak memory of a process. Both run in processes of
+eager, plain.py, and prints images per second, their ratio and the peak memory of a process. Both run in processes of
 their own and take turns, so that other load on the machine meets both; a turn is --steps steps after an untimed one.
 --reference adds the loop of arcface_torch, which computes in fp32 on a CPU and in fp16 on CUDA, on images drawn once.
 
@@ -47,9 +47,9 @@ from utils.optim import set_training
 from utils.precision import AUTOCAST, PRECISIONS, choose_precision, is_fast_in_bf16
 from utils.program import run_main
 
-from .baselines.arcface_torch_loop import seconds_per_step, serving
-from .baselines.train import PlainTraining
+from .arcface_torch_loop import seconds_per_step, serving
 from .kit import machine, measured_rates, peak_bytes
+from .plain import PlainTraining
 
 _BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 PARTS = ("data", "forward", "backward", "head", "communication", "optimizer", "other")
@@ -186,7 +186,7 @@ class _Stopwatch:
 
 
 _DIM = 512
-_REFERENCE_LOOP = Path(__file__).parent / "baselines" / "arcface_torch_loop.py"
+_REFERENCE_LOOP = Path(__file__).parent / "arcface_torch_loop.py"
 _NAMES = {"ours": "ours", "plain": "plain, fp32", "reference": "arcface_torch"}
 
 

@@ -1,1 +1,0 @@
-"""The usual implementations of the same work, as baselines of the benchmarks."""

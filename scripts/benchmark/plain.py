@@ -1,0 +1,303 @@
+"""Baselines: the usual ways to read data, to verify, to train and to hold class centres, simple on purpose.
+
+data          written from descriptions of arcface_torch and mxnet: the index as a dict of parsed lines; worker processes that
+              decode one image at a time to a float tensor, stack the images and send them; other decoders where installed
+verification  rank 0 alone decodes every image of the pairs, also those that come twice, into one float tensor for the pictures
+              and one for their mirror images; the network sees ten at a time; loops over folds and thresholds
+training      as in tutorials: fp32, eager, NCHW images that are drawn once, torch's own PReLU, DDP and SGD with their defaults,
+              the head "target-only"
+heads         all logits, autograd, a dense gradient, SGD. tutorial: ArcFace as in most tutorials, the margin's formula over all
+              logits and a one-hot matrix. target-only: the margin for the targets alone. sampled: Partial FC as in
+              arcface_torch's PartialFC_V2, a random number for every class, top-k, sort, the chosen rows copied out and
+              differentiated into a gradient of all rows. With several ranks the classes are sharded, embeddings gathered and
+              the softmax combined by all-reduces of maximum and sum
+Shapes: b = samples of this rank, B = b * world_size, C = classes of this shard, D = embedding size.
+"""
+
+import importlib
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from data.recordio.image_record import IndexedRecordFile, unpack
+from eval.pair_sets.bin_file import PairSet
+from partial_fc.collectives import Collectives
+from utils.distributed import World
+from utils.image import IMAGE_SIZE, decode_rgb
+
+
+def index_as_dict(path: Path) -> tuple[dict[int, int], list[int]]:
+    """Return {key: offset} and the keys of an index file, line by line, as mxnet's MXIndexedRecordIO has them."""
+    offsets: dict[int, int] = {}
+    keys: list[int] = []
+    with open(path) as file:
+        for line in file:
+            columns = line.strip().split("\t")
+            key = int(columns[0])
+            offsets[key] = int(columns[1])
+            keys.append(key)
+    return offsets, keys
+
+
+class FloatPerItem(Dataset):
+    """One image per item: decode, swap the channels, mirror half of the images, float32 in [-1, 1], channels first."""
+
+    def __init__(self, rec_path: Path) -> None:
+        self.records = IndexedRecordFile(rec_path, rec_path.with_suffix(".idx"))
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        label, _, _, payload = unpack(self.records.read_position(index))
+        bgr = cv2.imdecode(np.frombuffer(payload, np.uint8), cv2.IMREAD_COLOR)
+        assert bgr is not None
+        image = cv2.cvtColor(bgr, cv2.COLOR_BGR2RGB)
+        if torch.rand(()) < 0.5:
+            image = image[:, ::-1].copy()
+        tensor = torch.from_numpy(image).permute(2, 0, 1).float().div(255)
+        return tensor.sub_(0.5).div_(0.5), torch.tensor(int(np.ravel(label)[0]))
+
+
+def plain_loader(rec_path: Path, batch_size: int, workers: int) -> DataLoader:
+    """Return the usual loader of tutorials."""
+    return DataLoader(FloatPerItem(rec_path), batch_size, shuffle=True, num_workers=workers, drop_last=True)
+
+
+def decoders() -> dict[str, Callable[[bytes], np.ndarray]]:
+    """Return the installed JPEG decoders by name; the loader uses simplejpeg, and opencv for images that it rejects."""
+    found: dict[str, Callable[[bytes], np.ndarray]] = {}
+    found["opencv"] = decode_rgb
+    for name, make in (
+        ("pillow", _pillow),
+        ("simplejpeg", _simplejpeg),
+        ("imagecodecs", _imagecodecs),
+        ("torchvision", _torchvision),
+    ):
+        try:
+            found[name] = make()
+        except (ImportError, RuntimeError):  # RuntimeError: torchvision beside another build of torch
+            continue
+    return found
+
+
+def _pillow() -> Callable[[bytes], np.ndarray]:
+    image = importlib.import_module("PIL.Image")
+    return lambda data: np.asarray(image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def _simplejpeg() -> Callable[[bytes], np.ndarray]:
+    decode = importlib.import_module("simplejpeg").decode_jpeg
+    return lambda data: decode(data, "RGB")
+
+
+def _imagecodecs() -> Callable[[bytes], np.ndarray]:
+    return importlib.import_module("imagecodecs").jpeg8_decode
+
+
+def _torchvision() -> Callable[[bytes], np.ndarray]:
+    io_module = importlib.import_module("torchvision.io")
+    mode = io_module.ImageReadMode.RGB
+    return lambda data: io_module.decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode).numpy()
+
+
+def plain_embed(model: nn.Module, pair_set: PairSet) -> np.ndarray:
+    """Return (2 P, D) float64 unit embeddings of the images of all pairs, one after another."""
+    count = 2 * len(pair_set.same)
+    views = [torch.empty(count, 3, 112, 112) for _ in range(2)]
+    for pair in range(len(pair_set.same)):
+        for side, index in enumerate((pair_set.first[pair], pair_set.second[pair])):
+            image = torch.from_numpy(pair_set.decode(int(index)).transpose(2, 0, 1).astype(np.float32))
+            views[0][2 * pair + side] = image
+            views[1][2 * pair + side] = image.flip(2)
+    found = []
+    for view in views:
+        rows = []
+        for begin in range(0, count, 10):
+            batch = ((view[begin : begin + 10] / 255) - 0.5) / 0.5
+            with torch.no_grad():
+                rows.append(model(batch).numpy().astype(np.float64))
+        found.append(np.concatenate(rows))
+    fused = found[0] + found[1]
+    return fused / np.linalg.norm(fused, axis=1, keepdims=True)
+
+
+def plain_numbers(embeddings: np.ndarray, same: np.ndarray, num_folds: int = 10) -> tuple[np.ndarray, float]:
+    """Return the accuracy of each fold (F,) and TAR at FAR 1e-3 from (2 P, D) rows, by loops over folds and thresholds."""
+    distances = np.square(embeddings[0::2] - embeddings[1::2]).sum(1)
+    pairs = np.arange(len(same))
+    accuracies, rates = [], []
+    for test in np.array_split(pairs, num_folds):
+        train = np.setdiff1d(pairs, test)
+        scores = [np.mean((distances[train] < threshold) == same[train]) for threshold in np.arange(0, 4, 0.01)]
+        best = np.arange(0, 4, 0.01)[int(np.argmax(scores))]
+        accuracies.append(np.mean((distances[test] < best) == same[test]))
+        chosen = 0.0
+        for threshold in np.arange(0, 4, 0.001):
+            accepted = distances[train] < threshold
+            if np.mean(accepted[~same[train]]) <= 1e-3:
+                chosen = threshold
+        rates.append(np.mean((distances[test] < chosen)[same[test]]))
+    return np.array(accuracies), float(np.mean(rates))
+
+
+KINDS = ("tutorial", "target-only", "sampled")
+
+
+class PlainHead:
+    """One shard of a plain head, with its SGD.
+
+    Args:
+        kind: one of KINDS.
+        num_classes: C, of this shard; labels outside [start, start + C) belong to other ranks.
+        sample_rate: for "sampled".
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        num_classes: int,
+        dim: int,
+        start: int,
+        world_size: int,
+        sample_rate: float,
+        device: torch.device,
+        scale: float = 64.0,
+        margin: float = 0.5,
+    ) -> None:
+        self.kind, self.start, self.world_size, self.sample_rate = kind, start, world_size, sample_rate
+        self.scale, self.margin = scale, margin
+        self.collectives = Collectives(world_size)
+        self.weight = nn.Parameter(torch.randn(num_classes, dim, device=device) * 0.01)
+        self.optimizer = torch.optim.SGD([self.weight], lr=0.01, momentum=0.9, weight_decay=5e-4)
+
+    def step(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Forward, backward and update; return the gradient (b, D) of this rank's embeddings."""
+        own = embeddings.clone().requires_grad_()
+        everyone, labels = own, self.collectives.all_gather(labels)
+        if self.world_size > 1:
+            everyone = _Gather.apply(own, self.collectives)
+        here = (labels >= self.start) & (labels < self.start + len(self.weight))
+        local = torch.where(here, labels - self.start, -1)
+        weight: Tensor = self.weight
+        if self.kind == "sampled":
+            weight, local = self._sample(local)
+        cosine = F.linear(F.normalize(everyone), F.normalize(weight))
+        logits = self._tutorial(cosine, local) if self.kind == "tutorial" else self._target_only(cosine, local)
+        if self.world_size > 1:
+            loss = _JoinedCrossEntropy.apply(logits, local, self.collectives)
+        else:
+            loss = F.cross_entropy(logits, local)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        assert own.grad is not None
+        return own.grad
+
+    def _tutorial(self, cosine: Tensor, local: Tensor) -> Tensor:
+        sine = torch.sqrt((1.0 - cosine.pow(2)).clamp(0, 1))
+        phi = cosine * math.cos(self.margin) - sine * math.sin(self.margin)
+        phi = torch.where(cosine > -math.cos(self.margin), phi, cosine - math.sin(math.pi - self.margin) * self.margin)
+        one_hot = torch.zeros_like(cosine)
+        rows = (local >= 0).nonzero().squeeze(1)
+        one_hot[rows, local[rows]] = 1.0
+        return (one_hot * phi + (1.0 - one_hot) * cosine) * self.scale
+
+    def _target_only(self, cosine: Tensor, local: Tensor) -> Tensor:
+        rows = (local >= 0).nonzero().squeeze(1)
+        target = torch.cos(torch.acos(cosine[rows, local[rows]].clamp(-1 + 1e-6, 1 - 1e-6)) + self.margin)
+        return cosine.index_put((rows, local[rows]), target) * self.scale
+
+    def _sample(self, local: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the active rows (K, D), a copy with autograd, and the labels among them."""
+        with torch.no_grad():
+            positives = torch.unique(local[local >= 0])
+            count = max(len(positives), int(self.sample_rate * len(self.weight)))
+            priority = torch.rand(len(self.weight), device=self.weight.device)
+            priority[positives] = 2.0
+            index = torch.topk(priority, k=count)[1].sort()[0]
+            renumbered = torch.where(local >= 0, torch.searchsorted(index, local), -1)
+        return self.weight[index], renumbered
+
+
+class _JoinedCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy over logits (B, C) whose classes are sharded; label -1: the sample's class is on another rank."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, collectives: Collectives) -> Tensor:
+        maximum = collectives.max(logits.amax(dim=1, keepdim=True))
+        exp = torch.exp(logits - maximum)
+        probability = exp.div_(collectives.sum(exp.sum(dim=1, keepdim=True)))
+        rows = (labels >= 0).nonzero().squeeze(1)
+        target = logits.new_zeros(len(logits))
+        target[rows] = probability[rows, labels[rows]]
+        ctx.save_for_backward(probability, labels)
+        return -collectives.sum(target).clamp_min(1e-30).log().mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        probability, labels = ctx.saved_tensors
+        rows = (labels >= 0).nonzero().squeeze(1)
+        probability[rows, labels[rows]] -= 1.0
+        return probability.mul_(grads[0] / len(probability)), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """(b, D) of each rank to (B, D) on all, and the sum of the gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, collectives: Collectives) -> Tensor:
+        ctx.collectives = collectives
+        return collectives.all_gather(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.collectives.reduce_scatter(grads[0].contiguous()), None
+
+
+class PlainTraining:
+    """One rank of the loop.
+
+    Args:
+        backbone: from (b, 3, S, S) images to (b, D) embeddings; it is changed to torch's own PReLU.
+        num_classes: of all ranks together.
+        batch: b, images of this rank in a step.
+        image_size: S.
+    """
+
+    def __init__(
+        self, backbone: nn.Module, num_classes: int, embedding_size: int, batch: int, world: World, image_size: int = IMAGE_SIZE
+    ) -> None:
+        for module in list(backbone.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, nn.PReLU):
+                    setattr(module, name, nn.PReLU(child.num_parameters))
+        self.device, self.world_size = world.device, world.world_size
+        backbone = backbone.to(world.device).train()
+        devices = [world.device] if world.device.type == "cuda" else None
+        self.backbone = DistributedDataParallel(backbone, device_ids=devices) if world.world_size > 1 else backbone
+        shard = num_classes // world.world_size
+        arguments = (shard, embedding_size, world.rank * shard, world.world_size, 1.0, world.device)
+        self.head = PlainHead("target-only", *arguments)
+        self.optimizer = torch.optim.SGD(backbone.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
+        self.images = torch.randn(batch, 3, image_size, image_size, device=world.device)
+        self.labels = torch.randint(shard * world.world_size, (batch,), device=world.device)
+
+    def step(self) -> None:
+        """Take one optimizer step."""
+        embeddings = self.backbone(self.images)
+        gradient = self.head.step(embeddings.detach(), self.labels)
+        self.optimizer.zero_grad()
+        embeddings.backward(gradient * self.world_size)  # of the mean over all ranks, where DDP takes the mean once more
+        nn.utils.clip_grad_norm_(self.backbone.parameters(), 5.0)
+        self.optimizer.step()
