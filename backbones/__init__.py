@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from utils.image import IMAGE_SIZE
-from utils.suggest import did_you_mean
+from utils.text import did_you_mean
 
 from .edgeface import EdgeFace
 from .ghostfacenet import GhostFaceNet

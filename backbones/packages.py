@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.image import IMAGE_SIZE
-from utils.suggest import did_you_mean
+from utils.text import did_you_mean
 
 from .iresnet import autocast_off, check_head, check_image_size, check_images
 

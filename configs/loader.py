@@ -16,11 +16,23 @@ import yaml
 from easydict import EasyDict
 
 from utils.files import MAX_SMALL_TEXT, read_text
-from utils.suggest import nearest
+from utils.text import nearest
 
-from .named import SECTIONS, Given, GivenSection, NamedSection, fill_named, take_arguments
 from .rules import ENTRIES, RENAMED, check_rules
-from .values import Loader, Plain, is_nothing, read_yaml, shown, typed
+from .values import (
+    SECTIONS,
+    Given,
+    GivenSection,
+    Loader,
+    NamedSection,
+    Plain,
+    fill_named,
+    is_nothing,
+    read_yaml,
+    shown,
+    take_arguments,
+    typed,
+)
 
 # paths and resources of one machine; whether the run folder is shared is checked when it is locked
 _MAY_DIFFER = {

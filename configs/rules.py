@@ -4,7 +4,7 @@ import itertools
 from typing import Any
 
 from utils.schedule import SCHEDULES
-from utils.suggest import did_you_mean
+from utils.text import did_you_mean
 
 SOURCES = ("recordio", "folder", "list", "tar", "synthetic")
 

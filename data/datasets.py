@@ -39,11 +39,7 @@ class ListDataset(FaceDataset):
             self._text = read_bytes(self.path, MAX_TEXT)
         except OSError as error:
             raise ValueError(f"the list {list_path} cannot be read: {error.strerror}") from None
-        begins, lengths, labels = (
-            [],
-            [],
-            [],
-        )  # of the paths in the text: strings would take ten times the memory
+        begins, lengths, labels = ([], [], [])  # of the paths in the text: strings would take ten times the memory
         begin = 0
         for number, line in enumerate(self._text.splitlines(keepends=True), 1):
             words = line.rsplit(None, 1)

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from utils.checkpoint.format import list_checkpoints, read_manifest
 from utils.files import shown
-from utils.suggest import did_you_mean
-from utils.text import printable
+from utils.text import did_you_mean, printable
 
 from .card.facts import planned_steps
 from .results_file import SetResult, read_results_of

@@ -27,7 +27,7 @@ from utils.distributed import World
 from utils.files import shown
 from utils.program import run_main
 
-from .evaluate import evaluate, load_protocols
+from .monitor import evaluate, load_protocols
 from .networks import Network, add_network_arguments, embed_settings, open_network
 from .pair_sets.bin_file import PairSet
 from .protocol import Protocol, Result

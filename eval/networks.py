@@ -125,9 +125,7 @@ def add_choice_of_network(parser: argparse.ArgumentParser, newest: bool = False,
 
 
 def open_network(
-    options: argparse.Namespace,
-    build_backbone: BuildBackbone,
-    read: Callable[["Network"], Read],
+    options: argparse.Namespace, build_backbone: BuildBackbone, read: Callable[["Network"], Read]
 ) -> tuple[World, "Network", Read]:
     """Join the processes and read what a program evaluates: return (world, network on its device, the protocols of `read`).
 

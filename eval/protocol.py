@@ -1,6 +1,6 @@
 """What every evaluation is: a protocol embeds its images with a network and returns figures.
 
-A new protocol is a class with the methods of `Protocol` and a line in eval.evaluate.PROTOCOLS. Then it runs offline and in
+A new protocol is a class with the methods of `Protocol` and a line in eval.monitor.PROTOCOLS. Then it runs offline and in
 training, and the log, metrics.jsonl, TensorBoard, results.json, the table and the HTML report show its figures.
 """
 

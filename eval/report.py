@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from utils.report.contact_sheet import pair_sheet, set_colours
-from utils.report.figure import make_figure, png_of
+from utils.report.contact_sheet import make_figure, pair_sheet, png_of, set_colours
 from utils.report.page import Page
 from utils.text import label_text, markdown_table, markdown_text, plain_table
 

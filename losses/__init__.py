@@ -3,7 +3,7 @@
 import inspect
 from typing import Any
 
-from utils.suggest import did_you_mean
+from utils.text import did_you_mean
 
 from .adacos import AdaCos
 from .adaface import AdaFace

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from utils.suggest import did_you_mean
+from utils.text import did_you_mean
 
 
 def number_in(key: str, value: float, low: float, high: float, note: str = "") -> float:

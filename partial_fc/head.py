@@ -34,8 +34,7 @@ from .collectives import Collectives
 from .config import HeadConfig
 from .kernels import build_kernels, choose_kernels, why_plain
 from .kernels.plain import auto_chunk
-from .sampling.neighbours import NeighbourGraph
-from .sampling.planning import SharedLabels, StepPlan, active_of_all_ranks, draw_active, plan_step
+from .sampling.planning import NeighbourGraph, SharedLabels, StepPlan, active_of_all_ranks, draw_active, plan_step
 from .softmax.forward import Forward, Step
 from .softmax.loss import ReadyGradient, check_loss
 from .softmax.passes import TwoPass, constant_shift

@@ -17,8 +17,7 @@ from .centres.sub_centers import buffer_bytes
 from .config import HeadConfig
 from .kernels import choose_kernels
 from .kernels.plain import auto_chunk, converted_bytes, padded_rows, product_dtype
-from .sampling.neighbours import search_bytes
-from .sampling.planning import num_active
+from .sampling.planning import num_active, search_bytes
 from .softmax.passes import constant_shift
 
 if TYPE_CHECKING:  # parts do not import one another

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from utils.cli import leave_closed_output, rename_commands
-from utils.suggest import did_you_mean
+from utils.text import did_you_mean
 
 _ROOT = Path(__file__).parents[1]
 _EXAMPLES = """\

@@ -13,8 +13,7 @@ from typing import Any
 from utils.cli import make_parser
 from utils.files import read_lines
 from utils.program import run_main
-from utils.report.contact_sheet import set_colours
-from utils.report.figure import make_figure
+from utils.report.contact_sheet import make_figure, set_colours
 from utils.text import label_text
 
 Series = dict[str, dict[str, dict[int, float]]]  # kind -> name -> step -> value
@@ -72,15 +71,7 @@ def _draw_accuracy(axis: Any, series: Series) -> None:
             hidden = True
             steps, values = columns(auc)
             scaled = [100 * value for value in values]
-            axis.plot(
-                steps,
-                scaled,
-                color=colours[name],
-                linestyle="--",
-                marker="x",
-                markersize=4,
-                label=f"{label}: 100 AUC",
-            )
+            axis.plot(steps, scaled, color=colours[name], linestyle="--", marker="x", markersize=4, label=f"{label}: 100 AUC")
     axis.set(title=f"verification accuracy, %{' (dashed: 100 AUC)' if hidden else ''}")
     if sets:
         axis.legend(loc="center right" if hidden else "lower right", fontsize=8)

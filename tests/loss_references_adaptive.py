@@ -139,13 +139,7 @@ def npcface(
 
 
 def adacos(
-    embeddings: Tensor,
-    centres: Tensor,
-    labels: Tensor,
-    *,
-    dynamic: bool = True,
-    scale: float | None = None,
-    **composition: Any,
+    embeddings: Tensor, centres: Tensor, labels: Tensor, *, dynamic: bool = True, scale: float | None = None, **composition: Any
 ) -> tuple[Tensor, State]:
     """s cos theta for all classes; s = ln(B_avg) / cos(min(pi / 4, median theta_y)), all detached. State: scale.
 

@@ -12,7 +12,7 @@ from configs import as_plain, dump_config
 from configs import load_config as load_any_config
 from configs.loader import SCHEMA
 from losses import MARGINS, margin_arguments
-from utils.suggest import nearest
+from utils.text import nearest
 
 load_config = functools.partial(load_any_config, named=train.NAMED)
 CONFIGS = sorted(path for path in SCHEMA.parent.glob("*.yaml") if path != SCHEMA)

@@ -325,13 +325,7 @@ def test_each_source_that_a_configuration_may_name_can_be_opened() -> None:
         ("recordio", "02_insightface_vec", 5, 0, r"data\.num_classes is 5, but the data has 4"),
         ("recordio", "02_insightface_vec", 4, 11, r"data\.num_images is 11, but the data has 10"),
         ("recordio", "none", 0, 0, r"data\.path: no file .*train\.rec"),
-        (
-            "synthetic",
-            "",
-            0,
-            10,
-            r"data\.num_classes, data\.num_images: synthetic data need at least one .* got 0 classes",
-        ),
+        ("synthetic", "", 0, 10, r"data\.num_classes, data\.num_images: synthetic data need at least one .* got 0 classes"),
         ("synthetic", "", 11, 10, r"data\.num_images: .* an image for each, got 11 classes, 10 images"),
     ],
 )

@@ -20,8 +20,7 @@ PIECES = st.one_of(st.just(MAGIC), st.just(MAGIC[:3]), st.binary(max_size=9))
 RAW = st.lists(PIECES, max_size=12).map(b"".join)
 U64 = st.integers(0, 2**64 - 1)
 LABELS = st.one_of(
-    st.floats(width=32, allow_nan=False),
-    st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=70),
+    st.floats(width=32, allow_nan=False), st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=70)
 )
 
 

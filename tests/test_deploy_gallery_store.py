@@ -499,10 +499,7 @@ def test_a_full_disk_names_the_gallery_and_loses_nothing(gallery: Gallery):
 
 def test_a_file_or_folder_of_others_is_no_place_for_a_gallery(tmp_path: Path):
     (tmp_path / "photo.jpg").write_bytes(b"x")
-    for path, says in (
-        (tmp_path, "must be a regular file"),
-        (tmp_path / "photo.jpg", "is no gallery"),
-    ):
+    for path, says in ((tmp_path, "must be a regular file"), (tmp_path / "photo.jpg", "is no gallery")):
         for make in (lambda: Gallery.create(path, FACTS), lambda: Gallery(path)):  # noqa: B023
             with pytest.raises(ValueError, match=says):
                 make()

@@ -17,7 +17,7 @@ from backbones import build_backbone
 from eval import embed
 from eval.__main__ import main
 from eval.embed import EmbedSettings, class_means, embed_images
-from eval.evaluate import evaluate, load_pair_sets, selection_score
+from eval.monitor import evaluate, load_pair_sets, selection_score
 from eval.pair_sets.bin_file import PairSet, write_bin
 from eval.report import as_json, format_table, overview, write_report
 from eval.verification import fuse_views, roc_curve, verify

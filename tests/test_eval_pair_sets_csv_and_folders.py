@@ -5,7 +5,7 @@ import pytest
 from pictures import folder_of_people, jpeg, picture
 from safetensors.numpy import load_file, save_file
 
-from eval.evaluate import load_pair_sets
+from eval.monitor import load_pair_sets
 from eval.pair_sets.bin_file import PairSet, read_bin, read_pairs, write_bin
 from scripts.data import convert_bin
 

@@ -14,10 +14,7 @@ from tiny_runs import IRESNET, Started, read_metrics, run_train, tiny_run, write
 
 import train
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 STEPS = 20
 

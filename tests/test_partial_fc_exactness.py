@@ -72,13 +72,7 @@ def _train_beside_dense(
     centres = all_centres(num_classes, dim, seed=5)
     dense = DenseHead(margin, centres, optimizer)
     head = PartialFC(
-        margin,
-        num_classes,
-        dim,
-        rank,
-        world_size,
-        5,
-        HeadConfig(sample_rate, optimizer, chunk=16, cache_mb=0, kernels=kernels),
+        margin, num_classes, dim, rank, world_size, 5, HeadConfig(sample_rate, optimizer, chunk=16, cache_mb=0, kernels=kernels)
     )
     share = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
     loss_bound, gradient_bound = head_bounds(64.0, dim, rows)
@@ -376,9 +370,7 @@ def test_u_is_summed_in_fp32_where_products_can_return_it(monkeypatch: pytest.Mo
         head, sums = PartialFC(_margin("cosface"), 4096, 64, seed=3, config=config), []
 
         def forward(
-            *given: object,
-            whole: Callable[..., tuple[Tensor, ...]] = head._passes.forward,
-            sums: list[Tensor] = sums,
+            *given: object, whole: Callable[..., tuple[Tensor, ...]] = head._passes.forward, sums: list[Tensor] = sums
         ) -> tuple[Tensor, ...]:
             result = whole(*given)
             sums.append(result[1].clone())

@@ -147,10 +147,7 @@ def test_a_compiler_that_fails_leaves_no_library_but_the_reason(tmp_path: Path, 
 
 @pytest.mark.parametrize(
     ("compiler", "reason"),
-    [
-        ("/nowhere/cc", "no C compiler /nowhere/cc; install gcc"),
-        ("", "the environment variable CC is empty"),
-    ],
+    [("/nowhere/cc", "no C compiler /nowhere/cc; install gcc"), ("", "the environment variable CC is empty")],
 )
 def test_a_training_without_a_compiler_says_once_in_one_line_what_is_slower_and_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, reason: str

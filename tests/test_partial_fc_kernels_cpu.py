@@ -15,10 +15,7 @@ from partial_fc.workspace import Workspace
 
 pytestmark = pytest.mark.numeric
 CPU = torch.device("cpu")
-KERNELS = [
-    "plain",
-    pytest.param("c", marks=pytest.mark.skipif(cpu_kernels.load() is None, reason="no C compiler here")),
-]
+KERNELS = ["plain", pytest.param("c", marks=pytest.mark.skipif(cpu_kernels.load() is None, reason="no C compiler here"))]
 
 
 def _kernels(name: str) -> PlainKernels:

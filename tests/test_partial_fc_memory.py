@@ -13,7 +13,7 @@ from partial_fc.centres.store import FORMATS
 from partial_fc.kernels import KERNELS
 from partial_fc.kernels.plain import auto_chunk
 from partial_fc.memory import HeadMemory, check_fits
-from partial_fc.sampling.neighbours import search_bytes
+from partial_fc.sampling.planning import search_bytes
 from utils.distributed import World
 from utils.memory import backbone_memory
 

@@ -21,9 +21,10 @@ from waiting import Syncs
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC
 from partial_fc.memory import HeadMemory
-from partial_fc.sampling import neighbour_search, neighbours
+from partial_fc.sampling import neighbour_search
 from partial_fc.sampling import neighbour_search as inverted_lists
-from partial_fc.sampling.neighbours import NeighbourGraph, search_bytes
+from partial_fc.sampling import planning as neighbours
+from partial_fc.sampling.planning import NeighbourGraph, search_bytes
 from utils.randomness import permute
 
 NUM_CLASSES, D, K = 601, 24, 5

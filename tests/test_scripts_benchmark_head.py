@@ -170,10 +170,7 @@ def test_the_table_is_written_as_json(capsys: pytest.CaptureFixture[str], tmp_pa
 def test_a_card_gives_its_memory_and_its_limits(capsys: pytest.CaptureFixture[str]):
     status, out, _ = _capacity(capsys, "--card", "rtx4090")
     assert status == 0 and "1 process(es) of 23.5 GiB" in out
-    for arguments, said in [
-        (("--card", "v100"), "--card v100 has no bf16"),
-        ((), "--memory is needed"),
-    ]:
+    for arguments, said in [(("--card", "v100"), "--card v100 has no bf16"), ((), "--memory is needed")]:
         status, out, err = _capacity(capsys, *arguments)
         assert status == 1 and said in err and len(err.splitlines()) == 1 and out == ""
     assert _capacity(capsys, "--card", "v100", "--precision", "fp16")[0] == 0

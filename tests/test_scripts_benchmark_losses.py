@@ -22,7 +22,7 @@ from tiny_runs import FORKS, ROOT, tiny_run, write_dataset
 from backbones import build_backbone
 from configs import load_config
 from eval.embed import EmbedSettings
-from eval.evaluate import evaluate, load_pair_sets
+from eval.monitor import evaluate, load_pair_sets
 from eval.networks import add_network_arguments, load_network
 from losses import MARGINS, margin_arguments
 from scripts.benchmark import kit, losses, losses_report

@@ -175,10 +175,7 @@ _INSIDE = TEMPLATE * 1.2 + (30, 10)  # a face of 134 pixels
     ("points", "said"),
     [
         (_INSIDE * 2.6, "the left corner of the mouth is at (207.634, 314.18). Are they of another resolution"),
-        (
-            _INSIDE + np.array([0, 300]),
-            "(up to 20 outside, for a face that is cut off), but the left corner of the mouth",
-        ),
+        (_INSIDE + np.array([0, 300]), "(up to 20 outside, for a face that is cut off), but the left corner of the mouth"),
         (_INSIDE * 1e4, "Are they of another resolution"),
         (_INSIDE + 1e4, "Are they of another resolution"),
         (_INSIDE / (200, 160), "as shares of the picture do: multiply them by its width and height"),
@@ -231,10 +228,7 @@ def test_two_pictures_of_one_name_or_one_line_are_refused(tmp_path: Path, capsys
     (folder / "ben").mkdir()
     (folder / "ann" / "one.jpg").rename(folder / "ben" / "one.jpg")
     table.write_text(table.read_text().splitlines()[0].replace("ann/one.png", "one"))
-    for program, flags in (
-        (align_faces, (table, tmp_path / "out")),
-        (folder_to_rec, (tmp_path / "set", "--landmarks", table)),
-    ):
+    for program, flags in ((align_faces, (table, tmp_path / "out")), (folder_to_rec, (tmp_path / "set", "--landmarks", table))):
         said = _fails(capsys, program, folder, *flags)
         assert "ben/one.jpg: the landmarks named 'one' already belong to ann/one.png" in said
 

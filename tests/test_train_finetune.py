@@ -261,10 +261,7 @@ def test_a_fine_tuned_run_goes_to_arcface_torch_with_its_moments(
             ["backbone.freeze=[conv1, bn1, prelu, layer1, layer2, layer3, layer4, bn2, fc, features]"],
             "no parameter is trainable",
         ),
-        (
-            ["optimizer.lr_factors=[layer1=0.1]"],
-            "is now optimizer.rules, a list of entries like {match: layer1, lr_",
-        ),
+        (["optimizer.lr_factors=[layer1=0.1]"], "is now optimizer.rules, a list of entries like {match: layer1, lr_"),
         (["optimizer.rules=[layer1]"], "must be a list of entries like {match, lr_factor, weight_decay}"),
         (["optimizer.rules=[{lr_factor: 0.1}]"], "optimizer.rules[0].match must name a part of the backbone"),
         (["optimizer.rules=[{match: fc, lr_factor: -1}]"], "optimizer.rules[0].lr_factor must be 0 or more, got -1"),

@@ -489,13 +489,7 @@ def test_a_checkpoint_is_saved_whenever_its_minutes_are_over(dataset: Path, tmp_
 @pytest.mark.numeric
 def test_another_number_of_processes_goes_on_along_the_same_curve(dataset: Path, tmp_path: Path):
     """2 -> 3 -> 1 with all classes and frozen statistics: the global batches are the same, and so is their mean loss."""
-    overrides = [
-        "eval.targets=[]",
-        "backbone.freeze_norm=true",
-        "optimizer.lr=1e-4",
-        "train.batch_size=12",
-        IRESNET,
-    ]
+    overrides = ["eval.targets=[]", "backbone.freeze_norm=true", "optimizer.lr=1e-4", "train.batch_size=12", IRESNET]
     whole = small_run(dataset, tmp_path, *overrides, "train.max_steps=9", "schedule.power=0", "run.name=whole")
     assert run_train(2, whole).returncode == 0
     for num_processes, steps in ((2, 3), (3, 6), (1, 9)):

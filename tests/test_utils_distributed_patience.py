@@ -79,12 +79,7 @@ def _stops(world: World) -> str:
     return "ends"
 
 
-_ACTS = {
-    "parse": _parse,
-    "several": _several,
-    "dies": _dies,
-    "stops": _stops,
-}
+_ACTS = {"parse": _parse, "several": _several, "dies": _dies, "stops": _stops}
 
 
 def test_work_may_take_longer_than_a_collective_and_one_process_says_who_is_waited_for():

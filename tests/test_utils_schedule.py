@@ -111,10 +111,7 @@ def test_epochs_and_steps_name_the_same_warm_up_and_milestones(tmp_path: Path):
         (["schedule.warmup_steps=3", "schedule.warmup_epochs=1"], "say the same in two units"),
         (["schedule.kind=constant", "schedule.min_lr=0.01"], "schedule.min_lr is for the kinds poly and cosine"),
         (["schedule.min_lr=0.2"], "schedule.min_lr must not be above optimizer.lr, got 0.2 and 0.1"),
-        (
-            ["schedule.kind=cosin"],
-            r"schedule.kind must be one of .*, got 'cosin'. Did you mean cosine\?",
-        ),
+        (["schedule.kind=cosin"], r"schedule.kind must be one of .*, got 'cosin'. Did you mean cosine\?"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused_in_a_line(tmp_path: Path, overrides: list[str], words: str):

@@ -4,7 +4,4 @@ from backbones import backbone_arguments, check_backbone
 from configs import NamedSection
 from losses import build_margin, margin_arguments
 
-NAMED = {
-    "backbone": NamedSection(backbone_arguments, check_backbone),
-    "loss": NamedSection(margin_arguments, build_margin),
-}
+NAMED = {"backbone": NamedSection(backbone_arguments, check_backbone), "loss": NamedSection(margin_arguments, build_margin)}

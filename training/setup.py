@@ -14,8 +14,7 @@ from data.base import FaceDataset
 from data.datasets import open_set
 from data.loader import Loader
 from data.sampler import SampleOrder, check_batch
-from eval.evaluate import check_metric, load_protocols
-from eval.monitor import check_names
+from eval.monitor import check_metric, check_names, load_protocols
 from eval.protocol import Protocol, Result
 from utils.checkpoint.format import SOFTMAX
 from utils.checkpoint.resume import prepare_run_folder

@@ -113,12 +113,7 @@ def train_step(
 
 
 def forward_backward(
-    model: Model,
-    parallel: nn.Module,
-    tasks: Sequence[Task],
-    prepared: PreparedStep,
-    accumulation: int,
-    world: World,
+    model: Model, parallel: nn.Module, tasks: Sequence[Task], prepared: PreparedStep, accumulation: int, world: World
 ) -> tuple[Tensor, dict[str, Tensor], list[list[Tensor]]]:
     """Leave the gradients of an optimizer step in backbone and heads; return loss, losses and embeddings of `StepResult`.
 

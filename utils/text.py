@@ -1,12 +1,13 @@
-r"""Escapes untrusted text for terminals, logs and Markdown: names of files, of people, of verification sets.
+"""Escapes untrusted text for terminals, logs and Markdown: names of files, of people, of verification sets.
 
 A name may contain anything but a zero byte. On a terminal an escape character can move the cursor or rewrite the title; in
 Markdown a bar adds a column and <img> an element. So control characters are shown as \x1b, and Markdown syntax is escaped.
 """
 
+import difflib
 import html
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -76,3 +77,20 @@ class PrintableOutput:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+# share of equal characters: a typo in a name of four letters passes; 'adaface' for 'arcface' or 'vit_b' for 'mbf' does not
+_CUTOFF = 0.75
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name nearest to `name`, ignoring case; None if none is near, because a distant one would mislead."""
+    folded = {other.casefold(): other for other in known}
+    near = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=_CUTOFF)
+    return folded[near[0]] if near else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ' Did you mean NAME?' for the end of an error, or '' if no known name is near."""
+    near = nearest(name, known)
+    return f" Did you mean {near}?" if near else ""

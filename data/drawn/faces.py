@@ -10,9 +10,8 @@ import math
 import cv2
 import numpy as np
 
-from .canvas import Canvas, mix
 from .identity import Colour, Identity, Shot
-from .skull import SIZE, Head
+from .skull import SIZE, Canvas, Head, mix
 
 _COVERS_EARS = ("bob", "long", "curly", "fringe")
 # Longitudes, in degrees from the nose, at which the hairline has a height of its own.

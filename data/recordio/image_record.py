@@ -26,17 +26,7 @@ from utils.image import IMAGE_SIZE
 from .container import MAGIC, MAX_LENGTH, RecordFile, RecordWriter
 from .index import read_index
 
-__all__ = [
-    "MAGIC",
-    "Headers",
-    "IndexedRecordFile",
-    "Record",
-    "RecordFile",
-    "RecordWriter",
-    "pack",
-    "read_index",
-    "unpack",
-]
+__all__ = ["MAGIC", "Headers", "IndexedRecordFile", "Record", "RecordFile", "RecordWriter", "pack", "read_index", "unpack"]
 
 _HEADER = struct.Struct("<IfQQ")
 _CHUNK = 1 << 18  # headers read at once

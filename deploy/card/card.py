@@ -20,8 +20,7 @@ from utils.distributed.agreement import digest_tensors
 from utils.files import MAX_SMALL_TEXT, read_bytes, read_text, shown
 from utils.image import IMAGE_SIZE
 from utils.memory import forward_operations
-from utils.suggest import did_you_mean
-from utils.text import one_line
+from utils.text import did_you_mean, one_line
 
 from ..output import write_file
 from ..results_file import Interval, Point, SetResult, read_results_of

@@ -21,9 +21,9 @@ import torch
 from backbones import build_backbone
 from data.base import FaceDataset
 from eval.embed import inference_mode
-from eval.evaluate import load_pair_sets
 from eval.foreign_networks import check_outside_data
 from eval.input_contract import InputContract
+from eval.monitor import load_pair_sets
 from eval.networks import Network, load_network
 from eval.pair_sets.bin_file import PairSet
 from utils.checkpoint.tensor_file import flush
@@ -48,8 +48,7 @@ from .checks import (
     to_fp16,
     to_int8,
 )
-from .graph import LARGEST_FILE, Traced, deployed, require_onnx, to_onnx, trace, write_onnx, write_pt2
-from .input_contract import describe, write_metadata
+from .graph import LARGEST_FILE, Traced, deployed, describe, require_onnx, to_onnx, trace, write_metadata, write_onnx, write_pt2
 
 _ROUNDING = 1e-9  # percent points: a loss of 92.0 -> 91.5 % is computed as a little more than 0.5
 

@@ -19,8 +19,16 @@ from ..faces.detector import open_detector
 from ..faces.pictures import Crop, Rejected
 from ..output import write_file
 from ..thresholds import Threshold, threshold_of
-from .enrol import NO_DIRECTION, require_network, take_recorded_network, warn_of_other_detector
-from .people import Picture, find_pictures, read_faces, with_people
+from .enrol import (
+    NO_DIRECTION,
+    Picture,
+    find_pictures,
+    read_faces,
+    require_network,
+    take_recorded_network,
+    warn_of_other_detector,
+    with_people,
+)
 from .search import Match, Searcher
 from .store import Gallery
 

@@ -25,8 +25,7 @@ import xxhash
 
 from utils.files import shown
 from utils.image import decode_rgb
-from utils.suggest import did_you_mean
-from utils.text import one_line, printable
+from utils.text import did_you_mean, one_line, printable
 
 from .database import (
     MAX_FACE,

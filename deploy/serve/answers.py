@@ -9,7 +9,7 @@ from typing import Any
 import cv2
 import numpy as np
 
-from eval.evaluate import load_pair_sets
+from eval.monitor import load_pair_sets
 from eval.report import as_json
 from eval.verification import row_norms, verify
 from utils.cli import progress

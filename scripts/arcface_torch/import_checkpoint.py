@@ -11,10 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from migration.arcface_torch import import_checkpoint
-from migration.checkpoint_files import (
-    HEADS,
-    LAST_STEP,
-)
+from migration.checkpoint_files import HEADS, LAST_STEP
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 

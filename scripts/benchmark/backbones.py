@@ -33,7 +33,7 @@ from utils.image import IMAGE_SIZE
 from utils.memory import backbone_memory, forward_operations
 from utils.precision import AUTOCAST
 from utils.program import run_main
-from utils.report.figure import make_figure
+from utils.report.contact_sheet import make_figure
 from utils.text import label_text, markdown_table, prefix_errors
 
 from .kit import machine, synchronise, write_into_page

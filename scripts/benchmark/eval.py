@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 from backbones import build_backbone
 from data.record_dataset import RecordDataset
 from eval.embed import EmbedSettings
-from eval.evaluate import evaluate
+from eval.monitor import evaluate
 from eval.pair_sets.bin_file import PairSet, read_bin, write_bin
 from eval.verification import fold_accuracy, verify
 from utils import distributed

@@ -44,7 +44,7 @@ from backbones import build_backbone
 from configs import dump_config, load_config
 from data.base import FaceDataset
 from eval.embed import EmbedSettings
-from eval.evaluate import evaluate
+from eval.monitor import evaluate
 from eval.networks import add_network_arguments, load_network
 from eval.report import pair_results
 from training.sections import NAMED

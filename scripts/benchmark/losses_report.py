@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from losses import MARGINS, Margin, Published, build_margin, margin_arguments
-from utils.report.figure import make_figure
+from utils.report.contact_sheet import make_figure
 from utils.text import label_text, markdown_table
 
 BEGIN = "<!-- begin: written by scripts.benchmark.losses -->"

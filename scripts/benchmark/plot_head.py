@@ -24,7 +24,7 @@ from partial_fc.memory import HeadMemory
 from partial_fc.softmax.passes import constant_shift
 from utils.cli import make_parser
 from utils.program import run_main
-from utils.report.figure import make_figure
+from utils.report.contact_sheet import make_figure
 
 from .plain import PlainHead
 

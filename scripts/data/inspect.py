@@ -226,12 +226,7 @@ def summarise(
 
 
 def _write_tables(
-    out: Path,
-    names: SetNames,
-    scanned: Scan,
-    labels: np.ndarray,
-    copies: list[Copy],
-    overlaps: dict[str, list[Copy]],
+    out: Path, names: SetNames, scanned: Scan, labels: np.ndarray, copies: list[Copy], overlaps: dict[str, list[Copy]]
 ) -> None:
     bad = [*scanned.bad, *((i, "is of one colour, or nearly") for i in scanned.indices[scanned.plain].tolist())]
     write_csv(out / "bad.csv", ("index", "key", "reason"), ((i, names.file(i), why) for i, why in sorted(bad)))

@@ -22,8 +22,7 @@ from scripts.plot_run import Series, columns, read_series
 from utils.cli import make_parser
 from utils.files import MAX_SMALL_TEXT, read_text, shown
 from utils.program import run_main
-from utils.report.contact_sheet import set_colours
-from utils.report.figure import make_figure, png_of
+from utils.report.contact_sheet import make_figure, png_of, set_colours
 from utils.report.page import Page
 from utils.text import label_text, markdown_table, markdown_text, plain_table
 

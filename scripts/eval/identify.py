@@ -18,8 +18,8 @@ from pathlib import Path
 
 from backbones import build_backbone
 from data.scan import open_set_of
-from eval.evaluate import evaluate
 from eval.identification import Identification
+from eval.monitor import evaluate
 from eval.networks import add_network_arguments, embed_settings, open_network
 from utils.cli import make_parser
 from utils.program import run_main

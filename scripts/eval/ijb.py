@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from backbones import build_backbone
-from eval.evaluate import evaluate
+from eval.monitor import evaluate
 from eval.networks import add_network_arguments, embed_settings, open_network
 from eval.templates import TemplateProtocol
 from utils.cli import make_parser

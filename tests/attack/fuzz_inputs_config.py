@@ -160,17 +160,7 @@ def _overrides(sound: Sound, rng: Rng) -> Case:
             ),
         )
         words.append(
-            pick(
-                rng,
-                (
-                    *[f"{section}.{key}={text}"] * 6,
-                    f"{section}.{key}{text}",
-                    f"{key}={text}",
-                    f".{key}=1",
-                    "=",
-                    text,
-                ),
-            )
+            pick(rng, (*[f"{section}.{key}={text}"] * 6, f"{section}.{key}{text}", f"{key}={text}", f".{key}=1", "=", text))
         )
     words = [word.replace("\0", "") for word in words]  # a command line cannot contain it
     return Case(["train", "tiny.yaml", str(pick(rng, ("--check", "--print-config"))), *words], {})

@@ -245,6 +245,5 @@ def _ijb(sound: Sound, rng: Rng) -> Case:
         if rng.random() < 0.05:
             files[name] = pick(rng, (None, b"", b"\0" * 99))
     return Case(
-        ["scripts.eval.ijb", "runs/tiny", "--root", "ijb", "--json", "out.json", "--threads", "1", "--batch-size", "16"],
-        files,
+        ["scripts.eval.ijb", "runs/tiny", "--root", "ijb", "--json", "out.json", "--threads", "1", "--batch-size", "16"], files
     )

@@ -192,11 +192,7 @@ def _lst_file(sound: Sound, rng: Rng) -> Case:
         points = [40, 72, 56, 44, 68, 50, 50, 70, 86, 86]
         if rng.random() < share:
             points = [pick(rng, ("40", "60.5", "nan", "inf", "1e300", "-5")) for _ in range(int(rng.integers(9, 12)))]
-        forms = (
-            [str(number), label, word],
-            ["1", word, label],
-            ["0", word, label, "0", "0", "9", "9", *map(str, points)],
-        )
+        forms = ([str(number), label, word], ["1", word, label], ["0", word, label, "0", "0", "9", "9", *map(str, points)])
         rows.append("\t".join(pick(rng, forms)))
     return Case(
         ["scripts.data.folder_to_rec", "list.lst", "out", "--threads", "1"],

@@ -25,13 +25,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _TORCHRUN = str(_ROOT / "scripts" / "launch" / "torchrun.py")
 _HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"  # where torchrun starts workers
 # what training imports only while it runs
-_LATE = (
-    "torch.utils.tensorboard",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
-    "simplejpeg",
-    "PIL.JpegImagePlugin",
-)
+_LATE = ("torch.utils.tensorboard", "matplotlib.figure", "matplotlib.backends.backend_agg", "simplejpeg", "PIL.JpegImagePlugin")
 _ENDED: dict[int, int] = {}  # exit statuses of the started processes
 
 

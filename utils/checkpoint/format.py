@@ -119,9 +119,7 @@ def commit(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
         file = partial / name
         if not file.is_file() or file.stat().st_size != entry["size"]:
             raise FileNotFoundError(
-                errno.ENOENT,
-                "is missing or not the file that was written; several machines need a shared folder",
-                str(file),
+                errno.ENOENT, "is missing or not the file that was written; several machines need a shared folder", str(file)
             )
     if not math.isfinite(manifest.get("score") or 0.0):
         manifest = {**manifest, "score": None}  # JSON has no nan, and no checkpoint is better than it

@@ -1,20 +1,44 @@
-"""Draws pictures for reports as PNG bytes: sheets of faces, and histograms.
+"""Draws pictures for reports as PNG bytes: sheets of faces, histograms, and figures of matplotlib without pyplot.
 
 Captions are drawn in the font that comes with matplotlib, by Pillow, which comes with it too. matplotlib takes a second to
-import, so both are imported where the first caption is drawn.
+import, so both are imported where they are first used. No window is opened, and no state is shared by two figures.
 Shapes: H, W = height and width of a face in pixels.
 """
 
 import functools
+import io
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import cv2
 import numpy as np
 
 from ..text import printable
-from .figure import make_figure, png_of
+
+_DPI = 110  # of all figures but those whose caller says otherwise
+
+
+def make_figure(width: float, height: float, dpi: int = _DPI, layout: Literal["constrained"] | None = None) -> Any:
+    """Return an empty matplotlib.figure.Figure of `width` x `height` inches.
+
+    Args:
+        layout: "constrained" makes room for all texts, which takes as long as drawing; None leaves the margins to the caller.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=dpi, layout=layout)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def png_of(figure: Any) -> bytes:
+    """Return the PNG file of a figure."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
 
 _GAP, _CAPTION = 4, 18  # pixels
 _LETTER, _BASE = 12, 13  # pixels: size of the font, and of a caption above its base line
