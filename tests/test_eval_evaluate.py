@@ -19,7 +19,7 @@ from eval.__main__ import main
 from eval.embed import EmbedSettings, class_means, embed_images
 from eval.monitor import evaluate, load_pair_sets, selection_score
 from eval.pair_sets.bin_file import PairSet, write_bin
-from eval.report import as_json, format_table, overview, write_report
+from eval.report import as_json, draw_overview, format_table, write_report
 from eval.verification import fuse_views, roc_curve, verify
 from utils.distributed import World
 from utils.image import normalise
@@ -137,7 +137,7 @@ def test_identical_images_score_perfectly_and_every_report_holds_the_numbers(tmp
     )  # 10 impostor pairs cannot carry FAR 1e-3
     assert format_table(results, markdown=True).splitlines()[1].count("---") == 9
     assert json.loads(json.dumps(as_json(results)))["twins"]["num_genuine"] == 10
-    (tmp_path / "figure.png").write_bytes(overview(results, "twins"))
+    (tmp_path / "figure.png").write_bytes(draw_overview(results, "twins"))
     figure = cv2.imread(str(tmp_path / "figure.png"))
     assert figure is not None and len(np.unique(figure.reshape(-1, 3), axis=0)) > 50
 
@@ -202,7 +202,7 @@ def _check_report(folder: Path) -> None:
     assert "twins" in page and "Which threshold to use" in page and "<script" not in page
     pictures = sorted(path.stem for path in folder.glob("*.png"))
     assert {"curves", "folds", "norms", "similarities", "verification"} <= set(pictures)
-    assert page.count("data:image/png;base64,") == len(pictures) - 1  # the overview is for other pages
+    assert page.count("data:image/png;base64,") == len(pictures) - 1  # the draw_overview is for other pages
     found = json.loads((folder / "results.json").read_text())["twins"]
     low, high = found["intervals_95"]["accuracy"]
     assert low <= found["accuracy"] <= high and len(found["operating_points"]) == 6

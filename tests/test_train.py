@@ -201,7 +201,7 @@ def test_figures_that_cannot_be_drawn_cost_no_training(
     def broken(*arguments: object) -> object:
         raise ValueError("no font has this letter")
 
-    monkeypatch.setattr(monitor, "overview", broken)
+    monkeypatch.setattr(monitor, "draw_overview", broken)
     assert train.main(small_run(dataset, tmp_path, "eval.every=6", "checkpoint.every=0")) == 0
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING: the figures")]
     assert len(warnings) == 1 and "no font has this letter" in warnings[0] and "training goes on" in warnings[0]
