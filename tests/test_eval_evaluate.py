@@ -202,7 +202,7 @@ def _check_report(folder: Path) -> None:
     assert "twins" in page and "Which threshold to use" in page and "<script" not in page
     pictures = sorted(path.stem for path in folder.glob("*.png"))
     assert {"curves", "folds", "norms", "similarities", "verification"} <= set(pictures)
-    assert page.count("data:image/png;base64,") == len(pictures) - 1  # the draw_overview is for other pages
+    assert page.count("data:image/png;base64,") == len(pictures) - 1  # the overview is for other pages
     found = json.loads((folder / "results.json").read_text())["twins"]
     low, high = found["intervals_95"]["accuracy"]
     assert low <= found["accuracy"] <= high and len(found["operating_points"]) == 6
