@@ -267,6 +267,7 @@ def test_the_list_of_utils_is_closed():
     packages = {"checkpoint", "distributed", "optim", "report"}
     modules = {
         "alignment",
+        "allocator",
         "cli",
         "files",
         "huge_pages",

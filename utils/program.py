@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from . import distributed
+from .allocator import keep_freed_memory
 from .cli import leave_closed_output, rename_in
 from .distributed import LostPeerError, RendezvousError, SharedError
 from .distributed.parent import ask_to_die_with_parent, follow_parent
@@ -146,6 +147,7 @@ def run_main(run: Callable[[], None]) -> int:
     rank = os.environ.get("RANK", "0")
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     status = 1
+    keep_freed_memory()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that this terminal cannot encode must not end the program
             stream.reconfigure(errors="backslashreplace")
