@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TENSORS, PAGES = 30, (32 << 20) // 4096
+TENSORS, PAGES = 100, (32 << 20) // 4096
 # as every program runs, train.py too: the page faults of tensors that are made one after the other
 PROGRAM = f"""
 import resource, torch
@@ -35,6 +35,7 @@ def _faults(**environment: str) -> int:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="the C library is not glibc")
 def test_a_program_keeps_the_memory_that_it_frees_unless_somebody_says_otherwise():
     pages = TENSORS * PAGES  # of 4 KiB; larger pages fault less often
-    usual = _faults(FACE_ALLOCATOR="system")
-    assert usual > pages / 600 and usual > 5 * _faults()
-    assert _faults(MALLOC_ARENA_MAX="4") > 5 * _faults()  # whoever has set glibc's own variables has a reason
+    usual, kept = _faults(FACE_ALLOCATOR="system"), _faults()
+    # a small allocation may stand in the way of a tensor, which then takes the next room, of the 256 MiB that the heap grows by
+    assert usual > pages / 600 and usual > 5 * kept
+    assert _faults(MALLOC_ARENA_MAX="4") > 5 * kept  # whoever has set glibc's own variables has a reason
