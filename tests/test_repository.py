@@ -383,7 +383,7 @@ def test_a_new_margin_touches_four_files(tmp_path: Path):
         "losses_first_loss",
         "docs_losses",
         "partial_fc_softmax_loss",
-        "scripts_benchmark_losses_report",
+        "scripts_benchmark_losses_curves",
     ]
     files = [f"tests/test_{name}.py" for name in tests]
     chosen = "toy or every_loss_has_a_case or made_from_the_classes or no_global_random"

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from losses import MARGINS
-from scripts.benchmark import losses_report
-from scripts.benchmark.losses import chosen_settings
-from scripts.benchmark.losses_report import SETTINGS
+from scripts.benchmark import losses as benchmark
+from scripts.benchmark.losses import SETTINGS, chosen_settings
 
 # of no two conditions' border: theta + m = pi, hard negatives at 90 degrees, multiples of pi / 4
 THETA = torch.tensor([0.2, 0.6, 0.95, 1.3, 1.6, 2.0, 2.5, 2.9], dtype=torch.float64)
-OTHERS = losses_report.NUM_CLASSES - 1
-LATE = losses_report.LATE
+OTHERS = benchmark.NUM_CLASSES - 1
+LATE = benchmark.LATE
 LARGE = 400.0  # a weight of exp(400) of the negative: the loss is then 400 + its logit - the target's, to the last digit
 # what a reference has no default for, or what the curves fix
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -32,7 +31,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "magface": {"weight": 0.0},
     "adaface": {"alpha": 0.0},
     "sphereface2": {"bias": torch.tensor(0.0)},
-    "uniface": {"bias": torch.tensor(math.log(10.0 * losses_report.NUM_CLASSES), dtype=torch.float64)},
+    "uniface": {"bias": torch.tensor(math.log(10.0 * benchmark.NUM_CLASSES), dtype=torch.float64)},
 }
 
 
@@ -42,7 +41,7 @@ def _reference(name: str, theta: float, negative: float, log_weight: float, **mo
     There is one other class, at the angle `negative`, pi or pi / 2, which counts exp(log_weight) times.
     """
     angle = torch.tensor(theta, dtype=torch.float64, requires_grad=True)
-    embedding = losses_report.NORM * torch.stack([angle.cos(), angle.sin(), torch.zeros_like(angle)]).expand(2, 3)
+    embedding = benchmark.NORM * torch.stack([angle.cos(), angle.sin(), torch.zeros_like(angle)]).expand(2, 3)
     other = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
     if negative == math.pi:
         other = -embedding.detach()[0]
@@ -72,13 +71,13 @@ SOFTMAX = [name for name in ROWS if SETTINGS[name].loss not in ("sphereface2", "
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_logit_and_slope_are_those_of_the_reference(name: str):
     loss, arguments = _of_row(name)
-    found = losses_report.curve(losses_report.first_step_margin(name), THETA)
-    angle, of_negative = _far_negative(loss, losses_report.first_step_margin(name))
+    logits, slopes, _ = benchmark.curve(benchmark.first_step_margin(name), THETA)
+    angle, of_negative = _far_negative(loss, benchmark.first_step_margin(name))
     for number, theta in enumerate(THETA.tolist()):
         expected, derivative = _reference(loss, theta, angle, LARGE, **arguments)
-        size = found.logit.abs().max().item()
-        _close(found.logit[number], LARGE + of_negative - expected, size)
-        _close(found.slope[number], derivative, size)  # d loss / d theta = - d logit / d theta, since 1 - p is 1
+        size = logits.abs().max().item()
+        _close(logits[number], LARGE + of_negative - expected, size)
+        _close(slopes[number], derivative, size)  # d loss / d theta = - d logit / d theta, since 1 - p is 1
 
 
 def _far_negative(loss: str, margin: Any) -> tuple[float, float]:
@@ -87,7 +86,7 @@ def _far_negative(loss: str, margin: Any) -> tuple[float, float]:
         return math.pi / 2, 0.0
     if loss == "qamface":
         return math.pi / 2, margin.scale * (1.5 * math.pi) ** 2
-    return math.pi, 0.0 if loss == "circle" else -losses_report.unit_of(margin)
+    return math.pi, 0.0 if loss == "circle" else -benchmark.unit_of(margin)
 
 
 def _close(found: Tensor, expected: float | Tensor, size: float) -> None:
@@ -100,23 +99,23 @@ def _close(found: Tensor, expected: float | Tensor, size: float) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_the_loss_is_that_of_the_reference(name: str):
     loss, arguments = _of_row(name)
-    margin = losses_report.first_step_margin(name)
+    margin = benchmark.first_step_margin(name)
     if loss == "sphereface2":
-        arguments["bias"] = torch.tensor(loss_references_other.sphereface2_bias(losses_report.NUM_CLASSES), dtype=torch.float64)
-    found = losses_report.curve(margin, THETA)
+        arguments["bias"] = torch.tensor(loss_references_other.sphereface2_bias(benchmark.NUM_CLASSES), dtype=torch.float64)
+    logits, _, losses = benchmark.curve(margin, THETA)
     for number, theta in enumerate(THETA.tolist()):
         expected, _ = _reference(loss, theta, math.pi / 2, math.log(OTHERS), **arguments)
-        _close(found.loss[number], expected, found.logit.abs().max().item())
+        _close(losses[number], expected, logits.abs().max().item())
 
 
 @pytest.mark.numeric
 def test_a_negative_is_that_of_the_reference():
     """A reference has no logits, so these are the formulas of the papers, written down once more."""
     theta = torch.linspace(0.1, 3.0, 30, dtype=torch.float64)
-    c, own = theta.cos(), math.cos(losses_report.NEGATIVE_AT)
-    hard = c > math.cos(losses_report.NEGATIVE_AT + 0.5)
-    weight = 1.2 * torch.exp(-((c - math.cos(losses_report.NEGATIVE_AT + 0.5)) ** 2) / 2.0)
-    bias = loss_references_other.sphereface2_bias(losses_report.NUM_CLASSES)
+    c, own = theta.cos(), math.cos(benchmark.NEGATIVE_AT)
+    hard = c > math.cos(benchmark.NEGATIVE_AT + 0.5)
+    weight = 1.2 * torch.exp(-((c - math.cos(benchmark.NEGATIVE_AT + 0.5)) ** 2) / 2.0)
+    bias = loss_references_other.sphereface2_bias(benchmark.NUM_CLASSES)
     t = 0.01 * own  # of CurricularFace, after a batch of this sample alone
     expected = {
         "arcface": 64 * c,
@@ -128,9 +127,9 @@ def test_a_negative_is_that_of_the_reference():
         "li_arcface": 64 * (math.pi - 2 * theta) / math.pi,
         "sphereface2": 40 * (2 * ((c + 1) / 2) ** 3 - 1 + 0.4) + bias,
     }
-    assert set(expected) == set(losses_report.NEGATIVES)
+    assert set(expected) == set(benchmark.NEGATIVES)
     for name, logit in expected.items():
-        found, slope = losses_report.negative_curve(losses_report.first_step_margin(name), theta)
+        found, slope = benchmark.negative_curve(benchmark.first_step_margin(name), theta)
         _close(found, logit, logit.abs().max().item())
         # finite differences of the detached weights would be another derivative: that of training holds them
         held = {"arcnegface": 64 * weight * theta.sin(), "circle": 256 * (c + 0.25).clamp_min(0) * theta.sin()}
@@ -139,9 +138,9 @@ def test_a_negative_is_that_of_the_reference():
 
 
 def test_every_loss_is_in_a_picture_and_each_picture_can_be_read(tmp_path: Path):
-    drawn = {SETTINGS[name].loss for names in losses_report.GROUPS.values() for name in names}
-    assert drawn == set(list(MARGINS)) and all(len(names) <= 7 for names in losses_report.GROUPS.values())
-    for path in losses_report.draw_curves(tmp_path):
+    drawn = {SETTINGS[name].loss for names in benchmark.GROUPS.values() for name in names}
+    assert drawn == set(list(MARGINS)) and all(len(names) <= 7 for names in benchmark.GROUPS.values())
+    for path in benchmark.draw_curves(tmp_path):
         picture = cv2.imread(str(path))
         colours = {tuple(pixel) for pixel in picture.reshape(-1, 3)[::7].tolist()}
         assert picture.shape[0] > 400 and len(colours) > 20
