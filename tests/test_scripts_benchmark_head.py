@@ -15,8 +15,7 @@ from tiny_runs import FORKS, tiny_run
 import train
 from losses import build_margin
 from partial_fc import PartialFC, RowSGD
-from partial_fc.kernels import choose_kernels
-from scripts.benchmark import capacity, plot_head
+from scripts.benchmark import capacity
 from scripts.benchmark import head as benchmark_head
 from scripts.benchmark import numerics as compare_head_numerics
 from scripts.benchmark.plain import KINDS, PlainHead
@@ -59,13 +58,9 @@ def test_the_benchmark_measures_draws_and_writes(tmp_path: Path, capsys: pytest.
     assert (plain["head"], leaner["head"], ours["head"], ours["storage"]) == ("tutorial", "target-only", "ours", "lean")
     assert ours["time_ratio"] == pytest.approx(plain["step_ms"] / ours["step_ms"])
     assert ours["memory_ratio_target_only"] == pytest.approx(leaner["bytes_per_identity"] / ours["bytes_per_identity"])
-    assert {path.name for path in tmp_path.glob("*.png")} == {"head_time.png", "head_memory.png", "head_roofline.png"}
+    assert {path.name for path in tmp_path.glob("*.png")} == {"head_time.png", "head_memory.png"}
     said = capsys.readouterr().out
     assert "ours lean fp32" in said
-    if choose_kernels("auto", torch.device("cpu"), 512) == "c":
-        line = f"bytes moved per active class, 700 classes at rate 1, lean fp32: {ours['moved']['total']:.0f}, "
-        assert line in said and f"of the floor {ours['moved']['floor']:.0f} (" in said
-    assert plot_head.main([str(tmp_path / "missing.json"), str(tmp_path)]) == 1
 
 
 def test_the_benchmark_measures_other_losses_beside_arcface(

@@ -16,7 +16,6 @@ Examples:
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +35,7 @@ from utils.program import run_main
 from utils.report.contact_sheet import make_figure
 from utils.text import label_text, markdown_table, prefix_errors
 
-from .kit import machine, synchronise, write_into_page
+from .kit import add_common_arguments, machine, synchronise, write_into_page, write_json
 
 BEGIN = "<!-- begin: written by scripts.benchmark.backbones -->"
 _REFERENCE = "r18"
@@ -58,11 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=count, default=5, help="timed steps of each, after an untimed one")
     parser.add_argument("--largest", type=count, default=200, help="millions of parameters of a network that is run")
     parser.add_argument("--no-times", action="store_true", help="take no steps: parameters, multiply-adds and memory alone")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
     parser.add_argument("--threads", type=int_in_range(0), default=0, help="CPU threads, 0 = as torch chooses")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    add_common_arguments(parser, "two networks of an eighth of the width, seconds on a CPU")
     parser.add_argument("--page", type=Path, help="write the table into this page, the picture into images beside it")
-    parser.add_argument("--quick", action="store_true", help="two networks of an eighth of the width, seconds on a CPU")
     options = parser.parse_args(arguments)
     return run_main(lambda: benchmark(options))
 
@@ -81,8 +78,7 @@ def benchmark(options: argparse.Namespace) -> None:
     for row in measure(options, device):
         rows.append(row)
         print(_line(_cells(row)), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine(device.type), "setup": words, "rows": rows}, indent=1) + "\n")
+    write_json(options.json, {"machine": machine(device.type), "setup": words, "rows": rows})
     if options.page:
         table = [_HEADER, *map(_cells, rows)]
         kept = [place for place in range(len(_HEADER)) if any(line[place] for line in table[1:])]

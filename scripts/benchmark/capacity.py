@@ -44,7 +44,7 @@ from utils.precision import AUTOCAST, is_fast_in_bf16
 from utils.program import run_main
 from utils.text import prefix_errors
 
-from .kit import peak_bytes
+from .kit import add_common_arguments, peak_bytes
 
 _GIB = 2**30
 
@@ -102,8 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of this machine, to measure and --find"
     )
     parser.add_argument("--find", action="store_true", help="verify on this device by bisection")
-    parser.add_argument("--quick", action="store_true", help="with --find: to about 10 %% instead of 2 %%")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    add_common_arguments(parser, "with --find: to about 10 %% instead of 2 %%", device=False)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:

@@ -3,39 +3,27 @@
 save        seconds that training waits for a save, against torch.save of the same state as in tutorials, with and without
             waiting for the disk; and the speed of arithmetic while a save is written in the background
 bandwidth   bytes per second from the start of a save to the complete checkpoint, against plainly writing the same bytes
-resharding  memory and time of one of three processes that resumes what two have saved, against reading all shards and cutting;
-            and of scripts.checkpoint reshard
 
 Example: python -m scripts.benchmark.checkpoint --quick
 """
 
 import argparse
-import contextlib
-import io
-import json
 import os
 import shutil
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
-from safetensors.torch import load_file
-from torch import Tensor
 
 from backbones import build_backbone
 from losses import build_margin
 from partial_fc import PartialFC
-from partial_fc.centres.shard import shard_range
-from scripts import checkpoint as tool
-from utils.checkpoint.format import BACKBONE, SOFTMAX, TRAINER, checkpoint_path, commit, shard_name
-from utils.checkpoint.reading import shard_reader
-from utils.checkpoint.tensor_file import BLOCK, write_tensors
+from utils.checkpoint.format import BACKBONE, SOFTMAX, TRAINER
+from utils.checkpoint.tensor_file import BLOCK
 from utils.checkpoint.trainer import TrainerState
 from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy, Shard
 from utils.cli import make_parser
@@ -44,6 +32,8 @@ from utils.optim import build_optimizer
 from utils.precision import LossScaler
 from utils.program import run_main
 from utils.text import prefix_errors
+
+from .kit import add_common_arguments, write_json
 
 _DIM = 512
 
@@ -57,8 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backbone", default="r50", help="(default r50)")
     parser.add_argument("--rounds", type=int, default=3, help="the median counts (default 3)")
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: the temporary folder)")
-    parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    add_common_arguments(parser, device=False)
     options = parser.parse_args(arguments)
     return run_main(lambda: benchmark(options))
 
@@ -68,9 +57,8 @@ def benchmark(options: argparse.Namespace) -> None:
     if options.quick:
         options.classes, options.backbone, options.rounds = 40_000, "r18", 2
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        results = {"save": measure_save(options, Path(folder)), "resharding": measure_resharding(options, Path(folder))}
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        results = {"save": measure_save(options, Path(folder))}
+    write_json(options.json, results)
 
 
 def measure_save(options: argparse.Namespace, folder: Path) -> dict[str, float]:
@@ -176,90 +164,6 @@ def _products_per_second(until: Callable[[], bool]) -> float:
         torch.mm(matrix, matrix)
         count += 1
     return max(count, 1) / (time.perf_counter() - begun)
-
-
-def measure_resharding(options: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Compare ways to read the second third of what two ranks have saved, each in a separate process."""
-    classes = options.classes
-    final = checkpoint_path(folder / "two", 1)
-    final.mkdir(parents=True)
-    files = {}
-    for rank in range(2):
-        start, stop = shard_range(classes, rank, 2)
-        tensors = {"centres": torch.randn(stop - start, _DIM), "momentum": torch.randn(stop - start, _DIM)}
-        tensors["inverse_norms"] = 1 / tensors["centres"].norm(dim=1)
-        files[shard_name(rank, 2)] = write_tensors(final / shard_name(rank, 2), tensors) | {"slots": [start, stop]}
-        del tensors
-    saved = final.with_name("step_00000002")
-    commit(final, saved, {"step": 2, "run_signature": {"num_classes": classes, "seed": 0}, "files": files})
-    start, stop = shard_range(classes, 1, 3)
-    share = (stop - start) * (2 * _DIM + 1) * 4
-    found: dict[str, float] = {"share_bytes": share}
-    print(f"resharding {classes} classes from 2 files; one of three processes keeps {share / 2**20:.0f} MiB")
-    for name, what in (("slices", "its slices"), ("whole", "all shards, then cut"), ("tool", "scripts.checkpoint reshard")):
-        queue = mp.get_context("spawn").SimpleQueue()
-        mp.start_processes(_measure_one, (name, str(saved), classes, queue), start_method="spawn")
-        used, seconds = queue.get()
-        found[f"{name}_bytes"], found[f"{name}_seconds"] = used, seconds
-        print(f"{what:<32}{seconds:8.3f} s   {used / 2**20:.0f} MiB at the peak, {used / share:.2f} of its share")
-    return found
-
-
-def _measure_one(process: int, name: str, saved: str, classes: int, queue: Any) -> None:
-    torch.set_num_threads(1)
-    with _anonymous_memory() as peak:
-        begun = time.perf_counter()
-        if name == "tool":
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                tool.main(["reshard", saved, "3", f"{saved}_three"])
-        else:
-            kept = _reshard_by_slices(saved, classes) if name == "slices" else _reshard_whole(saved, classes)
-            assert kept
-        seconds = time.perf_counter() - begun
-    queue.put((peak[0], seconds))
-
-
-def _reshard_by_slices(saved: str, classes: int) -> list[Tensor]:
-    """Read only the process's own rows, in blocks, into their final memory, like a resumed run."""
-    from partial_fc.centres.store import CentreStore
-    from partial_fc.workspace import Workspace
-
-    start, stop = shard_range(classes, 1, 3)
-    state = CentreStore(stop - start, _DIM, "exact", False, False, 4096, Workspace(torch.device("cpu"), 0))
-    read = shard_reader(Path(saved))
-    state.read_rows(lambda low, high: read(start + low, start + high), {})
-    return list(state.tensors.values())
-
-
-def _reshard_whole(saved: str, classes: int) -> list[Tensor]:
-    """Read whole files, like a program without partial reads."""
-    start, stop = shard_range(classes, 1, 3)
-    shards = [load_file(path) for path in sorted(Path(saved).glob("softmax_*"))]
-    return [torch.cat([shard[name] for shard in shards])[start:stop].clone() for name in ("centres", "momentum")]
-
-
-@contextlib.contextmanager
-def _anonymous_memory() -> Iterator[list[float]]:
-    """Yield a list whose one number becomes the peak growth of memory (bytes) in the block, without mapped files."""
-
-    def now() -> float:
-        with open("/proc/self/status") as status:
-            return 1024.0 * next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
-
-    before, peak, stopped = now(), [0.0], threading.Event()
-
-    def watch() -> None:
-        while not stopped.wait(0.002):
-            peak[0] = max(peak[0], now() - before)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield peak
-    finally:
-        stopped.set()
-        thread.join()
-        peak[0] = max(peak[0], now() - before)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 index     opening a set of 42 million records: a dict of the parsed lines (mxnet's way) against ours, each in its own process
 decode    a bare loop over JPEGs in memory; the loader with one and two threads; a DataLoader with two worker processes that
           returns float tensors (arcface_torch's way); Pillow and other decoders. Synthetic faces, 112 x 112, as in the demo
-training  steps of a small network on one repeated batch, and with the loader running at the same time
 memory    resident memory over an epoch of a million records
+augment   the time of each augmentation
 
 The rounds of the variants alternate and medians are reported, because the machine may be shared. ratio = plain / ours unless
 stated otherwise.
@@ -15,7 +15,6 @@ Example: python -m scripts.benchmark.data --quick --parts decode
 import argparse
 import gc
 import json
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -33,9 +32,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from backbones import build_backbone
 from configs import load_config
-from data.augment import OPERATIONS, Augment, prepare
+from data.augment import OPERATIONS, Augment
 from data.loader import Loader
 from data.record_dataset import RecordDataset
 from data.recordio.image_record import RecordSetWriter
@@ -46,7 +44,7 @@ from utils.cli import make_parser
 from utils.image import IMAGE_SIZE
 from utils.program import run_main
 
-from .kit import machine
+from .kit import add_common_arguments, machine, write_json
 from .plain import decoders, index_as_dict, plain_loader
 
 _CPU = torch.device("cpu")
@@ -63,8 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--epoch", type=int, default=1_000_000, help="records of the epoch of `memory` (default a million)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each variant; the median is reported")
     parser.add_argument("--folder", type=Path, help="folder for the sets, 3 GB, removed at the end (default: temporary)")
-    parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    add_common_arguments(parser, device=False)
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
@@ -89,9 +86,7 @@ def benchmark(options: argparse.Namespace) -> None:
             results[name] = PARTS[name](options, folder)
     finally:
         shutil.rmtree(folder)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
-        print(f"written: {options.json}")
+    write_json(options.json, results)
 
 
 # ---- index
@@ -119,10 +114,6 @@ def measure_index(options: argparse.Namespace, folder: Path) -> list[dict[str, A
         row["time_ratio"] = rows[0]["seconds"] / row["seconds"]
         row["memory_ratio"] = rows[0]["mib"] / max(row["mib"], 0.1)
         print(f"  {row['way']:<58}{row['seconds']:9.3f}{row['mib']:10.1f}{row['time_ratio']:9.1f}{row['memory_ratio']:9.1f}")
-    with multiprocessing.get_context("spawn").Pool(4) as pool:
-        shares = pool.map(_own_share, [(str(folder / "large"), str(folder / "cache"))] * 4, chunksize=1)
-    print(f"  four processes that read all of it: {statistics.mean(shares):.1f} MiB for each of them, pages shared")
-    rows.append({"way": "four processes, each", "mib": statistics.mean(shares)})
     return rows
 
 
@@ -170,25 +161,6 @@ def make_large_set(folder: Path, num_records: int) -> None:
             part["label"], part["id"] = keys // 20 % (1 << 24), keys
             part.tofile(rec)
             idx.write("".join([f"{key}\t{40 * key}\n" for key in keys.tolist()]))
-
-
-def _own_share(place: tuple[str, str]) -> float:
-    """Return the memory in MiB attributed to a process after it has read all of a cached index."""
-    dataset = RecordDataset(*place)
-    total = int(dataset.labels().sum()) + int(np.asarray(dataset._offsets).sum())
-    time.sleep(3.0 if total else 0.0)  # until all four have read it
-    return sum(float(line.split()[1]) for line in _mappings(".index", "Pss:")) / 1024
-
-
-def _mappings(file: str, field: str) -> list[str]:
-    """Return the lines of /proc/self/smaps that give a field of the mappings of a file."""
-    lines, inside = [], False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split()[0]:
-            inside = line.endswith(file)
-        elif inside and line.startswith(field):
-            lines.append(line)
-    return lines
 
 
 # ---- decoding
@@ -272,42 +244,7 @@ def _plain_rate(rec_path: Path, batch: int) -> float:
     return count / (time.perf_counter() - begun)
 
 
-# ---- training beside the loader, memory over an epoch
-
-
-def measure_training(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Compare steps of a network on a fixed batch with steps fed by the loader; one core for each."""
-    if not (folder / "faces").exists():
-        make_faces(folder / "faces", options.images)
-    torch.set_num_threads(1)
-    dataset = RecordDataset(folder / "faces")
-    batch, steps = (16, 8) if options.quick else (64, 30)
-    order = SampleOrder(dataset.num_images, batch, 0, True)
-    backbone = build_backbone(name="r18", embedding_size=128, width=0.25, dropout=0.0)
-
-    def step(images: torch.Tensor, mirrored: torch.Tensor) -> None:
-        backbone(prepare(images, mirrored)).square().mean().backward()
-
-    ready = next(iter(Loader(dataset, order.samples, 0, 1, 1, 1, _CPU)))
-    step(ready.images, ready.mirrored)
-    alone, fed, waits = [], [], []
-    for _ in range(options.rounds):
-        begun = time.perf_counter()
-        for _ in range(steps):
-            step(ready.images, ready.mirrored)
-        alone.append(time.perf_counter() - begun)
-        loader = Loader(dataset, order.samples, 0, steps, 1, 4, _CPU)
-        batches = iter(loader)
-        first = next(batches)  # the first batch cannot overlap with a step
-        begun = time.perf_counter()
-        step(first.images, first.mirrored)
-        for item in batches:
-            step(item.images, item.mirrored)
-        fed.append(time.perf_counter() - begun)
-        waits.append(loader.waited / fed[-1])
-    ratio, wait = statistics.median(a / b for a, b in zip(alone, fed, strict=True)), statistics.median(waits)
-    print(f"\ntraining keeps {ratio:.3f} of its rate while the loader runs; {100 * wait:.2f} % of a step is waiting for data")
-    return {"rate_kept": ratio, "data_wait": wait, "step_ms": 1e3 * statistics.median(alone) / steps}
+# ---- memory over an epoch, augmentation
 
 
 def measure_memory(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -381,7 +318,6 @@ def _apply(pixels: np.ndarray, section: Mapping[str, float]) -> None:
 PARTS: dict[str, Callable[[argparse.Namespace, Path], Any]] = {
     "index": measure_index,
     "decode": measure_decoding,
-    "training": measure_training,
     "memory": measure_memory,
     "augment": measure_augmentation,
 }

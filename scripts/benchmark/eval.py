@@ -32,6 +32,7 @@ from utils.distributed import init_local
 from utils.program import run_main
 
 from .data import make_faces
+from .kit import add_common_arguments, write_json
 from .plain import plain_embed, plain_numbers
 
 
@@ -43,8 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--interval", type=int, default=2000, help="optimizer steps between evaluations (default 2000)")
     parser.add_argument("--batch-size", type=int, default=128, help="images of an optimizer step (default 128)")
     parser.add_argument("--rounds", type=int, default=3, help="the median counts (default 3)")
-    parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    add_common_arguments(parser, device=False)
     options = parser.parse_args(arguments)
     return run_main(lambda: benchmark(options))
 
@@ -56,8 +56,7 @@ def benchmark(options: argparse.Namespace) -> None:
     results: dict[str, Any] = {"numbers": measure_numbers(options.rounds)}
     with tempfile.TemporaryDirectory() as folder:
         results["embedding"] = measure_embedding(options, Path(folder))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    write_json(options.json, results)
 
 
 def measure_numbers(rounds: int) -> dict[str, float]:

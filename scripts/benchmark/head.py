@@ -4,8 +4,7 @@ Every line of the table is a separate process (one per rank): some warm-up steps
 its peak memory. ratio = plain / ours, in time and in memory. At sample rate 1 the plain head is the dense one of tutorials,
 below 1 it is Partial FC as in arcface_torch: plain.py. "target-only" is a dense head that computes the margin only
 for the targets, the best plain version. With --loss other losses are measured with their default arguments, their steps in turn
-with those of ArcFace in the same process; arcface x = median of loss / ArcFace. Below the table stand the bytes that our steps
-move, and the fewest they could.
+with those of ArcFace in the same process; arcface x = median of loss / ArcFace.
 
 Examples:
   python -m scripts.benchmark.head --quick
@@ -36,19 +35,20 @@ from partial_fc.sampling.planning import draw_active
 from utils import distributed
 from utils.cli import make_parser
 from utils.program import run_main
+from utils.report.contact_sheet import make_figure
 
-from .kit import bare_seconds, machine, peak_bytes, synchronise
+from .kit import add_common_arguments, bare_seconds, machine, peak_bytes, synchronise, write_json
 from .plain import PlainHead
-from .plot_head import describe, moved
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _OURS = (("exact", "fp32"), ("exact", "bf16"), ("lean", "bf16"), ("tiny", "bf16"))
 _DIM = 512
-_PLAIN_BYTES = {
-    "tutorial": 29_000,
-    "target-only": 16_000,
-    "sampled": 9_500,
-}  # per class; a case that does not fit is not started
+_PLAIN_BYTES = {"tutorial": 29_000, "target-only": 16_000, "sampled": 9_500}  # per class; what does not fit is not started
+_COLOURS = {
+    **{"plain, tutorial": "tab:red", "plain, target-only": "tab:orange", "plain, sampled": "tab:brown"},
+    **{"ours exact fp32": "tab:blue", "ours exact bf16": "tab:cyan", "ours lean bf16": "tab:green"},
+    "ours tiny bf16": "tab:purple",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,12 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=0, help="classes at once, 0 = what suits the device")
     parser.add_argument("--cache-mb", type=int, default=-1, help="head.cache_mb (default -1)")
     parser.add_argument("--world-size", type=int, default=1, help="gloo or NCCL processes on this machine")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
     parser.add_argument("--steps", type=int, default=5, help="timed steps; the median is reported")
     parser.add_argument("--loss", nargs="+", choices=tuple(MARGINS), default=["arcface"], help="default arcface")
     parser.add_argument("--no-plain", action="store_true", help="leave the plain heads out")
-    parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    add_common_arguments(parser)
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw time and memory over the number of classes there")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -123,9 +121,6 @@ def benchmark(options: argparse.Namespace) -> None:
                     row[f"memory_ratio{suffix}"] = base["bytes_per_identity"] / row["bytes_per_identity"]
                 rows.append(row)
                 _print_row(row)
-    for row in rows:
-        if row.get("moved"):
-            print(describe(row))
     for name, result in sorted(bare.items()):
         each = ", ".join(f"{key} {value:.0f}" for key, value in result["gflops_of_each"].items())
         note = result["note"] and f"{result['note']},"
@@ -135,26 +130,48 @@ def benchmark(options: argparse.Namespace) -> None:
         f"drawing 10 % of {draws['classes']} classes: {draws['ours_us']:.0f} us, by random number, top-k and sort "
         f"{draws['plain_us']:.0f} us"
     )
-    if options.json:
-        options.json.write_text(
-            json.dumps({"machine": machine(device), "bare": bare, "draws": draws, "rows": rows}, indent=1) + "\n"
-        )
+    write_json(options.json, {"machine": machine(device), "bare": bare, "draws": draws, "rows": rows})
     if options.plot:
-        from .plot_head import plot
+        draw(rows, options.plot)
 
-        plot(rows, bare, options.plot)
+
+def draw(rows: list[dict[str, Any]], folder: Path) -> None:
+    """Draw time and memory over the number of identities into a folder: a panel for each sample rate, of ArcFace."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kinds: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
+        "time": ("step, ms", lambda row: row["step_ms"]),
+        "memory": ("memory growth, GiB", lambda row: row["bytes_per_identity"] * row["classes"] / 2**30),
+    }
+    rates = sorted({row["sample_rate"] for row in rows}, reverse=True)
+    for kind, (label, value) in kinds.items():
+        figure = make_figure(5.2 * len(rates) + 1.6, 4, layout="constrained")
+        for axes, rate in zip(figure.subplots(1, len(rates), squeeze=False)[0], rates, strict=True):
+            lines: dict[str, list[tuple[int, float]]] = {}
+            for row in rows:
+                if row["sample_rate"] == rate and row.get("loss", "arcface") == "arcface":
+                    lines.setdefault(_name(row), []).append((row["classes"], value(row)))
+            for name, points in lines.items():
+                style = "--" if name.startswith("plain") else "-"
+                axes.plot(*zip(*sorted(points), strict=True), style, color=_COLOURS.get(name), marker="o", label=name)
+            axes.set(xscale="log", yscale="log", xlabel="identities", ylabel=label, title=f"sample rate {rate:g}")
+            axes.grid(True, which="both", alpha=0.25)
+            axes.legend(fontsize=8)
+        figure.savefig(folder / f"head_{kind}.png")
+
+
+def _name(row: dict[str, Any]) -> str:
+    if row["head"] != "ours":
+        return f"plain, {row['head']}"
+    return f"{'ours' if row['loss'] == 'arcface' else row['loss']} {row['storage']} {row['matmul']}"
 
 
 def _print_row(row: dict[str, Any]) -> None:
-    name = f"plain, {row['head']}"
-    if row["head"] == "ours":
-        name = f"{'ours' if row['loss'] == 'arcface' else row['loss']} {row['storage']} {row['matmul']}"
     ratios = "".join(
         f"{row[key]:>{width}.2f}" if key in row else " " * width
         for key, width in (("time_ratio", 8), ("memory_ratio", 9), ("share_of_bare_products", 9), ("arcface_ratio", 10))
     )
     numbers = f"{row['step_ms']:>9.1f} {row['bytes_per_identity']:>8.0f}"
-    print(f"{row['classes']:>9} {row['sample_rate']:>5}  {name:<22} {numbers}{ratios}", flush=True)
+    print(f"{row['classes']:>9} {row['sample_rate']:>5}  {_name(row):<22} {numbers}{ratios}", flush=True)
 
 
 def _run(case: dict[str, Any]) -> dict[str, Any]:
@@ -196,12 +213,7 @@ def work(case: dict[str, Any]) -> None:
                 steps[1](number)
         times = [[_milliseconds(one, 2 + number, device) for one in steps] for number in range(case["steps"])]
         own = [row[0] for row in times]
-        figures = {
-            "step_ms": statistics.median(own),
-            "step_ms_range": [min(own), max(own)],
-            "bytes_per_identity": taken,
-            "moved": moved(head, case["batch"]) if head else {},
-        }
+        figures = {"step_ms": statistics.median(own), "step_ms_range": [min(own), max(own)], "bytes_per_identity": taken}
         if len(steps) > 1:
             figures["arcface_ratio"] = statistics.median(row[0] / row[1] for row in times)
     if rank == 0:

@@ -1,10 +1,13 @@
 """What all benchmarks share: the machine in words, time and memory on any device, and tables that are written into a page."""
 
+import argparse
+import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,6 +15,22 @@ from utils.log import peak_memory_gib
 
 END = "<!-- end -->"  # after the tables on a page
 _CALLS = 20  # of bare work on a GPU between two waits for it
+
+
+def add_common_arguments(
+    parser: argparse.ArgumentParser, quick: str = "small sizes, under a minute on two cores", device: bool = True
+) -> None:
+    """Add --quick, which does what `quick` says, --json and, if the benchmark has a choice, --device."""
+    if device:
+        parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", type=Path, help="write all figures there")
+
+
+def write_json(path: Path | None, found: Mapping[str, Any]) -> None:
+    """Write the figures, if --json names a file."""
+    if path:
+        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def machine(device: str) -> str:

@@ -13,10 +13,8 @@ Examples:
 """
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from utils import distributed
 from utils.cli import int_in_range, make_parser, progress
 from utils.program import run_main
 
-from .kit import machine
+from .kit import add_common_arguments, machine, write_json
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _GROUP = 20  # clustered centres in one group
@@ -52,9 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--probes", type=positive, nargs="+", default=[8, 32, 128], help="values of head.neighbours_probes")
     parser.add_argument("--matmul", nargs="+", choices=tuple(_DTYPES), default=["fp32", "bf16"], help="dtypes of the products")
     parser.add_argument("--sample", type=positive, default=4096, help="classes that are searched exactly, for time and recall")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
-    parser.add_argument("--quick", action="store_true", help="20,000 identities, 8 and 32 probes: under a minute on two cores")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    add_common_arguments(parser, "20,000 identities, 8 and 32 probes: under a minute on two cores")
     options = parser.parse_args(arguments)
     if options.quick:
         options.classes, options.probes, options.sample = [20_000], [8, 32], 2048
@@ -80,10 +76,7 @@ def benchmark(options: argparse.Namespace) -> None:
                 for found in measure(centres, options):
                     rows.append({"classes": num_classes, "centres": kind, "matmul": matmul} | found)
                     _print_row(rows[-1])
-    if options.json:
-        options.json.write_text(
-            json.dumps({"dim": options.dim, "neighbours": options.neighbours, "rows": rows}, indent=1) + "\n"
-        )
+    write_json(options.json, {"dim": options.dim, "neighbours": options.neighbours, "rows": rows})
 
 
 def make_centres(num_classes: int, dim: int, cosine: float) -> Tensor:

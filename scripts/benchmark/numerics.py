@@ -11,10 +11,8 @@ Example: python -m scripts.benchmark.numerics --quick
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +24,8 @@ from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowSGD
 from utils.cli import make_parser
 from utils.program import run_main
+
+from .kit import add_common_arguments, write_json
 
 _BATCH, _DIM, _LR = 512, 256, 0.02
 _NEAREST = "bf16, round to nearest"
@@ -66,8 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--classes", type=int, default=12288, help="identities")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each case; the table gives means")
-    parser.add_argument("--quick", action="store_true", help="4096 classes, 40 steps, one seed: under a minute on two cores")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    add_common_arguments(parser, "4096 classes, 40 steps, one seed: under a minute on two cores", device=False)
     options = parser.parse_args(arguments)
     if options.quick:
         options.classes, options.steps, options.seeds = 4096, 40, 1
@@ -92,8 +91,7 @@ def compare(options: argparse.Namespace) -> None:
             f"{row['hardest_negative']:>17.4f}",
             flush=True,
         )
-    if options.json:
-        options.json.write_text(json.dumps({"classes": options.classes, "steps": options.steps, "rows": rows}, indent=1) + "\n")
+    write_json(options.json, {"classes": options.classes, "steps": options.steps, "rows": rows})
 
 
 def make_task(num_classes: int) -> Task:

@@ -48,7 +48,7 @@ from utils.precision import AUTOCAST, PRECISIONS, choose_precision, is_fast_in_b
 from utils.program import run_main
 
 from .arcface_torch_loop import seconds_per_step, serving
-from .kit import machine, measured_rates, peak_bytes
+from .kit import add_common_arguments, machine, measured_rates, peak_bytes
 from .plain import PlainTraining
 
 _BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
@@ -205,13 +205,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="RecordIO set that ours reads (default: generated images)")
     parser.add_argument("--processes", type=count, default=1, help="processes on this machine, one per GPU")
     parser.add_argument("--threads", type=int_in_range(0), default=0, help="CPU threads of a process, 0 = share the cores")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further keys of ours, as for train.py")
     parser.add_argument("--reference", type=Path, metavar="DIR", help="folder of arcface_torch, measured as well")
     parser.add_argument("--steps", type=count, default=3, help="timed steps of a turn")
     parser.add_argument("--rounds", type=count, default=3, help="turns of each; the median is reported")
-    parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    add_common_arguments(parser)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
