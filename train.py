@@ -17,7 +17,7 @@ from easydict import EasyDict
 from torch import Tensor
 
 from configs import dump_config, load_config
-from data.bad_batch import write_bad_batch
+from data.tolerant import write_bad_batch
 from eval.embed import EmbedSettings
 from eval.monitor import Evaluator
 from losses.first_loss import FirstStep, judge_first_loss

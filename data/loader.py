@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.huge_pages import with_huge_pages
+from utils.allocator import with_huge_pages
 from utils.image import IMAGE_SIZE
 
 from .augment import Augment

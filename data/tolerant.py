@@ -1,17 +1,51 @@
-"""Skips damaged records: data.on_bad_record=skip.
+"""Write down the batch behind a non-finite loss or gradient."""
 
-A sample that cannot be read is replaced by another one, which is a function of (seed, index) alone. So the batch is the same
-for any number of threads, and after a resume. Every bad record is counted, and the first ones are reported one by one.
-"""
-
+import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from utils.distributed import World, all_gather_objects
 from utils.randomness import derive
 
 from .base import FaceDataset
+from .sampler import Samples
+
+
+def write_bad_batch(
+    path: Path, step: int, why: str, dataset: FaceDataset, samples: Samples, embeddings: Sequence[Tensor], world: World
+) -> str:
+    """Write the record keys of a global batch to the JSON file `path`; collective.
+
+    Args:
+        samples: this rank's samples of the step.
+        embeddings: of each of its micro-batches, (b, D).
+
+    Returns:
+        A sentence that says where the keys are and which embeddings are bad. Only rank 0 writes, and knows whether that failed.
+    """
+    finite = torch.cat([rows.detach().float().isfinite().all(dim=1) for rows in embeddings]).tolist()
+    mine = [
+        {"rank": world.rank, "record": dataset.key(index), "label": dataset.label(index), "embedding_finite": good}
+        for index, good in zip(samples.indices.tolist(), finite, strict=True)
+    ]
+    everyone = [entry for entries in all_gather_objects(mine, world) for entry in entries]
+    bad = [entry["record"] for entry in everyone if not entry["embedding_finite"]]
+    where = f"are in {path}"
+    if world.rank == 0:
+        try:
+            path.write_text(json.dumps({"step": step, "why": why, "samples": everyone}, indent=1))
+        except OSError as error:  # a full disk must not hide the original error
+            where = f"could not be written to {path} ({error.strerror})"
+    some = "its embeddings are finite"
+    if bad:
+        some = f"{len(bad)} of its {len(everyone)} embeddings are not finite, the first is that of {bad[0]}"
+    return f"The records of its batch {where}: {some}"
+
 
 _NAMED = 10  # bad records that are reported one by one
 _ATTEMPTS = 20  # replacements tried for a sample; each may be bad too, with a probability of at most max_bad_fraction

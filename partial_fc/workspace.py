@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from utils.huge_pages import with_huge_pages
+from utils.allocator import with_huge_pages
 
 
 class Workspace:
@@ -50,11 +50,6 @@ class Workspace:
         if room > held:
             self._cache = self._cache.new_empty(0)  # free the smaller one before the larger is allocated
             self._cache = with_huge_pages(torch.empty(room, dtype=torch.uint8, device=self.device))
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes that the cache holds."""
-        return self._cache.nbytes
 
     def cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Return memory of the cache, valid until the next begin_cache, or None if the budget is used up."""

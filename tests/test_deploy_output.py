@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.output import new_file
+from deploy.journal import new_file
 
 
 @pytest.mark.parametrize("first_ends", ["before", "after"])

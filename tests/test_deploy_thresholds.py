@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploy.thresholds import add_threshold_arguments, read_threshold, threshold_of
+from deploy.results import add_threshold_arguments, read_threshold, threshold_of
 from eval.report import write_summary
 from eval.verification import fuse_views, verify
 from utils.checkpoint.format import FORMAT

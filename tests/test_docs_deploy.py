@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deploy.card.card import FIELDS
-from deploy.embed import table as embed_table
+from deploy.embed import parts as embed_table
 from deploy.export import checks as export_checks
 from deploy.export import graph as export_graph
 from deploy.faces import detect as detect_sheet
@@ -17,7 +17,7 @@ from deploy.faces.detector import RetinaFace, Scrfd, YuNet
 from deploy.gallery.database import PATIENCE
 from deploy.serve import answers as demo_answers
 from deploy.serve import server as demo_server
-from eval.input_contract import InputContract
+from eval.foreign_networks import InputContract
 from scripts.deploy import export
 from scripts.deploy.verify import DIFFERENT
 from scripts.face import all_verbs

@@ -12,7 +12,7 @@ from configs import load_config
 from configs.loader import SCHEMA
 from configs.rules import CHOICES
 from training.sections import NAMED
-from utils.optim.rules import PRESETS
+from utils.optim import PRESETS
 from utils.schedule import SCHEDULES
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ from tiny_runs import face, read_metrics, run_program, run_train, small_run, wri
 
 import train
 from backbones import build_backbone
-from deploy.results_file import read_results
+from deploy.results import read_results
 from eval.__main__ import main as evaluate
 from scripts.eval import identify
 from scripts.eval.compare_runs import main as compare

@@ -265,21 +265,8 @@ def test_the_list_of_utils_is_closed():
     files = [path.relative_to(ROOT / "utils") for path in SOURCES if path.is_relative_to(ROOT / "utils")]
     found = {path.parts[0].removesuffix(".py") for path in files}
     packages = {"checkpoint", "distributed", "optim", "report"}
-    modules = {
-        "alignment",
-        "allocator",
-        "cli",
-        "files",
-        "huge_pages",
-        "image",
-        "log",
-        "memory",
-        "parallel",
-        "program",
-        "precision",
-        "randomness",
-    }
-    assert found == packages | modules | {"schedule", "text", "__init__"}
+    modules = {"alignment", "allocator", "cli", "files", "image", "log", "memory", "parallel", "program", "precision"}
+    assert found == packages | modules | {"randomness", "schedule", "text", "__init__"}
 
 
 # what concerns several modules; everything else is named after the one it tests, or begins with its folder

@@ -18,7 +18,7 @@ from saving import save_now
 
 from backbones import build_backbone
 from deploy.card.card import FIELDS, _multiply_adds
-from eval.input_contract import InputContract
+from eval.foreign_networks import InputContract
 from eval.report import as_json
 from eval.verification import verify
 from scripts.deploy import card

@@ -32,7 +32,7 @@ from deploy.embed.embedder import open_embedder
 from deploy.faces.detector import Detector, Face
 from deploy.gallery.database import Facts
 from deploy.gallery.store import Gallery, NewImage
-from deploy.results_file import read_results
+from deploy.results import read_results
 from deploy.serve import server as demo_server
 from deploy.serve.answers import DemoAnswers, measured, result_of, score
 from eval.__main__ import main as evaluate

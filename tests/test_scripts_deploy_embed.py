@@ -32,8 +32,8 @@ from tiny_runs import Started
 from backbones import build_backbone
 from deploy.embed import embedder
 from deploy.embed import parts as embed_parts
+from deploy.embed import parts as embed_table
 from deploy.embed import parts as embed_workers
-from deploy.embed import table as embed_table
 from deploy.embed.embedder import open_embedder
 from eval.networks import add_network_arguments
 from scripts.deploy import embed

@@ -15,7 +15,7 @@ from gallery_runs import DIM, SIZE, png, write_network, write_people
 from onnx import helper, numpy_helper
 from tiny_runs import Started
 
-from deploy.gallery import enrol as gallery_enrol
+from deploy.gallery import commands as gallery_enrol
 from deploy.gallery.store import Gallery
 from scripts.deploy import enrol, search
 
@@ -252,7 +252,7 @@ def test_short_commands_take_the_newest_run_and_what_the_gallery_was_enrolled_wi
     assert search.main([query]) == 1
     assert "people.gallery: no such gallery; `face enrol` makes one" in capsys.readouterr().err
     monkeypatch.setattr("eval.networks.newest_run", lambda: Path("weights.pt"))
-    monkeypatch.setattr("deploy.gallery.enrol.newest_run", lambda: Path("weights.pt"))
+    monkeypatch.setattr("deploy.gallery.commands.newest_run", lambda: Path("weights.pt"))
     assert enrol.main(["people", *weights[1:]]) == 0
     assert enrol.main(["staff.gallery", "people", *weights[1:]]) == 0
     (tmp_path / "elsewhere").mkdir()

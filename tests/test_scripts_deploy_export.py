@@ -37,7 +37,7 @@ from deploy.export import checks as export_checks
 from deploy.export import export as export_files
 from deploy.export import graph as export_graph
 from eval.__main__ import main as evaluate
-from eval.input_contract import CONTRACT_FILE, InputContract
+from eval.foreign_networks import CONTRACT_FILE, InputContract
 from scripts.deploy.embed import main as embed
 from scripts.deploy.export import main as export
 from utils.alignment import TEMPLATE

@@ -9,8 +9,7 @@ from torch import nn
 
 import train
 from backbones import build_backbone
-from utils.optim import ParameterRule, build_optimizer, describe_groups
-from utils.optim.rules import layer_numbers
+from utils.optim import ParameterRule, build_optimizer, describe_groups, layer_numbers
 
 
 class _Transformer(nn.Module):

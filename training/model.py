@@ -35,8 +35,7 @@ from utils.distributed import all_gather_objects, raise_on_all_ranks
 from utils.distributed.patience import patiently
 from utils.distributed.sync_norm import synchronise_norms
 from utils.memory import available_bytes, backbone_memory, bytes_beside_heads
-from utils.optim import ParameterRule, build_optimizer, freeze
-from utils.optim.rules import layer_numbers
+from utils.optim import ParameterRule, build_optimizer, freeze, layer_numbers
 from utils.precision import AUTOCAST, LossScaler
 from utils.randomness import derive
 from utils.text import prefix_errors

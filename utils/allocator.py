@@ -5,8 +5,12 @@ allocated. That took a quarter of the time of a training step on a CPU. These se
 """
 
 import ctypes
+import functools
 import os
 import sys
+from typing import Any
+
+from torch import Tensor
 
 SWITCH = "FACE_ALLOCATOR"
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
@@ -28,3 +32,30 @@ def keep_freed_memory() -> bool:
         return False
     large = libc.mallopt(_MMAP_THRESHOLD, _LARGEST) or libc.mallopt(_MMAP_THRESHOLD, _LARGEST_BEFORE_2_35)
     return bool(large and libc.mallopt(_TRIM_THRESHOLD, _KEPT) and libc.mallopt(_TOP_PAD, _STEP))
+
+
+_ADVISE_HUGE = 14  # MADV_HUGEPAGE of Linux, in every architecture's madvise(2)
+_PAGE = 4096
+_LARGE = 4 << 20
+
+
+def with_huge_pages(tensor: Tensor) -> Tensor:
+    """Request huge pages for a new tensor that was not written to yet, and return it; does nothing if unsupported."""
+    madvise = _madvise()
+    if tensor.device.type == "cpu" and tensor.nbytes >= _LARGE and madvise is not None:
+        first = -(-tensor.data_ptr() // _PAGE) * _PAGE
+        size = (tensor.data_ptr() + tensor.nbytes - first) // _PAGE * _PAGE
+        madvise(first, size, _ADVISE_HUGE)
+    return tensor
+
+
+@functools.cache
+def _madvise() -> Any:
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        function = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function

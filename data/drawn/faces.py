@@ -10,8 +10,7 @@ import math
 import cv2
 import numpy as np
 
-from .identity import Colour, Identity, Shot
-from .skull import SIZE, Canvas, Head, mix
+from .identity import SIZE, Canvas, Colour, Head, Identity, Shot, mix
 
 _COVERS_EARS = ("bob", "long", "curly", "fringe")
 # Longitudes, in degrees from the nose, at which the hairline has a height of its own.

@@ -11,8 +11,7 @@ from torch import nn
 
 from backbones import build_backbone
 from configs.values import is_nothing, read_yaml
-from eval.foreign_networks import ForeignNetwork
-from eval.input_contract import InputContract
+from eval.foreign_networks import ForeignNetwork, InputContract
 from eval.networks import Network, OtherInput, load_network
 from utils.alignment import POINTS, TEMPLATE
 from utils.checkpoint.format import is_checkpoint, read_manifest
@@ -22,8 +21,8 @@ from utils.image import IMAGE_SIZE
 from utils.memory import forward_operations
 from utils.text import did_you_mean, one_line
 
-from ..output import write_file
-from ..results_file import Interval, Point, SetResult, read_results_of
+from ..journal import write_file
+from ..results import Interval, Point, SetResult, read_results_of
 from .document import Document
 from .facts import Facts, backbone_words, data_facts, planned_steps, recipe_facts
 

@@ -14,7 +14,7 @@ from utils.files import MAX_SMALL_TEXT, read_text, shown
 from utils.report.page import Page
 from utils.text import markdown_table, markdown_text, printable
 
-from ..output import write_file
+from ..journal import write_file
 
 _MARK = "<!-- written by python -m scripts.deploy.card; hash of the text above: {} -->"
 _MARKED = re.compile(_MARK.format("([0-9a-f]{32})"))

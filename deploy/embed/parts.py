@@ -11,6 +11,8 @@ import argparse
 import contextlib
 import copy
 import hashlib
+import importlib
+import io
 import json
 import multiprocessing
 import os
@@ -27,12 +29,13 @@ import numpy as np
 import torch
 
 from eval.foreign_networks import onnx_hash
+from utils.checkpoint.tensor_file import NewFile
 from utils.distributed import choose_device
 from utils.parallel import map_in_order
 
 from ..faces.detector import Detector, open_detector
 from ..faces.pictures import Crop, Rejected, read_crops
-from ..journal import Journal
+from ..journal import Journal, csv_bytes, new_file
 from .embedder import Embedder, open_embedder
 
 # of a part: few on a CPU, where a kill shall lose seconds and all processes shall have work; several batches on a GPU
@@ -306,3 +309,131 @@ def _end_with_parent() -> None:
     assert parent is not None
     wait([parent.sentinel])
     os._exit(1)
+
+
+FORMS = (".parquet", ".npy")
+_ROW_GROUP = 8192  # faces that a .parquet file stores together; readers skip or read whole groups
+_COLUMNS = ("name", "face", "person", "norm", "padding", "score")
+
+
+def check_form(out: Path) -> None:
+    """Raise ValueError unless a table can be written to this file."""
+    if out.suffix not in FORMS:
+        raise ValueError(f"--out: must end in {' or '.join(FORMS)}, got {out}")
+    if out.suffix == ".parquet":
+        _pyarrow()
+
+
+def files_of(out: Path) -> list[Path]:
+    """Return the files of a table: those that a run replaces."""
+    return [out, out.with_suffix(".csv")] if out.suffix == ".npy" else [out]
+
+
+def write_table(out: Path, plan: Plan, parts: Parts, embedding_size: int, title: str) -> tuple[int, int]:
+    """Write the table and OUT.rejected.csv; return the number of faces and of pictures without one.
+
+    Raises:
+        ValueError: there is no face, or a part is damaged.
+    """
+    rejected_list = out.with_name(f"{out.name}.rejected.csv")
+    faces = pictures = 0
+    rejected: list[tuple[str, str]] = []
+    for part in _all(plan, parts):
+        faces += len(part.rows)
+        pictures += len({row.name for row in part.rows})
+        rejected += [(name, reason) for name, reason in part.rejected]
+    rejected_list.unlink(missing_ok=True)
+    if rejected:
+        with new_file(rejected_list) as file:
+            file.write(csv_bytes([("name", "reason"), *rejected]))
+    if not faces:
+        name, reason = rejected[0]
+        raise ValueError(
+            f"no face in any of {len(plan.files)} pictures; the first, {name}, {reason}; all are in {rejected_list}"
+        )
+    if out.suffix == ".npy":
+        with new_file(files_of(out)[1]) as file:
+            file.write(csv_bytes([_COLUMNS]))
+            for part in _all(plan, parts):
+                file.write(csv_bytes(map(_cells, part.rows)))
+        with new_file(out) as file:  # last: it says that all is there
+            header = io.BytesIO()
+            shape = {"descr": "<f4", "fortran_order": False, "shape": (faces, embedding_size)}
+            np.lib.format.write_array_header_1_0(header, shape)
+            file.write(header.getvalue())
+            for part in _all(plan, parts):
+                file.write(part.vectors.tobytes())
+    else:
+        with new_file(out) as file:
+            _write_parquet(file, _all(plan, parts), embedding_size, {"network": title, "digest": plan.facts["network"]})
+    return faces, len(plan.files) - pictures
+
+
+def _all(plan: Plan, parts: Parts) -> Iterator[Part]:
+    for number in range(plan.count):
+        part = parts.read(number)
+        if part is None:
+            raise ValueError(f"part {number} is damaged; start the same command again with --again")
+        yield part
+
+
+def _person(name: str) -> str:
+    folder, between, _ = name.partition("/")
+    return folder if between else ""
+
+
+def _cells(row: Row) -> tuple[object, ...]:
+    score = "" if row.score is None else f"{row.score:.4f}"
+    return row.name, row.face, _person(row.name), f"{row.norm:.6g}", f"{row.padding:.4f}", score
+
+
+def _write_parquet(file: NewFile, parts: Iterator[Part], embedding_size: int, facts: dict[str, str]) -> None:
+    arrow = _pyarrow()
+    kinds = (arrow.string(), arrow.int32(), arrow.string(), arrow.float32(), arrow.float32(), arrow.float32())
+    fields = [arrow.field(name, kind) for name, kind in zip(_COLUMNS, kinds, strict=True)]
+    fields.append(arrow.field("embedding", arrow.list_(arrow.float32(), embedding_size)))
+    schema = arrow.schema(fields, metadata=facts)
+    with importlib.import_module("pyarrow.parquet").ParquetWriter(_Sink(file), schema) as writer:
+        for part in _joined(parts):
+            rows = [(row.name, row.face, _person(row.name), row.norm, row.padding, row.score) for row in part.rows]
+            columns = [arrow.array(column, kind) for column, kind in zip(zip(*rows, strict=True), kinds, strict=True)]
+            vectors = arrow.FixedSizeListArray.from_arrays(arrow.array(part.vectors.ravel()), embedding_size)
+            writer.write_table(arrow.table([*columns, vectors], schema=schema))
+
+
+def _joined(parts: Iterator[Part]) -> Iterator[Part]:
+    """Yield the faces in parts of at least _ROW_GROUP but for the last, which is not empty either."""
+    rows: list[Row] = []
+    vectors: list[np.ndarray] = []
+    for part in parts:
+        rows += part.rows
+        vectors.append(part.vectors)
+        if len(rows) >= _ROW_GROUP:
+            yield Part(rows, [], np.concatenate(vectors))
+            rows, vectors = [], []
+    if rows:
+        yield Part(rows, [], np.concatenate(vectors))
+
+
+class _Sink(io.RawIOBase):
+    """The file as pyarrow writes to it; closing is left to its owner."""
+
+    def __init__(self, file: NewFile) -> None:
+        super().__init__()
+        self._file = file
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self._file.write(memoryview(data))
+
+    def tell(self) -> int:
+        return self._file.size
+
+
+def _pyarrow() -> Any:
+    try:
+        return importlib.import_module("pyarrow")
+    except ImportError:
+        raise ValueError("--out: a .parquet file needs pyarrow: pip install pyarrow; or choose a .npy file") from None

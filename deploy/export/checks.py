@@ -21,8 +21,7 @@ from torch import nn
 from data.base import FaceDataset
 from data.datasets import SyntheticDataset, open_set
 from eval.embed import EmbedSettings, inference_mode
-from eval.foreign_networks import open_foreign
-from eval.input_contract import InputContract
+from eval.foreign_networks import InputContract, open_foreign
 from eval.monitor import evaluate
 from eval.pair_sets.bin_file import PairSet
 from utils.cli import progress

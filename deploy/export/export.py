@@ -21,8 +21,7 @@ import torch
 from backbones import build_backbone
 from data.base import FaceDataset
 from eval.embed import inference_mode
-from eval.foreign_networks import check_outside_data
-from eval.input_contract import InputContract
+from eval.foreign_networks import InputContract, check_outside_data
 from eval.monitor import load_pair_sets
 from eval.networks import Network, load_network
 from eval.pair_sets.bin_file import PairSet
@@ -31,7 +30,7 @@ from utils.files import shown, unfinished_folder
 from utils.image import normalise
 from utils.text import one_line
 
-from ..output import write_file
+from ..journal import write_file
 from .checks import (
     BATCHES,
     PARITY,

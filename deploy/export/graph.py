@@ -1,6 +1,6 @@
 """Turns a network into a graph for deployment: traced with a dynamic batch, batch normalisations folded, ONNX or .pt2 bytes.
 
-A file says what its user must know; eval/input_contract.py has the facts, their texts, and their reading.
+A file says what its user must know; eval/networks.py has the facts, their texts, and their reading.
 Shapes: b = images, S = image_size, D = embedding size.
 """
 
@@ -20,8 +20,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Node
 
 from eval.embed import inference_mode
-from eval.foreign_networks import ForeignNetwork
-from eval.input_contract import CONTRACT_FILE, InputContract, contract_of_texts
+from eval.foreign_networks import CONTRACT_FILE, ForeignNetwork, InputContract, contract_of_texts
 from eval.networks import Network, OtherInput
 from utils.alignment import TEMPLATE
 from utils.checkpoint.tensor_file import NewFile

@@ -19,8 +19,7 @@ from utils.image import MAX_PHOTO_PIXELS, decode_rgb
 from utils.parallel import map_in_order
 from utils.report.contact_sheet import pair_sheet
 
-from ..journal import Journal, open_journal
-from ..output import csv_bytes, write_file
+from ..journal import Journal, csv_bytes, open_journal, write_file
 from .detections import Face
 from .detector import Detector, open_detector
 from .landmarks import report_padding

@@ -1,18 +1,301 @@
-"""What can be done with a gallery besides enrolling and searching: show, check, remove, embed anew."""
+"""What is done with a gallery besides searching: enrol pictures that a command line names, show, check, remove, embed anew."""
 
 import argparse
+import hashlib
 import json
+import os
+import re
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+
+from utils.checkpoint.format import newest_run
 from utils.cli import progress
-from utils.files import shown
+from utils.files import read_bytes, shown
+from utils.parallel import map_in_order
 from utils.text import one_line
 
-from ..embed.embedder import open_embedder
-from ..output import write_file
-from .enrol import network_path
-from .store import Gallery, Image, check_person
+from ..embed.embedder import Embedder, open_embedder
+from ..faces.detector import Detector, open_detector
+from ..faces.pictures import Crop, Rejected, crops_of, list_pictures
+from ..journal import write_file
+from .database import Facts
+from .store import Gallery, Image, NewImage, check_person
+
+
+class Picture(NamedTuple):
+    """A picture file."""
+
+    path: Path
+    name: str  # relative to the folder that the command line names; the path if it names several
+    person: str  # "" = not asked for
+
+
+class Faces(NamedTuple):
+    """The faces of a picture."""
+
+    picture: Picture
+    hash: bytes  # of the file's bytes; b"" if it cannot be read
+    crops: list[Crop] | Rejected | None  # None = skipped
+
+
+def add_person_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --person-from, who is on a picture."""
+    parser.add_argument(
+        "--person-from",
+        type=_rule,
+        default="folder",
+        metavar="RULE",
+        help="folder = the sub-folder is the person; name = the file name up to its last underscore; anything else is a "
+        "regular expression for the picture's path below the folder, whose first group is the person (default folder)",
+    )
+
+
+def find_pictures(path: Path) -> list[tuple[Path, str]]:
+    """Return (path, name) of a picture, or of all pictures below a folder in the order of their names.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if path.is_dir():
+        return [(path / name, name) for name in list_pictures(path)]
+    if not path.exists():
+        raise ValueError(f"{shown(path)}: no such picture or folder")
+    return [(path, path.name)]
+
+
+def with_people(
+    pictures: Sequence[tuple[Path, str]], rule: str, person: str | None, whole_paths: bool = False
+) -> tuple[list[Picture], list[Rejected]]:
+    """Return the pictures with their people, and those whose person has no name, or none that is allowed.
+
+    Args:
+        rule: of --person-from.
+        person: who is on all of them, None = by the rule.
+        whole_paths: call the pictures by their paths, because those of several folders may have the same name.
+    """
+    named, rejected = [], []
+    for path, name in pictures:
+        called = str(path) if whole_paths else name
+        try:
+            named.append(Picture(path, called, check_person(person if person is not None else _person(name, rule))))
+        except ValueError as error:
+            rejected.append(Rejected(called, str(error)))
+    return named, rejected
+
+
+def _person(name: str, rule: str) -> str:
+    if rule == "folder":
+        folder, separator, _ = name.partition(os.sep)
+        if not separator:
+            raise ValueError("lies in no sub-folder, whose name would be the person's; see --person-from and --person")
+        return folder
+    if rule == "name":
+        stem, separator, _ = Path(name).stem.rpartition("_")
+        if not separator:
+            raise ValueError("has no underscore in its name, before which the person would be; see --person-from")
+        return stem
+    found = re.search(rule, name)
+    if not found or not found[1]:
+        raise ValueError("does not match --person-from")
+    return found[1]
+
+
+def _rule(text: str) -> str:
+    if text not in ("folder", "name"):
+        try:
+            groups = re.compile(text).groups
+        except re.error as error:
+            raise argparse.ArgumentTypeError(f"must be folder, name, or a regular expression: {error}") from None
+        if not groups:
+            raise argparse.ArgumentTypeError("must be folder, name, or a regular expression with a (group) for the person")
+    return text
+
+
+def read_faces(
+    pictures: Sequence[Picture],
+    detector: Detector | None,
+    size: int,
+    which: str,
+    threads: int,
+    skipped: frozenset[tuple[str, bytes]] | set[tuple[str, bytes]] = frozenset(),
+) -> Iterator[Faces]:
+    """Yield the faces of each picture, in order; a picture of a person in `skipped`, with this hash, is not decoded."""
+
+    def work(picture: Picture) -> Faces:
+        try:
+            data = read_bytes(picture.path)
+        except OSError as error:
+            return Faces(picture, b"", Rejected(picture.name, f"cannot be read: {error.strerror}"))
+        found = hashlib.sha256(data).digest()
+        if (picture.person, found) in skipped:
+            return Faces(picture, found, None)
+        return Faces(picture, found, crops_of(data, picture.name, detector, size, which))
+
+    return map_in_order(work, pictures, threads, ahead=4)
+
+
+NO_DIRECTION = "the network returns no direction for it: zero, or not finite"
+DEFAULT = Path("people.gallery")
+_SQLITE = b"SQLite format 3\0"  # at the start of its files
+Waiting = tuple[Picture, bytes, Crop]  # a face to enrol, with the hash of its picture
+
+
+def enrol_all(options: argparse.Namespace) -> None:
+    """Enrol the pictures of the command line, and say what became of them."""
+    if options.person is not None:
+        options.person = check_person(options.person)
+    pictures, rejected = with_people(find_pictures(options.folder), options.person_from, options.person)
+    embedder, detector = open_embedder(options), open_detector(options)
+    facts = Facts(
+        one_line(embedder.title),
+        embedder.digest,
+        embedder.embedding_size,
+        embedder.image_size,
+        one_line(detector.name) if detector else "",
+        options.which,
+        network_path(options),
+        _stored_path(options.detector) if options.detector else "",
+    )
+    with Gallery.create(options.gallery, facts) as gallery:
+        require_network(gallery, embedder)
+        warn_of_other_detector(gallery, facts.detector, options.which)
+        known = gallery.images()
+        there = {(image.person, image.hash) for image in known}
+        owners = {image.hash: image.person for image in known}
+        counts, waiting = {"enrolled": 0, "skipped": 0}, []
+        faces = read_faces(pictures, detector, embedder.image_size, options.which, options.threads, there)
+        with progress([], len(pictures), "enrolling", "picture") as bar:
+            for one in faces:
+                _warn_of_other_person(one, owners)
+                if one.crops is None:
+                    counts["skipped"] += 1
+                    bar.update()
+                elif isinstance(one.crops, Rejected):
+                    rejected.append(one.crops)
+                    bar.update()
+                else:
+                    waiting += [(one.picture, one.hash, crop) for crop in one.crops]
+                if len(waiting) >= options.batch_size:
+                    _enrol(waiting, gallery, embedder, options, counts, rejected)
+                    bar.update(len(waiting))
+                    waiting = []
+            _enrol(waiting, gallery, embedder, options, counts, rejected)
+            bar.update(len(waiting))
+        people = gallery.people()
+    for picture in rejected:
+        print(f"rejected: {shown(picture.name)}: {one_line(picture.reason)}")
+    print(
+        f"{shown(options.gallery)}: {counts['enrolled']} pictures enrolled, {counts['skipped']} were there already, "
+        f"{len(rejected)} rejected; now {sum(people.values()):,} of {len(people):,} people"
+    )
+    if rejected and not counts["enrolled"] and not counts["skipped"]:
+        raise ValueError(f"{shown(options.folder)}: none of {len(rejected)} pictures could be enrolled; the reasons are above")
+
+
+def _enrol(
+    waiting: Sequence[Waiting],
+    gallery: Gallery,
+    embedder: Embedder,
+    options: argparse.Namespace,
+    counts: dict[str, int],
+    rejected: list[Rejected],
+) -> None:
+    """Embed faces and add them in one transaction."""
+    if not waiting:
+        return
+    raw = embedder.embed(np.stack([crop.pixels for _, _, crop in waiting]))
+    images = []
+    for (picture, found, crop), embedding in zip(waiting, raw, strict=True):
+        if not np.isfinite(embedding).all() or not embedding.any():
+            rejected.append(Rejected(picture.name, NO_DIRECTION))
+            continue
+        quality = 1.0 if crop.face is None else float(crop.face.score)
+        pixels = None if options.no_pictures else crop.pixels
+        images.append(NewImage(picture.person, picture.name, found, crop.number, quality, embedding, pixels))
+    for image, number in zip(images, gallery.add(images), strict=True):
+        counts["enrolled" if number else "skipped"] += 1
+        if options.list and number:
+            print(f"enrolled: {shown(image.picture)} as {image.person}, image {number}", flush=True)
+
+
+def _warn_of_other_person(faces: Faces, owners: dict[bytes, str]) -> None:
+    """Say it if the same picture is enrolled as somebody else: one of the two names is wrong."""
+    if isinstance(faces.crops, Rejected) or not faces.hash:
+        return
+    other = owners.setdefault(faces.hash, faces.picture.person)
+    if other != faces.picture.person:
+        line = f"{shown(faces.picture.name)} is enrolled as {faces.picture.person}, and the same picture as {other}"
+        print(f"warning: {one_line(line)}", file=sys.stderr)
+
+
+def require_network(gallery: Gallery, embedder: Embedder) -> None:
+    """Raise ValueError unless a gallery was embedded by this network: cosines of different networks mean nothing."""
+    if gallery.facts.digest != embedder.digest:
+        raise ValueError(
+            f"{shown(gallery.path)}: was embedded by {one_line(gallery.facts.title)}, another network than "
+            f"{one_line(embedder.title)}; use that one, or change the gallery: face gallery reembed "
+            f"{shown(gallery.path)} NETWORK"
+        )
+    if (gallery.facts.embedding_size, gallery.facts.image_size) != (embedder.embedding_size, embedder.image_size):
+        raise ValueError(f"{shown(gallery.path)}: has other sizes than its own network; take a copy of the gallery")
+
+
+def warn_of_other_detector(gallery: Gallery, detector: str, which: str) -> None:
+    """Say it if the faces of the gallery were found in another way than those that come to it."""
+    facts = gallery.facts
+    if (facts.detector, facts.which) != (detector, which) and (facts.detector or detector):
+        before, now = (f"{name} ({rule})" if name else "aligned crops" for name, rule in (facts[4:6], (detector, which)))
+        line = f"the faces of {shown(gallery.path)} are from {before}, these from {now}; cosines may be lower"
+        print(f"warning: {one_line(line)}", file=sys.stderr)
+
+
+def choose_words(words: Sequence[Path]) -> tuple[Path | None, Path, list[Path]]:
+    """Return network, gallery and the other words of a command line [[NETWORK] GALLERY] WORDS...
+
+    A word is a gallery if it ends in .gallery or is a file of SQLite; without one it is people.gallery.
+    """
+    for place, word in enumerate(words[:2]):
+        if place + 1 < len(words) and _is_gallery(word):
+            return (words[0] if place else None), word, list(words[place + 1 :])
+    return None, DEFAULT, list(words)
+
+
+def _is_gallery(path: Path) -> bool:
+    if path.suffix == DEFAULT.suffix or (path / "gallery.sqlite").exists():
+        return True
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(_SQLITE)) == _SQLITE
+
+
+def take_recorded_network(options: argparse.Namespace) -> None:
+    """Set the network and the detector of the options to those that the gallery was enrolled with."""
+    with Gallery(options.gallery) as gallery:
+        facts = gallery.facts
+    path = Path(facts.network_path)
+    if not facts.network_path or not path.exists():
+        raise ValueError(
+            f"{shown(options.gallery)}: its network, {one_line(facts.title)}, is not at {shown(path)}; name it before the "
+            f"gallery: face search NETWORK {shown(options.gallery)} PICTURES"
+        )
+    options.run = path
+    if options.detector is None and facts.detector_path:
+        options.detector = Path(facts.detector_path)
+
+
+def network_path(options: argparse.Namespace) -> str:
+    """Return where the network of the command line is, as a gallery records it."""
+    return _stored_path(options.run or newest_run())
+
+
+def _stored_path(path: Path) -> str:
+    return os.fsencode(path.resolve()).decode("utf-8", "replace")
 
 
 def show_gallery(options: argparse.Namespace) -> None:

@@ -17,9 +17,9 @@ from utils.text import one_line
 from ..embed.embedder import Embedder, open_embedder
 from ..faces.detector import open_detector
 from ..faces.pictures import Crop, Rejected
-from ..output import write_file
-from ..thresholds import Threshold, threshold_of
-from .enrol import (
+from ..journal import write_file
+from ..results import Threshold, threshold_of
+from .commands import (
     NO_DIRECTION,
     Picture,
     find_pictures,

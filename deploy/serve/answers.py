@@ -20,8 +20,7 @@ from ..embed.embedder import Embedder
 from ..faces.detector import Detector
 from ..faces.pictures import Rejected, crops_of
 from ..gallery.store import Gallery
-from ..results_file import Point, SetResult, parse_results, read_results_of
-from ..thresholds import RESULTS
+from ..results import RESULTS, Point, SetResult, parse_results, read_results_of
 
 _MAX_PIXELS = 64_000_000  # of an upload: 0.6 GB while it is decoded; phones have 12 to 50 million
 _TOP = 5  # people that a search shows

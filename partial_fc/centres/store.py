@@ -18,8 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from utils.allocator import with_huge_pages
 from utils.cli import progress
-from utils.huge_pages import with_huge_pages
 
 from ..workspace import Workspace
 from .shard import initial_blocks

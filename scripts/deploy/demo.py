@@ -19,7 +19,7 @@ from pathlib import Path
 
 from deploy.embed.embedder import open_embedder
 from deploy.faces.detector import add_detector_arguments, open_detector
-from deploy.gallery.enrol import require_network, warn_of_other_detector
+from deploy.gallery.commands import require_network, warn_of_other_detector
 from deploy.gallery.store import Gallery
 from deploy.serve.answers import WHICH_FACE, DemoAnswers, far_of, result_of
 from eval.networks import add_network_arguments

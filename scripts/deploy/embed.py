@@ -21,8 +21,19 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.embed.parts import Parts, Plan, Stamped, default_processes, embed_parts, one_thread, open_network
-from deploy.embed.table import FORMS, check_form, files_of, write_table
+from deploy.embed.parts import (
+    FORMS,
+    Parts,
+    Plan,
+    Stamped,
+    check_form,
+    default_processes,
+    embed_parts,
+    files_of,
+    one_thread,
+    open_network,
+    write_table,
+)
 from deploy.faces.detector import add_detector_arguments, open_detector
 from deploy.faces.pictures import add_which_argument, list_pictures
 from deploy.journal import open_journal

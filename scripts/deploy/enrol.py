@@ -17,7 +17,7 @@ from pathlib import Path
 
 from deploy.faces.detector import add_detector_arguments
 from deploy.faces.pictures import add_which_argument
-from deploy.gallery.enrol import add_person_arguments, choose_words, enrol_all
+from deploy.gallery.commands import add_person_arguments, choose_words, enrol_all
 from eval.networks import add_network_arguments
 from utils.cli import make_parser
 from utils.program import run_main

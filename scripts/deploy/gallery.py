@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.gallery.commands import check_gallery, reembed_gallery, remove_from_gallery, show_gallery
-from deploy.gallery.enrol import DEFAULT
+from deploy.gallery.commands import DEFAULT, check_gallery, reembed_gallery, remove_from_gallery, show_gallery
 from eval.networks import add_network_arguments
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from deploy.faces.detector import add_detector_arguments
 from deploy.faces.pictures import add_which_argument
-from deploy.gallery.enrol import add_person_arguments, choose_words
+from deploy.gallery.commands import add_person_arguments, choose_words
 from deploy.gallery.report import MAX_ROWS, search_all
-from deploy.thresholds import add_threshold_arguments
+from deploy.results import add_threshold_arguments
 from eval.networks import add_network_arguments
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main

@@ -18,8 +18,8 @@ import numpy as np
 from deploy.embed.embedder import open_embedder
 from deploy.faces.detector import add_detector_arguments, open_detector
 from deploy.faces.pictures import Crop, Rejected, add_which_argument, read_crops
-from deploy.gallery.enrol import NO_DIRECTION
-from deploy.thresholds import add_threshold_arguments, threshold_of
+from deploy.gallery.commands import NO_DIRECTION
+from deploy.results import add_threshold_arguments, threshold_of
 from eval.networks import add_network_arguments
 from utils.cli import make_parser
 from utils.files import shown

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from utils.allocator import with_huge_pages
 from utils.distributed import SharedError, World, all_gather_objects, any_ranks
 from utils.distributed.patience import patiently
-from utils.huge_pages import with_huge_pages
 from utils.memory import available_bytes
 
 from .format import checkpoint_path, commit, partial_path, prune, shard_name
