@@ -2,7 +2,8 @@
 
 import argparse
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,16 +16,83 @@ from eval.foreign_networks import ForeignNetwork, InputContract
 from eval.networks import Network, OtherInput, load_network
 from utils.alignment import POINTS, TEMPLATE
 from utils.checkpoint.format import is_checkpoint, read_manifest
-from utils.distributed.agreement import digest_tensors
+from utils.distributed.agreement import digest, digest_tensors
 from utils.files import MAX_SMALL_TEXT, read_bytes, read_text, shown
 from utils.image import IMAGE_SIZE
 from utils.memory import forward_operations
-from utils.text import did_you_mean, one_line
+from utils.text import did_you_mean, markdown_table, markdown_text, one_line, printable
 
 from ..journal import write_file
 from ..results import Interval, Point, SetResult, read_results_of
-from .document import Document
 from .facts import Facts, backbone_words, data_facts, planned_steps, recipe_facts
+
+_MARK = "<!-- written by python -m scripts.deploy.card; hash of the text above: {} -->"
+_MARKED = re.compile(_MARK.format("([0-9a-f]{32})"))
+
+
+class Document:
+    """Collects the parts from top to bottom. All text is shown literally, whatever markup it contains."""
+
+    def __init__(self, title: str) -> None:
+        self._markdown = [f"# {markdown_text(title)}"]
+        self._pictures: dict[str, bytes] = {}
+
+    def section(self, heading: str) -> None:
+        """Begin a section."""
+        self._markdown.append(f"## {markdown_text(heading)}")
+
+    def text(self, text: str) -> None:
+        """Add paragraphs; an empty line parts them, other line ends do not count."""
+        for paragraph in re.split(r"\n\s*\n", text.strip()):
+            self._markdown.append(markdown_text(printable(" ".join(paragraph.split()))))
+
+    def missing(self, text: str) -> None:
+        """Add the place of a text that somebody must write; `text` says what it is to say."""
+        self._markdown.append(f"**To be filled in:** *{markdown_text(text)}*")
+
+    def table(self, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """Add a table."""
+        texts = [[printable(f"{cell:,}" if type(cell) is int else str(cell)) for cell in row] for row in rows]
+        self._markdown.append(markdown_table([head, *texts]))
+
+    def facts(self, facts: Iterable[tuple[str, object]]) -> None:
+        """Add a list of names and values."""
+        self._markdown.append(markdown_table([("", ""), *((name, printable(str(value))) for name, value in facts)]))
+
+    def picture(self, name: str, png: bytes, words: str) -> None:
+        """Add a PNG, which the document has beside it as `name`."""
+        self._markdown.append(f"![{markdown_text(words)}]({name})")
+        self._pictures[name] = png
+
+    def write(self, path: Path) -> None:
+        """Write the pictures, then the document, each of which appears when it is complete.
+
+        Raises:
+            ValueError: a person changed the document, and would lose the changes.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _require_own(path)
+        for name, png in self._pictures.items():
+            write_file(path.with_name(name), png)
+        data = ("\n\n".join(self._markdown) + "\n").encode("utf-8", "backslashreplace")
+        write_file(path, data + f"{_MARK.format(digest([data]))}\n".encode())
+
+
+def _require_own(path: Path) -> None:
+    """Raise ValueError if a file exists that this class did not write, or that somebody changed since."""
+    if not os.path.lexists(path):
+        return
+    try:
+        text = read_text(path, MAX_SMALL_TEXT, "utf-8")
+    except (OSError, UnicodeDecodeError):
+        text = ""
+    body, _, last = text.removesuffix("\n").rpartition("\n")
+    found = _MARKED.fullmatch(last)
+    if not found or digest([f"{body}\n".encode()]) != found[1]:
+        raise ValueError(
+            f"{shown(path)} was changed by hand, or is no card of this program, and would be lost. Move your text into the "
+            "file of the fields (card.yaml), and rename this one; or give another folder with --out"
+        )
 
 
 class Field(NamedTuple):
@@ -97,9 +165,9 @@ def write_card(options: argparse.Namespace) -> None:
     _add_contract(document, subject, options)
     for key in ("weights_licence", "contact"):
         _add_field(document, key, fields)
-    document.write(options.out, "card")
+    document.write(options.out / "card.md")
     missing = [key for key in FIELDS if key not in fields]
-    print(f"written: {shown(options.out / 'card.md')}, {shown(options.out / 'card.html')}")
+    print(f"written: {shown(options.out / 'card.md')}")
     if missing:
         print(f"to be filled in, in {shown(fields_file)}: {', '.join(missing)}")
 

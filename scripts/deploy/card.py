@@ -1,7 +1,7 @@
 """Write a network's model card: python -m scripts.deploy.card RUN --out DIR
 
 The card says what a network is: backbone, data, recipe, results with 95 % intervals, thresholds, what it takes and returns.
-DIR then has card.md with its pictures, card.html (one file, pictures included), and card.yaml. Only a person can say what the
+DIR then has card.md with its pictures, and card.yaml. Only a person can say what the
 network is meant for, under which licences, and whom to ask. Write that into card.yaml, and make the card again: card.yaml is
 never changed, and a card that was changed by hand is never overwritten.
 
