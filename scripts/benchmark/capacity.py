@@ -13,14 +13,12 @@ Examples:
 """
 
 import argparse
-import json
-import os
-import subprocess
+import multiprocessing
 import sys
-import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +34,7 @@ from partial_fc.config import matmul_dtype
 from partial_fc.kernels import choose_kernels
 from partial_fc.memory import HeadMemory
 from utils import distributed
+from utils.allocator import keep_freed_memory
 from utils.cli import int_in_range, make_parser
 from utils.image import IMAGE_SIZE
 from utils.memory import LIBRARY_BYTES, BackboneMemory, backbone_memory, bytes_beside_heads
@@ -44,7 +43,7 @@ from utils.precision import AUTOCAST, is_fast_in_bf16
 from utils.program import run_main
 from utils.text import prefix_errors
 
-from .kit import add_common_arguments, peak_bytes
+from .kit import add_common_arguments, peak_bytes, write_json
 
 _GIB = 2**30
 
@@ -103,10 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--find", action="store_true", help="verify on this device by bisection")
     add_common_arguments(parser, "with --find: to about 10 %% instead of 2 %%", device=False)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.worker:
-        return run_main(lambda: _worker(options, json.loads(options.worker)))
     return run_main(lambda: capacity(options))
 
 
@@ -152,9 +148,7 @@ def capacity(options: argparse.Namespace) -> None:
         print(line, flush=True)
     if not any(row["identities"] for row in rows):
         print(f"nothing fits: all else takes {others / _GIB:.2f} GiB; lower --batch, or use a smaller backbone")
-    if options.json:
-        facts = {"backbone_bytes": memory.total(options.batch), "rows": rows}
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+    write_json(options.json, {"backbone_bytes": memory.total(options.batch), "rows": rows})
 
 
 def _head_config(options: argparse.Namespace, storage: str, device: torch.device) -> HeadConfig:
@@ -211,33 +205,21 @@ def _find(options: argparse.Namespace, storage: str, guess: int, device: torch.d
 
 
 def _fits(options: argparse.Namespace, storage: str, local: int, device: torch.device) -> bool:
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "peak"
-        case = {"storage": storage, "local": local, "device": device.type, "result": str(result)}
-        command = [sys.executable, "-m", "scripts.benchmark.capacity", *_arguments(options), "--worker", json.dumps(case)]
-        process = subprocess.run(command, env=os.environ, capture_output=True, text=True)
-        if process.returncode == 0 and result.is_file():
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), keep_freed_memory) as pool:
+        try:
             # on the CPU the growth of the process is measured, which includes the memory of libraries
             reserve = LIBRARY_BYTES["cuda"] if device.type == "cuda" else 0
-            return int(result.read_text()) + reserve <= options.memory * _GIB
-        if "out of memory" in process.stderr.lower() or "can't allocate" in process.stderr or process.returncode < 0:
+            return pool.submit(_peak_of_a_step, options, storage, local, device).result() + reserve <= options.memory * _GIB
+        except (BrokenProcessPool, MemoryError):  # the kernel has killed it
             return False
-        raise ValueError(f"--find: a probe failed: {process.stderr.strip().splitlines()[-1:]}")
+        except RuntimeError as error:
+            if "out of memory" in str(error).lower() or "can't allocate" in str(error):
+                return False
+            raise ValueError(f"--find: a probe failed: {error}") from None
 
 
-def _arguments(options: argparse.Namespace) -> list[str]:
-    names = ["gpus", "memory", "backbone", "width", "embedding_size", "batch", "optimizer", "sample_rate", "precision"]
-    texts = [
-        text
-        for name in [*names, "image_size", "cache_mb", "sub_centers"]
-        for text in (f"--{name.replace('_', '-')}", str(getattr(options, name)))
-    ]
-    return [*texts, "--checkpointing"] if options.checkpointing else texts
-
-
-def _worker(options: argparse.Namespace, case: dict[str, Any]) -> None:
-    """Train one step of backbone and head in this process, like one rank of many; write the growth of its memory."""
-    device = torch.device(case["device"])
+def _peak_of_a_step(options: argparse.Namespace, storage: str, local: int, device: torch.device) -> float:
+    """Train one step of backbone and head in this process, like one rank of many; return the growth of its memory."""
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * _GIB / torch.cuda.mem_get_info()[1]))
     margin = build_margin("arcface", scale=64.0, margin=0.5)
@@ -247,14 +229,14 @@ def _worker(options: argparse.Namespace, case: dict[str, Any]) -> None:
         checkpoint(torch.neg, torch.ones(1), use_reentrant=False)
     before = peak_bytes(device)
     # the automatic cache takes a part of what the rest leaves of this machine's memory, which may be more than --memory
-    config = replace(_head_config(options, case["storage"], device), cache_mb=max(0, options.cache_mb))
-    head = PartialFC(margin, case["local"], dim, config=config, device=device)
+    config = replace(_head_config(options, storage, device), cache_mb=max(0, options.cache_mb))
+    head = PartialFC(margin, local, dim, config=config, device=device)
     for (
         tensor
     ) in head.centre_store.tensors.values():  # on the CPU untouched zeros take no memory, but training touches all of them
         tensor[:] = tensor[:]
     embeddings = torch.randn(rows, dim, device=device).requires_grad_()
-    labels = torch.randint(case["local"], (1, rows))
+    labels = torch.randint(local, (1, rows))
     if options.backbone != "none":
         size, backbone = options.image_size, _build(options)
         backbone = backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -269,7 +251,7 @@ def _worker(options: argparse.Namespace, case: dict[str, Any]) -> None:
     head.step(0.1)
     if options.backbone != "none":
         optimizer.step()
-    Path(case["result"]).write_text(str(int(peak_bytes(device) - before)))
+    return peak_bytes(device) - before
 
 
 if __name__ == "__main__":
