@@ -85,7 +85,7 @@ def benchmark(options: argparse.Namespace) -> None:
         text = f"{words}\n\n{markdown_table([[line[place] for place in kept] for line in table])}"
         timed = [row for row in rows if row["ms_per_image"] is not None]
         if timed:
-            text += "\n\n![Time of a step over parameters and multiply-adds](images/backbones.png)"
+            text += "\n\n![Time of a step of each network](images/backbones.png)"
         write_into_page(options.page, text, BEGIN)
         if timed:
             (options.page.parent / "images").mkdir(exist_ok=True)
@@ -192,39 +192,17 @@ def _cells(row: Row) -> list[str]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw the time of a step over parameters and over multiply-adds, both on logarithmic axes."""
-    figure = make_figure(11, 4.6, layout="constrained")
-    for place, (key, unit, words) in enumerate(
-        (("parameters", 1e6, "million parameters"), ("multiply_adds", 1e9, "billion multiply-adds"))
-    ):
-        axes = figure.add_subplot(1, 2, place + 1, xscale="log", yscale="log", xlabel=words)
-        axes.margins(0.12)
-        points = [(row[key] / unit, row["ms_per_image"]) for row in rows]
-        axes.plot(*zip(*points, strict=True), "o", color="C0")
-        axes.grid(True, which="both", linewidth=0.3)
-    figure.axes[0].set_ylabel("ms per image, forward and backward")
-    figure.draw_without_rendering()  # labels are placed in pixels, which are known from here on
-    for axes in figure.axes:
-        (line,) = axes.lines
-        _label_points(axes, line.get_xydata(), [label_text(row["name"]) for row in rows])
+    """Draw the time of each network, the fastest on top, with its multiply-adds beside it."""
+    ordered = sorted(rows, key=lambda row: -row["ms_per_image"])
+    figure = make_figure(8, 1.2 + 0.28 * len(rows), layout="constrained")
+    axes = figure.add_subplot(xscale="log", xlabel="ms per image, forward and backward")
+    axes.plot([row["ms_per_image"] for row in ordered], [label_text(row["name"]) for row in ordered], "o")
+    for place, row in enumerate(ordered):
+        words = f"  {row['multiply_adds'] / 1e9:.2g} G multiply-adds"
+        axes.text(row["ms_per_image"], place, words, fontsize=8, verticalalignment="center")
+    axes.margins(x=0.3)
+    axes.grid(True, linewidth=0.3)
     figure.savefig(path)
-
-
-def _label_points(axes: Any, points: Any, names: Sequence[str]) -> None:
-    """Write a name beside each point, where it covers no other name and no point, if there is such a place."""
-    right, left = [("left", (5, height)) for height in (3, -9)], [("right", (-5, height)) for height in (3, -9)]
-    sides = (right[0], left[0], right[1], left[1], ("center", (0, 7)), ("center", (0, -13)))
-    pixels = axes.transData.transform(points)
-    taken: list[Any] = []
-    for point, name in zip(points, names, strict=True):
-        for number, (align, offset) in enumerate(sides):
-            text = axes.annotate(name, point, offset, textcoords="offset points", fontsize=8, ha=align)
-            box = text.get_window_extent()
-            free = not any(box.overlaps(other) for other in taken) and not box.count_contains(pixels)
-            if free or number == len(sides) - 1:
-                taken.append(box)
-                break
-            text.remove()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ heads         all logits, autograd, a dense gradient, SGD. tutorial: ArcFace as 
 Shapes: b = samples of this rank, B = b * world_size, C = classes of this shard, D = embedding size.
 """
 
+import contextlib
 import importlib
 import io
 import math
@@ -76,39 +77,14 @@ def plain_loader(rec_path: Path, batch_size: int, workers: int) -> DataLoader:
 
 def decoders() -> dict[str, Callable[[bytes], np.ndarray]]:
     """Return the installed JPEG decoders by name; the loader uses simplejpeg, and opencv for images that it rejects."""
-    found: dict[str, Callable[[bytes], np.ndarray]] = {}
-    found["opencv"] = decode_rgb
-    for name, make in (
-        ("pillow", _pillow),
-        ("simplejpeg", _simplejpeg),
-        ("imagecodecs", _imagecodecs),
-        ("torchvision", _torchvision),
-    ):
-        try:
-            found[name] = make()
-        except (ImportError, RuntimeError):  # RuntimeError: torchvision beside another build of torch
-            continue
+    found: dict[str, Callable[[bytes], np.ndarray]] = {"opencv": decode_rgb}
+    with contextlib.suppress(ImportError):
+        image = importlib.import_module("PIL.Image")
+        found["pillow"] = lambda data: np.asarray(image.open(io.BytesIO(data)).convert("RGB"))
+    with contextlib.suppress(ImportError):
+        decode = importlib.import_module("simplejpeg").decode_jpeg
+        found["simplejpeg"] = lambda data: decode(data, "RGB")
     return found
-
-
-def _pillow() -> Callable[[bytes], np.ndarray]:
-    image = importlib.import_module("PIL.Image")
-    return lambda data: np.asarray(image.open(io.BytesIO(data)).convert("RGB"))
-
-
-def _simplejpeg() -> Callable[[bytes], np.ndarray]:
-    decode = importlib.import_module("simplejpeg").decode_jpeg
-    return lambda data: decode(data, "RGB")
-
-
-def _imagecodecs() -> Callable[[bytes], np.ndarray]:
-    return importlib.import_module("imagecodecs").jpeg8_decode
-
-
-def _torchvision() -> Callable[[bytes], np.ndarray]:
-    io_module = importlib.import_module("torchvision.io")
-    mode = io_module.ImageReadMode.RGB
-    return lambda data: io_module.decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode).numpy()
 
 
 def plain_embed(model: nn.Module, pair_set: PairSet) -> np.ndarray:
