@@ -31,7 +31,6 @@ VERBS: dict[str, dict[str, str]] = {
         "ijb": "scripts.eval.ijb",
         "identify": "scripts.eval.identify",
         "compare": "scripts.eval.compare_runs",
-        "plot": "scripts.plot_run",
         "checkpoint": "scripts.checkpoint",
     },
     "Use a network": {

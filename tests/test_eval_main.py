@@ -22,7 +22,7 @@ import train
 from backbones import build_backbone
 from eval.__main__ import main
 from eval.pair_sets.bin_file import read_bin, write_bin
-from scripts import plot_run
+from scripts.eval import compare_runs
 from utils.distributed import World
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -287,7 +287,7 @@ def test_a_set_has_one_colour_in_all_pictures(tmp_path: Path, monkeypatch: pytes
     assert main([_network(tmp_path / "net.onnx")[0], "--targets", *paths, *CPU, "--report", str(run)]) == 0
     lines = [{"step": 1, "kind": name, "accuracy": 0.9} for name in ("zeta", "alpha")]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert plot_run.main([str(run)]) == 0
+    assert compare_runs.main([str(run), "--out", str(tmp_path / "out")]) == 0
     colours: dict[str, set[str]] = {"zeta": set(), "alpha": set()}
     drawn = 0
     for axis in (axis for figure in figures for axis in figure.axes):

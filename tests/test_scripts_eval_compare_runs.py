@@ -1,14 +1,15 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from eval.report import as_json
 from eval.verification import fuse_views, verify
-from scripts import plot_run
 from scripts.eval import compare_runs
 
 
@@ -120,10 +121,9 @@ HUGE = '{"step": 1, "kind": "train", "loss": 1' + "0" * 400 + "}"
 @pytest.mark.parametrize("line", ["[]", "1", '{"step": [1], "kind": "train"}', HUGE, "[" * 100_000, "\xff"])
 def test_metrics_that_are_none_are_named_in_one_line(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "metrics.jsonl").write_bytes(line.encode("latin-1"))
-    for main, more in ((compare_runs.main, ["--out", str(tmp_path / "out")]), (plot_run.main, [])):
-        assert main([str(tmp_path), *more]) == 1
-        said = capsys.readouterr().err
-        assert said.startswith(f"error: {tmp_path / 'metrics.jsonl'}") and len(said.splitlines()) == 1
+    assert compare_runs.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path / 'metrics.jsonl'}") and len(said.splitlines()) == 1
 
 
 def test_the_terminal_shows_a_plain_table_and_the_files_go_to_work_dirs(
@@ -133,3 +133,71 @@ def test_the_terminal_shows_a_plain_table_and_the_files_go_to_work_dirs(
     assert compare_runs.main([str(_run(tmp_path / "good", 0.1, 3)), str(_run(tmp_path / "bad", 0.6, 3))]) == 0
     said = capsys.readouterr().out
     assert "|" not in said and "lfw: accuracy %" in said and "written: work_dirs/comparison/comparison.html" in said
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Collect the figures that are saved; they are still written."""
+    found, save = [], Figure.savefig
+
+    def spy(figure: Figure, *arguments: Any, **options: Any) -> None:
+        found.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", spy)
+    return found
+
+
+def _train(step: int, loss: float) -> dict[str, Any]:
+    numbers = {
+        "loss": loss,
+        "lr": 0.1,
+        "positive_cosine": step / 100,
+        "grad_norm": 2.0 * step,
+        "images_per_second": 10.0 + step,
+    }
+    return {"step": step, "kind": "train", **numbers}
+
+
+def _scored(step: int, name: str, accuracy: float, auc: float) -> dict[str, Any]:
+    return {"step": step, "kind": name, "accuracy": accuracy, "auc": auc, "tar@1e-6": None}
+
+
+def _draw(run: Path, lines: list[dict[str, Any]]) -> None:
+    run.mkdir(exist_ok=True)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert compare_runs.main([str(run), "--out", str(run)]) == 0
+    assert cv2.imread(str(run / "comparison.png")) is not None
+
+
+def _lines(figure: Any) -> dict[str, dict[str, tuple[list[float], list[float], str]]]:
+    """Return title of the panel -> label -> (x, y, line style)."""
+    return {
+        axis.get_title(): {
+            line.get_label(): (list(line.get_xdata()), list(line.get_ydata()), line.get_linestyle()) for line in axis.lines
+        }
+        for axis in figure.axes
+    }
+
+
+def test_each_number_has_its_panel(tmp_path: Path, figures: list[Any]):
+    _draw(tmp_path / "run", [_train(10, 5.0), _scored(10, "lfw", 0.9, 0.95), _train(20, 4.0), _scored(20, "lfw", 0.95, 0.98)])
+    panels = {title: next(iter(lines.values()))[:2] for title, lines in _lines(figures[0]).items()}
+    assert panels == {
+        "loss": ([10, 20], [5.0, 4.0]),
+        "learning rate": ([10, 20], [0.1, 0.1]),
+        "cosine of an image to its class centre": ([10, 20], [0.1, 0.2]),
+        "gradient norm, before clipping": ([10, 20], [20.0, 40.0]),
+        "images/s": ([10, 20], [20.0, 30.0]),
+        "verification accuracy, %": ([10, 20], [90.0, 95.0]),
+    }
+
+
+def test_what_a_killed_run_wrote_after_its_checkpoint_does_not_count(tmp_path: Path, figures: list[Any]):
+    """It resumed from step 20, with another interval of the log: steps 24 and 28 are of the part that was trained again."""
+    before = [_train(step, 100.0) for step in (16, 20, 24, 28)] + [_scored(28, "lfw", 0.5, 0.5)]
+    after = [_train(step, 1.0) for step in (21, 28, 35)]
+    _draw(tmp_path / "run", [*before, *after])
+    lines = _lines(figures[0])
+    assert next(iter(lines["loss"].values()))[:2] == ([16, 20, 21, 28, 35], [100.0, 100.0, 1.0, 1.0, 1.0])
+    assert lines["verification accuracy, %"]["lfw"][0] == []

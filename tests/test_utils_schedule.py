@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 import train
 from configs import load_config
-from scripts import plot_run
+from scripts.eval import compare_runs
 from training.setup import build_schedules
 from utils.schedule import Schedule
 
@@ -142,9 +142,9 @@ def test_a_run_follows_its_schedules_and_its_log_and_picture_say_which(
     half = 0.01 + 0.04 * 0.5
     assert metrics[3]["lr"] == pytest.approx(half) and metrics[1]["lr"] == 0.05
     assert [metrics[step]["lr_centres"] for step in range(1, 5)] == pytest.approx([0.05, 0.05, 0.005, 0.005])
-    figures, make = [], plot_run.make_figure
-    monkeypatch.setattr(plot_run, "make_figure", lambda *size, **more: figures.append(make(*size, **more)) or figures[-1])
-    plot_run.plot(tmp_path / "tiny")
+    figures, make = [], compare_runs.make_figure
+    monkeypatch.setattr(compare_runs, "make_figure", lambda *size, **more: figures.append(make(*size, **more)) or figures[-1])
+    assert compare_runs.main([str(tmp_path / "tiny"), "--out", str(tmp_path / "out")]) == 0
     (axis,) = (axis for axis in figures[0].axes if axis.get_title() == "learning rate")
     drawn = [(line.get_linestyle(), list(line.get_ydata())) for line in axis.lines]
     assert drawn == [

@@ -140,9 +140,44 @@ def read_faces(
 
 
 NO_DIRECTION = "the network returns no direction for it: zero, or not finite"
+
+
+class EmbeddedFace(NamedTuple):
+    """A face of a picture, and its raw embedding (D,)."""
+
+    picture: Picture
+    hash: bytes  # of the picture
+    crop: Crop
+    embedding: np.ndarray
+
+
+def embed_faces(
+    faces: Iterable[Faces], embedder: Embedder, batch_size: int, rejected: list[Rejected]
+) -> Iterator[list[EmbeddedFace]]:
+    """Yield the embedded faces of pictures, some at a time; pictures and faces without an embedding go to `rejected`."""
+
+    def embed(waiting: list[tuple[Picture, bytes, Crop]]) -> list[EmbeddedFace]:
+        raw = embedder.embed(np.stack([crop.pixels for _, _, crop in waiting]))
+        norms = np.linalg.norm(raw.astype(np.float64), axis=1)
+        sound = np.isfinite(norms) & (norms > 0)
+        rejected.extend(Rejected(one[0].name, NO_DIRECTION) for one, good in zip(waiting, sound, strict=True) if not good)
+        return [EmbeddedFace(*one, row) for one, row, good in zip(waiting, raw, sound, strict=True) if good]
+
+    waiting: list[tuple[Picture, bytes, Crop]] = []
+    for one in faces:
+        if isinstance(one.crops, Rejected):
+            rejected.append(one.crops)
+        else:
+            waiting += [(one.picture, one.hash, crop) for crop in one.crops or ()]
+        if len(waiting) >= batch_size:
+            yield embed(waiting)
+            waiting = []
+    if waiting:
+        yield embed(waiting)
+
+
 DEFAULT = Path("people.gallery")
 _SQLITE = b"SQLite format 3\0"  # at the start of its files
-Waiting = tuple[Picture, bytes, Crop]  # a face to enrol, with the hash of its picture
 
 
 def enrol_all(options: argparse.Namespace) -> None:
@@ -167,25 +202,17 @@ def enrol_all(options: argparse.Namespace) -> None:
         known = gallery.images()
         there = {(image.person, image.hash) for image in known}
         owners = {image.hash: image.person for image in known}
-        counts, waiting = {"enrolled": 0, "skipped": 0}, []
-        faces = read_faces(pictures, detector, embedder.image_size, options.which, options.threads, there)
-        with progress([], len(pictures), "enrolling", "picture") as bar:
-            for one in faces:
+        counts = {"enrolled": 0, "skipped": 0}
+
+        def faces() -> Iterator[Faces]:
+            found = read_faces(pictures, detector, embedder.image_size, options.which, options.threads, there)
+            for one in progress(found, len(pictures), "enrolling", "picture"):
                 _warn_of_other_person(one, owners)
-                if one.crops is None:
-                    counts["skipped"] += 1
-                    bar.update()
-                elif isinstance(one.crops, Rejected):
-                    rejected.append(one.crops)
-                    bar.update()
-                else:
-                    waiting += [(one.picture, one.hash, crop) for crop in one.crops]
-                if len(waiting) >= options.batch_size:
-                    _enrol(waiting, gallery, embedder, options, counts, rejected)
-                    bar.update(len(waiting))
-                    waiting = []
-            _enrol(waiting, gallery, embedder, options, counts, rejected)
-            bar.update(len(waiting))
+                counts["skipped"] += one.crops is None
+                yield one
+
+        for batch in embed_faces(faces(), embedder, options.batch_size, rejected):
+            _enrol(batch, gallery, options, counts)
         people = gallery.people()
     for picture in rejected:
         print(f"rejected: {shown(picture.name)}: {one_line(picture.reason)}")
@@ -197,23 +224,10 @@ def enrol_all(options: argparse.Namespace) -> None:
         raise ValueError(f"{shown(options.folder)}: none of {len(rejected)} pictures could be enrolled; the reasons are above")
 
 
-def _enrol(
-    waiting: Sequence[Waiting],
-    gallery: Gallery,
-    embedder: Embedder,
-    options: argparse.Namespace,
-    counts: dict[str, int],
-    rejected: list[Rejected],
-) -> None:
-    """Embed faces and add them in one transaction."""
-    if not waiting:
-        return
-    raw = embedder.embed(np.stack([crop.pixels for _, _, crop in waiting]))
+def _enrol(faces: Sequence[EmbeddedFace], gallery: Gallery, options: argparse.Namespace, counts: dict[str, int]) -> None:
+    """Add faces in one transaction."""
     images = []
-    for (picture, found, crop), embedding in zip(waiting, raw, strict=True):
-        if not np.isfinite(embedding).all() or not embedding.any():
-            rejected.append(Rejected(picture.name, NO_DIRECTION))
-            continue
+    for picture, found, crop, embedding in faces:
         quality = 1.0 if crop.face is None else float(crop.face.score)
         pixels = None if options.no_pictures else crop.pixels
         images.append(NewImage(picture.person, picture.name, found, crop.number, quality, embedding, pixels))

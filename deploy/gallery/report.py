@@ -14,14 +14,14 @@ from utils.files import shown
 from utils.report.contact_sheet import captioned_sheet
 from utils.text import one_line
 
-from ..embed.embedder import Embedder, open_embedder
+from ..embed.embedder import open_embedder
 from ..faces.detector import open_detector
 from ..faces.pictures import Crop, Rejected
 from ..journal import write_file
 from ..results import Threshold, threshold_of
 from .commands import (
-    NO_DIRECTION,
     Picture,
+    embed_faces,
     find_pictures,
     read_faces,
     require_network,
@@ -68,18 +68,16 @@ def search_all(options: argparse.Namespace) -> None:
             raise ValueError(f"{shown(options.gallery)}: nobody is enrolled; `face enrol` does it")
         _print_threshold(threshold, searcher)
         queries: list[Query] = []
-        raw: list[np.ndarray] = []
-        waiting: list[tuple[Picture, bytes, Crop]] = []
+        raw = [np.zeros((0, embedder.embedding_size), dtype=np.float32)]
         faces = read_faces(pictures, detector, embedder.image_size, options.which, options.threads)
-        for one in progress(faces, len(pictures), "searching", "picture"):
-            if isinstance(one.crops, Rejected):
-                rejected.append(one.crops)
-            else:
-                waiting += [(one.picture, one.hash, crop) for crop in one.crops or ()]
-            if len(waiting) >= options.batch_size:
-                raw.append(_search(waiting, queries, rejected, embedder, searcher, options.k))
-                waiting = []
-        raw.append(_search(waiting, queries, rejected, embedder, searcher, options.k))
+        bar = progress(faces, len(pictures), "searching", "picture")
+        for batch in embed_faces(bar, embedder, options.batch_size, rejected):
+            raw.append(np.stack([face.embedding for face in batch]) if batch else raw[0])
+            for face, matches in zip(batch, searcher.search(raw[-1], options.k), strict=True):
+                # only those of the sheet keep their pixels; those of a large folder would fill the memory
+                crop = face.crop if len(queries) < MAX_ROWS else face.crop._replace(pixels=np.zeros((0, 0, 3), dtype=np.uint8))
+                norm = float(np.linalg.norm(face.embedding.astype(np.float64)))
+                queries.append(Query(face.picture, face.hash, crop, norm, matches))
         for query in () if options.quiet else queries:
             _print_query(query, threshold, detector is not None)
         for picture in rejected:
@@ -97,30 +95,6 @@ def search_all(options: argparse.Namespace) -> None:
         if options.json:
             report |= _as_json(queries, rejected, threshold, gallery, options)
             write_file(options.json, (json.dumps(report, indent=1) + "\n").encode())
-
-
-def _search(
-    waiting: Sequence[tuple[Picture, bytes, Crop]],
-    queries: list[Query],
-    rejected: list[Rejected],
-    embedder: Embedder,
-    searcher: Searcher,
-    k: int,
-) -> np.ndarray:
-    """Embed and search faces, append them to the queries or the rejected, and return the queries' embeddings (n, D)."""
-    if not waiting:
-        return np.zeros((0, embedder.embedding_size), dtype=np.float32)
-    raw = embedder.embed(np.stack([crop.pixels for _, _, crop in waiting]))
-    norms = np.linalg.norm(raw.astype(np.float64), axis=1)
-    sound = np.isfinite(norms) & (norms > 0)
-    rejected += [Rejected(picture.name, NO_DIRECTION) for (picture, _, _), good in zip(waiting, sound, strict=True) if not good]
-    kept = [one for one, good in zip(waiting, sound, strict=True) if good]
-    nothing = np.zeros((0, 0, 3), dtype=np.uint8)
-    for (picture, found, crop), norm, matches in zip(kept, norms[sound], searcher.search(raw[sound], k), strict=True):
-        # only those of the sheet keep their pixels; those of a large folder would fill the memory
-        shown_crop = crop if len(queries) < MAX_ROWS else crop._replace(pixels=nothing)
-        queries.append(Query(picture, found, shown_crop, float(norm), matches))
-    return raw[sound]
 
 
 def _print_threshold(threshold: Threshold | None, searcher: Searcher) -> None:

@@ -1,11 +1,13 @@
-"""Compare runs: python -m scripts.eval.compare_runs work_dirs/A work_dirs/B
+"""Draw a run, or compare several: python -m scripts.eval.compare_runs work_dirs/A work_dirs/B
 
-Lists the differences between the configurations of the runs, shows their numbers side by side, and overlays the loss, the mean
-verification accuracy over the optimizer steps, and the ROC curves of the final results. work_dirs/comparison then has
-comparison.html, comparison.png and comparison.md. A folder that `python -m eval` wrote can replace a run: it has results, but
-neither a configuration nor training curves.
+Lists the differences between the configurations of the runs, shows their numbers side by side, and overlays their curves: loss,
+learning rate, cosine, gradient norm, speed, verification accuracy (of several runs the mean of the sets) and ROC.
+work_dirs/comparison then has comparison.html, comparison.png and comparison.md. A folder that `python -m eval` wrote can stand
+for a run: it has results, but neither a configuration nor training curves.
 
-Example: python -m scripts.eval.compare_runs work_dirs/one work_dirs/two
+Examples:
+  python -m scripts.eval.compare_runs work_dirs/demo_cpu
+  python -m scripts.eval.compare_runs work_dirs/one work_dirs/two
 """
 
 import argparse
@@ -18,9 +20,8 @@ import numpy as np
 import yaml
 
 from configs.values import read_yaml
-from scripts.plot_run import Series, columns, read_series
 from utils.cli import make_parser
-from utils.files import MAX_SMALL_TEXT, read_text, shown
+from utils.files import MAX_SMALL_TEXT, read_lines, read_text, shown
 from utils.program import run_main
 from utils.report.contact_sheet import make_figure, png_of, set_colours
 from utils.report.page import Page
@@ -33,6 +34,14 @@ _LEGEND = (
     "In a row without *, no difference is certain, or results.json lacks the intervals."
 )
 Row = tuple[str, ...]
+Series = dict[str, dict[str, dict[int, float]]]  # kind -> name -> step -> value
+_PANELS = (
+    ("loss", "loss"),
+    ("lr", "learning rate"),
+    ("positive_cosine", "cosine of an image to its class centre"),
+    ("grad_norm", "gradient norm, before clipping"),
+    ("images_per_second", "images/s"),
+)
 _NOT_COMPARED = ("run.name", "run.output")
 
 
@@ -77,7 +86,7 @@ def compare(options: argparse.Namespace) -> None:
     page.table(head, rows)
     page.text(_LEGEND)
     page.section("Curves")
-    page.picture(png, "loss, mean accuracy of the sets, and the ROC curve of each set")
+    page.picture(png, "curves of the training, and the ROC curve of each set")
     page.write(options.out / "comparison.html")
     (options.out / "comparison.png").write_bytes(png)
     parts = [markdown_table([head, *differing])] if differing else []
@@ -99,6 +108,38 @@ def read_run(folder: Path) -> Run:
         read_results(results) if results.is_file() else {},
         read_config(folder / "config.yaml"),
     )
+
+
+def read_series(path: Path) -> Series:
+    """Return kind -> name -> step -> value, kinds in the order of the file.
+
+    A resumed run goes back to the step of its checkpoint; values that had been written for later steps are dropped.
+    """
+    if not path.exists():
+        raise ValueError(f"no {path}: give the folder of a run that has begun")
+    series: Series = {}
+    reached = 0
+    for number, line in enumerate(read_lines(path), 1):
+        try:
+            record: dict[str, Any] = json.loads(line)
+            step, kind = int(record.pop("step")), str(record.pop("kind"))
+            numbers = {name: float(value) for name, value in record.items() if isinstance(value, (int, float))}
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            raise ValueError(f"{path}, line {number}: not a line of metrics") from None
+        if step < reached:
+            for points in (points for kinds in series.values() for points in kinds.values()):
+                for stale in [known for known in points if known >= step]:
+                    del points[stale]
+        reached = step
+        for name, value in numbers.items():
+            series.setdefault(kind, {}).setdefault(name, {})[step] = value
+    return series
+
+
+def columns(points: dict[int, float]) -> tuple[list[int], list[float]]:
+    """Return the steps in order and their values."""
+    steps = sorted(points)
+    return steps, [points[step] for step in steps]
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
@@ -223,33 +264,42 @@ def draw(runs: Sequence[Run]) -> bytes:
     drawn = (name for run in runs for name, found in run.results.items() if found.get("roc", {}).get("far"))
     sets = list(dict.fromkeys(drawn))
     colours = set_colours(sets)
-    count = 2 + len(sets)
-    columns_of_panels = min(count, 3)
-    rows = -(-count // columns_of_panels)
-    figure = make_figure(4.4 * columns_of_panels, 3.8 * rows, layout="constrained")
-    panels = figure.subplots(rows, columns_of_panels, squeeze=False).ravel()
+    count = len(_PANELS) + 1 + len(sets)
+    figure = make_figure(13.2, 3.8 * -(-count // 3), layout="constrained")
+    panels = figure.subplots(-(-count // 3), 3, squeeze=False).ravel()
     for axis in panels[count:]:
         axis.set_visible(False)
-    axes = panels[:count]
-    axes[0].set(title="loss", xlabel="optimizer step")
-    axes[1].set(title="mean accuracy of the sets, %", xlabel="optimizer step")
+    axes, accuracy, rocs = panels[: len(_PANELS)], panels[len(_PANELS)], panels[len(_PANELS) + 1 : count]
     for number, run in enumerate(runs):
         label = label_text(run.name)
         colour = _COLOURS[number % len(_COLOURS)]
-        axes[0].plot(*columns(run.series.get("train", {}).get("loss", {})), color=colour, linewidth=1, label=label)
-        accuracies = [kind["accuracy"] for kind in run.series.values() if "accuracy" in kind]
-        if accuracies:
-            steps = sorted(set.intersection(*(set(points) for points in accuracies)))
-            means = [100 * float(np.mean([points[step] for points in accuracies])) for step in steps]
-            axes[1].plot(steps, means, color=colour, marker="o", markersize=3, label=label)
-        for axis, name in zip(axes[2:], sets, strict=True):
+        train = run.series.get("train", {})
+        for axis, (key, title) in zip(axes, _PANELS, strict=True):
+            axis.plot(*columns(train.get(key, {})), color=colour, linewidth=1, label=label)
+            axis.set(title=title, xlabel="optimizer step")
+        if "lr_centres" in train:
+            centres = columns(train["lr_centres"])
+            axes[1].plot(*centres, color=colour, linewidth=1, linestyle="--", label=f"{label}: class centres")
+        accuracies = {name: kind["accuracy"] for name, kind in run.series.items() if "accuracy" in kind}
+        own = set_colours(accuracies)
+        if len(runs) > 1 and accuracies:
+            steps = set.intersection(*(set(points) for points in accuracies.values()))
+            means = {step: float(np.mean([points[step] for points in accuracies.values()])) for step in steps}
+            accuracies, own = {run.name: means}, {run.name: colour}
+        for name, points in accuracies.items():
+            steps_and_values = columns({step: 100 * value for step, value in points.items()})
+            accuracy.plot(*steps_and_values, color=own[name], marker="o", markersize=3, label=label_text(name))
+        for axis, name in zip(rocs, sets, strict=True):
             curve = run.results.get(name, {}).get("roc", {"far": []})
             if curve["far"]:
                 axis.step(curve["far"], curve["tar"], where="post", color=colour, label=label)
-    for axis, name in zip(axes[2:], sets, strict=True):
+    accuracy.set(
+        title=f"{'mean accuracy of the sets' if len(runs) > 1 else 'verification accuracy'}, %", xlabel="optimizer step"
+    )
+    for axis, name in zip(rocs, sets, strict=True):
         axis.set(xlabel="FAR", ylabel="TAR", xscale="log", ylim=(0, 1.01))
         axis.set_title(f"{label_text(name)}: ROC", color=colours[name])
-    for axis in axes:
+    for axis in panels[:count]:
         axis.grid(alpha=0.3, which="both")
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
