@@ -153,9 +153,7 @@ def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, 
         what = f"goes on after {seen} steps" if seen else "begins with the weights that training begins with"
         log.info(f"moving average of the backbone: decay {config.train.ema:g}; it {what}")
     if config.train.compile != "off":
-        log.info(
-            f"backbone: torch.compile in mode {config.train.compile}; the first step waits for it, minutes for a large network"
-        )
+        log.info(f"backbone: torch.compile in mode {config.train.compile}; the first step waits for it, perhaps minutes")
     for head in model.heads.values():
         log.info(head.describe())
         for line in head.warnings:

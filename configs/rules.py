@@ -152,19 +152,13 @@ def _check_across(tree: dict[str, Any]) -> None:
     _check_optimizers(tree["optimizer"], tree["head"]["optimizer"])
     init = tree["init"]
     if init["head"] and not init["backbone"]:
-        raise ValueError(
-            f"init.head needs init.backbone: class centres mean nothing to another network, got {init['head']!r} alone"
-        )
+        raise ValueError(f"init.head needs init.backbone: centres mean nothing to another network, got {init['head']!r} alone")
     if init["classes"] and not init["head"]:
         raise ValueError(f"init.classes needs init.head, whose labels it maps, got {init['classes']!r} alone")
     if -1 < tree["head"]["weight_decay"] < 0:
-        raise ValueError(
-            f"head.weight_decay must be 0 or more, or -1 for optimizer.weight_decay, got {tree['head']['weight_decay']}"
-        )
+        raise ValueError(f"head.weight_decay must be 0 or more, or -1 for the optimizer's, got {tree['head']['weight_decay']}")
     if tree["head"]["sampling"] == "neighbours" and tree["head"]["sample_rate"] == 1:
-        raise ValueError(
-            "head.sampling=neighbours needs head.sample_rate below 1; at 1 every class is in every step, so none are sampled"
-        )
+        raise ValueError("head.sampling=neighbours needs head.sample_rate below 1; at 1 every class is in every step")
     if tree["head"]["sampling"] == "neighbours" and tree["head"]["sub_centers"] > 1:
         raise ValueError(
             "head.sampling must be uniform where a class has several centres, got neighbours with head.sub_centers="
@@ -176,9 +170,7 @@ def _check_across(tree: dict[str, Any]) -> None:
     if data["source"] == "synthetic":
         for key in ("num_classes", "num_images"):
             if data[key] < 1:
-                raise ValueError(
-                    f"data.{key} must be at least 1 for data.source=synthetic, got {data[key]}; set how many to generate"
-                )
+                raise ValueError(f"data.{key} must be at least 1 for data.source=synthetic, got {data[key]}")
     if tree["backbone"]["sync_norm"] and train["compile"] != "off":
         raise ValueError(
             f"backbone.sync_norm=true needs train.compile=off, got {train['compile']}: what other processes send cannot be "
@@ -217,11 +209,11 @@ def _check_schedule(schedule: dict[str, Any], tree: dict[str, Any]) -> None:
         raise ValueError(f"schedule.milestone_steps must be whole numbers of optimizer steps, got {milestones}")
     if schedule["min_lr"] and not kinds & {"poly", "cosine"}:
         raise ValueError(
-            f"schedule.min_lr is for the kinds poly and cosine, got {schedule['min_lr']} with {schedule['kind']}; take it out"
+            f"schedule.min_lr is for poly and cosine, got {schedule['min_lr']} with {schedule['kind']}; take it out"
         )
     if schedule["min_lr"] > tree["optimizer"]["lr"]:
         raise ValueError(
-            f"schedule.min_lr must not be above optimizer.lr, got {schedule['min_lr']} and {tree['optimizer']['lr']}"
+            f"schedule.min_lr must be at most optimizer.lr, got {schedule['min_lr']} and {tree['optimizer']['lr']}"
         )
 
 
@@ -245,7 +237,7 @@ def _check_parameter_rules(rules: list[dict[str, Any]]) -> None:
         if not 0 <= rule["lr_factor"] <= 1e30:
             raise ValueError(f"{name}.lr_factor must be 0 or more, got {rule['lr_factor']}")
         if decay != -1 and not 0 <= decay <= 1e30:
-            raise ValueError(f"{name}.weight_decay must be 0 or more, or -1 for optimizer.weight_decay, got {decay}")
+            raise ValueError(f"{name}.weight_decay must be 0 or more, or -1 for the optimizer's, got {decay}")
 
 
 def _check_sources(data: dict[str, Any]) -> None:

@@ -58,9 +58,7 @@ class ListDataset(FaceDataset):
         self.num_classes = int(self._labels.max()) + 1
         first = self._file(0)
         if not first.is_file():
-            raise ValueError(
-                f"{self.path}: its first image {shown(first)} does not exist; paths are relative to the folder of the list"
-            )
+            raise ValueError(f"{self.path}: its first image {shown(first)} does not exist; paths are relative to the list")
 
     def _file(self, index: int) -> Path:
         begin, length = int(self._begins[index]), int(self._lengths[index])

@@ -236,9 +236,7 @@ def add_threshold_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="results.json of a run, or of `python -m eval RUN --report DIR`; default: that of the run that is the network",
     )
-    parser.add_argument(
-        "--set", metavar="NAME", help="verification set of the threshold; default: the set with the highest threshold"
-    )
+    parser.add_argument("--set", metavar="NAME", help="verification set of the threshold; default: that of the highest one")
 
 
 def threshold_of(options: argparse.Namespace) -> Threshold | None:
@@ -264,9 +262,7 @@ def threshold_of(options: argparse.Namespace) -> Threshold | None:
             )
         for flag in ("best", "untrained"):
             if getattr(options, flag, False):
-                raise ValueError(
-                    f"--far {options.far}: {shown(results)} is of the run's end, not of --{flag}; name others with --results"
-                )
+                raise ValueError(f"--far {options.far}: {shown(results)} is not of --{flag}; name others with --results")
         _check_step(options, results)
     return read_threshold(results, options.far, options.set, getattr(options, "ema", False))
 

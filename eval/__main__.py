@@ -88,9 +88,7 @@ def _load_protocols(options: argparse.Namespace, network: Network) -> list[Proto
         return load_protocols(folder, options.targets, open_set, "--targets", "--data")
     targets = config.get("eval", {}).get("targets")
     if not targets:
-        whose = (
-            f"the configuration of {network.name} names none" if config else f"{network.name} has no configuration that does"
-        )
+        whose = f"the configuration of {network.name} names none" if config else f"{network.name} has none that does"
         raise ValueError(f"no sets to score: {whose}; name them with --targets SET ...")
     try:
         return load_protocols(folder, targets, open_set, "the run's configuration", "--data")

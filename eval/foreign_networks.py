@@ -248,9 +248,7 @@ class OnnxNetwork(nn.Module):
             *sides, channels = entry.shape[1:]
         given = [side if isinstance(side, int) else None for side in sides]  # an axis of any size has a name, or none
         if channels != 3 or given[0] != given[1] or not 16 <= (given[0] or 16) <= 1024:
-            raise ValueError(
-                f"{path}: its input must be (batch, 3, S, S) with S from 16 to 1024, 112 is usual, it is {tuple(entry.shape)}"
-            )
+            raise ValueError(f"{path}: its input must be (batch, 3, S, S), S from 16 to 1024, it is {tuple(entry.shape)}")
         if self.contract is not None and (given[0], entry.type == "tensor(uint8)") != (self.contract.image_size, takes_bytes):
             raise ValueError(
                 f"{path}: its input is {tuple(entry.shape)} of {entry.type}, but its metadata says {self.contract.dtype} and "

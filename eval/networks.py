@@ -75,10 +75,8 @@ def add_network_arguments(parser: argparse.ArgumentParser, newest: bool = False,
         default="fp32",
         help="of the forward pass (default fp32); auto: bf16 if all devices are fast at it",
     )
-    parser.add_argument(
-        "--batch-size", type=int_in_range(1), default=256, help="images per forward pass and process (default 256)"
-    )
-    parser.add_argument("--threads", type=int_in_range(1, 1024), default=2, help="decoder threads per process (default 2)")
+    parser.add_argument("--batch-size", type=int_in_range(1), default=256, help="images per forward pass and process")
+    parser.add_argument("--threads", type=int_in_range(1, 1024), default=2, help="decoder threads per process")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes CUDA if there is one")
 
 
@@ -105,8 +103,8 @@ def add_choice_of_network(parser: argparse.ArgumentParser, newest: bool = False,
         help="load a TorchScript or .pt2 file. Such a file is a program that runs with your rights: it can read, change and "
         "send your files. Use this only for files whose author you trust",
     )
-    parser.add_argument("--embedding-size", type=int, default=512, metavar="D", help="for a weights file (default 512)")
-    parser.add_argument("--width", type=float, default=1.0, help="for a weights file: its backbone.width (default 1)")
+    parser.add_argument("--embedding-size", type=int, default=512, metavar="D", help="for a weights file")
+    parser.add_argument("--width", type=float, default=1.0, help="for a weights file: its backbone.width")
     parser.add_argument(
         "--image-size",
         type=int_in_range(16, 1024),
@@ -118,9 +116,7 @@ def add_choice_of_network(parser: argparse.ArgumentParser, newest: bool = False,
         choices=("rgb", "bgr"),
         help="channel order in which the network was trained (default: what the file says, or rgb)",
     )
-    parser.add_argument(
-        "--input-mean", type=float, help="it was trained on (x - mean) / std (default: what the file says, or 127.5)"
-    )
+    parser.add_argument("--input-mean", type=float, help="trained on (x - mean) / std (default: what the file says, or 127.5)")
     parser.add_argument("--input-std", type=float, help="the std of this formula (default: what the file says, or 127.5)")
 
 
@@ -214,9 +210,7 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
                 raise ValueError(f"--{flag} is for the folder of a run; {path} is a file, which holds one network")
         if options.backbone:  # read as weights, whatever the file claims to be; nothing in it is executed
             if options.trust_code:
-                raise ValueError(
-                    f"--trust-code is for a program, but --backbone reads {path} as weights. Leave one of them out"
-                )
+                raise ValueError(f"--trust-code is for a program, but --backbone reads {path} as weights. Leave one out")
             size = options.image_size or IMAGE_SIZE
             with prefix_errors("--backbone, --embedding-size, --width, --image-size"):
                 model = build_backbone(options.backbone, options.embedding_size, options.width, image_size=size)

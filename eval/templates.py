@@ -204,9 +204,7 @@ def _integers(path: Path) -> np.ndarray:
                 numbers = np.fromstring(block, dtype=np.int64, sep=" ")
                 count = block.count(b"\n") + (not block.endswith(b"\n"))
                 if len(numbers) != 3 * count or numbers.max(initial=0) >= 2**31:
-                    raise ValueError(
-                        f"{path}: after line {lines}: each line must have three numbers below 2^31; none may be empty"
-                    )
+                    raise ValueError(f"{path}: after line {lines}: each line must have three numbers below 2^31")
                 blocks.append(numbers.astype(np.int32).reshape(-1, 3))
                 lines += count
     except OSError as error:

@@ -380,9 +380,7 @@ def _check_unit_rows(embeddings_a: np.ndarray, embeddings_b: np.ndarray) -> None
 def _fold_of_pair(num_pairs: int, num_folds: int) -> np.ndarray:
     """Return the (P,) fold numbers: contiguous folds, the first num_pairs % num_folds of which are one pair longer."""
     if num_folds < 2 or num_pairs < num_folds:
-        raise ValueError(
-            f"num_folds must be 2 or more and at most the number of pairs, got {num_folds} folds for {num_pairs} pairs"
-        )
+        raise ValueError(f"num_folds must be from 2 to the number of pairs, got {num_folds} folds for {num_pairs} pairs")
     sizes = np.full(num_folds, num_pairs // num_folds)
     sizes[: num_pairs % num_folds] += 1
     return np.repeat(np.arange(num_folds), sizes)

@@ -85,13 +85,6 @@ def _losses(margin: Margin, step: FirstStep, own: Tensor, cosine: Tensor, weight
     return losses if penalty is None else losses + penalty
 
 
-def _class_penalty(margin: Margin, dim: int) -> float:
-    """Return what the loss has of all classes while their numbers are equal, which is that of a single one."""
-    numbers = {name: torch.full((1, *number.shape), number.first) for name, number in margin.class_numbers(dim).items()}
-    found = margin.class_penalty(numbers, 1)
-    return 0.0 if found is None else float(found[0])
-
-
 @torch.no_grad()
 def expected_first_loss(margin: Margin, step: FirstStep) -> FirstLoss:
     """Return the expected mean loss of the first step. Draws no number of a global generator.
@@ -115,7 +108,11 @@ def expected_first_loss(margin: Margin, step: FirstStep) -> FirstLoss:
     tolerance = 3.0 * math.hypot(float(by_negatives), float(by_own) / math.sqrt(max(1, step.num_people)))
     others = [float(_losses(margin, step, own, cosine, weights, length * factor).mean()) for factor in (0.5**0.5, 2**0.5)]
     change = max(abs(other - expected) for other in others)
-    return FirstLoss(expected + _class_penalty(margin, step.embedding_size), max(_LEAST_TOLERANCE, tolerance) + change)
+    # of all classes, whose numbers are equal in the first step: that of a single one
+    numbers = margin.class_numbers(step.embedding_size).items()
+    of_class = margin.class_penalty({name: torch.full((1, *number.shape), number.first) for name, number in numbers}, 1)
+    expected += 0.0 if of_class is None else float(of_class[0])
+    return FirstLoss(expected, max(_LEAST_TOLERANCE, tolerance) + change)
 
 
 def judge_first_loss(loss: float, margin: Margin, step: FirstStep) -> tuple[str, bool]:

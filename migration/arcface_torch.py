@@ -313,9 +313,7 @@ def _names(checkpoint: Path, config: dict[str, Any], section: str, key: str) -> 
     """Return a list of texts from the configuration of a checkpoint."""
     found = config.get(section, {}).get(key, [])
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise ValueError(
-            f"checkpoint {checkpoint}: {section}.{key} of its configuration must be a list of names, got {found!r:.80}"
-        )
+        raise ValueError(f"checkpoint {checkpoint}: {section}.{key} of its configuration must be names, got {found!r:.80}")
     return found
 
 
@@ -343,9 +341,7 @@ class SavedRows:
             shapes = {key: tuple(value.shape) for key, value in shard.items()}
             like = {key: tuple(value.shape) for key, value in shards[0].items()} if shards else shapes
             if "centres" not in shapes or any(shape[:1] != (length,) for shape in shapes.values()):
-                raise ValueError(
-                    f"checkpoint {checkpoint}: {name} must hold {length} rows of centres and of every other tensor"
-                )
+                raise ValueError(f"checkpoint {checkpoint}: {name} must hold {length} rows of centres and of each other tensor")
             if len(shapes["centres"]) > 2:
                 raise ValueError(
                     f"checkpoint {checkpoint}: has {shapes['centres'][1]} centres for each class (head.sub_centers), and the "

@@ -268,9 +268,7 @@ def _heads(folder: Path, names: list[str], era: str) -> list[Path]:
     for name in names:
         if match := re.fullmatch(HEADS[era], name):
             if int(match[1]) in by_rank:
-                raise ValueError(
-                    f"{folder / name}: rank {int(match[1])} is there twice, {by_rank[int(match[1])]} too; keep one"
-                )
+                raise ValueError(f"{folder / name}: rank {int(match[1])} is there twice, as {by_rank[int(match[1])]}; keep one")
             by_rank[int(match[1])] = name
     for rank in range(max(by_rank, default=-1)):
         if rank not in by_rank:

@@ -66,9 +66,7 @@ def recognise(state: dict[str, Tensor], path: Path) -> RecognisedBackbone:
             keys = entries
             alike.append((name, state[last].shape[:1].numel() / length))
     if not alike:
-        raise ValueError(
-            f"{path}: its {len(state)} entries match none of {', '.join(names)}; other networks have no counterpart here"
-        )
+        raise ValueError(f"{path}: its {len(state)} entries match none of {', '.join(names)}; others have no counterpart")
     name, width = next((pair for pair in alike if pair[1] == 1), alike[0])
     embedding_size = [state[key].numel() for key in keys if key.endswith(".running_mean")][-1]
     with torch.device("meta"):

@@ -211,9 +211,7 @@ class PartialFC(nn.Module):
         """
         step = self._step()
         if len(step.pulls) != micro:
-            raise ValueError(
-                f"head: micro-batch {micro} out of turn, expected {len(step.pulls)}; call them in order, once each"
-            )
+            raise ValueError(f"head: micro-batch {micro} out of turn, expected {len(step.pulls)}; call each in order, once")
         rows, expected = len(embeddings) * self.world_size, step.plan.labels.slots.shape[1]
         if rows != expected:
             raise ValueError(f"head: {rows} embeddings over all ranks for {expected} labels; give begin_step the same rows")

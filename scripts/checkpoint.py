@@ -59,17 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kind.add_argument("paths", type=Path, nargs="+", help="checkpoint folders, or run folders for all of their checkpoints")
     resharding = kinds.add_parser("reshard", help="another number of files of class centres")
     resharding.add_argument("path", type=Path, help="checkpoint folder, or run folder for its newest")
-    resharding.add_argument(
-        "ranks", type=int_in_range(1), help="files of class centres, one for each process that will read them"
-    )
+    resharding.add_argument("ranks", type=int_in_range(1), help="files of class centres, one for each process that reads them")
     resharding.add_argument("out", type=Path, help="run folder to write to: OUT/checkpoints/step_...")
     merge = kinds.add_parser("merge", help="one matrix of class centres")
     merge.add_argument("path", type=Path, help="checkpoint folder, or run folder for its newest")
     merge.add_argument("out", type=Path, help="file .safetensors (key weight) or .pt (a tensor), (classes, D) float32")
     average = kinds.add_parser("average", help="the mean of several backbones")
-    average.add_argument(
-        "paths", type=Path, nargs="+", help="checkpoint folders of one architecture, or run folders for the newest of each"
-    )
+    average.add_argument("paths", type=Path, nargs="+", help="checkpoints of one architecture, or runs for the newest of each")
     average.add_argument("--out", type=Path, required=True, help="file .safetensors or .pt")
     for kind in (merge, average):
         kind.add_argument("--overwrite", action="store_true", help="replace the file")
@@ -220,9 +216,7 @@ def average_backbones(options: argparse.Namespace) -> None:
     for path in paths:
         last = read_backbone(path)
         if sums and {name: value.shape for name, value in last.items()} != {name: value.shape for name, value in sums.items()}:
-            raise ValueError(
-                f"{path}: has another architecture than {paths[0]}; only backbones of one architecture have a mean"
-            )
+            raise ValueError(f"{path}: another architecture than {paths[0]}; only backbones of one architecture have a mean")
         for name, value in last.items():
             sums[name] = sums[name] + value.double() if name in sums else value.double()
     means = {

@@ -16,12 +16,12 @@ echo "== 2/4 training in two processes, half of the identities in each (continue
 echo "== 3/4 evaluation of the newest checkpoint"
 ./face eval "$run" --precision auto --report "$run/evaluation"
 echo "== 4/4 pictures"
-./face plot "$run"
+./face compare "$run" --out "$run"
 cat <<TEXT
 
 Done in $(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s. What there is to look at:
   the faces          datasets/demo/preview.png
-  training curves    $run/training.png
+  training curves    $run/comparison.png
   evaluation         $run/evaluation/report.html   (ROC, thresholds, the worst errors)
   numbers            $run/evaluation/results.md, $run/metrics.jsonl
   log                $run/train.log

@@ -128,9 +128,7 @@ def build_schedules(config: EasyDict, total_steps: int, steps_per_epoch: float) 
     milestones = tuple(int(step) for step in given.milestone_steps)
     milestones = milestones or tuple(round(epoch * steps_per_epoch) for epoch in given.milestones)
     if given.warmup_steps >= total_steps and not config.train.max_steps:
-        raise ValueError(
-            f"schedule.warmup_steps must be below the steps of the run, {total_steps}, got {given.warmup_steps}; set fewer"
-        )
+        raise ValueError(f"schedule.warmup_steps must be below the {total_steps} steps, got {given.warmup_steps}; set fewer")
     if milestones and milestones[0] < warmup:
         raise ValueError(
             f"schedule: the first milestone is step {milestones[0]}, before the end of the warm-up, {warmup} steps; shorten "

@@ -50,9 +50,7 @@ class RecordFile:
         self._handles: dict[str, FileIO] = {}
         start = bytes(self.view[:4]) if self.size >= _PART.size else b""
         if start != MAGIC:
-            raise ValueError(
-                f"{self.path}: a RecordIO file must start with 0a23d7ce, but this one ({self.size} bytes) does not"
-            )
+            raise ValueError(f"{self.path}: a RecordIO file starts with 0a23d7ce, but this one ({self.size} bytes) does not")
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_map": None, "_view": None, "_handles": {}}
@@ -106,9 +104,7 @@ class RecordFile:
         except OSError as error:
             raise ValueError(f"{self.path}: byte {offset}: cannot be read: {error.strerror}") from None
         if len(data) < length:
-            raise ValueError(
-                f"{self.path}: byte {offset + len(data)}: the file ends here; it had {self.size} bytes when opened"
-            )
+            raise ValueError(f"{self.path}: byte {offset + len(data)}: the file ends; it had {self.size} bytes when opened")
         return self._record(memoryview(data), offset, offset)[0]
 
     def read_parts(self, offset: int) -> bytes | memoryview:
@@ -120,7 +116,7 @@ class RecordFile:
             except OSError as error:
                 raise ValueError(f"{self.path}: byte {end}: cannot be read: {error.strerror}") from None
             if len(header) < _PART.size:
-                raise ValueError(f"{self.path}: byte {end}: the file ends here; it had {self.size} bytes when opened")
+                raise ValueError(f"{self.path}: byte {end}: the file ends; it had {self.size} bytes when opened")
             magic, word = _PART.unpack(header)
             size = _PART.size + ((word & MAX_LENGTH) + 3 & ~3)
             end, length = end + size, length + size

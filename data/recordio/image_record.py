@@ -254,9 +254,7 @@ class RecordSetWriter:
         self._ends: list[int] = []  # header form: the key after the last image of each class so far
         self._largest = num_classes - 1
         if not overwrite and (self.folder / "train.rec").exists():
-            raise ValueError(
-                f"{self.folder} holds a train.rec already; add --overwrite to replace it, or choose another folder"
-            )
+            raise ValueError(f"{self.folder} holds a train.rec; add --overwrite to replace it, or choose another folder")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._records = RecordWriter(self.folder / "train.rec", self.folder / "train.idx")
@@ -279,9 +277,7 @@ class RecordSetWriter:
         if self.header and label not in (previous, previous + 1):
             raise ValueError(f"{self.folder}: images must be grouped by class, 0, 1, 2 ...; got label {label} after {previous}")
         if not len(image):
-            raise ValueError(
-                f"{self.folder}: an image must not be empty, image {self.num_images} ({path or label}) has no bytes"
-            )
+            raise ValueError(f"{self.folder}: no image may be empty, image {self.num_images} ({path or label}) has no bytes")
         key = self.num_images + self.header
         self._records.write(key, pack(float(label), key, 0, bytes(image)))
         self.num_images += 1

@@ -121,9 +121,7 @@ def _parse_lines(block: bytes, path: str, first_line: int) -> tuple[np.ndarray, 
         if not -(1 << 63) <= key < 1 << 63:
             raise ValueError(f"{where}: the key must fit a signed 64-bit integer, got {len(columns[0])} characters")
         if not 0 <= offset < 1 << 63:
-            raise ValueError(
-                f"{where}: the offset of record {key} must be in [0, 2^63). scripts.data.repair rebuilds the index"
-            )
+            raise ValueError(f"{where}: the offset of record {key} must be in [0, 2^63). scripts.data.repair makes a new index")
         table[:, i] = key, offset
     return table[0], table[1]
 

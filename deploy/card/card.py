@@ -107,9 +107,7 @@ FIELDS = {
     "not_for": Field("Not meant for", "uses that you rule out, such as decisions about people that no person checks"),
     "limits": Field("Limits", "where it fails or was not tested: ages, skin tones, poses, cameras, disguises, twins"),
     "data_licence": Field("Licence of the data", "the licence of the training images, and whether the people on them agreed"),
-    "weights_licence": Field(
-        "Licence of the weights", "who may use the weights, and for what; the licence of the data may limit it"
-    ),
+    "weights_licence": Field("Licence of the weights", "who may use the weights, and for what; that of the data may limit it"),
     "contact": Field("Contact", "who answers questions, corrects errors, and removes people on request"),
 }
 _TEMPLATE = """\
@@ -262,9 +260,7 @@ def _add_contract(document: Document, subject: Subject, options: argparse.Namesp
                 ("comparison", _MIRRORED),
             ]
         )
-    document.text(
-        f"Faces must be aligned: a similarity transform brings five points nearest to these places in {size} x {size} pixels."
-    )
+    document.text(f"Faces must be aligned: a similarity brings five points nearest to these places in {size} x {size} pixels.")
     places = contract.points if contract is not None else (TEMPLATE * size / IMAGE_SIZE).tolist()
     rows = [(name, f"{x:.2f}", f"{y:.2f}") for name, (x, y) in zip(POINTS, places, strict=True)]
     document.table(("point, as seen in the picture", "x", "y"), rows)

@@ -348,9 +348,7 @@ def write_table(out: Path, plan: Plan, parts: Parts, embedding_size: int, title:
             file.write(csv_bytes([("name", "reason"), *rejected]))
     if not faces:
         name, reason = rejected[0]
-        raise ValueError(
-            f"no face in any of {len(plan.files)} pictures; the first, {name}, {reason}; all are in {rejected_list}"
-        )
+        raise ValueError(f"no face in any of {len(plan.files)} pictures; the first, {name}, {reason}; all: {rejected_list}")
     if out.suffix == ".npy":
         with new_file(files_of(out)[1]) as file:
             file.write(csv_bytes([_COLUMNS]))

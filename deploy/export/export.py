@@ -28,7 +28,7 @@ from eval.pair_sets.bin_file import PairSet
 from utils.checkpoint.tensor_file import flush
 from utils.files import shown, unfinished_folder
 from utils.image import normalise
-from utils.text import one_line
+from utils.text import one_line, plain_table
 
 from ..journal import write_file
 from .checks import (
@@ -238,7 +238,7 @@ def table(facts: Mapping[str, Any]) -> str:
         ]
         rows.append([precision, *cells])
     batches = " and ".join([", ".join(map(str, facts["batches"][:-1])), str(facts["batches"][-1])])
-    lines = _aligned(rows)
+    lines = [plain_table(rows)]
     lines.append(
         f"difference: the largest between an embedding and that of torch, relative to its length; cosine: the smallest. On "
         f"{sum(facts['batches'])} images, {facts['images']}, in batches of {batches}"
@@ -247,19 +247,10 @@ def table(facts: Mapping[str, Any]) -> str:
         numbers = list(next(iter(facts["times"].values())))
         rows = [["forward pass, median (quartiles)", *(f"batch {number}: ms" for number in numbers)]]
         for name, found in facts["times"].items():
-            rows.append([name, *(_timing(Timing(**found[number])) for number in numbers)])
-        lines += ["", *_aligned(rows), f"{facts['threads']} thread(s), the networks in turn"]
+            times = [Timing(**found[number]) for number in numbers]
+            rows.append([name, *(f"{time.median:.2f} ({time.low:.2f} to {time.high:.2f})" for time in times)])
+        lines += ["", plain_table(rows), f"{facts['threads']} thread(s), the networks in turn"]
     return "\n".join(lines)
-
-
-def _timing(found: Timing) -> str:
-    return f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]
 
 
 def export(options: argparse.Namespace) -> None:

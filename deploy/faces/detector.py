@@ -284,24 +284,17 @@ def add_detector_arguments(parser: argparse.ArgumentParser, required: bool = Fal
         "authors have it)",
     )
     parser.add_argument(
-        "--min-size",
-        type=int_in_range(1, 32000),
-        default=20,
-        metavar="PIXELS",
-        help="nor do those with a shorter side (default 20)",
+        "--min-size", type=int_in_range(1, 32000), default=20, metavar="PIXELS", help="nor do those with a shorter side"
     )
     parser.add_argument(
-        "--overlap",
-        type=_share,
-        default=0.4,
-        help="of two boxes that share more of their union, the weaker is dropped (default 0.4)",
+        "--overlap", type=_share, default=0.4, help="of two that share more of their union, the weaker is dropped"
     )
     parser.add_argument(
         "--longest-side",
         type=int_in_range(64, LONGEST),
         default=640,
         metavar="PIXELS",
-        help="a larger picture is shrunk to this for the detector, if its file leaves the size open (default 640)",
+        help="a larger picture is shrunk to this for the detector, if its file leaves the size open",
     )
 
 
@@ -326,9 +319,7 @@ def open_detector(options: argparse.Namespace) -> Detector | None:
     if len(names) == 9:
         return Scrfd(path, settings, session)
     if len(names) == 6:
-        raise ValueError(
-            f"{path}: a detector without landmarks, and faces are aligned by them; take the file with keypoints (kps)"
-        )
+        raise ValueError(f"{path}: a detector without landmarks, which align the faces; take the file with keypoints (kps)")
     raise ValueError(
         f"{path}: no detector that is known here: YuNet has the outputs {', '.join(sorted(OUTPUTS))}, SCRFD nine, RetinaFace "
         f"three, this has {len(names)}"

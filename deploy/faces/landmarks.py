@@ -26,9 +26,7 @@ def read_landmarks(path: Path) -> dict[str, np.ndarray]:
         order = _header_order(rows[0][1])
         rows = rows[1:]
         if order is None:
-            raise ValueError(
-                f"{path}: line 1: a header must name five columns ending in x and five in y, or leave the header out"
-            )
+            raise ValueError(f"{path}: line 1: a header must name five columns ending in x and five in y; or leave it out")
     found: dict[str, np.ndarray] = {}
     for number, columns in rows:
         places = order or _numbers_at_end(columns)

@@ -197,7 +197,7 @@ def add_which_argument(parser: argparse.ArgumentParser, one: bool = False, other
         choices=[which for which in WHICH if not (one and which == "all")],
         default="largest",
         help=f"of several faces in a picture: the largest, the one nearest to the centre, {'' if one else 'all, '}or only = "
-        f"such a picture is {otherwise} (default largest)",
+        f"such a picture is {otherwise}",
     )
 
 

@@ -51,7 +51,7 @@ def add_person_arguments(parser: argparse.ArgumentParser) -> None:
         default="folder",
         metavar="RULE",
         help="folder = the sub-folder is the person; name = the file name up to its last underscore; anything else is a "
-        "regular expression for the picture's path below the folder, whose first group is the person (default folder)",
+        "regular expression for the picture's path below the folder, whose first group is the person",
     )
 
 

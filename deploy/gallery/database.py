@@ -217,18 +217,14 @@ def _check_file(path: Path) -> None:
     with open(journal, "rb") as opened:
         opened.seek(max(0, opened.seek(0, os.SEEK_END) - 8))
         if opened.read(8) == bytes.fromhex("d9d505f920a163d7"):
-            raise ValueError(
-                f"{shown(journal)}: names another file, which no gallery's journal does; this gallery is not opened"
-            )
+            raise ValueError(f"{shown(journal)}: names another file, which no gallery's journal does; it is not opened")
 
 
 def _check(database: sqlite3.Connection, path: Path) -> None:
     """Raise ValueError unless the open database has the header, the tables and the sound pages of a gallery."""
     if database.execute("PRAGMA page_count").fetchone()[0] == 0:
         is_empty = path.stat().st_size == 0
-        raise ValueError(
-            f"{shown(path)}: {'is empty, so no gallery; `face enrol` makes one of it' if is_empty else 'is no gallery'}"
-        )
+        raise ValueError(f"{shown(path)}: {'is empty; `face enrol` makes a gallery of it' if is_empty else 'is no gallery'}")
     application, version = (database.execute(f"PRAGMA {key}").fetchone()[0] for key in ("application_id", "user_version"))
     if application != _APPLICATION:
         raise ValueError(f"{shown(path)}: a database of another program, not a gallery; name a file that `face enrol` made")

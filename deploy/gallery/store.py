@@ -406,9 +406,7 @@ def check_person(name: str) -> str:
     if not name or not name.isprintable():
         raise ValueError(f"a person's name must be printable text without line ends, got {printable(name)[:80]!r}; rename it")
     if len(name) > LONGEST_PERSON:
-        raise ValueError(
-            f"a person's name may have {LONGEST_PERSON} characters, {name[:40]!r}... has {len(name):,}; shorten it"
-        )
+        raise ValueError(f"a name may have {LONGEST_PERSON} characters, {name[:40]!r}... has {len(name):,}; shorten it")
     return name
 
 
@@ -432,9 +430,7 @@ def _can_weigh(norm: float, quality: float) -> bool:
 def _require_weight(norm: float, quality: float, image: str) -> None:
     """Raise ValueError unless norm times quality can be the weight of an image in a template, which would be NaN."""
     if not _can_weigh(norm, quality):
-        raise ValueError(
-            f"{image}: its embedding has length {norm:g} and its face the score {quality:g}, which cannot be; remove it"
-        )
+        raise ValueError(f"{image}: its embedding has length {norm:g} and its face a score of {quality:g}; remove it")
 
 
 def _unit_vector(embedding: np.ndarray, size: int, picture: str) -> tuple[bytes, float]:
@@ -444,9 +440,7 @@ def _unit_vector(embedding: np.ndarray, size: int, picture: str) -> tuple[bytes,
     wide = embedding.astype(np.float64)
     norm = float(np.linalg.norm(wide))
     if not np.isfinite(norm) or norm < 1e-12:
-        raise ValueError(
-            f"{shown(picture)}: its embedding is {'zero' if norm == 0 else f'of length {norm:g}'}, so it has no direction"
-        )
+        raise ValueError(f"{shown(picture)}: its embedding has length {norm:g}, and no direction")
     return (wide / norm).astype("<f4").tobytes(), norm
 
 

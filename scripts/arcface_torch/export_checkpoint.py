@@ -24,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("python -m scripts.arcface_torch.export_checkpoint", __doc__)
     parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or run folder for its newest")
     parser.add_argument("out", type=Path, help="folder to create")
-    parser.add_argument("--ranks", type=int_in_range(1, 99999), default=8, help="processes of arcface_torch (default 8)")
-    parser.add_argument("--era", choices=tuple(HEADS), default="checkpoint_gpu", help="layout (default checkpoint_gpu)")
+    parser.add_argument("--ranks", type=int_in_range(1, 99999), default=8, help="processes of arcface_torch")
+    parser.add_argument("--era", choices=tuple(HEADS), default="checkpoint_gpu", help="layout")
     options = parser.parse_args(arguments)
     return run_main(lambda: export_checkpoint(options))
 

@@ -22,17 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("source", type=Path, help="folder with the files of arcface_torch")
     parser.add_argument("run", type=Path, help="run folder to write into, work_dirs/NAME for run.name=NAME")
     parser.add_argument("--era", choices=tuple(HEADS), help="kind of files, if the folder has several kinds")
-    parser.add_argument(
-        "--num-classes", type=int_in_range(1), metavar="N", help="classes of the training set (default: those of the files)"
-    )
+    parser.add_argument("--num-classes", type=int_in_range(1), metavar="N", help="classes of the set (default: of the files)")
     parser.add_argument("--fill", choices=("random",), help="start classes without a centre, the last ones, as in a new run")
-    parser.add_argument("--seed", type=int_in_range(0), default=2048, help="run.seed of the run that continues (default 2048)")
-    parser.add_argument(
-        "--step", type=int_in_range(0, LAST_STEP), help="finished optimizer steps (default: from the files, else 0)"
-    )
-    parser.add_argument(
-        "--ranks", type=int_in_range(1, 99999), default=1, help="files for the class centres (default 1; any number reads)"
-    )
+    parser.add_argument("--seed", type=int_in_range(0), default=2048, help="run.seed of the run that continues")
+    parser.add_argument("--step", type=int_in_range(0, LAST_STEP), help="finished steps (default: of the files, or 0)")
+    parser.add_argument("--ranks", type=int_in_range(1, 99999), default=1, help="files for the class centres; any number reads")
     options = parser.parse_args(arguments)
     return run_main(lambda: import_checkpoint(options))
 

@@ -164,9 +164,7 @@ class Translation:
         self._margin()
         rate, threshold = self._number("sample_rate"), self._number("interclass_filtering_threshold")
         if rate <= 0:
-            self._put(
-                "head.sample_rate", 1e-9, "0 there: the classes of the batch alone; here it must be above 0, to the same effect"
-            )
+            self._put("head.sample_rate", 1e-9, "0 there: the classes of the batch alone; to the same effect")
         else:
             comment = "there centres that were not sampled decay and move on too: head.inactive_rows=decay" if rate < 1 else ""
             self._put("head.sample_rate", min(rate, 1.0), comment)
@@ -221,12 +219,8 @@ class Translation:
         steps = f", in optimizer steps, {accumulation} micro-batches each" if accumulation > 1 else ""
         product = f"{per_gpu} x {self.gpus} GPUs" + (f" x {accumulation} micro-batches" if accumulation > 1 else "")
         self._put("train.epochs", self._number("num_epoch"))
-        self._put(
-            "train.batch_size", per_gpu * self.gpus * accumulation, f"{product}: images per optimizer step, whatever the GPUs"
-        )
-        self._put(
-            "train.accumulation", accumulation, "gradients are averaged; there they are summed" if accumulation > 1 else ""
-        )
+        self._put("train.batch_size", per_gpu * self.gpus * accumulation, f"{product}: images a step, whatever the GPUs")
+        self._put("train.accumulation", accumulation, "gradients are averaged, there summed" if accumulation > 1 else "")
         fp16 = self._get("fp16", (bool,), "True or False")
         self._put("train.precision", "fp16" if fp16 else "fp32", "bf16 needs no loss scale, on newer GPUs" if fp16 else "")
         name = self._get("optimizer", (str,), "sgd or adamw")

@@ -80,7 +80,7 @@ def head_dtype(options: argparse.Namespace, device: torch.device) -> torch.dtype
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compute or find; return the exit status."""
     parser = make_parser("python -m scripts.benchmark.capacity", __doc__)
-    parser.add_argument("--gpus", type=int, default=1, help="processes that share the classes (default 1)")
+    parser.add_argument("--gpus", type=int, default=1, help="processes that share the classes")
     parser.add_argument("--card", choices=tuple(CARDS), help="target GPU, for its memory")
     parser.add_argument("--memory", type=float, help="GiB of each process (default: that of --card)")
     parser.add_argument("--backbone", default="r50", choices=[*list_backbones(), "none"], help="none: the head alone")
@@ -88,18 +88,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpointing", action="store_true", help="backbone.checkpointing")
     parser.add_argument("--embedding-size", type=int, default=512, help="D, numbers per face")
     parser.add_argument("--image-size", type=int, default=IMAGE_SIZE, help="data.image_size, pixels")
-    parser.add_argument("--batch", type=int, default=128, help="images per process and step (default 128)")
-    parser.add_argument(
-        "--storage", nargs="+", choices=tuple(FORMATS), default=list(FORMATS), help="head.storage, one line for each"
-    )
+    parser.add_argument("--batch", type=int, default=128, help="images per process and step")
+    parser.add_argument("--storage", nargs="+", choices=tuple(FORMATS), default=list(FORMATS), help="a line for each")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="of backbone and class centres")
     parser.add_argument("--sample-rate", type=float, default=1.0, help="head.sample_rate")
-    parser.add_argument("--sub-centers", type=int_in_range(1, 64), default=1, help="head.sub_centers (default 1)")
-    parser.add_argument("--precision", choices=tuple(AUTOCAST), default="bf16", help="of backbone and head (default bf16)")
-    parser.add_argument("--cache-mb", type=int, default=-1, help="head.cache_mb (default -1)")
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of this machine, to measure and --find"
-    )
+    parser.add_argument("--sub-centers", type=int_in_range(1, 64), default=1, help="head.sub_centers")
+    parser.add_argument("--precision", choices=tuple(AUTOCAST), default="bf16", help="of backbone and head")
+    parser.add_argument("--cache-mb", type=int, default=-1, help="head.cache_mb")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device here, to measure and --find")
     parser.add_argument("--find", action="store_true", help="verify on this device by bisection")
     add_common_arguments(parser, "with --find: to about 10 %% instead of 2 %%", device=False)
     options = parser.parse_args(arguments)

@@ -41,11 +41,9 @@ _DIM = 512
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
     parser = make_parser("python -m scripts.benchmark.checkpoint", __doc__)
-    parser.add_argument(
-        "--classes", type=int, default=200_000, help="classes of this process, 512 numbers each (default 200000)"
-    )
+    parser.add_argument("--classes", type=int, default=200_000, help="classes of this process, of 512 numbers")
     parser.add_argument("--backbone", default="r50", help="(default r50)")
-    parser.add_argument("--rounds", type=int, default=3, help="the median counts (default 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="the median counts")
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: the temporary folder)")
     add_common_arguments(parser, device=False)
     options = parser.parse_args(arguments)

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("python -m scripts.benchmark.data", __doc__)
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="default: all")
     parser.add_argument("--records", type=int, default=42_000_000, help="records of the index (default 42 million)")
-    parser.add_argument("--images", type=int, default=4096, help="drawn faces to decode (default 4096)")
+    parser.add_argument("--images", type=int, default=4096, help="drawn faces to decode")
     parser.add_argument("--epoch", type=int, default=1_000_000, help="records of the epoch of `memory` (default a million)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each variant; the median is reported")
     parser.add_argument("--folder", type=Path, help="folder for the sets, 3 GB, removed at the end (default: temporary)")

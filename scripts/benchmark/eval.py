@@ -39,11 +39,11 @@ from .plain import plain_embed, plain_numbers
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
     parser = make_parser("python -m scripts.benchmark.eval", __doc__)
-    parser.add_argument("--pairs", type=int, default=1500, help="pairs of the set that is embedded (default 1500)")
-    parser.add_argument("--processes", type=int, default=2, help="processes that share the images (default 2)")
-    parser.add_argument("--interval", type=int, default=2000, help="optimizer steps between evaluations (default 2000)")
-    parser.add_argument("--batch-size", type=int, default=128, help="images of an optimizer step (default 128)")
-    parser.add_argument("--rounds", type=int, default=3, help="the median counts (default 3)")
+    parser.add_argument("--pairs", type=int, default=1500, help="pairs of the set that is embedded")
+    parser.add_argument("--processes", type=int, default=2, help="processes that share the images")
+    parser.add_argument("--interval", type=int, default=2000, help="optimizer steps between evaluations")
+    parser.add_argument("--batch-size", type=int, default=128, help="images of an optimizer step")
+    parser.add_argument("--rounds", type=int, default=3, help="the median counts")
     add_common_arguments(parser, device=False)
     options = parser.parse_args(arguments)
     return run_main(lambda: benchmark(options))

@@ -54,20 +54,14 @@ _COLOURS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
     parser = make_parser("python -m scripts.benchmark.head", __doc__)
-    parser.add_argument(
-        "--classes", type=int, nargs="+", help="numbers of identities, over all ranks; default 100000 and 1000000"
-    )
+    parser.add_argument("--classes", type=int, nargs="+", help="identities over all ranks; default 100000 and 1000000")
     parser.add_argument("--sample-rate", type=float, nargs="+", help="default: 1 up to 100000 classes, 0.1 and 1 above")
-    parser.add_argument("--batch", type=int, default=512, help="global batch (default 512)")
-    parser.add_argument(
-        "--storage", nargs="+", choices=("exact", "lean", "tiny"), help="default: exact in fp32, all three in bf16"
-    )
-    parser.add_argument(
-        "--matmul", nargs="+", choices=tuple(_DTYPES), help="with --storage: dtypes of the products (default both)"
-    )
+    parser.add_argument("--batch", type=int, default=512, help="global batch")
+    parser.add_argument("--storage", nargs="+", choices=("exact", "lean", "tiny"), help="default: exact in fp32, all in bf16")
+    parser.add_argument("--matmul", nargs="+", choices=tuple(_DTYPES), help="with --storage: of the products; default both")
     parser.add_argument("--kernels", choices=("auto", "plain"), default="auto", help="plain: without the C or Triton kernels")
     parser.add_argument("--chunk", type=int, default=0, help="classes at once, 0 = what suits the device")
-    parser.add_argument("--cache-mb", type=int, default=-1, help="head.cache_mb (default -1)")
+    parser.add_argument("--cache-mb", type=int, default=-1, help="head.cache_mb")
     parser.add_argument("--world-size", type=int, default=1, help="gloo or NCCL processes on this machine")
     parser.add_argument("--steps", type=int, default=5, help="timed steps; the median is reported")
     parser.add_argument("--loss", nargs="+", choices=tuple(MARGINS), default=["arcface"], help="default arcface")

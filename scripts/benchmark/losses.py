@@ -111,9 +111,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=float, default=[1.0, 0.1], help="values of head.sample_rate")
     parser.add_argument("--seeds", nargs="+", type=int_in_range(0), default=[1, 2, 3], help="values of run.seed")
     parser.add_argument("--config", type=Path, default=Path("configs/demo_cpu.yaml"), help="the training, but for its loss")
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="further keys, such as data.path or train.epochs"
-    )
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys, such as data.path or train.epochs")
     parser.add_argument("--processes", type=int_in_range(1), default=1, help="trainings at a time, which share the cores")
     parser.add_argument("--out", type=Path, help="folder of runs, table and pictures (work_dirs/losses or losses_quick)")
     parser.add_argument("--page", type=Path, help="write the table into this page too, the curves into images beside it")

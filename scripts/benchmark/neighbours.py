@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("python -m scripts.benchmark.neighbours", __doc__)
     parser.add_argument("--classes", type=int_in_range(2), nargs="+", default=[100_000], help="numbers of identities")
     parser.add_argument(
-        "--centres", nargs="+", choices=("random", "clustered"), default=["random", "clustered"], help="how they are drawn"
+        "--centres", nargs="+", choices=("random", "clustered"), default=["random", "clustered"], help="how drawn"
     )
     parser.add_argument("--cosine", type=float, default=0.4, help="expected cosine within a group of clustered centres")
     parser.add_argument("--dim", type=positive, default=512, help="embedding size")
@@ -64,9 +64,7 @@ def benchmark(options: argparse.Namespace) -> None:
     device = distributed.choose_device(options.device, 0)
     rows: list[dict[str, Any]] = []
     print(f"{machine(device.type)}\nD = {options.dim}, {options.neighbours} neighbours per class\n")
-    print(
-        f"{'classes':>9} {'centres':<10} {'products':<9} {'search':<26} {'pairs':>7} {'seconds':>9} {'GMAC/s':>8} {'recall':>7}"
-    )
+    print(f"{'classes':>9} {'centres':<10} {'products':<9} {'search':<26} {'pairs':>7} {'seconds':>9} {'GMAC/s':>8}  recall")
     for num_classes in options.classes:
         for kind in options.centres:
             values = make_centres(num_classes, options.dim, options.cosine if kind == "clustered" else 0.0)

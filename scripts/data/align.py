@@ -35,9 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="folder of pictures, with or without sub-folders")
     parser.add_argument("landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5 in pixels; the header is optional")
     parser.add_argument("out", type=Path, help="folder for the aligned faces")
-    parser.add_argument(
-        "--size", type=int_in_range(8, 4096), default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})"
-    )
+    parser.add_argument("--size", type=int_in_range(8, 4096), default=IMAGE_SIZE, help="height and width in pixels")
     parser.add_argument(
         "--upright",
         action="store_true",
@@ -50,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--plain-warp", action="store_true", help="like insightface, without smoothing when faces shrink")
     parser.add_argument("--png", action="store_true", help="write PNG instead of JPEG")
-    parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="JPEG quality (default 95)")
+    parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="JPEG quality")
     add_threads(parser)
     options = parser.parse_args(arguments)
     return run_main(lambda: align_all(options))
@@ -63,9 +61,7 @@ def align_all(options: argparse.Namespace) -> None:
     if options.listed:
         names = [name for name in names if name in known]
         if not names:
-            raise ValueError(
-                f"{options.landmarks}: names no picture below {options.folder}; a name is a path below that folder"
-            )
+            raise ValueError(f"{options.landmarks}: names no picture below {options.folder}; a name is a path below it")
         if len(names) < len(below):
             print(f"{len(below) - len(names)} of {len(below)} pictures have no landmarks, and are passed over")
     # report missing lines and name collisions before any work is done
@@ -100,9 +96,7 @@ def align_all(options: argparse.Namespace) -> None:
     done = list(progress(map_in_order(work, jobs, options.threads), len(jobs), "aligning", "picture"))
     written = sum(new for new, _ in done)
     report_padding(options.out, {name: padding for name, (_, padding) in zip(names, done, strict=True)})
-    print(
-        f"{options.out}: {written} faces aligned to {options.size} x {options.size}, {len(jobs) - written} were there already"
-    )
+    print(f"{options.out}: {written} faces aligned to {options.size} x {options.size}, {len(jobs) - written} were there")
 
 
 def _targets(options: argparse.Namespace, names: Sequence[str]) -> list[Path]:

@@ -25,9 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("python -m scripts.data.convert_bin", __doc__)
     parser.add_argument("sets", type=Path, nargs="+", help=".bin, .safetensors or .csv files")
     parser.add_argument("--out", type=Path, help="folder for the new files (default: beside the old ones)")
-    parser.add_argument(
-        "--to", choices=("safetensors", "bin"), default="safetensors", help="format of the new files (default safetensors)"
-    )
+    parser.add_argument("--to", choices=("safetensors", "bin"), default="safetensors", help="format of the new files")
     parser.add_argument("--overwrite", action="store_true", help="replace existing files")
     options = parser.parse_args(arguments)
     return run_main(lambda: convert(options))

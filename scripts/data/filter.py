@@ -27,9 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("python -m scripts.data.filter", __doc__)
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
     parser.add_argument("out", type=Path, help="folder of the new set")
-    parser.add_argument(
-        "--drop", type=Path, help="CSV or text file: the first column of a line is the index of an image to drop"
-    )
+    parser.add_argument("--drop", type=Path, help="CSV or text file: a line's first column is the index of an image to drop")
     parser.add_argument("--classes", default="", help="identities to keep, A:B for A to B - 1, or a list A,B,C (default: all)")
     parser.add_argument("--drop-classes", default="", help="identities to drop, in the same form")
     parser.add_argument("--min-images", type=int_in_range(1), default=1, help="drop identities with fewer images left")

@@ -33,9 +33,7 @@ from utils.program import run_main
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and write the set; return the exit status."""
     parser = make_parser("python -m scripts.data.folder_to_rec", __doc__)
-    parser.add_argument(
-        "folder", type=Path, help="folder with a sub-folder per identity; or a .lst file of insightface or im2rec"
-    )
+    parser.add_argument("folder", type=Path, help="folder with a sub-folder per identity, or a .lst of insightface or im2rec")
     parser.add_argument("out", type=Path, help="folder of the set")
     parser.add_argument("--landmarks", type=Path, help="CSV: name, x1, y1, ... x5, y5; aligns every picture")
     parser.add_argument("--plain-warp", action="store_true", help="with --landmarks: align like insightface, without smoothing")
@@ -44,10 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--skip-bad", action="store_true", help="leave out unusable pictures, and list them in OUT/skipped.txt")
     parser.add_argument("--shuffled", action="store_true", help="random order, without header record, for sequential readers")
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed of --shuffled")
-    parser.add_argument(
-        "--size", type=int_in_range(8, 4096), default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})"
-    )
-    parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="quality of new JPEGs (default 95)")
+    parser.add_argument("--size", type=int_in_range(8, 4096), default=IMAGE_SIZE, help="height and width in pixels")
+    parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="quality of new JPEGs")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
     add_threads(parser)
     options = parser.parse_args(arguments)
@@ -109,9 +105,7 @@ def _advice(picture: Picture, bad: BadPicture) -> str:
     if picture.points is not None and "landmarks" in bad.reason:
         return "Correct the landmarks, or leave out all such pictures with --skip-bad"
     if "pixels, not" in bad.reason:
-        return (
-            "Give --landmarks to align the faces, or --resize if they are aligned already; --skip-bad leaves such pictures out"
-        )
+        return "Give --landmarks to align the faces, or --resize if they are aligned; --skip-bad leaves such pictures out"
     return "Remove the picture, or leave out all such pictures with --skip-bad"
 
 

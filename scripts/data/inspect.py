@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--images", type=int_in_range(0), default=0, help="check only N images, drawn at random; 0 = all")
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed")
     parser.add_argument(
-        "--confirm", type=int_in_range(0), default=20000, help="at most N candidates for near copies are compared by pixels"
+        "--confirm", type=int_in_range(0), default=20000, help="most candidates for near copies that are compared by pixels"
     )
     add_threads(parser)
     options = parser.parse_args(arguments)

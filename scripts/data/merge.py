@@ -28,9 +28,7 @@ from utils.text import prefix_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and merge; return the exit status."""
     parser = make_parser("python -m scripts.data.merge", __doc__)
-    parser.add_argument(
-        "sets", type=Path, nargs="+", help="folders with train.rec, *.tar or a sub-folder per identity; list files"
-    )
+    parser.add_argument("sets", type=Path, nargs="+", help="folders with train.rec, *.tar or a folder per identity; list files")
     parser.add_argument("--out", type=Path, required=True, help="folder of the new set")
     parser.add_argument("--labels", default="offset", help="offset, same, or a file of lines 'source label class'")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")

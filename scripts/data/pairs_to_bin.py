@@ -49,9 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     csv.add_argument("pairs", type=Path, help="lines 'path1,path2,same'")
     sample = kinds.add_parser("sample", help="draw the pairs")
     sample.add_argument("folder", type=Path, help="folder with a sub-folder per identity, or with train.rec")
-    sample.add_argument(
-        "--pairs", type=int_in_range(1), default=6000, help="number of pairs, half of them genuine (default 6000)"
-    )
+    sample.add_argument("--pairs", type=int_in_range(1), default=6000, help="number of pairs, half of them genuine")
     sample.add_argument("--seed", type=int_in_range(0), default=0, help="another seed draws other pairs (default 0)")
     for kind in (lfw, cfp, csv, sample):
         kind.add_argument("out", type=Path, help="file NAME.bin; NAME is what eval.targets calls the set")
@@ -79,9 +77,7 @@ def make(options: argparse.Namespace) -> None:
         paths = [path for pair in pairs for path in pair[:2]]
         missing = [path for path in dict.fromkeys(paths) if not path.is_file()]
         if missing:
-            raise ValueError(
-                f"{missing[0]}: no such file; {len(missing)} of the {len(set(paths))} files of the pairs are missing"
-            )
+            raise ValueError(f"{missing[0]}: no such file; {len(missing)} of {len(set(paths))} files of the pairs are missing")
         stored = {path: read_bytes(path) for path in progress(dict.fromkeys(paths), None, "reading", "picture")}
         images, names, same = [stored[path] for path in paths], [str(path) for path in paths], [pair[2] for pair in pairs]
     distinct = dict(zip(names, images, strict=True))
@@ -133,9 +129,7 @@ def read_lfw(folder: Path, path: Path) -> list[Pair]:
     counts = [int(word) for word in lines[0].split() if word.isdigit()] if lines else []
     expected = counts[0] * counts[1] * 2 if len(counts) == 2 else counts[0] * 2 if len(counts) == 1 else -1
     if expected != len(pairs):
-        raise ValueError(
-            f"{path}: its first line '{lines[0] if lines else ''}' announces {expected} pairs, but {len(pairs)} follow"
-        )
+        raise ValueError(f"{path}: its first line '{lines[0] if lines else ''}' says {expected} pairs, but {len(pairs)} follow")
     return pairs
 
 

@@ -81,9 +81,7 @@ def _verify_set(path: Path, options: argparse.Namespace) -> int:
 
 def _verify_pairs(path: Path, threads: int) -> int:
     pairs = read_pairs(path)
-    print(
-        f"{shown(path)}: {len(pairs.same)} pairs, {int(pairs.same.sum())} of them genuine, {len(pairs.images)} distinct images"
-    )
+    print(f"{shown(path)}: {len(pairs.same)} pairs, {int(pairs.same.sum())} genuine, {len(pairs.images)} distinct images")
 
     def read(index: int) -> str:
         try:

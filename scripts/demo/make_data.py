@@ -58,10 +58,10 @@ class DrawnPicture(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and draw; return the exit status."""
     parser = make_parser("python -m scripts.demo.make_data", __doc__)
-    parser.add_argument("--out", type=Path, default=Path("datasets/demo"), help="folder to create (default datasets/demo)")
-    parser.add_argument("--identities", type=int, default=500, help="people in the training set (default 500)")
-    parser.add_argument("--images-per-identity", type=int, default=24, help="pictures of each of them (default 24)")
-    parser.add_argument("--seed", type=int, default=1, help="another seed is another population (default 1)")
+    parser.add_argument("--out", type=Path, default=Path("datasets/demo"), help="folder to create")
+    parser.add_argument("--identities", type=int, default=500, help="people in the training set")
+    parser.add_argument("--images-per-identity", type=int, default=24, help="pictures of each of them")
+    parser.add_argument("--seed", type=int, default=1, help="another seed is another population")
     parser.add_argument(
         "--processes",
         type=int,

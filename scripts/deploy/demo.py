@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     numbers.add_argument("--pairs", type=Path, metavar="SET", help="verification set, such as lfw.bin, to compute them now")
     parser.add_argument("--set", metavar="NAME", help="set in --results (default: the strictest at --far, else the largest)")
     parser.add_argument("--far", choices=FAR_TARGETS, help="of the threshold to begin with (default: the lowest measured)")
-    parser.add_argument("--port", type=int_in_range(0, 65535), default=8000, help="0 = any that is free (default 8000)")
+    parser.add_argument("--port", type=int_in_range(0, 65535), default=8000, help="0 = any that is free")
     options = parser.parse_args(arguments)
     return run_main(lambda: serve(options))
 

@@ -30,10 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder for the aligned faces")
     add_detector_arguments(parser, required=True)
     add_which_argument(parser)
-    parser.add_argument(
-        "--size", type=int_in_range(8, 4096), default=IMAGE_SIZE, help=f"height and width in pixels (default {IMAGE_SIZE})"
-    )
-    parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="JPEG quality (default 95)")
+    parser.add_argument("--size", type=int_in_range(8, 4096), default=IMAGE_SIZE, help="height and width in pixels")
+    parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="JPEG quality")
     parser.add_argument("--sheet", type=Path, metavar="PNG", help="draw pictures with box and points beside their crops")
     parser.add_argument("--again", action="store_true", help="begin anew: nothing that OUT has is kept as it is")
     add_threads(parser)

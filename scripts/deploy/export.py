@@ -32,9 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace FILE")
     parser.add_argument("--with-preprocess", action="store_true", help="take (batch, S, S, 3) uint8 RGB, return unit vectors")
     parser.add_argument("--flip", action="store_true", help="add the embedding of the mirror image, as the evaluation does")
-    parser.add_argument(
-        "--precision", choices=("fp32", "fp16", "int8"), default="fp32", help="of weights and arithmetic (default fp32)"
-    )
+    parser.add_argument("--precision", choices=("fp32", "fp16", "int8"), default="fp32", help="of weights and arithmetic")
     parser.add_argument(
         "--calibrate",
         type=Path,
@@ -42,9 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="for int8: images for the ranges of activations: a folder with train.rec, *.tar or a sub-folder per person, or a "
         "list file; default: the run's training set",
     )
-    parser.add_argument(
-        "--calibration-images", type=int_in_range(1, 100_000), default=256, metavar="N", help="images of it (default 256)"
-    )
+    parser.add_argument("--calibration-images", type=int_in_range(1, 100_000), default=256, metavar="N", help="images of it")
     parser.add_argument("--targets", nargs="+", metavar="SET", help="verification sets; default: those of the run's config")
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with NAME.bin; default: that of the run's config")
     parser.add_argument(
@@ -54,16 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="write no fp16 or int8 file that loses more accuracy, in percent points",
     )
     parser.add_argument("--measure", action="store_true", help="print a table of sizes, accuracies and times of all precisions")
-    parser.add_argument(
-        "--measure-batch", type=int_in_range(2, 1024), default=16, metavar="B", help="its larger batch (default 16)"
-    )
+    parser.add_argument("--measure-batch", type=int_in_range(2, 1024), default=16, metavar="B", help="its larger batch")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what is printed as JSON")
-    parser.add_argument(
-        "--batch-size", type=int_in_range(1, 4096), default=256, help="images per batch of the evaluation (default 256)"
-    )
-    parser.add_argument(
-        "--threads", type=int_in_range(1, 1024), default=2, help="threads of decoding and of each network (default 2)"
-    )
+    parser.add_argument("--batch-size", type=int_in_range(1, 4096), default=256, help="images per batch of the evaluation")
+    parser.add_argument("--threads", type=int_in_range(1, 1024), default=2, help="threads of decoding and of each network")
     options = parser.parse_args(arguments)
     return run_main(lambda: export(options))
 

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def command(name: str, action: Any, text: str) -> argparse.ArgumentParser:
         part = commands.add_parser(name, help=text, description=text)
-        part.add_argument("gallery", type=Path, nargs="?", default=DEFAULT, help=f"file (default {DEFAULT})")
+        part.add_argument("gallery", type=Path, nargs="?", default=DEFAULT, help="file")
         part.set_defaults(action=action)
         return part
 

@@ -29,30 +29,26 @@ from utils.program import run_main
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and search; return the exit status."""
     parser = make_parser("python -m scripts.deploy.search", __doc__)
-    parser.add_argument(
-        "words", type=Path, nargs="+", metavar="[[NETWORK] GALLERY] PICTURES", help="pictures, or folders of pictures"
-    )
+    parser.add_argument("words", type=Path, nargs="+", metavar="[[NETWORK] GALLERY] PICTURES", help="pictures or folders")
     add_network_arguments(parser, positional=False)
-    parser.add_argument("--k", type=int_in_range(1, 1000), default=5, help="people shown for each face (default 5)")
+    parser.add_argument("--k", type=int_in_range(1, 1000), default=5, help="people shown for each face")
     parser.add_argument(
         "--by",
         choices=("image", "template"),
         default="image",
-        help="compare with every image of a person, or with one vector a person, pooled from them (default image)",
+        help="compare with every image of a person, or with one vector a person, pooled from them",
     )
     parser.add_argument(
         "--weights",
         choices=("norm", "equal"),
         default="norm",
         help="of images in a template: by the length of the embedding times the detector's score, as IJB-C is scored, or equal "
-        "(default norm)",
+        "",
     )
     add_threshold_arguments(parser)
     add_detector_arguments(parser)
     add_which_argument(parser)
-    parser.add_argument(
-        "--labelled", action="store_true", help="count the right answers; --person-from says who is on a picture"
-    )
+    parser.add_argument("--labelled", action="store_true", help="count right answers; --person-from says who is on a picture")
     add_person_arguments(parser)
     parser.add_argument("--sheet", type=Path, metavar="PNG", help=f"draw the faces and whom they resemble, {MAX_ROWS} at most")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")

@@ -57,13 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="how often all processes restart after one died; default: 3, or 0 for one process",
     )
     parser.add_argument("--machines", type=int_in_range(1, 10_000), default=1, metavar="N", help="number of machines")
-    parser.add_argument(
-        "--head", metavar="HOST[:PORT]", help=f"one of the machines; its port, by default {_PORT}, must be free"
-    )
+    parser.add_argument("--head", metavar="HOST[:PORT]", help=f"one of the machines; its port (default {_PORT}) must be free")
     parser.add_argument("--run-id", metavar="NAME", help="what tells runs on one head apart; default: run.name")
-    parser.add_argument(
-        "--is-head", choices=("yes", "no"), help="whether this machine is --head; default: whether it has its address"
-    )
+    parser.add_argument("--is-head", choices=("yes", "no"), help="whether this machine is --head; default: by its address")
     options = parser.parse_intermixed_args(arguments)
     status = 0
 

@@ -348,9 +348,7 @@ class CheckpointWriter:
             )
         if self.failed > self._allowed:
             raise SharedError(f"{text}. Make room or mend the folder; the same command goes on from there")
-        self.warn(
-            f"{text}. Training goes on; it stops if that happens {self.max_failed - self.failed + 1} time(s) more in a row"
-        )
+        self.warn(f"{text}. Training goes on; it stops after {self.max_failed - self.failed + 1} more in a row")
 
 
 def _this_ranks_files(files: dict[str, Any], world: World) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
