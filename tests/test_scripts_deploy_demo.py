@@ -628,6 +628,29 @@ def test_a_gallery_of_another_network_is_refused(place: Path, tmp_path: Path, ca
     assert "another network" in capsys.readouterr().err
 
 
+def test_without_a_network_the_gallerys_is_taken_or_that_of_the_newest_run(
+    place: Path, tmp_path: Path, answers: DemoAnswers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    path = str(place / "face.onnx")
+    facts = Facts(answers.embedder.title, answers.embedder.digest, 8, SIZE, "", "largest", path)
+    Gallery.create(tmp_path / "people.gallery", facts).close()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    served: list[DemoAnswers] = []
+    monkeypatch.setattr(demo_server, "PageServer", lambda port, answers: served.append(answers) or _Interrupted())
+    assert demo.main([*SETTINGS, "--gallery", "../people.gallery"]) == 0
+    assert served[0].embedder.digest == answers.embedder.digest and served[0].gallery is not None
+    assert demo.main([*SETTINGS]) == 1
+    assert "no run with a checkpoint in work_dirs; name a run folder" in capsys.readouterr().err
+
+
+class _Interrupted:
+    port = 0
+
+    def serve(self) -> None:
+        raise KeyboardInterrupt
+
+
 def test_the_set_with_the_strictest_threshold_is_taken(place: Path, tmp_path: Path, answers: DemoAnswers):
     found = json.loads((place / "report" / "results.json").read_text())
     strict = json.loads(json.dumps(found["tiny"]))

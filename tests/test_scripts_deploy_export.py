@@ -228,6 +228,19 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+def test_the_newest_run_and_the_form_of_the_name_are_taken(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "work_dirs").mkdir()
+    (tmp_path / "work_dirs" / "run").symlink_to(source / "run")
+    monkeypatch.chdir(tmp_path)
+    for name in ("net.onnx", "net.pt2"):
+        assert export(["--out", name]) == 0
+        assert "work_dirs/run" in capsys.readouterr().out and (tmp_path / name).stat().st_size > 0
+    assert export(["--out", "net.bin"]) == 1
+    assert "the name of the file must end in .onnx or .pt2, got net.bin" in capsys.readouterr().err
+
+
 def _scores(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     """Return what python -m eval prints of the set."""
     capsys.readouterr()

@@ -25,6 +25,7 @@ from eval.foreign_networks import InputContract, check_outside_data
 from eval.monitor import load_pair_sets
 from eval.networks import Network, load_network
 from eval.pair_sets.bin_file import PairSet
+from utils.checkpoint.format import newest_run
 from utils.checkpoint.tensor_file import flush
 from utils.files import shown, unfinished_folder
 from utils.image import normalise
@@ -255,6 +256,7 @@ def table(facts: Mapping[str, Any]) -> str:
 
 def export(options: argparse.Namespace) -> None:
     """Export according to the command line: write aside, check, and rename."""
+    options.run, options.to = options.run or newest_run(), options.to or options.out.suffix[1:]
     _check(options)
     network = load_network(options, build_backbone)
     sets = _verification_sets(options, network)
@@ -289,6 +291,8 @@ def export(options: argparse.Namespace) -> None:
 def _check(options: argparse.Namespace) -> None:
     """Raise ValueError for options that do not fit together, or a target that cannot be written, before any work."""
     suffix = f".{options.to}"
+    if options.to not in ("onnx", "pt2"):
+        raise ValueError(f"--out: the name of the file must end in .onnx or .pt2, got {options.out}")
     if options.out.suffix != suffix:
         raise ValueError(f"--out: the name of the file must end in {suffix}, as --to {options.to} says, got {options.out}")
     for flag, path in (("--out", options.out), ("--json", options.json)):

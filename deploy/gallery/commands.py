@@ -296,7 +296,7 @@ def take_recorded_network(options: argparse.Namespace) -> None:
     if not facts.network_path or not path.exists():
         raise ValueError(
             f"{shown(options.gallery)}: its network, {one_line(facts.title)}, is not at {shown(path)}; name it before the "
-            f"gallery: face search NETWORK {shown(options.gallery)} PICTURES"
+            f"gallery, as in face search NETWORK {shown(options.gallery)} PICTURES"
         )
     options.run = path
     if options.detector is None and facts.detector_path:

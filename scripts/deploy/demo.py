@@ -1,4 +1,4 @@
-"""Try a network on a page of your own: python -m scripts.deploy.demo NETWORK
+"""Try a network on a page of your own: python -m scripts.deploy.demo [NETWORK]
 
 Serves a page on this machine. Drop two photographs: is it the same person, and where does the score lie among genuine and
 impostor pairs? With --gallery drop one: who is it? The pictures are compared in memory, and nothing is stored.
@@ -19,11 +19,12 @@ from pathlib import Path
 
 from deploy.embed.embedder import open_embedder
 from deploy.faces.detector import add_detector_arguments, open_detector
-from deploy.gallery.commands import require_network, warn_of_other_detector
+from deploy.gallery.commands import require_network, take_recorded_network, warn_of_other_detector
 from deploy.gallery.store import Gallery
 from deploy.serve.answers import WHICH_FACE, DemoAnswers, far_of, result_of
 from eval.networks import add_network_arguments
 from eval.verification import FAR_TARGETS
+from utils.checkpoint.format import newest_run
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 from utils.text import one_line
@@ -32,7 +33,7 @@ from utils.text import one_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and serve the page; return the exit status."""
     parser = make_parser("python -m scripts.deploy.demo", __doc__)
-    add_network_arguments(parser)
+    add_network_arguments(parser, newest=True)
     add_detector_arguments(parser)
     parser.add_argument("--gallery", type=Path, metavar="FILE", help="gallery of `face enrol`, to search in")
     numbers = parser.add_mutually_exclusive_group()
@@ -51,6 +52,9 @@ def serve(options: argparse.Namespace) -> None:
         from deploy.serve.server import ADDRESS, PageServer
     except ImportError as error:
         raise ValueError(f"the page needs starlette and uvicorn ({error}): pip install starlette uvicorn") from None
+    if options.run is None and options.gallery:
+        take_recorded_network(options)
+    options.run = options.run or newest_run()
     embedder = open_embedder(options)
     detector = open_detector(options)
     result = result_of(options, embedder)

@@ -1,4 +1,4 @@
-"""Export a network to ONNX or torch.export: python -m scripts.deploy.export RUN --to onnx|pt2 --out FILE
+"""Export a network to ONNX or torch.export: python -m scripts.deploy.export [RUN] --out FILE
 
 The file takes a batch of any size. Its metadata has the input contract: size, colour order, mean, std, alignment points, length
 of the embeddings, and which weights they are. With --with-preprocess the file takes bytes, (batch, S, S, 3) uint8 RGB, and
@@ -9,6 +9,7 @@ embedding at most. --precision fp16 and int8 are compared by their accuracy on v
 of its activations from the images of a set, --calibrate, by default the run's training set.
 
 Examples:
+  python -m scripts.deploy.export --out demo.onnx
   python -m scripts.deploy.export work_dirs/demo_cpu --to onnx --out demo.onnx --with-preprocess
   python -m scripts.deploy.export backbone.pth --backbone r50 --to onnx --out r50_int8.onnx --precision int8 --calibrate people
   python -m scripts.deploy.export work_dirs/demo_cpu --to onnx --out demo.onnx --measure --json demo.json
@@ -26,8 +27,8 @@ from utils.program import run_main
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and export; return the exit status."""
     parser = make_parser("python -m scripts.deploy.export", __doc__)
-    add_choice_of_network(parser)
-    parser.add_argument("--to", choices=("onnx", "pt2"), required=True, help="form of the file")
+    add_choice_of_network(parser, newest=True)
+    parser.add_argument("--to", choices=("onnx", "pt2"), help="form of the file (default: as the name of FILE ends)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, .onnx or .pt2")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE")
     parser.add_argument("--with-preprocess", action="store_true", help="take (batch, S, S, 3) uint8 RGB, return unit vectors")
