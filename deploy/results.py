@@ -262,7 +262,9 @@ def threshold_of(options: argparse.Namespace) -> Threshold | None:
             )
         for flag in ("best", "untrained"):
             if getattr(options, flag, False):
-                raise ValueError(f"--far {options.far}: {shown(results)} is not of --{flag}; name others with --results")
+                raise ValueError(
+                    f"--far {options.far}: {shown(results)} is of the run's end, not of --{flag}; name others with --results"
+                )
         _check_step(options, results)
     return read_threshold(results, options.far, options.set, getattr(options, "ema", False))
 

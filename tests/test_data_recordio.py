@@ -333,4 +333,4 @@ def test_a_set_cut_short_while_it_is_open_is_an_error_and_no_signal(tmp_path: Pa
     program += "try:\n    dataset.sample(1)\nexcept ValueError as error:\n    print(error)"
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 0, (done.returncode, done.stderr)
-    assert "train.rec" in done.stdout and "the file ends here" in done.stdout
+    assert "train.rec" in done.stdout and "the file ends; it had" in done.stdout

@@ -42,7 +42,7 @@ def test_the_reader_finds_what_was_written(tmp_path: Path, header: bool, labels:
 def test_a_set_is_never_replaced_unasked(tmp_path: Path) -> None:
     with RecordSetWriter(tmp_path) as writer:
         writer.add(0, b"old", path="old.jpg")
-    with pytest.raises(ValueError, match=r"holds a train\.rec already"):
+    with pytest.raises(ValueError, match=r"holds a train\.rec; add --overwrite"):
         RecordSetWriter(tmp_path)
     before = (tmp_path / "train.rec").read_bytes()
     with pytest.raises(KeyboardInterrupt), RecordSetWriter(tmp_path, overwrite=True) as writer:

@@ -417,8 +417,8 @@ _DAMAGE: dict[str, Callable[[Path], None]] = {
     "2 vector.* damaged, such as that of image 1;": _sql("UPDATE images SET vector = zeroblob(64)"),
     "values of a wrong kind": _sql("UPDATE images SET norm = x'00' WHERE id = 1"),
     "length inf and its face": _sql("UPDATE images SET norm = 9e999 WHERE id = 1"),
-    "the score 1e\\+308, which": _sql("UPDATE images SET quality = 1e308 WHERE id = 1"),
-    "the score -1, which": _sql("UPDATE images SET quality = -1.0 WHERE id = 1"),
+    "a score of 1e\\+308; remove": _sql("UPDATE images SET quality = 1e308 WHERE id = 1"),
+    "a score of -1; remove": _sql("UPDATE images SET quality = -1.0 WHERE id = 1"),
     "could not decode|Could not decode": _sql("UPDATE people SET name = CAST(x'ff' AS TEXT) WHERE id = 1"),
 }
 

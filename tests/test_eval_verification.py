@@ -180,7 +180,7 @@ def test_set_with_one_kind_of_pairs_has_accuracy_and_no_rates(kind: bool) -> Non
 
 def test_fewer_pairs_than_folds_are_refused() -> None:
     a, b, same = _pairs_by_formula(9, 4, 0.1)
-    with pytest.raises(ValueError, match=r"num_folds must be 2 or more .* got 10 folds for 9 pairs"):
+    with pytest.raises(ValueError, match=r"num_folds must be from 2 to the number of pairs, got 10 folds for 9 pairs"):
         verify(a, b, same, xnorm=1.0)
     with pytest.raises(ValueError, match="got 1 folds for 9 pairs"):
         verify(a, b, same, num_folds=1, xnorm=1.0)

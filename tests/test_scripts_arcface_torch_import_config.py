@@ -93,7 +93,7 @@ def test_accumulation_counts_in_the_batch_and_in_the_periods(tmp_path: Path):
     config = _convert(tmp_path, HEADER + NEEDED + more, "--power", "1", gpus=2)
     assert (config.train.batch_size, config.train.accumulation, config.optimizer.name) == (256, 4, "adamw")
     assert (config.eval.every, config.log.every, config.schedule.power) == (250, 1, 1.0)
-    assert "averaged; there they are summed" in (tmp_path / "ours.yaml").read_text()
+    assert "averaged, there summed" in (tmp_path / "ours.yaml").read_text()
 
 
 def test_synthetic_data_zero_sampling_and_old_keys_are_converted(tmp_path: Path):

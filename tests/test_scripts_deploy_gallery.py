@@ -104,4 +104,4 @@ def test_an_empty_or_missing_gallery_is_one_line(tmp_path: Path, capsys: pytest.
         capsys.readouterr()
         assert gallery.main([command[0], str(tmp_path / "g"), *command[1:]]) == 1
         said = capsys.readouterr().err
-        assert said.count("\n") == 1 and "is empty, so no gallery" in said
+        assert said.count("\n") == 1 and "is empty; `face enrol` makes a gallery" in said

@@ -109,8 +109,8 @@ def test_epochs_and_steps_name_the_same_warm_up_and_milestones(tmp_path: Path):
         (["schedule.kind=step", "schedule.milestones=8"], "must be a list of numbers, got 8; write"),
         (["schedule.kind=step", "schedule.milestone_steps=[1.5]"], "schedule.milestone_steps must be whole numbers"),
         (["schedule.warmup_steps=3", "schedule.warmup_epochs=1"], "say the same in two units"),
-        (["schedule.kind=constant", "schedule.min_lr=0.01"], "schedule.min_lr is for the kinds poly and cosine"),
-        (["schedule.min_lr=0.2"], "schedule.min_lr must not be above optimizer.lr, got 0.2 and 0.1"),
+        (["schedule.kind=constant", "schedule.min_lr=0.01"], "schedule.min_lr is for poly and cosine"),
+        (["schedule.min_lr=0.2"], "schedule.min_lr must be at most optimizer.lr, got 0.2 and 0.1"),
         (["schedule.kind=cosin"], r"schedule.kind must be one of .*, got 'cosin'. Did you mean cosine\?"),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_schedule_that_cannot_be_is_refused_in_a_line(tmp_path: Path, override
 
 
 def test_a_warm_up_as_long_as_the_run_and_a_milestone_in_it_are_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"schedule.warmup_steps must be below the steps of the run, 40, got 40"):
+    with pytest.raises(ValueError, match=r"schedule.warmup_steps must be below the 40 steps, got 40"):
         build_schedules(_config(tmp_path, "schedule.warmup_steps=40"), 40, 10.0)
     inside = _config(tmp_path, "schedule.kind=step", "schedule.milestones=[1]", "schedule.warmup_epochs=1.5")
     with pytest.raises(ValueError, match="the first milestone is step 10, before the end of the warm-up, 15 steps"):

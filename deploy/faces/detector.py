@@ -286,9 +286,7 @@ def add_detector_arguments(parser: argparse.ArgumentParser, required: bool = Fal
     parser.add_argument(
         "--min-size", type=int_in_range(1, 32000), default=20, metavar="PIXELS", help="nor do those with a shorter side"
     )
-    parser.add_argument(
-        "--overlap", type=_share, default=0.4, help="of two that share more of their union, the weaker is dropped"
-    )
+    parser.add_argument("--overlap", type=_share, default=0.4, help="of two boxes that overlap more, the weaker is dropped")
     parser.add_argument(
         "--longest-side",
         type=int_in_range(64, LONGEST),

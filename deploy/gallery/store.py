@@ -406,7 +406,7 @@ def check_person(name: str) -> str:
     if not name or not name.isprintable():
         raise ValueError(f"a person's name must be printable text without line ends, got {printable(name)[:80]!r}; rename it")
     if len(name) > LONGEST_PERSON:
-        raise ValueError(f"a name may have {LONGEST_PERSON} characters, {name[:40]!r}... has {len(name):,}; shorten it")
+        raise ValueError(f"a person's name has up to {LONGEST_PERSON} letters, {name[:40]!r}... has {len(name):,}; shorten it")
     return name
 
 

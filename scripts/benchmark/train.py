@@ -103,7 +103,9 @@ class OurTraining:
         distributed.any_ranks([False, False, False], self.world)
         for values in self.late.take(prepared.number):
             if not values.good:
-                raise ValueError(f"step {values.step}: loss {values.loss}, gradient norm {values.grad_norm}: no use to measure")
+                raise ValueError(
+                    f"step {values.step}: loss {values.loss}, gradient norm {values.grad_norm}: nothing to measure"
+                )
 
     def parts(self, count: int) -> dict[str, float]:
         """Return the mean seconds of each of PARTS in a step, as rank 0 sees them; on CUDA it waits at the end of each part.

@@ -322,6 +322,6 @@ def _explain_rendezvous(error: Exception) -> str:
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return f"the processes cannot meet: port {address} is in use by another job; set another MASTER_PORT"
     if "connectFullMesh" in text:
-        return f"the processes cannot meet at {address}: no way between them; name the network, GLOO_SOCKET_IFNAME=eth0"
+        return f"the processes cannot meet at {address}: no way between them; name the interface, GLOO_SOCKET_IFNAME=eth0"
     first_line = text.strip().splitlines()[0][:300] if text.strip() else type(error).__name__
     return f"the processes cannot meet at {address}: {first_line}"
