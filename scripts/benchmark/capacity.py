@@ -201,7 +201,9 @@ def _find(options: argparse.Namespace, storage: str, guess: int, device: torch.d
 
 
 def _fits(options: argparse.Namespace, storage: str, local: int, device: torch.device) -> bool:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), keep_freed_memory) as pool:
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["backbones", "partial_fc"])  # torch is imported once, not by each probe
+    with ProcessPoolExecutor(1, processes, keep_freed_memory) as pool:
         try:
             # on the CPU the growth of the process is measured, which includes the memory of libraries
             reserve = LIBRARY_BYTES["cuda"] if device.type == "cuda" else 0
