@@ -35,6 +35,7 @@ from utils.cli import make_parser
 from utils.distributed import SharedError
 from utils.distributed.watchdog import Watchdog
 from utils.log import RunLog, Speed, peak_memory_gib
+from utils.machine import waited_for_core
 from utils.optim import describe_groups, is_finite, set_training
 from utils.program import StoppedError, StopSignal, run_main
 
@@ -234,6 +235,7 @@ class Meter:
     def __init__(self, config: EasyDict, setup: Setup, model: Model, log: RunLog) -> None:
         self.config, self.setup, self.model, self.log = config, setup, model, log
         self.speed = Speed(config.train.batch_size)
+        self._waits: tuple[float, float] | None = waited_for_core()
         self._loss_sum, self._count, self._grad_norm = 0.0, 0, 0.0
 
     def count(self, values: StepValues) -> None:
@@ -262,12 +264,26 @@ class Meter:
         if self.model.scaler.enabled:
             numbers["loss_scale"] = float(self.model.scaler.scale)
         self.log.train(done, numbers, self.speed.eta(self.setup.total_steps - done))
+        self._warn_once_if_busy()
         self._loss_sum, self._count = 0.0, 0
         if self.config.data.on_bad_record == "skip":
             mine = [line for task in self.setup.tasks for line in task.dataset.take_warnings()]
             warnings = distributed.all_gather_objects(mine, self.setup.world)
             for line in itertools.chain(*warnings):
                 self.log.warn(line)
+
+    def _warn_once_if_busy(self) -> None:
+        if self._waits is None:
+            return
+        now = waited_for_core()
+        ran, waited = now[0] - self._waits[0], now[1] - self._waits[1]
+        self._waits = now
+        if waited > 1.0 and waited > ran / 2:
+            self.log.warn(
+                f"too few cores are free: training waited for one in {100 * waited / (ran + waited):.0f} % of the time that "
+                "it could have computed. Other programs run here, or run.threads is too many"
+            )
+            self._waits = None
 
 
 def is_due(done: int, every: int, total_steps: int) -> bool:

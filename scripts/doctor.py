@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from utils.cli import make_parser, rename_in
+from utils.machine import num_cores
 
 _ROOT = Path(__file__).parents[1]
 _UNITS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "bf16 AVX-512", "amx_bf16": "bf16 AMX"}
@@ -75,13 +76,10 @@ def processor() -> str:
 
 
 def cores() -> str:
-    """Return how many cores this process may use, and how busy the machine is."""
+    """Return how many cores this process may use, within the limits of control groups, and how busy the machine is."""
     total = os.cpu_count() or 1
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
-    limit = f", of which a control group allows {int(quota) / int(period):.3g}" if quota.isdecimal() and period.strip() else ""
-    busy = os.getloadavg()[0]
-    return f"{mine} of {total}{limit}; load {busy:.1f}{', so timings will suffer' if busy > mine / 2 else ''}"
+    mine, busy = num_cores(), os.getloadavg()[0]
+    return f"{mine} of {total}; load {busy:.1f}{', so timings will suffer' if busy > mine / 2 else ''}"
 
 
 def memory() -> str:

@@ -266,7 +266,7 @@ def test_the_list_of_utils_is_closed():
     found = {path.parts[0].removesuffix(".py") for path in files}
     packages = {"checkpoint", "distributed", "optim", "report"}
     modules = {"alignment", "allocator", "cli", "files", "image", "log", "memory", "parallel", "program", "precision"}
-    assert found == packages | modules | {"randomness", "schedule", "text", "__init__"}
+    assert found == packages | modules | {"machine", "randomness", "schedule", "text", "__init__"}
 
 
 # what concerns several modules; everything else is named after the one it tests, or begins with its folder

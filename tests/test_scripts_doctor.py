@@ -10,6 +10,7 @@ import pytest
 
 from scripts import doctor
 from utils.checkpoint.format import checkpoint_path
+from utils.machine import num_cores
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,7 +60,7 @@ def test_it_reports_the_machine_and_the_newest_run_where_training_can_run(
     said = capsys.readouterr().out
     for line in (
         "processor +.+: .+",
-        rf"cores +{len(os.sched_getaffinity(0))} of \d+",
+        rf"cores +{num_cores()} of \d+",
         r"memory +[\d.]+ GiB free of",
         "GPU +NVIDIA H100, 81559 MiB, 575.1; torch sees",
         "torch +2",

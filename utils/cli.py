@@ -8,6 +8,8 @@ import signal
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .machine import num_cores
+
 if TYPE_CHECKING:  # `face doctor` runs where packages are missing
     from tqdm import tqdm
 
@@ -97,6 +99,6 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads",
         type=int_in_range(1, 1024),
-        default=os.cpu_count() or 1,
+        default=num_cores(),
         help="threads that read and decode (default: one per core)",
     )

@@ -1,6 +1,5 @@
 """Measures the available memory, and the memory and the operations that a backbone needs."""
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from .distributed import World
 from .image import IMAGE_SIZE
+from .machine import left_to_container
 
 # what libraries take: oneDNN and MKL; CUDA's context, cuDNN's workspaces, NCCL's buffers, fragmentation. The latter from data
 # sheets and experience of others: not measured here
@@ -139,35 +139,4 @@ def free_bytes(device: torch.device, num_processes: int) -> int:
     if not meminfo.is_file():
         return 1 << 62  # unknown, so there is no limit
     free = next(int(line.split()[1]) for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
-    return min(free * 1024, _left_to_container()) // num_processes
-
-
-def _left_to_container(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the bytes that the limits of containers and jobs (Linux control groups) leave; 1 << 62 without a limit."""
-    left = 1 << 62
-    with contextlib.suppress(OSError, ValueError):
-        for line in own.read_text().splitlines():
-            number, controllers, name = line.split(":", 2)
-            if number == "0":  # version 2
-                folder, files, base = root / name.lstrip("/"), ("memory.max", "memory.current", "inactive_file"), root
-            elif "memory" in controllers.split(","):
-                base = root / "memory"
-                folder = base / name.lstrip("/")
-                files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            else:
-                continue
-            while True:  # a parent group may have the limit; in a container the path may be the host's and not exist
-                left = min(left, _left_to_group(folder, *files))
-                if folder == base or base not in folder.parents:
-                    break
-                folder = folder.parent
-    return left
-
-
-def _left_to_group(folder: Path, limit: str, usage: str, reclaimable: str) -> int:
-    try:
-        most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return 1 << 62 if most == "max" else max(0, int(most) - used + int(stat.get(reclaimable, 0)))
-    except (OSError, ValueError):
-        return 1 << 62
+    return min(free * 1024, left_to_container()) // num_processes

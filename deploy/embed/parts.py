@@ -31,6 +31,7 @@ import torch
 from eval.foreign_networks import onnx_hash
 from utils.checkpoint.tensor_file import NewFile
 from utils.distributed import choose_device
+from utils.machine import num_cores
 from utils.parallel import map_in_order
 
 from ..faces.detector import Detector, open_detector
@@ -192,7 +193,7 @@ def default_processes(device: str) -> int:
     """Return the number of GPUs that are used, or of cores without a GPU."""
     if choose_device(device, 0).type == "cuda":
         return torch.cuda.device_count()
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return num_cores()
 
 
 @contextlib.contextmanager

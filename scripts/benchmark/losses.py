@@ -23,7 +23,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import signal
 import statistics
 import subprocess
@@ -50,6 +49,7 @@ from utils import distributed
 from utils.cli import int_in_range, make_parser, progress
 from utils.distributed.agreement import digest
 from utils.files import replace_text, shown
+from utils.machine import num_cores
 from utils.precision import choose_precision, is_fast_in_bf16
 from utils.program import run_main
 from utils.report.contact_sheet import make_figure
@@ -283,7 +283,7 @@ def _train(options: argparse.Namespace, jobs: Sequence[Job], count: int) -> list
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"{count} trainings, {len(jobs)} of which are to be done; {options.processes} at a time", flush=True)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.processes))
+    torch.set_num_threads(max(1, num_cores() // options.processes))
     failed: list[str] = []
     active: set[subprocess.Popen] = set()
     with ThreadPoolExecutor(options.processes) as pool:

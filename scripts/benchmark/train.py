@@ -42,6 +42,7 @@ from utils import distributed
 from utils.cli import int_in_range, make_parser
 from utils.distributed import choose_device, init_local
 from utils.image import IMAGE_SIZE
+from utils.machine import num_cores
 from utils.memory import training_operations
 from utils.optim import set_training
 from utils.precision import AUTOCAST, PRECISIONS, choose_precision, is_fast_in_bf16
@@ -225,7 +226,7 @@ def benchmark(options: argparse.Namespace) -> None:
     device = choose_device(options.device, 0)
     options.precision = choose_precision(options.precision, is_fast_in_bf16(device))
     _check(options, device)
-    torch.set_num_threads(_num_cores())
+    torch.set_num_threads(num_cores())
     ways = ["ours", "plain", *(["reference"] if options.reference else [])]
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:
@@ -252,10 +253,6 @@ def benchmark(options: argparse.Namespace) -> None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _check(options: argparse.Namespace, device: torch.device) -> None:
     if options.batch_size % options.processes:
         raise ValueError(f"--batch-size must be a multiple of --processes, got {options.batch_size} and {options.processes}")
@@ -276,7 +273,7 @@ class _Loop:
 
     def __init__(self, way: str, options: argparse.Namespace, device: str, folder: Path) -> None:
         self.way, ranks = way, options.processes
-        threads = options.threads or max(1, _num_cores() // ranks)
+        threads = options.threads or max(1, num_cores() // ranks)
         case = {
             "way": way,
             "network": options.backbone,

@@ -17,7 +17,6 @@ Examples:
 import argparse
 import json
 import multiprocessing
-import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,6 +33,7 @@ from data.recordio.image_record import RecordSetWriter
 from eval.pair_sets.bin_file import write_bin
 from eval.verification import FOLDS
 from utils.cli import make_parser
+from utils.machine import num_cores
 from utils.program import run_main
 
 SETS = ("demo_wild", "demo_profile", "demo_aged")
@@ -170,7 +170,7 @@ def draw_all(pictures: Iterable[DrawnPicture], count: int, processes: int) -> It
 
     At most _AHEAD pictures are drawn before the caller takes them, so memory does not grow with their number.
     """
-    processes = processes or os.cpu_count() or 1
+    processes = processes or num_cores()
     if processes == 1 or count < 64:
         yield from map(draw_jpeg, pictures)
         return

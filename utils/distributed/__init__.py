@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..machine import num_cores
 from .parent import follow_parent
 
 # in errors of NCCL: another process, or the way to it, is gone
@@ -73,8 +74,9 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
         )
     local_rank, local_world_size = _from_environment("LOCAL_RANK", 0), _from_environment("LOCAL_WORLD_SIZE", world_size)
     chosen = choose_device(device, local_rank, setting)
-    if threads or world_size > 1:  # torchrun sets OMP_NUM_THREADS=1, which would leave most cores idle
-        torch.set_num_threads(threads or max(1, _num_cores() // local_world_size))
+    if world_size > 1:  # torchrun sets OMP_NUM_THREADS=1, which would leave most cores idle
+        threads = threads or max(1, num_cores() // local_world_size)
+    torch.set_num_threads(threads or min(torch.get_num_threads(), num_cores()))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     store = None
@@ -110,7 +112,7 @@ def init_local(rank: int, world_size: int, device: str, rendezvous: str) -> Worl
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     else:
-        torch.set_num_threads(max(1, _num_cores() // world_size))
+        torch.set_num_threads(max(1, num_cores() // world_size))
     if world_size > 1:
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
@@ -292,10 +294,6 @@ def _from_environment(name: str, default: int) -> int:
     if not text.isdigit():
         raise ValueError(f"environment variable {name} must be a whole number, got {text!r}; start with python or torchrun")
     return int(text)
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_device(device: str, local_rank: int, setting: str = "--device ") -> torch.device:

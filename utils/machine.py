@@ -1,0 +1,70 @@
+"""What this machine leaves to its processes, also in containers and jobs (control groups of Linux). Needs no torch."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_NO_LIMIT = 1 << 62
+_GROUPS, _OWN_GROUPS, _OWN_WAITS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/thread-self/schedstat")
+# how often an OpenMP thread looks whether the others have finished before it sleeps, some tens of microseconds. glibc's OpenMP
+# takes 300,000: where other programs want the cores, its threads then spend whole time slices on waiting for one another
+_SPINS = "5000"
+
+
+def bound_spinning() -> None:
+    """Let OpenMP threads sleep soon when they wait, in this process, if torch is not imported yet, and in those it starts."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+
+
+def num_cores() -> int:
+    """Return the cores that this process may use: those it may run on, or fewer if a control group allows less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder, is_second in _groups("cpu"):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: `max`, no limit
+            files = ["cpu.max"] if is_second else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+            quota, period = map(int, " ".join((folder / file).read_text() for file in files).split())
+            if quota > 0:  # -1: no limit
+                cores = min(cores, quota // period)
+    return max(1, cores)
+
+
+def waited_for_core() -> tuple[float, float]:
+    """Return the seconds that this thread has run, and those it could have run but another had the core; 0, 0 if unknown."""
+    try:
+        ran, waited, _ = map(int, _OWN_WAITS.read_text().split())
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    return ran / 1e9, waited / 1e9
+
+
+def left_to_container() -> int:
+    """Return the bytes of memory that the limits of control groups leave; 1 << 62 without a limit."""
+    left = _NO_LIMIT
+    for folder, is_second in _groups("memory"):
+        limit, usage, reclaimable = (
+            ("memory.max", "memory.current", "inactive_file")
+            if is_second
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        )
+        with contextlib.suppress(OSError, ValueError):  # ValueError: `max`, no limit
+            most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            left = min(left, max(0, most - used + int(stat.get(reclaimable, 0))))
+    return left
+
+
+def _groups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of the control groups that limit this process, and whether they are of version 2."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in _OWN_GROUPS.read_text().splitlines():
+            number, controllers, name = line.split(":", 2)
+            if number != "0" and controller not in controllers.split(","):
+                continue
+            base = _GROUPS if number == "0" else _GROUPS / controller
+            folder = base / name.lstrip("/")
+            yield folder, number == "0"
+            while folder != base and base in folder.parents:  # a group above may have the limit
+                folder = folder.parent  # in a container the path may be the host's and not exist
+                yield folder, number == "0"
