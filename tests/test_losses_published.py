@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from dense_margin import DenseMargin
+from loss_references import normface
 from loss_references_other import kappaface_psi, sphereface2_bias
 from published_losses import (
     DIM,
@@ -45,6 +47,27 @@ def test_reference_equals_published_program(case: Published, name: str) -> None:
             found.append(torch.as_tensor(state[key]))
     for value, expected in zip(found, case.numbers[name], strict=True):
         assert expected is None or value.item() == pytest.approx(expected, rel=1e-6)  # of 9 digits; some clip at 1e-3
+
+
+def test_smoothing_and_focal_of_the_reference_are_those_of_torchs_cross_entropy() -> None:
+    """Over the classes that are active and not filtered; the head itself is compared with the reference elsewhere."""
+    embeddings, centres, labels = make_inputs("mixed")
+    classes = len(centres)
+    active, weights = torch.arange(classes) % 3 > 0, torch.linspace(-0.5, 1.0, classes, dtype=torch.float64)
+    active[labels] = True
+    cosine = F.normalize(embeddings.double()) @ F.normalize(centres.double()).t()
+    is_target = F.one_hot(labels, classes).bool()
+    limit = cosine[~is_target].median().item() + 1e-9
+    kept = is_target | (active & (cosine <= limit))
+    losses = []
+    for row, keep, label in zip(4 * cosine + weights * ~is_target, kept, labels, strict=True):
+        target = keep[:label].sum()[None]
+        p = row[keep].softmax(0)[target]
+        losses.append(F.cross_entropy(row[keep][None], target, label_smoothing=0.2) * (1 - p) ** 1.5)
+    composition = {"active": active, "limit": limit, "log_weights": weights, "focal": 1.5, "label_smoothing": 0.2}
+    loss, _ = normface(embeddings, centres, labels, scale=4.0, **composition)
+    assert 1 < kept.sum(dim=1).min() < kept.sum(dim=1).max() <= active.sum()
+    torch.testing.assert_close(loss.detach(), torch.cat(losses).mean())
 
 
 BUFFERS = {"curricularface": ("t",), "adaface": ("mean", "std"), "adacos": ("running_scale",)}
