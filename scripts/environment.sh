@@ -12,8 +12,8 @@ make_environment() {
     if [ "$(cat "$venv/installed-$requirements" 2>/dev/null)" != "$wanted" ]; then
         echo "installing $requirements into $venv"
         # torch first: the others then find the build that is there
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' requirements.txt)"
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check -r "$requirements"
+        "$PYTHON" -m pip install --disable-pip-version-check "$(grep '^torch==' requirements.txt)"
+        "$PYTHON" -m pip install --disable-pip-version-check -r "$requirements"
         echo "$wanted" > "$venv/installed-$requirements"
     fi
 }

@@ -2,6 +2,11 @@
 
 import argparse
 import hashlib
+import os
+import re
+import shutil
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +20,7 @@ from eval.verification import fold_accuracy, pair_distances
 from scripts.demo import make_data as demo
 from utils.image import decode_rgb
 
+ROOT = Path(__file__).parent.parent
 SMALL = ["--identities", "5", "--images-per-identity", "3"]
 
 
@@ -37,7 +43,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.suffix != ".json"}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.iterdir()
+        if path.suffix in (".rec", ".idx", ".bin", ".png")
+    }
 
 
 def test_the_training_set_reads_back_in_header_form(folder: Path):
@@ -62,6 +72,51 @@ def test_a_set_has_balanced_folds_of_identities_that_no_other_fold_and_no_traini
     assert len({frozenset(pair[:2]) for pair in chosen}) == len(chosen)
     if kind != "demo_wild":  # always one of either kind
         assert all(first[1] % 2 == 0 and second[1] % 2 == 1 for first, second, _ in chosen)
+
+
+def test_people_to_search_are_neither_in_training_nor_their_pictures_in_a_verification_set(folder: Path, tmp_path: Path):
+    people = sorted(path.relative_to(folder / "people").as_posix() for path in (folder / "people").rglob("*.jpg"))
+    visitors = sorted(path.stem for path in (folder / "visitors").iterdir())
+    assert people == [f"person_{person}/{number}.jpg" for person in range(1, 9) for number in range(1, 4)]
+    assert visitors == sorted({name.partition("/")[0] for name in people} | {"stranger_1", "stranger_2"})
+    drawn = {path.read_bytes() for path in [*folder.glob("people/*/*.jpg"), *folder.glob("visitors/*.jpg")]}
+    pairs = read_bin(folder / "demo_wild.bin")
+    assert len(drawn) == 34 and not drawn & {bytes(image) for image in pairs.images}
+    first = demo.FIRST_VERIFICATION_IDENTITY
+    assert (
+        demo.draw_jpeg(demo.DrawnPicture(1, "demo_wild", first + 9, demo.IMAGES_PER_IDENTITY + 3))
+        == (folder / "visitors" / "stranger_2.jpg").read_bytes()
+    )
+    shutil.copytree(folder, tmp_path / "demo")
+    shutil.rmtree(tmp_path / "demo" / "people")  # as of a set that an earlier version drew
+    assert demo.main(["--out", str(tmp_path / "demo"), "--processes", "1", *SMALL]) == 0
+    assert sum(1 for _ in (tmp_path / "demo" / "people").rglob("*.jpg")) == 24
+
+
+QUICKSTART = """#!/usr/bin/env bash
+case $1 in
+    train) step=work_dirs/demo_cpu/checkpoints/step_$STEP; [ -e $step ] || { mkdir -p $step; touch $step/manifest.json; } ;;
+    enrol) touch "$3" ;;
+esac
+echo "face $*"
+"""
+
+
+def test_a_second_quickstart_makes_nothing_anew_until_the_network_has_changed(tmp_path: Path):
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "quickstart.sh", tmp_path / "scripts")
+    (tmp_path / "scripts" / "environment.sh").write_text("make_environment() { PYTHON=python3; }\n")
+    (tmp_path / "face").write_text(QUICKSTART)
+    (tmp_path / "face").chmod(0o755)
+    seen = []
+    for step in ("1", "1", "2"):
+        command = ["bash", str(tmp_path / "scripts" / "quickstart.sh")]
+        done = subprocess.run(command, env=os.environ | {"STEP": step}, capture_output=True, text=True)
+        assert done.returncode == 0 and "work_dirs/demo_cpu/search.png" in done.stdout, done.stderr
+        seen.append(re.findall("^face ([a-z_]+)", done.stdout, re.M))
+        time.sleep(0.05)  # files are told apart by their times
+    assert seen[0] == seen[2] == ["demo_data", "train", "eval", "compare", "enrol", "search"]
+    assert seen[1] == ["demo_data", "train", "search"]
 
 
 def test_the_same_arguments_draw_the_same_bytes_with_any_number_of_processes(

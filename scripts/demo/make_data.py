@@ -7,7 +7,9 @@ Identity fixes a face's geometry, skin, hair and marks; each picture varies pose
 background (identity.py, faces.py). The folder then has train.rec, train.idx and property in InsightFace's header form, and
 three verification sets of identities that are not in the training set, each with 10 folds of disjoint identities:
 demo_wild (everything varies, as in LFW), demo_profile (frontal against profile, as in CFP-FP) and demo_aged (young against
-old, as in AgeDB-30). Every picture is a function of (seed, identity, number), so the same arguments give the same bytes.
+old, as in AgeDB-30). For `face enrol` and `face search`, people/ has three crops of each of eight people who are not in the
+training set, and visitors/ one more of each, and of two strangers. Every picture is a function of (seed, identity, number), so
+the same arguments give the same bytes.
 
 Examples:
   python -m scripts.demo.make_data --out datasets/demo
@@ -41,6 +43,7 @@ IDENTITIES_PER_FOLD = 10
 IMAGES_PER_IDENTITY = 6  # in a verification set; if it compares two kinds, even numbers are of one kind, odd of the other
 PAIRS_PER_FOLD = 80  # half genuine, half impostor
 PROFILE_YAW = (0.7, 1.0)  # radians: 40 to 57 degrees
+_PEOPLE, _STRANGERS, _CROPS = 8, 2, 3  # of people/ and visitors/: the first identities of demo_wild, in pictures it lacks
 _AT_ONCE = 16  # pictures that a process draws without asking for more
 _AHEAD = 4096  # pictures of 3 kB that wait for the disk
 FIRST_VERIFICATION_IDENTITY = 1_000_000  # training identities have smaller numbers, so no identity is in both
@@ -88,6 +91,7 @@ def make(options: argparse.Namespace) -> None:
         "seed": options.seed,
     }
     if receipt.is_file() and json.loads(receipt.read_text()) == wanted:
+        write_people(out, options.seed)  # a set of an earlier version has none
         print(f"{out}: there already, with these arguments")
         return
     if (receipt.is_file() or (out / "train.rec").is_file()) and not begun.is_file() and not options.overwrite:
@@ -104,8 +108,9 @@ def make(options: argparse.Namespace) -> None:
         for kind in SETS:
             write_verification_set(out, kind, options, bar)
     write_preview(out / "preview.png", options)
+    write_people(out, options.seed)
     begun.replace(receipt)
-    print(f"{out}: {num_train} training images of {options.identities} identities; {', '.join(SETS)}; preview.png")
+    print(f"{out}: {num_train} training images of {options.identities} identities; {', '.join(SETS)}; people; preview.png")
 
 
 def write_training_set(out: Path, options: argparse.Namespace, bar: tqdm) -> None:
@@ -214,6 +219,18 @@ def draw(picture: DrawnPicture) -> tuple[np.ndarray, int]:
         age = float(rng.uniform(0, 0.2) if number % 2 == 0 else rng.uniform(0.7, 0.95))
     shot = sample_shot(rng, yaw, age)
     return draw_face(sample_identity(seed, identity), shot, rng), shot.quality
+
+
+def write_people(out: Path, seed: int) -> None:
+    """Write the crops of people/ and visitors/ that are not there yet."""
+    for person in range(_PEOPLE + _STRANGERS):
+        for number in range(_CROPS + 1):
+            picture = DrawnPicture(seed, "demo_wild", FIRST_VERIFICATION_IDENTITY + person, IMAGES_PER_IDENTITY + number)
+            name = f"person_{person + 1}" if person < _PEOPLE else f"stranger_{person + 1 - _PEOPLE}"
+            path = out / "people" / name / f"{number + 1}.jpg" if number < _CROPS else out / "visitors" / f"{name}.jpg"
+            if (person < _PEOPLE or number == _CROPS) and not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(draw_jpeg(picture))
 
 
 def write_preview(path: Path, options: argparse.Namespace) -> None:
