@@ -5,11 +5,9 @@ copy that was compressed again or resized keeps most bits; another photograph of
 Shapes: n = images read.
 """
 
-import csv
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import cv2
 import numpy as np
 
 from utils.cli import progress
-from utils.files import read_text
+from utils.files import read_text, write_csv
 from utils.image import decode_rgb
 from utils.parallel import map_in_order
 from utils.text import one_line
@@ -123,14 +121,6 @@ def parse_classes(text: str, num_classes: int) -> np.ndarray:
     if not len(chosen) or chosen.min() < 0 or chosen.max() >= num_classes:
         raise ValueError(f"--classes must name labels from 0 to {num_classes - 1}, got {text!r}")
     return chosen
-
-
-def write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write a table with a line of column names."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(head)
-        writer.writerows(rows)
 
 
 _CHUNK = 64  # images per task

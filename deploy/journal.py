@@ -1,69 +1,21 @@
-"""Files that appear complete and stay after a loss of power; a lock that only one run holds; and the journal of a long job.
+"""A lock that only one run holds, and the journal of a long job.
 
 A journal is one file, to which an entry is appended when a piece of the work is done. An entry is a line of JSON, and as many
 bytes as it says. The first line has the facts on which all pieces depend. An entry that a kill left incomplete is cut off, and
 its piece is done again."""
 
 import contextlib
-import csv
-import errno
 import fcntl
-import hashlib
-import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
 
-from utils.checkpoint.tensor_file import NewFile
-from utils.files import check_file, is_still, shown
-
-
-@contextlib.contextmanager
-def new_file(path: Path) -> Iterator[NewFile]:
-    """Give a file to write to; it appears at `path`, flushed to the disk, when the block ends, and not if the block raises.
-
-    Raises:
-        OSError: it cannot be written; the error names `path`.
-    """
-    # short, because `path` may have as long a name as the file system allows; the same in the next run, which overwrites it
-    unfinished = path.with_name(f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]}.unfinished")
-    own = -1
-    try:
-        unfinished.unlink(missing_ok=True)
-        with NewFile(unfinished) as file:
-            own = os.dup(file.fileno())
-            yield file
-            file.close()
-        if not is_still(unfinished, own):
-            raise OSError(errno.EBUSY, "another program is writing it", str(path))
-        unfinished.replace(path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            if own >= 0 and is_still(unfinished, own):
-                unfinished.unlink()
-        if isinstance(error, OSError) and error.filename in (None, str(unfinished)):  # fsync names no file
-            raise OSError(error.errno, error.strerror, str(path)) from None
-        raise
-    finally:
-        if own >= 0:
-            os.close(own)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file in one go, as `new_file` does."""
-    with new_file(path) as file:
-        file.write(data)
-
-
-def csv_bytes(rows: Iterable[Sequence[object]]) -> bytes:
-    """Return rows as the bytes of a CSV file; names that are no UTF-8 keep their bytes."""
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue().encode("utf-8", "surrogateescape")
+from utils.files import check_file, shown
+from utils.files import write_file as write_file
 
 
 @contextlib.contextmanager

@@ -1,10 +1,11 @@
-"""Text files of a user, line by line, with errors that say where; and folders that a program writes aside."""
+"""Text files of a user, line by line, with errors that say where; and files and folders that a program writes aside."""
 
+import errno
 from pathlib import Path
 
 import pytest
 
-from utils.files import read_lines, read_numbers, unfinished_folder
+from utils.files import new_file, read_lines, read_numbers, unfinished_folder
 
 
 def test_lines_are_the_same_from_every_editor(tmp_path: Path):
@@ -61,3 +62,46 @@ def test_an_unfinished_folder_is_removed_whatever_happens(tmp_path: Path):
         (folder / "file").touch()
         raise RuntimeError
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("first_ends", ["before", "after"])
+def test_of_two_that_write_one_file_the_first_fails_and_none_is_half(tmp_path: Path, first_ends: str):
+    path = tmp_path / "features.npy"
+    path.write_bytes(b"old")
+    first, second = new_file(path), new_file(path)
+    first.__enter__().write(b"first")
+    file = second.__enter__()
+    file.write(b"half of the sec")
+    if first_ends == "after":
+        file.write(b"ond")
+        second.__exit__(None, None, None)
+    with pytest.raises(OSError, match="another program is writing it") as caught:
+        first.__exit__(None, None, None)
+    assert caught.value.errno == errno.EBUSY and caught.value.filename == str(path)
+    if first_ends == "before":
+        assert path.read_bytes() == b"old"
+        file.write(b"ond")
+        second.__exit__(None, None, None)
+    assert path.read_bytes() == b"half of the second"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_one_that_fails_leaves_the_file_that_another_is_writing(tmp_path: Path):
+    path = tmp_path / "features.npy"
+    first, second = new_file(path), new_file(path)
+    first.__enter__().write(b"first")
+    second.__enter__().write(b"second")
+    with pytest.raises(OSError, match="full"):
+        first.__exit__(OSError, OSError(errno.ENOSPC, "full"), None)
+    second.__exit__(None, None, None)
+    assert path.read_bytes() == b"second" and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_program_left_is_written_over(tmp_path: Path):
+    path = tmp_path / "features.npy"
+    killed = new_file(path)
+    killed.__enter__().write(b"half of a very long file")
+    (left,) = tmp_path.iterdir()
+    with new_file(path) as file:
+        file.write(b"whole")
+    assert path.read_bytes() == b"whole" and not left.exists()

@@ -1,5 +1,5 @@
 """Reads and finds a user's files: regular files of a bounded size, one rule for links, and names shown in plain text.
-Also gives the hidden folder in which a program makes what it writes.
+Also writes files that appear complete, and gives the hidden folder in which a program makes what it writes.
 
 A pipe in a list would be waited for without end, and /dev/zero read until memory is full. So whatever a user names is looked
 at before it is opened. Errors are OSError with words for a person in `strerror`, like those of the system; `read_lines` and
@@ -7,20 +7,26 @@ at before it is opened. Errors are OSError with words for a person in `strerror`
 """
 
 import contextlib
+import csv
 import errno
+import hashlib
+import io
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import xxhash
 
 from .text import printable
 
 MAX_PICTURE = 1 << 28  # bytes of an image file; the largest photograph that is decoded has fewer
 MAX_TEXT = 1 << 32  # bytes of a list; 42 million lines of 60 bytes are 2.5 GB
 MAX_SMALL_TEXT = 1 << 24  # bytes of a configuration, or of another file that people write by hand
+HASH = "xxh3_128"  # detects damage, at 10 GB/s, but not deliberate changes
 MAX_DEPTH = 32  # folders below the one that is searched
 
 _KINDS = (
@@ -250,17 +256,6 @@ def _stat(path: str | os.PathLike[str]) -> os.stat_result:
         raise OSError(errno.EINVAL, "a path must not contain a zero byte", shown(path)) from None
 
 
-def replace_text(path: Path, text: str, errors: str = "strict") -> None:
-    """Write a UTF-8 text file, which appears under its name when it is complete.
-
-    Args:
-        errors: what becomes of characters that UTF-8 does not have, as for `str.encode`.
-    """
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8", errors=errors)
-    unfinished.replace(path)
-
-
 def is_still(path: Path, handle: int) -> bool:
     """Return whether path is an open file or folder, and not one that another program put in its place.
 
@@ -270,6 +265,111 @@ def is_still(path: Path, handle: int) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(handle))
     except FileNotFoundError:
         return False
+
+
+class NewFile:
+    """A new file: write to it, then `close`, which returns when the data is on the disk.
+
+    Raises:
+        OSError: from any method; the unfinished file is not removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, 0
+        self.failure: OSError | None = None
+        self._digest = xxhash.xxh3_128()
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # minus the umask, as usual
+
+    def __enter__(self) -> "NewFile":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append all of data; return its length in bytes. Partial writes are continued."""
+        left = memoryview(data).cast("B")
+        length = len(left)
+        self._digest.update(left)
+        try:
+            while len(left):
+                written = os.write(self._handle, left)
+                if written == 0:
+                    raise OSError(errno.EIO, "the disk takes no more bytes")
+                left = left[written:]
+        except OSError as error:
+            self.failure = OSError(error.errno, error.strerror, str(self.path))
+            raise self.failure from None
+        self.size += length
+        return length
+
+    def fileno(self) -> int:
+        """Return the open file's descriptor."""
+        return self._handle
+
+    def flush(self) -> None:
+        """Do nothing, since nothing is buffered; torch.save calls this method."""
+
+    def close(self) -> dict[str, Any]:
+        """Flush to the disk; return the size in bytes and the hash."""
+        os.fsync(self._handle)
+        self.__exit__(None, None, None)
+        return {"size": self.size, HASH: self._digest.hexdigest()}
+
+
+@contextlib.contextmanager
+def new_file(path: Path, durable: bool = True) -> Iterator[NewFile]:
+    """Give a file to write to; it appears at `path` when the block ends, and not if the block raises.
+
+    Args:
+        durable: flush it to the disk first. Of very many files a loss of power may cost the last ones, which are made again.
+
+    Raises:
+        OSError: it cannot be written; the error names `path`.
+    """
+    # short, because `path` may have as long a name as the file system allows; the same in the next run, which overwrites it
+    unfinished = path.with_name(f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]}.unfinished")
+    own = -1
+    try:
+        unfinished.unlink(missing_ok=True)
+        with NewFile(unfinished) as file:
+            own = os.dup(file.fileno())
+            yield file
+            if durable:
+                file.close()
+        if not is_still(unfinished, own):
+            raise OSError(errno.EBUSY, "another program is writing it", str(path))
+        unfinished.replace(path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            if own >= 0 and is_still(unfinished, own):
+                unfinished.unlink()
+        if isinstance(error, OSError) and error.filename in (None, str(unfinished)):  # fsync names no file
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
+    finally:
+        if own >= 0:
+            os.close(own)
+
+
+def write_file(path: Path, data: bytes | str, durable: bool = True) -> None:
+    """Write a file in one go, a text as UTF-8, as `new_file` does."""
+    with new_file(path, durable) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+def csv_bytes(rows: Iterable[Sequence[object]]) -> bytes:
+    """Return rows as the bytes of a CSV file; names that are no UTF-8 keep their bytes."""
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode("utf-8", "surrogateescape")
+
+
+def write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Write a table with a line of column names, as `new_file` does."""
+    write_file(path, csv_bytes([head, *rows]))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from .files import write_file
 from .text import printable
 
 
@@ -233,9 +234,7 @@ def _keep_steps(path: Path, last: int) -> None:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     kept = [line for line in lines if last and (step := _step_of(line)) is not None and step <= last]
     if len(kept) < len(lines):
-        written = path.with_name(f".{path.name}.unfinished")
-        written.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        written.replace(path)
+        write_file(path, "".join(f"{line}\n" for line in kept))
 
 
 def _step_of(line: str) -> int | None:

@@ -17,12 +17,11 @@ from eval.networks import Network, OtherInput, load_network
 from utils.alignment import POINTS, TEMPLATE
 from utils.checkpoint.format import is_checkpoint, read_manifest
 from utils.distributed.agreement import digest, digest_tensors
-from utils.files import MAX_SMALL_TEXT, read_bytes, read_text, shown
+from utils.files import MAX_SMALL_TEXT, read_bytes, read_text, shown, write_file
 from utils.image import IMAGE_SIZE
 from utils.memory import forward_operations
 from utils.text import did_you_mean, markdown_table, markdown_text, one_line, printable
 
-from ..journal import write_file
 from ..results import Interval, Point, SetResult, read_results_of
 from .facts import Facts, backbone_words, data_facts, planned_steps, recipe_facts
 
@@ -320,7 +319,7 @@ def _write_template(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [_TEMPLATE, *(f"# {field.heading}: {field.asks}\n{key}:\n" for key, field in FIELDS.items())]
     if not os.path.lexists(path):
-        write_file(path, "\n".join(lines).encode())
+        write_file(path, "\n".join(lines))
 
 
 def _where(error: Exception) -> str:

@@ -29,14 +29,14 @@ import numpy as np
 import torch
 
 from eval.foreign_networks import onnx_hash
-from utils.checkpoint.tensor_file import NewFile
 from utils.distributed import choose_device
+from utils.files import NewFile, csv_bytes, new_file, write_csv
 from utils.machine import num_cores
 from utils.parallel import map_in_order
 
 from ..faces.detector import Detector, open_detector
 from ..faces.pictures import Crop, Rejected, read_crops
-from ..journal import Journal, csv_bytes, new_file
+from ..journal import Journal
 from .embedder import Embedder, open_embedder
 
 # of a part: few on a CPU, where a kill shall lose seconds and all processes shall have work; several batches on a GPU
@@ -345,8 +345,7 @@ def write_table(out: Path, plan: Plan, parts: Parts, embedding_size: int, title:
         rejected += [(name, reason) for name, reason in part.rejected]
     rejected_list.unlink(missing_ok=True)
     if rejected:
-        with new_file(rejected_list) as file:
-            file.write(csv_bytes([("name", "reason"), *rejected]))
+        write_csv(rejected_list, ("name", "reason"), rejected)
     if not faces:
         name, reason = rejected[0]
         raise ValueError(f"no face in any of {len(plan.files)} pictures; the first, {name}, {reason}; all: {rejected_list}")

@@ -14,12 +14,12 @@ import numpy as np
 
 from eval.foreign_networks import onnx_hash
 from utils.cli import progress
-from utils.files import check_file, read_bytes, shown
+from utils.files import check_file, read_bytes, shown, write_csv, write_file
 from utils.image import MAX_PHOTO_PIXELS, decode_rgb
 from utils.parallel import map_in_order
 from utils.report.contact_sheet import pair_sheet
 
-from ..journal import Journal, csv_bytes, open_journal, write_file
+from ..journal import Journal, open_journal
 from .detections import Face
 from .detector import Detector, open_detector
 from .landmarks import report_padding
@@ -318,10 +318,10 @@ def _write_lists(options: argparse.Namespace, names: Sequence[str], journal: Det
     # its reader knows no quotation marks, but takes a tab for the delimiter of a line that has one
     between = "\t" if any("," in str(row[0]) for row in rows) else ","
     lines = (between.join(map(str, row)) + "\n" for row in [header, *rows])
-    write_file(options.out / "landmarks.csv", "".join(lines).encode())
+    write_file(options.out / "landmarks.csv", "".join(lines))
     rejected = [(name, journal.done[name].reason) for name in names if journal.done[name].reason]
     (options.out / "rejected.csv").unlink(missing_ok=True)
     if rejected:
-        write_file(options.out / "rejected.csv", csv_bytes([("picture", "reason"), *rejected]))
+        write_csv(options.out / "rejected.csv", ("picture", "reason"), rejected)
     report_padding(options.out, padding)
     return len(rows)

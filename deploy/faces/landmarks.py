@@ -3,13 +3,12 @@
 Landmarks: five points (5, 2) in pixels: left eye, right eye, nose, left and right corner of the mouth.
 """
 
-import csv
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from utils.files import read_lines
+from utils.files import read_lines, write_csv
 
 MUCH_PADDING = 0.4  # an aligned face is reported if more than this share of it is outside its picture
 
@@ -101,10 +100,7 @@ def report_padding(folder: Path, shares: dict[str, float]) -> None:
     found = sorted(((share, name) for name, share in shares.items() if share > MUCH_PADDING), reverse=True)
     if not found:
         return
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("name", "share_outside"))
-        writer.writerows((name, f"{share:.3f}") for share, name in found)
+    write_csv(path, ("name", "share_outside"), ((name, f"{share:.3f}") for share, name in found))
     print(
         f"{len(found)} of {len(shares)} faces are largely padding: more than {MUCH_PADDING:.0%} of the crop is outside the "
         f"picture. The worst is {found[0][1]}, {found[0][0]:.0%}; all are in {path}. Check them before you train on them"

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from utils.distributed.agreement import digest
-from utils.files import check_file, find_files, read_bytes, read_lines, shown
+from utils.files import check_file, find_files, read_bytes, read_lines, shown, write_file
 from utils.image import IMAGE_SIZE, IMAGE_STARTS, IMAGE_SUFFIXES, MAX_PIXELS, check_size, decode_rgb, image_size, resize_square
 
 from ..protocol import Embed, Protocol, check_pair_counts
@@ -150,9 +150,7 @@ def write_bin(path: str | os.PathLike[str], images: list[bytes], same: list[bool
     for index, image in enumerate(images):
         if not isinstance(image, bytes) or not image.startswith(_IMAGE_STARTS):
             raise ValueError(f"{path}: image {index} must be the bytes of a JPEG, PNG, BMP or WebP file")
-    unfinished = Path(f"{os.fspath(path)}.unfinished")
-    unfinished.write_bytes(pickle.dumps((images, [bool(flag) for flag in same]), protocol=4))
-    os.replace(unfinished, path)
+    write_file(Path(path), pickle.dumps((images, [bool(flag) for flag in same]), protocol=4))
 
 
 def _read_entries(path: str | os.PathLike[str]) -> tuple[list[bytes], list[bool]]:
@@ -240,9 +238,7 @@ def write_safetensors(path: str | os.PathLike[str], pairs: PairSet) -> None:
         "second": np.ascontiguousarray(pairs.second, dtype=np.int64),
         "same": np.ascontiguousarray(pairs.same, dtype=np.bool_),
     }
-    unfinished = f"{os.fspath(path)}.unfinished"
-    Path(unfinished).write_bytes(save(tensors))  # save_file would set mode 0600 and ignore the umask
-    os.replace(unfinished, path)
+    write_file(Path(path), save(tensors))  # save_file would set mode 0600 and ignore the umask
 
 
 def read_safetensors(path: str | os.PathLike[str], name: str | None = None) -> PairSet:

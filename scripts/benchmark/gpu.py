@@ -34,7 +34,7 @@ import torch
 
 from utils import distributed
 from utils.cli import make_parser
-from utils.files import replace_text
+from utils.files import write_file
 from utils.memory import free_bytes
 from utils.program import run_main
 
@@ -96,7 +96,7 @@ def benchmark(options: argparse.Namespace) -> None:
         begun = time.monotonic()
         status = _run(name, options, seconds) if seconds > 1 else "not started: --minutes were over"
         summary["parts"][name] = {"status": status, "seconds": time.monotonic() - begun}
-        replace_text(options.out / "summary.json", json.dumps(summary, indent=1) + "\n")  # complete at any time
+        write_file(options.out / "summary.json", json.dumps(summary, indent=1) + "\n")  # complete at any time
         print(f"{name:<11}{status}, {time.monotonic() - begun:.1f} s", flush=True)
     failed = [name for name, part in summary["parts"].items() if part["status"] != "complete"]
     if failed:

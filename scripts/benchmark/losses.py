@@ -48,7 +48,7 @@ from training.setup import open_data
 from utils import distributed
 from utils.cli import int_in_range, make_parser, progress
 from utils.distributed.agreement import digest
-from utils.files import replace_text, shown
+from utils.files import shown, write_file
 from utils.machine import num_cores
 from utils.precision import choose_precision, is_fast_in_bf16
 from utils.program import run_main
@@ -147,7 +147,7 @@ def benchmark(options: argparse.Namespace) -> None:
     known = {row["run"] for row in read_results(options.json)}
     failed = _train(options, [job for job in jobs if job.folder.name not in known], len(jobs))
     text = tables(read_results(options.json))
-    replace_text(options.out / "table.md", text + "\n")
+    write_file(options.out / "table.md", text + "\n")
     print(f"\n{text}\n\nwritten: {options.json}, {options.out / 'table.md'}")
     if options.page:
         write_into_page(options.page, text, BEGIN)
@@ -294,7 +294,7 @@ def _train(options: argparse.Namespace, jobs: Sequence[Job], count: int) -> list
                 if reason:
                     failed.append(f"{job.title}: {reason}")
                 print(f"{job.title}: {f'failed: {reason}' if reason else 'done'}", flush=True)
-                replace_text(options.out / "table.md", tables(read_results(options.json)) + "\n")
+                write_file(options.out / "table.md", tables(read_results(options.json)) + "\n")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(active):
@@ -320,7 +320,7 @@ def _run(job: Job, options: argparse.Namespace, active: set[subprocess.Popen]) -
     facts = {"run": folder.name, **{key: value for key, value in job._asdict().items() if key not in ("overrides", "folder")}}
     with _WRITING:
         rows = {row["run"]: row for row in [*read_results(options.json), {**facts, "threads": threads, **measured(folder)}]}
-        replace_text(options.json, "[\n{}\n]\n".format(",\n".join(json.dumps(row) for row in rows.values())))
+        write_file(options.json, "[\n{}\n]\n".format(",\n".join(json.dumps(row) for row in rows.values())))
     return ""
 
 

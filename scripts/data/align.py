@@ -23,7 +23,7 @@ from deploy.faces.landmarks import points_of, read_landmarks, report_padding
 from deploy.faces.pictures import list_pictures, to_jpeg
 from utils.alignment import align, check_points
 from utils.cli import add_threads, int_in_range, make_parser, progress
-from utils.files import read_bytes
+from utils.files import read_bytes, write_file
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb, image_size
 from utils.parallel import map_in_order
 from utils.program import run_main
@@ -88,9 +88,7 @@ def align_all(options: argparse.Namespace) -> None:
             data = cv2.imencode(".png", cv2.cvtColor(face, cv2.COLOR_RGB2BGR))[1].tobytes()
         else:
             data = to_jpeg(face, options.quality)
-        unfinished = target.with_name(f".{target.name}.unfinished")
-        unfinished.write_bytes(data)
-        unfinished.replace(target)
+        write_file(target, data, durable=False)
         return True, padding
 
     done = list(progress(map_in_order(work, jobs, options.threads), len(jobs), "aligning", "picture"))

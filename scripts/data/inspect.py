@@ -25,21 +25,10 @@ import cv2
 import numpy as np
 
 from data.base import FaceDataset
-from data.scan import (
-    MIN_CORRELATION,
-    Scan,
-    SetNames,
-    candidates,
-    correlation,
-    dhash,
-    equal_groups,
-    open_set_of,
-    scan,
-    write_csv,
-)
+from data.scan import MIN_CORRELATION, Scan, SetNames, candidates, correlation, dhash, equal_groups, open_set_of, scan
 from eval.pair_sets.bin_file import PairSet, read_bin
 from utils.cli import add_threads, int_in_range, make_parser, progress
-from utils.files import shown
+from utils.files import shown, write_csv
 from utils.image import IMAGE_SIZE, decode_rgb
 from utils.parallel import map_in_order
 from utils.program import run_main

@@ -15,6 +15,7 @@ import numpy as np
 from data.record_dataset import RecordDataset
 from data.scan import parse_classes
 from utils.cli import int_in_range, make_parser, progress
+from utils.files import write_file
 from utils.image import IMAGE_STARTS
 from utils.program import run_main
 
@@ -49,9 +50,7 @@ def extract(options: argparse.Namespace) -> None:
         if target.is_file() and target.stat().st_size == len(data):
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = target.with_name(f".{target.name}.unfinished")
-        unfinished.write_bytes(data)
-        unfinished.replace(target)
+        write_file(target, data, durable=False)
         written += 1
     print(f"{options.out}: {written} pictures of {np.count_nonzero(counts)} identities written")
 

@@ -22,8 +22,8 @@ from tqdm import tqdm
 from data.record_dataset import RecordDataset, classes_of_property
 from data.recordio.image_record import RecordSetWriter, read_index, unpack
 from data.salvage import Sound, choose_keys, find_sound, read_headers, read_sound, unusable
-from data.scan import write_csv
 from utils.cli import add_threads, make_parser, progress
+from utils.files import new_file, write_csv
 from utils.image import decode_rgb
 from utils.parallel import map_in_order
 from utils.program import run_main
@@ -128,24 +128,20 @@ def _tell(faults: Sequence[Fault]) -> None:
 
 
 def _write_index(path: Path, keys: np.ndarray, offsets: np.ndarray) -> None:
-    """Write the new index under a temporary name, keep the old one under another name, then replace it atomically."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    with open(unfinished, "wb") as file:
+    """Write the new index, which replaces the old one when it is complete; that one is kept under another name."""
+    with new_file(path) as file:
         for begin in range(0, len(keys), 1 << 16):
             rows = zip(keys[begin : begin + (1 << 16)].tolist(), offsets[begin : begin + (1 << 16)].tolist(), strict=True)
             file.write(b"".join(b"%d\t%d\n" % row for row in rows))
-        file.flush()
-        os.fsync(file.fileno())
-    if path.exists():
-        number = 0
-        while (kept := path.with_name(f"{path.name}.old{number or ''}")).exists():
-            number += 1
-        try:
-            os.link(path, kept)
-        except OSError:  # a file system without hard links
-            shutil.copy2(path, kept)
-        print(f"the old index is kept as {kept}")
-    os.replace(unfinished, path)
+        if path.exists():
+            number = 0
+            while (kept := path.with_name(f"{path.name}.old{number or ''}")).exists():
+                number += 1
+            try:
+                os.link(path, kept)
+            except OSError:  # a file system without hard links
+                shutil.copy2(path, kept)
+            print(f"the old index is kept as {kept}")
     print(f"{path}: written, {len(keys)} records")
 
 

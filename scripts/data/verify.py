@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data.scan import is_plain, open_set_of, scan, write_csv
+from data.scan import is_plain, open_set_of, scan
 from eval.pair_sets.bin_file import read_pairs
 from utils.cli import add_threads, make_parser, progress
-from utils.files import shown
+from utils.files import shown, write_csv
 from utils.image import IMAGE_SIZE
 from utils.parallel import map_in_order
 from utils.program import run_main

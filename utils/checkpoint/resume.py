@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from utils.distributed import World, all_gather_objects, raise_on_all_ranks
 from utils.distributed.patience import patiently
 
+from ..files import write_file
 from . import format as ckpt
 from .reading import check_hashes, read_file
-from .tensor_file import flush
 
 _HOLDER = ".holder"  # names the job that holds the lock
 
@@ -93,10 +93,7 @@ def _hold(folder: Path) -> str:
     except OSError:
         pass  # a file system without locks
     try:
-        written = folder / f"{_HOLDER}.unfinished"
-        written.write_text(holder)
-        flush(written)
-        written.replace(folder / _HOLDER)
+        write_file(folder / _HOLDER, holder)
     except OSError as error:
         raise ValueError(f"run.output: the run folder {folder} cannot be written: {error.strerror}") from None
     return holder
@@ -237,15 +234,14 @@ def changed_keys(checkpoint: Path, config: dict[str, Any]) -> list[str]:
 
 def _write_config(folder: Path, text: str, resumed: Path | None) -> None:
     """Save the merged configuration. An earlier one that differs is kept under another name."""
-    path, written = folder / "config.yaml", folder / ".config.yaml.unfinished"
+    path = folder / "config.yaml"
     try:
         if path.is_file():
             if path.read_text() == text:
                 return
             until = f"{resumed.name}_" if resumed else ""
             path.rename(folder / f"config_until_{until}{time.strftime('%Y%m%d_%H%M%S')}.yaml")
-        written.write_text(text)
-        written.replace(path)
+        write_file(path, text)
     except OSError as error:
         raise ValueError(f"run.output: the run folder {folder} cannot be written: {error.strerror}") from None
 

@@ -6,7 +6,6 @@ the header, little endian; the header, JSON {name: {dtype, shape, data_offsets}}
 then the numbers of all tensors without gaps (https://github.com/huggingface/safetensors#format).
 """
 
-import errno
 import hashlib
 import json
 import math
@@ -22,7 +21,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-HASH = "xxh3_128"  # detects damage, at 10 GB/s, but not deliberate changes
+from ..files import HASH, NewFile
+
 BLOCK = 16 << 20  # bytes hashed and written at once
 _DTYPES = {
     torch.float64: "F64",
@@ -48,58 +48,6 @@ class Planned(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     rows: Callable[[], Iterable[Tensor]]  # its parts along the first dimension, in order; a scalar is one part
-
-
-class NewFile:
-    """A new file: write to it, then `close`, which returns when the data is on the disk.
-
-    Raises:
-        OSError: from any method; the unfinished file is not removed.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.size = path, 0
-        self.failure: OSError | None = None
-        self._digest = xxhash.xxh3_128()
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # minus the umask, as usual
-
-    def __enter__(self) -> "NewFile":
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Append all of data; return its length in bytes. Partial writes are continued."""
-        left = memoryview(data).cast("B")
-        length = len(left)
-        self._digest.update(left)
-        try:
-            while len(left):
-                written = os.write(self._handle, left)
-                if written == 0:
-                    raise OSError(errno.EIO, "the disk takes no more bytes")
-                left = left[written:]
-        except OSError as error:
-            self.failure = OSError(error.errno, error.strerror, str(self.path))
-            raise self.failure from None
-        self.size += length
-        return length
-
-    def fileno(self) -> int:
-        """Return the open file's descriptor."""
-        return self._handle
-
-    def flush(self) -> None:
-        """Do nothing, since nothing is buffered; torch.save calls this method."""
-
-    def close(self) -> dict[str, Any]:
-        """Flush to the disk; return the size in bytes and the hash."""
-        os.fsync(self._handle)
-        self.__exit__(None, None, None)
-        return {"size": self.size, HASH: self._digest.hexdigest()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from utils.files import replace_text
+from utils.files import write_file
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; }
@@ -78,7 +78,8 @@ class Page:
         if self._contents >= 0:
             links = (f'<li><a href="#section-{n}">{html.escape(h)}</a></li>' for n, h in enumerate(self._headings, 1))
             self._parts[self._contents] = f"<nav><ul>{''.join(links)}</ul></nav>"
-        replace_text(path, text + "\n".join(self._parts) + "\n</body></html>\n", errors="backslashreplace")
+        text += "\n".join(self._parts) + "\n</body></html>\n"
+        write_file(path, text.encode("utf-8", "backslashreplace"))
 
 
 def _is_number(column: Sequence[str]) -> bool:
