@@ -74,9 +74,6 @@ class ListDataset(FaceDataset):
     def key(self, index: int) -> str:
         return shown(self._file(index))
 
-    def label(self, index: int) -> int:
-        return int(self._labels[index])
-
     def labels(self) -> np.ndarray:
         return self._labels
 
@@ -95,10 +92,14 @@ class ListDataset(FaceDataset):
             yield self._text[first + begin : first + length]
 
     def sample(self, index: int) -> tuple[bytes, int]:
-        try:
-            return read_bytes(self._file(index)), int(self._labels[index])
-        except OSError as error:
-            raise ValueError(f"{self.key(index)}: the file cannot be read: {error.strerror}") from None
+        return _read(self._file(index)), self.label(index)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_bytes(path)
+    except OSError as error:
+        raise ValueError(f"{shown(path)}: the file cannot be read: {error.strerror}") from None
 
 
 _NAMED = 5  # folders or endings listed in a message
@@ -140,9 +141,6 @@ class FolderDataset(FaceDataset):
     def key(self, index: int) -> str:
         return shown(self.root / self._files[index])
 
-    def label(self, index: int) -> int:
-        return int(self._labels[index])
-
     def labels(self) -> np.ndarray:
         return self._labels
 
@@ -154,10 +152,7 @@ class FolderDataset(FaceDataset):
         return (os.fsencode("\0".join(files)) for files in chunks)
 
     def sample(self, index: int) -> tuple[bytes, int]:
-        try:
-            return read_bytes(self.root / self._files[index]), int(self._labels[index])
-        except OSError as error:
-            raise ValueError(f"{self.key(index)}: the file cannot be read: {error.strerror}") from None
+        return _read(self.root / self._files[index]), self.label(index)
 
 
 def passed_over(folder: Path, passed: Sequence[str]) -> list[str]:

@@ -23,9 +23,8 @@ from utils.files import MAX_SMALL_TEXT, read_bytes, shown
 from .base import FaceDataset
 from .index_cache import Arrays, Facts, open_index
 from .recordio.container import RecordFile
-from .recordio.image_record import Headers, IndexedRecordFile, is_ascending, unpack
+from .recordio.image_record import MAX_CLASSES, Headers, IndexedRecordFile, are_classes, is_ascending, unpack
 
-_FLOAT_LIMIT = 1 << 24  # from here on a float32 may represent several integers
 _MAX_SPAN = 1 << 20  # bytes up to the next image; if there are more, the record's length is read first
 _CHUNK = 1 << 18  # images checked at once
 _GAP = 1 << 18  # gaps of at most so many bytes are read too, because reading on is faster than a seek
@@ -66,9 +65,6 @@ class RecordDataset(FaceDataset):
     def record_key(self, index: int) -> int:
         """Return the key of a sample's record in train.idx."""
         return int(self._keys[index])
-
-    def label(self, index: int) -> int:
-        return int(self._labels[index])
 
     def labels(self) -> np.ndarray:
         return self._labels
@@ -135,7 +131,7 @@ def _index_set(rec_path: Path) -> tuple[Facts, Arrays]:
         raise ValueError(f"{rec_path}: none of the {len(records)} records holds an image")
     header = _read_header(records)
     image_keys = records.keys[images]
-    if header is not None and header < _FLOAT_LIMIT:
+    if header is not None and header < MAX_CLASSES:
         _check_image_keys(rec_path, image_keys, header)
     num_classes, source = _count_classes(rec_path, image_labels, image_keys)
     filled = np.zeros(num_classes, dtype=bool)
@@ -201,7 +197,7 @@ def classes_of_property(path: Path) -> int | None:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}. Correct or delete it") from None
     number = text.split(b"\n")[0].split(b",")[0].strip()
-    if not number.isdigit() or len(number) > 8 or int(number) > _FLOAT_LIMIT:
+    if not number.isdigit() or len(number) > 8 or int(number) > MAX_CLASSES:
         raise ValueError(f"{path}: the first line must be 'classes,height,width', at most 2^24 classes. Correct or delete it")
     return int(number)
 
@@ -229,15 +225,12 @@ def _with_progress(records: IndexedRecordFile) -> Iterator[Headers]:
 
 
 def _check_labels(records: IndexedRecordFile, headers: Headers, is_image: np.ndarray) -> None:
-    values = headers.labels
-    with np.errstate(invalid="ignore"):
-        right = (values >= 0) & (values < _FLOAT_LIMIT) & (values == np.floor(values))
-    wrong = is_image & ~right
+    wrong = is_image & ~are_classes(headers.labels)
     if wrong.any():
         i = wrong.argmax()
         raise ValueError(
             f"record {records.keys[headers.positions[i]]} of {records.path}: a label must be an integer in [0, 2^24) "
-            f"(it is stored as float32), got {values[i]}. Renumber the labels"
+            f"(it is stored as float32), got {headers.labels[i]}. Renumber the labels"
         )
 
 
@@ -252,7 +245,7 @@ def _read_header(records: IndexedRecordFile) -> int | None:
     a, b = label.tolist()
     if not (1 < a <= b < 2**63 and a.is_integer() and b.is_integer()):
         return None
-    if b < _FLOAT_LIMIT and np.count_nonzero((records.keys >= a) & (records.keys < b)) < b - a:
+    if b < MAX_CLASSES and np.count_nonzero((records.keys >= a) & (records.keys < b)) < b - a:
         return None
     return int(a)
 

@@ -17,12 +17,12 @@ import numpy as np
 from utils.files import check_file
 
 from .recordio.container import MAGIC, MAX_LENGTH
+from .recordio.image_record import MAX_CLASSES, are_classes
 
 _BLOCK = 1 << 24  # words searched at once
 _MAGIC_WORD = int.from_bytes(MAGIC, "little")
 _HEADER = 24  # bytes of an image record before its labels
 _HEADER_FIELDS = struct.Struct("<IfQ")  # flag, label, id
-_FLOAT_LIMIT = 1 << 24
 
 
 class Sound(NamedTuple):
@@ -175,9 +175,7 @@ def choose_keys(headers: SalvagedHeaders) -> np.ndarray:
 def unusable(headers: SalvagedHeaders, num_classes: int | None) -> dict[int, str]:
     """Return record -> reason for the sound records that a set must not have: too short, without image, or with a bad label."""
     values, images = headers.labels[:, 0], headers.payload_sizes > 0
-    with np.errstate(invalid="ignore"):
-        right = (values >= 0) & (values < _FLOAT_LIMIT) & (values == np.floor(values))
-        within = right & (values < (num_classes or _FLOAT_LIMIT))
+    right, within = are_classes(values), are_classes(values, num_classes or MAX_CLASSES)
     reasons = (
         (headers.payload_sizes < 0, lambda i: "the record is shorter than its own header says"),
         ((headers.payload_sizes == 0) & (headers.flags != 2), lambda i: "has a label, but no image"),

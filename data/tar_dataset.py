@@ -68,9 +68,6 @@ class TarDataset(FaceDataset):
         name = os.fsdecode(self._names[begin : int(self._name_ends[index])].tobytes())
         return f"{shown(name)} in {self.files[int(self._shards[index])]}"
 
-    def label(self, index: int) -> int:
-        return int(self._labels[index])
-
     def labels(self) -> np.ndarray:
         return self._labels
 

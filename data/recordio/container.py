@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,6 +32,8 @@ _PART = struct.Struct("<4sI")
 _FIRST, _LATER = (0, 1), (2, 3)  # allowed cflags of the first part, and of later parts
 _SCANNED = 1 << 28  # bytes after which a scan of the file releases its pages
 _DAMAGE = "the file is damaged or cut, or the index belongs to another file; scripts.data.repair mends either"
+
+Writer = TypeVar("Writer", bound="RecordWriter")
 
 
 class RecordFile:
@@ -195,13 +198,13 @@ class RecordFile:
 
 
 class RecordWriter:
-    """Writes a record file and its index. Both get their final names when `close` has flushed all bytes to the disk.
+    """Writes a record file, and if named its index. They get their final names when `close` has flushed all bytes to the disk.
 
     As a context manager it calls `close`, or `discard` after an exception.
     """
 
-    def __init__(self, rec_path: str | os.PathLike[str], idx_path: str | os.PathLike[str] | None = None) -> None:
-        self._paths = [Path(path) for path in (rec_path, idx_path) if path is not None]
+    def __init__(self, *paths: str | os.PathLike[str]) -> None:
+        self._paths = list(map(Path, paths))
         self._files = [open(_unfinished(path), "wb") for path in self._paths]  # noqa: SIM115 - closed by close or discard
         self._offset = 0
 
@@ -243,7 +246,7 @@ class RecordWriter:
             file.close()
             _unfinished(path).unlink(missing_ok=True)
 
-    def __enter__(self) -> "RecordWriter":
+    def __enter__(self: Writer) -> Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

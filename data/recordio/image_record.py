@@ -15,12 +15,12 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from utils.files import write_file
 from utils.image import IMAGE_SIZE
 
 from .container import MAGIC, MAX_LENGTH, RecordFile, RecordWriter
@@ -31,6 +31,7 @@ __all__ = ["MAGIC", "Headers", "IndexedRecordFile", "Record", "RecordFile", "Rec
 _HEADER = struct.Struct("<IfQQ")
 _CHUNK = 1 << 18  # headers read at once
 _MAGIC_WORD = int.from_bytes(MAGIC, "little")
+MAX_CLASSES = 1 << 24  # a label is a float32; from here on it may represent several integers
 
 
 class Record(NamedTuple):
@@ -221,14 +222,14 @@ def is_ascending(values: np.ndarray) -> bool:
     return all((np.diff(values[begin : begin + _CHUNK + 1]) > 0).all() for begin in range(0, len(values) - 1, _CHUNK))
 
 
-MAX_CLASSES = 1 << 24  # a label is a float32, which holds integers exactly up to here
-_FILES = ("train.rec", "train.idx", "property", "train.lst")  # in the order in which they get their names
+def are_classes(labels: np.ndarray, count: int = MAX_CLASSES) -> np.ndarray:
+    """Return whether each label (n,) float32 is a whole number in [0, count)."""
+    with np.errstate(invalid="ignore"):
+        return (labels >= 0) & (labels < count) & (labels == np.floor(labels))
 
 
-class RecordSetWriter:
-    """Writes a set into a folder. The files get their final names when `close` has flushed all bytes to the disk.
-
-    As a context manager it calls `close`, or `discard` after an exception.
+class RecordSetWriter(RecordWriter):
+    """Writes a set into a folder.
 
     Args:
         header: True writes the header form: images at keys 1..N grouped by class, then an identity record for each class,
@@ -257,10 +258,7 @@ class RecordSetWriter:
             raise ValueError(f"{self.folder} holds a train.rec; add --overwrite to replace it, or choose another folder")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._records = RecordWriter(self.folder / "train.rec", self.folder / "train.idx")
-            self._list = open(  # noqa: SIM115
-                self.folder / "train.lst.unfinished", "w", encoding="utf-8", errors="surrogateescape", newline="\n"
-            )
+            super().__init__(*(self.folder / name for name in ("train.rec", "train.idx", "train.lst")))
         except OSError as error:
             raise ValueError(f"{self.folder}: cannot be written: {error.strerror}") from None
 
@@ -279,14 +277,14 @@ class RecordSetWriter:
         if not len(image):
             raise ValueError(f"{self.folder}: no image may be empty, image {self.num_images} ({path or label}) has no bytes")
         key = self.num_images + self.header
-        self._records.write(key, pack(float(label), key, 0, bytes(image)))
+        self.write(key, pack(float(label), key, 0, bytes(image)))
         self.num_images += 1
         if self.header:
             del self._ends[label:]
             self._ends.append(key + 1)
         self._largest = max(self._largest, label)
         if path:
-            self._list.write(f"1\t{path.replace(os.sep, '/')}\t{label}\n")
+            self._files[2].write(f"1\t{path.replace(os.sep, '/')}\t{label}\n".encode("utf-8", "surrogateescape"))
         return key
 
     @property
@@ -303,34 +301,12 @@ class RecordSetWriter:
             first = self.num_images + 1
             begins = [1, *self._ends]
             for label, end in enumerate(self._ends):
-                self._records.write(first + label, pack([float(begins[label]), float(end)], first + label, 0, b""))
-            self._records.write(0, pack([float(first), float(first + len(self._ends))], 0, 0, b""))
-        listed = self._list.tell() > 0
-        for name in _FILES[2:]:
+                self.write(first + label, pack([float(begins[label]), float(end)], first + label, 0, b""))
+            self.write(0, pack([float(first), float(first + len(self._ends))], 0, 0, b""))
+        for name in ("property", "train.lst"):
             (self.folder / name).unlink(missing_ok=True)  # of the replaced set
-        self._records.close()
-        (self.folder / "property.unfinished").write_text(f"{self.num_classes},{self.size},{self.size}")
-        (self.folder / "property.unfinished").replace(self.folder / "property")
-        self._list.flush()
-        os.fsync(self._list.fileno())
-        self._list.close()
-        unfinished = self.folder / "train.lst.unfinished"
-        if listed:
-            unfinished.replace(self.folder / "train.lst")
-        else:
-            unfinished.unlink()
-
-    def discard(self) -> None:
-        """Delete the unfinished files."""
-        self._records.discard()
-        self._list.close()
-        (self.folder / "train.lst.unfinished").unlink(missing_ok=True)
-
-    def __enter__(self) -> "RecordSetWriter":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
+        is_listed = self._files[2].tell() > 0
+        super().close()
+        if not is_listed:
+            (self.folder / "train.lst").unlink()
+        write_file(self.folder / "property", f"{self.num_classes},{self.size},{self.size}")
