@@ -7,6 +7,7 @@ radians, colours RGB in [0, 255], age from 0 (young adult) to 1 (old)."""
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import cv2
 import numpy as np
@@ -34,39 +35,42 @@ _BEARD_STYLE_ODDS = (0.56, 0.1, 0.11, 0.1, 0.13)
 
 @dataclass(frozen=True)
 class Identity:
-    """The parameters of a person. Lengths are in head units, see the module; `*_y` are heights on the face."""
+    """The parameters of a person, with the ranges from which most are drawn, in this order.
+
+    Lengths are in head units, see the module; `*_y` are heights on the face.
+    """
 
     skin: Colour
     hair: Colour
     iris: Colour
     lips: Colour
-    width: float  # half width of the head
-    crown_power: float  # shape of the upper outline: 2 = ellipse, more = boxy
-    jaw: float  # 0 = pointed chin, 1 = square jaw
-    chin: float  # height of the lower half
-    cheek: float
-    forehead_depth: float
-    eye_x: float
-    eye_y: float
-    eye_width: float
-    eye_open: float  # height of an eye over its width
-    eye_tilt: float
-    lash: float
-    brow_gap: float
-    brow_width: float
-    brow_thick: float
-    brow_tilt: float
-    brow_arch: float
-    nose_y: float
-    nose_width: float
-    nose_length: float
-    mouth_y: float
-    mouth_width: float
-    lip_upper: float
-    lip_lower: float
-    chin_depth: float
-    ear: float
-    ear_out: float
+    width: Annotated[float, 0.62, 0.84]  # half width of the head
+    crown_power: Annotated[float, 2.0, 3.0]  # shape of the upper outline: 2 = ellipse, more = boxy
+    jaw: Annotated[float, 0.0, 1.0]  # 0 = pointed chin, 1 = square jaw
+    chin: Annotated[float, 0.88, 1.12]  # height of the lower half
+    cheek: Annotated[float, -0.03, 0.09]
+    forehead_depth: Annotated[float, 0.7, 0.84]
+    eye_x: Annotated[float, 0.25, 0.36]
+    eye_y: Annotated[float, -0.1, 0.06]
+    eye_width: Annotated[float, 0.115, 0.19]
+    eye_open: Annotated[float, 0.38, 0.8]  # height of an eye over its width
+    eye_tilt: Annotated[float, -0.22, 0.3]
+    lash: Annotated[float, 0.2, 1.0]
+    brow_gap: Annotated[float, 0.14, 0.25]
+    brow_width: Annotated[float, 0.13, 0.23]
+    brow_thick: Annotated[float, 0.018, 0.075]
+    brow_tilt: Annotated[float, -0.3, 0.35]
+    brow_arch: Annotated[float, 0.0, 0.09]
+    nose_y: Annotated[float, 0.28, 0.46]
+    nose_width: Annotated[float, 0.085, 0.21]
+    nose_length: Annotated[float, 0.14, 0.34]
+    mouth_y: Annotated[float, 0.56, 0.7]
+    mouth_width: Annotated[float, 0.17, 0.33]
+    lip_upper: Annotated[float, 0.025, 0.075]
+    lip_lower: Annotated[float, 0.035, 0.1]
+    chin_depth: Annotated[float, 0.0, 0.13]
+    ear: Annotated[float, 0.12, 0.24]
+    ear_out: Annotated[float, 0.03, 0.14]
     hair_style: str
     hair_top: float
     hair_side: float
@@ -80,6 +84,9 @@ class Identity:
     freckles: np.ndarray  # (n, 2)
     greying: float
     wrinkling: float
+
+
+_SPANS = {name: kind.__metadata__ for name, kind in Identity.__annotations__.items() if hasattr(kind, "__metadata__")}
 
 
 @dataclass(frozen=True)
@@ -124,36 +131,8 @@ def sample_identity(seed: int, number: int) -> Identity:
         skin=np.clip(skin, 20, 255),
         hair=np.clip(hair * u(0.85, 1.15) + u(-8, 8, 3), 12, 245),
         iris=np.clip(np.array(_IRISES[rng.integers(len(_IRISES))]) * u(0.85, 1.15), 10, 230),
-        lips=_mix(
-            skin, np.array([(196, 60, 74), (214, 104, 104), (150, 52, 70), (176, 92, 78)])[rng.integers(4)], u(0.4, 0.95)
-        ),
-        width=u(0.62, 0.84),
-        crown_power=u(2.0, 3.0),
-        jaw=u(0.0, 1.0),
-        chin=u(0.88, 1.12),
-        cheek=u(-0.03, 0.09),
-        forehead_depth=u(0.7, 0.84),
-        eye_x=u(0.25, 0.36),
-        eye_y=u(-0.1, 0.06),
-        eye_width=u(0.115, 0.19),
-        eye_open=u(0.38, 0.8),
-        eye_tilt=u(-0.22, 0.3),
-        lash=u(0.2, 1.0),
-        brow_gap=u(0.14, 0.25),
-        brow_width=u(0.13, 0.23),
-        brow_thick=u(0.018, 0.075),
-        brow_tilt=u(-0.3, 0.35),
-        brow_arch=u(0.0, 0.09),
-        nose_y=u(0.28, 0.46),
-        nose_width=u(0.085, 0.21),
-        nose_length=u(0.14, 0.34),
-        mouth_y=u(0.56, 0.7),
-        mouth_width=u(0.17, 0.33),
-        lip_upper=u(0.025, 0.075),
-        lip_lower=u(0.035, 0.1),
-        chin_depth=u(0.0, 0.13),
-        ear=u(0.12, 0.24),
-        ear_out=u(0.03, 0.14),
+        lips=mix(skin, np.array([(196, 60, 74), (214, 104, 104), (150, 52, 70), (176, 92, 78)])[rng.integers(4)], u(0.4, 0.95)),
+        **{name: u(*span) for name, span in _SPANS.items()},
         hair_style=style,
         hair_top=top,
         hair_side=side,
@@ -233,12 +212,7 @@ def _scatter(rng: np.random.Generator, count: int, x_max: float, y_min: float, y
 def _between(palette: list[tuple[int, int, int]], position: float) -> Colour:
     """Return the colour at a fractional position of a palette."""
     low = min(int(position), len(palette) - 2)
-    return _mix(np.array(palette[low]), np.array(palette[low + 1]), position - low)
-
-
-def _mix(a: Colour, b: Colour, share: float) -> Colour:
-    """Return a (1 - share) + b share."""
-    return a * (1.0 - share) + b * share
+    return mix(np.array(palette[low]), np.array(palette[low + 1]), position - low)
 
 
 _SHIFT = 3  # OpenCV takes points in units of 1 / 2**_SHIFT pixels
