@@ -55,6 +55,11 @@ class SetResult(NamedTuple):
     intervals: dict[str, Interval]  # 95 %: accuracy, eer, auc
     histogram: Histogram | None  # None in files of earlier versions
 
+    def measured(self) -> list[Point]:
+        """Return the thresholds that the pairs could measure, from the highest FAR to the lowest."""
+        points = [point for point in self.points if point.cosine is not None and point.tar is not None]
+        return sorted(points, key=lambda point: -float(point.target))
+
 
 def read_results(path: Path) -> dict[str, SetResult]:
     """Return the results of each set in a results.json, by name.
@@ -211,7 +216,7 @@ class Threshold(NamedTuple):
     """A cosine similarity above which two faces count as the same person's."""
 
     cosine: float
-    far: str  # as the user wrote it
+    far: str  # as the results write it
     tar: float | None  # share of the set's genuine pairs that is accepted
     set: str  # verification set on which it was measured
 
@@ -252,69 +257,75 @@ def threshold_of(options: argparse.Namespace) -> Threshold | None:
         return None if options.threshold is None else Threshold(options.threshold, "", None, "")
     if options.threshold is not None:
         raise ValueError("--threshold and --far are both given; leave one of them out")
-    results = options.results
+    results, why = results_file(options)
     if results is None:
-        results = options.run / RESULTS
-        if not results.is_file():
-            raise ValueError(
-                f"--far {options.far} needs the results of the network, and there is no {shown(results)}: name one with "
-                "--results, as python -m eval RUN --report DIR writes it"
-            )
-        for flag in ("best", "untrained"):
-            if getattr(options, flag, False):
-                raise ValueError(
-                    f"--far {options.far}: {shown(results)} is of the run's end, not of --{flag}; name others with --results"
-                )
-        _check_step(options, results)
-    return read_threshold(results, options.far, options.set, getattr(options, "ema", False))
-
-
-def _check_step(options: argparse.Namespace, results: Path) -> None:
-    """Raise ValueError if the newest checkpoint of the run is not that of its end, of which its results.json is."""
-    checkpoints = list_checkpoints(options.run)
-    if not checkpoints:
-        return  # which whoever opens the network says
-    manifest = read_manifest(checkpoints[-1])
-    last = planned_steps(manifest.get("config", {}), manifest.get("run_signature", {}))
-    if last is not None and manifest["step"] != last:
         raise ValueError(
-            f"--far {options.far}: {shown(results)} is of the run's end, and its newest checkpoint is of step "
-            f"{manifest['step']:,} of {last:,}; name others with --results, as python -m eval RUN --report DIR writes them"
+            f"--far {options.far}: {shown(options.run)}: {why}; name others with --results, as python -m eval RUN --report DIR "
+            "writes them"
         )
+    sets = read_results_of(results, getattr(options, "ema", False), options.set)
+    return find_threshold(sets, options.far, options.set, results)
 
 
-def read_threshold(results: Path, far: str, name: str | None = None, average: bool = False) -> Threshold:
-    """Return the threshold for a false accept rate from a results.json.
+def results_file(options: argparse.Namespace) -> tuple[Path | None, str]:
+    """Return the file with the results of the network, or None and the reason in words that name no folder.
 
     Args:
+        options: `results`, `run`, and if the program has them `best` and `untrained`.
+    """
+    path = options.results or options.run / RESULTS
+    if options.results:
+        return path, ""
+    if not path.is_file():
+        return None, f"there is no {RESULTS} of the network"
+    for flag in ("best", "untrained"):
+        if getattr(options, flag, False):
+            return None, f"its {RESULTS} is of the run's end, not of --{flag}"
+    checkpoints = list_checkpoints(options.run)
+    if checkpoints:  # if not, whoever opens the network says so
+        manifest = read_manifest(checkpoints[-1])
+        step, last = manifest["step"], planned_steps(manifest.get("config", {}), manifest.get("run_signature", {}))
+        if last not in (None, step):
+            return None, f"its {RESULTS} is of the run's end, and its newest checkpoint is of step {step:,} of {last:,}"
+    return path, ""
+
+
+def find_threshold(sets: dict[str, SetResult], far: str, name: str | None, results: Path) -> Threshold:
+    """Return the threshold for a false accept rate.
+
+    Args:
+        sets: the results by verification set, which `results` has.
         far: for example 1e-3.
         name: of the verification set; None = the set with the highest threshold, which is the strictest.
-        average: for the moving average of a run's weights.
 
     Raises:
-        ValueError: the file cannot be read, has no such set, or has too few impostor pairs for this rate.
+        ValueError: there is no such set, or it has too few impostor pairs for this rate.
     """
-    sets = read_results_of(results, average, name)
     if name is not None:
-        if name not in sets:
-            raise ValueError(f"{shown(results)}: no set {name!r}; it has {_names(sets)}.{did_you_mean(name, sets)}")
-        sets = {name: sets[name]}
+        sets = {name: set_of(sets, name, results)}
     wanted = float(far)
     found = [
-        Threshold(point.cosine, far, point.tar, which)
+        Threshold(point.cosine, point.target, point.tar, which)
         for which, one in sets.items()
-        for point in one.points
-        if point.cosine is not None and point.tar is not None and math.isclose(float(point.target), wanted, rel_tol=1e-9)
+        for point in one.measured()
+        if point.cosine is not None and math.isclose(float(point.target), wanted, rel_tol=1e-9)
     ]
     if not found:
         raise ValueError(f"{shown(results)}: no threshold for FAR {far}: {_measurable(sets, wanted)}")
     return max(found, key=lambda one: one.cosine)
 
 
+def set_of(sets: dict[str, SetResult], name: str, results: Path) -> SetResult:
+    """Return the results of the set that a user named."""
+    if name not in sets:
+        raise ValueError(f"--set: {shown(results)} has no set {name!r:.200}; it has {_names(sets)}.{did_you_mean(name, sets)}")
+    return sets[name]
+
+
 def _measurable(sets: dict[str, SetResult], wanted: float) -> str:
     """Return in words why a rate has no threshold, and which rates have one."""
     most = max((one.num_impostor or 0 for one in sets.values()), default=0)
-    known = {float(point.target): point.target for one in sets.values() for point in one.points if point.tar is not None}
+    known = {float(point.target): point.target for one in sets.values() for point in one.measured()}
     texts = [known[rate] for rate in sorted(known, reverse=True)]
     rates = f"thresholds are there for {', '.join(texts)}" if texts else "no rate was measured"
     if wanted * most < 1:

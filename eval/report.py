@@ -5,7 +5,7 @@ protocol, under keys that say so. Each set has the same colour in all pictures; 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -359,8 +359,8 @@ def _fill_numbers(page: Page, results: Mapping[str, VerificationResult], interva
         "Choose the FAR that your application tolerates, and accept a pair if its cosine similarity is above the threshold in "
         "that row. A FAR that rests on few impostor pairs is a guess; P impostor pairs cannot measure a FAR below 1 / P."
     )
-    rows = [row for name, result in results.items() for row in _point_rows(name, result, intervals[name])]
-    page.table(_POINTS, rows)
+    rows = [row for name, result in results.items() for row in point_rows(name, result.points, intervals[name])]
+    page.table(POINT_COLUMNS, rows)
     unmeasured = [
         f"{name} has {result.num_impostor:,} impostor and {result.num_genuine:,} genuine pairs"
         for name, result in results.items()
@@ -398,7 +398,7 @@ _SUMMARY = (
     "min DCF",
     "norm",
 )
-_POINTS = ("set", "FAR at most", "cosine threshold", "TAR %", "95 % interval", "FAR measured", "impostor pairs accepted")
+POINT_COLUMNS = ("set", "FAR at most", "cosine threshold", "TAR %", "95 % interval", "FAR measured", "impostor pairs accepted")
 _SECTIONS = (
     (
         "curves",
@@ -420,7 +420,7 @@ def _summary_row(name: str, result: VerificationResult, intervals: Intervals) ->
         name,
         int(result.num_genuine + result.num_impostor),
         f"{100 * result.accuracy:.2f}",
-        _range(intervals["accuracy"]),
+        range_text(intervals["accuracy"]),
         f"{100 * result.accuracy_std:.2f}",
         f"{result.cosine_threshold:.4f}",
         f"{100 * result.exact_accuracy:.2f}",
@@ -432,20 +432,28 @@ def _summary_row(name: str, result: VerificationResult, intervals: Intervals) ->
     )
 
 
-def _point_rows(name: str, result: VerificationResult, intervals: Intervals) -> list[tuple[object, ...]]:
-    """Return a row for each FAR that can be measured, and one for the rest."""
+def point_rows(
+    name: str, points: Iterable[Any], intervals: Mapping[str, tuple[float, float] | None]
+) -> list[tuple[object, ...]]:
+    """Return a row below POINT_COLUMNS for each FAR that can be measured, and one for the rest.
+
+    Args:
+        points: with target, cosine, tar, far and num_accepted.
+        intervals: 95 %, of the TAR, by target.
+    """
     rows: list[tuple[object, ...]] = []
-    for point in result.points:
+    for point in points:
         if point.tar is None or point.far is None or point.cosine is None:
             rows.append((name, f"{point.target} and less", *["-"] * 5))
             break
-        tar, interval = f"{100 * point.tar:.2f}", _range(intervals[point.target])
+        tar, interval = f"{100 * point.tar:.2f}", range_text(intervals[point.target])
         rows.append((name, point.target, f"{point.cosine:.4f}", tar, interval, f"{point.far:.2e}", point.num_accepted))
     return rows
 
 
-def _range(interval: tuple[float, float]) -> str:
-    return f"{100 * interval[0]:.2f} to {100 * interval[1]:.2f}"
+def range_text(interval: tuple[float, float] | None) -> str:
+    """Return an interval in percent, "-" for None."""
+    return "-" if interval is None else f"{100 * interval[0]:.2f} to {100 * interval[1]:.2f}"
 
 
 def _worst(result: VerificationResult, same: bool) -> np.ndarray:

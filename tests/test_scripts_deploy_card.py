@@ -294,7 +294,7 @@ def test_a_file_of_weights_has_a_card_without_a_training(run: Path, tmp_path: Pa
     assert _card(weights, *named, "--out", tmp_path) == 0
     text = (tmp_path / "card.md").read_text()
     assert "# Model card: face.safetensors" in text and "no configuration of a training" in text and "## Recipe" not in text
-    assert "the network is a file" in text and "BGR" in text and "(x - 127.5) / 128" in text
+    assert "No results: there is no results.json of the network." in text and "BGR" in text and "(x - 127.5) / 128" in text
     assert _card(run, "--untrained", "--out", tmp_path) == 1 and "--untrained" in _one_line(capsys)
     assert _card(tmp_path / "none", "--out", tmp_path / "new") == 1 and "no run folder" in _one_line(capsys)
     assert not (tmp_path / "new").exists()

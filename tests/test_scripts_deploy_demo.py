@@ -34,7 +34,7 @@ from deploy.gallery.database import Facts
 from deploy.gallery.store import Gallery, NewImage
 from deploy.results import read_results
 from deploy.serve import server as demo_server
-from deploy.serve.answers import DemoAnswers, measured, result_of, score
+from deploy.serve.answers import DemoAnswers, result_of, score
 from eval.__main__ import main as evaluate
 from eval.pair_sets.bin_file import read_bin, write_bin
 from scripts.deploy import demo
@@ -162,7 +162,7 @@ def answers(place: Path) -> DemoAnswers:
             for number, (name, row, crop) in enumerate(zip(NAMES, rows, pixels, strict=True))
         ]
     )
-    result = result_of(options, embedder)
+    result, _ = result_of(options, embedder)
     return DemoAnswers(embedder, None, gallery, result, "1e-1")
 
 
@@ -235,7 +235,7 @@ def test_numbers_that_are_computed_now_are_those_of_a_report(place: Path, answer
     now = score(place / "tiny.bin", answers.embedder)
     before = read_results(place / "report" / "results.json")["tiny"]
     assert (now.num_genuine, now.num_impostor, now.accuracy, now.eer) == (30, 30, before.accuracy, before.eer)
-    assert [point.cosine for point in measured(now)] == pytest.approx([point.cosine for point in measured(before)], abs=1e-5)
+    assert [point.cosine for point in now.measured()] == pytest.approx([point.cosine for point in before.measured()], abs=1e-5)
     assert now.histogram.edges == pytest.approx(before.histogram.edges, abs=1e-5)
 
 
@@ -602,7 +602,10 @@ def test_ctrl_c_while_the_address_is_printed_ends_the_page_as_later(place: Path,
         (["--far", "1e-3"], "--far chooses a threshold of --results or --pairs"),
         (["--set", "lfw"], "--set chooses a threshold of --results or --pairs"),
         (["--results", "{place}/report/results.json", "--set", "x\x1b"], "has no set 'x\\x1b'; it has tiny"),
-        (["--results", "{place}/report/results.json", "--far", "1e-3"], "--far 1e-3: tiny has no threshold for it"),
+        (
+            ["--results", "{place}/report/results.json", "--far", "1e-3"],
+            "no threshold for FAR 1e-3: it needs 1,000 impostor pairs, tiny has 30 at most; thresholds are there for 1e-1",
+        ),
         (["--results", "{place}/none.json"], "cannot be read"),
         (["--results", "{place}/tiny.bin"], "not the results of an evaluation"),
         (["--pairs", "{place}/none.bin"], "--pairs: no file"),
@@ -658,17 +661,17 @@ def test_the_set_with_the_strictest_threshold_is_taken(place: Path, tmp_path: Pa
     (tmp_path / "r.json").write_text(json.dumps({**found, "strict": strict, "large": {**found["tiny"], "num_impostor": 10**6}}))
     path = str(tmp_path / "r.json")
     for more, name in ((["--far", "1e-1"], "strict"), ([], "large"), (["--set", "tiny"], "tiny")):
-        assert result_of(_options(place, "--results", path, *more), answers.embedder).name == name
+        assert result_of(_options(place, "--results", path, *more), answers.embedder)[0].name == name
 
 
 def test_the_results_of_the_run_that_is_the_network_are_found(place: Path, tmp_path: Path, answers: DemoAnswers):
     shutil.copy(place / "report" / "results.json", tmp_path / "results.json")
     options = _options(place)
-    assert result_of(options, answers.embedder) is None
+    assert result_of(options, answers.embedder) == (None, "")
     options.run = tmp_path
-    assert result_of(options, answers.embedder) == answers.result
+    assert result_of(options, answers.embedder) == (answers.result, "1e-1")
     options.best = True  # the results are of the end
-    assert result_of(options, answers.embedder) is None
+    assert result_of(options, answers.embedder) == (None, "")
 
 
 def test_missing_packages_are_one_line(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -691,7 +694,7 @@ def test_the_page_of_a_moving_average_has_its_numbers(place: Path, tmp_path: Pat
     (tmp_path / "r.json").write_text(json.dumps({"tiny": found, "ema/tiny": {**found, "num_impostor": 31}}))
     options = _options(place, "--results", str(tmp_path / "r.json"))
     for options.ema, pairs in ((False, 30), (True, 31)):
-        result = result_of(options, answers.embedder)
+        result, _ = result_of(options, answers.embedder)
         assert (result.name, result.num_impostor) == ("tiny", pairs)
 
 

@@ -14,6 +14,7 @@ from backbones import build_backbone
 from configs.values import is_nothing, read_yaml
 from eval.foreign_networks import ForeignNetwork, InputContract
 from eval.networks import Network, OtherInput, load_network
+from eval.report import POINT_COLUMNS, point_rows, range_text
 from utils.alignment import POINTS, TEMPLATE
 from utils.checkpoint.format import is_checkpoint, read_manifest
 from utils.distributed.agreement import digest, digest_tensors
@@ -22,8 +23,8 @@ from utils.image import IMAGE_SIZE
 from utils.memory import forward_operations
 from utils.text import did_you_mean, markdown_table, markdown_text, one_line, printable
 
-from ..results import Interval, Point, SetResult, read_results_of
-from .facts import Facts, backbone_words, data_facts, planned_steps, recipe_facts
+from ..results import SetResult, read_results_of, results_file
+from .facts import Facts, backbone_words, data_facts, recipe_facts
 
 _MARK = "<!-- written by python -m scripts.deploy.card; hash of the text above: {} -->"
 _MARKED = re.compile(_MARK.format("([0-9a-f]{32})"))
@@ -115,7 +116,6 @@ _TEMPLATE = """\
 """
 Results = Mapping[str, SetResult]
 _NUMBERS = ("set", "genuine pairs", "impostor pairs", "accuracy %", "95 % interval", "EER %", "95 % interval", "AUC")
-_POINTS = ("set", "FAR at most", "cosine threshold", "TAR %", "95 % interval", "FAR measured", "impostor pairs accepted")
 # beside results.json: of a training's end; of a report
 _PICTURES = {
     "verification.png": "ROC, and cosines of genuine and impostor pairs; errors are where they overlap",
@@ -147,7 +147,7 @@ def write_card(options: argparse.Namespace) -> None:
         raise ValueError("--untrained is a network without a training, of which a card has nothing to say; leave it out")
     fields_file = options.fields or options.out / "card.yaml"
     subject = _open(options)  # what cannot be read leaves no folder
-    results, found_in = _find_results(options, subject)
+    results, found_in = _find_results(options)
     if not options.fields:
         _write_template(fields_file)
     fields = _read_fields(fields_file)
@@ -178,23 +178,15 @@ def _open(options: argparse.Namespace) -> Subject:
     return Subject(network, run.name, read_manifest(path))
 
 
-def _find_results(options: argparse.Namespace, subject: Subject) -> tuple[dict[str, SetResult], Path | str]:
+def _find_results(options: argparse.Namespace) -> tuple[dict[str, SetResult], Path | str]:
     """Return the results of this network by set, and the folder of their file, or the reason why there are none.
 
     Raises:
         ValueError: --results cannot be read, or has none of this network.
     """
-    again = "Score it with python -m eval and --report, and make the card again with --results"
-    path: Path | None = options.results
+    path, why = results_file(options)
     if path is None:
-        path = options.run / "results.json"
-        if not subject.manifest:
-            return {}, f"No results: the network is a file, which has none beside it. {again}."
-        if options.best or is_checkpoint(options.run) or not path.is_file():
-            return {}, f"No results: none were given for this checkpoint. {again}."
-        step, last = subject.manifest["step"], planned_steps(subject.network.config, subject.signature)
-        if step != last:
-            return {}, f"No results: results.json is of the run's last step, and this checkpoint is of step {step:,}. {again}."
+        return {}, f"No results: {why}. Score it with python -m eval and --report, and make the card again with --results."
     return read_results_of(path, options.ema), path.parent
 
 
@@ -351,7 +343,10 @@ def _add_results(document: Document, results: Results, found_in: Path | str) -> 
         "A pair is accepted if its cosine is above the threshold. TAR is the share of the genuine pairs that are accepted, FAR "
         "that of the impostor pairs. Choose the FAR that your use tolerates, and the set that resembles it most."
     )
-    document.table(_POINTS, [row for result in results.values() for row in _point_rows(result)])
+    rows = []
+    for result in results.values():
+        rows += point_rows(result.name, result.points, {point.target: point.interval for point in result.points})
+    document.table(POINT_COLUMNS, rows)
     few = [
         f"{result.name} has {result.num_impostor:,} impostor pairs"
         for result in results.values()
@@ -386,7 +381,7 @@ def _numbers_row(result: SetResult) -> tuple[object, ...]:
         return "-" if value is None else f"{100 * value:.2f}"
 
     genuine, impostor = ("-" if count is None else count for count in (result.num_genuine, result.num_impostor))
-    accuracy, eer = (_range(result.intervals.get(key)) for key in ("accuracy", "eer"))
+    accuracy, eer = (range_text(result.intervals.get(key)) for key in ("accuracy", "eer"))
     auc = "-" if result.auc is None else f"{result.auc:.4f}"
     return result.name, genuine, impostor, percent(result.accuracy), accuracy, percent(result.eer), eer, auc
 
@@ -398,22 +393,3 @@ def _add_notes(document: Document, results: Results) -> None:
     bare = [result.name for result in results.values() if "accuracy" not in result.intervals]
     if bare:
         document.text(f"No intervals in the file: {', '.join(bare)}. python -m eval --report writes them.")
-
-
-def _point_rows(result: SetResult) -> list[tuple[object, ...]]:
-    """Return a row for each FAR that can be measured, and one for the rest."""
-    rows: list[tuple[object, ...]] = []
-    for point in result.points:
-        if point.cosine is None or point.tar is None or point.far is None:
-            rows.append((result.name, f"{point.target} and less", *["-"] * 5))
-            break
-        rows.append(_point_row(result.name, point, point.cosine, point.tar, point.far))
-    return rows
-
-
-def _point_row(name: str, point: Point, cosine: float, tar: float, far: float) -> tuple[object, ...]:
-    return name, point.target, f"{cosine:.4f}", f"{100 * tar:.2f}", _range(point.interval), f"{far:.2e}", point.num_accepted
-
-
-def _range(interval: Interval | None) -> str:
-    return "-" if interval is None else f"{100 * interval[0]:.2f} to {100 * interval[1]:.2f}"

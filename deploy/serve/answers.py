@@ -13,14 +13,13 @@ from eval.monitor import load_pair_sets
 from eval.report import as_json
 from eval.verification import row_norms, verify
 from utils.cli import progress
-from utils.files import shown
 from utils.image import check_size, image_size
 
 from ..embed.embedder import Embedder
 from ..faces.detector import Detector
 from ..faces.pictures import Rejected, crops_of
 from ..gallery.store import Gallery
-from ..results import RESULTS, Point, SetResult, parse_results, read_results_of
+from ..results import SetResult, find_threshold, parse_results, read_results_of, results_file, set_of
 
 _MAX_PIXELS = 64_000_000  # of an upload: 0.6 GB while it is decoded; phones have 12 to 50 million
 _TOP = 5  # people that a search shows
@@ -124,11 +123,7 @@ def _set_of_page(result: SetResult) -> dict[str, Any]:
         "name": result.name,
         "num_genuine": result.num_genuine,
         "num_impostor": result.num_impostor,
-        "points": [
-            {"far": point.target, "cosine": point.cosine, "tar": point.tar}
-            for point in result.points
-            if point.cosine is not None and point.tar is not None
-        ],
+        "points": [{"far": point.target, "cosine": point.cosine, "tar": point.tar} for point in result.measured()],
         "histogram": {"edges": drawn.edges, "genuine": drawn.genuine, "impostor": drawn.impostor} if drawn else None,
     }
 
@@ -150,43 +145,30 @@ def _as_url(pixels: np.ndarray) -> str:
     return f"data:image/png;base64,{base64.b64encode(_png(pixels)).decode()}"
 
 
-def result_of(options: argparse.Namespace, embedder: Embedder) -> SetResult | None:
-    """Return the numbers of the set whose thresholds the page shows: of --pairs, --results, or the run that is the network."""
+def result_of(options: argparse.Namespace, embedder: Embedder) -> tuple[SetResult | None, str]:
+    """Return the numbers of the set whose thresholds the page shows, and the FAR that it begins with, "" if there is none.
+
+    They are of --pairs, --results, or the run that is the network.
+    """
     if options.pairs:
         if options.set:
             raise ValueError("--set chooses one of the sets of --results, and --pairs is one; leave it out")
-        return score(options.pairs, embedder)
-    results = options.results or _results_of_run(options)
-    if not results:
-        for flag in ("far", "set"):
-            if getattr(options, flag):
-                raise ValueError(f"--{flag} chooses a threshold of --results or --pairs; give one of them, or leave it out")
-        return None
-    found = read_results_of(results, options.ema, options.set)
-    if options.set and options.set not in found:
-        raise ValueError(f"--set: {shown(results)} has no set {options.set!r:.200}; it has {', '.join(found)}")
-    if options.set:
-        return found[options.set]
-    at_far = [(point.cosine, result) for result in found.values() for point in measured(result) if _is(point, options.far)]
-    if at_far:  # the strictest, as scripts.deploy.search has it
-        return max(at_far, key=lambda pair: pair[0] or 0.0)[1]
-    return max(found.values(), key=lambda result: result.num_impostor or 0)
-
-
-def _results_of_run(options: argparse.Namespace) -> Path | None:
-    """Return the results that the network's own run has measured at its end, None if there are none."""
-    path = Path(options.run) / RESULTS
-    return path if path.is_file() and not (options.best or options.untrained) else None
-
-
-def measured(result: SetResult) -> list[Point]:
-    """Return the thresholds that the pairs of a set could measure, from the highest FAR to the lowest."""
-    points = [point for point in result.points if point.cosine is not None and point.tar is not None]
-    return sorted(points, key=lambda point: -float(point.target))
-
-
-def _is(point: Point, far: str | None) -> bool:
-    return far is not None and math.isclose(float(point.target), float(far))
+        result = score(options.pairs, embedder)
+        found, results = {result.name: result}, options.pairs
+    else:
+        results, _ = results_file(options)
+        if results is None:
+            for flag in ("far", "set"):
+                if getattr(options, flag):
+                    raise ValueError(f"--{flag} chooses a threshold of --results or --pairs; give one of them, or leave it out")
+            return None, ""
+        found = read_results_of(results, options.ema, options.set)
+    if options.far is not None:
+        threshold = find_threshold(found, options.far, options.set, results)
+        return found[threshold.set], threshold.far
+    largest = max(found, key=lambda name: found[name].num_impostor or 0)
+    result = set_of(found, options.set or largest, results)
+    return result, next((point.target for point in reversed(result.measured())), "")
 
 
 def score(path: Path, embedder: Embedder) -> SetResult:
@@ -201,15 +183,3 @@ def score(path: Path, embedder: Embedder) -> SetResult:
     unit = sums / np.where(norms == 0, 1, norms)[:, None]
     result = verify(unit[pair_set.first], unit[pair_set.second], pair_set.same, xnorm=float(norms.mean()))
     return parse_results(as_json({pair_set.name: result}))[pair_set.name]
-
-
-def far_of(options: argparse.Namespace, result: SetResult | None) -> str:
-    """Return the FAR that the page begins with, "" if no threshold is known."""
-    points = measured(result) if result else []
-    if options.far is None:
-        return points[-1].target if points else ""
-    for point in points:
-        if _is(point, options.far):
-            return point.target
-    known = ", ".join(point.target for point in points) or "none, because it has too few pairs"
-    raise ValueError(f"--far {options.far}: {result.name if result else 'no set'} has no threshold for it; it has {known}")

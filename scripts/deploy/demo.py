@@ -21,7 +21,7 @@ from deploy.embed.embedder import open_embedder
 from deploy.faces.detector import add_detector_arguments, open_detector
 from deploy.gallery.commands import require_network, take_recorded_network, warn_of_other_detector
 from deploy.gallery.store import Gallery
-from deploy.serve.answers import WHICH_FACE, DemoAnswers, far_of, result_of
+from deploy.serve.answers import WHICH_FACE, DemoAnswers, result_of
 from eval.networks import add_network_arguments
 from eval.verification import FAR_TARGETS
 from utils.checkpoint.format import newest_run
@@ -57,12 +57,12 @@ def serve(options: argparse.Namespace) -> None:
     options.run = options.run or newest_run()
     embedder = open_embedder(options)
     detector = open_detector(options)
-    result = result_of(options, embedder)
+    result, far = result_of(options, embedder)
     gallery = Gallery(options.gallery) if options.gallery else None
     if gallery:
         require_network(gallery, embedder)
         warn_of_other_detector(gallery, one_line(detector.name) if detector else "", WHICH_FACE)
-    answers = DemoAnswers(embedder, detector, gallery, result, far_of(options, result))
+    answers = DemoAnswers(embedder, detector, gallery, result, far)
     server = PageServer(options.port, answers)
     try:
         print(f"the page is at http://{ADDRESS}:{server.port}/ (Ctrl-C ends it)", flush=True)
