@@ -15,6 +15,7 @@ from gallery_runs import DIM, FACTS, SIZE, new_images
 from deploy.gallery import database as gallery_database
 from deploy.gallery import store as gallery_store
 from deploy.gallery.store import Gallery
+from utils.image import to_png
 
 PEOPLE = [f"p{number % 23:02d}" for number in range(150)]
 
@@ -107,7 +108,7 @@ def _traces(image: Any) -> list[bytes]:
     """Return what a gallery has of an image: name, picture, hash, vector, and a piece of the face."""
     raw = image.embedding.astype(np.float64)
     vector = (raw / np.linalg.norm(raw)).astype("<f4").tobytes()
-    face = [] if image.pixels is None else [gallery_store._to_png(image.pixels)[at : at + 60] for at in (40, 5000)]
+    face = [] if image.pixels is None else [to_png(image.pixels)[at : at + 60] for at in (40, 5000)]
     return [image.person.encode(), image.picture.encode(), image.hash, vector, *face]
 
 

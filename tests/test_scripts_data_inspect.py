@@ -13,8 +13,8 @@ from pictures import folder_of_people, jpeg, picture
 from data.record_dataset import RecordDataset
 from data.scan import MAX_DISTANCE, candidates, correlation, dhash
 from eval.pair_sets.bin_file import read_bin, write_bin
+from scripts.data import convert_bin, folder_to_rec, pairs_to_bin, rec_to_folder, show_augmentation
 from scripts.data import filter as filter_data
-from scripts.data import folder_to_rec, pairs_to_bin, rec_to_folder, show_augmentation
 from scripts.data import inspect as inspect_data
 from scripts.data import merge as merge_data
 from scripts.data import repair as repair_data
@@ -58,7 +58,8 @@ def test_what_is_wrong_with_a_set_is_found(tmp_path: Path, people: Path, capsys:
     (people / "person_3" / "1.jpg").write_bytes(jpeg(picture(301)))
     assert filter_data.main([str(people), str(tmp_path / "clean"), "--drop", str(out / "drop.csv")]) == 0
     assert verify_data.main([str(tmp_path / "clean"), str(tmp_path / "held.bin")]) == 0
-    arguments = [str(tmp_path / "clean"), "--out", str(tmp_path / "again"), "--bins", str(tmp_path / "held.bin")]
+    assert convert_bin.main([str(tmp_path / "held.bin")]) == 0
+    arguments = [str(tmp_path / "clean"), "--out", str(tmp_path / "again"), "--bins", str(tmp_path / "held.safetensors")]
     assert inspect_data.main(arguments) == 0
     assert not _table(tmp_path / "again" / "drop.csv")
 

@@ -181,6 +181,11 @@ def resize_square(pixels: np.ndarray, size: int) -> np.ndarray:
     return cv2.resize(pixels, (size, size), interpolation=interpolation)
 
 
+def to_png(pixels: np.ndarray) -> bytes:
+    """Return (H, W, 3) uint8 RGB as a PNG, which is lossless."""
+    return cv2.imencode(".png", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR))[1].tobytes()
+
+
 @functools.cache
 def _simplejpeg() -> Any:
     """Return the module simplejpeg, or None if it is not installed."""

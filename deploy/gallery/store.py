@@ -19,12 +19,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import cv2
 import numpy as np
 import xxhash
 
 from utils.files import shown
-from utils.image import decode_rgb
+from utils.image import decode_rgb, to_png
 from utils.text import did_you_mean, one_line, printable
 
 from .database import (
@@ -270,7 +269,7 @@ class Gallery:
         rows = [_unit_vector(image.embedding, self.facts.embedding_size, image.picture) for image in images]
         for image, (_, norm) in zip(images, rows, strict=True):
             _require_weight(norm, image.quality, shown(image.picture))
-        faces = [None if image.pixels is None else _to_png(image.pixels) for image in images]
+        faces = [None if image.pixels is None else to_png(image.pixels) for image in images]
         numbers = []
         with self._writing() as database:
             self._require_same_network()
@@ -442,8 +441,3 @@ def _unit_vector(embedding: np.ndarray, size: int, picture: str) -> tuple[bytes,
     if not np.isfinite(norm) or norm < 1e-12:
         raise ValueError(f"{shown(picture)}: its embedding has length {norm:g}, and no direction")
     return (wide / norm).astype("<f4").tobytes(), norm
-
-
-def _to_png(pixels: np.ndarray) -> bytes:
-    """Return (S, S, 3) uint8 RGB as a PNG: lossless, so that embedding it again gives what the picture gave."""
-    return cv2.imencode(".png", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR))[1].tobytes()

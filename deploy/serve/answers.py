@@ -6,14 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 
 from eval.monitor import load_pair_sets
 from eval.report import as_json
 from eval.verification import row_norms, verify
 from utils.cli import progress
-from utils.image import check_size, image_size
+from utils.image import check_size, image_size, to_png
 
 from ..embed.embedder import Embedder
 from ..faces.detector import Detector
@@ -86,7 +85,7 @@ class DemoAnswers:
     def gallery_picture(self, number: int) -> bytes | None:
         """Return the face of an image of the gallery as a PNG, None if there is none."""
         pixels = self.gallery.picture(number) if self.gallery else None
-        return None if pixels is None else _png(pixels)
+        return None if pixels is None else to_png(pixels)
 
     def _crop(self, data: bytes, number: int) -> np.ndarray:
         """Return the aligned face (S, S, 3) of a picture."""
@@ -137,12 +136,8 @@ def _in_words(reason: str) -> str:
     return f"{reason[:1].upper()}{reason[1:]}."
 
 
-def _png(pixels: np.ndarray) -> bytes:
-    return cv2.imencode(".png", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR))[1].tobytes()
-
-
 def _as_url(pixels: np.ndarray) -> str:
-    return f"data:image/png;base64,{base64.b64encode(_png(pixels)).decode()}"
+    return f"data:image/png;base64,{base64.b64encode(to_png(pixels)).decode()}"
 
 
 def result_of(options: argparse.Namespace, embedder: Embedder) -> tuple[SetResult | None, str]:

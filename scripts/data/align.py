@@ -16,7 +16,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import cv2
 import numpy as np
 
 from deploy.faces.landmarks import points_of, read_landmarks, report_padding
@@ -24,7 +23,7 @@ from deploy.faces.pictures import list_pictures, to_jpeg
 from utils.alignment import align, check_points
 from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.files import read_bytes, write_file
-from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb, image_size
+from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb, image_size, to_png
 from utils.parallel import map_in_order
 from utils.program import run_main
 
@@ -84,11 +83,7 @@ def align_all(options: argparse.Namespace) -> None:
         except ValueError as error:
             raise ValueError(f"{options.folder / name}: {error}") from None
         target.parent.mkdir(parents=True, exist_ok=True)
-        if options.png:
-            data = cv2.imencode(".png", cv2.cvtColor(face, cv2.COLOR_RGB2BGR))[1].tobytes()
-        else:
-            data = to_jpeg(face, options.quality)
-        write_file(target, data, durable=False)
+        write_file(target, to_png(face) if options.png else to_jpeg(face, options.quality), durable=False)
         return True, padding
 
     done = list(progress(map_in_order(work, jobs, options.threads), len(jobs), "aligning", "picture"))

@@ -3,8 +3,6 @@
 The remaining identities are renumbered 0 to C - 1, in their old order; OUT/classes.csv has the old numbers. Image bytes do not
 change. SET may be any training set; OUT is a RecordIO set.
 
-SET: a folder with train.rec and train.idx, with *.tar shards, or with a sub-folder of pictures for each person; or a text file
-of lines 'path label'.
 --drop: a text file whose lines begin with the index of an image to drop, such as drop.csv of scripts.data.inspect.
 
 Example: python -m scripts.data.filter set cleaned --min-images 3 --drop report/drop.csv
@@ -25,7 +23,7 @@ from utils.program import run_main
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and copy; return the exit status."""
     parser = make_parser("python -m scripts.data.filter", __doc__)
-    parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
+    parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
     parser.add_argument("out", type=Path, help="folder of the new set")
     parser.add_argument("--drop", type=Path, help="CSV or text file: a line's first column is the index of an image to drop")
     parser.add_argument("--classes", default="", help="identities to keep, A:B for A to B - 1, or a list A,B,C (default: all)")

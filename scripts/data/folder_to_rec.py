@@ -18,8 +18,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from data.recordio.image_record import RecordSetWriter
 from deploy.faces.landmarks import points_of, read_landmarks, report_padding
 from deploy.faces.pictures import BadPicture, Picture, Rules, encode, list_identities
@@ -40,8 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resize", action="store_true", help="resize pictures of another size, without alignment")
     parser.add_argument("--min-images", type=int_in_range(1), default=1, help="leave out identities with fewer pictures")
     parser.add_argument("--skip-bad", action="store_true", help="leave out unusable pictures, and list them in OUT/skipped.txt")
-    parser.add_argument("--shuffled", action="store_true", help="random order, without header record, for sequential readers")
-    parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed of --shuffled")
     parser.add_argument("--size", type=int_in_range(8, 4096), default=IMAGE_SIZE, help="height and width in pixels")
     parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="quality of new JPEGs")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
@@ -62,21 +58,19 @@ def convert(options: argparse.Namespace) -> None:
         known = read_landmarks(options.landmarks)
         found = points_of(known, [picture.name for picture in pictures])
         pictures = [picture._replace(points=points) for picture, points in zip(pictures, found, strict=True)]
-    if options.shuffled:
-        pictures = [pictures[i] for i in np.random.default_rng(options.seed).permutation(len(pictures))]
     rules = Rules(options.size, options.quality, options.resize, not options.plain_warp)
     skipped: list[BadPicture] = []
     padding: dict[str, float] = {}
-    with RecordSetWriter(options.out, not options.shuffled, options.size, options.overwrite) as writer:
+    numbers: dict[int, int] = {}  # of the identities in their order, so that one without a usable picture leaves no gap
+    with RecordSetWriter(options.out, size=options.size, overwrite=options.overwrite) as writer:
         results = map_in_order(lambda picture: (picture, encode(picture, rules)), pictures, options.threads)
-        labels = _Labels(options.shuffled)
         for picture, image in progress(results, len(pictures), "writing", "picture"):
             if isinstance(image, BadPicture):
                 if not options.skip_bad:
                     raise ValueError(f"{picture.path}: {image.reason}. {_advice(picture, image)}")
                 skipped.append(image)
             else:
-                writer.add(labels.of(picture), image.data, picture.name)
+                writer.add(numbers.setdefault(picture.label, len(numbers)), image.data, picture.name)
                 if picture.points is not None:
                     padding[picture.name] = image.padding
     if skipped:
@@ -88,17 +82,6 @@ def convert(options: argparse.Namespace) -> None:
         print(f"{left_out} identities have fewer than {options.min_images} pictures and were left out")
     print(f"{options.out}: {writer.num_images} images of {writer.num_classes} identities")
     print(f"next: python -m scripts.data.inspect {options.out} --out report")
-
-
-class _Labels:
-    """Numbers the identities in order of appearance, so that one without a usable picture leaves no gap."""
-
-    def __init__(self, any_order: bool) -> None:
-        self.any_order = any_order
-        self.numbers: dict[int, int] = {}
-
-    def of(self, picture: Picture) -> int:
-        return picture.label if self.any_order else self.numbers.setdefault(picture.label, len(self.numbers))
 
 
 def _advice(picture: Picture, bad: BadPicture) -> str:

@@ -8,10 +8,6 @@ bad.csv              images that do not decode, or have one colour
 duplicates.csv       copies                 overlap.csv     pictures of the test sets
 drop.csv             input of scripts.data.filter --drop: bad images, copies, pictures of the test sets
 
-SET: a folder with train.rec and train.idx, with *.tar shards, or with a sub-folder of pictures for each person; or a text file
-of lines 'path label'.
---bins: .bin, .safetensors or .csv files of pairs.
-
 Example: python -m scripts.data.inspect set --out report --bins lfw.bin cfp_fp.bin
 """
 
@@ -26,7 +22,7 @@ import numpy as np
 
 from data.base import FaceDataset
 from data.scan import MIN_CORRELATION, Scan, SetNames, candidates, correlation, dhash, equal_groups, open_set_of, scan
-from eval.pair_sets.bin_file import PairSet, read_bin
+from eval.pair_sets.bin_file import PairSet, read_pairs
 from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.files import shown, write_csv
 from utils.image import IMAGE_SIZE, decode_rgb
@@ -37,6 +33,7 @@ from utils.report.page import Page
 
 _ROWS, _COLUMNS = 12, 8  # of the contact sheet
 _MAX_SHOWN = 12  # pairs of pictures per sheet
+_COMPARED = 100_000  # most candidates for near copies whose pixels are compared: a minute of a core
 
 
 class Copy(NamedTuple):
@@ -94,14 +91,11 @@ class Findings(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and inspect; return the exit status."""
     parser = make_parser("python -m scripts.data.inspect", __doc__)
-    parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
+    parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
     parser.add_argument("--out", type=Path, help="folder of the report (default: report_NAME here)")
-    parser.add_argument("--bins", type=Path, nargs="*", default=[], help="test sets that must not share pictures with the set")
+    parser.add_argument("--bins", type=Path, nargs="*", default=[], help="test sets: .bin, .safetensors or .csv files of pairs")
     parser.add_argument("--images", type=int_in_range(0), default=0, help="check only N images, drawn at random; 0 = all")
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed")
-    parser.add_argument(
-        "--confirm", type=int_in_range(0), default=20000, help="most candidates for near copies that are compared by pixels"
-    )
     add_threads(parser)
     options = parser.parse_args(arguments)
     return run_main(lambda: inspect(options))
@@ -112,7 +106,7 @@ def inspect(options: argparse.Namespace) -> None:
     out = options.out or Path(f"report_{options.set.resolve().name}")
     dataset = open_set_of(options.set)
     out.mkdir(parents=True, exist_ok=True)  # before hours of reading
-    tests = [read_bin(path) for path in options.bins]
+    tests = [read_pairs(path) for path in options.bins]
     print(dataset.describe())
     rng = np.random.default_rng(options.seed)
     count = dataset.num_images
@@ -145,7 +139,7 @@ def find_copies(dataset: FaceDataset, scanned: Scan, options: argparse.Namespace
         first, second = scanned.indices[pair].tolist()
         return Copy(first, second, "near", correlation(*(decode_rgb(dataset.sample(index)[0]) for index in (first, second))))
 
-    checked = pairs[: options.confirm]
+    checked = pairs[:_COMPARED]
     compared = progress(map_in_order(compare, checked, options.threads), len(checked), "comparing", "pair")
     return copies + [copy for copy in compared if copy.likeness >= MIN_CORRELATION], len(pairs) - len(checked)
 
@@ -167,7 +161,7 @@ def find_overlap(dataset: FaceDataset, scanned: Scan, test: PairSet, options: ar
         likeness = correlation(decode_rgb(data), decode_rgb(test.images[other]))
         return Copy(index, other, "equal" if data == test.images[other] else "near", likeness)
 
-    checked = pairs[: options.confirm]
+    checked = pairs[:_COMPARED]
     compared = progress(map_in_order(compare, checked, options.threads), len(checked), f"comparing with {test.name}", "pair")
     return [copy for copy in compared if copy.likeness >= MIN_CORRELATION]
 

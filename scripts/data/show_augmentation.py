@@ -2,9 +2,6 @@
 
 Draws a PNG with some pictures: unchanged, with each operation alone at its configured strength, and as training would see them.
 
-SET: a folder with train.rec and train.idx, with *.tar shards, or with a sub-folder of pictures for each person; or a text file
-of lines 'path label'.
-
 Examples:
   python -m scripts.data.show_augmentation datasets/demo sheet.png
   python -m scripts.data.show_augmentation datasets/demo sheet.png augment.blur=0.5 augment.jpeg=0.5 --columns 6
@@ -29,7 +26,7 @@ _SHARE = "augment.crop=0.2 augment.low_resolution=0.2 augment.photometric=0.2"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and draw; return the exit status."""
     parser = make_parser("python -m scripts.data.show_augmentation", __doc__)
-    parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a sub-folder per identity; or a list file")
+    parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
     parser.add_argument("out", type=Path, help="PNG file")
     parser.add_argument("overrides", nargs="*", default=_SHARE.split(), help="augment.KEY=VALUE ...")
     parser.add_argument("--config", type=Path, help="YAML file of a run (default: configs/base.yaml)")

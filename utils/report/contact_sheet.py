@@ -14,6 +14,7 @@ from typing import Any, Literal
 import cv2
 import numpy as np
 
+from ..image import to_png
 from ..text import printable
 
 _DPI = 110  # of all figures but those whose caller says otherwise
@@ -75,7 +76,7 @@ def sheet(rows: Sequence[tuple[str, Sequence[np.ndarray]]], columns: int, side: 
         for column, picture in enumerate(pictures[:columns]):
             left = _GAP + column * (side + _GAP)
             canvas[top : top + side, left : left + side] = _resized(picture, side)
-    return cv2.imencode(".png", cv2.cvtColor(canvas, cv2.COLOR_RGB2BGR))[1].tobytes()
+    return to_png(canvas)
 
 
 def pair_sheet(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], columns: int = 2, side: int = 112) -> bytes:
@@ -92,7 +93,7 @@ def pair_sheet(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], columns: int
         _write(canvas, caption, left, top - 5, 2 * side)
         for place, picture in enumerate(pictures):
             canvas[top : top + side, left + place * side : left + (place + 1) * side] = _resized(picture, side)
-    return cv2.imencode(".png", cv2.cvtColor(canvas, cv2.COLOR_RGB2BGR))[1].tobytes()
+    return to_png(canvas)
 
 
 def captioned_sheet(rows: Sequence[Sequence[tuple[np.ndarray | None, Sequence[str]]]], side: int = 112) -> bytes:
@@ -111,7 +112,7 @@ def captioned_sheet(rows: Sequence[Sequence[tuple[np.ndarray | None, Sequence[st
                 canvas[top : top + side, left : left + side] = _resized(picture, side)
             for line, text in enumerate(texts, 1):
                 _write(canvas, text, left, top + side + line * _CAPTION - 5, side)
-    return cv2.imencode(".png", cv2.cvtColor(canvas, cv2.COLOR_RGB2BGR))[1].tobytes()
+    return to_png(canvas)
 
 
 def _write(canvas: np.ndarray, text: str, left: int, base: int, width: int) -> None:
