@@ -11,6 +11,7 @@ import pytest
 from data.augment import OPERATIONS
 from data.recordio.index import read_index
 from scripts.benchmark import data as benchmark_data
+from scripts.benchmark import kit
 from scripts.benchmark.plain import FloatPerItem, decoders, index_as_dict, plain_loader
 from utils.image import normalise
 
@@ -36,9 +37,7 @@ def test_every_part_reports_figures(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
-def test_the_rivals_open_the_same_index_and_the_time_is_that_of_the_opening(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_rivals_open_the_same_index_and_the_time_is_that_of_the_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     benchmark_data.make_large_set(tmp_path / "set", 5000)
     keys, offsets = read_index(tmp_path / "set" / "train.idx")
     as_dict, listed = index_as_dict(tmp_path / "set" / "train.idx")
@@ -53,12 +52,11 @@ def test_the_rivals_open_the_same_index_and_the_time_is_that_of_the_opening(
 
         return slower
 
-    monkeypatch.setattr(benchmark_data, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(kit, "time", SimpleNamespace(perf_counter=lambda: now))
     for name, seconds in (("index_as_dict", 5.0), ("read_index", 4.0), ("RecordDataset", 3.0)):
         monkeypatch.setattr(benchmark_data, name, taking(seconds, getattr(benchmark_data, name)))
     for way, seconds in (("dict", 5.0), ("index", 4.0), ("first", 3.0), ("cached", 3.0)):
-        assert benchmark_data.main(["--worker", way, str(tmp_path / "set"), str(tmp_path / "cache")]) == 0
-        assert json.loads(capsys.readouterr().out)["seconds"] == seconds
+        assert benchmark_data.open_set(0, way, tmp_path / "set", tmp_path / "cache")["seconds"] == seconds
 
 
 @pytest.mark.numeric

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from dense_reference import DenseHead, all_centres, dense_loss, near_their_centres, relative
 from rounding import head_bounds
-from tiny_runs import FORKS, tiny_run
+from tiny_runs import tiny_run
 
 import train
 from losses import build_margin
@@ -63,10 +63,7 @@ def test_the_benchmark_measures_draws_and_writes(tmp_path: Path, capsys: pytest.
     assert "ours lean fp32" in said
 
 
-def test_the_benchmark_measures_other_losses_beside_arcface(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(benchmark_head, "subprocess", FORKS)
+def test_the_benchmark_measures_other_losses_beside_arcface(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "result.json"
     small = ["--quick", "--classes", "700", "--batch", "16", "--sample-rate", "0.5", "--storage", "exact"]
     arguments = [*small, "--matmul", "fp32", "--json", str(file), "--loss", "circle", "sphereface2"]
@@ -135,7 +132,7 @@ def test_capacity_and_the_check_before_training_know_the_same_limit(
 
 def test_blocks_that_are_computed_again_keep_less():
     of_network = {"backbone": "vit_t", "width": 0.125, "embedding_size": 16, "image_size": 112}
-    options = argparse.Namespace(**of_network, optimizer="sgd", precision="fp32")
+    options = argparse.Namespace(**of_network, precision="fp32")
     found = []
     for options.checkpointing in (False, True):
         found.append(capacity._backbone(options, torch.device("cpu")))

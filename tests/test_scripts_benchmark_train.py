@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -77,6 +78,8 @@ def test_the_report_has_all_loops_and_its_figures_agree(tmp_path: Path, capsys: 
     useful = found["useful"]
     assert useful["tflops"] == pytest.approx(useful["gflop_per_image"] * rows["ours"]["images_per_second"] / 1e3)
     assert useful["share"] == pytest.approx(useful["tflops"] / useful["peak_tflops"]) and useful["share"] > 0
+    for part, share in useful["part_shares"].items():
+        assert re.search(rf"^  {part} .* % +{100 * share:.0f} %$", out, re.M)
 
 
 @pytest.mark.parametrize(("name", "image_size"), [("r18", 112), ("r18", 48), ("vit_t", 112)])
@@ -86,7 +89,7 @@ def test_useful_operations_are_those_of_convolutions_and_products_thrice(
     monkeypatch.setattr(benchmark_train, "measured_rates", lambda dtype, device: (2.0, 1.0))
     numbers = {"width": 0.5, "image_size": image_size, "classes": 100, "batch_size": 10, "processes": 1}
     options = argparse.Namespace(backbone=name, precision="fp32", **numbers)
-    found = benchmark_train._useful(options, 0.5, torch.device("cpu"))
+    found = benchmark_train._useful(options, 0.5, {"forward": 0.1, "backward": 0.25, "head": 0.05}, torch.device("cpu"))
     with torch.device("meta"):
         network = build_backbone(name, 512, 0.5, image_size=image_size)
     operations = []
@@ -104,6 +107,8 @@ def test_useful_operations_are_those_of_convolutions_and_products_thrice(
     expected = 3 * sum(operations) - operations[0] + 6 * 100 * 512
     assert found["gflop_per_image"] == pytest.approx(expected / 1e9)
     assert found["share"] == pytest.approx(expected * 10 / 0.5 / 2e12)
+    shares = (sum(operations) / 0.1, (2 * sum(operations) - operations[0]) / 0.25, 6 * 100 * 512 / 0.05)
+    assert list(found["part_shares"].values()) == pytest.approx([share * 10 / 2e12 for share in shares])
 
 
 def _plain_step_equals_autograd(rank: int, world_size: int) -> None:
@@ -152,7 +157,7 @@ def test_a_part_within_a_part_is_counted_once(monkeypatch: pytest.MonkeyPatch):
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr(benchmark_train, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(benchmark_train, "clock", lambda device: now)
     watch, owner = benchmark_train._Stopwatch(torch.device("cpu")), SimpleNamespace(inner=lambda: takes(2.0))
     with watch.timed("head", owner, "inner"), watch.part("other"):
         takes(1.0)

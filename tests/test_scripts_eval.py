@@ -1,10 +1,8 @@
 """The programs that score networks: on template sets, on galleries; and the kinds of networks that they take."""
 
 import argparse
-import functools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -298,7 +296,7 @@ def test_the_plain_way_finds_the_same_accuracies_and_embeddings(weights: Path):
     np.testing.assert_array_equal(accuracies, verify(rows[0::2], rows[1::2], pairs.same, xnorm=1.0).accuracy_per_fold)
 
 
-def test_the_benchmark_of_evaluation_reports_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_benchmark_of_evaluation_reports_its_figures(tmp_path: Path):
     arguments = [
         "--pairs",
         "10",
@@ -311,8 +309,6 @@ def test_the_benchmark_of_evaluation_reports_its_figures(tmp_path: Path, monkeyp
         "--json",
         str(tmp_path / "out.json"),
     ]
-    forked = functools.partial(benchmark_eval.mp.start_processes, start_method="forkserver")
-    monkeypatch.setattr(benchmark_eval, "mp", SimpleNamespace(spawn=forked))  # processes that need not import torch
     assert benchmark_eval.main(arguments) == 0
     found = json.loads((tmp_path / "out.json").read_text())
     numbers, embedding = found["numbers"], found["embedding"]

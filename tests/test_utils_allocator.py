@@ -2,40 +2,49 @@
 
 import ctypes
 import os
+import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from scripts.benchmark.kit import run_ranks
+
 ROOT = Path(__file__).parent.parent
 TENSORS, PAGES = 100, (32 << 20) // 4096
-# as every program runs, train.py too: the page faults of tensors that are made one after the other
-PROGRAM = f"""
-import resource, torch
-from utils.program import run_main
-def run():
+COUNT = "from test_utils_allocator import page_faults\n"
+# as every program runs, train.py too; and as arcface_torch does beside ours in a benchmark
+PROGRAM = f"{COUNT}from utils.program import run_main\nraise SystemExit(run_main(lambda: print(page_faults())))"
+REFERENCE = f"{COUNT}raise ValueError(page_faults())\n"
+
+
+def page_faults(rank: int = 0) -> int:
+    """Return the page faults of tensors that are made one after the other."""
+    import torch
+
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range({TENSORS}):
+    for _ in range(TENSORS):
         torch.ones(8 << 20)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-raise SystemExit(run_main(run))
-"""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-def _faults(**environment: str) -> int:
+def _faults(*arguments: str, **environment: str) -> int:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "FACE_", "GLIBC_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=ROOT, env=inherited | environment
-    )
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    environment = {**inherited, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **environment}
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment)
+    return int(re.fullmatch(r"(?:error: --reference .*: ValueError: )?(\d+)\n", done.stdout or done.stderr)[1])
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="the C library is not glibc")
-def test_a_program_keeps_the_memory_that_it_frees_unless_somebody_says_otherwise():
+def test_a_program_keeps_the_memory_that_it_frees_unless_somebody_says_otherwise(tmp_path: Path):
     pages = TENSORS * PAGES  # of 4 KiB; larger pages fault less often
-    usual, kept = _faults(FACE_ALLOCATOR="system"), _faults()
+    usual, kept = _faults("-c", PROGRAM, FACE_ALLOCATOR="system"), _faults("-c", PROGRAM)
     # a small allocation may stand in the way of a tensor, which then takes the next room, of the 256 MiB that the heap grows by
     assert usual > pages / 600 and usual > 5 * kept
-    assert _faults(MALLOC_ARENA_MAX="4") > 5 * kept  # whoever has set glibc's own variables has a reason
+    # whoever has set glibc's own variables has a reason
+    assert _faults("-c", PROGRAM, MALLOC_ARENA_MAX="4") > 5 * kept
+    (tmp_path / "backbones.py").write_text(REFERENCE)
+    assert usual > 5 * _faults("scripts/benchmark/arcface_torch_loop.py", str(tmp_path), "{}")
+    assert usual > 5 * run_ranks(page_faults, 1)[0]

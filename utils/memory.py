@@ -55,10 +55,12 @@ def forward_operations(network: nn.Module, image_size: int) -> int:
         return _operations(network.eval(), image_size, 1, lambda embeddings: None)
 
 
-def training_operations(network: nn.Module, image_size: int) -> float:
-    """Return the operations of a forward and a backward pass, per image; the network ends in training mode."""
+def training_operations(network: nn.Module, image_size: int) -> tuple[float, float]:
+    """Return the operations of a forward and of a backward pass, per image; the network ends in training mode."""
     images = 2  # BatchNorm over the embeddings cannot train on one
-    return _operations(network.train(), image_size, images, lambda embeddings: embeddings.sum().backward()) / images
+    forward = _operations(network.train(), image_size, images, lambda embeddings: None) / images
+    both = _operations(network, image_size, images, lambda embeddings: embeddings.sum().backward()) / images
+    return forward, both - forward
 
 
 def _operations(network: nn.Module, image_size: int, images: int, after: Callable[[Tensor], object]) -> int:

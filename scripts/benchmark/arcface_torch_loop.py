@@ -1,8 +1,9 @@
 """Takes the training steps of arcface_torch from its checkout, whose code it imports. Started by scripts.benchmark.train.
 
 That code has packages of the same names as this project (backbones, eval, utils), so this file imports nothing from here and
-runs in a process of its own. The loop does what its train_v2.py does in a step: DDP with its settings and its fp16 hook, its
-head and margin, one SGD, the gradient's norm clipped at 5, and on CUDA fp16 with a loss scaler. Images are drawn once.
+runs in a process of its own, with the allocator that ours has. The loop does what its train_v2.py does in a step: DDP with its
+settings and its fp16 hook, its head and margin, one SGD, the gradient's norm clipped at 5, and on CUDA fp16 with a loss scaler.
+Images are drawn once.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import importlib
 import json
 import os
 import resource
+import runpy
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +31,7 @@ def main() -> int:
     parser.add_argument("folder", help="arcface_torch's folder, with backbones, losses.py and partial_fc_v2.py")
     parser.add_argument("case", help="what scripts.benchmark.train measures, as JSON")
     options = parser.parse_args()
+    runpy.run_path(str(Path(__file__).parents[2] / "utils" / "allocator.py"))["keep_freed_memory"]()
     with serving() as serve:
         try:
             step = _Loop(options.folder, json.loads(options.case))

@@ -17,7 +17,6 @@ Examples:
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from utils.program import run_main
 from utils.report.contact_sheet import make_figure
 from utils.text import label_text, markdown_table, prefix_errors
 
-from .kit import add_common_arguments, machine, synchronise, write_into_page, write_json
+from .kit import add_common_arguments, clock, machine, take_turns, write_into_page, write_json
 
 BEGIN = "<!-- begin: written by scripts.benchmark.backbones -->"
 _REFERENCE = "r18"
@@ -146,21 +145,19 @@ class _Steps:
     def seconds(self) -> float:
         """Take a step; return how long it took."""
         self.network.zero_grad(set_to_none=True)
-        synchronise(self.device)
-        begun = time.perf_counter()
+        begun = clock(self.device)
         with torch.autocast(self.device.type, self.autocast, self.autocast is not None):
             embeddings = self.network(self.images)
         embeddings.float().square().mean().backward()
-        synchronise(self.device)
-        return time.perf_counter() - begun
+        return clock(self.device) - begun
 
 
 def _times(steps: _Steps, reference: _Steps, options: argparse.Namespace) -> Row:
     """Return the times of a network that takes turns with the reference."""
-    turns = [(steps.seconds(), reference.seconds()) for _ in range(1 + options.rounds)][1:]
-    ratios = [own / other for own, other in turns]
+    turns = take_turns({"own": steps.seconds, "other": reference.seconds}, 1 + options.rounds)
+    ratios = [own / other for own, other in zip(*turns.values(), strict=True)][1:]
     return {
-        "ms_per_image": 1e3 * statistics.median(own for own, _ in turns) / options.batch,
+        "ms_per_image": 1e3 * statistics.median(turns["own"][1:]) / options.batch,
         "ratio": statistics.median(ratios),
         "ratio_range": [min(ratios), max(ratios)],
     }

@@ -13,10 +13,8 @@ Examples:
 """
 
 import argparse
-import multiprocessing
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -28,13 +26,12 @@ from torch.utils.checkpoint import checkpoint
 from backbones import build_backbone, list_backbones
 from backbones.checkpointing import set_checkpointing
 from losses import build_margin
-from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
+from partial_fc import HeadConfig, PartialFC
 from partial_fc.centres.store import FORMATS
 from partial_fc.config import matmul_dtype
 from partial_fc.kernels import choose_kernels
 from partial_fc.memory import HeadMemory
 from utils import distributed
-from utils.allocator import keep_freed_memory
 from utils.cli import int_in_range, make_parser
 from utils.image import IMAGE_SIZE
 from utils.memory import LIBRARY_BYTES, BackboneMemory, backbone_memory, bytes_beside_heads
@@ -43,7 +40,7 @@ from utils.precision import AUTOCAST, is_fast_in_bf16
 from utils.program import run_main
 from utils.text import prefix_errors
 
-from .kit import add_common_arguments, peak_bytes, write_json
+from .kit import add_common_arguments, peak_bytes, run_ranks, write_json
 
 _GIB = 2**30
 
@@ -90,11 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--image-size", type=int, default=IMAGE_SIZE, help="data.image_size, pixels")
     parser.add_argument("--batch", type=int, default=128, help="images per process and step")
     parser.add_argument("--storage", nargs="+", choices=tuple(FORMATS), default=list(FORMATS), help="a line for each")
-    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="of backbone and class centres")
     parser.add_argument("--sample-rate", type=float, default=1.0, help="head.sample_rate")
     parser.add_argument("--sub-centers", type=int_in_range(1, 64), default=1, help="head.sub_centers")
     parser.add_argument("--precision", choices=tuple(AUTOCAST), default="bf16", help="of backbone and head")
-    parser.add_argument("--cache-mb", type=int, default=-1, help="head.cache_mb")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device here, to measure and --find")
     parser.add_argument("--find", action="store_true", help="verify on this device by bisection")
     add_common_arguments(parser, "with --find: to about 10 %% instead of 2 %%", device=False)
@@ -150,10 +145,8 @@ def capacity(options: argparse.Namespace) -> None:
 def _head_config(options: argparse.Namespace, storage: str, device: torch.device) -> HeadConfig:
     return HeadConfig(
         sample_rate=options.sample_rate,
-        optimizer=RowAdamW() if options.optimizer == "adamw" else RowSGD(),
         storage=storage,
         matmul_dtype=head_dtype(options, device),
-        cache_mb=options.cache_mb,
         sub_centers=options.sub_centers,
     )
 
@@ -173,8 +166,7 @@ def _backbone(options: argparse.Namespace, device: torch.device) -> BackboneMemo
     with prefix_errors("--backbone, --embedding-size, --width, --image-size, --checkpointing"):
         backbone = _build(options)
     backbone = backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    moments = 2 if options.optimizer == "adamw" else 1
-    return backbone_memory(backbone, AUTOCAST[options.precision], moments, size)
+    return backbone_memory(backbone, AUTOCAST[options.precision], 1, size)
 
 
 def _build(options: argparse.Namespace) -> nn.Module:
@@ -201,22 +193,19 @@ def _find(options: argparse.Namespace, storage: str, guess: int, device: torch.d
 
 
 def _fits(options: argparse.Namespace, storage: str, local: int, device: torch.device) -> bool:
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["backbones", "partial_fc"])  # torch is imported once, not by each probe
-    with ProcessPoolExecutor(1, processes, keep_freed_memory) as pool:
-        try:
-            # on the CPU the growth of the process is measured, which includes the memory of libraries
-            reserve = LIBRARY_BYTES["cuda"] if device.type == "cuda" else 0
-            return pool.submit(_peak_of_a_step, options, storage, local, device).result() + reserve <= options.memory * _GIB
-        except (BrokenProcessPool, MemoryError):  # the kernel has killed it
+    # on the CPU the growth of the process is measured, which includes the memory of libraries
+    reserve = LIBRARY_BYTES["cuda"] if device.type == "cuda" else 0
+    try:
+        return run_ranks(_peak_of_a_step, 1, options, storage, local, device)[0] + reserve <= options.memory * _GIB
+    except (BrokenProcessPool, MemoryError):  # the kernel has killed it
+        return False
+    except RuntimeError as error:
+        if "out of memory" in str(error).lower() or "can't allocate" in str(error):
             return False
-        except RuntimeError as error:
-            if "out of memory" in str(error).lower() or "can't allocate" in str(error):
-                return False
-            raise ValueError(f"--find: a probe failed: {error}") from None
+        raise ValueError(f"--find: a probe failed: {error}") from None
 
 
-def _peak_of_a_step(options: argparse.Namespace, storage: str, local: int, device: torch.device) -> float:
+def _peak_of_a_step(rank: int, options: argparse.Namespace, storage: str, local: int, device: torch.device) -> float:
     """Train one step of backbone and head in this process, like one rank of many; return the growth of its memory."""
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * _GIB / torch.cuda.mem_get_info()[1]))
@@ -227,7 +216,7 @@ def _peak_of_a_step(options: argparse.Namespace, storage: str, local: int, devic
         checkpoint(torch.neg, torch.ones(1), use_reentrant=False)
     before = peak_bytes(device)
     # the automatic cache takes a part of what the rest leaves of this machine's memory, which may be more than --memory
-    config = replace(_head_config(options, storage, device), cache_mb=max(0, options.cache_mb))
+    config = replace(_head_config(options, storage, device), cache_mb=0)
     head = PartialFC(margin, local, dim, config=config, device=device)
     for (
         tensor
@@ -238,7 +227,7 @@ def _peak_of_a_step(options: argparse.Namespace, storage: str, local: int, devic
     if options.backbone != "none":
         size, backbone = options.image_size, _build(options)
         backbone = backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        optimizer = build_optimizer(backbone, options.optimizer, 0.1, 0.9, 5e-4)
+        optimizer = build_optimizer(backbone, "sgd", 0.1, 0.9, 5e-4)
         images = torch.randn(options.batch, 3, size, size, device=device).to(memory_format=torch.channels_last)
         autocast = AUTOCAST[options.precision]
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):

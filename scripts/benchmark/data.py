@@ -1,4 +1,4 @@
-"""Measure time and memory of the data pipeline against plain ones: python -m scripts.benchmark.data [--json FILE] [--plot FILE]
+"""Measure time and memory of the data pipeline against plain ones: python -m scripts.benchmark.data
 
 index     opening a set of 42 million records: a dict of the parsed lines (mxnet's way) against ours, each in its own process
 decode    a bare loop over JPEGs in memory; the loader with one and two threads; a DataLoader with two worker processes that
@@ -14,14 +14,11 @@ Example: python -m scripts.benchmark.data --quick --parts decode
 
 import argparse
 import gc
-import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,7 +41,7 @@ from utils.cli import make_parser
 from utils.image import IMAGE_SIZE
 from utils.program import run_main
 
-from .kit import add_common_arguments, machine, write_json
+from .kit import add_common_arguments, machine, peak_bytes, run_ranks, seconds_of, take_turns, write_json
 from .plain import decoders, index_as_dict, plain_loader
 
 _CPU = torch.device("cpu")
@@ -62,11 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each variant; the median is reported")
     parser.add_argument("--folder", type=Path, help="folder for the sets, 3 GB, removed at the end (default: temporary)")
     add_common_arguments(parser, device=False)
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.worker:
-        way, folder, cache = options.worker
-        return run_main(lambda: open_set(way, Path(folder), Path(cache)))
     return run_main(lambda: benchmark(options))
 
 
@@ -103,12 +96,7 @@ def measure_index(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     }
     rows = []
     for case, name in cases.items():
-        places = str(folder / "large"), str(folder / "cache")
-        command = [sys.executable, "-m", "scripts.benchmark.data", "--worker", case, *places]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise ValueError(f"{name}: {done.stderr.strip().splitlines()[-1]}")
-        rows.append({"way": name, **json.loads(done.stdout)})
+        rows.append({"way": name, **run_ranks(open_set, 1, case, folder / "large", folder / "cache")[0]})
     print(f"\n{f'opening {options.records} records':<60}{'seconds':>9}{'MiB':>10}{'time x':>9}{'memory x':>9}")
     for row in rows:
         row["time_ratio"] = rows[0]["seconds"] / row["seconds"]
@@ -117,8 +105,8 @@ def measure_index(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     return rows
 
 
-def open_set(way: str, folder: Path, cache: Path) -> None:
-    """Print {"seconds", "mib"}: the time, and the growth of the peak of the resident memory."""
+def open_set(rank: int, way: str, folder: Path, cache: Path) -> dict[str, float]:
+    """Return {"seconds", "mib"}: the time, and the growth of the peak of the resident memory."""
     index = folder / "train.idx"
     ways: dict[str, Callable[[], object]] = {
         "dict": lambda: index_as_dict(index),
@@ -128,16 +116,9 @@ def open_set(way: str, folder: Path, cache: Path) -> None:
     }
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak, so that imports do not count
-    before, begun = _peak_mib(), time.perf_counter()
-    opened = ways[way]()
-    seconds = time.perf_counter() - begun
-    print(json.dumps({"seconds": seconds, "mib": _peak_mib() - before}))
-    del opened
-
-
-def _peak_mib() -> float:
-    status = Path("/proc/self/status").read_text()
-    return float(status.split("VmHWM:")[1].split()[0]) / 1024
+    before, opened = peak_bytes(_CPU), []
+    seconds = seconds_of(lambda: opened.append(ways[way]()))
+    return {"seconds": seconds, "mib": (peak_bytes(_CPU) - before) / 2**20}
 
 
 def make_large_set(folder: Path, num_records: int) -> None:
@@ -179,10 +160,7 @@ def measure_decoding(options: argparse.Namespace, folder: Path) -> list[dict[str
     ways["DataLoader, 2 workers, float"] = partial(
         _plain_rate, folder / "faces" / "train.rec", max(1, min(64, len(images) // 4))
     )
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(options.rounds):
-        for name, measure in ways.items():
-            rates[name].append(measure())
+    rates = take_turns(ways, options.rounds)
     medians = {name: statistics.median(values) for name, values in rates.items()}
     print(f"\n{f'{len(images)} images, {sum(map(len, images)) / len(images):.0f} bytes each':<52}images/s")
     for name, rate in sorted(medians.items(), key=lambda item: -item[1]):
@@ -217,10 +195,7 @@ def make_faces(folder: Path, count: int) -> None:
 
 
 def _bare_rate(decode: Callable[[bytes], np.ndarray], images: list[bytes]) -> float:
-    begun = time.perf_counter()
-    for image in images:
-        decode(image)
-    return len(images) / (time.perf_counter() - begun)
+    return len(images) / seconds_of(lambda: deque(map(decode, images), maxlen=0))
 
 
 def _loader_rate(dataset: RecordDataset, threads: int, count: int) -> float:
@@ -228,20 +203,17 @@ def _loader_rate(dataset: RecordDataset, threads: int, count: int) -> float:
     batch = min(_BATCH, dataset.num_images)
     order = SampleOrder(dataset.num_images, batch, 0, True)
     steps = -(-count // batch)
-    begun = time.perf_counter()
-    for _ in Loader(dataset, order.samples, 0, steps, threads, 4, _CPU):
-        pass
-    return steps * batch / (time.perf_counter() - begun)
+    loader = Loader(dataset, order.samples, 0, steps, threads, 4, _CPU)
+    return steps * batch / seconds_of(lambda: deque(loader, maxlen=0))
 
 
 def _plain_rate(rec_path: Path, batch: int) -> float:
     """Return images per second of the DataLoader from its first batch on, so that starting the processes does not count."""
     loader = iter(plain_loader(rec_path, batch, 2))
     next(loader)
-    begun, count = time.perf_counter(), 0
-    for _, labels in loader:
-        count += len(labels)
-    return count / (time.perf_counter() - begun)
+    counts: list[int] = []
+    seconds = seconds_of(lambda: counts.extend(len(labels) for _, labels in loader))
+    return sum(counts) / seconds
 
 
 # ---- memory over an epoch, augmentation
@@ -290,18 +262,14 @@ def measure_augmentation(options: argparse.Namespace, folder: Path) -> list[dict
     threads = (cv2.getNumThreads(), torch.get_num_threads())
     cv2.setNumThreads(1)
     torch.set_num_threads(1)
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(options.rounds):
-        for name, way in ways.items():
-            begun = time.perf_counter()
-            way()
-            found[name].append(1e6 * (time.perf_counter() - begun) / count)
+    seconds = take_turns({name: partial(seconds_of, way) for name, way in ways.items()}, options.rounds)
     cv2.setNumThreads(threads[0])
     torch.set_num_threads(threads[1])
     print(f"\n{'augmentation, one core':<52}us / image")
-    for name, values in found.items():
-        print(f"  {name:<50}{statistics.median(values):11.1f}")
-    return [{"way": name, "microseconds": statistics.median(values)} for name, values in found.items()]
+    found = {name: 1e6 * statistics.median(values) / count for name, values in seconds.items()}
+    for name, value in found.items():
+        print(f"  {name:<50}{value:11.1f}")
+    return [{"way": name, "microseconds": value} for name, value in found.items()]
 
 
 def _one(pixels: np.ndarray, section: Mapping[str, float], name: str) -> Callable[[], object]:

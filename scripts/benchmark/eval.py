@@ -8,32 +8,33 @@ Example: python -m scripts.benchmark.eval --quick
 """
 
 import argparse
-import json
 import statistics
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
 
 from backbones import build_backbone
 from data.record_dataset import RecordDataset
 from eval.embed import EmbedSettings
 from eval.monitor import evaluate
 from eval.pair_sets.bin_file import PairSet, read_bin, write_bin
-from eval.verification import fold_accuracy, verify
+from eval.verification import verify
 from utils import distributed
 from utils.cli import make_parser
 from utils.distributed import init_local
 from utils.program import run_main
 
 from .data import make_faces
-from .kit import add_common_arguments, write_json
+from .kit import add_common_arguments, run_ranks, seconds_of, take_turns, write_json
 from .plain import plain_embed, plain_numbers
+
+_INTERVAL = 2000  # optimizer steps between evaluations
+_STEPS = 3  # optimizer steps that are timed together
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("python -m scripts.benchmark.eval", __doc__)
     parser.add_argument("--pairs", type=int, default=1500, help="pairs of the set that is embedded")
     parser.add_argument("--processes", type=int, default=2, help="processes that share the images")
-    parser.add_argument("--interval", type=int, default=2000, help="optimizer steps between evaluations")
     parser.add_argument("--batch-size", type=int, default=128, help="images of an optimizer step")
     parser.add_argument("--rounds", type=int, default=3, help="the median counts")
     add_common_arguments(parser, device=False)
@@ -67,24 +67,18 @@ def measure_numbers(rounds: int) -> dict[str, float]:
     second = np.where(same[:, None], first, rng.normal(size=(6000, 512))) + 2.0 * rng.normal(size=(6000, 512))
     rows = np.stack([first, second], axis=1).reshape(-1, 512)
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    ours, loops, core = [], [], []
-    for _ in range(rounds):
-        begun = time.perf_counter()
-        result = verify(rows[0::2], rows[1::2], same, xnorm=1.0)
-        ours.append(time.perf_counter() - begun)
-        begun = time.perf_counter()
-        fold_accuracy(result.distances, same)
-        core.append(time.perf_counter() - begun)
-        begun = time.perf_counter()
-        accuracies, _ = plain_numbers(rows, same)
-        loops.append(time.perf_counter() - begun)
-    if not np.array_equal(accuracies, result.accuracy_per_fold):
+    accuracies, _ = plain_numbers(rows, same)
+    if not np.array_equal(accuracies, verify(rows[0::2], rows[1::2], same, xnorm=1.0).accuracy_per_fold):
         raise ValueError("the loops and this project disagree on the accuracy of a fold")
+    ways: dict[str, Callable[[], object]] = {
+        "here": lambda: verify(rows[0::2], rows[1::2], same, xnorm=1.0),
+        "loops": lambda: plain_numbers(rows, same),
+    }
+    seconds = take_turns({name: partial(seconds_of, way) for name, way in ways.items()}, rounds)
     found = {
-        "milliseconds": 1e3 * statistics.median(ours),
-        "fold_accuracy_milliseconds": 1e3 * statistics.median(core),
-        "loops_milliseconds": 1e3 * statistics.median(loops),
-        "ratio": statistics.median(a / b for a, b in zip(loops, ours, strict=True)),
+        "milliseconds": 1e3 * statistics.median(seconds["here"]),
+        "loops_milliseconds": 1e3 * statistics.median(seconds["loops"]),
+        "ratio": statistics.median(a / b for a, b in zip(seconds["loops"], seconds["here"], strict=True)),
     }
     print("6,000 pairs, from embeddings to all numbers")
     print(f"  here  {found['milliseconds']:9.1f} ms (required 50)")
@@ -95,14 +89,13 @@ def measure_numbers(rounds: int) -> dict[str, float]:
 def measure_embedding(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Compare scoring one set on all processes with scoring it on the first alone."""
     make_set(folder, options.pairs)
-    mp.spawn(_rank, args=(options, str(folder)), nprocs=options.processes)
-    found = json.loads((folder / "found.json").read_text())
-    interval = options.interval * found["step_seconds"]
+    found: dict[str, float] = run_ranks(_rank, options.processes, options, folder)[0]
+    interval = _INTERVAL * found["step_seconds"]
     for way in ("ours", "plain"):
         found[f"{way}_share"] = found[f"{way}_seconds"] / (found[f"{way}_seconds"] + interval)
     found["ratio"] = found["plain_seconds"] / found["ours_seconds"]
     print(f"\n{options.pairs} pairs, {options.processes} processes, r18 of width 0.25, {options.batch_size} images in a step")
-    print(f"  a step of training        {found['step_seconds']:9.2f} s; {options.interval} steps {interval:.0f} s")
+    print(f"  a step of training        {found['step_seconds']:9.2f} s; {_INTERVAL} steps {interval:.0f} s")
     for way, name in (("ours", "shared by all processes"), ("plain", "rank 0, tens of images")):
         print(f"  {name:<25} {found[f'{way}_seconds']:9.2f} s, {100 * found[f'{way}_share']:.2f} % of the run")
     print(f"  ratio                     {found['ratio']:9.2f}")
@@ -122,38 +115,35 @@ def make_set(folder: Path, pairs: int) -> None:
     write_bin(folder / "set.bin", [images[index] for index in order.tolist()], [bool(pair % 2) for pair in range(pairs)])
 
 
-def _rank(rank: int, options: argparse.Namespace, folder: str) -> None:
+def _rank(rank: int, options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Return the seconds of each way and of a step, as this rank sees them."""
     world = init_local(rank, options.processes, "cpu", f"{folder}/rendezvous")
     torch.manual_seed(0)
     model = build_backbone("r18", 128, 0.25)
     shared = build_backbone("r18", 128, 0.25).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     pair_set: PairSet = read_bin(f"{folder}/set.bin")
-    ours, plain, steps = [], [], []
-    for _ in range(options.rounds):
-        distributed.all_gather_objects(0, world)
-        begun = time.perf_counter()
-        dict(evaluate(shared, [pair_set], world, EmbedSettings(threads=1)))
-        ours.append(time.perf_counter() - begun)
-        distributed.all_gather_objects(0, world)
-        begun = time.perf_counter()
+
+    def plain() -> None:
         if rank == 0:
             model.eval()
             plain_numbers(plain_embed(model, pair_set), pair_set.same)
         distributed.all_gather_objects(0, world)  # the others wait
-        plain.append(time.perf_counter() - begun)
+
+    def steps() -> None:
         model.train()
-        begun = time.perf_counter()
-        for _ in range(3):
+        for _ in range(_STEPS):
             model(torch.rand(options.batch_size // options.processes, 3, 112, 112)).square().mean().backward()
-        steps.append((time.perf_counter() - begun) / 3)
-    if rank == 0:
-        found = {
-            "ours_seconds": statistics.median(ours),
-            "plain_seconds": statistics.median(plain),
-            "step_seconds": statistics.median(steps),
-        }
-        (Path(folder) / "found.json").write_text(json.dumps(found))
+
+    def timed(work: Callable[[], object]) -> float:
+        distributed.all_gather_objects(0, world)
+        return seconds_of(work)
+
+    ours = partial(evaluate, shared, [pair_set], world, EmbedSettings(threads=1))
+    ways: dict[str, Callable[[], object]] = {"ours": lambda: dict(ours()), "plain": plain, "step": steps}
+    seconds = take_turns({name: partial(timed, way) for name, way in ways.items()}, options.rounds)
     distributed.stop()
+    found = {f"{name}_seconds": statistics.median(values) for name, values in seconds.items()}
+    return found | {"step_seconds": found["step_seconds"] / _STEPS}
 
 
 if __name__ == "__main__":

@@ -14,14 +14,11 @@ Examples:
 
 import argparse
 import itertools
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +34,7 @@ from utils.cli import make_parser
 from utils.program import run_main
 from utils.report.contact_sheet import make_figure
 
-from .kit import add_common_arguments, bare_seconds, machine, peak_bytes, synchronise, write_json
+from .kit import add_common_arguments, bare_seconds, machine, peak_bytes, run_ranks, seconds_of, write_json
 from .plain import PlainHead
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -68,10 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-plain", action="store_true", help="leave the plain heads out")
     add_common_arguments(parser)
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw time and memory over the number of classes there")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.worker:
-        return run_main(lambda: work(json.loads(options.worker)))
     return run_main(lambda: benchmark(options))
 
 
@@ -169,58 +163,43 @@ def _print_row(row: dict[str, Any]) -> None:
 
 
 def _run(case: dict[str, Any]) -> dict[str, Any]:
-    """Run one case in fresh processes, one per rank; return rank 0's figures."""
+    """Run one case in new processes, one per rank; return rank 0's figures."""
     ranks = 1 if case["head"] == "bare" else case["world_size"]
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        payload = json.dumps(case | {"result": str(result), "rendezvous": f"{folder}/rendezvous", "ranks": ranks})
-        command = [sys.executable, "-m", "scripts.benchmark.head", "--worker", payload]
-        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        places = [{"BENCHMARK_RANK": str(rank)} for rank in range(ranks)]
-        processes = [subprocess.Popen(command, env=environment | place) for place in places]
-        if any([process.wait() for process in processes]) or not result.is_file():
-            raise ValueError(f"benchmark: a process failed at {case}")
-        return dict(json.loads(result.read_text()))
+        try:
+            found: dict[str, Any] = run_ranks(work, ranks, case | {"rendezvous": f"{folder}/rendezvous", "ranks": ranks})[0]
+        except BrokenProcessPool:
+            raise ValueError(f"a process was killed, perhaps because the memory is too small, at {case}") from None
+    return found
 
 
-def work(case: dict[str, Any]) -> None:
-    """Measure one case in this process, and write the figures if it is rank 0."""
-    rank, ranks = int(os.environ["BENCHMARK_RANK"]), case["ranks"]
-    world = distributed.init_local(rank, ranks, case["device"], case["rendezvous"])
+def work(rank: int, case: dict[str, Any]) -> dict[str, Any]:
+    """Measure one case in this process; return the figures."""
+    world = distributed.init_local(rank, case["ranks"], case["device"], case["rendezvous"])
     torch.manual_seed(rank)
     device = world.device
     if case["head"] == "bare":
-        figures = bare_products(case["classes"], case["batch"], _DIM, _DTYPES[case["matmul"]], device)
-    else:
-        embeddings = torch.randn(case["batch"] // ranks, _DIM, device=device)
-        labels = torch.randint(case["classes"], (len(embeddings),), device=device)
-        torch.mm(embeddings, embeddings.t())  # so that the library's memory is allocated before the measurement
-        before = peak_bytes(device)
-        head = _our_head(case, rank, device) if case["head"] == "ours" else None
-        step = _our_step(head, embeddings, labels) if head else _plain_step(case, rank, embeddings, labels)
+        return bare_products(case["classes"], case["batch"], _DIM, _DTYPES[case["matmul"]], device)
+    embeddings = torch.randn(case["batch"] // case["ranks"], _DIM, device=device)
+    labels = torch.randint(case["classes"], (len(embeddings),), device=device)
+    torch.mm(embeddings, embeddings.t())  # so that the library's memory is allocated before the measurement
+    before = peak_bytes(device)
+    head = _our_head(case, rank, device) if case["head"] == "ours" else None
+    step = _our_step(head, embeddings, labels) if head else _plain_step(case, rank, embeddings, labels)
+    for number in range(2):
+        step(number)
+    steps, taken = [step], (peak_bytes(device) - before) * case["ranks"] / case["classes"]
+    if case.get("loss", "arcface") != "arcface":  # beside one with ArcFace, since a machine's speed may change
+        steps.append(_our_step(_our_head(case | {"loss": "arcface"}, rank, device), embeddings, labels))
         for number in range(2):
-            step(number)
-        steps, taken = [step], (peak_bytes(device) - before) * ranks / case["classes"]
-        if case.get("loss", "arcface") != "arcface":  # beside one with ArcFace, since a machine's speed may change
-            steps.append(_our_step(_our_head(case | {"loss": "arcface"}, rank, device), embeddings, labels))
-            for number in range(2):
-                steps[1](number)
-        times = [[_milliseconds(one, 2 + number, device) for one in steps] for number in range(case["steps"])]
-        own = [row[0] for row in times]
-        figures = {"step_ms": statistics.median(own), "step_ms_range": [min(own), max(own)], "bytes_per_identity": taken}
-        if len(steps) > 1:
-            figures["arcface_ratio"] = statistics.median(row[0] / row[1] for row in times)
-    if rank == 0:
-        Path(case["result"]).write_text(json.dumps(figures))
+            steps[1](number)
+    times = [[1e3 * seconds_of(partial(one, 2 + number), device) for one in steps] for number in range(case["steps"])]
+    own = [row[0] for row in times]
+    figures = {"step_ms": statistics.median(own), "step_ms_range": [min(own), max(own)], "bytes_per_identity": taken}
+    if len(steps) > 1:
+        figures["arcface_ratio"] = statistics.median(row[0] / row[1] for row in times)
     distributed.stop()
-
-
-def _milliseconds(step: Callable[[int], Any], number: int, device: torch.device) -> float:
-    synchronise(device)
-    started = time.perf_counter()
-    step(number)
-    synchronise(device)
-    return 1e3 * (time.perf_counter() - started)
+    return figures
 
 
 def _plain_step(case: dict[str, Any], rank: int, embeddings: torch.Tensor, labels: torch.Tensor) -> Callable[[int], Any]:
@@ -301,12 +280,7 @@ def time_draws(num_classes: int) -> dict[str, float]:
 
     figures: dict[str, float] = {"classes": num_classes}
     for name, work, repeats in (("ours_us", lambda: draw_active(positives, num_classes, 0.1, 1), 50), ("plain_us", plain, 3)):
-        times = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            work()
-            times.append(1e6 * (time.perf_counter() - started))
-        figures[name] = statistics.median(times)
+        figures[name] = statistics.median(1e6 * seconds_of(work) for _ in range(repeats))
     return figures
 
 

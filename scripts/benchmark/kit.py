@@ -1,18 +1,22 @@
-"""What all benchmarks share: the machine in words, time and memory on any device, and tables that are written into a page."""
+"""What all benchmarks share: the machine in words, new processes, time and memory on any device, tables written into a page."""
 
 import argparse
 import json
+import multiprocessing
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from utils.allocator import keep_freed_memory
 from utils.log import peak_memory_gib
 
+_CPU = torch.device("cpu")
 END = "<!-- end -->"  # after the tables on a page
 _CALLS = 20  # of bare work on a GPU between two waits for it
 
@@ -54,10 +58,39 @@ def peak_bytes(device: torch.device) -> float:
     return peak_memory_gib(device) * 2**30
 
 
-def synchronise(device: torch.device) -> None:
-    """Wait for all work of a GPU."""
+def clock(device: torch.device) -> float:
+    """Return the time, in seconds, when a GPU has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def run_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
+    """Return what `work(rank, *arguments)` returns, each rank in a new process, with the allocator of all programs.
+
+    Raises:
+        BrokenProcessPool: a process was killed.
+    """
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["torch"])  # it is imported once, not by each process
+    with ProcessPoolExecutor(ranks, processes, keep_freed_memory) as pool:
+        return [rank.result() for rank in [pool.submit(work, rank, *arguments) for rank in range(ranks)]]
+
+
+def take_turns(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Return what each way measures in each round. They take turns, so that other load on the machine meets all."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, measure in ways.items():
+            found[name].append(measure())
+    return found
+
+
+def seconds_of(work: Callable[[], object], device: torch.device = _CPU) -> float:
+    """Return the seconds that some work takes, until the device has done it."""
+    started = clock(device)
+    work()
+    return clock(device) - started
 
 
 def bare_seconds(work: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
@@ -66,24 +99,14 @@ def bare_seconds(work: Callable[[], object], device: torch.device, rounds: int =
     On a GPU a round is many calls between two waits for the device. After a wait the device is idle until the next launch
     reaches it, which takes about as long as a small product, and would be counted to a single call.
     """
-    calls, times = _CALLS if device.type == "cuda" else 1, []
-    for _ in range(1 + rounds):
-        synchronise(device)
-        started = time.perf_counter()
-        for _ in range(calls):
-            work()
-        synchronise(device)
-        times.append((time.perf_counter() - started) / calls)
+    calls = _CALLS if device.type == "cuda" else 1
+    times = [seconds_of(lambda: [work() for _ in range(calls)], device) / calls for _ in range(1 + rounds)]
     return statistics.median(times[1:])
 
 
-def measured_rates(dtype: torch.dtype, device: torch.device, quick: bool = False) -> tuple[float, float]:
-    """Return TFLOP/s of matrix products in a dtype and GB/s of a copy on this device.
-
-    Args:
-        quick: take small matrices on a CPU, where half precision may be hundreds of times slower than fp32; the rate is lower.
-    """
-    size = 4096 if device.type == "cuda" else 256 if quick else 1024
+def measured_rates(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """Return TFLOP/s of matrix products in a dtype and GB/s of a copy on this device."""
+    size = 4096 if device.type == "cuda" else 1024
     first = torch.randn(size, size, device=device).to(dtype)
     data, product = torch.empty(2**26, device=device), torch.empty_like(first)
     half = len(data) // 2

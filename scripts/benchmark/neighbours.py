@@ -13,7 +13,6 @@ Examples:
 """
 
 import argparse
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,11 +28,12 @@ from utils import distributed
 from utils.cli import int_in_range, make_parser, progress
 from utils.program import run_main
 
-from .kit import add_common_arguments, machine, write_json
+from .kit import add_common_arguments, clock, machine, write_json
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _GROUP = 20  # clustered centres in one group
 _BLOCK = 65536  # centres drawn at once
+_NEIGHBOURS = 10  # head.neighbours
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--cosine", type=float, default=0.4, help="expected cosine within a group of clustered centres")
     parser.add_argument("--dim", type=positive, default=512, help="embedding size")
-    parser.add_argument("--neighbours", type=positive, default=10, help="head.neighbours")
     parser.add_argument("--probes", type=positive, nargs="+", default=[8, 32, 128], help="values of head.neighbours_probes")
     parser.add_argument("--matmul", nargs="+", choices=tuple(_DTYPES), default=["fp32", "bf16"], help="dtypes of the products")
     parser.add_argument("--sample", type=positive, default=4096, help="classes that are searched exactly, for time and recall")
@@ -63,7 +62,7 @@ def benchmark(options: argparse.Namespace) -> None:
     """Measure every case, print the table, write the requested file."""
     device = distributed.choose_device(options.device, 0)
     rows: list[dict[str, Any]] = []
-    print(f"{machine(device.type)}\nD = {options.dim}, {options.neighbours} neighbours per class\n")
+    print(f"{machine(device.type)}\nD = {options.dim}, {_NEIGHBOURS} neighbours per class\n")
     print(f"{'classes':>9} {'centres':<10} {'products':<9} {'search':<26} {'pairs':>7} {'seconds':>9} {'GMAC/s':>8}  recall")
     for num_classes in options.classes:
         for kind in options.centres:
@@ -74,7 +73,7 @@ def benchmark(options: argparse.Namespace) -> None:
                 for found in measure(centres, options):
                     rows.append({"classes": num_classes, "centres": kind, "matmul": matmul} | found)
                     _print_row(rows[-1])
-    write_json(options.json, {"dim": options.dim, "neighbours": options.neighbours, "rows": rows})
+    write_json(options.json, {"dim": options.dim, "neighbours": _NEIGHBOURS, "rows": rows})
 
 
 def make_centres(num_classes: int, dim: int, cosine: float) -> Tensor:
@@ -103,22 +102,22 @@ def make_store(values: Tensor, device: torch.device) -> CentreStore:
 
 def measure(centres: UnitCentres, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return figures of the exact search, and of the lists with each number of probes."""
-    num_classes, device, k = centres.num_classes, centres.device, min(options.neighbours, centres.num_classes - 1)
+    num_classes, device, k = centres.num_classes, centres.device, min(_NEIGHBOURS, centres.num_classes - 1)
     rows = torch.arange(num_classes, device=device)
     sample = rows[: min(options.sample, num_classes)]  # their order is random
     search_exact(centres, sample[:64], k)  # first calls allocate and compile
-    begun = _clock(device)
+    begun = clock(device)
     truth = search_exact(centres, sample, k)
-    seconds = (_clock(device) - begun) * num_classes / len(sample)
+    seconds = (clock(device) - begun) * num_classes / len(sample)
     found: list[dict[str, Any]] = [{"search": "exact", "share": 1.0, "seconds": seconds, "sample": len(sample), "recall": 1.0}]
     for probes in options.probes:
-        begun = _clock(device)
+        begun = clock(device)
         lists = InvertedLists(centres, seed=1)
-        building = _clock(device) - begun
+        building = clock(device) - begun
         parts = []
         for low in progress(range(0, num_classes, QUERIES), -(-num_classes // QUERIES), f"{probes} probes", "pass"):
             parts.append(lists.search(rows[low : low + QUERIES], k, probes))
-        seconds = _clock(device) - begun
+        seconds = clock(device) - begun
         found.append(
             {
                 "search": f"{min(probes, lists.num_lists)} of {lists.num_lists} lists",
@@ -139,12 +138,6 @@ def _head(nearest: Nearest, count: int) -> Nearest:
     part = Nearest(0, nearest.k, nearest.cosine.device)
     part.cosine, part.slots = nearest.cosine[:count], nearest.slots[:count]
     return part
-
-
-def _clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _print_row(row: dict[str, Any]) -> None:

@@ -6,7 +6,8 @@ their own and take turns, so that other load on the machine meets both; a turn i
 --reference adds the loop of arcface_torch, which computes in fp32 on a CPU and in fp16 on CUDA, on images drawn once.
 
 Then it splits a step of ours into its parts, and gives the rate of the useful operations (those of the network's convolutions
-and products, forward and backward, and 6 B C D of the head) as a share of matrix products in the same dtype, measured here.
+and products, forward and backward, and 6 B C D of the head) as a share of matrix products in the same dtype, measured here; of
+the whole step, and of each part that has such operations.
 
 Examples:
   python -m scripts.benchmark.train --quick
@@ -22,7 +23,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ from utils.precision import AUTOCAST, PRECISIONS, choose_precision, is_fast_in_b
 from utils.program import run_main
 
 from .arcface_torch_loop import seconds_per_step, serving
-from .kit import add_common_arguments, machine, measured_rates, peak_bytes
+from .kit import add_common_arguments, clock, machine, measured_rates, peak_bytes, take_turns, write_json
 from .plain import PlainTraining
 
 _BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
@@ -153,9 +153,7 @@ class _Stopwatch:
 
     def _turn(self) -> None:
         """Count the time since the last turn to the part that is open."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        now = time.perf_counter()
+        now = clock(self.device)
         if self._open:
             self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) + now - self._since
         self._since = now
@@ -228,13 +226,11 @@ def benchmark(options: argparse.Namespace) -> None:
     _check(options, device)
     torch.set_num_threads(num_cores())
     ways = ["ours", "plain", *(["reference"] if options.reference else [])]
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:
         loops = {way: _Loop(way, options, device.type, Path(folder)) for way in ways}
         try:
-            for _ in range(options.rounds):
-                for way, loop in loops.items():
-                    seconds[way].append(loop.ask("time", options.steps)[0])
+            turns = {way: lambda loop=loop: loop.ask("time", options.steps)[0] for way, loop in loops.items()}
+            seconds = take_turns(turns, options.rounds)
             peaks = {way: max(loop.ask("peak", 0)) for way, loop in loops.items()}
             parts = loops["ours"].ask("parts", options.steps)[0]
         finally:
@@ -242,15 +238,16 @@ def benchmark(options: argparse.Namespace) -> None:
                 loop.end()
     rows = [{"loop": way, **_figures(seconds["ours"], seconds[way], options.batch_size, peaks[way])} for way in ways]
     _print_table(options, device, rows)
+    useful = _useful(options, rows[0]["step_seconds"], parts, device)
     for part, value in parts.items():
-        print(f"  {part:<15}{1e3 * value:9.1f} ms {100 * value / sum(parts.values()):6.1f} %")
-    useful = _useful(options, rows[0]["step_seconds"], device)
+        share = f"{100 * useful['part_shares'][part]:6.0f} %" if part in useful["part_shares"] else ""
+        print(f"  {part:<15}{1e3 * value:9.1f} ms {100 * value / sum(parts.values()):6.1f} % {share}")
     print(f"\n{useful['gflop_per_image']:.1f} GFLOP an image, {useful['tflops']:.3g} TFLOP/s: {100 * useful['share']:.0f} % of")
     print(f"the {useful['peak_tflops']:.3g} TFLOP/s of matrix products in {useful['dtype']}, measured here")
     if options.json:
         asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
         found = {"machine": machine(device.type), "options": asked, "rows": rows, "parts": parts, "useful": useful}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(options.json, found)
 
 
 def _check(options: argparse.Namespace, device: torch.device) -> None:
@@ -378,19 +375,26 @@ def _print_table(options: argparse.Namespace, device: torch.device, rows: Sequen
         span = "{:.2f} to {:.2f}".format(*row["ratio_range"])
         numbers = f"{1e3 * row['step_seconds']:10.0f}{row['images_per_second']:10.1f}{row['peak_gib']:10.2f}"
         print(f"{_NAMES[row['loop']]:<16}{numbers}{row['ratio']:8.2f}{span:>16}")
-    print("\na step of ours, timed part by part")
+    print("\na step of ours, timed part by part: time, share of the step, share of the rate of matrix products")
 
 
-def _useful(options: argparse.Namespace, step_seconds: float, device: torch.device) -> dict[str, Any]:
-    """Return the useful operations of a step, their rate, and its share of that of matrix products on all devices."""
+def _useful(options: argparse.Namespace, step_seconds: float, parts: dict[str, float], device: torch.device) -> dict[str, Any]:
+    """Return the useful operations of a step, their rate, and its share of that of matrix products on all devices.
+
+    Args:
+        parts: seconds of each of PARTS; "part_shares" has the share of those whose useful operations are known.
+    """
     with torch.device("meta"):
         network = build_backbone(options.backbone, _DIM, options.width, image_size=options.image_size)
-    flop = training_operations(network, options.image_size) + 6 * options.classes * _DIM
+    forward, backward = training_operations(network, options.image_size)
+    flops = {"forward": forward, "backward": backward, "head": 6 * options.classes * _DIM}  # per image
+    flop = sum(flops.values())
     dtype = AUTOCAST[options.precision] or torch.float32
     peak = measured_rates(dtype, device)[0] * (options.processes if device.type == "cuda" else 1)
     rate = flop * options.batch_size / step_seconds / 1e12
-    name = str(dtype).removeprefix("torch.")
-    return {"gflop_per_image": flop / 1e9, "tflops": rate, "peak_tflops": peak, "share": rate / peak, "dtype": name}
+    shares = {part: flops[part] * options.batch_size / parts[part] / 1e12 / peak for part in flops}
+    found = {"gflop_per_image": flop / 1e9, "tflops": rate, "peak_tflops": peak, "share": rate / peak, "part_shares": shares}
+    return found | {"dtype": str(dtype).removeprefix("torch.")}
 
 
 if __name__ == "__main__":
