@@ -35,7 +35,7 @@ from utils.cli import int_in_range
 from utils.distributed import World, raise_on_all_ranks
 from utils.distributed.agreement import digest_tensors, require_equal, require_same_program
 from utils.image import IMAGE_SIZE
-from utils.precision import AUTOCAST, PRECISIONS, agreed_precision
+from utils.precision import AUTOCAST, PRECISIONS, agreed_precision, slow_precision
 from utils.randomness import derive
 from utils.text import one_line, prefix_errors
 
@@ -137,6 +137,8 @@ def open_network(
     world = distributed.init_distributed(options.device, setting="--device ")
     _require_same_options(options, world)
     options.precision = agreed_precision(options.precision, world)
+    for line in slow_precision("--precision ", options.precision, world.device) if world.rank == 0 else ():
+        print(f"warning: {line}", file=sys.stderr)
     with raise_on_all_ranks(world):
         network = load_network(options, build_backbone)
         found = read(network)

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import final_weights, small_run, write_dataset
+from tiny_runs import face, final_weights, small_run, write_dataset
 from torch import nn
 
 import train
 from eval import __main__ as evaluation
+from scripts.deploy import embed
 from utils import precision
 from utils.distributed import World, all_ranks
 from utils.optim import unscale_and_clip_grad_norm_
@@ -120,6 +121,32 @@ def test_auto_trains_and_evaluates_in_what_the_device_is_fast_at(
     more = ["train.precision=auto", "run.name=auto", "train.max_steps=3", "eval.targets=[]"]
     assert train.main(small_run(tmp_path, tmp_path, *more)) == 0  # on another processor
     assert f"changed since that checkpoint: train.precision was '{chosen}', is " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "fast", "best"), [("fp16", True, "bf16"), ("bf16", False, "fp32"), ("bf16", True, ""), ("fp32", False, "")]
+)
+def test_each_program_says_once_what_a_processor_emulates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, fast: bool, best: str
+):
+    monkeypatch.setattr(precision, "is_fast_in_bf16", lambda device: fast)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False)
+    write_dataset(tmp_path)
+    (tmp_path / "faces").mkdir()
+    (tmp_path / "faces" / "1.jpg").write_bytes(face(1, 1))
+
+    def says(text: str, setting: str) -> bool:
+        words = f"{setting}{name}: this processor emulates it, many times slower than fp32; {setting}auto takes {best}\n"
+        return [text.count("emulates"), text.lower().count(f"warning: {words}".lower())] == 2 * [bool(best)]
+
+    small = ["train.max_steps=1", "eval.targets=[]", "data.image_size=112", f"train.precision={name}"]
+    assert train.main(small_run(tmp_path, tmp_path, *small)) == 0 and says(capsys.readouterr().out, "train.precision=")
+    words = [str(tmp_path / "tiny"), "--precision", name, "--device", "cpu"]
+    assert evaluation.main([*words, "--targets", str(tmp_path / "tiny.bin")]) == 0 and says(
+        capsys.readouterr().err, "--precision "
+    )
+    more = ["--processes", "1", "--out", str(tmp_path / "faces.npy")]
+    assert embed.main([*words, str(tmp_path / "faces"), *more]) == 0 and says(capsys.readouterr().err, "--precision ")
 
 
 def _agrees_where_one_is_slow(rank: int, world_size: int) -> None:

@@ -21,7 +21,7 @@ from utils.checkpoint.resume import prepare_run_folder
 from utils.distributed import World, init_distributed, raise_on_all_ranks
 from utils.distributed.agreement import require_equal, require_same_program
 from utils.distributed.patience import patiently
-from utils.precision import agreed_precision, set_tf32
+from utils.precision import agreed_precision, set_tf32, slow_precision
 from utils.schedule import Schedule
 
 
@@ -113,7 +113,7 @@ def set_up(config: EasyDict) -> Setup:
         folder,
         facts,
         plan.checkpoint,
-        [*dataset.warnings, *unlike, *plan.warnings],
+        [*dataset.warnings, *unlike, *plan.warnings, *slow_precision("train.precision=", precision, world.device)],
     )
 
 

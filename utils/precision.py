@@ -25,6 +25,17 @@ def choose_precision(name: str, fast_in_bf16: bool) -> str:
     return "bf16" if fast_in_bf16 else "fp32"
 
 
+def slow_precision(setting: str, name: str, device: torch.device) -> list[str]:
+    """Return a warning if a CPU has no units for a precision of AUTOCAST, which this setting names ("--precision ")."""
+    fast_in_bf16 = is_fast_in_bf16(device)
+    # torch leaves fp16 to oneDNN where that has units for it (AVX512_FP16), and converts number by number elsewhere
+    fast_in_fp16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    if device.type != "cpu" or {"bf16": fast_in_bf16, "fp16": fast_in_fp16}.get(name, True):
+        return []
+    best = choose_precision("auto", fast_in_bf16)
+    return [f"{setting}{name}: this processor emulates it, many times slower than fp32; {setting}auto takes {best}"]
+
+
 def all_are_fast_in_bf16(world: World) -> bool:
     """Return whether the devices of all processes have units for bf16 products. A collective call."""
     return not any_ranks([not is_fast_in_bf16(world.device)], world)[0]

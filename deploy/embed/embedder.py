@@ -6,6 +6,8 @@ Shapes: n = crops, S = size of a crop, D = embedding size.
 """
 
 import argparse
+import sys
+from multiprocessing import parent_process
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from eval.foreign_networks import ForeignNetwork
 from eval.networks import Network, OtherInput, load_network
 from utils.distributed import World, choose_device
 from utils.distributed.agreement import digest_tensors
-from utils.precision import AUTOCAST, choose_precision, is_fast_in_bf16
+from utils.precision import AUTOCAST, choose_precision, is_fast_in_bf16, slow_precision
 
 _CPU_BATCH = 2  # crops; an r50 takes as long for each of 8 (0.34 s of a core), and a single crop costs two
 
@@ -85,5 +87,7 @@ def open_embedder(options: argparse.Namespace, local_rank: int = 0) -> Embedder:
         ValueError: the network cannot be read, or the device does not exist.
     """
     device = choose_device(options.device, local_rank)
-    autocast = AUTOCAST[choose_precision(options.precision, is_fast_in_bf16(device))]
-    return Embedder(load_network(options, build_backbone), device, options.batch_size, autocast)
+    precision = choose_precision(options.precision, is_fast_in_bf16(device))
+    for line in slow_precision("--precision ", precision, device) if parent_process() is None else ():  # said once
+        print(f"warning: {line}", file=sys.stderr)
+    return Embedder(load_network(options, build_backbone), device, options.batch_size, AUTOCAST[precision])
