@@ -34,7 +34,7 @@ from utils.checkpoint.writer import Shard
 from utils.distributed import all_gather_objects, raise_on_all_ranks
 from utils.distributed.patience import patiently
 from utils.distributed.sync_norm import synchronise_norms
-from utils.memory import available_bytes, backbone_memory, bytes_beside_heads
+from utils.memory import BackboneMemory, available_bytes, backbone_memory, bytes_beside_heads
 from utils.optim import ParameterRule, build_optimizer, freeze, layer_numbers
 from utils.precision import AUTOCAST, LossScaler
 from utils.randomness import derive
@@ -174,7 +174,7 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
         samples = config.train.batch_size // config.train.accumulation
         copies = (1 if config.optimizer.name == "sgd" else 2) + (config.train.ema > 0)  # of the weights
         memory = backbone_memory(backbone, autocast, copies, config.data.image_size)
-        beside = bytes_beside_heads(memory, samples // world.world_size, world.device.type)
+        beside = backbone_bytes(memory, config.train, world.world_size, world.device.type, free)
         for task in setup.tasks:
             margin, classes = margins[task.name], task.dataset.num_classes
             check_loss(margin, settings)
@@ -187,6 +187,26 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     scaler = LossScaler(enabled=autocast is torch.float16, device=world.device)
     ema = WeightAverage(backbone, config.train.ema) if config.train.ema else None
     return Model(backbone, optimizer, heads, scaler, autocast, ema)
+
+
+def backbone_bytes(memory: BackboneMemory, train: Any, processes: int, device: str, free: int) -> int:
+    """Return the bytes that one process needs beside its heads, or raise ValueError if fewer are free.
+
+    Args:
+        train: that section of the configuration.
+    """
+    images = train.batch_size // train.accumulation // processes
+    needed = bytes_beside_heads(memory, images, device)
+    if needed <= free:
+        return needed
+    parts = (part for part in range(2, images // 2 + 1) if images % part == 0)
+    part = next((part for part in parts if bytes_beside_heads(memory, images // part, device) <= free), 0)
+    fix = "take fewer, or a smaller backbone"
+    fix = f"{train.batch_size // part} would fit, or train.accumulation={part * train.accumulation}" if part else fix
+    raise ValueError(
+        f"train.batch_size={train.batch_size}: the backbone needs {needed / 2**30:.1f} GiB for {images} images in one process, "
+        f"{free / 2**30:.1f} are free; {fix}"
+    )
 
 
 def parameter_rules(entries: Iterable[Any]) -> list[ParameterRule]:
