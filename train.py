@@ -25,7 +25,7 @@ from partial_fc.init import InitCounts
 from training.ahead import StepsAhead
 from training.model import Model, build_model, compiled, resume_or_init
 from training.sections import NAMED
-from training.setup import Setup, open_data, open_loaders, set_up
+from training.setup import Setup, decode_sample, open_loaders, set_up
 from training.step import LateValues, StepValues, train_step
 from utils import distributed
 from utils.checkpoint.format import best_score
@@ -297,9 +297,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("config", help="YAML file of the run, for example configs/demo_cpu.yaml")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="such as optimizer.lr=0.05")
     parser.add_argument("--print-config", action="store_true", help="print the merged configuration and stop")
-    parser.add_argument("--check", action="store_true", help="check configuration, data and verification sets, and stop")
+    parser.add_argument("--check", action="store_true", help="do what comes before the first step, without a run folder")
+    parser.set_defaults(processes=1, machines=1)  # of --check, which `face train` can do for more
     options = parser.parse_intermixed_args(arguments)
     return run_main(lambda: run(options))
+
+
+def check(config: EasyDict, processes: int, machines: int) -> None:
+    """Do, without a run folder, what comes before the first step, as the first of so many processes on each of the machines."""
+    setup = set_up(config, processes, machines)
+    resume_or_init(config, setup, build_model(config, setup), images=False)
+    dataset = setup.tasks[0].dataset
+    decode_sample(dataset, config.data.image_size)
+    sets = [f"{protocol.name}: {protocol.describe()}" for protocol in setup.protocols]
+    print("\n".join([dataset.describe(), *setup.warnings, *dataset.take_warnings(), *sets, "nothing wrong was found"]))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -308,9 +319,7 @@ def run(options: argparse.Namespace) -> None:
     if options.print_config:
         print(dump_config(config), end="")
     elif options.check:
-        dataset, protocols = open_data(config, num_processes=1)
-        sets = [f"{protocol.name}: {protocol.describe()}" for protocol in protocols]
-        print("\n".join([dataset.describe(), *dataset.warnings, *sets, "nothing wrong was found"]))
+        check(config, options.processes or 1, options.machines)
     else:
         with StopSignal() as stop:
             train(config, stop)

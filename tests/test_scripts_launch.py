@@ -4,6 +4,7 @@ There is no Slurm and no second machine here: srun and scontrol are stand-ins, a
 """
 
 import contextlib
+import fcntl
 import importlib
 import os
 import re
@@ -149,6 +150,8 @@ def test_the_slurm_job_explains_itself_and_names_what_is_missing(config: Path):
         (["--machines", "2", "--head", "localhost:"], "error: --head: the port must be a number"),
         (["--machines", "2", "--head", "no.such.host.invalid"], "error: --head: no address for no.such.host.invalid here"),
         (["train.epoch=3", "--processes", "2"], "Did you mean train.epochs?"),
+        (["--check", "--processes", "3"], "must be a multiple of 1 train.accumulation x 3 processes"),
+        (["--check", "--processes", "13", "train.batch_size=26"], "head: 12 classes cannot be shared by 13 processes"),
     ],
 )
 def test_a_mistake_is_one_line_before_a_process_starts(
@@ -168,7 +171,7 @@ def test_the_processes_are_as_many_as_the_visible_gpus(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # so that it is undone
-    monkeypatch.setattr(train, "_start", lambda several, arguments: started.append(several[0]) or 0)
+    monkeypatch.setattr(train, "_start", lambda several, *more: started.append(several[0]) or 0)
     monkeypatch.setattr(importlib.import_module("train"), "run", lambda options: started.append("this one"))
     for lines, visible, overrides, expected in [
         ("GPU 0: A\nGPU 1: B\n", None, ["run.device=auto"], "--nproc-per-node=2"),
@@ -224,10 +227,13 @@ def test_a_wrong_path_is_said_once_and_starts_no_processes(config: Path):
     ]
 
 
-def test_an_error_found_when_the_processes_met_is_said_once_and_not_tried_again(config: Path):
-    done = _run_two(config, "train.batch_size=9", "--restarts=3")  # no multiple of the two processes
+def test_an_error_found_when_the_processes_met_is_said_once_and_not_tried_again(config: Path, tmp_path: Path):
+    (tmp_path / "tiny").mkdir()
+    with (tmp_path / "tiny" / ".lock").open("w") as lock:  # which no check looks at
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        done = _run_two(config, "--restarts=3")
     assert done.returncode == 1
-    assert done.stderr.count("error: ") == 1 and "train.batch_size" in done.stderr
+    assert done.stderr.count("error: ") == 1 and "is in use by another job" in done.stderr
     assert len(done.stderr.splitlines()) <= 3 and "Traceback" not in done.stderr, done.stderr
 
 

@@ -12,6 +12,7 @@ import sys
 import termios
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -348,15 +349,66 @@ def test_all_ranks_end_together_where_the_head_does_not_fit(dataset: Path, tmp_p
     assert "RuntimeError" not in done.stderr and "MemoryError" not in done.stderr
 
 
-def test_check_finds_what_is_wrong_and_trains_nothing(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_check_finds_what_is_wrong_and_trains_nothing(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(model, "available_bytes", lambda world: 2 << 30)
     assert train.main([*small_run(dataset, tmp_path), "--check"]) == 0
     said = capsys.readouterr().out
     assert "30 images" in said and "tiny: 20 pairs" in said and "nothing wrong was found" in said
-    for override in ("data.path=/nowhere", "eval.targets=[tinny]", "train.batch_size=7 train.accumulation=7"):
-        assert train.main([*small_run(dataset, tmp_path, *override.split()), "--check"]) == 1
+    large = np.full((256, 256, 3), 90, np.uint8)
+    for number in range(4):
+        (tmp_path / "set" / str(number % 2)).mkdir(parents=True, exist_ok=True)
+        cv2.imwrite(str(tmp_path / "set" / str(number % 2) / f"{number}.png"), large)
+    photographs = f"data.source=folder data.path={tmp_path / 'set'} data.image_size=112 eval.targets=[]"
+    sources = f"data.sources=[{{path: {dataset}}}, {{path: {tmp_path / 'set'}, source: folder}}]"
+    (tmp_path / "file").touch()
+    for overrides, words in (
+        ("data.path=/nowhere", "data.path: no file /nowhere/train.rec"),
+        ("eval.targets=[tinny]", "tinny"),
+        ("train.batch_size=7 train.accumulation=7", "train.batch_size"),
+        (photographs, "0.png: an image must be 112 x 112 pixels (height x width), got 256 x 256"),
+        (f"{sources} data.path= data.image_size=112 eval.targets=[]", "0.png: an image must be 112 x 112 pixels"),
+        ("run.device=cuda", "run.device=cuda, but torch sees no CUDA device"),
+        (f"run.output={tmp_path / 'file'}", "run.output: the run folder"),
+        ("train.max_steps=0 schedule.warmup_steps=99", "schedule.warmup_steps must be below the 15 steps"),
+        ("backbone.freeze=[layer99]", "backbone.freeze: "),
+        ("init.backbone=/nowhere", "init.backbone: no run folder, checkpoint or weights file at /nowhere"),
+        ("train.batch_size=100000", "train.batch_size=100000: the backbone needs "),
+    ):
+        assert train.main([*small_run(dataset, tmp_path, *re.split(r" (?=[a-z]+\.)", overrides)), "--check"]) == 1, overrides
         said = capsys.readouterr()
         assert said.err.startswith("error: ") and len(said.err.splitlines()) == 1 and "nothing wrong" not in said.out
-    assert not (tmp_path / "tiny").exists()
+        assert words in said.err, said.err
+    found = re.search(
+        r"for 100000 images in one process, 2.0 are free; (\d+) would fit, or train.accumulation=(\d+)$", said.err
+    )
+    assert found
+    for fix in (f"train.batch_size={found[1]}", f"train.batch_size=100000 train.accumulation={found[2]}"):
+        assert train.main([*small_run(dataset, tmp_path, *fix.split()), "--check"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "index_cache", "set", "tiny.yaml"]
+
+
+def test_check_says_what_a_resume_would_and_changes_nothing(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert train.main(small_run(dataset, tmp_path, "train.max_steps=4", "checkpoint.every=2", "eval.targets=[]")) == 0
+    run = tmp_path / "tiny"
+    older, weights = run / "checkpoints" / "step_00000002", run / "checkpoints" / "step_00000004" / "backbone.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    files = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    for overrides, words in (
+        ("train.batch_size=6", "batch_size was 4, this run has 6"),
+        ("head.sub_centers=3", "softmax does not fit this run"),
+        ("checkpoint.resume=never", "checkpoint.resume=never, but"),
+        (f"run.name=other init.backbone={older} init.head={tmp_path}", "init.head: no complete checkpoint"),
+        (f"run.name=other init.backbone={older} backbone.width=0.25", "check the section backbone"),
+        (f"run.name=other checkpoint.resume={run}", "backbone.safetensors is"),
+    ):
+        assert train.main([*small_run(dataset, tmp_path, *overrides.split()), "--check"]) == 1, overrides
+        assert words in capsys.readouterr().err, overrides
+    assert train.main([*small_run(dataset, tmp_path), "--check"]) == 0
+    said = capsys.readouterr().out
+    assert "checkpoint step_00000004 is damaged; a training puts it aside" in said and "resuming from step_00000002" in said
+    assert files == {path: path.stat().st_mtime_ns for path in run.rglob("*")} and not (tmp_path / "other").exists()
 
 
 def test_the_log_shows_units_and_the_epoch(

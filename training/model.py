@@ -145,7 +145,7 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     Raises:
         SharedError: on every rank, if the head does not fit into the memory, with what would.
     """
-    world, autocast, seed = setup.world, AUTOCAST[setup.precision], config.run.seed
+    world, autocast, seed, count = setup.world, AUTOCAST[setup.precision], config.run.seed, setup.share["world_size"]
     # before the backbone takes its share; the least of all ranks, so that all say the same
     free = min(all_gather_objects(available_bytes(world), world))
     torch.manual_seed(derive(seed, "backbone"))
@@ -171,19 +171,19 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
         with prefix_errors("optimizer.rules"):
             rules = parameter_rules(config.optimizer.rules)
             optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in _OPTIMIZER_KEYS}, rules=rules)
-        samples = config.train.batch_size // config.train.accumulation
         copies = (1 if config.optimizer.name == "sgd" else 2) + (config.train.ema > 0)  # of the weights
         memory = backbone_memory(backbone, autocast, copies, config.data.image_size)
-        beside = backbone_bytes(memory, config.train, world.world_size, world.device.type, free)
+        beside = backbone_bytes(memory, config.train, count, world.device.type, free)
+        ranks, samples = world._replace(world_size=count), config.train.batch_size // config.train.accumulation
         for task in setup.tasks:
             margin, classes = margins[task.name], task.dataset.num_classes
             check_loss(margin, settings)
-            beside += check_head_fits(margin, classes, dim, world, settings, samples, config.train.accumulation, beside, free)
+            beside += check_head_fits(margin, classes, dim, ranks, settings, samples, config.train.accumulation, beside, free)
     heads = {}
     for number, task in enumerate(setup.tasks):
         head_seed = seed if number == 0 else derive(seed, "head", task.name)
         margin, classes = margins[task.name], task.dataset.num_classes
-        heads[task.name] = PartialFC(margin, classes, dim, world.rank, world.world_size, head_seed, settings, world.device)
+        heads[task.name] = PartialFC(margin, classes, dim, world.rank, count, head_seed, settings, world.device)
     scaler = LossScaler(enabled=autocast is torch.float16, device=world.device)
     ema = WeightAverage(backbone, config.train.ema) if config.train.ema else None
     return Model(backbone, optimizer, heads, scaler, autocast, ema)
@@ -214,8 +214,10 @@ def parameter_rules(entries: Iterable[Any]) -> list[ParameterRule]:
     return [ParameterRule(e.match, e.lr_factor, None if e.weight_decay == -1 else e.weight_decay) for e in entries]
 
 
-def resume_or_init(config: EasyDict, setup: Setup, model: Model) -> tuple[int, InitCounts]:
+def resume_or_init(config: EasyDict, setup: Setup, model: Model, images: bool = True) -> tuple[int, InitCounts]:
     """Load the checkpoint to resume, or the weights to begin with; return the steps done, and whence this rank has its centres.
+
+    Without `images`, new classes start at random, whatever init.new_classes says.
 
     Raises:
         SharedError: on every rank, if they do not fit.
@@ -224,11 +226,11 @@ def resume_or_init(config: EasyDict, setup: Setup, model: Model) -> tuple[int, I
         if setup.resume_from is not None:
             return restore(setup.resume_from, model.saved_states()), InitCounts(0, 0, 0)
         if config.init.backbone:
-            return 0, _init(config, setup, model)
+            return 0, _init(config, setup, model, images and config.init.new_classes == "images")
     return 0, InitCounts(0, 0, 0)
 
 
-def _init(config: EasyDict, setup: Setup, model: Model) -> InitCounts:
+def _init(config: EasyDict, setup: Setup, model: Model, images: bool) -> InitCounts:
     """Fill the backbone and the class centres of the first task from another training, as the section `init` says."""
     init, task = config.init, setup.tasks[0]
     load_initial(model.backbone, Path(init.backbone), config.data.image_size)
@@ -243,4 +245,4 @@ def _init(config: EasyDict, setup: Setup, model: Model) -> InitCounts:
         device=setup.world.device,
         settings=EmbedSettings(config.eval.batch_size, model.autocast, config.data.threads, config.data.image_size),
     )
-    return init_centres(model.heads[task.name], init.head, init.classes, means if init.new_classes == "images" else None)
+    return init_centres(model.heads[task.name], init.head, init.classes, means if images else None)

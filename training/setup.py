@@ -4,6 +4,7 @@ import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from easydict import EasyDict
 
@@ -13,12 +14,14 @@ from data.augment import Augment
 from data.base import FaceDataset
 from data.datasets import open_set
 from data.loader import Loader
+from data.mixture import MixedDataset
 from data.sampler import SampleOrder, check_batch
+from data.tolerant import TolerantDataset
 from eval.monitor import check_metric, check_names, load_protocols
 from eval.protocol import Protocol, Result
 from utils.checkpoint.format import SOFTMAX
 from utils.checkpoint.resume import prepare_run_folder
-from utils.distributed import World, init_distributed, raise_on_all_ranks
+from utils.distributed import World, choose_device, init_distributed, raise_on_all_ranks
 from utils.distributed.agreement import require_equal, require_same_program
 from utils.distributed.patience import patiently
 from utils.precision import agreed_precision, set_tf32, slow_precision
@@ -58,14 +61,21 @@ class Setup(NamedTuple):
     warnings: list[str]
 
 
-def set_up(config: EasyDict) -> Setup:
+def set_up(config: EasyDict, processes: int = 0, machines: int = 1) -> Setup:
     """Start the processes' group, open data and verification sets, make the run folder, and choose the checkpoint to resume.
+
+    Args:
+        processes: 0 = train; else only look, alone, for the first of so many processes on each of the machines.
 
     Raises:
         SharedError: on every rank, naming what is wrong.
     """
-    # one minute beyond the watchdog, which reports first
-    world = init_distributed(config.run.device, config.run.threads, config.run.timeout_minutes + 1)
+    if processes:
+        choose_device(config.run.device, processes - 1, "run.device=")
+        world = World(0, 1, 0, processes, choose_device(config.run.device, 0))
+    else:  # one minute beyond the watchdog, which reports first
+        world = init_distributed(config.run.device, config.run.threads, config.run.timeout_minutes + 1)
+    count = processes * machines or world.world_size
     set_tf32(config.train.tf32)
     unlike = require_same_program(shared_settings(as_plain(config)), world)
     settled = as_plain(config)  # for the run's files, which name what it computes in
@@ -75,7 +85,7 @@ def set_up(config: EasyDict) -> Setup:
     for first in (True, False):  # one process of each machine parses the data, the others map what it found
         with raise_on_all_ranks(world), patiently(world, "reading the data"):
             if (world.local_rank == 0) is first:
-                dataset, protocols = open_data(config, world.world_size)
+                dataset, protocols = open_data(config, count)
     seen = dataset.fingerprint()
     for protocol in protocols:
         seen |= protocol.fingerprint()
@@ -100,13 +110,14 @@ def set_up(config: EasyDict) -> Setup:
     with raise_on_all_ranks(world):
         schedules = build_schedules(config, total_steps, dataset.num_images / batch_size)
     folder = Path(config.run.output) / config.run.name
-    plan = prepare_run_folder(folder, config.checkpoint, dump_config(settled), facts["run_signature"], world)
+    text = "" if processes else dump_config(settled)
+    plan = prepare_run_folder(folder, config.checkpoint, text, facts["run_signature"], world)
     return Setup(
         world,
         precision,
         [Task(SOFTMAX, dataset, order)],
         protocols,
-        {"rank": world.rank, "world_size": world.world_size, "accumulation": config.train.accumulation},
+        {"rank": world.rank, "world_size": count, "accumulation": config.train.accumulation},
         total_steps,
         batch_size / dataset.num_images,
         *schedules,
@@ -162,6 +173,15 @@ def open_data(config: EasyDict, num_processes: int) -> tuple[FaceDataset, list[P
     check_names(protocols)
     check_metric(protocols, config.eval.metric)
     return dataset, protocols
+
+
+def decode_sample(dataset: FaceDataset, size: int) -> None:
+    """Decode 16 images, evenly spread, of each source of a set; raise ValueError at one that cannot be trained on."""
+    inner = dataset.dataset if isinstance(dataset, TolerantDataset) else dataset
+    counts = [source.dataset.num_images for source in inner.sources] if isinstance(inner, MixedDataset) else [inner.num_stored]
+    for count, end in zip(counts, np.cumsum(counts).tolist(), strict=True):
+        for index in np.unique(np.linspace(end - count, end - 1, 16, dtype=np.int64)).tolist():
+            dataset.pixels_and_label(index, size)
 
 
 def check_compile(mode: str, device: torch.device) -> None:

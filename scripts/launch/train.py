@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("config", help="name of a file in configs/, such as demo_cpu, or the path of a YAML file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="such as optimizer.lr=0.05")
     parser.add_argument("--print-config", action="store_true", help="print the merged configuration and stop")
-    parser.add_argument("--check", action="store_true", help="check configuration, data and verification sets, and stop")
+    parser.add_argument("--check", action="store_true", help="do what comes before the first step, without a run folder")
     parser.add_argument(
         "--processes",
         "--gpus",
@@ -67,28 +67,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def run() -> None:
         nonlocal status
         # with RANK, torchrun or Slurm has started this process
-        several = [] if options.print_config or options.check or "RANK" in os.environ else _torchrun_arguments(options)
-        if several:
-            status = _start(several, [options.config, *options.overrides])
+        several = [] if options.print_config or "RANK" in os.environ else _torchrun_arguments(options)
+        if several and not options.check:
+            words = sys.argv[1:] if arguments is None else arguments
+            status = _start(several, [options.config, *options.overrides], [*words, "--check"])
         else:
             importlib.import_module("train").run(options)
 
     return run_main(run) or status
 
 
-def _start(several: Sequence[str], arguments: Sequence[str]) -> int:
-    """Open configuration and data once, then train in several processes; return the exit status."""
-    command = [str(_ROOT / "train.py"), *arguments]
-    # so that a mistake in configuration or data is one line, and not one for each process and restart
-    if subprocess.run([sys.executable, *command, "--check"], stdout=subprocess.DEVNULL).returncode:
+def _start(several: Sequence[str], arguments: Sequence[str], check: Sequence[str]) -> int:
+    """Check once, by this program with other arguments, then train in several processes; return the exit status."""
+    # so that a mistake is one line, and not one for each process and restart
+    command = [sys.executable, str(_ROOT / "face_training.py"), "train", *check]
+    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
         return 1
-    return torchrun.main([*several, *command])
+    return torchrun.main([*several, str(_ROOT / "train.py"), *arguments])
 
 
 def _torchrun_arguments(options: argparse.Namespace) -> list[str]:
     """Return torchrun's options, and set the environment of the processes; [] if one process without restarts will do."""
     run = load_config(options.config, options.overrides).run
-    processes = options.processes or (1 if run.device == "cpu" else count_gpus())
+    processes = options.processes = options.processes or (1 if run.device == "cpu" else count_gpus())
     if options.machines > 1 and not options.head:
         raise ValueError("--head must be the HOST[:PORT] of one of the machines, the same on all of them")
     if processes == 1 and options.machines == 1 and not options.restarts:

@@ -34,17 +34,18 @@ def prepare_run_folder(folder: Path, saving: Any, config_text: str, run_signatur
     Args:
         saving: the section `checkpoint` of the configuration. `resume` is auto, never, or the path of a checkpoint or run
             folder. `verify` also compares the hashes of the chosen checkpoint's files, which are divided among the ranks.
+        config_text: "" = only look, and change nothing on the disk.
         run_signature: must equal the checkpoint's.
 
     Raises:
         SharedError: on every rank.
     """
-    start, holder = ResumePlan(None, []), ""
+    start, holder, look = ResumePlan(None, []), "", not config_text
     with raise_on_all_ranks(world):
         if world.rank == 0:
-            holder = _hold(folder)
-            start.warnings.extend(ckpt.remove_unfinished(folder))
-            start = start._replace(checkpoint=choose_checkpoint(folder, saving.resume, run_signature, start.warnings))
+            holder = _check_place(folder) if look else _hold(folder)
+            start.warnings.extend([] if look else ckpt.remove_unfinished(folder))
+            start = start._replace(checkpoint=choose_checkpoint(folder, saving.resume, run_signature, start.warnings, look))
     start, holder = all_gather_objects((start, holder), world)[0]
     while saving.verify and start.checkpoint is not None:
         with patiently(world, "comparing hashes"):
@@ -57,8 +58,10 @@ def prepare_run_folder(folder: Path, saving: Any, config_text: str, run_signatur
                 raise ValueError("; ".join(faults))
             if world.rank == 0:
                 start.warnings.extend(faults)
-                start = start._replace(checkpoint=_next_older(folder, start.checkpoint, start.warnings, run_signature))
+                start = start._replace(checkpoint=_next_older(folder, start.checkpoint, start.warnings, run_signature, look))
         start = all_gather_objects(start, world)[0]
+    if look:
+        return start
     with raise_on_all_ranks(world):
         if world.rank == 0:
             _write_config(folder, config_text, start.checkpoint)
@@ -68,6 +71,14 @@ def prepare_run_folder(folder: Path, saving: Any, config_text: str, run_signatur
         if start.checkpoint is not None:
             ckpt.read_manifest(start.checkpoint)  # the sizes, as this machine sees them
     return start
+
+
+def _check_place(folder: Path) -> str:
+    """Return "", or raise ValueError if a run folder neither is nor can be made where it belongs."""
+    place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+        return ""
+    raise ValueError(f"run.output: the run folder {folder} cannot be written: {place} is no folder of yours")
 
 
 def _hold(folder: Path) -> str:
@@ -112,11 +123,11 @@ def _lock(handle: int) -> None:
             time.sleep(0.2)
 
 
-def choose_checkpoint(folder: Path, resume: str, run_signature: dict[str, Any], warnings: list[str]) -> Path | None:
+def choose_checkpoint(folder: Path, resume: str, run_signature: dict[str, Any], warnings: list[str], look: bool) -> Path | None:
     """Return the checkpoint that checkpoint.resume selects for this run, after checking that it fits; None = a new run.
 
     A path only starts a run. Once the run has checkpoints of its own, the same path means `auto`.
-    With `auto`, damaged checkpoints are skipped and renamed; `warnings` then has a line about each.
+    With `auto`, damaged checkpoints are skipped and renamed, unless `look`; `warnings` then has a line about each.
 
     Raises:
         ValueError: no checkpoint can be used, or it belongs to another run.
@@ -127,7 +138,7 @@ def choose_checkpoint(folder: Path, resume: str, run_signature: dict[str, Any], 
     if resume == "auto":
         for path in ckpt.list_without_manifest(folder):  # otherwise every save at this step would fail: the name is taken
             warnings.append(f"checkpoint {path.name} has no manifest.json any more")
-            _put_aside(path, warnings)
+            _put_aside(path, warnings, look)
     if resume == "never" and found:
         raise ValueError(
             f"checkpoint.resume=never, but {folder} holds {len(found)} checkpoint(s), which would mix with new ones; "
@@ -140,7 +151,7 @@ def choose_checkpoint(folder: Path, resume: str, run_signature: dict[str, Any], 
             ckpt.read_manifest(found[-1])
         except ValueError as error:
             warnings.append(str(error))
-            return _next_older(folder, found[-1], warnings, run_signature)
+            return _next_older(folder, found[-1], warnings, run_signature, look)
         chosen = found[-1]
     else:
         try:
@@ -158,7 +169,7 @@ def choose_checkpoint(folder: Path, resume: str, run_signature: dict[str, Any], 
     return chosen
 
 
-def _next_older(folder: Path, damaged: Path, warnings: list[str], run_signature: dict[str, Any]) -> Path:
+def _next_older(folder: Path, damaged: Path, warnings: list[str], run_signature: dict[str, Any], look: bool) -> Path:
     """Return the newest undamaged checkpoint before a damaged one; the damaged ones are set aside, not deleted."""
     aside = [damaged]
     for path in reversed([path for path in ckpt.list_checkpoints(folder) if path.name < damaged.name]):
@@ -170,7 +181,7 @@ def _next_older(folder: Path, damaged: Path, warnings: list[str], run_signature:
             continue
         _check_signature(path, run_signature)
         for bad in aside:
-            _put_aside(bad, warnings)
+            _put_aside(bad, warnings, look)
         warnings.append(f"resuming from {path.name}, an older one: the steps after it are trained again")
         return path
     raise ValueError(
@@ -190,7 +201,10 @@ def _began_with(checkpoint: Path, resume: str) -> bool:
         return False
 
 
-def _put_aside(checkpoint: Path, warnings: list[str]) -> None:
+def _put_aside(checkpoint: Path, warnings: list[str], look: bool) -> None:
+    if look:
+        warnings.append(f"checkpoint {checkpoint.name} is damaged; a training puts it aside")
+        return
     try:
         aside = checkpoint.rename(checkpoint.with_name(f"damaged_{checkpoint.name}_{time.strftime('%Y%m%d_%H%M%S')}"))
     except OSError as error:
