@@ -1,9 +1,11 @@
 """Configurations of arcface_torch become configurations here, and nothing in them is ever run."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import train
 from configs import load_config
@@ -87,13 +89,32 @@ def test_margins_go_by_the_rules_of_arcface_torch(tmp_path: Path, margins: str, 
     assert ("m2 = 0.5 are ignored" in (tmp_path / "ours.yaml").read_text()) == (margins == "(1.0, 0.5, 0.35)")
 
 
-def test_accumulation_counts_in_the_batch_and_in_the_periods(tmp_path: Path):
+@pytest.mark.numeric
+@pytest.mark.parametrize(("name", "optimizer"), [("sgd", torch.optim.SGD), ("adamw", torch.optim.AdamW)])
+def test_accumulation_counts_in_the_batch_the_periods_and_the_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, optimizer: Any
+):
     more = "config.gradient_acc = 4\nconfig.batch_size = 32\nconfig.verbose = 1000\nconfig.frequent = 2\n"
-    more += "config.optimizer = 'adamw'\n"
+    more += f"config.optimizer = '{name}'\n"
     config = _convert(tmp_path, HEADER + NEEDED + more, "--power", "1", gpus=2)
-    assert (config.train.batch_size, config.train.accumulation, config.optimizer.name) == (256, 4, "adamw")
+    assert (config.train.batch_size, config.train.accumulation, config.optimizer.name) == (256, 4, name)
     assert (config.eval.every, config.log.every, config.schedule.power) == (250, 1, 1.0)
-    assert "averaged, there summed" in (tmp_path / "ours.yaml").read_text()
+    (advice,) = re.findall(r"^note: (gradients are averaged, there summed: .*)", capsys.readouterr().err, re.M)
+    assert f"accumulation: 4  # {advice}\n" in (tmp_path / "ours.yaml").read_text()
+    ends = []
+    for share, overrides in ((1, []), (1 / 4, [word for word in advice.split() if "=" in word])):  # a sum, a mean
+        given = load_config(tmp_path / "ours.yaml", overrides, train.NAMED).optimizer
+        weights = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        more = {"momentum": given.momentum} if name == "sgd" else {"eps": given.eps}
+        steps = optimizer([weights], lr=given.lr, weight_decay=given.weight_decay, **more)
+        for step in range(8):
+            steps.zero_grad()
+            for part in range(4):
+                (weights - torch.tensor([part - step, 0.1])).square().sum().mul(share).backward()
+            weights.grad *= min(1.0, given.clip_norm / float(weights.grad.norm()))  # most steps, and not all
+            steps.step()
+        ends.append(weights.detach())
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=0.0)
 
 
 def test_synthetic_data_zero_sampling_and_old_keys_are_converted(tmp_path: Path):

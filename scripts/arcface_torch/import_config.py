@@ -102,7 +102,7 @@ def convert(options: argparse.Namespace) -> None:
         with options.out.open("x", encoding="utf-8") as file:  # never overwrite an existing file
             file.write(text)
         print(f"{options.out}: written; start with {translation.command(str(options.out))}")
-    for line in lost:
+    for line in [*lost, *filter(None, [translation.advice])]:
         print(f"note: {line}", file=sys.stderr)
 
 
@@ -220,7 +220,8 @@ class Translation:
         product = f"{per_gpu} x {self.gpus} GPUs" + (f" x {accumulation} micro-batches" if accumulation > 1 else "")
         self._put("train.epochs", self._number("num_epoch"))
         self._put("train.batch_size", per_gpu * self.gpus * accumulation, f"{product}: images a step, whatever the GPUs")
-        self._put("train.accumulation", accumulation, "gradients are averaged, there summed" if accumulation > 1 else "")
+        self.advice = self._as_summed(accumulation) if accumulation > 1 else ""
+        self._put("train.accumulation", accumulation, self.advice)
         fp16 = self._get("fp16", (bool,), "True or False")
         self._put("train.precision", "fp16" if fp16 else "fp32", "bf16 needs no loss scale, on newer GPUs" if fp16 else "")
         name = self._get("optimizer", (str,), "sgd or adamw")
@@ -246,6 +247,12 @@ class Translation:
             self._put("run.name", PurePosixPath(output).name)
             if str(PurePosixPath(output).parent) != ".":
                 self._put("run.output", str(PurePosixPath(output).parent))
+
+    def _as_summed(self, parts: int) -> str:
+        """Return what gives a mean over micro-batches the update that their sum, `parts` times as large, has there."""
+        same = f"optimizer.lr={parts * self._number('lr'):g} optimizer.weight_decay={self._number('weight_decay') / parts:g}"
+        same = same if self._given["optimizer"].value == "sgd" else f"optimizer.eps={1e-8 / parts:g}"
+        return f"gradients are averaged, there summed: to repeat that, set {same} optimizer.clip_norm={5 / parts:g}"
 
     def _steps(self) -> None:
         """Translate the schedule of 2021: a tenth of the rate after each of these epochs."""
