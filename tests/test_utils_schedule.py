@@ -170,3 +170,10 @@ def test_the_rate_of_the_class_centres_reaches_them(tmp_path: Path, monkeypatch:
     assert train.main(small_run(tmp_path, tmp_path, *overrides)) == 0
     assert seen == [0.025] * 3
     assert read_metrics(tmp_path / "tiny")[3]["lr"] < 0.01  # that of the backbone falls
+
+
+def test_a_warm_up_beyond_the_last_step_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_dataset(tmp_path)
+    assert train.main(small_run(tmp_path, tmp_path, "train.max_steps=2", "eval.targets=[]", "schedule.warmup_steps=8")) == 0
+    words = "learning rate: poly with power 2, rises to 0.0125 of 0.05: the warm-up has 8 steps, the run 2\n"
+    assert words in capsys.readouterr().out and read_metrics(tmp_path / "tiny")[2]["lr"] == 0.0125

@@ -49,6 +49,9 @@ class Schedule(NamedTuple):
     def describe(self) -> str:
         """Return the schedule in words, for the log."""
         words = f"poly with power {self.power:g}" if self.kind == "poly" else self.kind
+        if self.warmup_steps >= self.total_steps:
+            words += f", rises to {self.rate(self.total_steps - 1):g} of {self.peak:g}"
+            return f"{words}: the warm-up has {self.warmup_steps} steps, the run {self.total_steps}"
         words += f", {self.peak:g}" if self.kind in ("step", "constant") else f", from {self.peak:g} to {self.min_lr:g}"
         if self.kind == "step":
             reached = [f"{milestone}" for milestone in self.milestones if milestone < self.total_steps]
