@@ -35,6 +35,7 @@ from utils.checkpoint.format import (
     checkpoint_path,
     commit,
     find_checkpoint,
+    in_words,
     is_checkpoint,
     list_checkpoints,
     partial_path,
@@ -84,7 +85,7 @@ def show(options: argparse.Namespace) -> None:
         print(f"{path}")
         print(f"  step {manifest['step']}, score {'none' if score is None else f'{score:.4f}'}, {size / 2**20:.1f} MiB")
         for key, value in manifest.get("run_signature", {}).items():
-            print(f"  {key:<14}{value!s:.300}")
+            print(f"  {key:<14}{in_words(key, value):.300}")
         for name, entry in sorted(files.items()):
             slots = f"slots {entry['slots'][0]} to {entry['slots'][1] - 1}" if "slots" in entry else ""
             print(f"  {name:<42}{int(entry['size']) / 2**20:10.1f} MiB  {slots}{_tensors(path / name) if slots else ''}")

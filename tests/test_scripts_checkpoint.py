@@ -1,6 +1,7 @@
 """The tool for checkpoints, on one that several gloo ranks wrote and on damaged copies of it."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,7 @@ def _save(rank: int, world_size: int, folder: str, step: int, shift: float) -> N
         k: v + shift if v.is_floating_point() else v + step for k, v in build_backbone("r18", 16, 0.125).state_dict().items()
     }
     start, stop = shard_range(CLASSES, rank, world_size)
-    facts = {"run_signature": {"num_classes": CLASSES, "seed": SEED}, "score": 0.5}
+    facts = {"run_signature": {"backbone": ["r18", 16, 0.125], "num_classes": CLASSES, "seed": SEED}, "score": 0.5}
     world = World(rank, world_size, rank, world_size, torch.device("cpu"))
     softmax = {"centres": _centres()[start:stop], "momentum": torch.zeros(stop - start, DIM)}
     save_now(Path(folder), step, weights, softmax, (start, stop), {"optimizer": {}}, facts, world)
@@ -95,7 +96,7 @@ def test_the_mean_of_backbones_loads_and_lies_between_them(tmp_path: Path):
 def test_show_names_what_is_there(run_folder: Path, capsys: pytest.CaptureFixture[str]):
     assert checkpoint.main(["show", str(run_folder)]) == 0
     said = capsys.readouterr().out
-    assert "step 7, score 0.5000" in said and "num_classes   11" in said
+    assert "step 7, score 0.5000" in said and "num_classes   11" in said and "backbone      r18, 16-d, width 0.125\n" in said
     assert "slots 0 to 3; centres F32 (4, 4); momentum F32 (4, 4)" in said and "slots 8 to 10" in said
 
 
@@ -103,7 +104,8 @@ def test_whole_checkpoints_verify_and_every_damage_is_named(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert checkpoint.main(["verify", str(run_folder)]) == 0
-    assert capsys.readouterr().out.startswith("ok")
+    out, progress = capsys.readouterr()
+    assert out.startswith("ok") and re.search(r"100%\|.*\| [\d.]+k/[\d.]+k \[.*B/s\]", progress)
 
     def broken(damage: Callable[[Path], object]) -> str:
         shutil.rmtree(tmp_path / "bad", ignore_errors=True)

@@ -426,6 +426,9 @@ def test_the_log_shows_units_and_the_epoch(
     assert line.split("  ") == expected
     assert numbers["epoch"] == pytest.approx(6 * 8 / FEW_IMAGES)
     assert line in (tmp_path / "tiny" / "train.log").read_text()
+    monkeypatch.setattr(model, "LossScaler", functools.partial(LossScaler, initial=2.0**60))
+    assert train.main(small_run(dataset, tmp_path, "train.precision=fp16", "train.max_steps=1", "run.name=far")) == 0
+    assert "  lr 0.05  overflow, step skipped  cos+ " in capsys.readouterr().out
 
 
 def _train_at_a_terminal(arguments: list[str]) -> int:

@@ -298,7 +298,7 @@ def test_a_checkpoint_of_other_data_or_architecture_is_refused_and_kept(
     assert train.main(small_run(dataset, tmp_path, *short)) == 0
     before = {path: path.read_bytes() for path in (tmp_path / "tiny" / "checkpoints").rglob("*") if path.is_file()}
     for overrides, message in [
-        (["backbone.width=0.25"], "backbone was"),
+        (["backbone.width=0.25"], "backbone was mbf, 16-d, width 0.125, this run has mbf, 16-d, width 0.25;"),
         ([IRESNET], "backbone was"),
         (["run.seed=1"], "seed was"),
         (["train.batch_size=16"], "batch_size was 4, this run has 16"),

@@ -61,7 +61,7 @@ def progress(items: Iterable, total: int | None, what: str, unit: str) -> "tqdm"
     """Return the items under a progress bar, which writes fewer lines if stderr is not a terminal."""
     from tqdm import tqdm
 
-    return tqdm(items, total=total, desc=what, unit=unit, mininterval=0.1 if os.isatty(2) else 5.0)
+    return tqdm(items, total=total, desc=what, unit=unit, unit_scale=unit == "B", mininterval=0.1 if os.isatty(2) else 5.0)
 
 
 def leave_closed_output(error: BrokenPipeError) -> int:

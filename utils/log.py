@@ -30,7 +30,8 @@ FORMS: dict[str, Callable[[float], str]] = {
     "loss": "loss {:.3f}".format,
     "lr": "lr {:.3g}".format,
     "lr_centres": "lr of centres {:.3g}".format,
-    "grad_norm": "grad {:.3g}".format,
+    # of fp16 alone: any other step with such a gradient ends the run
+    "grad_norm": lambda norm: f"grad {norm:.3g}" if math.isfinite(norm) else "overflow, step skipped",
     "positive_cosine": "cos+ {:.3f}".format,
     "images_per_second": _rate,
     "data_wait": lambda share: f"data {100 * share:.1f} %",

@@ -98,6 +98,12 @@ def shard_name(rank: int, world_size: int, head: str = SOFTMAX) -> str:
     return f"{head}_{rank:05d}_of_{world_size:05d}.safetensors"
 
 
+def in_words(key: str, value: Any) -> str:
+    """Return a value of a run's signature for people: its backbone is [name, embedding size, width]."""
+    named = key == "backbone" and isinstance(value, list) and len(value) == 3
+    return f"{value[0]}, {value[1]}-d, width {value[2]}" if named else str(value)
+
+
 def slots_by_head(manifest: dict[str, Any]) -> dict[str, dict[str, tuple[int, int]]]:
     """Return for each head of a checkpoint its files, and the slots [start, stop) of each file, in slot order."""
     heads: dict[str, dict[str, tuple[int, int]]] = {}

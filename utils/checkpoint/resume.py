@@ -223,8 +223,9 @@ def _check_signature(chosen: Path, run_signature: dict[str, Any]) -> None:
                     "saved; train on the original data, or start a new run with another run.name, with the checkpoint's "
                     "weights in init.backbone and init.head"
                 )
+            was, now = ckpt.in_words(key, saved[key]), ckpt.in_words(key, value)
             raise ValueError(
-                f"checkpoint {chosen}: {key} was {saved[key]!s:.200}, this run has {value}; use the same value, start a new "
+                f"checkpoint {chosen}: {key} was {was:.200}, this run has {now}; use the same value, start a new "
                 "run with another run.name, or load only its weights with init.backbone and init.head"
             )
 
