@@ -68,13 +68,15 @@ def test_the_tutorial_ends_in_a_network_that_knows_people_it_never_saw(
             assert face.main(words) == 0, words
             said = capsys.readouterr()
             assert "error" not in said.err and "warning" not in said.err.lower(), (words, said.err)
+            if words[1] == "split":  # what it prints is the command that follows
+                assert said.out.splitlines()[-1] == f"next: face {shlex.join(commands[4])}"
             scores += _scores(said.out)
     finally:
         torch.set_num_threads(threads)
     trained, again, untrained = scores
-    assert trained == again
+    assert trained == pytest.approx(again, rel=0.02)  # in bf16 where the processor is fast at it, in fp32
     accuracy, auc = trained
-    assert accuracy > 75 and auc > 0.8  # chance is 50 and 0.5
+    assert accuracy > 65 and auc > 0.8  # chance is 50 and 0.5, and one of 120 pairs 0.8
     assert abs(accuracy / 100 - auc) < 0.2  # the two tell the same story
     assert auc > untrained[1]
-    assert (tmp_path / "report" / "report.html").is_file() and (tmp_path / "work_dirs" / "mine" / "verification.png").is_file()
+    assert (tmp_path / "report" / "report.html").is_file() and (tmp_path / "work_dirs" / "small" / "verification.png").is_file()

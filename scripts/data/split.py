@@ -10,6 +10,7 @@ Example: python -m scripts.data.split set cut --held-out 200
 """
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from data.scan import copy_set, open_set_of
 from eval.pair_sets.bin_file import write_bin
 from eval.pair_sets.sample import most_pairs, sample_pairs
 from eval.verification import FOLDS
-from utils.cli import int_in_range, make_parser
+from utils.cli import int_in_range, make_parser, rename_in
 from utils.program import run_main
 
 
@@ -80,7 +81,8 @@ def split(options: argparse.Namespace) -> None:
     images = {index: bytes(dataset.sample(index)[0]) for index in dict.fromkeys(indices)}
     write_bin(target, [images[index] for index in indices], same.tolist())
     print(f"{target}: {len(same)} pairs of {len(images)} images")
-    print(f"next: python train.py CONFIG data.path={options.out / 'train'} eval.path={options.out} eval.targets=[held_out]")
+    keys = [f"data.path={options.out / 'train'}", f"eval.path={options.out}", "eval.targets=[held_out]"]
+    print(rename_in(f"next: python train.py {shlex.join(['small', *keys])}"))
 
 
 def _number(text: str) -> float:
