@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 from gallery_runs import png, write_network
@@ -55,3 +56,12 @@ def test_errors_are_one_line_and_status_1(place: tuple[list[str], Path], capsys:
         assert _verify(place, "a.png", b) == 1
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and f"{b}: {says}" in said
+
+
+@pytest.mark.numeric
+def test_a_crop_of_112_pixels_is_resized_as_training_resizes_it(place: tuple[list[str], Path]):
+    (place[1] / "standard.png").write_bytes(png(1, 112))
+    smaller = cv2.resize(decode_rgb(png(1, 112)), (48, 48), interpolation=cv2.INTER_AREA)
+    cv2.imwrite(str(place[1] / "smaller.png"), cv2.cvtColor(smaller, cv2.COLOR_RGB2BGR))
+    assert _verify(place, "standard.png", "smaller.png", "--threshold", "0.9999") == 0
+    assert _verify(place, "standard.png", "a.png", "--threshold", "0.9999") == 3

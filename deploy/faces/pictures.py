@@ -17,7 +17,7 @@ import numpy as np
 from data.datasets import no_image_below, passed_over
 from utils.alignment import align, check_points
 from utils.files import find_files, read_bytes, read_lines
-from utils.image import IMAGE_SUFFIXES, MAX_PHOTO_PIXELS, decode_rgb, image_size
+from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES, MAX_PHOTO_PIXELS, decode_rgb, image_size, resize_square
 from utils.text import one_line
 
 from .detector import Detector, Face
@@ -232,12 +232,14 @@ def crops_of(data: bytes, name: str, detector: Detector | None, size: int, which
 def _crops(data: bytes, name: str, detector: Detector | None, size: int, which: str) -> list[Crop]:
     if detector is None:
         height, width = image_size(data) or (size, size)
-        if (height, width) != (size, size):  # before it takes memory
+        if height != width or height not in (size, IMAGE_SIZE):  # before it takes memory
+            crop = " or ".join(f"{side} x {side}" for side in sorted({size, IMAGE_SIZE}))
             raise ValueError(
-                f"is {width} x {height} pixels, no aligned crop of {size} x {size}: name a --detector for photographs, or "
-                "align it with scripts.data.align"
+                f"is {width} x {height} pixels, no aligned crop of {crop}: name a --detector for photographs, or align it with "
+                "scripts.data.align"
             )
-        return [Crop(name, decode_rgb(data), None, 0)]
+        pixels = decode_rgb(data)  # crops have 112 pixels in this field; training and evaluation resize them, too
+        return [Crop(name, pixels if height == size else resize_square(pixels, size), None, 0)]
     pixels = decode_rgb(data, MAX_PHOTO_PIXELS, upright=True)
     height, width = pixels.shape[:2]
     faces = detector.detect(pixels)
