@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from utils.distributed.agreement import digest
-from utils.files import MAX_TEXT, find_files, read_bytes, shown
+from utils.files import MAX_TEXT, find_files, read_bytes, reading, shown
 from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES
 from utils.randomness import derive
 from utils.text import prefix_errors
@@ -35,10 +35,8 @@ class ListDataset(FaceDataset):
 
     def __init__(self, list_path: str | os.PathLike[str]) -> None:
         self.path = Path(list_path)
-        try:
+        with reading(list_path):
             self._text = read_bytes(self.path, MAX_TEXT)
-        except OSError as error:
-            raise ValueError(f"the list {list_path} cannot be read: {error.strerror}") from None
         begins, lengths, labels = ([], [], [])  # of the paths in the text: strings would take ten times the memory
         begin = 0
         for number, line in enumerate(self._text.splitlines(keepends=True), 1):
@@ -96,10 +94,8 @@ class ListDataset(FaceDataset):
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with reading(path):
         return read_bytes(path)
-    except OSError as error:
-        raise ValueError(f"{shown(path)}: the file cannot be read: {error.strerror}") from None
 
 
 _NAMED = 5  # folders or endings listed in a message
@@ -112,10 +108,8 @@ class FolderDataset(FaceDataset):
         self.root = Path(folder)
         if not self.root.is_dir():
             raise ValueError(f"no folder {folder}. Give a folder with one sub-folder of images per identity")
-        try:
+        with reading(folder):
             found = find_files(folder, IMAGE_SUFFIXES)
-        except OSError as error:
-            raise ValueError(f"{shown(folder)}: cannot be read: {error.strerror}") from None
         if not (found.folders or found.passed):
             raise ValueError(f"no sub-folder in {folder}. Put the images of each identity into a folder of its own")
         people = found.by_folder()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from utils.files import check_file
+from utils.files import check_file, reading
 
 from .recordio.container import MAGIC, MAX_LENGTH
 from .recordio.image_record import MAX_CLASSES, are_classes
@@ -51,11 +51,9 @@ def find_sound(path: str | os.PathLike[str], advance: Callable[[int], object] = 
     Raises:
         ValueError: no such file.
     """
-    try:
+    with reading(path):
         size = check_file(path)
         words = np.memmap(path, dtype="<u4", mode="r", shape=(size // 4,)) if size >= 4 else np.zeros(0, dtype="<u4")
-    except OSError as error:
-        raise ValueError(f"{path}: the record file cannot be read: {error.strerror}") from None
     found = [np.empty(0, dtype=np.int64)]
     for begin in range(0, len(words), _BLOCK):
         block = words[begin : begin + _BLOCK]

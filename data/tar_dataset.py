@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from utils.files import check_file, shown
+from utils.files import check_file, reading, shown
 from utils.image import IMAGE_SUFFIXES
 
 from .base import FaceDataset
@@ -76,11 +76,8 @@ class TarDataset(FaceDataset):
 
     def sample(self, index: int) -> tuple[bytes, int]:
         size = int(self._sizes[index])
-        try:
-            with open(self.files[int(self._shards[index])], "rb", buffering=0) as file:
-                data = os.pread(file.fileno(), size, int(self._offsets[index]))
-        except OSError as error:
-            raise ValueError(f"{self.key(index)}: cannot be read: {error.strerror}") from None
+        with reading(self.key(index)), open(self.files[int(self._shards[index])], "rb", buffering=0) as file:
+            data = os.pread(file.fileno(), size, int(self._offsets[index]))
         if len(data) < size:
             raise ValueError(f"{self.key(index)}: has {size} bytes, but the shard ends after {len(data)} of them")
         return data, int(self._labels[index])

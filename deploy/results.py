@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from utils.checkpoint.format import list_checkpoints, read_manifest
-from utils.files import MAX_SMALL_TEXT, read_text, shown
+from utils.files import MAX_SMALL_TEXT, read_bytes, reading, shown
 from utils.text import did_you_mean, one_line, printable
 
 from .card.facts import planned_steps
@@ -67,18 +67,17 @@ def read_results(path: Path) -> dict[str, SetResult]:
     Raises:
         ValueError: one line that names the file and, of a wrong value, its place.
     """
+    with reading(path):
+        data = read_bytes(path, MAX_SMALL_TEXT)
     try:
-        text = read_text(path, MAX_SMALL_TEXT, "utf-8")
-    except OSError as error:
-        raise ValueError(f"{shown(path)}: cannot be read: {error.strerror}") from None
+        return parse_results(json.loads(data.decode(), parse_constant=_reject_constant))
     except UnicodeDecodeError:
-        raise ValueError(f"{shown(path)}: {_NO_RESULTS}: no UTF-8 text") from None
-    try:
-        return parse_results(json.loads(text, parse_constant=_reject_constant))
+        reason = "no UTF-8 text"
     except RecursionError:
-        raise ValueError(f"{shown(path)}: {_NO_RESULTS}: nested too deep") from None
+        reason = "nested too deep"
     except ValueError as error:
-        raise ValueError(f"{shown(path)}: {_NO_RESULTS}: {one_line(error)[:300]}") from None
+        reason = one_line(error)[:300]
+    raise ValueError(f"{shown(path)}: {_NO_RESULTS}: {reason}")
 
 
 def read_results_of(path: Path, average: bool, name: str | None = None) -> dict[str, SetResult]:

@@ -15,8 +15,9 @@ import numpy as np
 
 from utils.alignment import align
 from utils.distributed.agreement import digest
-from utils.files import MAX_TEXT, check_file, read_bytes, read_lines
+from utils.files import MAX_TEXT, check_file, read_bytes, read_lines, reading
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb
+from utils.text import prefix_errors
 
 from .identification import identify
 from .protocol import Embed, Protocol, Rates, check_pair_counts
@@ -136,12 +137,8 @@ def _find_set(root: Path) -> str:
 
 def read_face(path: Path, points: np.ndarray, size: int = IMAGE_SIZE) -> np.ndarray:
     """Return the (size, size, 3) uint8 face of a photograph, aligned as the published scripts do, without smoothing."""
-    try:
+    with reading(path), prefix_errors(str(path)):
         return align(decode_rgb(read_bytes(path), MAX_PHOTO_PIXELS), points, size, smooth=False)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def read_template_set(folder: str | os.PathLike[str], name: str) -> TemplateSet:
@@ -175,7 +172,9 @@ def read_template_set(folder: str | os.PathLike[str], name: str) -> TemplateSet:
 def _names_and_numbers(path: Path, count: int) -> tuple[list[str], np.ndarray]:
     """Return the first words (N) and the `count` numbers (N, count) after them of a file's lines."""
     names, numbers = [], []
-    for number, line in enumerate(_read(path).splitlines(), 1):
+    with reading(path):
+        text = read_bytes(path, MAX_TEXT)
+    for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
         try:
             values = [float(word) for word in words[1:]]
@@ -194,7 +193,7 @@ def _integers(path: Path) -> np.ndarray:
     """Return the (P, 3) int32 numbers of a file with three per line; its 200 MB are parsed in blocks."""
     blocks = []
     lines = 0
-    try:
+    with reading(path):
         check_file(path, MAX_TEXT)
         with open(path, "rb") as file:
             while block := file.read(_BLOCK):
@@ -207,18 +206,9 @@ def _integers(path: Path) -> np.ndarray:
                     raise ValueError(f"{path}: after line {lines}: each line must have three numbers below 2^31")
                 blocks.append(numbers.astype(np.int32).reshape(-1, 3))
                 lines += count
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     if not blocks:
         raise ValueError(f"{path}: is empty")
     return np.concatenate(blocks)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return read_bytes(path, MAX_TEXT)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def pool_templates(

@@ -245,7 +245,7 @@ def test_folder_errors_name_the_place(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a/small\.png: an image must be 112 x 112 .* got 96 x 112"):
         _pixels(dataset, 0)
     (tmp_path / "a" / "small.png").unlink()
-    with pytest.raises(ValueError, match=r"a/small\.png: the file cannot be read"):
+    with pytest.raises(ValueError, match=r"a/small\.png: cannot be read"):
         _pixels(dataset, 0)
     with pytest.raises(ValueError, match=r"no image in it or below it"):
         FolderDataset(str(tmp_path))

@@ -184,5 +184,5 @@ def test_an_image_that_cannot_be_decoded_is_an_error_that_names_set_and_image(tm
 
 
 def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none\.bin: the verification set cannot be read: No such file"):
+    with pytest.raises(ValueError, match=r"none\.bin: cannot be read: No such file"):
         read_bin(tmp_path / "none.bin")

@@ -46,7 +46,7 @@ def test_targets_are_found_in_each_form(bin_file: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=r"no file .*minn\.bin. Did you mean 'mine'"):
         load_pair_sets(people, ["minn"])
     (people / "person_0" / "0.jpg").unlink()
-    with pytest.raises(ValueError, match=r"0\.jpg cannot be read"):
+    with pytest.raises(ValueError, match=r"0\.jpg: cannot be read"):
         load_pair_sets(people, ["mine"])
 
 

@@ -93,18 +93,25 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_TEXT, encoding:
     return read_bytes(path, max_bytes).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
 
 
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn an error of the system, or of a text in another encoding, into a ValueError of one line that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{shown(path)}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{shown(path)}: cannot be read: no UTF-8 text") from None
+
+
 def read_lines(path: str | os.PathLike[str]) -> list[str]:
     """Return the lines of a UTF-8 text, without their ends and without the mark that editors of Windows begin a file with.
 
     Raises:
         ValueError: the file cannot be read, or is no UTF-8 text.
     """
-    try:
+    with reading(path):
         return read_text(path).splitlines()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: cannot be read: no UTF-8 text") from None
 
 
 def read_numbers(path: str | os.PathLike[str], columns: str) -> Iterator[tuple[int, list[int]]]:

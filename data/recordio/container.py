@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from utils.files import check_file
+from utils.files import check_file, reading
 
 MAGIC = b"\x0a\x23\xd7\xce"
 MAX_LENGTH = (1 << 29) - 1  # bytes in a record
@@ -44,10 +44,8 @@ class RecordFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        try:
+        with reading(path):
             self.size = check_file(path)
-        except OSError as error:
-            raise ValueError(f"{self.path}: the record file cannot be read: {error.strerror}") from None
         self._map: mmap.mmap | None = None
         self._view: memoryview | None = None
         self._handles: dict[str, FileIO] = {}

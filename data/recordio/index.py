@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from utils.files import MAX_TEXT, check_file
+from utils.files import MAX_TEXT, check_file, reading
 
 _BLOCK = 1 << 19  # bytes parsed at once, so that all intermediate arrays stay in the processor's cache
 _DIGITS = b"0123456789\t\n"  # a block with only these bytes can be parsed without a loop over its lines
@@ -24,12 +24,11 @@ def read_index(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         ValueError: the file does not exist or is empty, or a line is not `key TAB offset`; the message names the line.
     """
-    try:
-        check_file(path, MAX_TEXT)
+    with reading(path):
+        size = check_file(path, MAX_TEXT)
+        keys, offsets = (np.empty(0, dtype=np.int64) for _ in range(2))
+        done = read = 0
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            keys, offsets = (np.empty(0, dtype=np.int64) for _ in range(2))
-            done = read = 0
             while block := file.read(_BLOCK):
                 block += file.readline()
                 read += len(block)
@@ -40,10 +39,8 @@ def read_index(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
                     keys, offsets = _with_room(keys, room, done), _with_room(offsets, room, done)
                 keys[done:stop], offsets[done:stop] = parsed
                 done = stop
-            for column in (keys, offsets):
-                column.resize(done, refcheck=False)
-    except OSError as error:
-        raise ValueError(f"{path}: the index cannot be read: {error.strerror}") from None
+    for column in (keys, offsets):
+        column.resize(done, refcheck=False)
     if not done:
         raise ValueError(f"{path}: the index is empty. scripts.data.repair rebuilds it")
     return _keep_last(keys, offsets)

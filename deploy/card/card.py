@@ -18,7 +18,7 @@ from eval.report import POINT_COLUMNS, point_rows, range_text
 from utils.alignment import POINTS, TEMPLATE
 from utils.checkpoint.format import is_checkpoint, read_manifest
 from utils.distributed.agreement import digest, digest_tensors
-from utils.files import MAX_SMALL_TEXT, read_bytes, read_text, shown, write_file
+from utils.files import MAX_SMALL_TEXT, read_bytes, read_text, reading, shown, write_file
 from utils.image import IMAGE_SIZE
 from utils.memory import forward_operations
 from utils.text import did_you_mean, markdown_table, markdown_text, one_line, printable
@@ -285,12 +285,10 @@ def _read_fields(path: Path) -> dict[str, str]:
     Raises:
         ValueError: the file cannot be read, has a key that is no field, or a value that is no text.
     """
+    with reading(path):
+        text = read_text(path, MAX_SMALL_TEXT)
     try:
-        found = read_yaml(read_text(path, MAX_SMALL_TEXT))
-    except OSError as error:
-        raise ValueError(f"{shown(path)}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{shown(path)}: cannot be read: no UTF-8 text") from None
+        found = read_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{shown(path)}: not the fields of a card: {_where(error)}") from None
     if is_nothing(found):

@@ -26,8 +26,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from utils.distributed.agreement import digest
-from utils.files import check_file, find_files, read_bytes, read_lines, shown, write_file
+from utils.files import check_file, find_files, read_bytes, read_lines, reading, shown, write_file
 from utils.image import IMAGE_SIZE, IMAGE_STARTS, IMAGE_SUFFIXES, MAX_PIXELS, check_size, decode_rgb, image_size, resize_square
+from utils.text import prefix_errors
 
 from ..protocol import Embed, Protocol, check_pair_counts
 from ..verification import FOLDS, VerificationResult, fuse_views, mean_norm, pair_distances, row_norms, verify
@@ -132,12 +133,8 @@ def read_bin(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
     Raises:
         ValueError: one line that names the file and what is wrong with it.
     """
-    try:
+    with reading(path), prefix_errors(f"{path}: not a verification set"):
         images, same = _read_entries(path)
-    except OSError as error:
-        raise ValueError(f"{path}: the verification set cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: not a verification set: {error}") from None
     index_of: dict[bytes, int] = {}
     indices = np.array([index_of.setdefault(image, len(index_of)) for image in images], dtype=np.int64)
     return PairSet(name or shown(Path(path).stem), list(index_of), indices[0::2], indices[1::2], np.array(same, dtype=bool))
@@ -244,10 +241,9 @@ def write_safetensors(path: str | os.PathLike[str], pairs: PairSet) -> None:
 def read_safetensors(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
     """Return the pairs of a container that `write_safetensors` wrote, all of it checked."""
     try:
-        check_file(path)
-        found = load_file(path)
-    except OSError as error:
-        raise ValueError(f"{path}: the verification set cannot be read: {error.strerror or error}") from None
+        with reading(path):
+            check_file(path)
+            found = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path}: not a verification set: {str(error).splitlines()[0]}") from None
     for key, kind in _TYPES.items():
@@ -273,10 +269,8 @@ def read_list(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
     index_of: dict[bytes, int] = {}
     number_of: dict[Path, int] = {}
     for picture in dict.fromkeys([pair[0] for pair in pairs] + [pair[1] for pair in pairs]):
-        try:
+        with prefix_errors(str(path)), reading(picture):
             number_of[picture] = index_of.setdefault(read_bytes(picture), len(index_of))
-        except OSError as error:
-            raise ValueError(f"{path}: {shown(picture)} cannot be read: {error.strerror}") from None
     first = np.array([number_of[pair[0]] for pair in pairs], dtype=np.int64)
     second = np.array([number_of[pair[1]] for pair in pairs], dtype=np.int64)
     same = np.array([pair[2] for pair in pairs], dtype=bool)
@@ -285,10 +279,8 @@ def read_list(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
 
 def read_folder(path: str | os.PathLike[str], name: str | None = None) -> PairSet:
     """Return pairs drawn from a folder with a sub-folder of pictures for each person: balanced, in ten folds."""
-    try:
+    with reading(path):
         below = find_files(path, IMAGE_SUFFIXES).by_folder()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     people = list(below)
     files = [sorted(Path(path) / file for file in found) for found in below.values()]
     labels = np.repeat(np.arange(len(people)), [len(found) for found in files])
@@ -301,10 +293,10 @@ def read_folder(path: str | os.PathLike[str], name: str | None = None) -> PairSe
         )
     first, second, same = sample_pairs(labels, count, FOLDS, 0)
     used, places = np.unique(np.concatenate([first, second]), return_inverse=True)
-    try:
-        images = [read_bytes(pictures[index]) for index in used.tolist()]
-    except OSError as error:
-        raise ValueError(f"{path}: {shown(error.filename)} cannot be read: {error.strerror}") from None
+    images = []
+    for index in used.tolist():
+        with reading(pictures[index]):
+            images.append(read_bytes(pictures[index]))
     return PairSet(name or shown(Path(path).name), images, places[:count], places[count:], same)
 
 

@@ -22,10 +22,11 @@ from deploy.faces.landmarks import points_of, read_landmarks, report_padding
 from deploy.faces.pictures import list_pictures, to_jpeg
 from utils.alignment import align, check_points
 from utils.cli import add_threads, int_in_range, make_parser, progress
-from utils.files import read_bytes, write_file
+from utils.files import read_bytes, reading, write_file
 from utils.image import IMAGE_SIZE, MAX_PHOTO_PIXELS, decode_rgb, image_size, to_png
 from utils.parallel import map_in_order
 from utils.program import run_main
+from utils.text import prefix_errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +71,7 @@ def align_all(options: argparse.Namespace) -> None:
     def work(job: tuple[str, np.ndarray, Path]) -> tuple[bool, float]:
         """Align a picture unless OUT has it already; return whether it is new, and the share of the face that is padding."""
         name, points, target = job
-        try:
+        with reading(options.folder / name), prefix_errors(str(options.folder / name)):
             data = read_bytes(options.folder / name)
             if target.exists():
                 size = decode_rgb(data, MAX_PHOTO_PIXELS, True).shape[:2] if options.upright else image_size(data)
@@ -78,10 +79,6 @@ def align_all(options: argparse.Namespace) -> None:
             pixels = decode_rgb(data, MAX_PHOTO_PIXELS, options.upright)
             padding = check_points(points, *pixels.shape[:2])
             face = align(pixels, points, options.size, not options.plain_warp)
-        except OSError as error:
-            raise ValueError(f"{options.folder / name}: cannot be read: {error.strerror}") from None
-        except ValueError as error:
-            raise ValueError(f"{options.folder / name}: {error}") from None
         target.parent.mkdir(parents=True, exist_ok=True)
         write_file(target, to_png(face) if options.png else to_jpeg(face, options.quality), durable=False)
         return True, padding
