@@ -23,7 +23,7 @@ from backbones import build_backbone
 from losses import build_margin
 from partial_fc import PartialFC
 from utils.checkpoint.format import BACKBONE, SOFTMAX, TRAINER
-from utils.checkpoint.tensor_file import BLOCK
+from utils.checkpoint.tensor_file import BLOCK, flush
 from utils.checkpoint.trainer import TrainerState
 from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy, Shard
 from utils.cli import make_parser
@@ -33,7 +33,7 @@ from utils.precision import LossScaler
 from utils.program import run_main
 from utils.text import prefix_errors
 
-from .kit import add_common_arguments, write_json
+from .kit import add_common_arguments, seconds_of, write_json
 
 _DIM = 512
 
@@ -92,8 +92,8 @@ def measure_save(options: argparse.Namespace, folder: Path) -> dict[str, float]:
         beside.append(rate)
         seconds["inline"].append(_timed(save_in_place))
         seconds["bare"].append(_timed(lambda: _bare_write(size, folder / "bare")))
-        seconds["plain"].append(_timed(lambda: _plain_save(state, folder / "plain.pt", flush=False)))
-        seconds["flushed"].append(_timed(lambda: _plain_save(state, folder / "plain.pt", flush=True)))
+        seconds["plain"].append(_timed(lambda: _plain_save(state, folder / "plain.pt", on_disk=False)))
+        seconds["flushed"].append(_timed(lambda: _plain_save(state, folder / "plain.pt", on_disk=True)))
     shutil.rmtree(folder / "ours")
     found = {name: statistics.median(values) for name, values in seconds.items()}
     found |= {"bytes": size, "first_wait": first, "arithmetic_beside": statistics.median(beside) / statistics.median(alone)}
@@ -126,12 +126,10 @@ def training_state(name: str, classes: int) -> dict[str, Any]:
     }
 
 
-def _plain_save(state: dict[str, Any], path: Path, flush: bool) -> None:
+def _plain_save(state: dict[str, Any], path: Path, on_disk: bool) -> None:
     torch.save({**state, SOFTMAX: state[SOFTMAX].rows}, path)
-    if flush:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+    if on_disk:
+        flush(path)
 
 
 def _bare_write(size: int, path: Path) -> None:
@@ -145,9 +143,7 @@ def _bare_write(size: int, path: Path) -> None:
 
 def _timed(act: Callable[[], object]) -> float:
     os.sync()  # earlier writes must not count
-    begun = time.perf_counter()
-    act()
-    return time.perf_counter() - begun
+    return seconds_of(act)
 
 
 def _after(seconds: float) -> Callable[[], bool]:

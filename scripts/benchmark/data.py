@@ -124,16 +124,8 @@ def open_set(rank: int, way: str, folder: Path, cache: Path) -> dict[str, float]
 def make_large_set(folder: Path, num_records: int) -> None:
     """Write records of 40 bytes (a header and 8 bytes instead of an image), 20 per class, in headerless form."""
     folder.mkdir()
-    kinds = [
-        ("magic", "<u4"),
-        ("length", "<u4"),
-        ("flag", "<u4"),
-        ("label", "<f4"),
-        ("id", "<u8"),
-        ("id2", "<u8"),
-        ("image", "<u8"),
-    ]
-    block = np.zeros(1 << 18, dtype=kinds)
+    names = ["magic", "length", "flag", "label", "id", "id2", "image"]
+    block = np.zeros(1 << 18, np.dtype({"names": names, "formats": ["<u4", "<u4", "<u4", "<f4", "<u8", "<u8", "<u8"]}))
     block["magic"], block["length"], block["image"] = 0xCED7230A, 32, 1
     with open(folder / "train.rec", "wb") as rec, open(folder / "train.idx", "w") as idx:
         for begin in tqdm(range(0, num_records, len(block)), desc="making the index", unit="block", mininterval=5):

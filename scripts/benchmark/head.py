@@ -31,6 +31,7 @@ from partial_fc.kernels.plain import product_dtype
 from partial_fc.sampling.planning import draw_active
 from utils import distributed
 from utils.cli import make_parser
+from utils.memory import free_bytes
 from utils.program import run_main
 from utils.report.contact_sheet import make_figure
 
@@ -240,10 +241,7 @@ def _our_step(head: PartialFC, embeddings: torch.Tensor, labels: torch.Tensor) -
 
 def _memory_bytes(device: str, ranks: int) -> float:
     """Return the memory for one case: all of the GPUs' free memory, or most of the machine's."""
-    if device == "cuda":
-        return float(torch.cuda.mem_get_info()[0]) * min(ranks, torch.cuda.device_count())
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return 0.8 * 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return free_bytes(torch.device(device), 1) * (min(ranks, torch.cuda.device_count()) if device == "cuda" else 0.8)
 
 
 def bare_products(classes: int, batch: int, dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

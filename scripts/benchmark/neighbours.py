@@ -22,7 +22,7 @@ from torch import Tensor
 
 from partial_fc.centres.store import CentreStore
 from partial_fc.collectives import Collectives
-from partial_fc.sampling.neighbour_search import QUERIES, InvertedLists, Nearest, UnitCentres, hits, search_exact
+from partial_fc.sampling.neighbour_search import QUERIES, InvertedLists, UnitCentres, hits, search_exact
 from partial_fc.workspace import Workspace
 from utils import distributed
 from utils.cli import int_in_range, make_parser, progress
@@ -114,9 +114,8 @@ def measure(centres: UnitCentres, options: argparse.Namespace) -> list[dict[str,
         begun = clock(device)
         lists = InvertedLists(centres, seed=1)
         building = clock(device) - begun
-        parts = []
         for low in progress(range(0, num_classes, QUERIES), -(-num_classes // QUERIES), f"{probes} probes", "pass"):
-            parts.append(lists.search(rows[low : low + QUERIES], k, probes))
+            lists.search(rows[low : low + QUERIES], k, probes)
         seconds = clock(device) - begun
         found.append(
             {
@@ -125,19 +124,12 @@ def measure(centres: UnitCentres, options: argparse.Namespace) -> list[dict[str,
                 "seconds": seconds,
                 "building_seconds": building,
                 "sample": len(sample),
-                "recall": float(hits(_head(parts[0], len(sample)), truth).float().mean()),
+                "recall": float(hits(lists.search(sample, k, probes), truth).float().mean()),
             }
         )
     for row in found:
         row["gmac_per_second"] = row["share"] * num_classes**2 * options.dim / row["seconds"] / 1e9
     return found
-
-
-def _head(nearest: Nearest, count: int) -> Nearest:
-    """Return the first queries of a search."""
-    part = Nearest(0, nearest.k, nearest.cosine.device)
-    part.cosine, part.slots = nearest.cosine[:count], nearest.slots[:count]
-    return part
 
 
 def _print_row(row: dict[str, Any]) -> None:

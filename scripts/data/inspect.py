@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cv2
 import numpy as np
 
 from data.base import FaceDataset
@@ -291,7 +290,7 @@ def _overlaps(page: Page, found: Findings) -> None:
             for copy in copies[:_MAX_SHOWN]
         ]
         shown = f"{len(rows)} of {len(copies)}; all are in overlap.csv"
-        page.picture(_two_columns(rows), f"left: this set, right: the test set. {shown}")
+        page.picture(sheet(rows, 4, min(2, len(rows))), f"left: this set, right: the test set. {shown}")
 
 
 def _copies(page: Page, found: Findings, copies: Sequence[Copy], heading: str, text: str) -> None:
@@ -306,7 +305,7 @@ def _copies(page: Page, found: Findings, copies: Sequence[Copy], heading: str, t
         )
         for copy in sorted(copies)[:_MAX_SHOWN]
     ]
-    page.picture(_two_columns(rows), f"{len(rows)} of {len(copies)} pairs; all are in duplicates.csv")
+    page.picture(sheet(rows, 4, min(2, len(rows))), f"{len(rows)} of {len(copies)} pairs; all are in duplicates.csv")
 
 
 def _unusable(page: Page, found: Findings) -> None:
@@ -336,13 +335,6 @@ def _called(found: Findings, index: int) -> str:
 
 def _pixels(found: Findings, index: int) -> np.ndarray:
     return decode_rgb(found.dataset.sample(index)[0])
-
-
-def _two_columns(rows: Sequence[tuple[str, Sequence[np.ndarray]]]) -> bytes:
-    """Return a PNG of rows of two pictures, in order from left to right, with two rows side by side if there are several."""
-    halves = [rows[0::2], [*rows[1::2], *[("", [])] * (len(rows) % 2)]] if len(rows) > 1 else [rows]
-    sheets = [cv2.imdecode(np.frombuffer(sheet(half, 4), np.uint8), cv2.IMREAD_COLOR) for half in halves]
-    return cv2.imencode(".png", np.hstack(sheets))[1].tobytes()  # type: ignore[arg-type]
 
 
 def _contact_sheet(found: Findings, rng: np.random.Generator) -> bytes:

@@ -65,16 +65,20 @@ def set_colours(names: Iterable[str]) -> dict[str, str]:
     return {name: _SET_COLOURS[number % len(_SET_COLOURS)] for number, name in enumerate(names)}
 
 
-def sheet(rows: Sequence[tuple[str, Sequence[np.ndarray]]], columns: int, side: int = 112) -> bytes:
-    """Return a PNG with a caption above the pictures (H, W, 3) uint8 RGB of each row, resized to side x side."""
-    width = columns * (side + _GAP) + _GAP
-    height = len(rows) * (side + _CAPTION + _GAP) + _GAP
-    canvas = np.full((height, width, 3), _WHITE, dtype=np.uint8)
+def sheet(rows: Sequence[tuple[str, Sequence[np.ndarray]]], columns: int, across: int = 1, side: int = 112) -> bytes:
+    """Return a PNG with a caption above the pictures (H, W, 3) uint8 RGB of each row, resized to side x side.
+
+    Args:
+        columns: the most pictures of a row.
+        across: rows that stand side by side.
+    """
+    width, height = columns * (side + _GAP) + _GAP, side + _CAPTION + _GAP
+    canvas = np.full((-(-len(rows) // across) * height + _GAP, across * width, 3), _WHITE, dtype=np.uint8)
     for number, (caption, pictures) in enumerate(rows):
-        top = number * (side + _CAPTION + _GAP) + _CAPTION
-        _write(canvas, caption, _GAP, top - 5, width)
+        top, begin = number // across * height + _CAPTION, number % across * width + _GAP
+        _write(canvas, caption, begin, top - 5, width)
         for column, picture in enumerate(pictures[:columns]):
-            left = _GAP + column * (side + _GAP)
+            left = begin + column * (side + _GAP)
             canvas[top : top + side, left : left + side] = _resized(picture, side)
     return to_png(canvas)
 
