@@ -30,6 +30,9 @@ from training.sections import NAMED
 from utils.checkpoint.format import list_checkpoints
 from utils.distributed import World
 
+GONE = {"run": "gone_1", "setting": "gone", "rate": 1.0, "steps": 3, "setup": "a set", "common": "c", "machine": "M"}
+GONE |= {"accuracy": {"tiny": 0.5}}  # of a loss that this version does not have
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -52,6 +55,7 @@ def done(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Done:
     out = tmp_path_factory.mktemp("out")
     (out / "page.md").write_text(f"Before\n\n{losses.BEGIN}\n\nold\n\n{kit.END}\n\nAfter\n")
     arguments = [*_arguments(config, out), "--page", str(out / "page.md"), "--json", str(out / "all.json")]
+    (out / "all.json").write_text(json.dumps([GONE]))
     broken = losses.list_jobs(losses.parse(arguments), ["cosface"])[0].folder
     broken.mkdir(parents=True)
     (broken / "checkpoints").write_text("no folder")  # so this run cannot save
@@ -106,7 +110,7 @@ def test_the_numbers_of_a_run_are_those_of_its_log_and_of_an_evaluation_of_its_n
     rows = {row["setting"]: row for row in json.loads((out / "all.json").read_text())}
     folder = next((out / "runs").glob("cosface_rate_0.5_seed_2_*"))
     row = rows["cosface"]
-    assert set(rows) == {"cosface", "sphereface2"} and row["run"] == folder.name
+    assert set(rows) == {"cosface", "sphereface2", "gone"} and row["run"] == folder.name and rows["gone"] == GONE
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     records = [line for line in lines if line["kind"] == "train"]
     assert row["steps"] == 3 == records[-1]["step"] and row["loss"] == records[-1]["loss"]
@@ -135,7 +139,7 @@ def test_the_table_is_written_also_into_the_page_and_the_curves_beside_it(out: P
     text = (out / "table.md").read_text().strip()
     assert (out / "page.md").read_text() == f"Before\n\n{losses.BEGIN}\n\n{text}\n\n{kit.END}\n\nAfter\n"
     assert "12 identities, 60 images of 48 x 48; mbf of width 0.125, fp32; 8 images a step" in text and "; 3 steps. " in text
-    assert text == losses.tables(json.loads((out / "all.json").read_text()))
+    assert text == losses.tables(json.loads((out / "all.json").read_text())) and "a set" not in text
     pictures = {path.name for path in (out / "images").iterdir()}
     assert pictures == {f"losses_{group}.png" for group in [*losses.GROUPS, "negatives"]}
 
@@ -213,13 +217,22 @@ def test_where_nothing_can_be_written_is_said_before_the_first_training(
     assert line.startswith("error: ") and "none" in line and not (tmp_path / "out" / "runs").exists()
 
 
-@pytest.mark.parametrize("text", ["[{}]", "{", "[[]]", "[1]", "null", '{"run": 1}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[{}]", "{", "{}", '""', "[[]]", "[1]", "null", '{"run": 1}', "[" * 100_000, "\xff"),
+        *(
+            json.dumps([{**GONE, "setting": "cosface", key: wrong}])
+            for key, wrong in (("setup", None), ("accuracy", {"tiny": "0.9"}), ("rate", "1"))
+        ),
+    ],
+)
 def test_a_file_that_holds_no_results_is_one_line(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str):
-    (tmp_path / "known.json").write_text(text)
+    (tmp_path / "known.json").write_text(text, encoding="latin-1")
     assert losses.main([*_arguments(config, tmp_path / "out"), "--json", str(tmp_path / "known.json")]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --json: ") and "it is no file of results, as this program writes it" in line
-    assert (tmp_path / "known.json").read_text() == text and not (tmp_path / "out" / "runs").exists()
+    assert (tmp_path / "known.json").read_text(encoding="latin-1") == text and not (tmp_path / "out" / "runs").exists()
 
 
 def test_the_order_is_seeds_then_rates_then_losses(config: Path, tmp_path: Path):

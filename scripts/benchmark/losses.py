@@ -48,7 +48,7 @@ from training.setup import open_data
 from utils import distributed
 from utils.cli import int_in_range, make_parser, progress
 from utils.distributed.agreement import digest
-from utils.files import shown, write_file
+from utils.files import read_text, shown, write_file
 from utils.machine import num_cores
 from utils.precision import choose_precision, is_fast_in_bf16
 from utils.program import run_main
@@ -343,16 +343,19 @@ def measured(folder: Path) -> Row:
 
 
 def read_results(path: Path) -> list[Row]:
-    """Return the numbers of all runs in a file, none if there is no file.
+    """Return the numbers of all runs in a file, also of settings that only another version has; none if there is no file.
 
     Raises:
         ValueError: the file is none that this program wrote.
     """
     try:
-        rows = json.loads(path.read_text()) if path.exists() else []
-        return [row for row in rows if row["run"] and row["setting"] in SETTINGS]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        rows: list[Row] = json.loads(read_text(path)) if path.exists() else []
+        if not isinstance(rows, list) or not all(row["run"] and row["setting"] for row in rows):
+            raise ValueError
+        tables(rows)  # which takes all else
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         raise ValueError(f"--json: {shown(path)}: it is no file of results, as this program writes it") from None
+    return rows
 
 
 # ---- the table
@@ -365,6 +368,7 @@ def tables(rows: Sequence[Row]) -> str:
         identities = row["setup"].partition(" ")[0].replace(",", "")
         return int(identities) if identities.isdecimal() else 0, row["setup"], row["common"], row["steps"]
 
+    rows = [row for row in rows if row["setting"] in SETTINGS]
     parts = []
     for (_, setup, _, steps), group in itertools.groupby(sorted(rows, key=place), place):
         chosen = list(group)
