@@ -9,6 +9,7 @@ with --trust-code (eval/foreign_networks.py).
 """
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -19,18 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from utils import distributed
-from utils.checkpoint.format import (
-    EMA,
-    best_checkpoint,
-    find_checkpoint,
-    has_average,
-    is_checkpoint,
-    list_checkpoints,
-    newest_run,
-    read_manifest,
-)
+from utils.checkpoint import format as ckpt
 from utils.checkpoint.reading import load_weights, read_backbone, read_file
-from utils.checkpoint.tensor_file import read_tensors
+from utils.checkpoint.tensor_file import NETWORK, read_metadata, read_tensors
 from utils.cli import int_in_range
 from utils.distributed import World, raise_on_all_ranks
 from utils.distributed.agreement import digest_tensors, require_equal, require_same_program
@@ -205,7 +197,7 @@ def load_network(options: argparse.Namespace, build_backbone: BuildBackbone) -> 
 
 
 def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network:
-    path: Path = options.run or newest_run()
+    path: Path = options.run or ckpt.newest_run()
     if path.is_file():
         for flag in ("best", "untrained", "ema"):
             if getattr(options, flag):
@@ -217,11 +209,15 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
             with prefix_errors("--backbone, --embedding-size, --width, --image-size"):
                 model = build_backbone(options.backbone, options.embedding_size, options.width, image_size=size)
             return Network(load_weights(model, read_tensors(path), str(path), _HINT), str(path), {}, image_size=size)
-        foreign = open_foreign(path, options.threads, options.trust_code)
-        size = foreign.image_size or options.image_size or IMAGE_SIZE
-        if options.image_size not in (None, size):
+        text = read_metadata(path).get(NETWORK, "") if path.suffix == ".safetensors" and not options.trust_code else ""
+        if text:
+            network = _described(path, text, options, build_backbone)
+        else:
+            foreign = open_foreign(path, options.threads, options.trust_code)
+            network = Network(foreign, str(path), {}, image_size=foreign.image_size or options.image_size or IMAGE_SIZE)
+        if options.image_size not in (None, size := network.image_size):
             raise ValueError(f"--image-size must be {size}, the input of {path}, got {options.image_size}; or leave it out")
-        return Network(foreign, str(path), {}, image_size=size)
+        return network
     if not path.exists():
         raise ValueError(f"no run folder, checkpoint or weights file at {path}")
     if options.ema and options.untrained:
@@ -232,34 +228,56 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
         raise ValueError(f"--image-size is for a file; {path} is a folder, whose configuration has the size of the images")
     if options.trust_code:
         raise ValueError(f"--trust-code is for a TorchScript or .pt2 file; {path} is a folder, which holds no program")
-    checkpoint = _find_best(path) if options.best else find_checkpoint(path)
+    checkpoint = _find_best(path) if options.best else ckpt.find_checkpoint(path)
     try:
-        manifest = read_manifest(checkpoint)
+        manifest = ckpt.read_manifest(checkpoint)
     except ValueError as error:
         raise ValueError(f"{error}; name another checkpoint folder") from None
     config: dict[str, Any] = manifest.get("config", {})
     section, seed = config.get("backbone", {}), config.get("run", {}).get("seed", 0)
-    size, width = section.get("embedding_size"), section.get("width", 1.0)
-    if type(size) is not int or not 1 <= size <= 65536 or type(width) not in (int, float) or not 0 < width <= 64:
-        raise ValueError(f"checkpoint {checkpoint}: its configuration lacks a valid embedding_size or width of the backbone")
     if type(seed) is not int or not 0 <= seed <= 2**62:
         raise ValueError(f"checkpoint {checkpoint}: run.seed of its configuration must be a whole number, got {seed!r:.80}")
     image_size = config.get("data", {}).get("image_size", IMAGE_SIZE)  # earlier versions had no such key
-    if type(image_size) is not int:
-        raise ValueError(f"checkpoint {checkpoint}: data.image_size must be a whole number, got {image_size!r:.80}")
     torch.manual_seed(derive(seed, "backbone"))  # as train.py does before it builds
-    more = {key: value for key, value in section.items() if key not in _COMMON_KEYS}
-    with prefix_errors(f"checkpoint {checkpoint}: the backbone of its configuration"):
-        model = build_backbone(str(section.get("name")), size, width, image_size=image_size, **more)
+    model = _build(section, image_size, f"checkpoint {checkpoint}", build_backbone)
     if options.untrained:
         return Network(model, f"{section['name']} before training", config, image_size=image_size)
-    if options.ema and EMA not in manifest["files"]:
+    if options.ema and ckpt.EMA not in manifest["files"]:
         raise ValueError(f"--ema: {checkpoint} has no moving average, because the run had train.ema=0; leave out --ema")
-    weights = read_file(checkpoint, EMA) if options.ema else read_backbone(checkpoint)
+    weights = read_file(checkpoint, ckpt.EMA) if options.ema else read_backbone(checkpoint)
     model, which = load_weights(model, weights, str(checkpoint), _HINT), "moving average, " if options.ema else ""
     details = f"{which}step {manifest['step']}, {_score_text(manifest)}"
     run = checkpoint.parents[1] if checkpoint.parent.name == "checkpoints" else None
     return Network(model, str(checkpoint), config, details, image_size, run)
+
+
+def _build(section: dict[str, Any], image_size: Any, source: str, build_backbone: BuildBackbone) -> nn.Module:
+    """Return the backbone that a section of a configuration describes, after checking it; `source` is for errors."""
+    size, width = section.get("embedding_size"), section.get("width", 1.0)
+    if type(size) is not int or not 1 <= size <= 65536 or type(width) not in (int, float) or not 0 < width <= 64:
+        raise ValueError(f"{source}: its configuration lacks a valid embedding_size or width of the backbone")
+    if type(image_size) is not int or not 16 <= image_size <= 1024:
+        raise ValueError(f"{source}: data.image_size must be a whole number from 16 to 1024, got {image_size!r:.80}")
+    more = {key: value for key, value in section.items() if key not in _COMMON_KEYS}
+    with prefix_errors(f"{source}: the backbone of its configuration"):
+        return build_backbone(str(section.get("name")), size, width, image_size=image_size, **more)
+
+
+def _described(path: Path, text: str, options: argparse.Namespace, build_backbone: BuildBackbone) -> Network:
+    """Return the network of weights with this NETWORK in their metadata; the options then say the same."""
+    weights = read_tensors(path)
+    try:
+        said = json.loads(text[: 1 << 16])
+        section, size = dict(said["backbone"]), said["image_size"]
+        with torch.device("meta"):  # no memory yet: the file must have as many numbers
+            numbers = sum(p.numel() for p in _build(section, size, str(path), build_backbone).parameters())
+        if numbers > sum(tensor.numel() for tensor in weights.values()):
+            raise ValueError(f"{path}: a backbone of {numbers} numbers, which the file has not")
+        model = _build(section, size, str(path), build_backbone)
+        options.backbone, options.embedding_size, options.width = section["name"], section["embedding_size"], section["width"]
+    except Exception as error:
+        raise ValueError(f"{path}: its metadata describe no network of its weights ({error!s:.200}); use --backbone") from None
+    return Network(load_weights(model, weights, str(path), _HINT), str(path), {}, image_size=size)
 
 
 def _find_best(run: Path) -> Path:
@@ -268,11 +286,11 @@ def _find_best(run: Path) -> Path:
     Raises:
         ValueError: it is not a run folder, or none of its checkpoints has a score.
     """
-    if is_checkpoint(run):
+    if ckpt.is_checkpoint(run):
         raise ValueError(f"--best is for the folder of a run; {run} is one checkpoint")
-    find_checkpoint(run)  # raises if there is none
-    checkpoints = list_checkpoints(run)
-    best = best_checkpoint(checkpoints)
+    ckpt.find_checkpoint(run)  # raises if there is none
+    checkpoints = ckpt.list_checkpoints(run)
+    best = ckpt.best_checkpoint(checkpoints)
     if best is None:
         raise ValueError(
             f"--best: none of the {len(checkpoints)} checkpoint(s) of {run} has a score, because no evaluation was saved with "
@@ -281,17 +299,12 @@ def _find_best(run: Path) -> Path:
     return best
 
 
-def _metric(manifest: dict[str, Any]) -> str:
-    """Return the metric of a checkpoint's score."""
-    return str(manifest.get("config", {}).get("eval", {}).get("metric", "accuracy"))
-
-
 def _score_text(manifest: dict[str, Any]) -> str:
     """Return the score that a checkpoint was saved with, in words."""
-    score, metric = manifest.get("score"), _metric(manifest)
+    score, metric = manifest.get("score"), str(manifest.get("config", {}).get("eval", {}).get("metric", "accuracy"))
     if score is None:
         return "saved without a score"
-    whose = " of the moving average" if has_average(manifest) else ""
+    whose = " of the moving average" if ckpt.has_average(manifest) else ""
     return f"saved with a mean {metric}{whose} of {abs(score) if metric == 'eer' else score:.4f}"  # an EER counts negative
 
 

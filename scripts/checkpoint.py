@@ -18,7 +18,9 @@ Examples:
 import argparse
 import functools
 import itertools
+import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,22 +32,11 @@ from torch import Tensor
 
 from partial_fc.centres.shard import shard_range
 from partial_fc.init import open_centres
-from utils.checkpoint.format import (
-    SOFTMAX,
-    checkpoint_path,
-    commit,
-    find_checkpoint,
-    in_words,
-    is_checkpoint,
-    list_checkpoints,
-    partial_path,
-    read_manifest,
-    shard_name,
-    slots_by_head,
-)
+from utils.checkpoint import format as ckpt
 from utils.checkpoint.reading import check_hashes, read_backbone, shard_reader, slot_faults
-from utils.checkpoint.tensor_file import Planned, flush, write_planned, write_tensors
+from utils.checkpoint.tensor_file import NETWORK, Planned, flush, write_planned, write_tensors
 from utils.cli import int_in_range, make_parser, progress
+from utils.image import IMAGE_SIZE
 from utils.program import run_main
 
 _ROWS_AT_ONCE = 1 << 13  # class centres
@@ -78,14 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def show(options: argparse.Namespace) -> None:
     """Print the contents of checkpoints."""
     for path in _all(options.paths):
-        manifest = read_manifest(path)
+        manifest = ckpt.read_manifest(path)
         files = manifest["files"]
         size = sum(int(entry["size"]) for entry in files.values())
         score = manifest.get("score")
         print(f"{path}")
         print(f"  step {manifest['step']}, score {'none' if score is None else f'{score:.4f}'}, {size / 2**20:.1f} MiB")
         for key, value in manifest.get("run_signature", {}).items():
-            print(f"  {key:<14}{in_words(key, value):.300}")
+            print(f"  {key:<14}{ckpt.in_words(key, value):.300}")
         for name, entry in sorted(files.items()):
             slots = f"slots {entry['slots'][0]} to {entry['slots'][1] - 1}" if "slots" in entry else ""
             print(f"  {name:<42}{int(entry['size']) / 2**20:10.1f} MiB  {slots}{_tensors(path / name) if slots else ''}")
@@ -116,31 +107,31 @@ def verify(options: argparse.Namespace) -> None:
 def check(checkpoint: Path) -> list[str]:
     """Return a line for each fault of a checkpoint."""
     try:
-        manifest = read_manifest(checkpoint)
+        manifest = ckpt.read_manifest(checkpoint)
     except ValueError as error:
         return [str(error)]
     total = sum(int(entry["size"]) for entry in manifest["files"].values())
     with progress([], total, checkpoint.name, "B") as bar:
         faults = check_hashes(checkpoint, progress=bar.update)
-    for head, files in {SOFTMAX: {}, **slots_by_head(manifest)}.items():
+    for head, files in {ckpt.SOFTMAX: {}, **ckpt.slots_by_head(manifest)}.items():
         slots = max((stop for _, stop in files.values()), default=0)
-        classes = manifest.get("run_signature", {}).get("num_classes", slots) if head == SOFTMAX else slots
+        classes = manifest.get("run_signature", {}).get("num_classes", slots) if head == ckpt.SOFTMAX else slots
         faults += [f"{head}: {line}" for line in slot_faults(files.values(), 0, classes)]
     return faults
 
 
 def reshard(options: argparse.Namespace) -> None:
     """Write a checkpoint with its class centres in another number of files, some rows at a time."""
-    source = find_checkpoint(options.path)
-    manifest = read_manifest(source)
-    heads = {head: max(stop for _, stop in files.values()) for head, files in slots_by_head(manifest).items()}
+    source = ckpt.find_checkpoint(options.path)
+    manifest = ckpt.read_manifest(source)
+    heads = {head: max(stop for _, stop in files.values()) for head, files in ckpt.slots_by_head(manifest).items()}
     fewest = min(heads.values(), default=0)
-    if is_checkpoint(options.out):
+    if ckpt.is_checkpoint(options.out):
         raise ValueError(f"{options.out} is a checkpoint itself; choose a run folder")
     if options.ranks > fewest:
         raise ValueError(f"{source}: {fewest} class centres cannot be shared by {options.ranks} files; each needs one")
-    final = checkpoint_path(options.out, int(manifest["step"]))
-    partial = partial_path(final)
+    final = ckpt.checkpoint_path(options.out, int(manifest["step"]))
+    partial = ckpt.partial_path(final)
     if final.exists():
         raise ValueError(f"{final} exists and is never overwritten; choose another run folder")
     shutil.rmtree(partial, ignore_errors=True)
@@ -155,10 +146,10 @@ def reshard(options: argparse.Namespace) -> None:
         readers = {head: shard_reader(source, head) for head in heads}  # each checks the sizes of all files
         for (head, read), rank in itertools.product(readers.items(), range(options.ranks)):
             start, stop = shard_range(heads[head], rank, options.ranks)
-            name = shard_name(rank, options.ranks, head)
+            name = ckpt.shard_name(rank, options.ranks, head)
             files[name] = write_planned(partial / name, _planned_rows(read, start, stop, bar.update)) | {"slots": [start, stop]}
     facts = {key: value for key, value in manifest.items() if key not in ("format", "files")}
-    commit(partial, final, {**facts, "world_size": options.ranks, "files": files})
+    ckpt.commit(partial, final, {**facts, "world_size": options.ranks, "files": files})
     print(f"{final}: step {manifest['step']}, {sum(heads.values())} class centres in {len(heads) * options.ranks} file(s)")
 
 
@@ -188,7 +179,7 @@ def _planned_rows(
 def merge_centres(options: argparse.Namespace) -> None:
     """Write the class centres of all shards as one matrix, row k for label k; for .safetensors some rows at a time."""
     _check_target(options.out, options.overwrite)
-    source = open_centres(find_checkpoint(options.path))
+    source = open_centres(ckpt.find_checkpoint(options.path))
     starts = range(0, source.num_classes, _ROWS_AT_ONCE)
 
     def rows() -> Iterator[Tensor]:
@@ -207,15 +198,17 @@ def merge_centres(options: argparse.Namespace) -> None:
 
 
 def average_backbones(options: argparse.Namespace) -> None:
-    """Write the mean of the backbones; counters are taken from the last."""
+    """Write the mean of the backbones, with what network they are; counters are taken from the last."""
     _check_target(options.out, options.overwrite)
-    paths = [find_checkpoint(path) for path in options.paths]
+    paths = [ckpt.find_checkpoint(path) for path in options.paths]
     if len(set(paths)) < 2:  # perhaps one run folder, given to average all of its checkpoints
         raise ValueError(f"{paths[0]} alone has no mean; name each checkpoint, as in RUN/checkpoints/step_*")
     sums: dict[str, Tensor] = {}
     last: dict[str, Tensor] = {}
+    origins: dict[Path, Path] = {}  # where a training began -> one of its checkpoints
     for path in paths:
-        last = read_backbone(path)
+        last, config = read_backbone(path), ckpt.read_manifest(path).get("config", {})
+        origins.setdefault(_origin(path, config), path)
         if sums and {name: value.shape for name, value in last.items()} != {name: value.shape for name, value in sums.items()}:
             raise ValueError(f"{path}: another architecture than {paths[0]}; only backbones of one architecture have a mean")
         for name, value in last.items():
@@ -223,16 +216,28 @@ def average_backbones(options: argparse.Namespace) -> None:
     means = {
         name: (sums[name] / len(paths)).to(value.dtype) if value.is_floating_point() else value for name, value in last.items()
     }
-    as_file = write_tensors if options.out.suffix == ".safetensors" else lambda path, tensors: torch.save(tensors, path)
-    _save(options.out, lambda path: as_file(path, means))
+    said = {"backbone": config.get("backbone"), "image_size": config.get("data", {}).get("image_size", IMAGE_SIZE)}
+    metadata = {NETWORK: json.dumps(said)} if said["backbone"] else {}
+    safe = options.out.suffix == ".safetensors"
+    _save(options.out, lambda path: write_tensors(path, means, metadata) if safe else torch.save(means, path))
+    if len(origins) > 1:
+        words = "{} and {} are of unrelated trainings, so their mean may know less than each".format(*origins.values())
+        print(f"warning: {words}; average checkpoints of one run, or of runs with one init.backbone", file=sys.stderr)
     print(f"{options.out}: the mean of {len(paths)} backbones")
+
+
+def _origin(checkpoint: Path, config: dict[str, Any]) -> Path:
+    """Return the weights that a training began with, or its run folder if it drew them."""
+    begun = str(config.get("init", {}).get("backbone") or config.get("checkpoint", {}).get("resume", "auto"))
+    path = (checkpoint if begun in ("auto", "never") else Path(begun)).resolve()
+    return path.parents[1] if path.parent.name == "checkpoints" else path
 
 
 def _all(paths: Sequence[Path]) -> list[Path]:
     """Return the checkpoints that paths name; a run folder stands for all of its checkpoints."""
     found: list[Path] = []
     for path in paths:
-        found += [path] if is_checkpoint(path) else list_checkpoints(path) or [find_checkpoint(path)]
+        found += [path] if ckpt.is_checkpoint(path) else ckpt.list_checkpoints(path) or [ckpt.find_checkpoint(path)]
     return found
 
 

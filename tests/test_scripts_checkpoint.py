@@ -11,15 +11,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from saving import save_now
+from tiny_runs import FEW_IMAGES, write_dataset
 
 from backbones import build_backbone
+from eval import __main__ as evaluation
 from partial_fc.centres.shard import classes_of_slots, shard_range
 from scripts import checkpoint
 from scripts.benchmark import checkpoint as benchmark_checkpoint
+from scripts.deploy import export
 from utils.checkpoint.reading import read_backbone, shard_reader
+from utils.checkpoint.tensor_file import write_tensors
 from utils.distributed import World
 
 CLASSES, DIM, SEED = 11, 4, 5
+BACKBONE = {"name": "r18", "embedding_size": 16, "width": 0.125, "se": True}
+
+
+def _network() -> torch.nn.Module:
+    return build_backbone("r18", 16, 0.125, image_size=48, se=True)
 
 
 def _centres() -> torch.Tensor:
@@ -28,13 +37,12 @@ def _centres() -> torch.Tensor:
     return rows / rows.norm(dim=1, keepdim=True) * torch.arange(1, CLASSES + 1)[:, None]
 
 
-def _save(rank: int, world_size: int, folder: str, step: int, shift: float) -> None:
+def _save(rank: int, world_size: int, folder: str, step: int, shift: float, init: str = "") -> None:
     torch.manual_seed(0)
-    weights = {
-        k: v + shift if v.is_floating_point() else v + step for k, v in build_backbone("r18", 16, 0.125).state_dict().items()
-    }
+    weights = {k: v + shift if v.is_floating_point() else v + step for k, v in _network().state_dict().items()}
     start, stop = shard_range(CLASSES, rank, world_size)
     facts = {"run_signature": {"backbone": ["r18", 16, 0.125], "num_classes": CLASSES, "seed": SEED}, "score": 0.5}
+    facts["config"] = {"backbone": BACKBONE, "data": {"image_size": 48}, "init": {"backbone": init}}
     world = World(rank, world_size, rank, world_size, torch.device("cpu"))
     softmax = {"centres": _centres()[start:stop], "momentum": torch.zeros(stop - start, DIM)}
     save_now(Path(folder), step, weights, softmax, (start, stop), {"optimizer": {}}, facts, world)
@@ -90,7 +98,29 @@ def test_the_mean_of_backbones_loads_and_lies_between_them(tmp_path: Path):
             torch.testing.assert_close(found[name], value + 0.5, rtol=2**-22, atol=2**-22)  # four roundings
         else:
             assert torch.equal(found[name], read_backbone(paths[2])[name])
-    build_backbone("r18", 16, 0.125).load_state_dict(found)
+    _network().load_state_dict(found)
+
+
+def test_a_mean_says_its_network_and_unrelated_trainings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_dataset(tmp_path, FEW_IMAGES)
+    a, b, tuned, mean = (tmp_path / name for name in ("a", "b", "tuned", "mean.safetensors"))
+    for run, step, init in ((a, 1, ""), (a, 2, ""), (b, 1, ""), (tuned, 1, str(a))):
+        _save(0, 1, str(run), step, 0.0, init)
+    for paths, warned in (((a, b), f"warning: {a / 'checkpoints' / 'step_00000002'} and {b}"), ((a, tuned), ""), ((a, a), "")):
+        both = [str(paths[0]), str(paths[1] / "checkpoints" / "step_00000001"), "--out", str(mean), "--overwrite"]
+        assert checkpoint.main(["average", *both]) == 0
+        said = capsys.readouterr().err
+        assert said.startswith(warned) and bool(said) == bool(warned)
+    score = [str(mean), "--targets", str(tmp_path / "tiny.bin"), "--device", "cpu"]  # neither --backbone nor its size
+    assert evaluation.main(score) == 0 and export.main([str(mean), "--to", "pt2", "--out", str(tmp_path / "mean.pt2")]) == 0
+    wrong = [({"name": "r200", "width": 64}, 48), ({"name": "nobody"}, 48), ({"width": 1e300}, 48), ({}, 10**9), ({}, "48")]
+    texts = [json.dumps({"backbone": BACKBONE | other, "image_size": size}) for other, size in wrong]
+    for text in ("[" * 70_000, "3", '{"image_size": 48}', *texts):
+        mean.unlink()
+        write_tensors(mean, _network().state_dict(), {"network": text})
+        assert evaluation.main(score) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {mean}: ") and said.count("\n") == 1 and len(said) < 500, said
 
 
 def test_show_names_what_is_there(run_folder: Path, capsys: pytest.CaptureFixture[str]):

@@ -26,7 +26,7 @@ from eval.monitor import load_pair_sets
 from eval.networks import Network, load_network
 from eval.pair_sets.bin_file import PairSet
 from utils.checkpoint.format import newest_run
-from utils.checkpoint.tensor_file import flush
+from utils.checkpoint.tensor_file import NETWORK, flush, read_metadata
 from utils.files import shown, unfinished_folder
 from utils.image import normalise
 from utils.text import one_line, plain_table
@@ -313,7 +313,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--max-loss is from 0 to 100, for --precision fp16 or int8, got {options.max_loss}")
     if options.calibrate and options.precision != "int8" and not (options.measure and options.to == "onnx"):
         raise ValueError("--calibrate is for --precision int8, or for the table of --measure; leave it out")
-    if options.run.is_file() and not options.backbone:
+    if options.run.is_file() and not options.backbone and NETWORK not in read_metadata(options.run):
         raise ValueError(
             f"{options.run}: is a file; name the network of its weights with --backbone NAME, or give the folder of a run. A "
             "network in a file of its own (.onnx, .pt2, TorchScript) is not exported again"

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..files import HASH, NewFile
 
+NETWORK = "network"  # the metadata of weights: JSON of the section backbone, and of data.image_size
 BLOCK = 16 << 20  # bytes hashed and written at once
 _DTYPES = {
     torch.float64: "F64",
@@ -50,15 +51,15 @@ class Planned(NamedTuple):
     rows: Callable[[], Iterable[Tensor]]  # its parts along the first dimension, in order; a scalar is one part
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write tensors of any device to a new .safetensors file; return {"size", HASH}."""
-    return write_planned(path, {name: _planned(tensor.detach()) for name, tensor in tensors.items()})
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Write tensors of any device, and texts by name, to a new .safetensors file; return {"size", HASH}."""
+    return write_planned(path, {name: _planned(tensor.detach()) for name, tensor in tensors.items()}, metadata)
 
 
-def write_planned(path: Path, tensors: Mapping[str, Planned]) -> dict[str, Any]:
+def write_planned(path: Path, tensors: Mapping[str, Planned], metadata: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Write a new .safetensors file of tensors that are produced part by part; return {"size", HASH}.
 
-    Equal tensors give equal bytes, whatever their parts and order.
+    Equal tensors and metadata give equal bytes, whatever their parts and order.
 
     Raises:
         OSError: it cannot be written.
@@ -67,7 +68,7 @@ def write_planned(path: Path, tensors: Mapping[str, Planned]) -> dict[str, Any]:
     """
     # wide types first, so that each tensor starts at a multiple of its element size
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header: dict[str, dict[str, Any]] = {}
+    header: dict[str, dict[str, Any]] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name in names:
         plan = tensors[name]
@@ -180,6 +181,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if not is_plain(value):
             raise ValueError(f"weights {path}: {name} is not a dense tensor with memory for all its numbers; save a copy of it")
     return state
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the texts in the header of a .safetensors file; none if it is no such file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError):
+        return {}
 
 
 def mapped_tensor(path: Path, name: str) -> Tensor:
