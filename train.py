@@ -303,23 +303,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_main(lambda: run(options))
 
 
-def check(config: EasyDict, processes: int, machines: int) -> None:
-    """Do, without a run folder, what comes before the first step, as the first of so many processes on each of the machines."""
-    setup = set_up(config, processes, machines)
-    resume_or_init(config, setup, build_model(config, setup), images=False)
-    dataset = setup.tasks[0].dataset
-    decode_sample(dataset, config.data.image_size)
-    sets = [f"{protocol.name}: {protocol.describe()}" for protocol in setup.protocols]
-    print("\n".join([dataset.describe(), *setup.warnings, *dataset.take_warnings(), *sets, "nothing wrong was found"]))
-
-
 def run(options: argparse.Namespace) -> None:
     """Train, print the configuration, or check the data, according to the command line."""
     config = load_config(options.config, options.overrides, NAMED)
     if options.print_config:
         print(dump_config(config), end="")
-    elif options.check:
-        check(config, options.processes or 1, options.machines)
+    elif options.check:  # what `train` does before its first step, but alone and without a run folder
+        setup = set_up(config, options.processes or 1, options.machines)
+        resume_or_init(config, setup, build_model(config, setup), images=False)
+        dataset = setup.tasks[0].dataset
+        decode_sample(dataset, config.data.image_size)
+        sets = [f"{protocol.name}: {protocol.describe()}" for protocol in setup.protocols]
+        print("\n".join([dataset.describe(), *setup.warnings, *dataset.take_warnings(), *sets, "nothing wrong was found"]))
     else:
         with StopSignal() as stop:
             train(config, stop)

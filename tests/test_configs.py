@@ -307,18 +307,6 @@ def test_a_new_loss_is_a_class_with_arguments_and_no_key_of_base_yaml(tmp_path: 
         _load(tmp_path, "loss: {name: leaning}", "loss.lean=-1")
 
 
-def test_check_opens_data_and_sets_and_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    made = ["data.source=synthetic", "data.num_classes=3", "data.num_images=6", f"run.output={tmp_path}"]
-    (tmp_path / "run.yaml").write_text("train: {batch_size: 2}\n")
-    assert train.main([str(tmp_path / "run.yaml"), *made, "--check"]) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
-    for change, said in [("eval.targets=[lfw]", "eval.path"), ("data.source=recordio", "data.path"), ("train.lr=1", "no key")]:
-        capsys.readouterr()
-        assert train.main([str(tmp_path / "run.yaml"), *made, change, "--check"]) == 1
-        err = capsys.readouterr().err
-        assert err.startswith("error: ") and said in err and err.count("\n") == 1
-
-
 def test_a_missing_config_names_the_nearest_file():
     with pytest.raises(ValueError, match=r"Did you mean .*ms1mv2_r50.yaml"):
         load_config(SCHEMA.with_name("ms1mv2_r5O.yaml"))

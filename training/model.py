@@ -12,7 +12,6 @@ weights; its counters of batches are copied.
 
 import copy
 import functools
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,7 +168,8 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
             if config.optimizer.layer_decay != 1:
                 layer_numbers(trained_names(backbone))
         with prefix_errors("optimizer.rules"):
-            rules = parameter_rules(config.optimizer.rules)
+            own = [(rule.match, rule.lr_factor, rule.weight_decay) for rule in config.optimizer.rules]
+            rules = [ParameterRule(match, factor, None if decay == -1 else decay) for match, factor, decay in own]
             optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in _OPTIMIZER_KEYS}, rules=rules)
         copies = (1 if config.optimizer.name == "sgd" else 2) + (config.train.ema > 0)  # of the weights
         memory = backbone_memory(backbone, autocast, copies, config.data.image_size)
@@ -190,28 +190,19 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
 
 
 def backbone_bytes(memory: BackboneMemory, train: Any, processes: int, device: str, free: int) -> int:
-    """Return the bytes that one process needs beside its heads, or raise ValueError if fewer are free.
-
-    Args:
-        train: that section of the configuration.
-    """
+    """Return the bytes that a process needs beside its heads for the batch of the section `train`; ValueError if not free."""
     images = train.batch_size // train.accumulation // processes
-    needed = bytes_beside_heads(memory, images, device)
-    if needed <= free:
-        return needed
-    parts = (part for part in range(2, images // 2 + 1) if images % part == 0)
+    parts = (part for part in range(1, images // 2 + 1) if images % part == 0)
     part = next((part for part in parts if bytes_beside_heads(memory, images // part, device) <= free), 0)
+    needed = bytes_beside_heads(memory, images, device)
+    if part == 1:
+        return needed
     fix = "take fewer, or a smaller backbone"
     fix = f"{train.batch_size // part} would fit, or train.accumulation={part * train.accumulation}" if part else fix
     raise ValueError(
         f"train.batch_size={train.batch_size}: the backbone needs {needed / 2**30:.1f} GiB for {images} images in one process, "
         f"{free / 2**30:.1f} are free; {fix}"
     )
-
-
-def parameter_rules(entries: Iterable[Any]) -> list[ParameterRule]:
-    """Return the rules of the key optimizer.rules."""
-    return [ParameterRule(e.match, e.lr_factor, None if e.weight_decay == -1 else e.weight_decay) for e in entries]
 
 
 def resume_or_init(config: EasyDict, setup: Setup, model: Model, images: bool = True) -> tuple[int, InitCounts]:

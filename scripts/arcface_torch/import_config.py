@@ -303,12 +303,9 @@ def _yaml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value)
-        return (
-            value
-            if plain and value.lower() not in ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
-            else json.dumps(value, ensure_ascii=False)
-        )
+        other = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
+        plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value) and value.lower() not in other
+        return value if plain else json.dumps(value, ensure_ascii=False)
     return repr(value)
 
 

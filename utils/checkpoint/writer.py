@@ -370,13 +370,9 @@ def _be_nice() -> None:
 
 
 def _in_words(error: BaseException | None) -> str:
-    return (
-        ""
-        if error is None
-        else str(error)
-        if isinstance(error, (OSError, NotFiniteError))
-        else f"{type(error).__name__}: {error}"
-    )
+    if error is None or isinstance(error, (OSError, NotFiniteError)):
+        return str(error or "")
+    return f"{type(error).__name__}: {error}"
 
 
 def _has_room(states: Any, world: World) -> bool:
