@@ -162,7 +162,7 @@ def test_errors_are_one_line(place: tuple[list[str], Path], tmp_path: Path, caps
         ([network[0], str(tmp_path / "none.gallery"), query, *network[1:]], "no such gallery"),
         ([*start, str(tmp_path / "x.png"), *network[1:]], "no such picture or folder"),
         ([*start, str(tmp_path / "large.png"), *network[1:]], "none of 1 pictures has a face to search"),
-        ([*start, query, *network[1:], "--far", "1e-3"], "name one with --results"),
+        ([*start, query, *network[1:], "--far", "1e-3"], "name others with --results"),
         ([*start, query, *network[1:], "--sheet", str(tmp_path / "no" / "s.png")], "No such file or directory"),
     ):
         capsys.readouterr()

@@ -7,6 +7,7 @@ import cv2
 import numpy as np
 import pytest
 from gallery_runs import png, write_network
+from test_scripts_deploy_card import _save
 
 from deploy.embed.embedder import open_embedder
 from scripts.deploy import verify
@@ -65,3 +66,23 @@ def test_a_crop_of_112_pixels_is_resized_as_training_resizes_it(place: tuple[lis
     cv2.imwrite(str(place[1] / "smaller.png"), cv2.cvtColor(smaller, cv2.COLOR_RGB2BGR))
     assert _verify(place, "standard.png", "smaller.png", "--threshold", "0.9999") == 0
     assert _verify(place, "standard.png", "a.png", "--threshold", "0.9999") == 3
+
+
+def test_without_a_network_the_newest_run_answers_wherever_its_options_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    far, a, b = ["--far", "1e-2"], "a.png", "b.png"
+    assert verify.main([a, b, *far]) == 1
+    assert capsys.readouterr().err == "error: no run with a checkpoint in work_dirs; name a run folder\n"
+    for name in (a, b):
+        Path(name).write_bytes(png(ord(name[0]), 112))
+    run = _save(Path("work_dirs/mine"))
+    point = {"target": "1e-2", "cosine_threshold": 1.0, "tar": 0.5}
+    (run / "results.json").write_text(json.dumps({"lfw": {"operating_points": [point], "num_impostor": 300}}))
+    for words in ([a, b, *far], [a, *far, b], [*far, a, b], [str(run), a, *far, b], [str(run), *far, a, b]):
+        assert verify.main(words) == verify.DIFFERENT, words
+        said = capsys.readouterr().out
+        assert "network work_dirs/mine/checkpoints/step_00000005" in said and "FAR 1e-2 on the set lfw, where 50.00 %" in said
+    for flag, says in (("--best", "is of the run's end, not of --best"), ("--ema", "has no moving average")):
+        assert verify.main([a, b, *far, flag]) == 1 and says in capsys.readouterr().err

@@ -185,6 +185,7 @@ def enrol_all(options: argparse.Namespace) -> None:
     if options.person is not None:
         options.person = check_person(options.person)
     pictures, rejected = with_people(find_pictures(options.folder), options.person_from, options.person)
+    options.run = options.run or newest_run()
     embedder, detector = open_embedder(options), open_detector(options)
     facts = Facts(
         one_line(embedder.title),
@@ -193,7 +194,7 @@ def enrol_all(options: argparse.Namespace) -> None:
         embedder.image_size,
         one_line(detector.name) if detector else "",
         options.which,
-        network_path(options),
+        _stored_path(options.run),
         _stored_path(options.detector) if options.detector else "",
     )
     with Gallery.create(options.gallery, facts) as gallery:
@@ -303,11 +304,6 @@ def take_recorded_network(options: argparse.Namespace) -> None:
         options.detector = Path(facts.detector_path)
 
 
-def network_path(options: argparse.Namespace) -> str:
-    """Return where the network of the command line is, as a gallery records it."""
-    return _stored_path(options.run or newest_run())
-
-
 def _stored_path(path: Path) -> str:
     return os.fsencode(path.resolve()).decode("utf-8", "replace")
 
@@ -379,7 +375,7 @@ def reembed_gallery(options: argparse.Namespace) -> None:
             digest=embedder.digest,
             embedding_size=embedder.embedding_size,
             image_size=embedder.image_size,
-            network_path=network_path(options),
+            network_path=_stored_path(options.run),
         )
 
         def wrap(images: Iterable[Image], total: int) -> Iterable[Image]:

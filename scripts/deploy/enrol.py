@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="keep no aligned faces in the gallery: searches then show none, and another network needs the pictures again",
     )
     parser.add_argument("--list", action="store_true", help="print a line for each picture when it is safe in the gallery")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     words = options.words
     options.run, options.gallery, folders = choose_words(words) if len(words) < 3 else (words[0], words[1], words[2:])
     if len(folders) != 1:

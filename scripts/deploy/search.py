@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sheet", type=Path, metavar="PNG", help=f"draw the faces and whom they resemble, {MAX_ROWS} at most")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--quiet", action="store_true", help="do not print the people for each face")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     options.run, options.gallery, options.pictures = choose_words(options.words)
     return run_main(lambda: search_all(options))
 

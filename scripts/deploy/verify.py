@@ -21,6 +21,7 @@ from deploy.faces.pictures import Crop, Rejected, add_which_argument, read_crops
 from deploy.gallery.commands import NO_DIRECTION
 from deploy.results import add_threshold_arguments, threshold_of
 from eval.networks import add_network_arguments
+from utils.checkpoint.format import newest_run
 from utils.cli import make_parser
 from utils.files import shown
 from utils.program import run_main
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_threshold_arguments(parser)
     add_detector_arguments(parser)
     add_which_argument(parser, one=True, otherwise="an error")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     answers: list[bool] = []
     status = run_main(lambda: answers.append(compare(options)))
     return status or (0 if all(answers) else DIFFERENT)
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def compare(options: argparse.Namespace) -> bool:
     """Print the cosine of two faces and what it means; return False if they are different people."""
+    options.run = options.run or newest_run()
     threshold = threshold_of(options)
     embedder, detector = open_embedder(options), open_detector(options)
     crops: list[Crop] = []
