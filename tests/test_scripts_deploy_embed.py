@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import threading
@@ -38,6 +39,7 @@ from deploy.embed.embedder import open_embedder
 from eval.networks import add_network_arguments
 from scripts.deploy import embed
 from scripts.deploy.embed import main
+from utils.allocator import keep_freed_memory
 from utils.checkpoint.tensor_file import write_tensors
 
 SIZE, DIM, COUNT = 48, 16, 22
@@ -507,6 +509,29 @@ def test_a_full_memory_and_failing_arithmetic_are_one_line_and_keep_what_is_done
     assert said.startswith(f"error: {ERRORS[kind][1]}") and "start the same command again" in said
     assert not out.exists() and (tmp_path / "f.npy.unfinished").exists()
     assert _run(weights, folder, out) == 0
+
+
+class Allocating(int):
+    """A number of threads; a process of the pool makes tensors before it begins them, and fails with their page faults."""
+
+    def __mul__(self, ahead: int) -> int:
+        if multiprocessing.parent_process() is None:
+            return int(self) * ahead
+        faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
+        for _ in range(21):
+            torch.ones(8 << 20)
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+        raise RuntimeError(f"faults: {faults[1] - faults[0]} {faults[-1] - faults[1]};")
+
+
+def test_the_processes_of_the_pool_keep_the_memory_that_they_free(
+    weights: Path, crops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    run = embed.run
+    monkeypatch.setattr(embed, "run", lambda options: run(argparse.Namespace(**vars(options) | {"threads": Allocating(2)})))
+    assert _run(weights, crops, tmp_path / "f.npy", "--processes", 2) == 1
+    first, later = map(int, _one_error(capsys).partition("faults: ")[2].partition(";")[0].split())
+    assert later < 5 * first or not keep_freed_memory()  # of 20 tensors, and of one
 
 
 @pytest.mark.parametrize("kind", ERRORS)

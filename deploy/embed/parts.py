@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from eval.foreign_networks import onnx_hash
+from utils.allocator import keep_freed_memory
 from utils.distributed import choose_device
 from utils.files import NewFile, csv_bytes, new_file, write_csv
 from utils.machine import num_cores
@@ -281,6 +282,7 @@ _network: tuple[Embedder, Detector | None]  # of a process of the pool
 def _open(options: argparse.Namespace, ranks: Any) -> None:
     """Begin a process of the pool: Ctrl-C is for its parent, with which it ends."""
     global _options, _network
+    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
