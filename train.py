@@ -37,7 +37,7 @@ from utils.distributed.watchdog import Watchdog
 from utils.log import RunLog, Speed, peak_memory_gib
 from utils.machine import waited_for_core
 from utils.optim import describe_groups, is_finite, set_training
-from utils.program import StoppedError, StopSignal, run_main
+from utils.program import StoppedError, StopSignal, run_main, untested_torch
 
 
 def train(config: EasyDict, stop: StopSignal) -> None:
@@ -136,7 +136,7 @@ def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, 
     world = setup.world
     for task in setup.tasks:
         log.info(task.dataset.describe())
-    for line in setup.warnings:
+    for line in filter(None, [untested_torch(), *setup.warnings]):
         log.warn(line)
     parameters = sum(parameter.numel() for parameter in model.backbone.parameters()) / 1e6
     log.info(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.image import IMAGE_SIZE
-from utils.text import did_you_mean
+from utils.text import did_you_mean, pip_install
 
 from .iresnet import autocast_off, check_head, check_image_size, check_images
 
@@ -84,8 +84,8 @@ def check_package(name: str) -> tuple[Any, str]:
     except ModuleNotFoundError as error:
         missing = (error.name or title).partition(".")[0]
         if missing != title:
-            raise ValueError(f"name: {name} needs {title}, which needs {missing}: pip install {missing}") from None
-        raise ValueError(f"name: {name} needs the package {title}: pip install {title}") from None
+            raise ValueError(f"name: {name} needs {title}, which needs {missing}: {pip_install(missing)}") from None
+        raise ValueError(f"name: {name} needs the package {title}: {pip_install(title)}") from None
     except Exception as error:  # torchvision raises a RuntimeError beside a torch that it was not built for
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(

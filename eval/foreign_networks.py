@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor, nn
 
 from utils.checkpoint.tensor_file import file_hash
-from utils.text import printable
+from utils.text import pip_install, printable
 
 PREFIX = "face."  # of the keys in a file's metadata
 CONTRACT_FILE = "face_contract.json"  # of a .pt2 file
@@ -231,7 +231,7 @@ class OnnxNetwork(nn.Module):
         try:
             runtime = importlib.import_module("onnxruntime")
         except ImportError:
-            raise ValueError(f"{path}: an ONNX file needs onnxruntime: pip install onnxruntime") from None
+            raise ValueError(f"{path}: an ONNX file needs onnxruntime: {pip_install('onnxruntime')}") from None
         check_outside_data(path)
         settings = runtime.SessionOptions()
         settings.intra_op_num_threads = threads
@@ -300,7 +300,7 @@ def parse_onnx(path: Path) -> Any:
     try:
         onnx = importlib.import_module("onnx")
     except ImportError:
-        raise ValueError(f"{path}: an ONNX file needs the package onnx: pip install onnx") from None
+        raise ValueError(f"{path}: an ONNX file needs the package onnx: {pip_install('onnx')}") from None
     model = onnx.ModelProto()
     try:
         model.ParseFromString(path.read_bytes())

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from utils.cli import make_parser, rename_in
 from utils.machine import num_cores
+from utils.text import pip_install
 
 _ROOT = Path(__file__).parents[1]
 _UNITS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "bf16 AVX-512", "amx_bf16": "bf16 AMX"}
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{'C compiler':<23}{compiler()}")
     for pin in read_pins(_ROOT / "requirements-optional.txt"):
         if _installed(pin.package) is None:
-            print(f"{'optional':<23}no {pin.package}: {rename_in(pin.purpose)}. pip install {pin.package}=={pin.version}")
+            print(f"{'optional':<23}no {pin.package}: {rename_in(pin.purpose)}. {pip_install(f'{pin.package}=={pin.version}')}")
     print(f"{'newest run':<23}{newest_run(options.runs)}")
     if not faults:
         print("\ntraining can run")
@@ -122,7 +123,7 @@ def check_package(pin: Pin) -> tuple[str, str]:
     except Exception as error:  # of a damaged installation, anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         what = "missing" if isinstance(error, ModuleNotFoundError) else f"cannot be imported ({reason})"
-        return f"{what}; pip install {pin.package}=={pin.version}", ""
+        return f"{what}; {pip_install(f'{pin.package}=={pin.version}')}", ""
     own = str(version).partition("+")[0]  # 2.13.0+cpu
     return "", "" if own == pin.version else f"{version}, but the tests run with {pin.version}"
 

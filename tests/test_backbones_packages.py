@@ -1,6 +1,8 @@
 """Networks of timm and torchvision. Neither package is needed: stand-ins with their functions lie in a temporary folder."""
 
 import importlib
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from backbones import backbone_arguments, build_backbone
 from configs import load_config
 from configs.loader import SCHEMA
 from eval.__main__ import main as evaluate
+from utils import program
+from utils.text import pip_install
 
 _TIMM = """
 from types import SimpleNamespace
@@ -118,6 +122,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     _forget(monkeypatch)
+    monkeypatch.setattr(program, "TESTED_TORCH", "1.2.3")
     monkeypatch.syspath_prepend(str(folder))
     yield folder
     _forget(monkeypatch)
@@ -163,6 +168,8 @@ def test_a_network_of_a_package_trains_resumes_and_is_evaluated(packages: Path, 
     assert train.main([*few, "train.max_steps=2"]) == 0 and train.main(few) == 0
     whole, halves = final_weights(tmp_path / "whole"), final_weights(tmp_path / "halves")
     assert all(torch.equal(whole[key], halves[key]) for key in whole) and "network.conv.weight" in whole
+    log = (tmp_path / "whole" / "train.log").read_text()
+    assert log.count(f"torch {torch.__version__} is installed, but the tests run with 1.2.3") == 1
     assert read_metrics(tmp_path / "whole", "tiny")[4]["accuracy"] > 0
     assert evaluate([str(tmp_path / "whole"), "--device", "cpu"]) == 0
 
@@ -190,12 +197,12 @@ def test_a_package_that_is_missing_or_broken_is_one_line_before_anything_starts(
     title: str, packages: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for text, words in [
-        ("import missing_part", f"{title}:convolution needs {title}, which needs missing_part: pip install missing_part"),
+        ("import missing_part", f"{title}:convolution needs {title}, which needs missing_part: {pip_install('missing_part')}"),
         (
             "raise RuntimeError('operator nms does not exist\\nat all')",
             "cannot be imported here: operator nms does not exist. Ins",
         ),
-        (None, f"backbone.name: {title}:convolution needs the package {title}: pip install {title}"),
+        (None, f"backbone.name: {title}:convolution needs the package {title}: {pip_install(title)}"),
     ]:
         if text is None:
             monkeypatch.setitem(sys.modules, title, None)
@@ -214,3 +221,11 @@ def test_a_network_of_a_package_has_no_width(packages: Path):
     with pytest.raises(ValueError, match=r"width must be 1 for timm:convolution"):
         build_backbone("timm:convolution", width=0.5)
     assert isinstance(build_backbone("timm:convolution", 5), nn.Module)
+
+
+def test_the_advice_to_install_leaves_torch_and_is_right_in_any_folder(tmp_path: Path):
+    """pip, without an index, takes what is there: the tested version of onnx, and this torch."""
+    words = shlex.split(pip_install("onnx"))
+    assert words[:4] == ["pip", "install", "onnx", f"torch=={torch.__version__}"]
+    command = [sys.executable, "-m", *words, "--dry-run", "--no-index"]
+    assert "Would install" not in subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout

@@ -15,6 +15,8 @@ from pathlib import Path
 import conftest
 import pytest
 
+from utils.program import TESTED_TORCH
+
 ROOT = Path(__file__).parent.parent
 GLUE = {"deploy", "migration", "scripts", "training", "utils"}
 LEAVES = {"backbones", "configs", "data", "eval", "losses", "partial_fc"}
@@ -309,11 +311,12 @@ def test_only_tests_that_are_marked_gpu_see_one(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("0" if sees else "")
 
 
-def test_every_package_is_listed_for_installation():
+def test_every_package_is_listed_for_installation_and_the_tested_torch_is_required():
     text = (ROOT / "pyproject.toml").read_text()
     listed = re.findall(r'"(\w+)\*"', re.search(r"^include = \[(.*)\]", text, re.M).group(1))
     assert set(listed) == LEAVES | GLUE  # with the packages inside them
     assert all((path.parent / "__init__.py").is_file() for path in SOURCES if path.parent != ROOT)
+    assert f"\ntorch=={TESTED_TORCH}\n" in (ROOT / "requirements.txt").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

@@ -11,6 +11,7 @@ import pytest
 from scripts import doctor
 from utils.checkpoint.format import checkpoint_path
 from utils.machine import num_cores
+from utils.text import pip_install
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,9 +32,9 @@ def test_without_any_package_it_names_each_with_its_pinned_version_and_fails():
     optional = [pin for pin in doctor.read_pins(ROOT / "requirements-optional.txt")]
     assert len(required) >= 10 and len(optional) >= 5
     for pin in required:
-        assert re.search(rf"^{pin.package} +missing; pip install {pin.package}=={re.escape(pin.version)}$", said, re.M)
+        assert re.search(rf"^{pin.package} +missing; pip install {pin.package}=={re.escape(pin.version)} -c ", said, re.M)
     for pin in optional:
-        assert re.search(rf"^optional +no {pin.package}: .+ pip install {pin.package}=={re.escape(pin.version)}$", said, re.M)
+        assert re.search(rf"^optional +no {pin.package}: .+ pip install {pin.package}=={re.escape(pin.version)} -c", said, re.M)
     assert re.search("^GPU +none with a driver", said, re.M) and re.search("^C compiler +none: the head computes", said, re.M)
 
 
@@ -41,7 +42,7 @@ def test_a_package_that_cannot_be_imported_or_has_another_version_is_said(monkey
     (tmp_path / "broken_package.py").write_text("raise OSError('libgomp.so.1: cannot open\\nmore')\n")
     monkeypatch.syspath_prepend(tmp_path)
     fault, note = doctor.check_package(doctor.Pin("broken_package", "1.0", ""))
-    assert (fault, note) == ("cannot be imported (libgomp.so.1: cannot open); pip install broken_package==1.0", "")
+    assert (fault, note) == (f"cannot be imported (libgomp.so.1: cannot open); {pip_install('broken_package==1.0')}", "")
     fault, note = doctor.check_package(doctor.Pin("numpy", "0.1", ""))
     assert fault == "" and note.endswith("but the tests run with 0.1")
 

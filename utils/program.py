@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from . import distributed
@@ -26,6 +27,15 @@ USER_ERROR = 78
 _STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # signals that ask a run to stop
 _NOTHING_SAVED = "no step was trained, so nothing was saved; earlier checkpoints are untouched"
 _PATIENCE = 3.0  # seconds in which the main thread raises KeyboardInterrupt, unless it hangs
+
+
+TESTED_TORCH = "2.13.0"  # of requirements.txt
+
+
+def untested_torch() -> str:
+    """Return a line that says so if this torch is not the one that the tests run with, "" if it is."""
+    own = torch.__version__.partition("+")[0]  # 2.13.0+cpu
+    return "" if own == TESTED_TORCH else f"torch {torch.__version__} is installed, but the tests run with {TESTED_TORCH}"
 
 
 class StoppedError(Exception):

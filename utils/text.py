@@ -6,9 +6,12 @@ Markdown a bar adds a column and <img> an element. So control characters are sho
 
 import difflib
 import html
+import importlib.metadata
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 # an underscore inside a word, and a star between spaces, are not syntax
@@ -39,6 +42,14 @@ def prefix_errors(setting: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{setting}: {error}") from None
+
+
+def pip_install(*names: str) -> str:
+    """Return the command that installs packages in the versions that the tests run with, and keeps the torch that is there."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        if not names[0].startswith("torch=="):
+            names += (f"torch=={importlib.metadata.version('torch')}",)
+    return f"pip install {' '.join(names)} -c {shlex.quote(str(Path(__file__).parents[1] / 'requirements-optional.txt'))}"
 
 
 def plain_table(rows: Sequence[Sequence[str]]) -> str:

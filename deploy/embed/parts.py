@@ -34,6 +34,7 @@ from utils.distributed import choose_device
 from utils.files import NewFile, csv_bytes, new_file, write_csv
 from utils.machine import num_cores
 from utils.parallel import map_in_order
+from utils.text import pip_install
 
 from ..faces.detector import Detector, open_detector
 from ..faces.pictures import Crop, Rejected, read_crops
@@ -436,4 +437,4 @@ def _pyarrow() -> Any:
     try:
         return importlib.import_module("pyarrow")
     except ImportError:
-        raise ValueError("--out: a .parquet file needs pyarrow: pip install pyarrow; or choose a .npy file") from None
+        raise ValueError(f"--out: a .parquet file needs pyarrow: {pip_install('pyarrow')}; or choose a .npy file") from None

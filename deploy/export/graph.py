@@ -27,7 +27,7 @@ from utils.checkpoint.tensor_file import NewFile
 from utils.distributed.agreement import digest_tensors
 from utils.files import shown
 from utils.image import IMAGE_SIZE
-from utils.text import prefix_errors
+from utils.text import pip_install, prefix_errors
 
 
 def describe(
@@ -266,7 +266,8 @@ def require_onnx() -> None:
         except ImportError as error:
             missing = error.name or name
             raise ValueError(
-                f"--to onnx needs {missing}: pip install onnx onnxruntime onnxscript; or take --to pt2, which needs nothing"
+                f"--to onnx needs {missing}: {pip_install('onnx', 'onnxruntime', 'onnxscript')}; or take --to pt2, which needs "
+                "nothing"
             ) from None
 
 

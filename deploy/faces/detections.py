@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import cv2
 import numpy as np
 
-from utils.text import one_line
+from utils.text import one_line, pip_install
 
 STRIDES = (8, 16, 32)  # pixels of the detector's input for each cell of its three grids
 MULTIPLE = 32  # of each side of an input without a fixed size: the coarsest stride
@@ -153,7 +153,7 @@ class Session:
         try:
             runtime = importlib.import_module("onnxruntime")
         except ImportError:
-            raise ValueError(f"{path}: this detector needs onnxruntime: pip install onnxruntime") from None
+            raise ValueError(f"{path}: this detector needs onnxruntime: {pip_install('onnxruntime')}") from None
         settings = runtime.SessionOptions()
         settings.intra_op_num_threads = 1  # pictures are processed at once by several threads
         settings.log_severity_level = 4

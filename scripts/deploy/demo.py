@@ -27,7 +27,7 @@ from eval.verification import FAR_TARGETS
 from utils.checkpoint.format import newest_run
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
-from utils.text import one_line
+from utils.text import one_line, pip_install
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def serve(options: argparse.Namespace) -> None:
     try:
         from deploy.serve.server import ADDRESS, PageServer
     except ImportError as error:
-        raise ValueError(f"the page needs starlette and uvicorn ({error}): pip install starlette uvicorn") from None
+        raise ValueError(f"the page needs starlette and uvicorn ({error}): {pip_install('starlette', 'uvicorn')}") from None
     if options.run is None and options.gallery:
         take_recorded_network(options)
     options.run = options.run or newest_run()
