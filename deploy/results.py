@@ -252,7 +252,7 @@ def threshold_of(options: argparse.Namespace) -> Threshold | None:
     if options.far is None:
         for flag in ("results", "set"):
             if getattr(options, flag) is not None:
-                raise ValueError(f"--{flag} is where the threshold at a --far comes from; add --far 1e-3, or leave it out")
+                raise ValueError(f"--{flag} is where the threshold at a --far comes from; add --far 1e-2, or leave it out")
         return None if options.threshold is None else Threshold(options.threshold, "", None, "")
     if options.threshold is not None:
         raise ValueError("--threshold and --far are both given; leave one of them out")

@@ -18,6 +18,8 @@ from deploy.gallery.database import PATIENCE
 from deploy.serve import answers as demo_answers
 from deploy.serve import server as demo_server
 from eval.foreign_networks import InputContract
+from eval.verification import FAR_TARGETS, FOLDS
+from scripts.demo.make_data import PAIRS_PER_FOLD
 from scripts.deploy import export
 from scripts.deploy.verify import DIFFERENT
 from scripts.face import all_verbs
@@ -51,6 +53,18 @@ def test_a_command_of_the_page_is_one_that_its_program_takes(command: str, monke
     started: list[Any] = []
     monkeypatch.setattr(program, "run_main", lambda run: started.append(run) or 0)
     assert program.main(words) == 0 and len(started) == 1
+
+
+def test_each_far_that_is_shown_is_measured_by_the_sets_of_the_demo_and_packages_come_in_tested_versions_beside_this_torch():
+    texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
+    programs = [path.read_text() for path in (ROOT / "scripts" / "deploy").glob("*.py")]
+    rates = {far for text in texts + programs for far in re.findall(r"--far (\d[^`\s]*)", text)}
+    assert rates and all(far in FAR_TARGETS and float(far) * FOLDS * PAIRS_PER_FOLD / 2 >= 1 for far in rates)
+    commands = [command for text in texts for command in re.findall(r"`(pip install [^`]+)`", text)]
+    assert {"onnx", "pyarrow", "uvicorn", "torchvision"} <= {name for command in commands for name in command.split()}
+    for command in commands:
+        assert re.search(" -(r|c) requirements|-e [.]$", command), command
+        assert "torchvision" not in command or " -c requirements.txt -c requirements-optional.txt" in command
 
 
 def test_every_program_of_the_folder_is_on_the_page():

@@ -10,7 +10,7 @@ too: GET /api/info, POST /api/search with the bytes of a picture, POST /api/veri
 
 Examples:
   python -m scripts.deploy.demo work_dirs/demo_cpu
-  python -m scripts.deploy.demo model.onnx --detector detector.onnx --pairs lfw.bin --gallery people.gallery --far 1e-4
+  python -m scripts.deploy.demo model.onnx --detector detector.onnx --pairs lfw.bin --gallery people.gallery --far 1e-2
 """
 
 import argparse

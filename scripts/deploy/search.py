@@ -9,7 +9,7 @@ without a person above it are unknown. Without one the people are only ranked: s
 --labelled counts how often the right person is first, for pictures whose person is known by --person-from.
 
 Examples:
-  python -m scripts.deploy.search visitor.jpg --far 1e-4
+  python -m scripts.deploy.search visitor.jpg --far 1e-2
   python -m scripts.deploy.search work_dirs/ms1mv3_r50 people.gallery aligned --labelled --sheet found.png --json found.json
 """
 

@@ -6,7 +6,7 @@ threshold whether it is the same person.
 Exit status: 0 = the same person, or no threshold was given; 3 = different people; 1 = an error, such as a picture without a
 face; 2 = a wrong command line.
 
-Example: python -m scripts.deploy.verify work_dirs/ms1mv3_r50 a.jpg b.jpg --detector yunet.onnx --far 1e-4
+Example: python -m scripts.deploy.verify work_dirs/ms1mv3_r50 a.jpg b.jpg --detector yunet.onnx --far 1e-2
 """
 
 import argparse
