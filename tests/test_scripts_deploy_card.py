@@ -47,7 +47,7 @@ PNG = cv2.imencode(".png", np.zeros((8, 8, 3), np.uint8))[1].tobytes()
 
 
 def _save(folder: Path, config: dict[str, Any] = CONFIG, step: int = LAST, **signature: Any) -> Path:
-    torch.manual_seed(0)
+    torch.manual_seed(signature.get("seed", 0))
     weights = build_backbone("mbf", 16, 0.125).state_dict()
     known = {"config": config, "run_signature": {**SIGNATURE, **signature}, "score": 0.75}
     save_now(folder, step, weights, {"centres": torch.ones(2, 16)}, (0, 2), {}, known, ALONE)

@@ -13,11 +13,12 @@ import onnx
 import pytest
 from gallery_runs import DIM, SIZE, png, write_network, write_people
 from onnx import helper, numpy_helper
+from test_scripts_deploy_card import _save
 from tiny_runs import Started
 
 from deploy.gallery import commands as gallery_enrol
 from deploy.gallery.store import Gallery
-from scripts.deploy import enrol, search
+from scripts.deploy import enrol, gallery, search
 
 KILLS = int(os.environ.get("FACE_KILLS") or 6)
 PEOPLE, PICTURES = 8, 5
@@ -268,3 +269,20 @@ def test_short_commands_take_the_newest_run_and_what_the_gallery_was_enrolled_wi
     with pytest.raises(SystemExit):
         enrol.main(["a.gallery", "people", "more", "most"])
     assert "one folder is enrolled at a time" in capsys.readouterr().err
+
+
+def test_when_the_run_has_trained_on_the_error_says_how_its_gallery_is_searched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("ada").mkdir()
+    Path("ada/0.png").write_bytes(png(0, 112))
+    run = _save(Path("work_dirs/mine"))
+    assert enrol.main([".", "--device", "cpu"]) == 0 and search.main(["ada"]) == 0
+    _save(run, step=9, seed=1)
+    capsys.readouterr()
+    assert search.main(["ada"]) == 1
+    said, old = capsys.readouterr().err, f"{run}/checkpoints/step_00000005"
+    assert said.count("\n") == 1 and f"embedded by {old} (" in said and "name that one before the gallery, or " in said
+    assert search.main([old, "people.gallery", "ada"]) == 0 and "anew: face gallery reembed people.gallery NETWORK" in said
+    assert gallery.main(["reembed", "people.gallery", str(run)]) == 0 and search.main(["ada"]) == 0

@@ -44,7 +44,6 @@ from .embedder import Embedder, open_embedder
 # of a part: few on a CPU, where a kill shall lose seconds and all processes shall have work; several batches on a GPU
 PICTURES = {"cpu": 64, "cuda": 1024}
 _DETECTION = ("min_score", "min_size", "overlap", "longest_side", "which")
-_BATCH = 64  # crops at most that are embedded at once; on a GPU --batch-size
 
 
 class Stamped(NamedTuple):
@@ -121,7 +120,6 @@ def embed_part(options: argparse.Namespace, embedder: Embedder, detector: Detect
     rejected: list[Rejected] = []
     vectors = [np.zeros((0, embedder.embedding_size), dtype=np.float32)]
     waiting: list[Crop] = []
-    batch = max(1, options.batch_size) if embedder.device.type == "cuda" else _BATCH
 
     def read(name: str) -> list[Crop] | Rejected:
         try:
@@ -147,9 +145,9 @@ def embed_part(options: argparse.Namespace, embedder: Embedder, detector: Detect
             rejected.append(found)
         else:
             waiting += found
-        while len(waiting) >= batch:
-            embed(waiting[:batch])
-            waiting = waiting[batch:]
+        while len(waiting) >= embedder.step:
+            embed(waiting[: embedder.step])
+            waiting = waiting[embedder.step :]
     if waiting:
         embed(waiting)
     return Part(rows, rejected, np.concatenate(vectors))

@@ -152,9 +152,12 @@ class EmbeddedFace(NamedTuple):
 
 
 def embed_faces(
-    faces: Iterable[Faces], embedder: Embedder, batch_size: int, rejected: list[Rejected]
+    faces: Iterable[Faces], total: int, what: str, embedder: Embedder, rejected: list[Rejected]
 ) -> Iterator[list[EmbeddedFace]]:
-    """Yield the embedded faces of pictures, some at a time; pictures and faces without an embedding go to `rejected`."""
+    """Yield the embedded faces of `total` pictures, some at a time, under a progress bar that says `what` is being done.
+
+    Pictures and faces without an embedding go to `rejected`.
+    """
 
     def embed(waiting: list[tuple[Picture, bytes, Crop]]) -> list[EmbeddedFace]:
         raw = embedder.embed(np.stack([crop.pixels for _, _, crop in waiting]))
@@ -164,16 +167,32 @@ def embed_faces(
         return [EmbeddedFace(*one, row) for one, row, good in zip(waiting, raw, sound, strict=True) if good]
 
     waiting: list[tuple[Picture, bytes, Crop]] = []
-    for one in faces:
-        if isinstance(one.crops, Rejected):
-            rejected.append(one.crops)
-        else:
-            waiting += [(one.picture, one.hash, crop) for crop in one.crops or ()]
-        if len(waiting) >= batch_size:
+    with progress([], total, what, "picture") as bar:
+        for number, one in enumerate(faces, 1):
+            if isinstance(one.crops, Rejected):
+                rejected.append(one.crops)
+            else:
+                waiting += [(one.picture, one.hash, crop) for crop in one.crops or ()]
+            if len(waiting) >= embedder.step:
+                yield embed(waiting)
+                waiting = []
+            if not waiting:
+                bar.update(number - bar.n)
+        if waiting:
             yield embed(waiting)
-            waiting = []
-    if waiting:
-        yield embed(waiting)
+            bar.update(total - bar.n)
+
+
+def print_rejected(rejected: Sequence[Rejected], all_of_them: bool = False) -> None:
+    """Print the rejected pictures by reason, three of each; numbers in it, such as the sides of a picture, may differ."""
+    by_reason: dict[str, list[str]] = {}
+    for one in rejected:
+        line = f"rejected: {shown(one.name)}: {one_line(one.reason)}"
+        by_reason.setdefault(re.sub(r"\d+", "", one.reason), []).append(line)
+    for lines in by_reason.values():
+        print(*lines[: None if all_of_them else 3], sep="\n")
+        if len(lines) > 3 and not all_of_them:
+            print(f"rejected: {len(lines) - 3:,} more for the same reason")
 
 
 DEFAULT = Path("people.gallery")
@@ -207,16 +226,15 @@ def enrol_all(options: argparse.Namespace) -> None:
 
         def faces() -> Iterator[Faces]:
             found = read_faces(pictures, detector, embedder.image_size, options.which, options.threads, there)
-            for one in progress(found, len(pictures), "enrolling", "picture"):
+            for one in found:
                 _warn_of_other_person(one, owners)
                 counts["skipped"] += one.crops is None
                 yield one
 
-        for batch in embed_faces(faces(), embedder, options.batch_size, rejected):
+        for batch in embed_faces(faces(), len(pictures), "enrolling", embedder, rejected):
             _enrol(batch, gallery, options, counts)
         people = gallery.people()
-    for picture in rejected:
-        print(f"rejected: {shown(picture.name)}: {one_line(picture.reason)}")
+    print_rejected(rejected, options.list)
     print(
         f"{shown(options.gallery)}: {counts['enrolled']} pictures enrolled, {counts['skipped']} were there already, "
         f"{len(rejected)} rejected; now {sum(people.values()):,} of {len(people):,} people"
@@ -253,7 +271,7 @@ def require_network(gallery: Gallery, embedder: Embedder) -> None:
     if gallery.facts.digest != embedder.digest:
         raise ValueError(
             f"{shown(gallery.path)}: was embedded by {one_line(gallery.facts.title)}, another network than "
-            f"{one_line(embedder.title)}; use that one, or change the gallery: face gallery reembed "
+            f"{one_line(embedder.title)}; name that one before the gallery, or embed its faces anew: face gallery reembed "
             f"{shown(gallery.path)} NETWORK"
         )
     if (gallery.facts.embedding_size, gallery.facts.image_size) != (embedder.embedding_size, embedder.image_size):

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import cv2
 import numpy as np
 
 from eval.identification import identify
-from utils.cli import progress
 from utils.files import shown
 from utils.report.contact_sheet import captioned_sheet
 from utils.text import one_line
@@ -23,6 +23,7 @@ from .commands import (
     Picture,
     embed_faces,
     find_pictures,
+    print_rejected,
     read_faces,
     require_network,
     take_recorded_network,
@@ -34,6 +35,7 @@ from .store import Gallery
 
 MAX_ROWS = 100  # faces on a sheet
 _MOST = 10  # people beside a face; --k may be 1,000, and the sheet would take gigabytes
+_KNOWN, _GREEN, _FRAME = "known", (0, 200, 0), 7  # pixels, of which the picture shows the inner half
 _LETTERS = 15  # of the name of a picture that is searched
 _RANKS = (1, 5)
 
@@ -70,8 +72,7 @@ def search_all(options: argparse.Namespace) -> None:
         queries: list[Query] = []
         raw = [np.zeros((0, embedder.embedding_size), dtype=np.float32)]
         faces = read_faces(pictures, detector, embedder.image_size, options.which, options.threads)
-        bar = progress(faces, len(pictures), "searching", "picture")
-        for batch in embed_faces(bar, embedder, options.batch_size, rejected):
+        for batch in embed_faces(faces, len(pictures), "searching", embedder, rejected):
             raw.append(np.stack([face.embedding for face in batch]) if batch else raw[0])
             for face, matches in zip(batch, searcher.search(raw[-1], options.k), strict=True):
                 # only those of the sheet keep their pixels; those of a large folder would fill the memory
@@ -80,8 +81,7 @@ def search_all(options: argparse.Namespace) -> None:
                 queries.append(Query(face.picture, face.hash, crop, norm, matches))
         for query in () if options.quiet else queries:
             _print_query(query, threshold, detector is not None)
-        for picture in rejected:
-            print(f"rejected: {shown(picture.name)}: {one_line(picture.reason)}")
+        print_rejected(rejected)
         if not queries:
             raise ValueError(f"none of {len(found)} pictures has a face to search; the reasons are above")
         embeddings = np.concatenate(raw)
@@ -101,12 +101,11 @@ def _print_threshold(threshold: Threshold | None, searcher: Searcher) -> None:
     """Say what decides between known and unknown, and how often it errs in a gallery of this size."""
     if threshold is None:
         print("no threshold: the people are only ranked, and somebody is first for a stranger, too; see --far and --threshold")
-    elif not threshold.far:
-        print(f"unknown: not above the {threshold.words}")
-    else:
+        return
+    print(f"a match is above the {threshold.words}")
+    if threshold.far:
         count = len(searcher.entries)
         what = "templates" if searcher.by == "template" else "images"
-        print(f"unknown: not above the {threshold.words}")
         print(
             f"this is a rate per comparison. A stranger is compared with {count:,} {what}, so expect about "
             f"{count * float(threshold.far):.2g} false matches per search of a stranger, if strangers here are like the "
@@ -116,9 +115,9 @@ def _print_threshold(threshold: Threshold | None, searcher: Searcher) -> None:
 
 def _print_query(query: Query, threshold: Threshold | None, detected: bool) -> None:
     face = f", face {query.crop.number}" if detected else ""
-    print(f"{shown(query.picture.name)}{face}")
-    if threshold is not None and not (query.matches and query.matches[0].cosine > threshold.cosine):
-        print("      unknown; the most similar are")
+    answer = _verdict(query.matches, None if threshold is None else threshold.cosine)
+    answer = f"match: {one_line(query.matches[0].person)}" if answer == _KNOWN else answer
+    print(f"{shown(query.picture.name)}{face}{answer and f': {answer}'}")
     for place, match in enumerate(query.matches, 1):
         below = threshold is not None and match.cosine <= threshold.cosine
         print(f"  {place:>3} {match.cosine:8.4f}  {one_line(match.person)}{'  (below the threshold)' if below else ''}")
@@ -204,10 +203,12 @@ def draw_sheet(rows: Sequence[tuple[np.ndarray, str, Sequence[Match]]], gallery:
     drawn = []
     for pixels, name, matches in rows:
         cells: list[tuple[np.ndarray | None, tuple[str, ...]]] = [(pixels, (_end(name), _verdict(matches, threshold)))]
-        for match in matches[:_MOST]:
+        for place, match in enumerate(matches[:_MOST]):
             face = gallery.picture(match.image)
-            grey = np.full((8, 8, 3), 200, dtype=np.uint8)
-            cells.append((grey if face is None else face, (match.person, f"{match.cosine:.3f}")))
+            face = np.full((8, 8, 3), 200, dtype=np.uint8) if face is None else face
+            if place == 0 and _verdict(matches, threshold) == _KNOWN:
+                face = cv2.rectangle(cv2.resize(face, (112, 112)), (0, 0), (111, 111), _GREEN, _FRAME)
+            cells.append((face, (match.person, f"{match.cosine:.3f}")))
         drawn.append(cells)
     return captioned_sheet(drawn)
 
@@ -220,4 +221,4 @@ def _end(name: str) -> str:
 def _verdict(matches: Sequence[Match], threshold: float | None) -> str:
     if threshold is None:
         return ""
-    return "known" if matches and matches[0].cosine > threshold else "unknown"
+    return _KNOWN if matches and matches[0].cosine > threshold else "unknown"

@@ -23,7 +23,6 @@ from ..results import SetResult, find_threshold, parse_results, read_results_of,
 _MAX_PIXELS = 64_000_000  # of an upload: 0.6 GB while it is decoded; phones have 12 to 50 million
 _TOP = 5  # people that a search shows
 WHICH_FACE = "largest"  # of several on a photograph
-_AT_ONCE = 64  # images of a set between two steps of the progress bar
 
 
 class UploadError(Exception):
@@ -170,8 +169,8 @@ def score(path: Path, embedder: Embedder) -> SetResult:
     """Return the numbers of a verification set, computed now."""
     pair_set = load_pair_sets("", [str(path)], "--pairs", "--pairs")[0]
     rows = []
-    for first in progress(range(0, len(pair_set.images), _AT_ONCE), None, "scoring the set", "batch"):
-        numbers = range(first, min(first + _AT_ONCE, len(pair_set.images)))
+    for first in progress(range(0, len(pair_set.images), embedder.step), None, "scoring the set", "batch"):
+        numbers = range(first, min(first + embedder.step, len(pair_set.images)))
         rows.append(embedder.embed(np.stack([pair_set.decode(number, embedder.image_size) for number in numbers])))
     sums = np.concatenate(rows).astype(np.float64)
     norms = row_norms(sums)

@@ -5,7 +5,7 @@ of the network's size, or photographs if --detector names a face detector. GALLE
 people.gallery. NETWORK is by default the newest run in work_dirs. The gallery records network and detector for searches.
 
 Pictures that are enrolled already are skipped, so that the same command continues after an interruption. Pictures are safe in
-the gallery after each batch, and --list names them then. Those of which there is no face are listed with the reason.
+the gallery after each batch, and --list names them then. Rejected ones are named with the reason, three of each without --list.
 
 Examples:
   python -m scripts.deploy.enrol people --detector yunet.onnx
