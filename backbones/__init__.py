@@ -6,6 +6,7 @@ the networks of these packages.
 """
 
 import inspect
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -64,7 +65,9 @@ def _constructor(name: str) -> Callable[..., nn.Module]:
     if is_of_package(name):
         return partial(PackageNetwork, name)
     if name not in BACKBONES:
-        raise ValueError(f"name must be one of {', '.join(BACKBONES)}, got '{name}'.{did_you_mean(name, BACKBONES)}")
+        # others call them resnet50, iresnet50, ir_50
+        usual = re.sub(r"^(i?resnet|ir(_?se)?)[_-]?(?=\d)", "r", name.casefold()).replace("mobilefacenet", "mbf")
+        raise ValueError(f"name must be one of {', '.join(BACKBONES)}, got '{name}'.{did_you_mean(usual, BACKBONES)}")
     return BACKBONES[name]
 
 

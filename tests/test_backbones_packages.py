@@ -184,6 +184,8 @@ def test_a_network_of_a_package_trains_resumes_and_is_evaluated(packages: Path, 
         ("torchvision:squeeze", "torchvision:squeeze cannot be built for images of 112 x 112: it has no linear layer"),
         ("torchvision:inception", "it returns several outputs while it trains; take another network"),
         ("tim:convolution", "name must be one of r18"),
+        *((name, f"got '{name}'. Did you mean r50?") for name in ("resnet50", "iResNet_50", "IR_SE50")),
+        ("mobilefacenet", "got 'mobilefacenet'. Did you mean mbf?"),
     ],
 )
 def test_what_a_package_lacks_is_one_line(packages: Path, name: str, words: str):
