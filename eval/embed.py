@@ -41,17 +41,19 @@ def embed_images(
     num_images: int,
     world: World,
     settings: EmbedSettings = EmbedSettings(),
+    progress: Callable[[int], object] = lambda count: None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the raw embeddings of all images and of their mirror images, two (N, D) float32 arrays, on every rank.
 
     Args:
         model: (b, 3, H, W) -> (b, D); its train or eval modes are restored afterwards.
         decode: image number -> (H, W, 3) uint8 RGB; ValueError if it cannot be decoded.
+        progress: called with the number of images that this rank has embedded since the last call.
 
     Raises:
         ValueError: on every rank, if an image cannot be decoded on any.
     """
-    both = _embed(model, decode, num_images, world, settings, lambda views: views)
+    both = _embed(model, decode, num_images, world, settings, lambda views: views, progress)
     return both[:, 0], both[:, 1]
 
 
@@ -65,9 +67,7 @@ def embed_sums(
 ) -> np.ndarray:
     """Return plain + mirrored raw embeddings, (N, D) float32, on every rank: half the memory of `embed_images`.
 
-    Args:
-        progress: called with the number of images that this rank has embedded since the last call.
-        (the other arguments are those of `embed_images`)
+    The arguments are those of `embed_images`.
     """
     return _embed(model, decode, num_images, world, settings, lambda views: views.sum(1, keepdim=True), progress)[:, 0]
 

@@ -32,16 +32,18 @@ class Embed(NamedTuple):
 
     def views(self, decode: Decode, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the raw embeddings of all images and of their mirror images, two (count, D) float32 arrays."""
-        size = self.settings.image_size
-        return embed_images(self.model, lambda index: decode(index, size), count, self.world, self.settings)
+        return self._under_a_bar(embed_images, decode, count)
 
     def sums(self, decode: Decode, count: int) -> np.ndarray:
         """Return plain + mirrored raw embeddings, (count, D) float32."""
-        size = self.settings.image_size
+        return self._under_a_bar(embed_sums, decode, count)
+
+    def _under_a_bar(self, embed: Callable[..., Computed], decode: Decode, count: int) -> Computed:
+        arguments = (self.model, lambda index: decode(index, self.settings.image_size), count, self.world, self.settings)
         if not self.shows_progress:
-            return embed_sums(self.model, lambda index: decode(index, size), count, self.world, self.settings)
+            return embed(*arguments)
         with progress([], -(-count // self.world.world_size), "embedding", "image") as bar:
-            return embed_sums(self.model, lambda index: decode(index, size), count, self.world, self.settings, bar.update)
+            return embed(*arguments, bar.update)
 
     def on_first_rank(self, compute: Callable[[], Computed]) -> Computed:
         """Return on every rank the small result of `compute`, which runs on rank 0 alone.

@@ -7,6 +7,7 @@ import csv
 import errno
 import json
 import os
+import re
 import sys
 import zipfile
 from collections import Counter
@@ -137,7 +138,7 @@ def _distance(found: np.ndarray, expected: np.ndarray) -> float:
 
 def _only_line(capsys: pytest.CaptureFixture[str]) -> str:
     said = capsys.readouterr().err
-    lines = [line for line in said.splitlines() if not line.startswith("warning: ")]
+    lines = [line for line in said.splitlines() if line and not line.startswith(("warning: ", "embedding: "))]
     assert len(lines) == 1 and lines[0].startswith("error: "), said
     return lines[0]
 
@@ -412,11 +413,12 @@ def test_with_flip_the_table_of_times_is_of_the_same_work(toy: list[str], tmp_pa
     assert seen[2 * len(BATCHES) :] == [2, 2, 10, 10]  # one image and five, each once before the clock starts
 
 
-def test_the_images_of_the_calibration_set_the_ranges_of_int8(source: Path, tmp_path: Path):
+def test_the_images_of_the_calibration_set_the_ranges_of_int8(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "dark" / "a").mkdir(parents=True)
     (tmp_path / "dark" / "a" / "0.jpg").write_bytes(jpeg(np.zeros((SIZE, SIZE, 3), np.uint8)))
     words = [str(source / "run"), "--to", "onnx", "--out", str(tmp_path / "net.onnx"), "--json", str(tmp_path / "f.json")]
     assert export([*words, "--precision", "int8", "--calibrate", str(tmp_path / "dark")]) == 0  # no range but that of black
+    assert re.findall(r"(embedding): 100%", capsys.readouterr().err) == ["embedding"] * 2  # the network, then the file
     dark, usual = (json.loads((folder / "f.json").read_text())["files"]["int8"] for folder in (tmp_path, source))
     assert dark["difference"] > 10 * usual["difference"]
 
@@ -432,6 +434,9 @@ def test_a_smaller_file_that_loses_too_much_accuracy_does_not_appear(
     assert _left(tmp_path / "out") == []
     scores = iter([0.92, 0.915])  # whose difference is computed as a little more than half a point
     assert export([*words, "--precision", "fp16", "--max-loss", "0.5"]) == 0
+    scores = iter([0.92, 0.91998])
+    assert export([*words, "--precision", "fp16", "--overwrite"]) == 0
+    assert re.search(r"^fp16 .* 92\.00 \(\+0\.00\)$", capsys.readouterr().out, re.M)
 
 
 def test_weights_of_more_than_a_file_may_have_lie_beside_it(

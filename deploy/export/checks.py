@@ -297,7 +297,7 @@ def accuracies(
 ) -> Iterator[tuple[str, float]]:
     """Yield (name of the set, accuracy) of a network that takes the input of this project."""
     alone = World(0, 1, 0, 1, torch.device("cpu"))
-    for name, result in evaluate(model, sets, alone, EmbedSettings(batch_size, None, threads, image_size)):
+    for name, result in evaluate(model, sets, alone, EmbedSettings(batch_size, None, threads, image_size), shows_progress=True):
         yield name, result.accuracy
 
 

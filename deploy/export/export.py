@@ -235,7 +235,9 @@ def table(facts: Mapping[str, Any]) -> str:
         cells = [f"{found['megabytes']:.2f}", f"{found['difference']:.1e}", f"{found['cosine']:.5f}"]
         scores = facts["accuracies"].get(precision, {})
         cells += [
-            f"{100 * scores[name]:.2f} ({100 * (scores[name] - facts['accuracies']['fp32'][name]):+.2f})" for name in sets
+            # plus 0.0, which makes a 0.0 of -0.0
+            f"{100 * scores[name]:.2f} ({round(100 * (scores[name] - facts['accuracies']['fp32'][name]), 2) + 0.0:+.2f})"
+            for name in sets
         ]
         rows.append([precision, *cells])
     batches = " and ".join([", ".join(map(str, facts["batches"][:-1])), str(facts["batches"][-1])])
