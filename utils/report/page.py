@@ -9,8 +9,8 @@ from utils.files import write_file
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; overflow-wrap: anywhere; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: min(110rem, 96vw); margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; overflow-wrap: anywhere; } p { max-width: 70rem; }
 h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid var(--line); }
 table { border-collapse: collapse; margin: .8rem 0; } th, td { padding: .25rem .8rem; border-bottom: 1px solid var(--line); }
 th, td { text-align: left; vertical-align: top; } tr:first-child th { background: var(--soft); vertical-align: bottom; }
