@@ -31,7 +31,8 @@ class Disk:
             if number == self.fail_at:
                 if self.error == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
-                raise OSError(self.error, os.strerror(self.error), str(args[0]))
+                named = () if isinstance(args[0], int) else (str(args[0]),)  # those of open files have no name
+                raise OSError(self.error, os.strerror(self.error), *named)
             if self.short and name == "write":
                 return original(args[0], args[1][: max(1, len(args[1]) // 3)])
             return original(*args, **kwargs)

@@ -1,8 +1,10 @@
 """Model cards: what they say is what the checkpoint and the results say, and no text of a file becomes markup."""
 
 import copy
+import errno
 import html
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from faulty_disk import Disk, faulty
 from onnx import TensorProto, helper
 from saving import save_now
 
@@ -258,6 +261,36 @@ def test_a_set_of_any_name_is_on_the_card(run: Path, results: dict[str, Any], tm
         out = tmp_path / str(number)
         assert _card(run, "--out", out, "--results", tmp_path / "r.json") == 0
         assert len([row for row in _cells((out / "card.md").read_text()) if len(row) == 8]) == 3
+
+
+def test_a_full_disk_is_one_line_that_names_the_file_and_leaves_what_was_there(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def files(out: Path, fail_at: int = -1, error: int = 0) -> tuple[dict[str, bytes], list[str]]:
+        with faulty(Disk(fail_at, error)) as disk:
+            assert _card(run, "--out", out) == (fail_at >= 0)
+        said = _one_line(capsys) if error else ""
+        assert not error or (os.strerror(error) in said and any(f"{out}/{name}: " in said for name in names)), said
+        return {path.name: path.read_bytes() for path in out.iterdir()}, disk.done
+
+    names = ["card.yaml", "card_verification.png", "card.md"]
+    whole, done = files(tmp_path / "whole")
+    for place, number in enumerate([number for number, name in enumerate(done) if name in ("write", "fsync")]):
+        assert files(tmp_path / str(number), number, errno.ENOSPC)[0] == {name: whole[name] for name in names[: place // 2]}
+    _, done = files(tmp_path / "whole")  # which has a card now
+    for number in [number for number, name in enumerate(done) if name in ("write", "fsync")]:
+        assert files(tmp_path / "whole", number, errno.EIO)[0] == whole
+
+
+def test_a_template_never_replaces_what_a_person_wrote_meanwhile(run: Path, tmp_path: Path):
+    def write(operation: str) -> None:
+        if disk.done == ["open", "mkdir", operation]:  # the next one would make the template
+            (tmp_path / "card.yaml").write_text("contact: me")
+
+    disk = Disk(before=write)
+    with faulty(disk):
+        assert _card(run, "--out", tmp_path) == 0
+    assert (tmp_path / "card.yaml").read_text() == "contact: me"
 
 
 def test_a_card_without_results_says_so(run: Path, tmp_path: Path):

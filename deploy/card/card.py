@@ -1,6 +1,7 @@
 """Writes a model card: what the network, its checkpoint, its results and a person say, in this order."""
 
 import argparse
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from eval.report import POINT_COLUMNS, point_rows, range_text
 from utils.alignment import POINTS, TEMPLATE
 from utils.checkpoint.format import is_checkpoint, read_manifest
 from utils.distributed.agreement import digest, digest_tensors
-from utils.files import MAX_SMALL_TEXT, read_bytes, read_text, reading, shown, write_file
+from utils.files import MAX_SMALL_TEXT, NewFile, read_bytes, read_text, reading, shown, write_file
 from utils.image import IMAGE_SIZE
 from utils.memory import forward_operations
 from utils.text import did_you_mean, markdown_table, markdown_text, one_line, printable
@@ -308,8 +309,13 @@ def _write_template(path: Path) -> None:
     """Write a file of empty fields, unless there is one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [_TEMPLATE, *(f"# {field.heading}: {field.asks}\n{key}:\n" for key, field in FIELDS.items())]
-    if not os.path.lexists(path):
-        write_file(path, "\n".join(lines))
+    with contextlib.suppress(FileExistsError), NewFile(path) as file:  # never replaces what a person wrote meanwhile
+        try:
+            file.write("\n".join(lines).encode())
+            file.close()
+        except OSError as error:
+            path.unlink()
+            raise OSError(error.errno, error.strerror, str(path)) from None  # fsync names no file
 
 
 def _where(error: Exception) -> str:
