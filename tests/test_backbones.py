@@ -22,14 +22,8 @@ from backbones.iresnet import IResNet, PReLU, scale_channels
 FIXTURES = Path(__file__).parent / "fixtures" / "backbones"
 SHAPES = json.loads((FIXTURES / "state_dict_shapes.json").read_text())
 EMBEDDINGS = json.loads((FIXTURES / "embeddings.json").read_text())
-NUM_BLOCKS = {
-    "r18": (2, 2, 2, 2),
-    "r34": (3, 4, 6, 3),
-    "r50": (3, 4, 14, 3),
-    "r100": (3, 13, 30, 3),
-    "r200": (6, 26, 60, 6),
-    "r2060": (3, 128, 896, 3),
-}
+NUM_BLOCKS = {"r18": (2, 2, 2, 2), "r34": (3, 4, 6, 3), "r50": (3, 4, 14, 3), "r100": (3, 13, 30, 3), "r200": (6, 26, 60, 6)}
+NUM_BLOCKS["r2060"] = (3, 128, 896, 3)
 COMPUTED = [name for name in list_backbones() if name != "r2060"]  # a thousand blocks: only its structure is tested
 KINDS = ["r18", "mbf", "ghostfacenet_v2_2", "edgeface_xs"]  # one of each file
 BATCH_NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -86,19 +80,10 @@ def test_iresnet_state_dict_follows_the_rule_of_its_depth(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "num_keys", "million_parameters"),
-    [
-        ("r18", 187, 24.03),
-        ("r34", 331, 34.14),
-        ("r50", 475, 43.59),
-        ("r100", 925, 65.16),
-        ("r200", 1807, 118.83),
-        ("r2060", 18583, 1122.3),
-        ("mbf", 333, 2.06),
-        ("mbf_large", 606, 6.31),
-        ("edgeface_xs", 257, 1.77),  # Table II of EdgeFace
-        ("edgeface_s", 257, 3.65),
-    ],
-)
+    [("r18", 187, 24.03), ("r34", 331, 34.14), ("r50", 475, 43.59), ("r100", 925, 65.16), ("r200", 1807, 118.83),
+     ("r2060", 18583, 1122.3), ("mbf", 333, 2.06), ("mbf_large", 606, 6.31),
+     ("edgeface_xs", 257, 1.77), ("edgeface_s", 257, 3.65)],  # Table II of EdgeFace
+)  # fmt: skip
 def test_number_of_keys_and_parameters_is_the_published_one(name: str, num_keys: int, million_parameters: float) -> None:
     model = _on_meta(name)
     assert len(model.state_dict()) == num_keys
@@ -324,13 +309,9 @@ def test_forward_on_the_meta_device_gives_the_shape_without_computing() -> None:
 
 @pytest.mark.parametrize(
     ("name", "million_parameters", "million_operations"),  # the table of GhostFaceNets
-    [
-        ("ghostfacenet_v1_1", 4.09, 215.65),
-        ("ghostfacenet_v1_2", 4.06, 60.29),
-        ("ghostfacenet_v2_1", 6.88, 272.10),
-        ("ghostfacenet_v2_2", 6.84, 76.51),
-    ],
-)
+    [("ghostfacenet_v1_1", 4.09, 215.65), ("ghostfacenet_v1_2", 4.06, 60.29),
+     ("ghostfacenet_v2_1", 6.88, 272.10), ("ghostfacenet_v2_2", 6.84, 76.51)],
+)  # fmt: skip
 def test_ghostfacenets_have_the_published_size(name: str, million_parameters: float, million_operations: float) -> None:
     model = _on_meta(name)
     statistics = sum(value.numel() for key, value in model.named_buffers() if ".running_" in f".{key}")  # Keras counts them

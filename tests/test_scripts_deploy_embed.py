@@ -270,13 +270,9 @@ def test_what_is_done_is_not_done_again(
 
 @pytest.mark.parametrize(
     ("words", "what"),
-    [
-        (["--colour", "bgr"], "network"),
-        (["--precision", "bf16"], "precision"),
-        (["--detector", "face.onnx"], "detector"),
-        ([], "list of pictures"),
-    ],
-)
+    [(["--colour", "bgr"], "network"), (["--precision", "bf16"], "precision"),
+     (["--detector", "face.onnx"], "detector"), ([], "list of pictures")],
+)  # fmt: skip
 def test_parts_of_another_run_are_not_mixed(
     weights: Path,
     tmp_path: Path,

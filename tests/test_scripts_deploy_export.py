@@ -149,17 +149,9 @@ def _left(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    some(
-        [
-            ("r18", []),
-            ("ghostfacenet_v2_2", ["--with-preprocess"]),
-            ("mbf", ["--with-preprocess", "--flip"]),
-            ("edgeface_xs", ["--flip"]),
-            ("vit_t", []),
-        ],
-        2,
-    ),
-)
+    some([("r18", []), ("ghostfacenet_v2_2", ["--with-preprocess"]), ("mbf", ["--with-preprocess", "--flip"]),
+          ("edgeface_xs", ["--flip"]), ("vit_t", [])], 2),
+)  # fmt: skip
 def test_every_kind_of_network_gives_the_numbers_of_torch_at_batch_1_2_and_7(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, more: list[str]
 ):
@@ -211,15 +203,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_dataset(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(backbones.BACKBONES, "r18", Toy)
-        overrides = [
-            "backbone.name=r18",
-            "backbone.width=1",
-            "train.epochs=3",
-            "run.name=run",
-            "eval.every=0",
-            "train.ema=0.95",
-        ]
-        assert train.main(small_run(folder, folder, *overrides)) == 0
+        overrides = "backbone.name=r18 backbone.width=1 train.epochs=3 run.name=run eval.every=0 train.ema=0.95"
+        assert train.main(small_run(folder, folder, *overrides.split())) == 0
         more = ["--precision", "int8", "--measure", "--measure-batch", "2", "--threads", "1", "--json", str(folder / "f.json")]
         words = [str(folder / "run"), "--to", "onnx"]
         assert export([*words, "--out", str(folder / "int8.onnx"), *more, "--with-preprocess"]) == 0
