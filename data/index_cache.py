@@ -107,31 +107,25 @@ def read_cache(
             digest = file.read(_DIGEST)
             length = int.from_bytes(file.read(8), "little")
             if length > min(_MAX_JSON, size):
-                raise DamagedCacheError(_damaged(path))
+                raise ValueError
             header = json.loads(file.read(length))
             if header["stamp"] != wanted or list(header["arrays"]) != list(names):
                 return None
             if header["size"] != size or _digest_from(file, len(_MAGIC) + _DIGEST) != digest:
-                raise DamagedCacheError(_damaged(path))
+                raise ValueError
             arrays: Arrays = {}
             for name, (kind, count, begin) in header["arrays"].items():
                 if np.dtype(kind).kind not in "iu":
-                    raise DamagedCacheError(_damaged(path))
+                    raise ValueError
                 mapped = np.memmap(file, dtype=kind, mode="r", offset=begin, shape=(count,))
                 arrays[name] = mapped.view(np.ndarray)  # np.memmap takes several times as long to read one entry
             if not is_sound(header["facts"], arrays):
-                raise DamagedCacheError(_damaged(path))
+                raise ValueError
             return header["facts"], arrays
-    except DamagedCacheError:
-        raise
     except OSError:
         return None
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError):
-        raise DamagedCacheError(_damaged(path)) from None
-
-
-def _damaged(path: Path) -> str:
-    return f"{path}: the cached index is damaged; it is rebuilt from the set"
+        raise DamagedCacheError(f"{path}: the cached index is damaged; it is rebuilt from the set") from None
 
 
 def _digest_from(file: BinaryIO, begin: int) -> bytes:

@@ -100,25 +100,22 @@ class RecordFile:
         Unlike a read from the map, this adds no pages of the file to the process, holds no lock while the disk works, and
         survives if the file is truncated in the meantime.
         """
+        return self._record(memoryview(self._read(offset, length)), offset, offset)[0]
+
+    def _read(self, offset: int, length: int) -> bytes:
         try:
             data = os.pread(self._open().fileno(), length, offset)
         except OSError as error:
             raise ValueError(f"{self.path}: byte {offset}: cannot be read: {error.strerror}") from None
         if len(data) < length:
             raise ValueError(f"{self.path}: byte {offset + len(data)}: the file ends; it had {self.size} bytes when opened")
-        return self._record(memoryview(data), offset, offset)[0]
+        return data
 
     def read_parts(self, offset: int) -> bytes | memoryview:
         """Return the record of unknown length that starts at byte `offset`, read like `read_span`."""
         end, length = offset, 0
         while True:
-            try:
-                header = os.pread(self._open().fileno(), _PART.size, end)
-            except OSError as error:
-                raise ValueError(f"{self.path}: byte {end}: cannot be read: {error.strerror}") from None
-            if len(header) < _PART.size:
-                raise ValueError(f"{self.path}: byte {end}: the file ends; it had {self.size} bytes when opened")
-            magic, word = _PART.unpack(header)
+            magic, word = _PART.unpack(self._read(end, _PART.size))
             size = _PART.size + ((word & MAX_LENGTH) + 3 & ~3)
             end, length = end + size, length + size
             if magic != MAGIC or word >> 29 not in (1, 2) or length > MAX_LENGTH or end >= self.size:

@@ -158,12 +158,13 @@ class _Machine:
 
     def take(self, size: int) -> bytes:
         """Return the next bytes; `size` is checked first."""
-        end = self.position + size
-        if end > len(self.data):
+        self.check_room(size)
+        self.position += size
+        return self.data[self.position - size : self.position]
+
+    def check_room(self, size: int) -> None:
+        if size > len(self.data) - self.position:
             raise UnsafePickleError(f"it is cut off (byte {self.position} announces {size} more)")
-        data = self.data[self.position : end]
-        self.position = end
-        return data
 
     def number(self, size: int, signed: bool = False) -> int:
         return int.from_bytes(self.take(size), "little", signed=signed)
@@ -287,12 +288,6 @@ def _check_protocol(machine: _Machine) -> None:
         raise UnsafePickleError(f"it is no pickle of protocol 0 to 5 (byte {machine.position - 1} is {protocol})")
 
 
-def _check_frame(machine: _Machine) -> None:
-    size = machine.number(8)
-    if size > len(machine.data) - machine.position:
-        raise UnsafePickleError(f"it is cut off (byte {machine.position} announces {size} more)")
-
-
 def _integer(line: bytes) -> object:
     return {b"00": False, b"01": True}.get(line, int(line))
 
@@ -311,12 +306,9 @@ _VALUES: dict[int, Callable[[_Machine], object]] = {  # opcodes that push what t
     0x8B: lambda m: m.long(m.number(4)),
     ord("G"): lambda m: struct.unpack(">d", m.take(8))[0],
     ord("S"): _Machine.quoted,
-    ord("T"): lambda m: m.take(m.number(4)),
-    ord("U"): lambda m: m.take(m.number(1)),
-    ord("B"): lambda m: m.take(m.number(4)),
-    ord("C"): lambda m: m.take(m.number(1)),
-    0x8E: lambda m: m.take(m.number(8)),
-    0x96: lambda m: m.take(m.number(8)),
+    **dict.fromkeys(b"UC", lambda m: m.take(m.number(1))),
+    **dict.fromkeys(b"TB", lambda m: m.take(m.number(4))),
+    **dict.fromkeys((0x8E, 0x96), lambda m: m.take(m.number(8))),
     ord("V"): lambda m: m.line(None).decode("raw-unicode-escape"),
     ord("X"): lambda m: m.text(m.number(4)),
     0x8C: lambda m: m.text(m.number(1)),
@@ -340,7 +332,7 @@ _VALUES: dict[int, Callable[[_Machine], object]] = {  # opcodes that push what t
 }
 _ACTIONS: dict[int, Callable[[_Machine], object]] = {  # opcodes that push nothing
     0x80: _check_protocol,
-    0x95: _check_frame,
+    0x95: lambda m: m.check_room(m.number(8)),
     ord("("): _Machine.mark,
     ord("0"): lambda m: m.stack.pop() if m.stack else m.marked(),
     ord("1"): _Machine.marked,

@@ -201,7 +201,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--classes", type=count, default=10_000, help="identities")
     parser.add_argument("--precision", choices=PRECISIONS, default="auto", help="train.precision of ours")
     parser.add_argument("--compile", choices=CHOICES["train.compile"], default="off", help="train.compile of ours")
-    parser.add_argument("--data", type=Path, help="RecordIO set that ours reads (default: generated images)")
     parser.add_argument("--processes", type=count, default=1, help="processes on this machine, one per GPU")
     parser.add_argument("--threads", type=int_in_range(0), default=0, help="CPU threads of a process, 0 = share the cores")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further keys of ours, as for train.py")
@@ -331,11 +330,10 @@ class _Loop:
 
 def _overrides(options: argparse.Namespace, device: str, threads: int, folder: Path) -> list[str]:
     """Return the keys of the run that ours trains."""
-    data = ["data.source=synthetic", f"data.num_classes={options.classes}", f"data.num_images={10 * options.classes}"]
-    if options.data:
-        data = [f"data.path={options.data}"]
     return [
-        *data,
+        "data.source=synthetic",
+        f"data.num_classes={options.classes}",
+        f"data.num_images={10 * options.classes}",
         f"data.image_size={options.image_size}",
         "data.prefetch=1",  # or the loader would decode many batches ahead while the other loops have their turn
         f"run.output={folder}",
