@@ -239,8 +239,8 @@ def benchmark(options: argparse.Namespace) -> None:
     _print_table(options, device, rows)
     useful = _useful(options, rows[0]["step_seconds"], parts, device)
     for part, value in parts.items():
-        share = f"{100 * useful['part_shares'][part]:6.0f} %" if part in useful["part_shares"] else ""
-        print(f"  {part:<15}{1e3 * value:9.1f} ms {100 * value / sum(parts.values()):6.1f} % {share}")
+        share = f" {100 * useful['part_shares'][part]:6.0f} %" if part in useful["part_shares"] else ""
+        print(f"  {part:<15}{1e3 * value:9.1f} ms {100 * value / sum(parts.values()):6.1f} %{share}")
     print(f"\n{useful['gflop_per_image']:.1f} GFLOP an image, {useful['tflops']:.3g} TFLOP/s: {100 * useful['share']:.0f} % of")
     print(f"the {useful['peak_tflops']:.3g} TFLOP/s of matrix products in {useful['dtype']}, measured here")
     if options.json:

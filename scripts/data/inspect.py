@@ -12,8 +12,10 @@ Example: python -m scripts.data.inspect set --out report --bins lfw.bin cfp_fp.b
 """
 
 import argparse
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,17 +46,18 @@ class Copy(NamedTuple):
     likeness: float  # correlation of the pixels
 
 
-class Findings(NamedTuple):
-    """The contents of the page."""
+@dataclass(eq=False)
+class Findings:
+    """What was found."""
 
     dataset: FaceDataset
     names: SetNames
     scanned: Scan
     labels: np.ndarray  # (num_stored,)
-    report: dict[str, Any]
     copies: list[Copy]
     overlaps: dict[str, list[Copy]]  # by test set
     tests: dict[str, PairSet]
+    not_compared: int  # candidates for near copies
 
     def across(self) -> list[Copy]:
         """Return the copies whose two pictures have different identities."""
@@ -63,6 +66,41 @@ class Findings(NamedTuple):
     def plain(self) -> list[int]:
         """Return the images of one colour."""
         return self.scanned.indices[self.scanned.plain].tolist()
+
+    @functools.cached_property
+    def report(self) -> dict[str, Any]:
+        """The numbers of the report."""
+        labels, scanned, copies = self.labels, self.scanned, self.copies
+        counts = np.bincount(labels, minlength=self.dataset.num_classes)
+        filled = counts[counts > 0]
+        good = scanned.good
+        sizes = scanned.num_bytes[good]
+        odd = good & ((scanned.height != IMAGE_SIZE) | (scanned.width != IMAGE_SIZE))
+        return {
+            "images": self.dataset.num_images,
+            "identities": self.dataset.num_classes,
+            "identities_without_images": int(np.count_nonzero(counts == 0)),
+            "identities_with_one_image": int(np.count_nonzero(counts == 1)),
+            "images_per_identity_mean": round(float(filled.mean()), 2),
+            "images_per_identity_median": float(np.median(filled)),
+            "images_per_identity_max": int(filled.max()),
+            "images_read": len(scanned.indices),
+            "images_bad": len(scanned.bad),
+            "images_of_one_colour": int(np.count_nonzero(scanned.plain)),
+            f"images_not_{IMAGE_SIZE}_x_{IMAGE_SIZE}": int(np.count_nonzero(odd)),
+            "mean_kilobytes": round(float(sizes.mean()) / 1000, 2) if len(sizes) else 0.0,
+            "copies_of_a_file": sum(copy.kind == "equal" for copy in copies),
+            "copies_of_a_picture": sum(copy.kind == "near" for copy in copies),
+            "copies_across_identities": len(self.across()),
+            "candidates_not_compared": self.not_compared,
+            "overlap": {
+                name: {
+                    "pictures": len({copy.first for copy in found}),
+                    "identities": len({int(labels[copy.first]) for copy in found}),
+                }
+                for name, found in self.overlaps.items()
+            },
+        }
 
     def faults(self) -> list[tuple[str, str, str]]:
         """Return (fault, how many, why it matters), the worst first."""
@@ -112,17 +150,17 @@ def inspect(options: argparse.Namespace) -> None:
     some = 0 < options.images < count
     indices = np.sort(rng.choice(count, options.images, replace=False)) if some else np.arange(count)
     scanned = scan(dataset, indices, options.threads)
-    copies, unconfirmed = find_copies(dataset, scanned, options)
-    overlaps = {test.name: find_overlap(dataset, scanned, test, options) for test in tests}
-    labels, names = dataset.labels(), SetNames(dataset)
-    report = summarise(dataset, scanned, labels, copies, overlaps, unconfirmed)
-    _write_tables(out, names, scanned, labels, copies, overlaps)
-    found = Findings(dataset, names, scanned, labels, report, copies, overlaps, {test.name: test for test in tests})
+    found = Findings(dataset, SetNames(dataset), scanned, dataset.labels(), [], {}, {test.name: test for test in tests}, 0)
+    found.copies, found.not_compared = find_copies(dataset, scanned, options)
+    for test in tests:
+        found.overlaps[test.name], left = find_overlap(dataset, scanned, test, options)
+        found.not_compared += left
+    _write_tables(out, found)
     write_page(out / "report.html", f"Set {options.set}", found, rng)
-    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    (out / "report.json").write_text(json.dumps(found.report, indent=1) + "\n")
     for what, how_many, _ in found.faults():
         print(f"  BAD  {what}: {how_many}")
-    for name, value in report.items():
+    for name, value in found.report.items():
         if not isinstance(value, dict):
             print(f"  {name.replace('_', ' '):<44}{f'{value:,}' if isinstance(value, int) else value}")
     print(f"report: {shown(out / 'report.html')}")
@@ -138,13 +176,19 @@ def find_copies(dataset: FaceDataset, scanned: Scan, options: argparse.Namespace
         first, second = scanned.indices[pair].tolist()
         return Copy(first, second, "near", correlation(*(decode_rgb(dataset.sample(index)[0]) for index in (first, second))))
 
-    checked = pairs[:_COMPARED]
-    compared = progress(map_in_order(compare, checked, options.threads), len(checked), "comparing", "pair")
-    return copies + [copy for copy in compared if copy.likeness >= MIN_CORRELATION], len(pairs) - len(checked)
+    near, left = _compared(pairs, compare, "comparing", options.threads)
+    return copies + near, left
 
 
-def find_overlap(dataset: FaceDataset, scanned: Scan, test: PairSet, options: argparse.Namespace) -> list[Copy]:
-    """Return the pictures of the set that are also in a test set."""
+def _compared(pairs: np.ndarray, compare: Callable[[np.ndarray], Copy], what: str, threads: int) -> tuple[list[Copy], int]:
+    """Return those of the candidates (n, 2) that are copies, and the number of those that were not compared."""
+    some = pairs[:_COMPARED]
+    found = progress(map_in_order(compare, some, threads), len(some), what, "pair")
+    return [copy for copy in found if copy.likeness >= MIN_CORRELATION], len(pairs) - len(some)
+
+
+def find_overlap(dataset: FaceDataset, scanned: Scan, test: PairSet, options: argparse.Namespace) -> tuple[list[Copy], int]:
+    """Return the pictures of the set that are also in a test set, and the number of candidates that were not compared."""
     size = range(len(test.images))
 
     def read(index: int) -> int:
@@ -160,64 +204,19 @@ def find_overlap(dataset: FaceDataset, scanned: Scan, test: PairSet, options: ar
         likeness = correlation(decode_rgb(data), decode_rgb(test.images[other]))
         return Copy(index, other, "equal" if data == test.images[other] else "near", likeness)
 
-    checked = pairs[:_COMPARED]
-    compared = progress(map_in_order(compare, checked, options.threads), len(checked), f"comparing with {test.name}", "pair")
-    return [copy for copy in compared if copy.likeness >= MIN_CORRELATION]
+    return _compared(pairs, compare, f"comparing with {test.name}", options.threads)
 
 
-def summarise(
-    dataset: FaceDataset,
-    scanned: Scan,
-    labels: np.ndarray,
-    copies: list[Copy],
-    overlaps: dict[str, list[Copy]],
-    unconfirmed: int,
-) -> dict[str, Any]:
-    """Return the numbers of the report."""
-    counts = np.bincount(labels, minlength=dataset.num_classes)
-    filled = counts[counts > 0]
-    good = scanned.good
-    sizes = scanned.num_bytes[good]
-    odd = good & ((scanned.height != IMAGE_SIZE) | (scanned.width != IMAGE_SIZE))
-    across = [copy for copy in copies if labels[copy.first] != labels[copy.second]]
-    return {
-        "images": dataset.num_images,
-        "identities": dataset.num_classes,
-        "identities_without_images": int(np.count_nonzero(counts == 0)),
-        "identities_with_one_image": int(np.count_nonzero(counts == 1)),
-        "images_per_identity_mean": round(float(filled.mean()), 2),
-        "images_per_identity_median": float(np.median(filled)),
-        "images_per_identity_max": int(filled.max()),
-        "images_read": len(scanned.indices),
-        "images_bad": len(scanned.bad),
-        "images_of_one_colour": int(np.count_nonzero(scanned.plain)),
-        f"images_not_{IMAGE_SIZE}_x_{IMAGE_SIZE}": int(np.count_nonzero(odd)),
-        "mean_kilobytes": round(float(sizes.mean()) / 1000, 2) if len(sizes) else 0.0,
-        "copies_of_a_file": sum(copy.kind == "equal" for copy in copies),
-        "copies_of_a_picture": sum(copy.kind == "near" for copy in copies),
-        "copies_across_identities": len(across),
-        "candidates_not_compared": unconfirmed,
-        "overlap": {
-            name: {
-                "pictures": len({copy.first for copy in found}),
-                "identities": len({int(labels[copy.first]) for copy in found}),
-            }
-            for name, found in overlaps.items()
-        },
-    }
-
-
-def _write_tables(
-    out: Path, names: SetNames, scanned: Scan, labels: np.ndarray, copies: list[Copy], overlaps: dict[str, list[Copy]]
-) -> None:
-    bad = [*scanned.bad, *((i, "is of one colour, or nearly") for i in scanned.indices[scanned.plain].tolist())]
+def _write_tables(out: Path, found: Findings) -> None:
+    names, labels = found.names, found.labels
+    bad = [*found.scanned.bad, *((i, "is of one colour, or nearly") for i in found.plain())]
     write_csv(out / "bad.csv", ("index", "key", "reason"), ((i, names.file(i), why) for i, why in sorted(bad)))
     write_csv(
         out / "duplicates.csv",
         ("index", "other_index", "kind", "likeness", "identity", "other_identity", "key", "other_key"),
         (
             (a, b, kind, f"{r:.4f}", labels[a], labels[b], names.file(a), names.file(b))
-            for a, b, kind, r in sorted(copies, key=lambda copy: (labels[copy.first] == labels[copy.second], copy))
+            for a, b, kind, r in sorted(found.copies, key=lambda copy: (labels[copy.first] == labels[copy.second], copy))
         ),
     )
     write_csv(
@@ -225,28 +224,25 @@ def _write_tables(
         ("index", "identity", "test_set", "test_image", "kind", "likeness", "key"),
         (
             (a, labels[a], name, b, kind, f"{r:.4f}", names.file(a))
-            for name, found in overlaps.items()
-            for a, b, kind, r in found
+            for name, copies in found.overlaps.items()
+            for a, b, kind, r in copies
         ),
     )
-    write_csv(out / "drop.csv", ("index", "why"), sorted(what_to_drop(scanned, labels, copies, overlaps).items()))
+    write_csv(out / "drop.csv", ("index", "why"), sorted(what_to_drop(found).items()))
 
 
-def what_to_drop(scanned: Scan, labels: np.ndarray, copies: list[Copy], overlaps: dict[str, list[Copy]]) -> dict[int, str]:
+def what_to_drop(found: Findings) -> dict[int, str]:
     """Return index -> reason: bad images; copies: all but the first within an identity, both across identities; overlaps."""
-    drop: dict[int, str] = {}
-    for index, _ in scanned.bad:
-        drop[index] = "bad"
-    for index in scanned.indices[scanned.plain].tolist():
-        drop[index] = "one colour"
-    for copy in copies:
+    drop, labels = {index: "bad" for index, _ in found.scanned.bad}, found.labels
+    drop |= dict.fromkeys(found.plain(), "one colour")
+    for copy in found.copies:
         if labels[copy.first] == labels[copy.second]:
             drop.setdefault(copy.second, f"copy of {copy.first}")
         else:
             drop.setdefault(copy.first, f"also identity {labels[copy.second]}")
             drop.setdefault(copy.second, f"also identity {labels[copy.first]}")
-    for name, found in overlaps.items():
-        for copy in found:
+    for name, copies in found.overlaps.items():
+        for copy in copies:
             drop.setdefault(copy.first, f"in {name}")
     return drop
 
@@ -262,7 +258,9 @@ def write_page(path: Path, title: str, found: Findings, rng: np.random.Generator
     else:
         tested = " and with the test sets" if found.tests else "; no test set was given with --bins"
         page.text(f"No faults: every image decodes, and none is a copy within the set{tested}.")
-    _overlaps(page, found)
+    for name, copies in found.overlaps.items():
+        where = "Left: this set, right: the test set."
+        _copies(page, found, copies, f"Shared with the test set {name}", where, found.tests[name])
     _copies(page, found, found.across(), "Copies across identities", "One person has two labels, or a label is wrong.")
     _unusable(page, found)
     within = [copy for copy in found.copies if copy not in set(found.across())]
@@ -277,35 +275,19 @@ def write_page(path: Path, title: str, found: Findings, rng: np.random.Generator
     page.write(path)
 
 
-def _overlaps(page: Page, found: Findings) -> None:
-    for name, copies in found.overlaps.items():
-        if not copies:
-            continue
-        page.section(f"Shared with the test set {name}")
-        rows = [
-            (
-                f"{copy.kind}: {_called(found, copy.first)}, and image {copy.second} of {name}",
-                [_pixels(found, copy.first), decode_rgb(found.tests[name].images[copy.second])],
-            )
-            for copy in copies[:_MAX_SHOWN]
-        ]
-        shown = f"{len(rows)} of {len(copies)}; all are in overlap.csv"
-        page.picture(sheet(rows, 4, min(2, len(rows))), f"left: this set, right: the test set. {shown}")
-
-
-def _copies(page: Page, found: Findings, copies: Sequence[Copy], heading: str, text: str) -> None:
+def _copies(page: Page, found: Findings, copies: Sequence[Copy], heading: str, text: str, test: PairSet | None = None) -> None:
+    """Show some copies; `test`: the second picture of each is of this test set."""
     if not copies:
         return
     page.section(heading)
     page.text(text)
-    rows = [
-        (
-            f"{copy.kind}: {_called(found, copy.first)}, and {_called(found, copy.second)}",
-            [_pixels(found, index) for index in copy[:2]],
-        )
-        for copy in sorted(copies)[:_MAX_SHOWN]
-    ]
-    page.picture(sheet(rows, 4, min(2, len(rows))), f"{len(rows)} of {len(copies)} pairs; all are in duplicates.csv")
+    rows = []
+    for copy in sorted(copies)[:_MAX_SHOWN]:
+        other = f"image {copy.second} of {test.name}" if test else _called(found, copy.second)
+        second = decode_rgb(test.images[copy.second]) if test else _pixels(found, copy.second)
+        rows.append((f"{copy.kind}: {_called(found, copy.first)}, and {other}", [_pixels(found, copy.first), second]))
+    listed = "overlap.csv" if test else "duplicates.csv"
+    page.picture(sheet(rows, 4, min(2, len(rows))), f"{len(rows)} of {len(copies)} pairs; all are in {listed}")
 
 
 def _unusable(page: Page, found: Findings) -> None:
