@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor, nn
 
 from utils.checkpoint.tensor_file import file_hash
-from utils.text import pip_install, printable
+from utils.text import pip_install, prefix_errors, printable
 
 PREFIX = "face."  # of the keys in a file's metadata
 CONTRACT_FILE = "face_contract.json"  # of a .pt2 file
@@ -278,10 +278,8 @@ def _contract(read: Callable[[], Mapping[str, str]], path: Path) -> InputContrac
         texts = read()
     except Exception as error:  # the texts are no UTF-8, or the archive is damaged
         raise ValueError(f"{path}: its metadata cannot be read: {_first_line(error)}") from None
-    try:
+    with prefix_errors(str(path)):
         return contract_of_texts(texts)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def _raw_embeddings(outputs: Sequence[Tensor], contract: InputContract | None) -> Tensor:

@@ -13,6 +13,7 @@ from torch import nn
 
 from utils.distributed import World, all_gather_objects, broadcast_module
 from utils.log import TRAINING, RunLog
+from utils.text import prefix_errors
 
 from .embed import EmbedSettings
 from .identification import Identification, OpenFaces
@@ -61,10 +62,8 @@ def load_protocols(
         place = next(filter(Path.is_dir, places), None)
         if place is None:
             raise ValueError(f"{setting}: {target}: no folder {places[0]}. Give the folder of the set, or leave it out")
-        try:
+        with prefix_errors(f"{setting}: {target}"):
             found.append(PROTOCOLS[kinds[target]](place, open_faces))
-        except ValueError as error:
-            raise ValueError(f"{setting}: {target}: {error}") from None
     names = [protocol.name for protocol in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -441,8 +441,7 @@ def _eer_interval(genuine: np.ndarray, impostor: np.ndarray, seed: int = 0) -> t
         equal_error_rate(*(np.sort(rng.choice(distances, distances.size)) for distances in (genuine, impostor)))
         for _ in range(_EER_SAMPLES)
     ]
-    low, high = np.quantile(rates, [0.025, 0.975])
-    return float(low), float(high)
+    return _interval(np.array(rates))
 
 
 def _auc_interval(genuine: np.ndarray, impostor: np.ndarray, auc: float) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike
 
 from utils.files import write_file
 from utils.image import IMAGE_SIZE
+from utils.text import prefix_errors
 
 from .container import MAGIC, MAX_LENGTH, RecordFile, RecordWriter
 from .index import read_index
@@ -208,10 +209,8 @@ class IndexedRecordFile:
 
     def _header_at(self, position: int) -> tuple[int, float, int]:
         record = self.read_position(position)
-        try:
+        with prefix_errors(f"record {self.keys[position]} of {self.path}"):
             label, _, _, payload = unpack(record)
-        except ValueError as error:
-            raise ValueError(f"record {self.keys[position]} of {self.path}: {error}") from None
         if isinstance(label, np.ndarray):
             return len(label), float(label[0]), len(payload)
         return 0, label, len(payload)

@@ -63,11 +63,9 @@ class PairSet(Protocol[VerificationResult]):
         """Reject images with oversized headers here, so that training does not stop at its first evaluation."""
         for index, image in enumerate(self.images):
             size = image_size(image)
-            try:
+            with prefix_errors(f"{self.path or self.name}: image {index}"):
                 if size is not None:
                     check_size(*size, MAX_PIXELS)
-            except ValueError as error:
-                raise ValueError(f"{self.path or self.name}: image {index}: {error}") from None
 
     def digest(self) -> str:
         """Return a hash of the pairs and the images."""
@@ -107,10 +105,8 @@ class PairSet(Protocol[VerificationResult]):
         An image of another width is resized like mxnet's resize_short: bicubic, with the short side scaled to `size`. This is
         how the published numbers came about, all of them at 112. For another `size` it is resized as training images are.
         """
-        try:
+        with prefix_errors(f"{self.name}: image {index}"):
             image = decode_rgb(self.images[index])
-        except ValueError as error:
-            raise ValueError(f"{self.name}: image {index}: {error}") from None
         height, width = image.shape[:2]
         shape = (width, height)
         if width != size:

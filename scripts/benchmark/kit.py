@@ -41,13 +41,10 @@ def machine(device: str) -> str:
     """Return a line that names processor, threads and versions."""
     if device == "cuda":
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    model = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
-    return f"{model}, {torch.get_num_threads()} threads, torch {torch.__version__}, {platform.system()}"
-
-
-def _cpuinfo() -> list[str]:
     path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.is_file() else []
+    lines = path.read_text().splitlines() if path.is_file() else []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return f"{model}, {torch.get_num_threads()} threads, torch {torch.__version__}, {platform.system()}"
 
 
 def peak_bytes(device: torch.device) -> float:

@@ -1,7 +1,7 @@
 """Baselines: the usual ways to read data, to verify, to train and to hold class centres, simple on purpose.
 
 data          written from descriptions of arcface_torch and mxnet: the index as a dict of parsed lines; worker processes that
-              decode one image at a time to a float tensor, stack the images and send them; other decoders where installed
+              decode one image at a time to a float tensor, stack the images and send them; other decoders
 verification  rank 0 alone decodes every image of the pairs, also those that come twice, into one float tensor for the pictures
               and one for their mirror images; the network sees ten at a time; loops over folds and thresholds
 training      as in tutorials: fp32, eager, NCHW images that are drawn once, torch's own PReLU, DDP and SGD with their defaults,
@@ -14,8 +14,6 @@ heads         all logits, autograd, a dense gradient, SGD. tutorial: ArcFace as 
 Shapes: b = samples of this rank, B = b * world_size, C = classes of this shard, D = embedding size.
 """
 
-import contextlib
-import importlib
 import io
 import math
 from collections.abc import Callable
@@ -24,8 +22,10 @@ from typing import Any
 
 import cv2
 import numpy as np
+import simplejpeg
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -76,15 +76,12 @@ def plain_loader(rec_path: Path, batch_size: int, workers: int) -> DataLoader:
 
 
 def decoders() -> dict[str, Callable[[bytes], np.ndarray]]:
-    """Return the installed JPEG decoders by name; the loader uses simplejpeg, and opencv for images that it rejects."""
-    found: dict[str, Callable[[bytes], np.ndarray]] = {"opencv": decode_rgb}
-    with contextlib.suppress(ImportError):
-        image = importlib.import_module("PIL.Image")
-        found["pillow"] = lambda data: np.asarray(image.open(io.BytesIO(data)).convert("RGB"))
-    with contextlib.suppress(ImportError):
-        decode = importlib.import_module("simplejpeg").decode_jpeg
-        found["simplejpeg"] = lambda data: decode(data, "RGB")
-    return found
+    """Return JPEG decoders by name; the loader uses simplejpeg, and opencv for images that it rejects."""
+    return {
+        "opencv": decode_rgb,
+        "pillow": lambda data: np.asarray(Image.open(io.BytesIO(data)).convert("RGB")),
+        "simplejpeg": lambda data: simplejpeg.decode_jpeg(data, "RGB"),
+    }
 
 
 def plain_embed(model: nn.Module, pair_set: PairSet) -> np.ndarray:

@@ -30,6 +30,7 @@ from utils.cli import int_in_range, make_parser, progress
 from utils.files import read_bytes, read_lines
 from utils.image import IMAGE_SIZE, IMAGE_SUFFIXES, decode_rgb
 from utils.program import run_main
+from utils.text import prefix_errors
 
 Pair = tuple[Path, Path, bool]
 
@@ -89,10 +90,8 @@ def make(options: argparse.Namespace) -> None:
 
 
 def _check(image: bytes, name: str, any_size: bool) -> None:
-    try:
+    with prefix_errors(name):
         height, width = decode_rgb(image).shape[:2]
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
     if (height, width) != (IMAGE_SIZE, IMAGE_SIZE) and not any_size:
         raise ValueError(
             f"{name}: is {width} x {height} pixels, not {IMAGE_SIZE} x {IMAGE_SIZE}; align the pictures first "
