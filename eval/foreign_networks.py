@@ -220,6 +220,27 @@ class ForeignNetwork(nn.Module):
         return output
 
 
+def open_session(path: Path, threads: int) -> Any:
+    """Return the session of onnxruntime for an ONNX file, on the CPU.
+
+    Raises:
+        ValueError: onnxruntime is not installed, or cannot read the file, or it refers to files elsewhere.
+    """
+    try:
+        runtime = importlib.import_module("onnxruntime")
+    except ImportError:
+        raise ValueError(f"{path}: an ONNX file needs onnxruntime: {pip_install('onnxruntime')}") from None
+    check_outside_data(path)
+    settings = runtime.SessionOptions()
+    settings.intra_op_num_threads = threads
+    settings.log_severity_level = 4  # its warnings are for its developers; errors are raised
+    try:
+        # without the second attempt of onnxruntime, which is the same and prints a box of stars
+        return runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"], enable_fallback=0)
+    except Exception as error:  # onnxruntime has its own exceptions for damage, all of them derived from this
+        raise ValueError(f"{path}: onnxruntime cannot read it: {_first_line(error)}") from None
+
+
 class OnnxNetwork(nn.Module):
     """An ONNX file as a network, run by onnxruntime on the CPU. For a fixed batch size the last batch is padded.
 
@@ -228,18 +249,7 @@ class OnnxNetwork(nn.Module):
 
     def __init__(self, path: Path, threads: int) -> None:
         super().__init__()
-        try:
-            runtime = importlib.import_module("onnxruntime")
-        except ImportError:
-            raise ValueError(f"{path}: an ONNX file needs onnxruntime: {pip_install('onnxruntime')}") from None
-        check_outside_data(path)
-        settings = runtime.SessionOptions()
-        settings.intra_op_num_threads = threads
-        settings.log_severity_level = 4  # its warnings are for its developers; errors are raised
-        try:
-            self.session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime has its own exceptions for damage, all of them derived from this
-            raise ValueError(f"{path}: onnxruntime cannot read it: {_first_line(error)}") from None
+        self.session = open_session(path, threads)
         self.contract = _contract(lambda: self.session.get_modelmeta().custom_metadata_map, path)
         entry = self.session.get_inputs()[0]
         takes_bytes = self.contract is not None and self.contract.takes_bytes

@@ -53,15 +53,6 @@ class Stamped(NamedTuple):
     size: int  # bytes
     time: int  # of the last change, ns
 
-    @classmethod
-    def of(cls, folder: Path, name: str) -> "Stamped":
-        """Return a picture below a folder; one that cannot be asked has zeros, and is rejected when it is read."""
-        try:
-            status = os.stat(folder / name)
-        except OSError:
-            return cls(name, 0, 0)
-        return cls(name, status.st_size, status.st_mtime_ns)
-
 
 class Row(NamedTuple):
     """An embedded face, beside its vector."""

@@ -23,9 +23,7 @@ from ..journal import Journal, open_journal
 from .detections import Face
 from .detector import Detector, open_detector
 from .landmarks import report_padding
-from .pictures import UNREADABLE, Rejected, list_pictures, read_crops, to_jpeg
-
-Stamp = tuple[int, int]  # size in bytes and time of change in ns, of a picture
+from .pictures import UNREADABLE, Rejected, list_pictures, read_crops, stamp_of, to_jpeg
 
 
 class Found(NamedTuple):
@@ -39,7 +37,7 @@ class Done(NamedTuple):
     """A picture that is done: its faces, or why there are none."""
 
     name: str
-    stamp: Stamp
+    stamp: tuple[int, int]  # see `stamp_of`
     faces: tuple[Found, ...]
     reason: str
 
@@ -90,18 +88,10 @@ class Detections:
                     if crop.parent.resolve().is_relative_to(root):
                         crop.unlink()
 
-    def stamp(self, picture: Path) -> Stamp:
-        """Return what changes with the file; (0, 0) if it cannot be asked."""
-        try:
-            status = picture.stat()
-        except OSError:
-            return 0, 0
-        return status.st_size, status.st_mtime_ns
-
     def is_done(self, folder: Path, name: str, which: str) -> bool:
         """Return whether a picture is the one that was done, and its crops are there."""
         done = self.done.get(name)
-        if done is None or done.stamp != self.stamp(folder / name) or done.reason.startswith(UNREADABLE):
+        if done is None or done.stamp != stamp_of(folder / name) or done.reason.startswith(UNREADABLE):
             return False
         return all(_has_bytes(self._out / crop_name(name, which, number)) for number in range(len(done.faces)))
 
@@ -265,7 +255,7 @@ def _work(options: argparse.Namespace, names: Sequence[str], detector: Detector,
     """Detect and align what the journal lacks; return the number of pictures."""
 
     def work(name: str) -> Done:
-        before = journal.stamp(options.folder / name)
+        before = stamp_of(options.folder / name)
         bad = _unusable(name)
         crops = Rejected(name, bad) if bad else read_crops(options.folder, name, detector, options.size, options.which)
         if isinstance(crops, Rejected):

@@ -5,14 +5,14 @@ picture that is scaled by f has its point x at (x + 0.5) f - 0.5, which is how O
 Shapes: H, W = height and width of a picture, n = candidates, A = cells of all strides times anchors of a cell.
 """
 
-import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
 
-from utils.text import one_line, pip_install
+from eval.foreign_networks import open_session
+from utils.text import one_line
 
 STRIDES = (8, 16, 32)  # pixels of the detector's input for each cell of its three grids
 MULTIPLE = 32  # of each side of an input without a fixed size: the coarsest stride
@@ -150,19 +150,7 @@ class Session:
     """An ONNX graph under onnxruntime, from an input (1, 3, H, W) float32 to all its outputs. Threads may share it."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            runtime = importlib.import_module("onnxruntime")
-        except ImportError:
-            raise ValueError(f"{path}: this detector needs onnxruntime: {pip_install('onnxruntime')}") from None
-        settings = runtime.SessionOptions()
-        settings.intra_op_num_threads = 1  # pictures are processed at once by several threads
-        settings.log_severity_level = 4
-        self.path = path
-        try:
-            # without the second attempt of onnxruntime, which is the same and prints a box of stars
-            self._session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"], enable_fallback=0)
-        except Exception as error:  # onnxruntime has its own exceptions for damage, all of them derived from this
-            raise ValueError(f"{path}: onnxruntime cannot read it: {_last_line(error)}") from None
+        self.path, self._session = path, open_session(path, 1)  # pictures are processed at once by several threads
         entries = self._session.get_inputs()
         shape = entries[0].shape if len(entries) == 1 else []
         sides = [side if isinstance(side, int) and side > 0 else None for side in shape[2:]]

@@ -51,11 +51,20 @@ class Encoded(NamedTuple):
     padding: float = 0.0  # share of the aligned face that is outside the picture
 
 
-class BadPicture(NamedTuple):
-    """Why a picture cannot be stored."""
+class Rejected(NamedTuple):
+    """A picture that cannot be used."""
 
     name: str
     reason: str
+
+
+def stamp_of(path: Path) -> tuple[int, int]:
+    """Return the size of a file in bytes and the time of its last change in ns; zeros if it cannot be asked."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_size, status.st_mtime_ns
 
 
 def list_pictures(folder: Path) -> list[str]:
@@ -132,12 +141,12 @@ def _insightface_line(path: Path, number: int, columns: list[str]) -> Picture:
     return Picture(path.parent / name, name, label, points)
 
 
-def encode(picture: Picture, rules: Rules) -> Encoded | BadPicture:
+def encode(picture: Picture, rules: Rules) -> Encoded | Rejected:
     """Return the bytes to store: the file's own bytes if it is a JPEG or PNG of the right size, otherwise a new JPEG."""
     try:
         data = read_bytes(picture.path)
     except OSError as error:
-        return BadPicture(picture.name, f"cannot be read: {error.strerror}")
+        return Rejected(picture.name, f"cannot be read: {error.strerror}")
     try:
         pixels = decode_rgb(data, MAX_PHOTO_PIXELS)
         if picture.points is None:
@@ -145,14 +154,14 @@ def encode(picture: Picture, rules: Rules) -> Encoded | BadPicture:
                 return Encoded(data if data.startswith(_KEPT) else to_jpeg(pixels, rules.quality))
             if not rules.resize:
                 height, width = pixels.shape[:2]
-                return BadPicture(picture.name, f"is {width} x {height} pixels, not {rules.size} x {rules.size}")
+                return Rejected(picture.name, f"is {width} x {height} pixels, not {rules.size} x {rules.size}")
             shrinks = min(pixels.shape[:2]) > rules.size
             how = cv2.INTER_AREA if shrinks else cv2.INTER_CUBIC
             return Encoded(to_jpeg(cv2.resize(pixels, (rules.size, rules.size), interpolation=how), rules.quality))
         padding = check_points(picture.points, *pixels.shape[:2])
         return Encoded(to_jpeg(align(pixels, picture.points, rules.size, rules.smooth), rules.quality), padding)
     except ValueError as error:
-        return BadPicture(picture.name, str(error))
+        return Rejected(picture.name, str(error))
 
 
 def to_jpeg(pixels: np.ndarray, quality: int) -> bytes:
@@ -176,13 +185,6 @@ class Crop(NamedTuple):
     face: Face | None  # None = the picture is an aligned crop
     number: int  # of the face in its picture, from 0, best score first
     padding: float = 0.0  # share of the crop that is outside the picture, and so is black
-
-
-class Rejected(NamedTuple):
-    """A picture of which there is no crop."""
-
-    name: str
-    reason: str
 
 
 def add_which_argument(parser: argparse.ArgumentParser, one: bool = False, otherwise: str = "rejected") -> None:

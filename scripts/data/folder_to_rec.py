@@ -20,7 +20,7 @@ from pathlib import Path
 
 from data.recordio.image_record import RecordSetWriter
 from deploy.faces.landmarks import points_of, read_landmarks, report_padding
-from deploy.faces.pictures import BadPicture, Picture, Rules, encode, list_identities
+from deploy.faces.pictures import Picture, Rejected, Rules, encode, list_identities
 from deploy.faces.pictures import read_list as read_lst
 from utils.cli import add_threads, int_in_range, make_parser, progress
 from utils.image import IMAGE_SIZE
@@ -59,13 +59,13 @@ def convert(options: argparse.Namespace) -> None:
         found = points_of(known, [picture.name for picture in pictures])
         pictures = [picture._replace(points=points) for picture, points in zip(pictures, found, strict=True)]
     rules = Rules(options.size, options.quality, options.resize, not options.plain_warp)
-    skipped: list[BadPicture] = []
+    skipped: list[Rejected] = []
     padding: dict[str, float] = {}
     numbers: dict[int, int] = {}  # of the identities in their order, so that one without a usable picture leaves no gap
     with RecordSetWriter(options.out, size=options.size, overwrite=options.overwrite) as writer:
         results = map_in_order(lambda picture: (picture, encode(picture, rules)), pictures, options.threads)
         for picture, image in progress(results, len(pictures), "writing", "picture"):
-            if isinstance(image, BadPicture):
+            if isinstance(image, Rejected):
                 if not options.skip_bad:
                     raise ValueError(f"{picture.path}: {image.reason}. {_advice(picture, image)}")
                 skipped.append(image)
@@ -84,7 +84,7 @@ def convert(options: argparse.Namespace) -> None:
     print(f"next: python -m scripts.data.inspect {options.out} --out report")
 
 
-def _advice(picture: Picture, bad: BadPicture) -> str:
+def _advice(picture: Picture, bad: Rejected) -> str:
     if picture.points is not None and "landmarks" in bad.reason:
         return "Correct the landmarks, or leave out all such pictures with --skip-bad"
     if "pixels, not" in bad.reason:

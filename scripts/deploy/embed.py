@@ -35,7 +35,7 @@ from deploy.embed.parts import (
     write_table,
 )
 from deploy.faces.detector import add_detector_arguments, open_detector
-from deploy.faces.pictures import add_which_argument, list_pictures
+from deploy.faces.pictures import add_which_argument, list_pictures, stamp_of
 from deploy.journal import open_journal
 from eval.networks import add_network_arguments
 from utils.cli import int_in_range, make_parser, progress
@@ -66,7 +66,8 @@ def run(options: argparse.Namespace) -> None:
     """Embed the parts that are missing, join all of them, and remove them."""
     out: Path = options.out
     check_form(out)
-    files = _pictures(options.folder)
+    # one that cannot be asked for size and time has zeros, and is rejected when it is read
+    files = [Stamped(name, *stamp_of(options.folder / name)) for name in list_pictures(options.folder)]
     unfinished = out.with_name(f"{out.name}.unfinished")
     if out.is_dir():
         raise ValueError(f"--out: {out} is a folder; name a file")
@@ -95,11 +96,6 @@ def run(options: argparse.Namespace) -> None:
     if rejected:
         print(f"{rejected} of {len(files)} pictures rejected, with the reason in {out.name}.rejected.csv")
     print(f"{out}: {faces} faces of {len(files) - rejected} pictures, embedded by {embedder.title}")
-
-
-def _pictures(folder: Path) -> list[Stamped]:
-    """Return the pictures below a folder with size and time of change, in the order of their names."""
-    return [Stamped.of(folder, name) for name in list_pictures(folder)]
 
 
 if __name__ == "__main__":
