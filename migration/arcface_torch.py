@@ -3,7 +3,6 @@
 import argparse
 import os
 import shlex
-import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,6 @@ from utils.checkpoint.format import (
     commit,
     find_checkpoint,
     list_checkpoints,
-    partial_path,
     read_manifest,
     shard_name,
     step_of,
@@ -184,14 +182,8 @@ def write(run: Path, network: RecognisedBackbone, centres: Centres, trainer: dic
     final = checkpoint_path(run, facts["step"])
     if final.exists():
         raise ValueError(f"{final}: exists already and is never overwritten; choose another run folder, or --step")
-    folder = partial_path(final)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        raise ValueError(f"{folder}: another program is writing there. If it was killed, delete that folder") from None
     ranks, files = facts["world_size"], {}
-    try:
+    with unfinished_folder(final) as folder:
         with progress([], centres.num_classes * centres.num_tensors, "class centres", "row") as bar:
             for rank in range(ranks):
                 slots = shard_range(centres.num_classes, rank, ranks)
@@ -200,11 +192,6 @@ def write(run: Path, network: RecognisedBackbone, centres: Centres, trainer: dic
         files[BACKBONE] = write_tensors(folder / BACKBONE, network.model.state_dict())
         files[TRAINER] = write_object(folder / TRAINER, trainer)
         commit(folder, final, {**facts, "files": files})
-    except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError) and error.filename is None:
-            raise ValueError(f"{final}: cannot be written: {error.strerror}") from None
-        raise
     return final
 
 

@@ -22,9 +22,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from utils.files import check_file
+from utils.files import HASH, check_file, write_file
 
-from .tensor_file import HASH, flush, write_text
+from .tensor_file import flush
 
 FORMAT = 2  # of the manifest; format 1 had "identity" for run_signature, and head.state for head.storage
 _LARGEST_MANIFEST = 64 << 20  # bytes; the manifest of 10,000 ranks has 2 MB
@@ -129,7 +129,7 @@ def commit(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
             )
     if not math.isfinite(manifest.get("score") or 0.0):
         manifest = {**manifest, "score": None}  # JSON has no nan, and no checkpoint is better than it
-    write_text(partial / _MANIFEST, json.dumps({"format": FORMAT, **manifest}, indent=1))
+    write_file(partial / _MANIFEST, json.dumps({"format": FORMAT, **manifest}, indent=1))
     flush(partial)
     if final.exists():
         raise FileExistsError(errno.EEXIST, "exists already and is never overwritten", str(final))

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from utils.optim import is_finite
+from utils.text import prefix_errors
 
 from .format import BACKBONE, SOFTMAX, TRAINER, find_checkpoint, read_manifest, slots_by_head
 from .tensor_file import HASH, file_hash, load_plain, read_tensors
@@ -204,10 +205,8 @@ def load_initial(backbone: nn.Module, path: Path, image_size: int) -> None:
     Raises:
         ValueError: the weights are missing, do not fit, or are not finite; the message names the key.
     """
-    try:
+    with prefix_errors("init.backbone"):
         weights = read_weights(path)
-    except ValueError as error:
-        raise ValueError(f"init.backbone: {error}") from None
     hint = f"check the section backbone, and data.image_size (here {image_size}), on which the last layers depend"
     load_weights(backbone, weights, f"init.backbone {path}", hint)
     if not is_finite(backbone):

@@ -114,13 +114,6 @@ def write_object(path: Path, value: Any) -> dict[str, Any]:
         return file.close()
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a new text file and flush it to the disk."""
-    with NewFile(path) as file:
-        file.write(text.encode())
-        file.close()
-
-
 def flush(path: Path) -> None:
     """Flush a file, or the names in a folder, including new and renamed ones, to the disk."""
     handle = os.open(path, os.O_RDONLY)
