@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import xxhash
 
 from utils.files import check_file, shown
-from utils.files import write_file as write_file
 
 
 @contextlib.contextmanager

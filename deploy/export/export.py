@@ -27,11 +27,10 @@ from eval.networks import Network, load_network
 from eval.pair_sets.bin_file import PairSet
 from utils.checkpoint.format import newest_run
 from utils.checkpoint.tensor_file import NETWORK, flush, read_metadata
-from utils.files import shown, unfinished_folder
+from utils.files import shown, unfinished_folder, write_file
 from utils.image import normalise
 from utils.text import one_line, plain_table
 
-from ..journal import write_file
 from .checks import (
     BATCHES,
     PARITY,

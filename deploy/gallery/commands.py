@@ -15,14 +15,13 @@ import numpy as np
 
 from utils.checkpoint.format import newest_run
 from utils.cli import progress
-from utils.files import read_bytes, shown
+from utils.files import read_bytes, shown, write_file
 from utils.parallel import map_in_order
 from utils.text import one_line
 
 from ..embed.embedder import Embedder, open_embedder
 from ..faces.detector import Detector, open_detector
 from ..faces.pictures import Crop, Rejected, crops_of, list_pictures
-from ..journal import write_file
 from .database import Facts
 from .store import Gallery, Image, NewImage, check_person
 

@@ -10,14 +10,13 @@ import cv2
 import numpy as np
 
 from eval.identification import identify
-from utils.files import shown
+from utils.files import shown, write_file
 from utils.report.contact_sheet import captioned_sheet
 from utils.text import one_line
 
 from ..embed.embedder import open_embedder
 from ..faces.detector import open_detector
 from ..faces.pictures import Crop, Rejected
-from ..journal import write_file
 from ..results import Threshold, threshold_of
 from .commands import (
     Picture,
