@@ -111,19 +111,15 @@ def _function(case: Case, generator: torch.Generator) -> Negatives:
     numbers: dict[str, dict[str, Any]] = {
         "linear": {"scale": around(40, 24), "offset": around(0, 5)},
         "hard": {
-            "scale": 64.0,
-            "quadratic": around(0.5, 0.5),
-            "slope": around(0.8, 0.4),
-            "constant": around(0.1, 0.1),
-            "threshold": around(0.2, 0.5).to(torch.bfloat16).float(),
-            "offset": around(0, 1),
+            "scale": 64.0, "quadratic": around(0.5, 0.5), "slope": around(0.8, 0.4), "constant": around(0.1, 0.1),
+            "threshold": around(0.2, 0.5).to(torch.bfloat16).float(), "offset": around(0, 1),
         },
         "arcneg": {"scale": 64.0, "slope": 1.2, "threshold": around(0.1, 0.6), "constant": around(2, 1)},
         "circle": {"scale": 256.0, "constant": around(0.25, 0.1)},
         "angle": {"scale": 64.0},
         "angle_squared": {"scale": around(6, 1)},
         "power": {"scale": 40.0, "slope": around(3, 2), "constant": 0.4, "offset": around(-10, 5)},
-    }
+    }  # fmt: skip
     chosen = numbers[case.kind]
     if case.scale:
         chosen["scale"] = case.scale / (40 if case.kind == "angle_squared" else 1)  # whose values go up to 4 pi^2

@@ -156,23 +156,11 @@ def _escapes(words: list[str]) -> int:
 
 
 BAD = {
-    _raises: "traceback: KeyError",
-    _crashes: "died: SIGSEGV",
-    _leaves: "died: exit status 0",
-    _sleeps: "hang",
-    _spins: "hang",
-    _swallows: "large",
-    _marks: "marker",
-    _writes_beside: "outside",
-    _writes_far_away: "event: open outside",
-    _removes: "event: os.rename outside",
-    _runs: "event: os.system",
-    _calls: "event: socket.connect",
-    _two_lines: "lines",
-    _no_line: "lines",
-    _error_and_success: "silent",
-    _escapes: "escape",
-}
+    _raises: "traceback: KeyError", _crashes: "died: SIGSEGV", _leaves: "died: exit status 0", _sleeps: "hang", _spins: "hang",
+    _swallows: "large", _marks: "marker", _writes_beside: "outside", _writes_far_away: "event: open outside",
+    _removes: "event: os.rename outside", _runs: "event: os.system", _calls: "event: socket.connect", _two_lines: "lines",
+    _no_line: "lines", _error_and_success: "silent", _escapes: "escape",
+}  # fmt: skip
 
 
 def _outcome(reader: Callable[[list[str]], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:

@@ -371,14 +371,10 @@ def test_a_rank_that_is_no_share_is_refused(gamma: float) -> None:
 @pytest.mark.parametrize(
     ("name", "size", "depends"),
     [
-        ("r18", 48, ["fc.weight"]),
-        ("r18", 448, ["fc.weight"]),
-        ("mbf_large", 160, ["features.layers.0.layers.0.weight"]),
-        ("ghostfacenet_v1_2", 48, ["pool.0.weight"]),
-        ("ghostfacenet_v2_1", 80, ["pool.0.weight"]),
-        ("edgeface_xs", 48, []),
+        ("r18", 48, ["fc.weight"]), ("r18", 448, ["fc.weight"]), ("mbf_large", 160, ["features.layers.0.layers.0.weight"]),
+        ("ghostfacenet_v1_2", 48, ["pool.0.weight"]), ("ghostfacenet_v2_1", 80, ["pool.0.weight"]), ("edgeface_xs", 48, []),
     ],
-)
+)  # fmt: skip
 def test_another_size_of_images_changes_only_what_depends_on_the_last_feature_map(
     name: str, size: int, depends: list[str]
 ) -> None:

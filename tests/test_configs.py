@@ -173,19 +173,13 @@ def test_anchors_and_merges_of_yaml_work(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "known", "expected"),
     [
-        ("arcfac", ["arcface", "cosface"], "arcface"),
-        ("ArcFace", ["arcface", "cosface"], "arcface"),
-        ("r101", ["r50", "r100"], "r100"),
-        ("fp61", ["fp32", "fp16"], "fp16"),
-        ("trian", ["train", "eval"], "train"),
-        ("sampling_rate", ["sample_rate", "sampling"], "sample_rate"),
-        ("vit_b", ["r50", "mbf"], None),
-        ("adaface", ["arcface", "cosface", "combined"], None),
-        ("lamb", ["sgd", "adamw"], None),
-        ("int8", ["fp32", "bf16", "fp16"], None),
-        ("", ["r50"], None),
+        ("arcfac", ["arcface", "cosface"], "arcface"), ("ArcFace", ["arcface", "cosface"], "arcface"),
+        ("r101", ["r50", "r100"], "r100"), ("fp61", ["fp32", "fp16"], "fp16"), ("trian", ["train", "eval"], "train"),
+        ("sampling_rate", ["sample_rate", "sampling"], "sample_rate"), ("vit_b", ["r50", "mbf"], None),
+        ("adaface", ["arcface", "cosface", "combined"], None), ("lamb", ["sgd", "adamw"], None),
+        ("int8", ["fp32", "bf16", "fp16"], None), ("", ["r50"], None),
     ],
-)
+)  # fmt: skip
 def test_a_slip_has_a_suggestion_and_a_far_word_has_none(name: str, known: list[str], expected: str | None):
     assert nearest(name, known) == expected
 

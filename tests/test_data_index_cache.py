@@ -74,14 +74,9 @@ def test_any_damage_of_the_cache_means_parsing_again(tmp_path: Path, parsed: lis
     path = cache_path(cache, folder / "train.rec")
     good = path.read_bytes()
     damages = [
-        b"",
-        good[:5],
-        good[:40],
-        good[:-1],
-        b"X" + good[1:],
-        good[:12] + b"\xff" * 8 + good[20:],
+        b"", good[:5], good[:40], good[:-1], b"X" + good[1:], good[:12] + b"\xff" * 8 + good[20:],
         good.replace(b"offsets", b"offset5"),
-    ]
+    ]  # fmt: skip
     for number, damaged in enumerate(damages, 2):
         path.write_bytes(damaged)
         assert _everything(RecordDataset(folder, cache)) == expected

@@ -124,15 +124,10 @@ def test_packing_unpacked_fields_gives_the_same_bytes(name: str) -> None:
 @pytest.mark.parametrize(
     ("label", "flag", "number", "vector"),
     [
-        (3, 0, 3.0, []),
-        (True, 0, 1.0, []),
-        (np.float64(0.5), 0, 0.5, []),
-        ([], 0, 0.0, []),
-        ([7.0], 1, 0.0, [7.0]),
-        (np.array(5), 1, 0.0, [5.0]),
-        ([[1, 2], [3, 4]], 4, 0.0, [1.0, 2.0, 3.0, 4.0]),
+        (3, 0, 3.0, []), (True, 0, 1.0, []), (np.float64(0.5), 0, 0.5, []), ([], 0, 0.0, []), ([7.0], 1, 0.0, [7.0]),
+        (np.array(5), 1, 0.0, [5.0]), ([[1, 2], [3, 4]], 4, 0.0, [1.0, 2.0, 3.0, 4.0]),
     ],
-)
+)  # fmt: skip
 def test_only_a_number_is_packed_as_a_number(label: Any, flag: int, number: float, vector: list[float]) -> None:
     assert pack(label, 9, 8, b"x") == struct.pack(f"<IfQQ{flag}f", flag, number, 9, 8, *vector) + b"x"
 

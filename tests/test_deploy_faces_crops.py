@@ -64,15 +64,10 @@ def test_a_face_of_a_photograph_is_aligned_by_its_points():
 
 # what a viewer does to the stored pixels, by the definition of the tag (EXIF 2.3, table of Orientation)
 _TURNED = {
-    1: lambda p: p,
-    2: lambda p: p[:, ::-1],
-    3: lambda p: p[::-1, ::-1],
-    4: lambda p: p[::-1],
-    5: lambda p: p.transpose(1, 0, 2),
-    6: lambda p: p.transpose(1, 0, 2)[:, ::-1],
-    7: lambda p: p.transpose(1, 0, 2)[::-1, ::-1],
-    8: lambda p: p.transpose(1, 0, 2)[::-1],
-}
+    1: lambda p: p, 2: lambda p: p[:, ::-1], 3: lambda p: p[::-1, ::-1], 4: lambda p: p[::-1],
+    5: lambda p: p.transpose(1, 0, 2), 6: lambda p: p.transpose(1, 0, 2)[:, ::-1],
+    7: lambda p: p.transpose(1, 0, 2)[::-1, ::-1], 8: lambda p: p.transpose(1, 0, 2)[::-1],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("orientation", _TURNED)

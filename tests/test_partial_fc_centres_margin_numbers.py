@@ -18,16 +18,8 @@ from partial_fc.memory import HeadMemory, loss_memory
 pytestmark = pytest.mark.numeric
 
 KEEPING = (
-    "sphereface",
-    "curricularface",
-    "adacos",
-    "adaface",
-    "elasticface",
-    "adaptiveface",
-    "kappaface",
-    "sphereface2",
-    "uniface",
-)
+    "sphereface", "curricularface", "adacos", "adaface", "elasticface", "adaptiveface", "kappaface", "sphereface2", "uniface",
+)  # fmt: skip
 OPTIMIZERS = {"sgd": RowSGD(), "adamw": RowAdamW()}
 
 

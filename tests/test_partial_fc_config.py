@@ -16,14 +16,10 @@ from utils.distributed import World
 @pytest.mark.parametrize(
     ("device", "autocast", "expected"),
     [
-        ("cuda", None, torch.float32),
-        ("cuda", torch.bfloat16, torch.bfloat16),
-        ("cuda", torch.float16, torch.bfloat16),
-        ("cpu", None, torch.float32),
-        ("cpu", torch.bfloat16, torch.bfloat16),
-        ("cpu", torch.float16, torch.float32),
+        ("cuda", None, torch.float32), ("cuda", torch.bfloat16, torch.bfloat16), ("cuda", torch.float16, torch.bfloat16),
+        ("cpu", None, torch.float32), ("cpu", torch.bfloat16, torch.bfloat16), ("cpu", torch.float16, torch.float32),
     ],
-)
+)  # fmt: skip
 def test_auto_follows_the_backbone_where_the_device_is_fast_in_bf16(
     device: str, autocast: torch.dtype | None, expected: torch.dtype, fast: bool
 ):

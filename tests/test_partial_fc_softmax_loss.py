@@ -16,17 +16,8 @@ pytestmark = pytest.mark.numeric
 # one of each way through the head: fast, running maxima, a scale of each sample or of the batch, hard negatives, each other
 # function, norms, numbers of classes, sums
 WAYS = (
-    "cosface",
-    "cosface, wide",
-    "sphereface",
-    "adacos",
-    "npcface",
-    "circle",
-    "li_arcface",
-    "magface",
-    "adaptiveface",
-    "uniface",
-)
+    "cosface", "cosface, wide", "sphereface", "adacos", "npcface", "circle", "li_arcface", "magface", "adaptiveface", "uniface",
+)  # fmt: skip
 SETTINGS = {
     "filter": Setting(limit=0.3),
     "weights": Setting(rate=0.5, correction="log_r"),

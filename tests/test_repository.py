@@ -294,14 +294,10 @@ def test_a_test_file_has_the_name_of_the_module_or_the_room_that_it_tests():
 @pytest.mark.parametrize(
     ("marks", "sees"),
     [
-        ("", False),
-        ("numeric", False),
-        ("not gpu", False),
-        ("gpu", True),
-        ("gpu and not numeric", True),
+        ("", False), ("numeric", False), ("not gpu", False), ("gpu", True), ("gpu and not numeric", True),
         ("gpu or numeric", True),
     ],
-)
+)  # fmt: skip
 def test_only_tests_that_are_marked_gpu_see_one(
     marks: str, sees: bool, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ):
@@ -368,13 +364,9 @@ def test_a_new_margin_touches_four_files(tmp_path: Path):
         text = (tmp_path / file).read_text()
         (tmp_path / file).write_text(text + after if before is None else text.replace(before, after, 1))
     tests = [
-        "losses",
-        "losses_margin",
-        "losses_first_loss",
-        "docs_losses",
-        "partial_fc_softmax_loss",
+        "losses", "losses_margin", "losses_first_loss", "docs_losses", "partial_fc_softmax_loss",
         "scripts_benchmark_losses_curves",
-    ]
+    ]  # fmt: skip
     files = [f"tests/test_{name}.py" for name in tests]
     chosen = "toy or every_loss_has_a_case or made_from_the_classes or no_global_random"
     for arguments in (

@@ -89,13 +89,9 @@ def _write(folder: Path, era: str, ranks: int, count: int = CLASSES, kind: str =
             if kind == "adamw":
                 head = {"step": torch.tensor(40.0), "exp_avg": momentum[:sampled], "exp_avg_sq": momentum[:sampled].square()}
             full = {
-                "epoch": 2,
-                "global_step": 40,
-                "state_dict_backbone": state,
-                "state_dict_softmax_fc": {"weight": weight},
-                "state_optimizer": _optimizer(model, head, kind),
-                "state_lr_scheduler": {"last_epoch": 40},
-            }
+                "epoch": 2, "global_step": 40, "state_dict_backbone": state, "state_dict_softmax_fc": {"weight": weight},
+                "state_optimizer": _optimizer(model, head, kind), "state_lr_scheduler": {"last_epoch": 40},
+            }  # fmt: skip
             torch.save(full, folder / f"checkpoint_gpu_{rank}.pt")
     return folder
 

@@ -78,19 +78,9 @@ def test_the_benchmark_measures_other_losses_beside_arcface(tmp_path: Path, caps
 def test_capacity_agrees_with_what_is_found_here(tmp_path: Path):
     file = tmp_path / "capacity.json"
     arguments = [
-        "--memory",
-        "0.2",
-        "--backbone",
-        "none",
-        "--batch",
-        "16",
-        "--embedding-size",
-        "64",
-        "--storage",
-        "exact",
-        "--device",
+        "--memory", "0.2", "--backbone", "none", "--batch", "16", "--embedding-size", "64", "--storage", "exact", "--device",
         "cpu",
-    ]
+    ]  # fmt: skip
     assert capacity.main([*arguments, "--precision", "fp32", "--find", "--quick", "--json", str(file)]) == 0
     (row,) = json.loads(file.read_text())["rows"]
     assert row["found_per_process"] == pytest.approx(row["identities"], rel=0.35)  # the libraries' own share is large here

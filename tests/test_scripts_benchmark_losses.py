@@ -77,16 +77,8 @@ def out(done: Done) -> Path:
 def _arguments(config: Path, out: Path) -> list[str]:
     chosen = ["--losses", "cosface", "sphereface2", "--seeds", "2", "--rates", "0.5", "--processes", "2"]
     return [
-        *chosen,
-        "--config",
-        str(config),
-        "--out",
-        str(out),
-        "--set",
-        "train.max_steps=3",
-        "log.every=1",
-        "data.image_size=48",
-    ]
+        *chosen, "--config", str(config), "--out", str(out), "--set", "train.max_steps=3", "log.every=1", "data.image_size=48",
+    ]  # fmt: skip
 
 
 def test_every_loss_has_a_row_at_its_defaults_and_a_row_names_only_arguments_that_exist():

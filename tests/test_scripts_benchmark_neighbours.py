@@ -13,20 +13,8 @@ from scripts.benchmark import neighbours
 def test_the_benchmark_times_every_search_and_states_its_recall(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "neighbours.json"
     small = [
-        "--classes",
-        "500",
-        "--dim",
-        "32",
-        "--matmul",
-        "fp32",
-        "--probes",
-        "1",
-        "500",
-        "--cosine",
-        "0.7",
-        "--sample",
-        "200",
-    ]
+        "--classes", "500", "--dim", "32", "--matmul", "fp32", "--probes", "1", "500", "--cosine", "0.7", "--sample", "200",
+    ]  # fmt: skip
     assert neighbours.main([*small, "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [(row["centres"], row["search"]) for row in rows] == [

@@ -92,16 +92,10 @@ def test_the_page_tells_the_worst_first_by_the_names_of_files_and_folders(
         page = (out / "report.html").read_text()
         headings = re.findall("<h2[^>]*>(.*?)</h2>", page)
         assert headings == [
-            "What is wrong",
-            "Shared with the test set held",
-            "Copies across identities",
-            "Images of one colour",
-            *["Images that do not decode"] * broken,
-            "Copies within an identity",
-            "Some identities, drawn at random",
-            "Images per identity, and their size",
-            "All numbers",
-        ]
+            "What is wrong", "Shared with the test set held", "Copies across identities", "Images of one colour",
+            *["Images that do not decode"] * broken, "Copies within an identity", "Some identities, drawn at random",
+            "Images per identity, and their size", "All numbers",
+        ]  # fmt: skip
         assert all(f"<td>person_{number}/8.jpg</td>" in page for number in (1, 2, 3))
         assert {row["key"] for row in _table(out / "bad.csv")} >= {f"person_{number}/8.jpg" for number in (1, 2, 3)}
         assert [(row["key"], row["other_key"]) for row in _table(out / "duplicates.csv")] == [

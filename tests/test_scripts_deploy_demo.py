@@ -278,17 +278,12 @@ def _png_of(width: int, height: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b"", "mpty image (0 bytes)"),
-        (b"hello", "cannot be decoded"),
-        (b"<html>", "cannot be decoded"),
-        (_face(0)[:200], "cannot be decoded"),
-        (jpeg(picture(0, SIZE))[:300], "cannot be decoded"),
-        (_png_of(60000, 60000), "declares 60,000 x 60,000 pixels"),
-        (_png_of(30000, 10), "declares 30,000 x 10 pixels"),
-        (b"\0\0\0\x20ftypheic" + b"\0" * 100, "cannot be decoded"),
-        (jpeg(picture(0, 64)), "no aligned crop of 48 x 48"),
+        (b"", "mpty image (0 bytes)"), (b"hello", "cannot be decoded"), (b"<html>", "cannot be decoded"),
+        (_face(0)[:200], "cannot be decoded"), (jpeg(picture(0, SIZE))[:300], "cannot be decoded"),
+        (_png_of(60000, 60000), "declares 60,000 x 60,000 pixels"), (_png_of(30000, 10), "declares 30,000 x 10 pixels"),
+        (b"\0\0\0\x20ftypheic" + b"\0" * 100, "cannot be decoded"), (jpeg(picture(0, 64)), "no aligned crop of 48 x 48"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_picture_is_named_and_the_page_goes_on(page: Page, data: bytes, says: str):
     status, found = page.send("/api/verify", _face(0), data)
     assert (status, found["picture"]) == (422, 1) and says in found["error"] and len(found["error"].splitlines()) == 1
@@ -414,15 +409,11 @@ def test_a_large_body_is_thrown_away_so_that_the_answer_arrives(page: Page):
 @pytest.mark.parametrize(
     "data",
     [
-        b"\r\n\r\n",
-        b"GET\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n",
+        b"\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n",
         b"GET /" + b"a" * 70000 + b" HTTP/1.1\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)) + b"\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)) + b"\r\n\r\n", b"GET / HTTP/1.1\r\nHost\r\n\r\n",
     ],
-)
+)  # fmt: skip
 def test_nonsense_is_refused_and_the_page_goes_on(page: Page, data: bytes, capfd: pytest.CaptureFixture[str]):
     said = page.raw(data)
     assert not said or b" 200 " not in said.splitlines()[0]

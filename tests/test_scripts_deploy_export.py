@@ -468,18 +468,12 @@ def test_the_programs_add_the_mirror_image_to_a_file_that_has_it_so_norms_double
 
 
 HOSTILE = {
-    "face.contract": ["2", "\x1b[2J", ""],
-    "face.image_size": ["112", "48.0", "-48", "9" * 500_000, "48\n"],
-    "face.layout": ["NCHW", "<b>NHWC</b>"],
-    "face.colour": ["bgr", "red"],
-    "face.mean": ["nan", "1e999", "0x10", "1"],
-    "face.std": ["0", "-1", "inf"],
-    "face.dtype": ["float32", "\x00"],
-    "face.points": ["[[1, 2]]", "__import__('os')", "[" * 100_000],
-    "face.embedding_size": ["0", "1e3", "17"],
-    "face.normalised": ["True", "1"],
-    "face.run": ["x" * 2000],
-}
+    "face.contract": ["2", "\x1b[2J", ""], "face.image_size": ["112", "48.0", "-48", "9" * 500_000, "48\n"],
+    "face.layout": ["NCHW", "<b>NHWC</b>"], "face.colour": ["bgr", "red"], "face.mean": ["nan", "1e999", "0x10", "1"],
+    "face.std": ["0", "-1", "inf"], "face.dtype": ["float32", "\x00"],
+    "face.points": ["[[1, 2]]", "__import__('os')", "[" * 100_000], "face.embedding_size": ["0", "1e3", "17"],
+    "face.normalised": ["True", "1"], "face.run": ["x" * 2000],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("key", HOSTILE)

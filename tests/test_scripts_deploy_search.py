@@ -127,13 +127,9 @@ def test_the_rates_are_those_of_a_count_by_hand(
                 misses += person != "person_2" and not (first["person"] == person and first["cosine"] > threshold)
                 alarms += person == "person_2" and first["cosine"] > threshold
             assert right and rates == {
-                "queries_of_enrolled_people": 4,
-                "queries_of_others": 2,
-                "rank_1": right / 4,
-                "rank_5": 1.0,
-                "fnir_at_the_threshold": misses / 4,
-                "fpir_at_the_threshold": alarms / 2,
-            }
+                "queries_of_enrolled_people": 4, "queries_of_others": 2, "rank_1": right / 4, "rank_5": 1.0,
+                "fnir_at_the_threshold": misses / 4, "fpir_at_the_threshold": alarms / 2,
+            }  # fmt: skip
     assert "warning" not in capsys.readouterr().err
     assert search.main(_words(place, "--labelled", "--quiet", queries="people")) == 0
     captured = capsys.readouterr()

@@ -42,20 +42,10 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _network(path: Path, **changes: object) -> nn.Module:
     options = {
-        "run": path,
-        "best": False,
-        "backbone": None,
-        "trust_code": False,
-        "embedding_size": 16,
-        "width": 0.125,
-        "image_size": None,
-        "untrained": False,
-        "ema": False,
-        "colour": "rgb",
-        "input_mean": 127.5,
-        "input_std": 127.5,
+        "run": path, "best": False, "backbone": None, "trust_code": False, "embedding_size": 16, "width": 0.125,
+        "image_size": None, "untrained": False, "ema": False, "colour": "rgb", "input_mean": 127.5, "input_std": 127.5,
         "threads": 1,
-    }
+    }  # fmt: skip
     return load_network(argparse.Namespace(**{**options, **changes}), build_backbone).model
 
 
@@ -190,14 +180,8 @@ def _ijb(root: Path, images: int = 24, templates: int = 8) -> Path:
 def test_ijb_from_pictures_to_scores_equals_a_slow_walk(tmp_path: Path, weights: Path):
     root = _ijb(tmp_path / "IJBC")
     arguments = [
-        str(weights),
-        "--root",
-        str(root),
-        "--scores",
-        str(tmp_path / "scores.npy"),
-        "--json",
-        str(tmp_path / "out.json"),
-    ]
+        str(weights), "--root", str(root), "--scores", str(tmp_path / "scores.npy"), "--json", str(tmp_path / "out.json"),
+    ]  # fmt: skip
     assert evaluate_ijb.main([*arguments, *SMALL]) == 0
     model = _network(weights, backbone="r18")
     rows = [line.split() for line in (root / "meta/ijbc_name_5pts_score.txt").read_text().splitlines()]
@@ -266,13 +250,8 @@ def test_folders_of_people_are_known_by_their_names(tmp_path: Path, weights: Pat
             (tmp_path / side / person).mkdir(parents=True)
             (tmp_path / side / person / "1.jpg").write_bytes(jpeg(picture(ord(person[0]))))
     arguments = [
-        "--gallery",
-        str(tmp_path / "gallery"),
-        "--probes",
-        str(tmp_path / "probes"),
-        "--json",
-        str(tmp_path / "o.json"),
-    ]
+        "--gallery", str(tmp_path / "gallery"), "--probes", str(tmp_path / "probes"), "--json", str(tmp_path / "o.json"),
+    ]  # fmt: skip
     assert identify.main([str(weights), *arguments, *SMALL]) == 0
     found = json.loads((tmp_path / "o.json").read_text())
     assert found["probes_with_mate"] == 1 and found["probes_without"] == 1 and found["rank_1"] == 1.0
@@ -298,17 +277,8 @@ def test_the_plain_way_finds_the_same_accuracies_and_embeddings(weights: Path):
 
 def test_the_benchmark_of_evaluation_reports_its_figures(tmp_path: Path):
     arguments = [
-        "--pairs",
-        "10",
-        "--rounds",
-        "1",
-        "--batch-size",
-        "4",
-        "--processes",
-        "2",
-        "--json",
-        str(tmp_path / "out.json"),
-    ]
+        "--pairs", "10", "--rounds", "1", "--batch-size", "4", "--processes", "2", "--json", str(tmp_path / "out.json"),
+    ]  # fmt: skip
     assert benchmark_eval.main(arguments) == 0
     found = json.loads((tmp_path / "out.json").read_text())
     numbers, embedding = found["numbers"], found["embedding"]

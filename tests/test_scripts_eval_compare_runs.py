@@ -94,20 +94,12 @@ def test_a_folder_without_results_is_named(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     "text",
     [
-        "[]",
-        "1",
-        '{"lfw": 3}',
-        '{"lfw": {"accuracy": "high"}}',
-        '{"lfw": {"accuracy": 0.9, "intervals_95": {"accuracy": [0.8]}}}',
-        '{"lfw": {"accuracy": 0.9, "intervals_95": 3}}',
-        '{"lfw": {"num_genuine": 3}}',
-        '{"lfw": {"tar_at_far": [1]}}',
-        '{"lfw": {"roc": {"far": [0, 1], "tar": [1]}}}',
-        '{"lfw": {"eer": 1' + "0" * 400 + "}}",
-        "[" * 100_000,
-        "\xff",
+        "[]", "1", '{"lfw": 3}', '{"lfw": {"accuracy": "high"}}',
+        '{"lfw": {"accuracy": 0.9, "intervals_95": {"accuracy": [0.8]}}}', '{"lfw": {"accuracy": 0.9, "intervals_95": 3}}',
+        '{"lfw": {"num_genuine": 3}}', '{"lfw": {"tar_at_far": [1]}}', '{"lfw": {"roc": {"far": [0, 1], "tar": [1]}}}',
+        '{"lfw": {"eer": 1' + "0" * 400 + "}}", "[" * 100_000, "\xff",
     ],
-)
+)  # fmt: skip
 def test_results_that_are_none_are_named_in_one_line(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "results.json").write_bytes(text.encode("latin-1"))
     assert compare_runs.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 1

@@ -195,14 +195,9 @@ def test_the_processes_are_as_many_as_the_visible_gpus(
 def test_a_run_on_one_machine_resumes_by_itself_when_a_process_is_killed(config: Path, tmp_path: Path, launcher: str):
     total, log, run = 16, tmp_path / "output.txt", tmp_path / "tiny"
     plain = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "--max-restarts=1",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1",
         ROOT / "train.py",
-    ]
+    ]  # fmt: skip
     command = plain if launcher == "torchrun" else [*TRAIN, "--processes=2", "--restarts=1"]
     with _started([*command, config, f"train.max_steps={total}"], log, _environment()) as process:
         _wait_until(lambda: len(_steps(run)) >= EVERY + 2, process, log)

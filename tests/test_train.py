@@ -124,13 +124,9 @@ def test_two_processes_see_the_same_samples_and_losses_as_one(dataset: Path, tmp
     for num_processes in (1, 2):
         name = f"n{num_processes}"
         overrides = [
-            "train.max_steps=10",
-            "eval.targets=[]",
-            "backbone.freeze_norm=true",
-            "optimizer.lr=1e-3",
-            IRESNET,
+            "train.max_steps=10", "eval.targets=[]", "backbone.freeze_norm=true", "optimizer.lr=1e-3", IRESNET,
             f"run.name={name}",
-        ]
+        ]  # fmt: skip
         done = run_train(num_processes, small_run(dataset, tmp_path, *overrides))
         assert done.returncode == 0, done.stderr
         losses.append([record["loss"] for record in read_metrics(tmp_path / name).values()])

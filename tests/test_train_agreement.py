@@ -18,19 +18,10 @@ from utils.distributed import SharedError
 
 # as typed on rank 2 alone, and what the others have
 _SETTINGS = {
-    "optimizer.lr=0.1": "0.05",
-    "run.seed=7": "2048",
-    "optimizer.name=adamw": "sgd",
-    "train.precision=bf16": "fp32",
-    "head.sample_rate=0.5": "1.0",
-    "head.storage=lean": "exact",
-    "train.batch_size=24": "12",
-    "train.accumulation=2": "1",
-    "train.epochs=3.0": "2.0",
-    "eval.every=3": "8",
-    "log.every=2": "1",
-    "data.flip=false": "true",
-}
+    "optimizer.lr=0.1": "0.05", "run.seed=7": "2048", "optimizer.name=adamw": "sgd", "train.precision=bf16": "fp32",
+    "head.sample_rate=0.5": "1.0", "head.storage=lean": "exact", "train.batch_size=24": "12", "train.accumulation=2": "1",
+    "train.epochs=3.0": "2.0", "eval.every=3": "8", "log.every=2": "1", "data.flip=false": "true",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -132,19 +132,8 @@ def test_galleries_and_the_memory_of_a_network_have_its_size(source: Path, tmp_p
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["gallery_images"] == 6 and found["probes_with_mate"] == 6 and found["rank_5"] > 0
     network = [
-        "--memory",
-        "1",
-        "--backbone",
-        "mbf",
-        "--width",
-        "0.125",
-        "--embedding-size",
-        "16",
-        "--batch",
-        "64",
-        "--device",
-        "cpu",
-    ]
+        "--memory", "1", "--backbone", "mbf", "--width", "0.125", "--embedding-size", "16", "--batch", "64", "--device", "cpu",
+    ]  # fmt: skip
     file, needed = tmp_path / "capacity.json", {}
     for size in ("64", "112"):
         assert capacity.main([*network, "--image-size", size, "--json", str(file)]) == 0

@@ -35,13 +35,8 @@ SHOWN = {"adaptiveface": ("margin_margin F32", "margin_margin_variance"), "kappa
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_ends_with_the_same_bits(dataset: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]):
     overrides = [
-        f"loss.name={name}",
-        *RUNS[name],
-        "head.sample_rate=0.5",
-        "eval.targets=[]",
-        "checkpoint.every=4",
-        "train.epochs=1",
-    ]
+        f"loss.name={name}", *RUNS[name], "head.sample_rate=0.5", "eval.targets=[]", "checkpoint.every=4", "train.epochs=1",
+    ]  # fmt: skip
     assert train.main(small_run(dataset, tmp_path, *overrides, "run.name=whole")) == 0
     whole, again = tmp_path / "whole", tmp_path / "again"
     shutil.copytree(whole, again)

@@ -16,13 +16,8 @@ from backbones.iresnet import Block, autocast_off
 from training.setup import check_compile
 
 SETTINGS = [
-    "train.max_steps=3",
-    "eval.every=2",
-    "checkpoint.every=0",
-    "optimizer.lr=0.01",
-    "loss.scale=16",
-    "backbone.dropout=0.3",
-]
+    "train.max_steps=3", "eval.every=2", "checkpoint.every=0", "optimizer.lr=0.01", "loss.scale=16", "backbone.dropout=0.3",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -22,25 +22,8 @@ DEEP: Any = []
 for _ in range(800):
     DEEP = [DEEP]
 VALUES = [
-    None,
-    True,
-    -1,
-    0,
-    10**30,
-    1.5,
-    math.nan,
-    math.inf,
-    "text",
-    "",
-    "../../x",
-    "a\0b",
-    [],
-    [1],
-    [5, 3],
-    {},
-    {"a": {}},
-    DEEP,
-]
+    None, True, -1, 0, 10**30, 1.5, math.nan, math.inf, "text", "", "../../x", "a\0b", [], [1], [5, 3], {}, {"a": {}}, DEEP,
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

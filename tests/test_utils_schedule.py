@@ -49,14 +49,10 @@ def _by_torch(kind: str, warmup: int, **settings: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("poly", {"power": 2.0}),
-        ("poly", {"power": 1.0}),
-        ("cosine", {}),
-        ("cosine", {"min_lr": 0.01}),
-        ("step", {"milestones": (9, 20), "factor": 0.3}),
-        ("constant", {}),
+        ("poly", {"power": 2.0}), ("poly", {"power": 1.0}), ("cosine", {}), ("cosine", {"min_lr": 0.01}),
+        ("step", {"milestones": (9, 20), "factor": 0.3}), ("constant", {}),
     ],
-)
+)  # fmt: skip
 def test_each_schedule_is_that_of_torch_after_the_same_warm_up(kind: str, settings: dict[str, Any], warmup: int):
     schedule = Schedule(kind, PEAK, TOTAL, warmup, **settings)
     assert [schedule.rate(step) for step in range(TOTAL)] == pytest.approx(_by_torch(kind, warmup, **settings), rel=1e-9)

@@ -37,15 +37,8 @@ _MAINS = {"eval": "eval.__main__"}
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
 # events that no file may ever cause
 _FORBIDDEN = (
-    "os.system",
-    "subprocess.Popen",
-    "os.exec",
-    "os.posix_spawn",
-    "os.spawn",
-    "os.fork",
-    "socket.connect",
-    "pty.spawn",
-)
+    "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "socket.connect", "pty.spawn",
+)  # fmt: skip
 _CHANGES = ("os.remove", "os.rmdir", "os.rename", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod", "os.chown")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 

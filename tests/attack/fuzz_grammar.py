@@ -19,45 +19,24 @@ _LARGEST_SAVE = 16 << 20  # bytes
 _TOUCH = f"../{MARKER}"  # relative, because a payload runs in the case's folder
 # callables that a pickle can name, with arguments that would create the marker
 _CALLS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
-    ("os", "system", (f"touch {_TOUCH}",)),
-    ("posix", "system", (f"touch {_TOUCH}",)),
-    ("os", "mkdir", (_TOUCH,)),
-    ("os", "open", (_TOUCH, 0o102)),
-    ("subprocess", "Popen", (["touch", _TOUCH],)),
-    ("subprocess", "check_output", (["touch", _TOUCH],)),
-    ("builtins", "open", (_TOUCH, "w")),
-    ("io", "open", (_TOUCH, "w")),
-    ("_io", "FileIO", (_TOUCH, "w")),
-    ("__builtin__", "file", (_TOUCH, "w")),
-    ("builtins", "exec", (f"open({_TOUCH!r}, 'w')",)),
-    ("builtins", "eval", (f"open({_TOUCH!r}, 'w')",)),
-    ("builtins", "__import__", ("os",)),
-    ("builtins", "getattr", ("", "join")),
-    ("shutil", "copyfile", ("/proc/self/status", _TOUCH)),
-    ("pathlib", "Path.touch", (_TOUCH,)),
-    ("numpy", "memmap", (_TOUCH, "u1", "w+", 0, 8)),
-    ("numpy", "savetxt", (_TOUCH, [1.0])),
-    ("numpy", "load", ("payload.npy", None, True)),
-    ("torch", "from_file", (_TOUCH, True, 8)),
-    ("torch", "load", ("payload.pt",)),
-    ("torch", "save", (1, _TOUCH)),
-    ("torch.storage", "_load_from_bytes", (pickle.dumps(1),)),
-    ("torch.serialization", "load", ("payload.pt",)),
-    ("torch._utils", "_rebuild_tensor_v2", (1, 2, 3, 4, 5, 6)),
-    ("torch.jit", "load", ("payload.pt",)),
-    ("torch.hub", "load", ("x", "y")),
-    ("codecs", "open", (_TOUCH, "w")),
-    ("logging", "FileHandler", (_TOUCH,)),
-    ("runpy", "run_path", ("payload.py",)),
-    ("importlib", "import_module", ("antigravity",)),
-    ("webbrowser", "open", ("http://localhost:9",)),
-    ("socket", "create_connection", (("127.0.0.1", 9),)),
-    ("collections", "OrderedDict", ([1],)),
-    ("numpy.core.multiarray", "_reconstruct", (1, 2, 3)),
-    ("numpy._core.multiarray", "scalar", (1, 2)),
-    ("_codecs", "encode", ("x" * 9, "rot13")),
+    ("os", "system", (f"touch {_TOUCH}",)), ("posix", "system", (f"touch {_TOUCH}",)), ("os", "mkdir", (_TOUCH,)),
+    ("os", "open", (_TOUCH, 0o102)), ("subprocess", "Popen", (["touch", _TOUCH],)),
+    ("subprocess", "check_output", (["touch", _TOUCH],)), ("builtins", "open", (_TOUCH, "w")), ("io", "open", (_TOUCH, "w")),
+    ("_io", "FileIO", (_TOUCH, "w")), ("__builtin__", "file", (_TOUCH, "w")), ("builtins", "exec", (f"open({_TOUCH!r}, 'w')",)),
+    ("builtins", "eval", (f"open({_TOUCH!r}, 'w')",)), ("builtins", "__import__", ("os",)),
+    ("builtins", "getattr", ("", "join")), ("shutil", "copyfile", ("/proc/self/status", _TOUCH)),
+    ("pathlib", "Path.touch", (_TOUCH,)), ("numpy", "memmap", (_TOUCH, "u1", "w+", 0, 8)),
+    ("numpy", "savetxt", (_TOUCH, [1.0])), ("numpy", "load", ("payload.npy", None, True)),
+    ("torch", "from_file", (_TOUCH, True, 8)), ("torch", "load", ("payload.pt",)), ("torch", "save", (1, _TOUCH)),
+    ("torch.storage", "_load_from_bytes", (pickle.dumps(1),)), ("torch.serialization", "load", ("payload.pt",)),
+    ("torch._utils", "_rebuild_tensor_v2", (1, 2, 3, 4, 5, 6)), ("torch.jit", "load", ("payload.pt",)),
+    ("torch.hub", "load", ("x", "y")), ("codecs", "open", (_TOUCH, "w")), ("logging", "FileHandler", (_TOUCH,)),
+    ("runpy", "run_path", ("payload.py",)), ("importlib", "import_module", ("antigravity",)),
+    ("webbrowser", "open", ("http://localhost:9",)), ("socket", "create_connection", (("127.0.0.1", 9),)),
+    ("collections", "OrderedDict", ([1],)), ("numpy.core.multiarray", "_reconstruct", (1, 2, 3)),
+    ("numpy._core.multiarray", "scalar", (1, 2)), ("_codecs", "encode", ("x" * 9, "rot13")),
     ("copyreg", "_reconstructor", (dict, dict, {})),
-)
+)  # fmt: skip
 
 
 def pick(rng: Rng, values: Sequence[Any]) -> Any:
@@ -104,19 +83,9 @@ def _change(data: bytearray, others: Sequence[bytes], rng: Rng) -> None:
 # ---- plain values
 
 TEXTS = (
-    "",
-    "text",
-    "../../x",
-    "/etc/passwd",
-    "a\0b",
-    "a\x1b[2J\x1b]0;x\x07",
-    "a\nerror: b",
-    "\u202eabc",
-    "x" * 5000,
-    "\ud800",
-    "nan",
-    "1e999",
-)
+    "", "text", "../../x", "/etc/passwd", "a\0b", "a\x1b[2J\x1b]0;x\x07", "a\nerror: b", "\u202eabc", "x" * 5000, "\ud800",
+    "nan", "1e999",
+)  # fmt: skip
 _NUMBERS = (None, True, False, -1, 0, 1, 2, 7, 10**9, 2**31, 2**63, 2**64, 10**30, 10**400, -(10**30), 1.5, -0.0, 1e-320, 1e308)
 
 
@@ -187,30 +156,16 @@ def evil_pickle(rng: Rng) -> bytes:
         named = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)) + b"\x93"
     first = b"".join(pickle.dumps(word, 2)[2:-1] for word in words)
     bodies = (
-        named + arguments + b"R.",
-        b"(" + first + f"i{module}\n{name}\n.".encode(),
-        b"(" + named + first + b"o.",
-        named + arguments + b"\x81.",
-        named + arguments + b"}\x92.",
-        b"]" + named + arguments + b"Ra.",
-        b"}" + named + arguments + b"RK\x01s.",
-        b"}K\x01" + named + arguments + b"Rs.",
-        named + b")\x81}\x8c\x08__dict__" + named + arguments + b"Rsb.",
-        b"\x82\x01.",
-        b"\x84\xff\xff\xff\x7f.",
-        b"P1\n.",
-        first + b"Q.",
-        b"\x8b" + (1 << 30).to_bytes(4, "little") + b"\xff" * 8 + b".",
-        b"\x8e" + (1 << 62).to_bytes(8, "little") + b"abc.",
-        b"\x96" + (1 << 40).to_bytes(8, "little") + b"abc.",
-        b"L" + b"9" * 6000 + b"L\n.",
-        b"]q\0" + b"(h\0h\0h\0h\0h\0h\0h\0h\0lq\0" * 60 + b".",
-        b"(" * 100_000 + b"l" * 99_999 + b".",
-        b"]q\0h\0a.",
-        b"r" + b"\xff" * 4 + b".",
-        b"]r" + (1 << 31).to_bytes(4, "little") + b".",
-        b"]p99999999999999999999\n.",
-    )
+        named + arguments + b"R.", b"(" + first + f"i{module}\n{name}\n.".encode(), b"(" + named + first + b"o.",
+        named + arguments + b"\x81.", named + arguments + b"}\x92.", b"]" + named + arguments + b"Ra.",
+        b"}" + named + arguments + b"RK\x01s.", b"}K\x01" + named + arguments + b"Rs.",
+        named + b")\x81}\x8c\x08__dict__" + named + arguments + b"Rsb.", b"\x82\x01.", b"\x84\xff\xff\xff\x7f.", b"P1\n.",
+        first + b"Q.", b"\x8b" + (1 << 30).to_bytes(4, "little") + b"\xff" * 8 + b".",
+        b"\x8e" + (1 << 62).to_bytes(8, "little") + b"abc.", b"\x96" + (1 << 40).to_bytes(8, "little") + b"abc.",
+        b"L" + b"9" * 6000 + b"L\n.", b"]q\0" + b"(h\0h\0h\0h\0h\0h\0h\0h\0lq\0" * 60 + b".",
+        b"(" * 100_000 + b"l" * 99_999 + b".", b"]q\0h\0a.", b"r" + b"\xff" * 4 + b".",
+        b"]r" + (1 << 31).to_bytes(4, "little") + b".", b"]p99999999999999999999\n.",
+    )  # fmt: skip
     return head + pick(rng, bodies)
 
 

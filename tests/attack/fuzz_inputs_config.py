@@ -83,21 +83,12 @@ def _bad_yaml(rng: Rng) -> str:
     laughs = "&a0 [x]" + "".join(f", &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, int(pick(rng, (3, 12, 40)))))
     words = ("[touch ../marker]", "x", "{a: b}", "3", '""')
     forms = (
-        f"!!{pick(rng, _TAGS)} {pick(rng, words)}",
-        f"!<tag:yaml.org,2002:{pick(rng, _TAGS)}> [touch ../marker]",
-        "[" * depth + "]" * int(pick(rng, (depth, depth - 1))),
-        "{a: " * depth + "1" + "}" * depth,
-        f"[{laughs}]",
-        "&a [*a]",
-        "&a {b: *a}",
-        "{<<: {a: 1}, <<: [x]}",
-        "{? [1, 2] : 3}",
-        "{? {a: b} : 3}",
-        "9" * int(pick(rng, (30, 400, 5000, 100_000))),
-        f"0x{'f' * int(pick(rng, (20, 5000)))}",
-        str(pick(rng, _SCALARS)),
+        f"!!{pick(rng, _TAGS)} {pick(rng, words)}", f"!<tag:yaml.org,2002:{pick(rng, _TAGS)}> [touch ../marker]",
+        "[" * depth + "]" * int(pick(rng, (depth, depth - 1))), "{a: " * depth + "1" + "}" * depth, f"[{laughs}]", "&a [*a]",
+        "&a {b: *a}", "{<<: {a: 1}, <<: [x]}", "{? [1, 2] : 3}", "{? {a: b} : 3}",
+        "9" * int(pick(rng, (30, 400, 5000, 100_000))), f"0x{'f' * int(pick(rng, (20, 5000)))}", str(pick(rng, _SCALARS)),
         str(pick(rng, _SIGNS)),
-    )
+    )  # fmt: skip
     return str(pick(rng, forms))
 
 
@@ -116,25 +107,8 @@ def _yaml_text(sound: Sound, rng: Rng) -> Case:
 
 
 _NUMBERS = (
-    10**21,
-    10**400,
-    -1,
-    0,
-    1,
-    3,
-    1e308,
-    5e-324,
-    "1e400",
-    "nan",
-    ".inf",
-    "-.inf",
-    "010",
-    "1.5",
-    2**31,
-    2**63,
-    2**64,
-    "true",
-)
+    10**21, 10**400, -1, 0, 1, 3, 1e308, 5e-324, "1e400", "nan", ".inf", "-.inf", "010", "1.5", 2**31, 2**63, 2**64, "true",
+)  # fmt: skip
 
 
 def _overrides(sound: Sound, rng: Rng) -> Case:
@@ -149,16 +123,10 @@ def _overrides(sound: Sound, rng: Rng) -> Case:
         text = pick(
             rng,
             (
-                default,
-                default,
-                number,
-                number,
-                str(value(rng)),
-                _bad_yaml(rng)[:50_000],
-                json.dumps(value(rng))[:50_000],
+                default, default, number, number, str(value(rng)), _bad_yaml(rng)[:50_000], json.dumps(value(rng))[:50_000],
                 str(pick(rng, TEXTS)),
             ),
-        )
+        )  # fmt: skip
         words.append(
             pick(rng, (*[f"{section}.{key}={text}"] * 6, f"{section}.{key}{text}", f"{key}={text}", f".{key}=1", "=", text))
         )
@@ -177,51 +145,19 @@ _EXPRESSIONS = (
     *("9" * 5000, "(" * 300 + ")" * 300, "-" * 9000 + "1", "[" * 90 + "]" * 90, "1+" * 3000 + "1"),
 )  # fmt: skip
 _KEYS = (
-    "margin_list",
-    "network",
-    "resume",
-    "output",
-    "embedding_size",
-    "sample_rate",
-    "fp16",
-    "momentum",
-    "weight_decay",
-    "batch_size",
-    "lr",
-    "rec",
-    "num_classes",
-    "num_image",
-    "num_epoch",
-    "warmup_epoch",
-    "val_targets",
-    "optimizer",
-    "gradient_acc",
-    "seed",
-    "loss",
-    "wandb_key",
-    "interclass_filtering_threshold",
-    "x",
-    "__class__",
-    "save_all_states",
-)
+    "margin_list", "network", "resume", "output", "embedding_size", "sample_rate", "fp16", "momentum", "weight_decay",
+    "batch_size", "lr", "rec", "num_classes", "num_image", "num_epoch", "warmup_epoch", "val_targets", "optimizer",
+    "gradient_acc", "seed", "loss", "wandb_key", "interclass_filtering_threshold", "x", "__class__", "save_all_states",
+)  # fmt: skip
 
 
 def _arcface_config(sound: Sound, rng: Rng) -> Case:
     """Return a case with a Python configuration whose values would be expensive or harmful if they were evaluated."""
     lines = [
-        "from easydict import EasyDict as edict",
-        "config = edict()",
-        "config.network = 'r50'",
-        "config.batch_size = 128",
-        "config.lr = 0.1",
-        "config.rec = 'synthetic'",
-        "config.margin_list = (1.0, 0.5, 0.0)",
-        "config.num_classes = 100",
-        "config.num_image = 1000",
-        "config.num_epoch = 20",
-        "config.warmup_epoch = 0",
-        "config.val_targets = ['lfw']",
-    ]
+        "from easydict import EasyDict as edict", "config = edict()", "config.network = 'r50'", "config.batch_size = 128",
+        "config.lr = 0.1", "config.rec = 'synthetic'", "config.margin_list = (1.0, 0.5, 0.0)", "config.num_classes = 100",
+        "config.num_image = 1000", "config.num_epoch = 20", "config.warmup_epoch = 0", "config.val_targets = ['lfw']",
+    ]  # fmt: skip
     for _ in range(int(rng.integers(0, 4))):
         expression = str(
             pick(rng, _EXPRESSIONS if rng.random() < 0.7 else ("0.1 * 3", "2", "'x'", "None", "True", "config.lr", "1 + 1"))
@@ -229,17 +165,11 @@ def _arcface_config(sound: Sound, rng: Rng) -> Case:
         expression = repr(value(rng)) if rng.random() < 0.2 else expression
         key = pick(rng, _KEYS)
         forms = (f"config.{key} = {expression}",) * 5 + (
-            f"config['{key}'] = {expression}",
-            f"import os; {expression}",
-            f"{key} = {expression}",
-            f"if True:\n    config.{key} = {expression}",
-            f"config.{key} += {expression}",
-            f"config.{key}: int = {expression}",
-            f"config.a = config.{key} = {expression}",
-            f"del config.{key}",
-            f"def f():\n  return {expression}",
+            f"config['{key}'] = {expression}", f"import os; {expression}", f"{key} = {expression}",
+            f"if True:\n    config.{key} = {expression}", f"config.{key} += {expression}", f"config.{key}: int = {expression}",
+            f"config.a = config.{key} = {expression}", f"del config.{key}", f"def f():\n  return {expression}",
             f"config.{key}, x = {expression}",
-        )
+        )  # fmt: skip
         lines.append(str(pick(rng, forms)))
     text = "\n".join(lines).encode("utf-8", "replace")
     data = (

@@ -60,31 +60,15 @@ def _lie_in_header(data: bytearray, rng: Rng) -> None:
     place, length = pick(
         rng,
         (
-            (0, 100),
-            (100, 8),
-            (108, 8),
-            (124, 12),
-            (124, 12),
-            (124, 12),
-            (136, 12),
-            (156, 1),
-            (156, 1),
-            (157, 100),
-            (257, 8),
+            (0, 100), (100, 8), (108, 8), (124, 12), (124, 12), (124, 12), (136, 12), (156, 1), (156, 1), (157, 100), (257, 8),
             (345, 155),
         ),
-    )
+    )  # fmt: skip
     if length == 12:
         options = (
-            b"-0000000001\0",
-            b"\x80" + b"\0" * 3 + b"\x7f" + b"\xff" * 7,
-            b"\xff" * 12,
-            b"\x80" + b"\0" * 11,
-            b"77777777777\0",
-            b" " * 12,
-            b"0" * 11 + b"\0",
-            rng.bytes(12),
-        )
+            b"-0000000001\0", b"\x80" + b"\0" * 3 + b"\x7f" + b"\xff" * 7, b"\xff" * 12, b"\x80" + b"\0" * 11, b"77777777777\0",
+            b" " * 12, b"0" * 11 + b"\0", rng.bytes(12),
+        )  # fmt: skip
         field = pick(rng, options)
     elif length == 1:
         field = pick(rng, [bytes([kind]) for kind in b"0123456789LKxgXSDMNVA\0\xff"])
@@ -92,16 +76,10 @@ def _lie_in_header(data: bytearray, rng: Rng) -> None:
         field = pick(
             rng,
             (
-                b"",
-                b"../../x.jpg",
-                b"/etc/passwd.jpg",
-                rng.bytes(length),
-                b"\xff\xfe.jpg",
-                b"\x1b[2J.jpg",
-                b"a/" * 40 + b".jpg",
-                b".jpg",
+                b"", b"../../x.jpg", b"/etc/passwd.jpg", rng.bytes(length), b"\xff\xfe.jpg", b"\x1b[2J.jpg",
+                b"a/" * 40 + b".jpg", b".jpg",
             ),
-        )
+        )  # fmt: skip
     data[begin + place : begin + place + length] = field.ljust(length, b"\0")[:length]
     data[begin + 148 : begin + 156] = b" " * 8
     data[begin + 148 : begin + 156] = f"{sum(data[begin : begin + 512]):06o}\0 ".encode()
@@ -111,19 +89,10 @@ def _tar_grammar(sound: Sound, rng: Rng) -> Case:
     """Return a case with a shard of pax records, long names, links and sparse files."""
     out = bytearray()
     pax = (
-        b"size=-1",
-        b"size=99999999999999999999",
-        b"size=1e9",
-        b"path=../../x.jpg",
-        b"path=\xff.jpg",
-        b"GNU.sparse.major=1",
-        b"GNU.sparse.map=0,9",
-        b"hdrcharset=BINARY",
-        b"comment=" + b"x" * 99999,
-        b"mtime=nan",
-        b"size=" + b"9" * 5000,
+        b"size=-1", b"size=99999999999999999999", b"size=1e9", b"path=../../x.jpg", b"path=\xff.jpg", b"GNU.sparse.major=1",
+        b"GNU.sparse.map=0,9", b"hdrcharset=BINARY", b"comment=" + b"x" * 99999, b"mtime=nan", b"size=" + b"9" * 5000,
         b"linkpath=/",
-    )
+    )  # fmt: skip
     for number in range(int(rng.integers(1, 8))):
         member = tarfile.TarInfo(
             str(pick(rng, ("a.jpg", f"{number}.jpg", "d/" * 80 + "b.jpg", "x" * 120 + ".jpg", "\udcff.jpg")))

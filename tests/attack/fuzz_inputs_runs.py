@@ -218,23 +218,9 @@ def _ijb(sound: Sound, rng: Rng) -> Case:
     files: dict[str, Entry] = {}
     lists = [name for name in sound if "/meta/" in name]
     words = (
-        "-1",
-        "nan",
-        "inf",
-        "1e308",
-        "99999999999",
-        "2147483648",
-        "",
-        "x",
-        "../canary",
-        "/dev/zero",
-        "\x1b[2J",
-        "\xff",
-        "1e9",
-        "0",
-        "1.5",
-        "nowhere.jpg",
-    )
+        "-1", "nan", "inf", "1e308", "99999999999", "2147483648", "", "x", "../canary", "/dev/zero", "\x1b[2J", "\xff", "1e9",
+        "0", "1.5", "nowhere.jpg",
+    )  # fmt: skip
     for name in sorted(set(rng.choice(lists, 2).tolist())):
         rows = [line.replace(",", " , ").split(" ") for line in bytes(sound[name] or b"").decode().splitlines()]  # type: ignore[arg-type]
         for _ in range(int(rng.integers(3))):

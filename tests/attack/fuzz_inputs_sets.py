@@ -12,20 +12,9 @@ from .fuzz_seeds import CONFIG, FIXTURES, encoded, files_below
 _CHECK = ["train", "tiny.yaml", "--check"]
 _ANY = ["data.num_classes=0", "data.num_images=0"]  # whatever the data has
 _NAMES = (
-    "a b",
-    "\udcff\udcfe",
-    "\x1b[2J",
-    "new\nline",
-    "..",
-    ".hidden",
-    "x" * 200,
-    "a,b",
-    "\u00e9",
-    "-flag",
-    "%s",
-    "con\t1",
+    "a b", "\udcff\udcfe", "\x1b[2J", "new\nline", "..", ".hidden", "x" * 200, "a,b", "\u00e9", "-flag", "%s", "con\t1",
     "\u202e",
-)
+)  # fmt: skip
 
 
 def inputs(seeds: Path) -> dict[str, Input]:
@@ -230,19 +219,8 @@ def _folder_tree(sound: Sound, rng: Rng) -> Case:
     """Return a case with a folder of people that contains links, pipes, odd names and empty folders."""
     files: dict[str, Entry] = {}
     targets = (
-        ".",
-        "..",
-        "../p1",
-        "/",
-        "/dev/zero",
-        "/dev",
-        "loop",
-        "../../canary",
-        "/proc/self/fd",
-        "nowhere",
-        "p0",
-        "/proc/self",
-    )
+        ".", "..", "../p1", "/", "/dev/zero", "/dev", "loop", "../../canary", "/proc/self/fd", "nowhere", "p0", "/proc/self",
+    )  # fmt: skip
     first = sorted({name.split("/")[1] for name in _pictures(sound)})
     spots = ("people", f"people/{first[0]}", f"people/{first[1]}", "people/new", "people/new/deep")
     for _ in range(int(rng.integers(1, 7))):

@@ -14,20 +14,9 @@ from .torture_runs import LIMIT_MINUTES, STEPS, Life, TorturePlace
 PHASES = ("start", "step", "save", "evaluation")
 # relative frequencies
 KINDS = {
-    "kill_all": 10,
-    "kill_worker": 10,
-    "kill_workers": 6,
-    "kill_torchrun": 12,
-    "stop_rank": 2,
-    "stop_short": 6,
-    "term": 9,
-    "term_worker": 6,
-    "int": 7,
-    "int_twice": 6,
-    "disk_short": 7,
-    "disk_full": 7,
-    "disagree": 8,
-}
+    "kill_all": 10, "kill_worker": 10, "kill_workers": 6, "kill_torchrun": 12, "stop_rank": 2, "stop_short": 6, "term": 9,
+    "term_worker": 6, "int": 7, "int_twice": 6, "disk_short": 7, "disk_full": 7, "disagree": 8,
+}  # fmt: skip
 ALONE = ("kill_all", "stop_short", "term", "int", "int_twice", "disk_short", "disk_full")
 # seconds until all processes must be gone, on a busy machine. For a stopped rank: its limit, a minute more if another rank
 # saves or evaluates, and the half minute after which torchrun kills it
@@ -35,20 +24,12 @@ LIMITS = {"stop_rank": 60 * LIMIT_MINUTES + 60.0 + 30.0 + 30.0, "kill_torchrun":
 GOES_ON = ("stop_short", "disk_short")
 # the setting of one rank -> what the error must name; the other ranks have another value
 ODD_KEYS = {
-    "optimizer.lr=0.1": "optimizer.lr",
-    "run.seed=7": "run.seed",
-    "optimizer.name=adamw": "optimizer.name",
-    "train.precision=bf16": "train.precision",
-    "head.sample_rate=0.75": "head.sample_rate",
-    "head.storage=lean": "head.storage",
-    "train.batch_size=24": "train.batch_size",
-    "train.accumulation=2": "train.accumulation",
-    "eval.every=3": "eval.every",
-    "log.every=2": "log.every",
-    "data.flip=false": "data.flip",
-    "checkpoint.every=4": "checkpoint.every",
+    "optimizer.lr=0.1": "optimizer.lr", "run.seed=7": "run.seed", "optimizer.name=adamw": "optimizer.name",
+    "train.precision=bf16": "train.precision", "head.sample_rate=0.75": "head.sample_rate", "head.storage=lean": "head.storage",
+    "train.batch_size=24": "train.batch_size", "train.accumulation=2": "train.accumulation", "eval.every=3": "eval.every",
+    "log.every=2": "log.every", "data.flip=false": "data.flip", "checkpoint.every=4": "checkpoint.every",
     "data.path": "hash of the labels",
-}
+}  # fmt: skip
 _NO_LIMIT = resource.RLIM_INFINITY
 
 
