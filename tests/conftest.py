@@ -1,6 +1,7 @@
 """Fixtures shared by all tests: several gloo processes, and the optional folder of oracle files."""
 
 import faulthandler
+import importlib
 import os
 import signal
 import warnings
@@ -60,6 +61,15 @@ def _forkserver() -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Return the device of a test whose body is the same on both: CI runs it on the CPU, `pytest -m gpu` on a GPU."""
     return torch.device(request.param)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a RecordIO set of few images and a verification set of other classes, `tiny`."""
+    tiny_runs = importlib.import_module("tiny_runs")  # imports torch and Triton, which must see the environment of above
+    folder = tmp_path_factory.mktemp("data")
+    tiny_runs.write_dataset(folder, tiny_runs.FEW_IMAGES)
+    return folder
 
 
 def some(cases: Iterable[Any], every: int) -> list[Any]:

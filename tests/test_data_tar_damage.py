@@ -59,55 +59,37 @@ BAD: dict[str, tuple[str, Callable[[], bytes]]] = {
     "size beyond the end": ("cut off in 1.jpg", lambda: _good() + _sized(_member("1.jpg", b"x"), 1 << 20)),
     "pax size below zero": ("a size of -2048 bytes", lambda: _good() + _pax({"size": "-2048"}) + _member("1.jpg", b"x")),
     "pax size of 4,000 digits": ("cut off in 1.jpg", lambda: _good() + _pax({"size": "9" * 4000}) + _member("1.jpg", b"x")),
-    "pax of a giant size": (
-        "an extended header of 17179869184 bytes",
-        lambda: _good() + _sized(_pax({"path": "a"}), 1 << 34) + _member("1.jpg", b"x"),
-    ),
-    "pax of a negative size": (
-        "an extended header of -4096 bytes",
-        lambda: _good() + _sized(_pax({"path": "a"}), -4096) + _member("1.jpg", b"x"),
-    ),
-    "pax global of a negative size": (
-        "an extended header of -512 bytes",
-        lambda: _sized(_pax({"path": "a"}, tarfile.XGLTYPE), -512) + _good(),
-    ),
+    "pax of a giant size": ("an extended header of 17179869184 bytes",
+                            lambda: _good() + _sized(_pax({"path": "a"}), 1 << 34) + _member("1.jpg", b"x")),
+    "pax of a negative size": ("an extended header of -4096 bytes",
+                               lambda: _good() + _sized(_pax({"path": "a"}), -4096) + _member("1.jpg", b"x")),
+    "pax global of a negative size": ("an extended header of -512 bytes",
+                                      lambda: _sized(_pax({"path": "a"}, tarfile.XGLTYPE), -512) + _good()),
     "sparse 1.0 with countless parts": ("a sparse file", lambda: _pax(SPARSE_1_0) + _member("1.jpg", b"9" * 700) + _good()),
-    "sparse 0.1 with a map of words": (
-        "a sparse file",
-        lambda: _pax({"GNU.sparse.map": "a,b,c", "GNU.sparse.size": "9"}) + _good(),
-    ),
+    "sparse 0.1 with a map of words": ("a sparse file",
+                                       lambda: _pax({"GNU.sparse.map": "a,b,c", "GNU.sparse.size": "9"}) + _good()),
     "sparse of old GNU": (
         "a sparse file",
         lambda: _header(_member("1.jpg", b"x", tarfile.GNUTYPE_SPARSE), 482, b"\1") + 3 * bytes(512) + _good(),
     ),
-    "3,000 long names": (
-        "byte 8192: more than 8 headers",
-        lambda: 3000 * _member("l", b"n" * 200, tarfile.GNUTYPE_LONGNAME) + _good(),
-    ),
+    "3,000 long names": ("byte 8192: more than 8 headers",
+                         lambda: 3000 * _member("l", b"n" * 200, tarfile.GNUTYPE_LONGNAME) + _good()),
     "3,000 pax headers": ("byte 8192: more than 8 headers", lambda: 3000 * _pax({"path": "a"}) + _good()),
-    "a long name of a negative size": (
-        "an extended header of -512 bytes",
-        lambda: _sized(_member("l", b"", tarfile.GNUTYPE_LONGNAME), -512) + _good(),
-    ),
-    "a long name at the end": (
-        "byte 9216: a damaged header",
-        lambda: _good() + _member("l", b"n" * 200, tarfile.GNUTYPE_LONGNAME),
-    ),
+    "a long name of a negative size": ("an extended header of -512 bytes",
+                                       lambda: _sized(_member("l", b"", tarfile.GNUTYPE_LONGNAME), -512) + _good()),
+    "a long name at the end": ("byte 9216: a damaged header",
+                               lambda: _good() + _member("l", b"n" * 200, tarfile.GNUTYPE_LONGNAME)),
     "a wrong checksum": ("byte 9216: a damaged header", lambda: _good() + b"2" + _good(1)[1:] + _good(2)),
     "half a header": ("cut off in 1.jpg", lambda: _good() + _good(1)[:300]),
     "a length of 5,000 digits": (
         "byte 9216: a damaged header",
         lambda: _good() + _member("pax", b"9" * 5000 + b" path=a\n", tarfile.XHDTYPE) + _member("1.jpg", b"x"),
     ),
-    "letters in the size": (
-        "byte 9216: a damaged header",
-        lambda: _good() + _header(_member("1.jpg", b""), 124, b"zzzzzzzzzzz"),
-    ),
-    "letters in the time": (
-        "byte 9216: a damaged header",
-        lambda: _good() + _header(_member("1.jpg", b""), 136, b"zzzzzzzzzzz"),
-    ),
-}
+    "letters in the size": ("byte 9216: a damaged header",
+                            lambda: _good() + _header(_member("1.jpg", b""), 124, b"zzzzzzzzzzz")),
+    "letters in the time": ("byte 9216: a damaged header",
+                            lambda: _good() + _header(_member("1.jpg", b""), 136, b"zzzzzzzzzzz")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", sorted(BAD))

@@ -66,45 +66,22 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("main", "words", "own", "said"),
     [
-        (
-            evaluate,
-            ["{}/0/weights.safetensors", *OPTIONS, "--data", "{}", "--targets", "tiny"],
-            ["--batch-size", "8", "--precision", "bf16"],
-            r"--batch-size is 256 on rank 0, 8 on rank 1; --precision is fp32 on rank 0, bf16 on rank 1. Fix",
-        ),
-        (
-            evaluate,
-            ["{}/@/weights.safetensors", *OPTIONS, "--data", "{}", "--targets", "tiny"],
-            [],
-            r"hash of the network is \w+ on rank 0, \w+ on rank 1",
-        ),
-        (
-            evaluate,
-            ["{}/@/net.onnx", "--device", "cpu", "--data", "{}", "--targets", "tiny"],
-            [],
-            r"hash of the network is \w+ on rank 0, \w+ on rank 1",
-        ),
-        (
-            identify,
-            ["{}/0/weights.safetensors", *OPTIONS, "--gallery", "{}/@/gallery.txt", "--probes", "{}/0/probes.txt"],
-            [],
-            r"hash of the labels of gallery 1 is \w+ on rank 0, .*; number of classes of gallery 1 is 2 on rank 0, 3 on rank 1",
-        ),
-        (
-            evaluate_ijb,
-            ["{}/0/weights.safetensors", *OPTIONS, "--root", "{}/@"],
-            [],
-            r"hash of the lists of ijbc is \w+ on rank 0, \w+ on rank 1",
-        ),
-        (
-            evaluate_ijb,
-            ["{}/0/weights.safetensors", *OPTIONS, "--root", "{}/0"],
-            ["--no-detector-score"],
-            r"--no-detector-score is false on rank 0, true on rank 1. Fix",
-        ),
+        (evaluate, ["{}/0/weights.safetensors", *OPTIONS, "--data", "{}", "--targets", "tiny"],
+         ["--batch-size", "8", "--precision", "bf16"],
+         r"--batch-size is 256 on rank 0, 8 on rank 1; --precision is fp32 on rank 0, bf16 on rank 1. Fix"),
+        (evaluate, ["{}/@/weights.safetensors", *OPTIONS, "--data", "{}", "--targets", "tiny"], [],
+         r"hash of the network is \w+ on rank 0, \w+ on rank 1"),
+        (evaluate, ["{}/@/net.onnx", "--device", "cpu", "--data", "{}", "--targets", "tiny"], [],
+         r"hash of the network is \w+ on rank 0, \w+ on rank 1"),
+        (identify, ["{}/0/weights.safetensors", *OPTIONS, "--gallery", "{}/@/gallery.txt", "--probes", "{}/0/probes.txt"], [],
+         r"hash of the labels of gallery 1 is \w+ on rank 0, .*; number of classes of gallery 1 is 2 on rank 0, 3 on rank 1"),
+        (evaluate_ijb, ["{}/0/weights.safetensors", *OPTIONS, "--root", "{}/@"], [],
+         r"hash of the lists of ijbc is \w+ on rank 0, \w+ on rank 1"),
+        (evaluate_ijb, ["{}/0/weights.safetensors", *OPTIONS, "--root", "{}/0"], ["--no-detector-score"],
+         r"--no-detector-score is false on rank 0, true on rank 1. Fix"),
     ],
     ids=["eval-options", "eval-weights", "eval-onnx", "identify-labels", "ijb-lists", "ijb-options"],
-)
+)  # fmt: skip
 def test_a_rank_with_other_options_or_files_is_named(
     files: Path, main: Callable[[list[str]], int], words: list[str], own: list[str], said: str
 ):

@@ -68,42 +68,20 @@ def _momentum(state: State) -> Tensor:
     return values * state["momentum_scale"].double()[:, None] if "momentum_scale" in state else values
 
 
-def _sgd(
-    state: State,
-    gradient: Tensor,
-    select: int | Tensor,
-    seed: int = SEED,
-    apply: Tensor | None = None,
-    target: Target | None = None,
-    nesterov: bool = False,
-) -> None:
+def _sgd(state: State, gradient: Tensor, select: int | Tensor, nesterov: bool = False, **more: Any) -> None:
     names = ("centres", "momentum", "momentum_scale")
-    _update(RowSGD(0.9, 0.02, nesterov), 0.3, names, state, gradient, select, seed, apply, target)
+    _update(RowSGD(0.9, 0.02, nesterov), 0.3, names, state, gradient, select, **more)
 
 
-def _adamw(
-    state: State,
-    gradient: Tensor,
-    select: int | Tensor,
-    seed: int = SEED,
-    apply: Tensor | None = None,
-    target: Target | None = None,
-) -> None:
+def _adamw(state: State, gradient: Tensor, select: int | Tensor, **more: Any) -> None:
     names = ("centres", "momentum", "momentum_scale", "variance", "updates")
-    _update(RowAdamW(0.9, 0.999, 1e-8, 0.05), 0.01, names, state, gradient, select, seed, apply, target)
+    _update(RowAdamW(0.9, 0.999, 1e-8, 0.05), 0.01, names, state, gradient, select, **more)
 
 
 def _update(
-    optimizer: RowSGD | RowAdamW,
-    lr: float,
-    names: tuple[str, ...],
-    state: State,
-    gradient: Tensor,
-    select: int | Tensor,
-    seed: int,
-    apply: Tensor | None,
-    target: Target | None,
-) -> None:
+    optimizer: RowSGD | RowAdamW, lr: float, names: tuple[str, ...], state: State, gradient: Tensor, select: int | Tensor,
+    seed: int = SEED, apply: Tensor | None = None, target: Target | None = None,
+) -> None:  # fmt: skip
     """Update rows of the tensors with these names; select: the first of consecutive rows, or their numbers."""
     tensors = {name: state[name] for name in names if name in state}
     store: Any = SimpleNamespace(tensors=tensors, inverse_norms=state["inverse_norms"])

@@ -102,6 +102,14 @@ def _imported(source: Path, run: Path, *more: str) -> Path:
     return found
 
 
+def _train(folder: Path, name: str, overrides: str) -> None:
+    """Train an r18 on images made on the spot, or what the overrides say."""
+    (folder / "tiny.yaml").write_text("backbone: {name: r18, width: 0.125, embedding_size: 16}\neval: {at_end: false}\n")
+    data = f"data.source=synthetic data.num_classes={CLASSES} data.num_images=33 train.batch_size=8"
+    words = f"run.output={folder} run.name={name} run.threads=1 {data} {overrides}".split()
+    assert train.main([str(folder / "tiny.yaml"), *words]) == 0
+
+
 def _of_class(found: Path, label: int, name: str, num_classes: int = CLASSES) -> Tensor:
     """Return the row of one class, found by its slot alone."""
     slot = int(slots_of_classes(np.array([label]), num_classes, SEED)[0])
@@ -358,15 +366,8 @@ def test_a_transformer_without_masks_is_imported_trains_on_and_is_exported(tmp_p
     assert export_arcface_torch.main([str(imported), str(tmp_path / "back"), "--ranks", "2"]) == 0
     was, now = (torch.load(folder / "model.pt", weights_only=True) for folder in (source, tmp_path / "back"))
     assert list(was) == list(now) and _equal(was, now)
-    (tmp_path / "tiny.yaml").write_text(
-        f"run: {{output: {tmp_path / 'work_dirs'}, name: goes_on, threads: 1}}\n"
-        f"data: {{source: synthetic, num_classes: {CLASSES}, num_images: 33}}\n"
-        "backbone: {name: vit_t, width: 0.0625, embedding_size: 16, mask_ratio: 0}\n"
-        "optimizer: {name: adamw, lr: 0.001}\n"
-        "train: {batch_size: 8, max_steps: 41}\n"
-        "eval: {at_end: false}\n"
-    )
-    assert train.main([str(tmp_path / "tiny.yaml")]) == 0
+    vit = "backbone.name=vit_t backbone.width=0.0625 backbone.mask_ratio=0 optimizer.name=adamw optimizer.lr=0.001"
+    _train(tmp_path / "work_dirs", "goes_on", f"{vit} train.max_steps=41")
     assert f"resumed from {imported} after step 40" in (tmp_path / "work_dirs" / "goes_on" / "train.log").read_text()
 
 
@@ -382,16 +383,7 @@ def test_a_checkpoint_of_that_step_is_never_overwritten(tmp_path: Path, capsys: 
 def test_training_goes_on_from_an_imported_checkpoint(tmp_path: Path, kind: str):
     source = _write(tmp_path / "theirs", "checkpoint_gpu", 2, kind=kind)
     imported = _imported(source, tmp_path / "work_dirs" / "goes_on")
-    (tmp_path / "tiny.yaml").write_text(
-        f"run: {{output: {tmp_path / 'work_dirs'}, name: goes_on, threads: 1}}\n"
-        f"data: {{source: synthetic, num_classes: {CLASSES}, num_images: 33}}\n"
-        "backbone: {name: r18, width: 0.125, embedding_size: 16}\n"
-        f"optimizer: {{name: {kind}, lr: 0.001}}\n"
-        "train: {batch_size: 8, max_steps: 42}\n"
-        "eval: {at_end: false}\n"
-        "log: {every: 1}\n"
-    )
-    assert train.main([str(tmp_path / "tiny.yaml")]) == 0
+    _train(tmp_path / "work_dirs", "goes_on", f"optimizer.name={kind} optimizer.lr=0.001 train.max_steps=42 log.every=1")
     log = (tmp_path / "work_dirs" / "goes_on" / "train.log").read_text()
     assert f"resumed from {imported} after step 40" in log
     newest = list_checkpoints(imported.parent.parent)[-1]
@@ -447,15 +439,7 @@ def test_what_was_exported_is_imported_to_the_same_bytes(tmp_path: Path):
 @pytest.mark.numeric
 @pytest.mark.parametrize("form", ["exact", "tiny"])
 def test_a_run_of_ours_is_exported_for_resume(tmp_path: Path, form: str):
-    (tmp_path / "tiny.yaml").write_text(
-        f"run: {{output: {tmp_path}, name: ours, threads: 1}}\n"
-        f"data: {{source: synthetic, num_classes: {CLASSES}, num_images: 32}}\n"
-        "backbone: {name: r18, width: 0.125, embedding_size: 16}\n"
-        f"head: {{storage: {form}}}\n"
-        "train: {batch_size: 8, epochs: 2, max_steps: 4}\n"
-        "eval: {at_end: false}\n"
-    )
-    assert train.main([str(tmp_path / "tiny.yaml")]) == 0
+    _train(tmp_path, "ours", f"data.num_images=32 head.storage={form} train.epochs=2 train.max_steps=4")
     assert export_arcface_torch.main([str(tmp_path / "ours"), str(tmp_path / "out"), "--ranks", "2"]) == 0
     (ours,) = list_checkpoints(tmp_path / "ours")
     files = [torch.load(tmp_path / "out" / f"checkpoint_gpu_{rank}.pt", weights_only=True) for rank in (0, 1)]

@@ -30,7 +30,6 @@ from tiny_runs import (
     run_program,
     run_train,
     small_run,
-    write_dataset,
 )
 
 import train
@@ -44,14 +43,6 @@ from utils.memory import available_bytes
 from utils.precision import LossScaler
 
 LOSS_BOUND = 16.0 * network_bound()  # of one step: loss.scale times the error of the embeddings; those of steps are independent
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a RecordIO set and a verification set of other classes, `tiny`."""
-    folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder, FEW_IMAGES)
-    return folder
 
 
 def test_training_learns_evaluates_and_leaves_a_complete_run_folder(dataset: Path, tmp_path: Path):

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from saving import save_now
-from tiny_runs import FEW_IMAGES, ROOT, command_of, descendants, read_metrics, run_program, run_train, small_run, write_dataset
+from tiny_runs import ROOT, command_of, descendants, read_metrics, run_program, run_train, small_run
 
 import train
 from data.record_dataset import RecordDataset
@@ -29,14 +29,6 @@ from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy, Shard
 from utils.distributed import SharedError, World
 from utils.optim import unscale_and_clip_grad_norm_
 from utils.precision import LossScaler
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a RecordIO set and a verification set of other classes, `tiny`."""
-    folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder, FEW_IMAGES)
-    return folder
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(

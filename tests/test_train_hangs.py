@@ -11,30 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import (
-    FEW_IMAGES,
-    ROOT,
-    Started,
-    command_of,
-    descendants,
-    run_file,
-    run_program,
-    run_train,
-    small_run,
-    write_dataset,
-)
+from tiny_runs import ROOT, Started, command_of, descendants, run_file, run_program, run_train, small_run
 
 import train
 from training import setup
 from utils.checkpoint.format import list_checkpoints
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a RecordIO set and a verification set of other classes, `tiny`."""
-    folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder, FEW_IMAGES)
-    return folder
 
 
 def _program(tmp_path: Path, program: str) -> str:

@@ -5,21 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import FEW_IMAGES, final_weights, run_train, small_run, write_dataset
+from tiny_runs import final_weights, run_train, small_run
 
 import train
 from scripts import checkpoint
 from utils.checkpoint.format import list_checkpoints
 from utils.checkpoint.reading import read_trainer
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a RecordIO set."""
-    folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder, FEW_IMAGES)
-    return folder
-
 
 RUNS = {  # overrides by the name of the loss; scale and margin are those of all tiny runs
     "adaptiveface": ["optimizer.name=adamw", "optimizer.lr=0.01"],

@@ -15,19 +15,7 @@ import pytest
 import torch
 from rounding import network_bound
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_runs import (
-    FEW_IMAGES,
-    IRESNET,
-    ROOT,
-    Started,
-    command_of,
-    final_weights,
-    read_metrics,
-    run_file,
-    run_train,
-    small_run,
-    write_dataset,
-)
+from tiny_runs import IRESNET, ROOT, Started, command_of, final_weights, read_metrics, run_file, run_train, small_run
 
 import train
 from utils.checkpoint import writer as checkpoint_writer
@@ -38,12 +26,8 @@ from utils.checkpoint.tensor_file import write_object
 AUGMENTED = ["augment.crop=0.3", "augment.photometric=0.5", "augment.blur=0.3", "augment.cutout=0.5", "augment.jpeg=0.3"]
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a RecordIO set and a verification set of other classes, `tiny`."""
-    folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder, FEW_IMAGES)
-    return folder
+def _count_lines(metrics: Path) -> int:
+    return len(metrics.read_text().splitlines()) if metrics.is_file() else 0
 
 
 def _run_and_kill(num_processes: int, arguments: list[str], metrics: Path, after_steps: int) -> None:
@@ -51,11 +35,8 @@ def _run_and_kill(num_processes: int, arguments: list[str], metrics: Path, after
     folder = metrics.parents[1] / "output"
     folder.mkdir()
     started = Started(train.main, [arguments] * num_processes, folder)
-    deadline = time.monotonic() + 120
     # a save goes on beside the steps, so the first checkpoint may be complete some steps later
-    while not list_checkpoints(metrics.parent) or len(metrics.read_text().splitlines()) < after_steps:
-        assert started.is_alive() and time.monotonic() < deadline, "the run ended, or did nothing, before the kill"
-        time.sleep(0.01)
+    started.wait_until(lambda: list_checkpoints(metrics.parent) != [] and _count_lines(metrics) >= after_steps)
     for rank in range(num_processes):
         started.send(signal.SIGKILL, rank)
     assert started.wait().returncode == -signal.SIGKILL
@@ -126,10 +107,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_to_the_same_bits(dataset: 
     stopped = small_run(dataset, tmp_path, *overrides, "run.name=stopped")
     metrics = tmp_path / "stopped" / "metrics.jsonl"
     started = Started(train.main, [stopped] * num_processes, tmp_path)
-    deadline = time.monotonic() + 120
-    while not metrics.is_file() or len(metrics.read_text().splitlines()) < 3:
-        assert started.is_alive() and time.monotonic() < deadline, "the run ended, or did nothing, before the signal"
-        time.sleep(0.01)
+    started.wait_until(lambda: _count_lines(metrics) >= 3)
     started.send(signal.SIGUSR1 if num_processes > 1 else signal.SIGTERM, num_processes - 1)
     done = started.wait()
     said = done.stderr
@@ -142,13 +120,6 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_to_the_same_bits(dataset: 
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
-def _wait_for_steps(metrics: Path, steps: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not metrics.is_file() or len(metrics.read_text().splitlines()) < steps:
-        assert process.poll() is None and time.monotonic() < deadline, "the run ended, or did nothing, before the signal"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(dataset: Path, tmp_path: Path, num_processes: int):
     """A terminal sends SIGINT to what it started; torchrun passes it on to its workers."""
@@ -156,7 +127,10 @@ def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(dataset: Path, tmp_pa
     assert run_train(num_processes, small_run(dataset, tmp_path, *overrides, "run.name=whole")).returncode == 0
     stopped = small_run(dataset, tmp_path, *overrides, "run.name=stopped")
     with subprocess.Popen(command_of(num_processes, stopped), stderr=subprocess.PIPE, text=True, cwd="/") as process:
-        _wait_for_steps(tmp_path / "stopped" / "metrics.jsonl", 3, process)
+        deadline = time.monotonic() + 120
+        while _count_lines(tmp_path / "stopped" / "metrics.jsonl") < 3:
+            assert process.poll() is None and time.monotonic() < deadline, "the run ended, or did nothing, before the signal"
+            time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=120)[1]
     (saved,) = list_checkpoints(tmp_path / "stopped")
@@ -235,7 +209,9 @@ def test_ctrl_c_in_another_program_speaks_of_no_checkpoint(tmp_path: Path):
     assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
 
 
-def test_a_resumed_run_says_which_keys_changed(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_resumed_run_says_which_keys_changed_and_keeps_each_configuration(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert train.main(small_run(dataset, tmp_path, "train.max_steps=2")) == 0
     assert "changed since" not in capsys.readouterr().out
     changes = ["loss.margin=0.3", "optimizer.lr=0.01", "augment.blur=0.5", "eval.targets=[]"]
@@ -248,6 +224,8 @@ def test_a_resumed_run_says_which_keys_changed(dataset: Path, tmp_path: Path, ca
         "changed since that checkpoint: train.max_steps was 2, is 4",
         "changed since that checkpoint: eval.targets was ['tiny'], is []",
     ]
+    (earlier,) = (tmp_path / "tiny").glob("config_until_step_00000002_*.yaml")
+    assert "max_steps: 2" in earlier.read_text() and "max_steps: 4" in (tmp_path / "tiny" / "config.yaml").read_text()
 
 
 def test_a_resumed_run_has_each_step_once_in_metrics_and_tensorboard(dataset: Path, tmp_path: Path):
@@ -311,25 +289,17 @@ def test_a_checkpoint_of_other_data_or_architecture_is_refused_and_kept(
     assert before == {path: path.read_bytes() for path in (tmp_path / "tiny" / "checkpoints").rglob("*") if path.is_file()}
 
 
-def test_a_resumed_run_keeps_each_configuration_it_had(dataset: Path, tmp_path: Path):
-    for steps in (2, 4):
-        assert train.main(small_run(dataset, tmp_path, f"train.max_steps={steps}", "eval.targets=[]")) == 0
-    (earlier,) = (tmp_path / "tiny").glob("config_until_step_00000002_*.yaml")
-    assert "max_steps: 2" in earlier.read_text()
-    assert "max_steps: 4" in (tmp_path / "tiny" / "config.yaml").read_text()
-
-
-def test_an_explicit_checkpoint_starts_another_run(dataset: Path, tmp_path: Path):
-    assert train.main(small_run(dataset, tmp_path, "train.max_steps=4", "eval.targets=[]")) == 0
-    source = f"checkpoint.resume={tmp_path / 'tiny'}"
-    assert train.main(small_run(dataset, tmp_path, "train.max_steps=6", "eval.targets=[]", "run.name=second", source)) == 0
-    assert sorted(read_metrics(tmp_path / "second")) == [5, 6]
-
-
 def test_the_same_command_goes_on_with_a_run_that_an_explicit_checkpoint_began(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert train.main(small_run(dataset, tmp_path, "train.max_steps=4", "eval.targets=[]")) == 0
+    folder = [
+        f"checkpoint.resume={tmp_path / 'tiny'}",
+        "run.name=first",
+        "train.max_steps=5",
+    ]  # a run, of which its newest is taken
+    assert train.main(small_run(dataset, tmp_path, "eval.targets=[]", *folder)) == 0
+    assert sorted(read_metrics(tmp_path / "first")) == [5]
     (tmp_path / "tiny" / "checkpoints" / "step_00000004").rename(tmp_path / "best")  # a name that tells no step
     overrides = ["eval.targets=[]", "run.name=second"]
     source = f"checkpoint.resume={tmp_path / 'best'}"

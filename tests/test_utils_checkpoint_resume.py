@@ -9,11 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from conftest import some
 from safetensors.torch import load_file, save_file
-from tiny_runs import FEW_IMAGES, run_file, run_program, small_run, write_dataset
+from tiny_runs import run_file, run_program, small_run
 
 import train
 from utils.checkpoint.format import list_checkpoints
@@ -105,13 +104,6 @@ COMMON = {
     "trained text": _set("trained", "all of it"),
     "trained numbers": _set("trained", [1, None]),
 }
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder, FEW_IMAGES)
-    return folder
 
 
 def _run(folder: Path, cases: dict[str, list[str]]) -> None:
