@@ -4,11 +4,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import onnx
+import numpy as np
 import pytest
 import torch
-from onnx import TensorProto, helper
 from safetensors.torch import save_file
+from tiny_networks import MEAN_COLOUR, write_onnx
 from tiny_runs import face, run_program, write_dataset
 
 from backbones import build_backbone
@@ -33,21 +33,6 @@ def _write_lists(folder: Path, rank: int) -> None:
     (meta / "ijbc_name_5pts_score.txt").write_text(f"0.jpg {points} 0.9\n1.jpg {points} 0.{9 - rank}\n")
 
 
-def _write_onnx(path: Path, power: float) -> None:
-    nodes = [
-        helper.make_node("GlobalAveragePool", ["images"], ["pooled"]),
-        helper.make_node("Flatten", ["pooled"], ["flat"]),
-        helper.make_node("Pow", ["flat", "power"], ["embeddings"]),
-    ]
-    ends = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
-        for name, shape in (("images", ["n", 3, 112, 112]), ("embeddings", ["n", 3]))
-    ]
-    constant = helper.make_tensor("power", TensorProto.FLOAT, [1], [power])
-    graph = helper.make_graph(nodes, "net", ends[:1], ends[1:], [constant])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), str(path))
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the set `tiny`, and a folder for each of two ranks: weights, an ONNX file and lists, all unlike."""
@@ -58,7 +43,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / str(rank)).mkdir()
         save_file(weights, folder / str(rank) / "weights.safetensors")
         weights = {name: torch.zeros_like(value) for name, value in weights.items()}
-        _write_onnx(folder / str(rank) / "net.onnx", 1.0 + rank)
+        power = np.array([1.0 + rank], np.float32)
+        write_onnx(folder / str(rank) / "net.onnx", [*MEAN_COLOUR, ("Pow", {})], 3, power=power)
         _write_lists(folder / str(rank), rank)
     return folder
 

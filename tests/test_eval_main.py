@@ -8,14 +8,13 @@ from typing import Any
 
 import cv2
 import numpy as np
-import onnx
 import pytest
 import torch
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from onnx import TensorProto, helper, numpy_helper
 from pictures import jpeg, picture
 from saving import save_now
+from tiny_networks import MEAN_COLOUR, TIMES_MATRIX, write_onnx
 from tiny_runs import read_metrics, small_run, write_dataset
 
 import train
@@ -42,21 +41,7 @@ def _write_set(path: Path, num_pairs: int = 40, right: bool = True, seed: int = 
 def _network(path: Path, bias: float = 0.0) -> tuple[str, np.ndarray]:
     """Write an ONNX network, matrix (4, 3) x mean colour + bias; return its path and the matrix. A large bias is a collapse."""
     matrix = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
-    nodes = [
-        helper.make_node("GlobalAveragePool", ["images"], ["pooled"]),
-        helper.make_node("Flatten", ["pooled"], ["flat"]),
-        helper.make_node("Gemm", ["flat", "matrix", "bias"], ["embeddings"], transB=1),
-    ]
-    values = [numpy_helper.from_array(matrix, "matrix"), numpy_helper.from_array(np.full(4, bias, np.float32), "bias")]
-    ends = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
-        for name, shape in (("images", ["n", 3, 112, 112]), ("embeddings", ["n", 4]))
-    ]
-    graph = helper.make_graph(nodes, "tiny", ends[:1], ends[1:], values)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    model.ir_version = 9
-    onnx.save(model, str(path))
-    return str(path), matrix
+    return write_onnx(path, [*MEAN_COLOUR, TIMES_MATRIX], 4, matrix=matrix, bias=np.full(4, bias, np.float32)), matrix
 
 
 def _run_folder(folder: Path, scores: dict[int, float | None], targets: list[str], metric: str = "accuracy") -> Path:

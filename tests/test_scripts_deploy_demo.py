@@ -22,11 +22,10 @@ from typing import Any
 
 import cv2
 import numpy as np
-import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
 from pictures import jpeg, picture
+from tiny_networks import TIMES_MATRIX, write_onnx
 
 from deploy.embed.embedder import open_embedder
 from deploy.faces.detector import Detector, Face
@@ -48,25 +47,6 @@ POINTS = TEMPLATE * 0.6  # of a face that is to be enlarged and moved
 SETTINGS = ["--device", "cpu", "--threads", "1", "--image-size", str(SIZE)]
 
 
-def _write_network(path: Path) -> str:
-    """Write an ONNX network from 4 x 4 mean colours of 48 x 48 pixels to 8 numbers; return its path."""
-    matrix = np.random.default_rng(0).normal(size=(8, 48)).astype(np.float32)
-    nodes = [
-        helper.make_node("AveragePool", ["images"], ["pooled"], kernel_shape=[12, 12], strides=[12, 12]),
-        helper.make_node("Flatten", ["pooled"], ["flat"]),
-        helper.make_node("Gemm", ["flat", "matrix"], ["embeddings"], transB=1),
-    ]
-    ends = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
-        for name, shape in (("images", ["n", 3, SIZE, SIZE]), ("embeddings", ["n", 8]))
-    ]
-    graph = helper.make_graph(nodes, "tiny", ends[:1], ends[1:], [numpy_helper.from_array(matrix, "matrix")])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    model.ir_version = 9
-    onnx.save(model, str(path))
-    return str(path)
-
-
 def _face(person: int, take: int = 0) -> bytes:
     """Return a PNG of a person: another picture each time, but like the others."""
     noise = np.random.default_rng(take).normal(0, 12, (SIZE, SIZE, 3))
@@ -78,7 +58,9 @@ def _face(person: int, take: int = 0) -> bytes:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a network, a verification set and its results."""
     folder = tmp_path_factory.mktemp("demo")
-    _write_network(folder / "face.onnx")
+    matrix = np.random.default_rng(0).normal(size=(8, 48)).astype(np.float32)  # from 4 x 4 mean colours to 8 numbers
+    pooled = ("AveragePool", {"kernel_shape": [12, 12], "strides": [12, 12]})
+    write_onnx(folder / "face.onnx", [pooled, ("Flatten", {}), TIMES_MATRIX], 8, SIZE, matrix=matrix)
     same = [bool(pair % 2) for pair in range(60)]
     images = [_face(pair + (100 * side if not same[pair] else 0), 2 * pair + side) for pair in range(60) for side in (0, 1)]
     write_bin(folder / "tiny.bin", images, same)

@@ -18,16 +18,15 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pyarrow.parquet
 import pytest
 import torch
 import torch.multiprocessing as mp
 import xxhash
 from faulty_disk import Disk, faulty
-from onnx import TensorProto, helper, numpy_helper
 from test_deploy_faces_crops import _bomb, _png
 from tiny_detectors import picture, write_detector
+from tiny_networks import MEAN_COLOUR, write_onnx
 from tiny_runs import Started
 
 from backbones import build_backbone
@@ -357,18 +356,9 @@ def test_a_part_that_was_tampered_with_is_made_again(weights: Path, tmp_path: Pa
         assert _files(out) == expected
 
 
-def _onnx(path: Path, bias: float) -> Path:
+def _onnx(path: Path, factor: float) -> Path:
     """Write a network whose embedding is the mean of each channel, times a number."""
-    nodes = [
-        helper.make_node("ReduceMean", ["x"], ["mean"], axes=[2, 3], keepdims=0),
-        helper.make_node("Mul", ["mean", "b"], ["y"]),
-    ]
-    shape = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, SIZE, SIZE])
-    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 3])
-    values = [numpy_helper.from_array(np.array([bias], dtype=np.float32), "b")]
-    graph = helper.make_graph(nodes, "g", [shape], [out], values)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), str(path))
-    return path
+    return Path(write_onnx(path, [*MEAN_COLOUR, ("Mul", {})], 3, SIZE, factor=np.array([factor], np.float32)))
 
 
 def test_embeddings_that_are_not_finite_or_zero_are_rejected(tmp_path: Path, crops: Path, capsys: pytest.CaptureFixture[str]):

@@ -5,12 +5,11 @@ import json
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
 from pictures import jpeg, picture
 from rounding import FP32_UNIT, network_bound, rounding_bound
+from tiny_networks import MEAN_COLOUR, TIMES_MATRIX, write_onnx
 from torch import nn
 
 from backbones import build_backbone
@@ -55,21 +54,7 @@ def _network(path: Path, **changes: object) -> nn.Module:
 def _onnx_file(path: Path, batch: int | str) -> np.ndarray:
     """Write a network that projects the mean colour of an image to four numbers; return its matrix (4, 3)."""
     matrix = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
-    nodes = [
-        helper.make_node("GlobalAveragePool", ["images"], ["pooled"]),
-        helper.make_node("Flatten", ["pooled"], ["flat"]),
-        helper.make_node("Gemm", ["flat", "matrix"], ["embeddings"], transB=1),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "tiny",
-        [helper.make_tensor_value_info("images", TensorProto.FLOAT, [batch, 3, 112, 112])],
-        [helper.make_tensor_value_info("embeddings", TensorProto.FLOAT, [batch, 4])],
-        [numpy_helper.from_array(matrix, "matrix")],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    model.ir_version = 9
-    onnx.save(model, str(path))
+    write_onnx(path, [*MEAN_COLOUR, TIMES_MATRIX], 4, batch=batch, matrix=matrix)
     return matrix
 
 

@@ -5,10 +5,9 @@ import re
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from tiny_networks import TIMES_MATRIX, write_onnx
 from tiny_runs import IRESNET, face, final_weights, read_metrics, run_train, tiny_run, write_dataset
 
 import train
@@ -83,12 +82,7 @@ def test_the_evaluation_takes_the_size_of_the_run_and_a_file_of_weights_a_flag(
 
 def test_an_onnx_graph_gets_images_of_the_size_of_its_input(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     matrix = np.random.default_rng(0).normal(size=(4, 3 * SIZE * SIZE)).astype(np.float32)
-    nodes = [helper.make_node("Flatten", ["x"], ["f"]), helper.make_node("Gemm", ["f", "m"], ["y"], transB=1)]
-    ends = (helper.make_tensor_value_info(*end) for end in (("x", 1, ["n", 3, SIZE, SIZE]), ("y", TensorProto.FLOAT, ["n", 4])))
-    graph = helper.make_graph(nodes, "flat", *([end] for end in ends), [numpy_helper.from_array(matrix, "m")])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    model.ir_version = 9
-    onnx.save(model, str(tmp_path / "flat.onnx"))
+    write_onnx(tmp_path / "flat.onnx", [("Flatten", {}), TIMES_MATRIX], 4, SIZE, matrix=matrix)
     sets = ["--targets", str(source / "data" / "tiny.bin"), "--device", "cpu"]
     assert evaluate([str(tmp_path / "flat.onnx"), *sets]) == 0  # its matrix fits no other size
     capsys.readouterr()
