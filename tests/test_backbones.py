@@ -6,11 +6,13 @@ images) for the weights of `_set_by_formula` and images of `_noise`.
 """
 
 import functools
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import some
 from rounding import rounding_bound
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -268,8 +270,9 @@ def test_width_rounds_channels_to_multiples_of_eight(width: float, expected: int
     assert scale_channels(64, width) == expected
 
 
-@pytest.mark.parametrize("name", [*KINDS, "mbf_large", "ghostfacenet_v1_1"])
-@pytest.mark.parametrize("width", [0.05, 0.3, 1.3])
+@pytest.mark.parametrize(
+    ("name", "width"), some(itertools.product([*KINDS, "mbf_large", "ghostfacenet_v1_1"], [0.05, 0.3, 1.3]), 2)
+)
 def test_any_width_builds_and_keeps_the_names(name: str, width: float) -> None:
     assert list(_on_meta(name, width).state_dict()) == list(_on_meta(name).state_dict())
 
