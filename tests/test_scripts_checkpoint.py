@@ -114,6 +114,7 @@ def test_a_mean_says_its_network_and_unrelated_trainings_are_named(tmp_path: Pat
     score = [str(mean), "--targets", str(tmp_path / "tiny.bin"), "--device", "cpu"]  # neither --backbone nor its size
     assert evaluation.main(score) == 0 and export.main([str(mean), "--to", "pt2", "--out", str(tmp_path / "mean.pt2")]) == 0
     wrong = [({"name": "r200", "width": 64}, 48), ({"name": "nobody"}, 48), ({"width": 1e300}, 48), ({}, 10**9), ({}, "48")]
+    capsys.readouterr()  # with bars
     texts = [json.dumps({"backbone": BACKBONE | other, "image_size": size}) for other, size in wrong]
     for text in ("[" * 70_000, "3", '{"image_size": 48}', *texts):
         mean.unlink()

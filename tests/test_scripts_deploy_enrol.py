@@ -252,7 +252,7 @@ def test_short_commands_take_the_newest_run_and_what_the_gallery_was_enrolled_wi
     query = str(tmp_path / "people" / "person_1" / "0.png")
     assert search.main([query]) == 1
     assert "people.gallery: no such gallery; `face enrol` makes one" in capsys.readouterr().err
-    monkeypatch.setattr("eval.networks.newest_run", lambda: Path("weights.pt"))
+    monkeypatch.setattr("utils.checkpoint.format.newest_run", lambda: Path("weights.pt"))
     monkeypatch.setattr("deploy.gallery.commands.newest_run", lambda: Path("weights.pt"))
     assert enrol.main(["people", *weights[1:]]) == 0
     assert enrol.main(["staff.gallery", "people", *weights[1:]]) == 0
