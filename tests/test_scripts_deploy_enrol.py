@@ -69,7 +69,7 @@ def test_each_picture_is_enrolled_once_and_skipped_the_second_time(
     before = _content(tmp_path / "g")
     monkeypatch.setattr(gallery_enrol, "_enrol", lambda waiting, *rest: waiting and pytest.fail("it embedded them again"))
     assert enrol.main(_words(network, tmp_path / "g", people)) == 0
-    assert "0 pictures enrolled, 40 were there already, 0 rejected; now 40 of 8 people" in capsys.readouterr().out
+    assert "0 pictures enrolled, 40 were there already, 0 rejected; now 40 images of 8 people" in capsys.readouterr().out
     assert _content(tmp_path / "g") == before
 
 

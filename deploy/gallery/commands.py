@@ -236,7 +236,7 @@ def enrol_all(options: argparse.Namespace) -> None:
     print_rejected(rejected, options.list)
     print(
         f"{shown(options.gallery)}: {counts['enrolled']} pictures enrolled, {counts['skipped']} were there already, "
-        f"{len(rejected)} rejected; now {sum(people.values()):,} of {len(people):,} people"
+        f"{len(rejected)} rejected; now {sum(people.values()):,} images of {len(people):,} people"
     )
     if rejected and not counts["enrolled"] and not counts["skipped"]:
         raise ValueError(f"{shown(options.folder)}: none of {len(rejected)} pictures could be enrolled; the reasons are above")
