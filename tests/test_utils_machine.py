@@ -122,7 +122,7 @@ def test_the_kernel_says_how_long_this_thread_has_run_and_waited(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("given", "spins"), [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
+    ("given", "spins"), [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
 )
 def test_threads_of_what_face_starts_wait_asleep_unless_told_otherwise(
     given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch

@@ -7,9 +7,9 @@ from pathlib import Path
 
 _NO_LIMIT = 1 << 62
 _GROUPS, _OWN_GROUPS, _OWN_WAITS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/thread-self/schedstat")
-# how often an OpenMP thread looks whether the others have finished before it sleeps, some tens of microseconds. glibc's OpenMP
+# how often an OpenMP thread looks whether the others have finished before it sleeps, below a millisecond. gcc's OpenMP
 # takes 300,000: where other programs want the cores, its threads then spend whole time slices on waiting for one another
-_SPINS = "5000"
+_SPINS = "20000"
 
 
 def bound_spinning() -> None:

@@ -22,7 +22,7 @@ from data.recordio.image_record import RecordSetWriter
 from deploy.faces.landmarks import points_of, read_landmarks, report_padding
 from deploy.faces.pictures import Picture, Rejected, Rules, encode, list_identities
 from deploy.faces.pictures import read_list as read_lst
-from utils.cli import add_threads, int_in_range, make_parser, progress
+from utils.cli import add_threads, int_in_range, make_parser, progress, rename_in
 from utils.image import IMAGE_SIZE
 from utils.parallel import map_in_order
 from utils.program import run_main
@@ -81,7 +81,7 @@ def convert(options: argparse.Namespace) -> None:
     if left_out:
         print(f"{left_out} identities have fewer than {options.min_images} pictures and were left out")
     print(f"{options.out}: {writer.num_images} images of {writer.num_classes} identities")
-    print(f"next: python -m scripts.data.inspect {options.out} --out report")
+    print(rename_in(f"next: python -m scripts.data.inspect {options.out} --out report"))
 
 
 def _advice(picture: Picture, bad: Rejected) -> str:
