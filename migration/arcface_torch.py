@@ -208,7 +208,7 @@ def command(run: Path, network: RecognisedBackbone, num_classes: int, seed: int,
         "optimizer.name": (kind, "sgd"),
     }
     changed = [f"{key}={value}" for key, (value, default) in settings.items() if value != default]
-    return f"python train.py CONFIG {shlex.join(changed)}"
+    return f"./face train CONFIG {shlex.join(changed)}"
 
 
 def export_checkpoint(options: argparse.Namespace) -> None:

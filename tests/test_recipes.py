@@ -154,7 +154,7 @@ def test_a_recipe_names_its_source_and_the_batch_of_its_figures(name: str):
     if name != "3millions":
         assert comments[2].startswith((log, nothing)) or re.match(table, comments[2])
         assert comments[2].endswith("Ours: not yet run.")
-    start = "python train.py" if recipe.gpus == 1 else f"--nproc_per_node={min(8, recipe.gpus)}"
-    assert start in comments[0] and (f"--nnodes={recipe.gpus // 8}" in comments[0]) == (recipe.gpus > 8)
+    assert f"{comments[0]} ".startswith(f"# ./face train {name} ")
+    assert comments[0].endswith(f" --machines {recipe.gpus // 8} --head HOST") == (recipe.gpus > 8)
     differences = {key: value for key, value in yaml.safe_load(text).items() if key != "_base_"}
     assert sum(map(len, differences.values())) <= 12

@@ -132,7 +132,7 @@ def test_every_class_keeps_its_centre_and_momentum(tmp_path: Path, era: str, ran
     assert manifest["step"] == (40 if era == "checkpoint_gpu" else 0) and manifest["world_size"] == 2
     assert checkpoint.check(found) == []
     said = capsys.readouterr().out
-    assert "r18, 16 numbers per face, width 0.125" in said and "next: python train.py CONFIG" in said
+    assert "r18, 16 numbers per face, width 0.125" in said and "next: ./face train CONFIG" in said
     assert "run.name=run" in said and "backbone.embedding_size=16" in said
 
 

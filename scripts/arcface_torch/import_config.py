@@ -279,14 +279,12 @@ class Translation:
 
     def command(self, config: str) -> str:
         """Return the command line that starts this configuration on as many processes."""
-        start = "python" if self.gpus == 1 else f"torchrun --nproc_per_node={self.gpus}"
-        if self.gpus > 8 and self.gpus % 8 == 0:
-            start = f"torchrun --nnodes={self.gpus // 8} --nproc_per_node=8 ..."
-        return f"{start} train.py {config}"
+        machines = f" --machines {self.gpus // 8} --head HOST" if self.gpus > 8 and self.gpus % 8 == 0 else ""
+        return f"./face train {config}{machines}"
 
     def text(self, name: str, lost: Sequence[str]) -> str:
         """Return the YAML."""
-        lines = [f"# {self.command(f'{ascii(name)[1:-1]}.yaml')}", "# From a configuration of arcface_torch."]
+        lines = [f"# {self.command(ascii(name)[1:-1])}", "# From a configuration of arcface_torch."]
         lines += [f"# Not converted: {line}" for line in lost]
         for section, entries in self._sections.items():
             if entries:
