@@ -232,6 +232,13 @@ def test_an_error_found_when_the_processes_met_is_said_once_and_not_tried_again(
     assert len(done.stderr.splitlines()) <= 3 and "Traceback" not in done.stderr, done.stderr
 
 
+def test_a_port_that_another_run_of_several_machines_holds_is_one_line(config: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = _run_two(config, "train.batch_size=8", "--machines=2", f"--head=127.0.0.1:{taken.getsockname()[1]}")
+    assert done.returncode == 1 and done.stderr.count("error: ") == 1, done.stderr
+    assert "the port is in use by another run; choose one for all machines, --head HOST:PORT" in done.stderr
+
+
 def test_a_process_that_is_killed_for_good_is_named_without_a_traceback(config: Path, tmp_path: Path):
     log, run = tmp_path / "output.txt", tmp_path / "tiny"
     command = [*TRAIN, config, "train.max_steps=500", "--processes=2", "--restarts=0"]
