@@ -734,7 +734,7 @@ def test_a_browser_says_what_is_wrong_with_a_picture(browser: Any, page: Page, m
     monkeypatch.setattr(demo_server, "MAX_PICTURE", 50_000)
     tab, faults = _opened(browser, page, viewport={"width": 360, "height": 700})
     assert tab.evaluate("document.documentElement.scrollWidth <= 360")  # nothing sticks out on a phone
-    assert "aligned already, 48 x 48 pixels" in tab.locator("#kind").inner_text()
+    assert "aligned already, 48 x 48 or 112 x 112 pixels" in tab.locator("#kind").inner_text()
     pictures = tab.locator("#verify-zones input")
     pictures.nth(0).set_input_files(_file("one.png", _face(0)))
     pictures.nth(1).set_input_files(_file("text.png", b"hello"))
