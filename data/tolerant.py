@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from utils.distributed import World, all_gather_objects
+from utils.files import write_file
 from utils.randomness import derive
 
 from .base import FaceDataset
@@ -38,7 +39,7 @@ def write_bad_batch(
     where = f"are in {path}"
     if world.rank == 0:
         try:
-            path.write_text(json.dumps({"step": step, "why": why, "samples": everyone}, indent=1))
+            write_file(path, json.dumps({"step": step, "why": why, "samples": everyone}, indent=1))
         except OSError as error:  # a full disk must not hide the original error
             where = f"could not be written to {path} ({error.strerror})"
     some = "its embeddings are finite"

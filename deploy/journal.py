@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from utils.files import check_file, shown
+from utils.files import check_file, open_own, shown
 
 
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def locked(path: Path, meaning: str) -> Iterator[int]:
         ValueError: another run holds it.
         OSError: the file cannot be opened.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    handle = open_own(path, os.O_RDWR | os.O_APPEND)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,6 +15,7 @@ Examples:
 """
 
 import argparse
+import errno
 import sys
 import time
 from collections.abc import Sequence
@@ -72,6 +73,8 @@ def run(options: argparse.Namespace) -> None:
     if folder is None:
         return
     try:
+        if not options.report and folder.is_symlink():  # of a run that may be from somebody else
+            raise OSError(errno.ELOOP, "it is a link")
         write_report(folder, network.name, results, protocols, _facts(options, network, world, protocols))
         print(f"\nreport: {shown(folder / 'report.html')}")
     except OSError as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from utils.files import write_file
 from utils.report.contact_sheet import make_figure, pair_sheet, png_of, set_colours
 from utils.report.page import Page
 from utils.text import label_text, markdown_table, markdown_text, plain_table
@@ -320,7 +321,7 @@ def write_report(
                 page.section(f"{protocol.name}: {heading}")
                 page.picture(png, "the worst first; check for wrong labels before you blame the network")
     for name, png in drawn.items():
-        (folder / f"{name}.png").write_bytes(png)
+        write_file(folder / f"{name}.png", png)
     page.write(folder / "report.html")
 
 
@@ -328,15 +329,15 @@ def write_summary(folder: Path, picture: bytes, results: Results) -> None:
     """Write results.json, results.md and, unless it is empty, verification.png (`picture`): the summary at the end of a run."""
     _write_numbers(folder, results)
     if picture:
-        (folder / "verification.png").write_bytes(picture)
+        write_file(folder / "verification.png", picture)
 
 
 def _write_numbers(folder: Path, results: Results) -> dict[str, Intervals]:
     """Write results.json and results.md; return the 95 % intervals by the name of the set."""
     intervals: dict[str, Intervals] = {name: result.intervals() for name, result in results.items()}
     values = {name: result.as_json() | {"intervals_95": intervals[name]} for name, result in results.items()}
-    (folder / "results.json").write_text(json.dumps(values, indent=1) + "\n")
-    (folder / "results.md").write_text(format_table(results, markdown=True) + "\n")
+    write_file(folder / "results.json", json.dumps(values, indent=1) + "\n")
+    write_file(folder / "results.md", format_table(results, markdown=True) + "\n")
     return intervals
 
 

@@ -276,7 +276,7 @@ TOPICS = {
     "attack_fuzz", "attack_torture",
     "configs_hostile", "data_properties", "data_sources", "data_tar_damage", "docs_data", "docs_deploy", "docs_gpu",
     "docs_losses", "docs_optimisation",
-    "eval_agreement", "gpu_head", "gpu_ranks", "gpu_training", "gpu_triton", "hostile_data",
+    "eval_agreement", "gpu_head", "gpu_ranks", "gpu_training", "gpu_triton", "hostile_data", "hostile_runs",
     "losses_published", "partial_fc_exactness", "partial_fc_sub_centers_state", "programs", "recipes", "repository",
     "train_agreement", "train_failures", "train_finetune", "train_hangs", "train_image_size", "train_losses", "train_resume",
     "training_tasks",

@@ -446,8 +446,11 @@ def test_weights_of_more_than_a_file_may_have_lie_beside_it(
     assert export([*words, "--overwrite"]) == 0
     assert _left(tmp_path / "out") == ["net.onnx"]
     data.write_bytes(b"mine")
-    assert export([*words, "--overwrite"]) == 0
-    assert _left(tmp_path / "out") == ["net.onnx", "net.onnx.data"] and data.read_bytes() == b"mine"
+    for name in ("net.onnx", "net.json"):  # links are replaced, and not followed
+        (tmp_path / "out" / name).unlink(missing_ok=True)
+        (tmp_path / "out" / name).symlink_to(data)
+    assert export([*words, "--overwrite", "--json", str(tmp_path / "out" / "net.json")]) == 0
+    assert _left(tmp_path / "out") == ["net.json", "net.onnx", "net.onnx.data"] and data.read_bytes() == b"mine"
 
 
 def test_the_programs_add_the_mirror_image_to_a_file_that_has_it_so_norms_double(toy: list[str], tmp_path: Path):

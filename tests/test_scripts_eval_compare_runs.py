@@ -36,6 +36,9 @@ def test_runs_stand_beside_each_other_and_the_better_is_marked(tmp_path: Path, c
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "results.json").write_text((good / "results.json").read_text())
     out = tmp_path / "out"
+    out.mkdir()
+    for name in ("comparison.md", "comparison.png", "comparison.html"):
+        (out / name).symlink_to(good / "config.yaml")
     assert compare_runs.main([str(good), str(bad), str(tmp_path / "report"), "--out", str(out)]) == 0
     lines = [line.split("|") for line in (out / "comparison.md").read_text().splitlines() if line.startswith("|")]
     rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in lines}
@@ -46,6 +49,7 @@ def test_runs_stand_beside_each_other_and_the_better_is_marked(tmp_path: Path, c
     assert rows["lfw: EER %"][0].endswith("*") and not rows["lfw: EER %"][1].endswith("*")
     assert rows["last loss"] == ["1.2500", "2.0000", ""] and rows["optimizer steps"] == ["8", "5", ""]
     assert cv2.imread(str(out / "comparison.png")) is not None and "data:image/png" in (out / "comparison.html").read_text()
+    assert yaml.safe_load((good / "config.yaml").read_text())["run"]["name"] == "good"
 
 
 def test_a_star_needs_intervals_that_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -263,6 +263,43 @@ def _stat(path: str | os.PathLike[str]) -> os.stat_result:
         raise OSError(errno.EINVAL, "a path must not contain a zero byte", shown(path)) from None
 
 
+def check_own(folder: Path) -> None:
+    """Raise OSError if anything below a folder, which may be from somebody else, is a link out of it, a pipe or a device.
+
+    The folder itself may be a link. A folder below it that this process may not enter is left out.
+    """
+    waiting, inside = [os.path.realpath(folder)], os.path.join(os.path.realpath(folder), "")
+    while waiting:
+        with contextlib.suppress(FileNotFoundError), os.scandir(waiting.pop()) as entries:  # another program may remove it
+            for entry in entries:
+                fault, target = "", os.path.realpath(entry.path) if entry.is_symlink() else ""
+                if entry.is_dir(follow_symlinks=False):
+                    waiting += [entry.path] if os.access(entry.path, os.X_OK) else []
+                elif target and not os.path.join(target, "").startswith(inside):
+                    fault = f"is a link out of the folder, to {shown(target)}; move that here, or remove the link"
+                elif not target and not entry.is_file():
+                    fault = "is a pipe, a socket or a device; remove it"
+                if fault:
+                    raise OSError(errno.EINVAL, f"{shown(entry.path.removeprefix(inside))} in it {fault}", os.fspath(folder))
+
+
+def open_own(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file, or make it, as `os.open` does; also an opener for `open`. No link is followed, and no pipe waited for.
+
+    Raises:
+        OSError: it is not a regular file, or cannot be opened.
+    """
+    try:
+        handle = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            return handle
+        os.close(handle)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link; a pipe that nobody reads
+            raise
+    raise OSError(errno.EINVAL, "it is a link, a pipe or a device, and must be a regular file", os.fspath(path))
+
+
 def is_still(path: Path, handle: int) -> bool:
     """Return whether path is an open file or folder, and not one that another program put in its place.
 

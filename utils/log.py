@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from .files import write_file
+from .files import open_own, write_file
 from .text import printable
 
 
@@ -69,10 +69,10 @@ class RunLog:
             return
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only rank 0 needs it
 
-        self.file = (folder / "train.log").open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
+        self.file = open(folder / "train.log", "a", 1, "utf-8", "backslashreplace", opener=open_own)  # noqa: SIM115
         with self.tolerant("metrics.jsonl, to remove what is trained again,"):
             _keep_steps(folder / "metrics.jsonl", start_step)
-        self.metrics_file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self.metrics_file = open(folder / "metrics.jsonl", "a", 1, "utf-8", opener=open_own)  # noqa: SIM115
         with self.tolerant("TensorBoard"):
             # hides all numbers from this step on
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else 0)

@@ -200,7 +200,9 @@ class RecordWriter:
 
     def __init__(self, *paths: str | os.PathLike[str]) -> None:
         self._paths = list(map(Path, paths))
-        self._files = [open(_unfinished(path), "wb") for path in self._paths]  # noqa: SIM115 - closed by close or discard
+        for path in self._paths:
+            _unfinished(path).unlink(missing_ok=True)  # of a killed program, or a link of somebody else
+        self._files = [open(_unfinished(path), "xb") for path in self._paths]  # noqa: SIM115 - closed by close or discard
         self._offset = 0
 
     def write(self, key: int, record: bytes) -> None:

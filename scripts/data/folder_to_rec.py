@@ -23,6 +23,7 @@ from deploy.faces.landmarks import points_of, read_landmarks, report_padding
 from deploy.faces.pictures import Picture, Rejected, Rules, encode, list_identities
 from deploy.faces.pictures import read_list as read_lst
 from utils.cli import add_threads, int_in_range, make_parser, progress, rename_in
+from utils.files import write_file
 from utils.image import IMAGE_SIZE
 from utils.parallel import map_in_order
 from utils.program import run_main
@@ -75,7 +76,7 @@ def convert(options: argparse.Namespace) -> None:
                     padding[picture.name] = image.padding
     if skipped:
         text = "".join(f"{bad.name}\t{bad.reason}\n" for bad in skipped)
-        (options.out / "skipped.txt").write_text(text, encoding="utf-8")
+        write_file(options.out / "skipped.txt", text)
         print(f"{len(skipped)} pictures were left out, listed in {options.out / 'skipped.txt'}")
     report_padding(options.out, padding)
     if left_out:

@@ -25,7 +25,7 @@ from data.base import FaceDataset
 from data.scan import MIN_CORRELATION, Scan, SetNames, candidates, correlation, dhash, equal_groups, open_set_of, scan
 from eval.pair_sets.bin_file import PairSet, read_pairs
 from utils.cli import add_threads, int_in_range, make_parser, progress
-from utils.files import shown, write_csv
+from utils.files import shown, write_csv, write_file
 from utils.image import IMAGE_SIZE, decode_rgb
 from utils.parallel import map_in_order
 from utils.program import run_main
@@ -157,7 +157,7 @@ def inspect(options: argparse.Namespace) -> None:
         found.not_compared += left
     _write_tables(out, found)
     write_page(out / "report.html", f"Set {options.set}", found, rng)
-    (out / "report.json").write_text(json.dumps(found.report, indent=1) + "\n")
+    write_file(out / "report.json", json.dumps(found.report, indent=1) + "\n")
     for what, how_many, _ in found.faults():
         print(f"  BAD  {what}: {how_many}")
     for name, value in found.report.items():

@@ -135,7 +135,7 @@ def _write_index(path: Path, keys: np.ndarray, offsets: np.ndarray) -> None:
             file.write(b"".join(b"%d\t%d\n" % row for row in rows))
         if path.exists():
             number = 0
-            while (kept := path.with_name(f"{path.name}.old{number or ''}")).exists():
+            while os.path.lexists(kept := path.with_name(f"{path.name}.old{number or ''}")):
                 number += 1
             try:
                 os.link(path, kept)

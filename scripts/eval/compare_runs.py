@@ -21,7 +21,7 @@ import yaml
 
 from configs.values import read_yaml
 from utils.cli import make_parser
-from utils.files import MAX_SMALL_TEXT, read_lines, read_text, shown
+from utils.files import MAX_SMALL_TEXT, read_lines, read_text, shown, write_file
 from utils.program import run_main
 from utils.report.contact_sheet import make_figure, png_of, set_colours
 from utils.report.page import Page
@@ -86,11 +86,11 @@ def compare(options: argparse.Namespace) -> None:
     page.section("Curves")
     page.picture(png, "curves of the training, and the ROC curve of each set")
     page.write(options.out / "comparison.html")
-    (options.out / "comparison.png").write_bytes(png)
+    write_file(options.out / "comparison.png", png)
     parts = [markdown_table([head, *differing])] if differing else []
     parts += [markdown_text(note)] if note else []
     text = "\n\n".join([*parts, markdown_table([head, *rows]), markdown_text(_LEGEND)])
-    (options.out / "comparison.md").write_text(text + "\n")
+    write_file(options.out / "comparison.md", text + "\n")
     print(plain_table([head, *differing, *rows]), *([note] if note else []), _LEGEND, sep="\n\n")
     print(f"\nwritten: {shown(options.out / 'comparison.html')}")
 

@@ -3,18 +3,19 @@
 Rank 0 decides. All ranks check that they see the same folder as rank 0, and use the same checkpoint.
 """
 
+import contextlib
 import fcntl
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from utils.distributed import World, all_gather_objects, raise_on_all_ranks
 from utils.distributed.patience import patiently
 
-from ..files import write_file
+from ..files import check_own, open_own, write_file
 from . import format as ckpt
 from .reading import check_hashes, read_file
 
@@ -77,6 +78,8 @@ def _check_place(folder: Path) -> str:
     """Return "", or raise ValueError if a run folder neither is nor can be made where it belongs."""
     place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+        with _writing(folder):
+            check_own(folder)
         return ""
     raise ValueError(f"run.output: the run folder {folder} cannot be written: {place} is no folder of yours")
 
@@ -88,11 +91,10 @@ def _hold(folder: Path) -> str:
     a resumed run may find them still there.
     """
     holder = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # never opened again: closing that would unlock it
-    except OSError as error:
-        raise ValueError(f"run.output: the run folder {folder} cannot be written: {error.strerror}") from None
+        check_own(folder)
+        handle = open_own(folder / ".lock", os.O_RDWR)  # never opened again: closing that would unlock it
     try:
         _lock(handle)
     except (BlockingIOError, PermissionError):
@@ -103,11 +105,18 @@ def _hold(folder: Path) -> str:
         ) from None
     except OSError:
         pass  # a file system without locks
-    try:
+    with _writing(folder):
         write_file(folder / _HOLDER, holder)
+    return holder
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn an error of the system into a ValueError that names the run folder and its key."""
+    try:
+        yield
     except OSError as error:
         raise ValueError(f"run.output: the run folder {folder} cannot be written: {error.strerror}") from None
-    return holder
 
 
 def _lock(handle: int) -> None:
@@ -250,15 +259,13 @@ def changed_keys(checkpoint: Path, config: dict[str, Any]) -> list[str]:
 def _write_config(folder: Path, text: str, resumed: Path | None) -> None:
     """Save the merged configuration. An earlier one that differs is kept under another name."""
     path = folder / "config.yaml"
-    try:
+    with _writing(folder):
         if path.is_file():
             if path.read_text() == text:
                 return
             until = f"{resumed.name}_" if resumed else ""
             path.rename(folder / f"config_until_{until}{time.strftime('%Y%m%d_%H%M%S')}.yaml")
         write_file(path, text)
-    except OSError as error:
-        raise ValueError(f"run.output: the run folder {folder} cannot be written: {error.strerror}") from None
 
 
 class SavedState(NamedTuple):
