@@ -128,6 +128,13 @@ def test_nothing_of_a_removed_person_is_left_in_any_file(gallery: Gallery):
     assert [path.name for path in gallery.path.parent.iterdir()] == ["people.gallery"]
     assert gallery.people() == {"Bob Byte": 2} and gallery.check() == 2
     assert gallery.search(images[1].embedding[None])[0][0].image == 2  # numbers stay
+    for size in (3 * DIM, DIM // 2):  # and nothing of the vectors that a network of another size replaces
+        vectors = [bytes(vector) for (vector,) in gallery._database.execute("SELECT vector FROM images")]
+        assert len(vectors) == 2 and all(vector in _everything(gallery) for vector in vectors)
+        facts = FACTS._replace(embedding_size=size, digest=f"of size {size}")
+        with Gallery(gallery.path) as other:
+            other.reembed(facts, lambda crops: crops.reshape(len(crops), -1)[:, :size] + 1.0, lambda images, total: images)  # noqa: B023
+        assert not any(vector[:24] in _everything(gallery) for vector in vectors)
 
 
 def test_the_old_contents_are_overwritten_before_the_journal_is_deleted(gallery: Gallery, monkeypatch: pytest.MonkeyPatch):
