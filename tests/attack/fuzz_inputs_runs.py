@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 
 from utils.checkpoint.tensor_file import HASH
 
-from .fuzz_files import Case, Entry
+from .fuzz_files import Case, Entry, Fifo, Folder, Link
 from .fuzz_grammar import Rng, change_tree, changed_save, damage, evil_pickle, evil_zip, pick, saved, tensor
 from .fuzz_inputs import Input, Maker, Sound
 from .fuzz_inputs_sets import changed_header
@@ -35,6 +35,7 @@ def inputs(seeds: Path) -> dict[str, Input]:
     ijb: Sound = {f"ijb/{name}": data for name, data in files_below(seeds / "ijb").items()}
     return {
         "manifest": Input({**kept, **sets}, [_manifest], 700, 5),
+        "run-folder": Input({**kept, **sets}, [_folder], 700, 5),
         "trainer": Input(kept, [_changed(_TRAINER, _RESUME)], 700, 5),
         "centres": Input(kept, [_changed(_SHARD, _RESUME, *_CENTRES)], 700, 5),
         "backbone": Input({**kept, **sets}, [_changed(_BACKBONE, _RESUME, ["eval", "runs/tiny", *_EVAL])], 700, 5),
@@ -85,6 +86,32 @@ def _manifest(sound: Sound, rng: Rng) -> Case:
         *_CENTRES,
     )
     return Case(list(pick(rng, commands)), {_MANIFEST: data})
+
+
+_PLACES = [
+    *(f"runs/tiny/{name}" for name in (".lock", ".holder", "config.yaml", "train.log", "metrics.jsonl", "tensorboard")),
+    *(f"runs/tiny/{name}" for name in ("results.json", "results.md", "verification.png", "checkpoints", "evaluation", "best")),
+    *(f"runs/tiny/checkpoints/{name}" for name in (".step_00000003.partial", ".step_00000002.deleted", "step_00000003")),
+    *(f"runs/tiny/evaluation/{name}" for name in ("report.html", "results.json", "results.md", "verification.png")),
+    *(_MANIFEST, _BACKBONE, _TRAINER, _SHARD, "card/card.md", "card/card.yaml"),
+]
+
+
+def _folder(sound: Sound, rng: Rng) -> Case:
+    """Put links, pipes and folders in the places of the files and folders of a run, and of what is written about it."""
+    files: dict[str, Entry] = {}
+    for name in rng.choice(_PLACES, int(rng.integers(1, 4)), replace=False).tolist():
+        if any(other.startswith(f"{name}/") or name.startswith(f"{other}/") for other in files):
+            continue  # what lies below a link is no longer in the folder of the case
+        files |= {below: None for below in sound if below.startswith(f"{name}/")}
+        out = "../" * (name.count("/") + 1)
+        target = pick(rng, (f"{out}canary", f"{out}elsewhere", out, out, "/dev/full", ".", name))
+        files[name] = pick(rng, (Link(target), Link(target), Link(target), Fifo(), Folder(), b"\0" * 99))
+    commands = (
+        _RESUME, _RESUME, [*_RESUME, "--check"], ["eval", "runs/tiny", *_EVAL], ["scripts.checkpoint", "show", "runs/tiny"],
+        ["scripts.deploy.card", "runs/tiny", "--out", "card"],
+    )  # fmt: skip
+    return Case(list(pick(rng, commands)), files)
 
 
 def _changed(name: str, *commands: list[str]) -> Maker:
