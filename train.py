@@ -299,8 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--print-config", action="store_true", help="print the merged configuration and stop")
     parser.add_argument("--check", action="store_true", help="do what comes before the first step, without a run folder")
     parser.set_defaults(processes=1, machines=1)  # of --check, which `face train` can do for more
-    options = parser.parse_intermixed_args(arguments)
-    return run_main(lambda: run(options))
+    return run_main(run, parser.parse_intermixed_args(arguments))
 
 
 def run(options: argparse.Namespace) -> None:

@@ -52,8 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="DIR",
         help="write report.html there, its pictures, results.json and results.md (default: RUN/evaluation, if RUN is a run)",
     )
-    options = parser.parse_args(arguments)
-    return run_main(lambda: run(options))
+    return run_main(run, parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> None:

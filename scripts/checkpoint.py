@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kind.add_argument("--overwrite", action="store_true", help="replace the file")
     options = parser.parse_args(arguments)
     actions = {"show": show, "verify": verify, "reshard": reshard, "merge": merge_centres, "average": average_backbones}
-    return run_main(lambda: actions[options.what](options))
+    return run_main(actions[options.what], options)
 
 
 def show(options: argparse.Namespace) -> None:

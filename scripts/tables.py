@@ -22,8 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and write; return the exit status."""
     parser = make_parser("python -m scripts.tables", __doc__)
     parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE", help="Markdown files")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: write(options.pages))
+    return run_main(write, parser.parse_args(arguments).pages)
 
 
 def write(pages: Sequence[Path]) -> None:

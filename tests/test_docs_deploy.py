@@ -51,7 +51,7 @@ def test_a_command_of_the_page_is_one_that_its_program_takes(command: str, monke
     name, words = _program(command)
     program = importlib.import_module(name)
     started: list[Any] = []
-    monkeypatch.setattr(program, "run_main", lambda run: started.append(run) or 0)
+    monkeypatch.setattr(program, "run_main", lambda run, *_: started.append(run) or 0)
     assert program.main(words) == 0 and len(started) == 1
 
 

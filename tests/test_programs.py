@@ -88,7 +88,7 @@ def test_the_examples_of_a_program_are_taken_by_its_own_parser(module: str, monk
     assert examples, f"no example of {command}"
     assert len(text.split("\n\n")[1]) > 20, "no purpose"
     program = importlib.import_module(module)
-    monkeypatch.setattr(program, "run_main", lambda run: 0, raising=module != "scripts.doctor")  # parse, and do nothing
+    monkeypatch.setattr(program, "run_main", lambda *_: 0, raising=module != "scripts.doctor")  # parse, and do nothing
     for example in examples:
         with contextlib.redirect_stderr(io.StringIO()) as said:
             try:
@@ -106,7 +106,7 @@ def test_the_commands_of_a_page_are_taken_by_the_programs(page: Path, monkeypatc
         if command not in modules:
             continue
         program = importlib.import_module(modules[command])
-        monkeypatch.setattr(program, "run_main", lambda run: 0)  # parse, and do nothing
+        monkeypatch.setattr(program, "run_main", lambda *_: 0)  # parse, and do nothing
         with contextlib.redirect_stderr(io.StringIO()) as said:
             try:
                 status = program.main(shlex.split(arguments, comments=True))
@@ -143,7 +143,7 @@ def test_the_verbs_of_a_page_and_their_arguments_are_taken(page: Path, monkeypat
         program = importlib.import_module(verbs[verb])
         for module in (program, importlib.import_module("train")):
             if hasattr(module, "run_main"):  # face doctor has none
-                monkeypatch.setattr(module, "run_main", lambda run: 0)  # parse, and do nothing
+                monkeypatch.setattr(module, "run_main", lambda *_: 0)  # parse, and do nothing
         with contextlib.redirect_stderr(io.StringIO()) as said:
             try:
                 status = program.main(arguments)

@@ -31,7 +31,7 @@ def test_every_part_is_a_program_that_takes_its_options(monkeypatch: pytest.Monk
     for module, *words in programs:
         assert module in modules
         program = __import__(module, fromlist=["main"])
-        monkeypatch.setattr(program, "run_main", lambda run: 0)  # parse, and do nothing
+        monkeypatch.setattr(program, "run_main", lambda *_: 0)  # parse, and do nothing
         for device in ("cpu", "cuda"):
             assert program.main([word.format(device=device, json="x.json", memory="1") for word in words] + ["--quick"]) == 0
 

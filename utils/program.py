@@ -149,8 +149,8 @@ def _say(line: str) -> None:
     print(one_line(rename_in(line)), file=sys.stderr, flush=True)
 
 
-def run_main(run: Callable[[], None]) -> int:
-    """Run a program; return its exit status. An error is one line, printed once if all ranks have the same.
+def run_main(run: Callable[..., None], *arguments: Any) -> int:
+    """Run a program with its arguments; return its exit status. An error is one line, printed once if all ranks have the same.
 
     Control characters in the program's output, such as in names of files and people, are escaped.
     """
@@ -163,7 +163,7 @@ def run_main(run: Callable[[], None]) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         with contextlib.redirect_stdout(PrintableOutput(sys.stdout)):
-            run()
+            run(*arguments)
         sys.stdout.flush()
         distributed.stop()
         return 0

@@ -26,8 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder to create")
     parser.add_argument("--ranks", type=int_in_range(1, 99999), default=8, help="processes of arcface_torch")
     parser.add_argument("--era", choices=tuple(HEADS), default="checkpoint_gpu", help="layout")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: export_checkpoint(options))
+    return run_main(export_checkpoint, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -27,8 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int_in_range(0), default=2048, help="run.seed of the run that continues")
     parser.add_argument("--step", type=int_in_range(0, LAST_STEP), help="finished steps (default: of the files, or 0)")
     parser.add_argument("--ranks", type=int_in_range(1, 99999), default=1, help="files for the class centres; any number reads")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: import_checkpoint(options))
+    return run_main(import_checkpoint, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -74,8 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--power", type=float, default=2.0, help="power of the schedule (default 2, as in the published runs)")
     parser.add_argument("--out", type=Path, help="YAML file to write (default: print it)")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: convert(options))
+    return run_main(convert, parser.parse_args(arguments))
 
 
 def convert(options: argparse.Namespace) -> None:

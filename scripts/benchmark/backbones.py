@@ -59,8 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int_in_range(0), default=0, help="CPU threads, 0 = as torch chooses")
     add_common_arguments(parser, "two networks of an eighth of the width, seconds on a CPU")
     parser.add_argument("--page", type=Path, help="write the table into this page, the picture into images beside it")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: benchmark(options))
+    return run_main(benchmark, parser.parse_args(arguments))
 
 
 def benchmark(options: argparse.Namespace) -> None:

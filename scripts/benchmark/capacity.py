@@ -93,8 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device here, to measure and --find")
     parser.add_argument("--find", action="store_true", help="verify on this device by bisection")
     add_common_arguments(parser, "with --find: to about 10 %% instead of 2 %%", device=False)
-    options = parser.parse_args(arguments)
-    return run_main(lambda: capacity(options))
+    return run_main(capacity, parser.parse_args(arguments))
 
 
 def capacity(options: argparse.Namespace) -> None:

@@ -46,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="the median counts")
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: the temporary folder)")
     add_common_arguments(parser, device=False)
-    options = parser.parse_args(arguments)
-    return run_main(lambda: benchmark(options))
+    return run_main(benchmark, parser.parse_args(arguments))
 
 
 def benchmark(options: argparse.Namespace) -> None:

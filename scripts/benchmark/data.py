@@ -59,8 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each variant; the median is reported")
     parser.add_argument("--folder", type=Path, help="folder for the sets, 3 GB, removed at the end (default: temporary)")
     add_common_arguments(parser, device=False)
-    options = parser.parse_args(arguments)
-    return run_main(lambda: benchmark(options))
+    return run_main(benchmark, parser.parse_args(arguments))
 
 
 def benchmark(options: argparse.Namespace) -> None:

@@ -45,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=128, help="images of an optimizer step")
     parser.add_argument("--rounds", type=int, default=3, help="the median counts")
     add_common_arguments(parser, device=False)
-    options = parser.parse_args(arguments)
-    return run_main(lambda: benchmark(options))
+    return run_main(benchmark, parser.parse_args(arguments))
 
 
 def benchmark(options: argparse.Namespace) -> None:

@@ -73,8 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="deadline of all parts together; each has a share of it")
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute on two cores for each part")
     parser.add_argument("--out", type=Path, default=Path("gpu"), help="folder of all figures and outputs")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: benchmark(options))
+    return run_main(benchmark, parser.parse_args(arguments))
 
 
 def benchmark(options: argparse.Namespace) -> None:

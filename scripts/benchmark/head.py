@@ -66,8 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-plain", action="store_true", help="leave the plain heads out")
     add_common_arguments(parser)
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw time and memory over the number of classes there")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: benchmark(options))
+    return run_main(benchmark, parser.parse_args(arguments))
 
 
 def benchmark(options: argparse.Namespace) -> None:

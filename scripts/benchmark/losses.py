@@ -99,8 +99,7 @@ _BY_OPTION = {"run.seed": "--seeds", "head.sample_rate": "--rates"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
-    options = parse(arguments)
-    return run_main(lambda: benchmark(options))
+    return run_main(benchmark, parse(arguments))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

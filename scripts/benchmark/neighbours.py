@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.classes, options.probes, options.sample = [20_000], [8, 32], 2048
     if not 0 <= options.cosine < 1:
         parser.error(f"argument --cosine: must be from 0 to below 1, got {options.cosine}")
-    return run_main(lambda: benchmark(options))
+    return run_main(benchmark, options)
 
 
 def benchmark(options: argparse.Namespace) -> None:

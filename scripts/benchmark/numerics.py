@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.quick:
         options.classes, options.steps, options.seeds = 4096, 40, 1
-    return run_main(lambda: compare(options))
+    return run_main(compare, options)
 
 
 def compare(options: argparse.Namespace) -> None:

@@ -211,8 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
-        return run_main(lambda: serve_case(json.loads(options.worker)))
-    return run_main(lambda: benchmark(options))
+        return run_main(serve_case, json.loads(options.worker))
+    return run_main(benchmark, options)
 
 
 def benchmark(options: argparse.Namespace) -> None:

@@ -50,8 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--png", action="store_true", help="write PNG instead of JPEG")
     parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="JPEG quality")
     add_threads(parser)
-    options = parser.parse_args(arguments)
-    return run_main(lambda: align_all(options))
+    return run_main(align_all, parser.parse_args(arguments))
 
 
 def align_all(options: argparse.Namespace) -> None:

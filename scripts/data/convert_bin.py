@@ -27,8 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for the new files (default: beside the old ones)")
     parser.add_argument("--to", choices=("safetensors", "bin"), default="safetensors", help="format of the new files")
     parser.add_argument("--overwrite", action="store_true", help="replace existing files")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: convert(options))
+    return run_main(convert, parser.parse_args(arguments))
 
 
 def convert(options: argparse.Namespace) -> None:

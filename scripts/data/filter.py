@@ -34,8 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed of --max-images")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: select(options))
+    return run_main(select, parser.parse_args(arguments))
 
 
 def select(options: argparse.Namespace) -> None:

@@ -43,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="quality of new JPEGs")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
     add_threads(parser)
-    options = parser.parse_args(arguments)
-    return run_main(lambda: convert(options))
+    return run_main(convert, parser.parse_args(arguments))
 
 
 def convert(options: argparse.Namespace) -> None:

@@ -134,8 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--images", type=int_in_range(0), default=0, help="check only N images, drawn at random; 0 = all")
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed")
     add_threads(parser)
-    options = parser.parse_args(arguments)
-    return run_main(lambda: inspect(options))
+    return run_main(inspect, parser.parse_args(arguments))
 
 
 def inspect(options: argparse.Namespace) -> None:

@@ -32,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the new set")
     parser.add_argument("--labels", default="offset", help="offset, same, or a file of lines 'source label class'")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: merge(options))
+    return run_main(merge, parser.parse_args(arguments))
 
 
 def merge(options: argparse.Namespace) -> None:

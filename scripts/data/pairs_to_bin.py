@@ -56,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kind.add_argument("out", type=Path, help="file NAME.bin; NAME is what eval.targets calls the set")
         kind.add_argument("--any-size", action="store_true", help=f"allow pictures that are not {IMAGE_SIZE} x {IMAGE_SIZE}")
         kind.add_argument("--overwrite", action="store_true", help="replace OUT")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: make(options))
+    return run_main(make, parser.parse_args(arguments))
 
 
 def make(options: argparse.Namespace) -> None:

@@ -27,8 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder for the pictures")
     parser.add_argument("--classes", default="", help="A:B for labels A to B - 1, or a list A,B,C (default: all)")
     parser.add_argument("--limit", type=int_in_range(0), default=0, help="at most N pictures per identity; 0 = all")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: extract(options))
+    return run_main(extract, parser.parse_args(arguments))
 
 
 def extract(options: argparse.Namespace) -> None:

@@ -45,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("set", type=Path, help="folder with train.rec")
     parser.add_argument("--out", type=Path, help="folder for a copy of the sound images; decodes every image")
     add_threads(parser)
-    options = parser.parse_args(arguments)
-    return run_main(lambda: repair(options))
+    return run_main(repair, parser.parse_args(arguments))
 
 
 def repair(options: argparse.Namespace) -> None:

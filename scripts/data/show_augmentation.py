@@ -32,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, help="YAML file of a run (default: configs/base.yaml)")
     parser.add_argument("--columns", type=int_in_range(1, 100), default=8, help="number of pictures")
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed of pictures and changes (default 0)")
-    options = parser.parse_intermixed_args(arguments)
-    return run_main(lambda: show(options))
+    return run_main(show, parser.parse_intermixed_args(arguments))
 
 
 def show(options: argparse.Namespace) -> None:

@@ -28,8 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder of the copy")
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed of the order (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: shuffle(options))
+    return run_main(shuffle, parser.parse_args(arguments))
 
 
 def shuffle(options: argparse.Namespace) -> None:

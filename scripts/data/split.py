@@ -44,8 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed of the choice (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace the files in OUT")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: split(options))
+    return run_main(split, parser.parse_args(arguments))
 
 
 def split(options: argparse.Namespace) -> None:

@@ -35,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("sets", type=Path, nargs="+", help="training sets; .bin, .safetensors or .csv files of pairs")
     parser.add_argument("--bad", type=Path, help="CSV file for the bad images (of one training set)")
     add_threads(parser)
-    options = parser.parse_args(arguments)
-    return run_main(lambda: verify(options))
+    return run_main(verify, parser.parse_args(arguments))
 
 
 def verify(options: argparse.Namespace) -> None:

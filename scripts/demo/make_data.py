@@ -72,8 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="processes that draw; 0 = one per core (default); the result does not depend on it",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a dataset that was made with other arguments")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: make(options))
+    return run_main(make, parser.parse_args(arguments))
 
 
 def make(options: argparse.Namespace) -> None:

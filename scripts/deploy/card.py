@@ -31,8 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--results", type=Path, metavar="FILE", help="results.json of this network; default: that of the run's end, if it fits"
     )
     parser.add_argument("--fields", type=Path, metavar="FILE", help="texts that a person wrote; default: card.yaml in DIR")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: write_card(options))
+    return run_main(write_card, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

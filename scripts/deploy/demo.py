@@ -42,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", metavar="NAME", help="set in --results (default: the strictest at --far, else the largest)")
     parser.add_argument("--far", choices=FAR_TARGETS, help="of the threshold to begin with (default: the lowest measured)")
     parser.add_argument("--port", type=int_in_range(0, 65535), default=8000, help="0 = any that is free")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: serve(options))
+    return run_main(serve, parser.parse_args(arguments))
 
 
 def serve(options: argparse.Namespace) -> None:

@@ -35,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sheet", type=Path, metavar="PNG", help="draw pictures with box and points beside their crops")
     parser.add_argument("--again", action="store_true", help="begin anew: nothing that OUT has is kept as it is")
     add_threads(parser)
-    options = parser.parse_args(arguments)
-    return run_main(lambda: run(options))
+    return run_main(run, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

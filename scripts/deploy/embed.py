@@ -58,8 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="processes that embed, each with the network in memory (default: one per GPU, or per core without a GPU)",
     )
     parser.add_argument("--again", action="store_true", help="begin anew, although OUT or parts of it exist")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: run(options))
+    return run_main(run, parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> None:

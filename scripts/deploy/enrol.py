@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(folders) != 1:
         parser.error(f"one folder is enrolled at a time, got {' '.join(map(str, folders))}")
     options.folder = folders[0]
-    return run_main(lambda: enrol_all(options))
+    return run_main(enrol_all, options)
 
 
 if __name__ == "__main__":

@@ -55,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what is printed as JSON")
     parser.add_argument("--batch-size", type=int_in_range(1, 4096), default=256, help="images per batch of the evaluation")
     parser.add_argument("--threads", type=int_in_range(1, 1024), default=2, help="threads of decoding and of each network")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: export(options))
+    return run_main(export, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

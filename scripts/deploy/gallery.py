@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     part = command("reembed", reembed_gallery, "embed all faces of a gallery with another network")
     add_network_arguments(part)
     options = parser.parse_args(arguments)
-    return run_main(lambda: options.action(options))
+    return run_main(options.action, options)
 
 
 if __name__ == "__main__":

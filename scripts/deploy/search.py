@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quiet", action="store_true", help="do not print the people for each face")
     options = parser.parse_intermixed_args(arguments)
     options.run, options.gallery, options.pictures = choose_words(options.words)
-    return run_main(lambda: search_all(options))
+    return run_main(search_all, options)
 
 
 if __name__ == "__main__":

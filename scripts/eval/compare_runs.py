@@ -59,8 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("python -m scripts.eval.compare_runs", __doc__)
     parser.add_argument("runs", type=Path, nargs="+", help="run folders, or folders of python -m eval --report")
     parser.add_argument("--out", type=Path, default=Path("work_dirs/comparison"), help="folder of the comparison")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: compare(options))
+    return run_main(compare, parser.parse_args(arguments))
 
 
 def compare(options: argparse.Namespace) -> None:

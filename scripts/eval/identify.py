@@ -32,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gallery", type=Path, nargs="+", required=True, help="pictures of the known people")
     parser.add_argument("--probes", type=Path, required=True, help="pictures to search for in the gallery")
     parser.add_argument("--json", type=Path, help="write the numbers there")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: run(options))
+    return run_main(run, parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> None:

@@ -33,8 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-detector-score", action="store_true", help="give all images of a medium the same weight")
     parser.add_argument("--json", type=Path, help="write all numbers there")
     parser.add_argument("--scores", type=Path, help="write the score of every template pair to this .npy file")
-    options = parser.parse_args(arguments)
-    return run_main(lambda: run(options))
+    return run_main(run, parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> None:
