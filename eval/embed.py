@@ -42,34 +42,33 @@ def embed_images(
     world: World,
     settings: EmbedSettings = EmbedSettings(),
     progress: Callable[[int], object] = lambda count: None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the raw embeddings of all images and of their mirror images, two (N, D) float32 arrays, on every rank.
+    summed: bool = False,
+) -> np.ndarray:
+    """Return the raw embeddings of all images and of their mirror images, (2, N, D) float32, on every rank.
 
     Args:
         model: (b, 3, H, W) -> (b, D); its train or eval modes are restored afterwards.
         decode: image number -> (H, W, 3) uint8 RGB; ValueError if it cannot be decoded.
         progress: called with the number of images that this rank has embedded since the last call.
+        summed: return the sums of both, (1, N, D), in half the memory.
 
     Raises:
         ValueError: on every rank, if an image cannot be decoded on any.
     """
-    both = _embed(model, decode, num_images, world, settings, lambda views: views, progress)
-    return both[:, 0], both[:, 1]
-
-
-def embed_sums(
-    model: nn.Module,
-    decode: Callable[[int], np.ndarray],
-    num_images: int,
-    world: World,
-    settings: EmbedSettings = EmbedSettings(),
-    progress: Callable[[int], object] = lambda count: None,
-) -> np.ndarray:
-    """Return plain + mirrored raw embeddings, (N, D) float32, on every rank: half the memory of `embed_images`.
-
-    The arguments are those of `embed_images`.
-    """
-    return _embed(model, decode, num_images, world, settings, lambda views: views.sum(1, keepdim=True), progress)[:, 0]
+    counts = [num_images // world.world_size + (rank < num_images % world.world_size) for rank in range(world.world_size)]
+    first = sum(counts[: world.rank])
+    blocks: list[Tensor] = []
+    with raise_on_all_ranks(world), inference_mode(model):
+        for images in _batches(decode, range(first, first + counts[world.rank]), settings):
+            pixels = _on_device(images, min(settings.batch_size, counts[world.rank]), world.device)
+            embeddings = _forward(model, normalise(torch.cat([pixels, pixels.flip(2)])), settings.autocast)
+            views = torch.stack(embeddings.chunk(2), dim=1)[: len(images)]
+            blocks.append(views.sum(1, keepdim=True) if summed else views)
+            progress(len(images))
+    if not blocks:  # more ranks than images
+        size = _embedding_size(model, settings.image_size, world.device)
+        blocks = [torch.zeros(0, 1 if summed else 2, size, device=world.device)]
+    return all_gather_rows(torch.cat(blocks), counts, world).cpu().numpy().swapaxes(0, 1)
 
 
 def class_means(
@@ -120,30 +119,6 @@ def class_means(
     found = np.zeros(len(classes), dtype=bool)
     found[rows.numpy()[own]] = True
     return nn.functional.normalize(sums), found
-
-
-def _embed(
-    model: nn.Module,
-    decode: Callable[[int], np.ndarray],
-    num_images: int,
-    world: World,
-    settings: EmbedSettings,
-    reduce: Callable[[Tensor], Tensor],
-    progress: Callable[[int], object] = lambda count: None,
-) -> np.ndarray:
-    """Return (N, k, D) float32 on every rank: reduce(views (b, 2, D)) -> (b, k, D), for all images."""
-    counts = [num_images // world.world_size + (rank < num_images % world.world_size) for rank in range(world.world_size)]
-    first = sum(counts[: world.rank])
-    blocks: list[Tensor] = []
-    with raise_on_all_ranks(world), inference_mode(model):
-        for images in _batches(decode, range(first, first + counts[world.rank]), settings):
-            pixels = _on_device(images, min(settings.batch_size, counts[world.rank]), world.device)
-            embeddings = _forward(model, normalise(torch.cat([pixels, pixels.flip(2)])), settings.autocast)
-            blocks.append(reduce(torch.stack(embeddings.chunk(2), dim=1)[: len(images)]))
-            progress(len(images))
-    if not blocks:  # more ranks than images
-        blocks = [reduce(torch.zeros(0, 2, _embedding_size(model, settings.image_size, world.device), device=world.device))]
-    return all_gather_rows(torch.cat(blocks), counts, world).cpu().numpy()
 
 
 def _on_device(images: np.ndarray, size: int, device: torch.device) -> Tensor:

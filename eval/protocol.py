@@ -15,7 +15,7 @@ from torch import nn
 from utils.cli import progress
 from utils.distributed import World, all_gather_objects, raise_on_all_ranks
 
-from .embed import EmbedSettings, embed_images, embed_sums
+from .embed import EmbedSettings, embed_images
 
 Figures = Mapping[str, float | None]  # None: too few pairs or probes to measure it
 Decode = Callable[[int, int], np.ndarray]  # image number, size -> (size, size, 3) uint8 RGB; ValueError if it cannot
@@ -30,20 +30,17 @@ class Embed(NamedTuple):
     settings: EmbedSettings = EmbedSettings()
     shows_progress: bool = False  # of long work, as bars on stderr
 
-    def views(self, decode: Decode, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the raw embeddings of all images and of their mirror images, two (count, D) float32 arrays."""
-        return self._under_a_bar(embed_images, decode, count)
+    def views(self, decode: Decode, count: int, summed: bool = False) -> np.ndarray:
+        """Return the raw embeddings of all images and of their mirror images (2, count, D) float32, or their sums (1, ...)."""
+        arguments = (self.model, lambda index: decode(index, self.settings.image_size), count, self.world, self.settings)
+        if not self.shows_progress:
+            return embed_images(*arguments, summed=summed)
+        with progress([], -(-count // self.world.world_size), "embedding", "image") as bar:
+            return embed_images(*arguments, bar.update, summed)
 
     def sums(self, decode: Decode, count: int) -> np.ndarray:
         """Return plain + mirrored raw embeddings, (count, D) float32."""
-        return self._under_a_bar(embed_sums, decode, count)
-
-    def _under_a_bar(self, embed: Callable[..., Computed], decode: Decode, count: int) -> Computed:
-        arguments = (self.model, lambda index: decode(index, self.settings.image_size), count, self.world, self.settings)
-        if not self.shows_progress:
-            return embed(*arguments)
-        with progress([], -(-count // self.world.world_size), "embedding", "image") as bar:
-            return embed(*arguments, bar.update)
+        return self.views(decode, count, summed=True)[0]
 
     def on_first_rank(self, compute: Callable[[], Computed]) -> Computed:
         """Return on every rank the small result of `compute`, which runs on rank 0 alone.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from backbones import build_backbone
-from eval.embed import EmbedSettings, embed_sums
+from eval.embed import EmbedSettings, embed_images
 from eval.foreign_networks import ForeignNetwork
 from eval.networks import Network, OtherInput, load_network
 from utils.distributed import World, choose_device
@@ -69,8 +69,7 @@ class Embedder:
             return crops[number] if number < len(crops) else black
 
         settings = EmbedSettings(self._batch, self._autocast, threads=1, image_size=self.image_size)
-        sums = embed_sums(self._model, decode, padded, self._world, settings)
-        return sums[: len(crops)]
+        return embed_images(self._model, decode, padded, self._world, settings, summed=True)[0, : len(crops)]
 
 
 def _digest(network: Network) -> str:
