@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from utils.files import write_file
-from utils.report.contact_sheet import make_figure, pair_sheet, png_of, set_colours
+from utils.report.contact_sheet import make_figure, png_of, set_colours, sheet
 from utils.report.page import Page
 from utils.text import label_text, markdown_table, markdown_text, plain_table
 
@@ -377,12 +377,11 @@ def _worst_errors(pair_set: PairSet, result: VerificationResult, same: bool) -> 
     pairs = [
         (
             f"pair {pair}: cosine {1 - result.distances[pair] / 2:.3f}",
-            pair_set.decode(int(pair_set.first[pair])),
-            pair_set.decode(int(pair_set.second[pair])),
+            [pair_set.decode(int(index)) for index in (pair_set.first[pair], pair_set.second[pair])],
         )
         for pair in shown
     ]
-    return pair_sheet(pairs) if pairs else b""
+    return sheet(pairs, 3, across=2) if pairs else b""
 
 
 _SUMMARY = (

@@ -241,12 +241,12 @@ def test_each_pair_of_a_gallery_stands_under_its_caption_with_a_gap_to_the_next(
     pairs = read_bin(path)
     for kind in ("false_matches", "false_non_matches"):
         sheet = cv2.imread(str(tmp_path / "out" / f"mixed_{kind}.png"), cv2.IMREAD_COLOR_RGB)
-        assert sheet.shape[1] == 4 * 112 + 28
+        assert sheet.shape[1] == 2 * (4 + 3 * (112 + 4))
         shown = 0
-        for top in range(18, sheet.shape[0], 112 + 18 + 14):
-            assert (sheet[top : top + 112, 224:252] == 255).all()  # the gap
-            for left in (0, 252):
-                faces = sheet[top : top + 112, left : left + 112], sheet[top : top + 112, left + 112 : left + 224]
+        for top in range(18, sheet.shape[0] - 4, 112 + 18 + 4):
+            assert (sheet[top : top + 112, 232:356] == 255).all()  # the gap
+            for left in (4, 356):
+                faces = sheet[top : top + 112, left : left + 112], sheet[top : top + 112, left + 116 : left + 228]
                 if (faces[0] == 255).all():
                     continue
                 match = [

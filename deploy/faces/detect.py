@@ -17,7 +17,7 @@ from utils.cli import progress
 from utils.files import check_file, read_bytes, shown, write_csv, write_file
 from utils.image import MAX_PHOTO_PIXELS, decode_rgb
 from utils.parallel import map_in_order
-from utils.report.contact_sheet import pair_sheet
+from utils.report.contact_sheet import sheet
 
 from ..journal import Journal, open_journal
 from .detections import Face
@@ -144,12 +144,12 @@ def _found(record: Any) -> Found:
 
 
 _FACES, _REJECTED = 36, 12  # at most, evenly spread over all
-_COLUMNS, _SIDE = 3, 168  # pairs in a row; pixels
+_ACROSS, _SIDE = 3, 168  # pictures side by side, each with its crop; pixels
 _BOX, _POINT = (0, 200, 0), (255, 60, 60)
 
 
-def write_sheet(sheet: Path, folder: Path, out: Path, pictures: Sequence[Done], which: str) -> None:
-    """Write the file `sheet`: pictures with their first face and its crop, then rejected ones with the reason."""
+def write_sheet(path: Path, folder: Path, out: Path, pictures: Sequence[Done], which: str) -> None:
+    """Write a PNG: pictures with their first face and its crop, then rejected ones with the reason."""
     found = _spread([done for done in pictures if done.faces], _FACES)
     rejected = _spread([done for done in pictures if done.reason], _REJECTED)
     pairs = []
@@ -158,9 +158,9 @@ def write_sheet(sheet: Path, folder: Path, out: Path, pictures: Sequence[Done], 
         crop = _read(out / crop_name(done.name, which, 0), False) if done.faces else None
         what = f"{done.faces[0].face.score:.2f} {done.name}" if done.faces else f"{done.name}: {done.reason}"
         black = np.zeros((_SIDE, _SIDE, 3), dtype=np.uint8)
-        pairs.append((what, black if picture is None else picture, black if crop is None else crop))
-    write_file(sheet, pair_sheet(pairs, _COLUMNS, _SIDE))
-    print(f"{sheet}: {len(found)} pictures with their crops, {len(rejected)} rejected ones")
+        pairs.append((what, [black if picture is None else picture, black if crop is None else crop]))
+    write_file(path, sheet(pairs, 3, _ACROSS, _SIDE))
+    print(f"{path}: {len(found)} pictures with their crops, {len(rejected)} rejected ones")
 
 
 def _spread(items: list[Done], most: int) -> list[Done]:

@@ -44,7 +44,7 @@ def png_of(figure: Any) -> bytes:
 _GAP, _CAPTION = 4, 18  # pixels
 _LETTER, _BASE = 12, 13  # pixels: size of the font, and of a caption above its base line
 _LONGEST = 400  # characters of a caption that are looked at; a reason for a rejection may have thousands
-_BETWEEN_PAIRS = 28  # pixels
+_APART = 28  # pixels, between the first picture of a row and the others
 _WHITE, _INK = 255, (40, 40, 40)
 # the colours of matplotlib that are easy to distinguish on white; gray is for impostor pairs
 _SET_COLOURS = (
@@ -69,7 +69,7 @@ def sheet(rows: Sequence[tuple[str, Sequence[np.ndarray]]], columns: int, across
     """Return a PNG with a caption above the pictures (H, W, 3) uint8 RGB of each row, resized to side x side.
 
     Args:
-        columns: the most pictures of a row.
+        columns: the most pictures of a row; one more leaves a gap between rows that stand side by side.
         across: rows that stand side by side.
     """
     width, height = columns * (side + _GAP) + _GAP, side + _CAPTION + _GAP
@@ -83,23 +83,6 @@ def sheet(rows: Sequence[tuple[str, Sequence[np.ndarray]]], columns: int, across
     return to_png(canvas)
 
 
-def pair_sheet(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], columns: int = 2, side: int = 112) -> bytes:
-    """Return a PNG of pairs of pictures (H, W, 3) uint8 RGB, `columns` pairs in a row, each under its own caption.
-
-    The two pictures of a pair touch; a wide gap separates the pairs.
-    """
-    width, height = 2 * side + _BETWEEN_PAIRS, side + _CAPTION + _BETWEEN_PAIRS // 2
-    rows = -(-len(pairs) // columns)
-    canvas = np.full((rows * height, columns * width - _BETWEEN_PAIRS, 3), _WHITE, dtype=np.uint8)
-    for number, (caption, *pictures) in enumerate(pairs):
-        row, column = divmod(number, columns)
-        top, left = row * height + _CAPTION, column * width
-        _write(canvas, caption, left, top - 5, 2 * side)
-        for place, picture in enumerate(pictures):
-            canvas[top : top + side, left + place * side : left + (place + 1) * side] = _resized(picture, side)
-    return to_png(canvas)
-
-
 def captioned_sheet(rows: Sequence[Sequence[tuple[np.ndarray | None, Sequence[str]]]], side: int = 112) -> bytes:
     """Return a PNG with rows of pictures (H, W, 3) uint8 RGB, each above its own lines of text; None leaves the place empty.
 
@@ -107,11 +90,11 @@ def captioned_sheet(rows: Sequence[Sequence[tuple[np.ndarray | None, Sequence[st
     """
     columns = max(map(len, rows))
     lines = max(len(texts) for row in rows for _, texts in row)
-    height = side + lines * _CAPTION + _BETWEEN_PAIRS // 2
-    canvas = np.full((len(rows) * height, columns * (side + _GAP) + _BETWEEN_PAIRS, 3), _WHITE, dtype=np.uint8)
+    height = side + lines * _CAPTION + _APART // 2
+    canvas = np.full((len(rows) * height, columns * (side + _GAP) + _APART, 3), _WHITE, dtype=np.uint8)
     for number, row in enumerate(rows):
         for column, (picture, texts) in enumerate(row):
-            top, left = number * height, column * (side + _GAP) + (_BETWEEN_PAIRS if column else _GAP)
+            top, left = number * height, column * (side + _GAP) + (_APART if column else _GAP)
             if picture is not None:
                 canvas[top : top + side, left : left + side] = _resized(picture, side)
             for line, text in enumerate(texts, 1):
