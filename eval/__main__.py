@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from backbones import build_backbone
-from data.datasets import open_set
+from data.scan import open_set_of
 from utils.cli import make_parser
 from utils.distributed import World
 from utils.files import shown
@@ -87,13 +87,13 @@ def _load_protocols(options: argparse.Namespace, network: Network) -> list[Proto
     config = network.config
     folder = options.data or config.get("eval", {}).get("path") or config.get("data", {}).get("path") or ""
     if options.targets:
-        return load_protocols(folder, options.targets, open_set, "--targets", "--data")
+        return load_protocols(folder, options.targets, open_set_of, "--targets", "--data")
     targets = config.get("eval", {}).get("targets")
     if not targets:
         whose = f"the configuration of {network.name} names none" if config else f"{network.name} has none that does"
         raise ValueError(f"no sets to score: {whose}; name them with --targets SET ...")
     try:
-        return load_protocols(folder, targets, open_set, "the run's configuration", "--data")
+        return load_protocols(folder, targets, open_set_of, "the run's configuration", "--data")
     except ValueError as error:
         raise ValueError(f"{error}; or name other sets with --targets, another folder with --data") from None
 

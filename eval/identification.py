@@ -138,7 +138,7 @@ class Identification(Protocol[Rates]):
         name: of the figures.
     """
 
-    def __init__(self, galleries: Sequence[Faces], probes: Faces, name: str = "identify", path: str = "") -> None:
+    def __init__(self, galleries: Sequence[Faces], probes: Faces, name: str, path: str) -> None:
         self.name, self.path, self._sets = name, path, [*galleries, probes]
 
     @classmethod

@@ -149,10 +149,9 @@ def _require_same_options(options: argparse.Namespace, world: World) -> None:
 
     Paths and machine-specific options may differ. SharedError names each flag, value and rank.
     """
-    own = {"run", "data", "report", "gallery", "probes", "root", "json", "scores", "device", "threads"}
+    own = {"run", "data", "report", "device", "threads"}
     shared = {f"--{name.replace('_', '-')}": value for name, value in vars(options).items() if name not in own}
-    if "targets" in vars(options):
-        shared["--targets"] = [Path(target).stem for target in options.targets or ()]
+    shared["--targets"] = [Path(target).stem for target in options.targets or ()]
     for line in require_same_program(shared, world):
         if world.rank == 0:
             print(f"warning: {one_line(line)}", file=sys.stderr)

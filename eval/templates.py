@@ -54,18 +54,15 @@ class TemplateProtocol(Protocol[Rates]):
 
     Args:
         root: has meta/ and loose_crop/, as in the archives that insightface links to.
-        name: ijbb or ijbc; None takes the one whose lists are in meta/.
-        weighted: weigh each image with the detector's score, as papers do.
-        scores_file: .npy file for the score of every template pair.
+        name: ijbb or ijbc.
 
     Raises:
         ValueError: a missing or damaged list.
     """
 
-    def __init__(self, root: Path, name: str | None = None, weighted: bool = True, scores_file: Path | None = None) -> None:
-        self.root, self.path, self.name = root, str(root), name or _find_set(root)
+    def __init__(self, root: Path, name: str) -> None:
+        self.root, self.path, self.name = root, str(root), name
         self.lists = read_template_set(root, self.name)
-        self._weighted, self._scores_file = weighted, scores_file
         meta = root / "meta"
         self._galleries = [meta / f"{self.name}_1N_gallery_{part}.csv" for part in _GALLERIES[self.name]]
         self._probes = meta / f"{self.name}_1N_probe_mixed.csv"
@@ -86,8 +83,7 @@ class TemplateProtocol(Protocol[Rates]):
     def score(self, embed: Embed) -> Rates:
         lists = self.lists
         features = embed.sums(self.decode, len(lists.images))
-        weights = lists.scores if self._weighted else np.ones_like(lists.scores)
-        numbers, vectors = pool_templates(features, weights, lists.templates, lists.media)
+        numbers, vectors = pool_templates(features, lists.scores, lists.templates, lists.media)
         del features  # a gigabyte
         return embed.on_first_rank(lambda: self._rates(numbers, vectors, embed))
 
@@ -102,8 +98,6 @@ class TemplateProtocol(Protocol[Rates]):
         """Return the result from template numbers (T,) and vectors (T, D)."""
         lists = self.lists
         scores = score_pairs(vectors, numbers, lists.pairs, embed.bar)
-        if self._scores_file:
-            np.save(self._scores_file, scores)
         published = published_tar(scores, lists.same, FAR_TARGETS)
         distances = 2.0 - 2.0 * scores
         points = operating_points(np.sort(distances[lists.same]), np.sort(distances[~lists.same]))
@@ -126,13 +120,6 @@ class TemplateProtocol(Protocol[Rates]):
             values["identification"] = means
             figures |= means
         return Rates(figures, values)
-
-
-def _find_set(root: Path) -> str:
-    found = [name for name in _GALLERIES if (root / "meta" / f"{name}_face_tid_mid.txt").is_file()]
-    if len(found) != 1:
-        raise ValueError(f"{root}/meta must hold ijbb_face_tid_mid.txt or ijbc_face_tid_mid.txt; it has {len(found)}")
-    return found[0]
 
 
 def read_face(path: Path, points: np.ndarray, size: int = IMAGE_SIZE) -> np.ndarray:

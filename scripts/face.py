@@ -28,8 +28,6 @@ VERBS: dict[str, dict[str, str]] = {
     "Train and score": {
         "train": "scripts.launch.train",
         "eval": "eval.__main__",
-        "ijb": "scripts.eval.ijb",
-        "identify": "scripts.eval.identify",
         "compare": "scripts.eval.compare_runs",
         "checkpoint": "scripts.checkpoint",
     },

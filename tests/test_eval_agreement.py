@@ -1,7 +1,6 @@
-"""Processes of one evaluation that disagree stop at the start, by name, whichever program it is."""
+"""Processes of one evaluation that disagree stop at the start, by name."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +12,13 @@ from tiny_runs import face, run_program, write_dataset
 
 from backbones import build_backbone
 from eval.__main__ import main as evaluate
-from scripts.eval.identify import main as identify
-from scripts.eval.ijb import main as evaluate_ijb
 
 OPTIONS = ["--backbone", "r18", "--width", "0.125", "--embedding-size", "16", "--device", "cpu"]
 
 
 def _write_lists(folder: Path, rank: int) -> None:
-    """Write lists of two pictures for identify and ijb of scripts.eval; those of rank 1 hold one other number each."""
+    """Write lists of two pictures for a search and for IJB; those of rank 1 hold one other number each."""
+    folder.mkdir()
     for number in range(2):
         (folder / f"{number}.jpg").write_bytes(face(number, number))
     (folder / "gallery.txt").write_text(f"0.jpg 0\n1.jpg {1 + rank}\n")
@@ -45,34 +43,30 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         weights = {name: torch.zeros_like(value) for name, value in weights.items()}
         power = np.array([1.0 + rank], np.float32)
         write_onnx(folder / str(rank) / "net.onnx", [*MEAN_COLOUR, ("Pow", {})], 3, power=power)
-        _write_lists(folder / str(rank), rank)
+        _write_lists(folder / str(rank) / "lists", rank)
     return folder
 
 
 @pytest.mark.parametrize(
-    ("main", "words", "own", "said"),
+    ("words", "own", "said"),
     [
-        (evaluate, ["{}/0/weights.safetensors", *OPTIONS, "--data", "{}", "--targets", "tiny"],
+        (["{}/0/weights.safetensors", *OPTIONS, "--data", "{}", "--targets", "tiny"],
          ["--batch-size", "8", "--precision", "bf16"],
          r"--batch-size is 256 on rank 0, 8 on rank 1; --precision is fp32 on rank 0, bf16 on rank 1. Fix"),
-        (evaluate, ["{}/@/weights.safetensors", *OPTIONS, "--data", "{}", "--targets", "tiny"], [],
+        (["{}/@/weights.safetensors", *OPTIONS, "--data", "{}", "--targets", "tiny"], [],
          r"hash of the network is \w+ on rank 0, \w+ on rank 1"),
-        (evaluate, ["{}/@/net.onnx", "--device", "cpu", "--data", "{}", "--targets", "tiny"], [],
+        (["{}/@/net.onnx", "--device", "cpu", "--data", "{}", "--targets", "tiny"], [],
          r"hash of the network is \w+ on rank 0, \w+ on rank 1"),
-        (identify, ["{}/0/weights.safetensors", *OPTIONS, "--gallery", "{}/@/gallery.txt", "--probes", "{}/0/probes.txt"], [],
+        (["{}/0/weights.safetensors", *OPTIONS, "--targets", "identify:{}/@/lists"], [],
          r"hash of the labels of gallery 1 is \w+ on rank 0, .*; number of classes of gallery 1 is 2 on rank 0, 3 on rank 1"),
-        (evaluate_ijb, ["{}/0/weights.safetensors", *OPTIONS, "--root", "{}/@"], [],
+        (["{}/0/weights.safetensors", *OPTIONS, "--targets", "ijbc:{}/@/lists"], [],
          r"hash of the lists of ijbc is \w+ on rank 0, \w+ on rank 1"),
-        (evaluate_ijb, ["{}/0/weights.safetensors", *OPTIONS, "--root", "{}/0"], ["--no-detector-score"],
-         r"--no-detector-score is false on rank 0, true on rank 1. Fix"),
     ],
-    ids=["eval-options", "eval-weights", "eval-onnx", "identify-labels", "ijb-lists", "ijb-options"],
+    ids=["eval-options", "eval-weights", "eval-onnx", "identify-labels", "ijb-lists"],
 )  # fmt: skip
-def test_a_rank_with_other_options_or_files_is_named(
-    files: Path, main: Callable[[list[str]], int], words: list[str], own: list[str], said: str
-):
+def test_a_rank_with_other_options_or_files_is_named(files: Path, words: list[str], own: list[str], said: str):
     arguments = [[word.format(files).replace("@", str(rank)) for word in words] for rank in (0, 1)]
-    done = run_program(main, [arguments[0], arguments[1] + own])
+    done = run_program(evaluate, [arguments[0], arguments[1] + own])
     assert done.returncode == 1
     (error,) = done.stderr.splitlines()
     assert re.match(f"error: the processes disagree: {said}", error), error

@@ -22,8 +22,6 @@ from eval.__main__ import main as evaluate
 from eval.pair_sets.bin_file import write_bin
 from scripts.arcface_torch.import_checkpoint import main as import_arcface
 from scripts.checkpoint import main as checkpoint
-from scripts.eval.identify import main as identify
-from scripts.eval.ijb import main as evaluate_ijb
 
 SMALL = ["--backbone", "r18", "--embedding-size", "16", "--width", "0.125"]
 
@@ -122,10 +120,9 @@ def test_no_program_runs_what_a_file_of_weights_holds(
     tmp_path: Path, faces: list[str], capsys: pytest.CaptureFixture[str], make: object
 ):
     """Every program that takes networks, weights or class centres, under every name that such a file may have."""
-    marker, data, listed = tmp_path / "marker", tmp_path / "data", tmp_path / "list.txt"
+    marker, data = tmp_path / "marker", tmp_path / "data"
     data.mkdir()
     write_dataset(data)
-    listed.write_text("a.jpg 0\n")
     (tmp_path / "theirs").mkdir()
     sound = tmp_path / "run"
     run = tiny_run(data, tmp_path, "train.max_steps=1", "eval.targets=[]", "run.name=run")
@@ -138,13 +135,11 @@ def test_no_program_runs_what_a_file_of_weights_holds(
             (tmp_path / "theirs" / file).write_bytes(Path(bad).read_bytes())
         for backbone in ([], SMALL):
             assert evaluate([bad, *faces, *backbone]) == 1
-            assert identify([bad, "--gallery", str(listed), "--probes", str(listed), "--device", "cpu", *backbone]) == 1
-            assert evaluate_ijb([bad, "--root", str(tmp_path), "--device", "cpu", *backbone]) == 1
         assert train.main([*ours, f"init.backbone={bad}"]) == 1
         assert train.main([*ours, f"init.backbone={sound}", f"init.head={bad}"]) == 1
         assert import_arcface([str(tmp_path / "theirs"), str(tmp_path / "out")]) == 1
         said = capsys.readouterr().err.splitlines()
-        assert len(said) == 9 and all(line.startswith("error: ") for line in said), said
+        assert len(said) == 5 and all(line.startswith("error: ") for line in said), said
         assert not marker.exists(), name
     newest = sound / "checkpoints" / "step_00000001"
     for name in ("trainer.pt", "backbone.safetensors"):

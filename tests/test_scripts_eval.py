@@ -1,8 +1,9 @@
-"""The programs that score networks: on template sets, on galleries; and the kinds of networks that they take."""
+"""Scores of networks on template sets and on galleries; and the kinds of networks that are taken."""
 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from tiny_networks import MEAN_COLOUR, TIMES_MATRIX, write_onnx
 from torch import nn
 
 from backbones import build_backbone
+from eval import templates
+from eval.__main__ import main as evaluate
 from eval.embed import EmbedSettings, embed_images
 from eval.networks import OtherInput, load_network
 from eval.pair_sets.bin_file import PairSet
@@ -20,11 +23,9 @@ from eval.templates import read_face
 from eval.verification import fuse_views, verify
 from scripts.benchmark import eval as benchmark_eval
 from scripts.benchmark.plain import plain_embed, plain_numbers
-from scripts.eval import identify
-from scripts.eval import ijb as evaluate_ijb
 from utils.alignment import TEMPLATE
 from utils.distributed import World
-from utils.image import decode_rgb, normalise
+from utils.image import normalise
 
 ROOT = Path(__file__).parent.parent
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -37,6 +38,13 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("weights") / "backbone.pth"
     torch.save(build_backbone("r18", 16, 0.125).state_dict(), path)
     return path
+
+
+def _results(weights: Path, target: str, folder: Path) -> dict[str, Any]:
+    """Return what results.json has of a set."""
+    assert evaluate([str(weights), "--targets", target, "--report", str(folder), *SMALL]) == 0
+    (found,) = json.loads((folder / "results.json").read_text()).values()
+    return found
 
 
 def _network(path: Path, **changes: object) -> nn.Module:
@@ -162,12 +170,12 @@ def _ijb(root: Path, images: int = 24, templates: int = 8) -> Path:
 
 
 @pytest.mark.numeric
-def test_ijb_from_pictures_to_scores_equals_a_slow_walk(tmp_path: Path, weights: Path):
+def test_ijb_from_pictures_to_scores_equals_a_slow_walk(tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch):
     root = _ijb(tmp_path / "IJBC")
-    arguments = [
-        str(weights), "--root", str(root), "--scores", str(tmp_path / "scores.npy"), "--json", str(tmp_path / "out.json"),
-    ]  # fmt: skip
-    assert evaluate_ijb.main([*arguments, *SMALL]) == 0
+    scores: list[np.ndarray] = []
+    score = templates.score_pairs
+    monkeypatch.setattr(templates, "score_pairs", lambda *given: scores.append(score(*given)) or scores[0])
+    report = _results(weights, f"ijbc:{root}", tmp_path)
     model = _network(weights, backbone="r18")
     rows = [line.split() for line in (root / "meta/ijbc_name_5pts_score.txt").read_text().splitlines()]
     where = [line.split() for line in (root / "meta/ijbc_face_tid_mid.txt").read_text().splitlines()]
@@ -187,27 +195,23 @@ def test_ijb_from_pictures_to_scores_equals_a_slow_walk(tmp_path: Path, weights:
     triples = np.loadtxt(root / "meta/ijbc_template_pair_label.txt", dtype=int)
     expected = [vectors[a] @ vectors[b] for a, b, _ in triples.tolist()]
     # templates are unit vectors; other batches may sum in another order within the network
-    np.testing.assert_allclose(np.load(tmp_path / "scores.npy"), expected, rtol=0, atol=2 * network_bound())
-    report = json.loads((tmp_path / "out.json").read_text())
+    np.testing.assert_allclose(scores[0], expected, rtol=0, atol=2 * network_bound())
     assert report["pairs"] == 36 and report["genuine"] == int(triples[:, 2].sum()) and "identification" not in report
 
 
 def test_ijb_searches_its_galleries_where_they_are(tmp_path: Path, weights: Path):
     root = _ijb(tmp_path / "IJBC")
-    for part, templates in (("gallery_G1", (1, 2)), ("gallery_G2", (3, 4)), ("probe_mixed", (1, 2, 3, 4, 5, 6))):
-        text = "TEMPLATE_ID,SUBJECT_ID,FILENAME\n" + "".join(f"{t},{100 + t},x.jpg\n{t},{100 + t},y.jpg\n" for t in templates)
+    for part, numbers in (("gallery_G1", (1, 2)), ("gallery_G2", (3, 4)), ("probe_mixed", (1, 2, 3, 4, 5, 6))):
+        text = "TEMPLATE_ID,SUBJECT_ID,FILENAME\n" + "".join(f"{t},{100 + t},x.jpg\n{t},{100 + t},y.jpg\n" for t in numbers)
         (root / "meta" / f"ijbc_1N_{part}.csv").write_text(text)
-    assert evaluate_ijb.main([str(weights), "--root", str(root), "--json", str(tmp_path / "out.json"), *SMALL]) == 0
-    found = json.loads((tmp_path / "out.json").read_text())["identification"]
+    found = _results(weights, f"ijbc:{root}", tmp_path)["identification"]
     assert found["rank_1"] == 1.0 and found["tpir_at_fpir_0.01"] is None  # a template finds itself; four strangers tell little
 
 
-def test_ijb_without_its_lists_is_one_line(tmp_path: Path, weights: Path, capsys: pytest.CaptureFixture[str]):
-    assert evaluate_ijb.main([str(weights), "--root", str(tmp_path), *SMALL]) == 1
-    assert "must hold ijbb_face_tid_mid.txt or ijbc_face_tid_mid.txt" in capsys.readouterr().err
+def test_ijb_without_a_picture_is_one_line(tmp_path: Path, weights: Path, capsys: pytest.CaptureFixture[str]):
     root = _ijb(tmp_path / "IJBC")
     (root / "loose_crop" / "7.jpg").unlink()
-    assert evaluate_ijb.main([str(weights), "--root", str(root), *SMALL]) == 1
+    assert evaluate([str(weights), "--targets", f"ijbc:{root}", *SMALL]) == 1
     assert "7.jpg: cannot be read" in capsys.readouterr().err
 
 
@@ -217,30 +221,13 @@ def test_ijb_without_its_lists_is_one_line(tmp_path: Path, weights: Path, capsys
 def test_pictures_of_the_gallery_find_themselves_and_strangers_are_counted(tmp_path: Path, weights: Path):
     for number in range(6):
         (tmp_path / f"{number}.jpg").write_bytes(jpeg(picture(number)))
-    (tmp_path / "one.txt").write_text("0.jpg 10\n1.jpg 11\n")
-    (tmp_path / "two.txt").write_text("2.jpg 12\n3.jpg 10\n")
+    (tmp_path / "gallery.txt").write_text("0.jpg 10\n1.jpg 11\n")
+    (tmp_path / "gallery_more.txt").write_text("2.jpg 12\n3.jpg 10\n")
     (tmp_path / "probes.txt").write_text("1.jpg 11\n3.jpg 10\n4.jpg 77\n2.jpg 12\n")
-    galleries = [str(tmp_path / "one.txt"), str(tmp_path / "two.txt")]
-    arguments = ["--gallery", *galleries, "--probes", str(tmp_path / "probes.txt"), "--json", str(tmp_path / "out.json")]
-    assert identify.main([str(weights), *arguments, *SMALL]) == 0
-    found = json.loads((tmp_path / "out.json").read_text())
+    found = _results(weights, f"identify:{tmp_path}", tmp_path / "report")
     assert (found["gallery_images"], found["gallery_people"]) == (4, 3)
     assert (found["probes_with_mate"], found["probes_without"]) == (3, 1)
     assert found["rank_1"] == 1.0 and found["tpir_at_fpir_0.1"] is None
-
-
-def test_folders_of_people_are_known_by_their_names(tmp_path: Path, weights: Path):
-    for side, people in (("gallery", ("ann", "ben", "cy")), ("probes", ("ben", "dora"))):
-        for person in people:
-            (tmp_path / side / person).mkdir(parents=True)
-            (tmp_path / side / person / "1.jpg").write_bytes(jpeg(picture(ord(person[0]))))
-    arguments = [
-        "--gallery", str(tmp_path / "gallery"), "--probes", str(tmp_path / "probes"), "--json", str(tmp_path / "o.json"),
-    ]  # fmt: skip
-    assert identify.main([str(weights), *arguments, *SMALL]) == 0
-    found = json.loads((tmp_path / "o.json").read_text())
-    assert found["probes_with_mate"] == 1 and found["probes_without"] == 1 and found["rank_1"] == 1.0
-    assert decode_rgb((tmp_path / "gallery/ann/1.jpg").read_bytes()).shape == (112, 112, 3)
 
 
 # ---- the benchmark's rival

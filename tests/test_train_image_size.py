@@ -15,7 +15,6 @@ from backbones import build_backbone
 from eval.__main__ import main as evaluate
 from scripts.arcface_torch import export_checkpoint
 from scripts.benchmark import capacity
-from scripts.eval import identify
 from utils.checkpoint.format import list_checkpoints, read_manifest
 from utils.checkpoint.reading import read_backbone
 
@@ -118,12 +117,12 @@ def test_arcface_torch_has_no_network_for_another_size(source: Path, tmp_path: P
 def test_galleries_and_the_memory_of_a_network_have_its_size(source: Path, tmp_path: Path):
     for name, numbers in (("gallery", range(6)), ("probes", range(6, 12))):
         for number in numbers:
-            (tmp_path / f"{name}_{number}.jpg").write_bytes(face(number % 6, number))
-        lines = [f"{name}_{number}.jpg {number % 6}" for number in numbers]
+            (tmp_path / f"{number}.jpg").write_bytes(face(number % 6, number))
+        lines = [f"{number}.jpg {number % 6}" for number in numbers]
         (tmp_path / f"{name}.txt").write_text("\n".join(lines))
-    lists = ["--gallery", str(tmp_path / "gallery.txt"), "--probes", str(tmp_path / "probes.txt")]
-    assert identify.main([str(source / "small"), *lists, "--device", "cpu", "--json", str(tmp_path / "found.json")]) == 0
-    found = json.loads((tmp_path / "found.json").read_text())
+    words = ["--targets", f"identify:{tmp_path}", "--report", str(tmp_path / "report"), "--device", "cpu"]
+    assert evaluate([str(source / "small"), *words]) == 0
+    (found,) = json.loads((tmp_path / "report" / "results.json").read_text()).values()
     assert found["gallery_images"] == 6 and found["probes_with_mate"] == 6 and found["rank_5"] > 0
     network = [
         "--memory", "1", "--backbone", "mbf", "--width", "0.125", "--embedding-size", "16", "--batch", "64", "--device", "cpu",

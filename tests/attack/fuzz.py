@@ -50,7 +50,7 @@ _MODULES = (
 _PROGRAMS = (
     "arcface_torch.export_checkpoint", "arcface_torch.import_checkpoint", "arcface_torch.import_config", "checkpoint",
     "data.align", "data.convert_bin", "data.folder_to_rec", "data.pairs_to_bin", "data.verify", "deploy.card", "deploy.enrol",
-    "deploy.gallery", "deploy.search", "deploy.verify", "eval.ijb",
+    "deploy.gallery", "deploy.search", "deploy.verify",
 )  # fmt: skip
 _KEPT = 50  # finds that are minimised, one of each kind; the others are only counted
 

@@ -257,6 +257,4 @@ def _ijb(sound: Sound, rng: Rng) -> Case:
         files[name] = damage(data, [data], rng) if rng.random() < 0.3 else data
         if rng.random() < 0.05:
             files[name] = pick(rng, (None, b"", b"\0" * 99))
-    return Case(
-        ["scripts.eval.ijb", "runs/tiny", "--root", "ijb", "--json", "out.json", "--threads", "1", "--batch-size", "16"], files
-    )
+    return Case(["eval", "runs/tiny", "--targets", "ijbc:ijb", "--threads", "1", "--batch-size", "16"], files)
