@@ -77,15 +77,15 @@ def head_dtype(options: argparse.Namespace, device: torch.device) -> torch.dtype
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and compute or find; return the exit status."""
     parser = make_parser("python -m scripts.benchmark.capacity", __doc__)
-    parser.add_argument("--gpus", type=int, default=1, help="processes that share the classes")
+    parser.add_argument("--gpus", type=int_in_range(1), default=1, help="processes that share the classes")
     parser.add_argument("--card", choices=tuple(CARDS), help="target GPU, for its memory")
     parser.add_argument("--memory", type=float, help="GiB of each process (default: that of --card)")
     parser.add_argument("--backbone", default="r50", choices=[*list_backbones(), "none"], help="none: the head alone")
     parser.add_argument("--width", type=float, default=1.0, help="factor on the backbone's channels")
     parser.add_argument("--checkpointing", action="store_true", help="backbone.checkpointing")
-    parser.add_argument("--embedding-size", type=int, default=512, help="D, numbers per face")
+    parser.add_argument("--embedding-size", type=int_in_range(1), default=512, help="D, numbers per face")
     parser.add_argument("--image-size", type=int, default=IMAGE_SIZE, help="data.image_size, pixels")
-    parser.add_argument("--batch", type=int, default=128, help="images per process and step")
+    parser.add_argument("--batch", type=int_in_range(1), default=128, help="images per process and step")
     parser.add_argument("--storage", nargs="+", choices=tuple(FORMATS), default=list(FORMATS), help="a line for each")
     parser.add_argument("--sample-rate", type=float, default=1.0, help="head.sample_rate")
     parser.add_argument("--sub-centers", type=int_in_range(1, 64), default=1, help="head.sub_centers")
@@ -105,9 +105,8 @@ def capacity(options: argparse.Namespace) -> None:
         options.memory = card.memory
     if card is not None and not card.bf16 and options.precision == "bf16":
         raise ValueError(f"--card {options.card} has no bf16, the default of --precision; give --precision fp16")
-    for name in ("gpus", "memory", "batch", "embedding_size"):
-        if getattr(options, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {getattr(options, name)}")
+    if options.memory <= 0:
+        raise ValueError(f"--memory must be above 0, got {options.memory}")
     if not 0 < options.sample_rate <= 1:
         raise ValueError(f"--sample-rate must be above 0 and at most 1, got {options.sample_rate}")
     device = distributed.choose_device(options.device, 0)

@@ -37,7 +37,7 @@ from data.recordio.image_record import RecordSetWriter
 from data.recordio.index import read_index
 from data.sampler import SampleOrder
 from scripts.demo.make_data import DrawnPicture, draw_all
-from utils.cli import make_parser
+from utils.cli import int_in_range, make_parser
 from utils.image import IMAGE_SIZE
 from utils.program import run_main
 
@@ -53,10 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and measure; return the exit status."""
     parser = make_parser("python -m scripts.benchmark.data", __doc__)
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="default: all")
-    parser.add_argument("--records", type=int, default=42_000_000, help="records of the index (default 42 million)")
-    parser.add_argument("--images", type=int, default=4096, help="drawn faces to decode")
-    parser.add_argument("--epoch", type=int, default=1_000_000, help="records of the epoch of `memory` (default a million)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each variant; the median is reported")
+    count = int_in_range(1)
+    parser.add_argument("--records", type=count, default=42_000_000, help="records of the index (default 42 million)")
+    parser.add_argument("--images", type=count, default=4096, help="drawn faces to decode")
+    parser.add_argument("--epoch", type=count, default=1_000_000, help="records of the epoch of `memory` (default a million)")
+    parser.add_argument("--rounds", type=count, default=5, help="rounds of each variant; the median is reported")
     parser.add_argument("--folder", type=Path, help="folder for the sets, 3 GB, removed at the end (default: temporary)")
     add_common_arguments(parser, device=False)
     return run_main(benchmark, parser.parse_args(arguments))
@@ -66,9 +67,6 @@ def benchmark(options: argparse.Namespace) -> None:
     """Measure the chosen parts, print a table of each, and write the JSON."""
     if options.quick:
         options.records, options.images, options.epoch, options.rounds = 1_000_000, 512, 40_000, 3
-    for name in ("records", "images", "epoch", "rounds"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
     cv2.setNumThreads(0)
     results: dict[str, Any] = {"machine": machine("cpu"), "opencv": cv2.__version__}
     print(f"{results['machine']}, OpenCV {results['opencv']}")
