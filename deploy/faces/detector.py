@@ -129,7 +129,16 @@ _MEANS = np.array([104, 117, 123], dtype=np.float32)  # of blue, green, red
 _CENTRE, _SIZE = 0.1, 0.2  # the variances of the source
 
 
-class RetinaFace(Detector):
+class _Graph(Detector):
+    """A detector whose graph onnxruntime runs."""
+
+    def __init__(self, path: Path, settings: Settings, session: Session) -> None:
+        super().__init__(path, settings, session.fixed)
+        self._session = session
+        self.candidates(np.zeros((*(session.fixed or (2 * MULTIPLE, 3 * MULTIPLE)), 3), dtype=np.uint8), 2.0)
+
+
+class RetinaFace(_Graph):
     """A RetinaFace graph with three outputs: boxes (1, A, 4), scores (1, A, 2) and landmarks (1, A, 10), in any order.
 
     Source: biubug6/Pytorch_Retinaface; Deng et al., "RetinaFace: Single-stage Dense Face Localisation in the Wild", CVPR 2020;
@@ -138,11 +147,6 @@ class RetinaFace(Detector):
     """
 
     own_min_score = 0.6  # vis_thres of the source
-
-    def __init__(self, path: Path, settings: Settings, session: Session) -> None:
-        super().__init__(path, settings, session.fixed)
-        self._session = session
-        self.candidates(np.zeros((*(session.fixed or (2 * MULTIPLE, 3 * MULTIPLE)), 3), dtype=np.uint8), 2.0)
 
     def candidates(self, canvas: np.ndarray, minimum: float) -> Candidates:
         images = (canvas[:, :, ::-1].astype(np.float32) - _MEANS).transpose(2, 0, 1)[None]
@@ -196,7 +200,7 @@ def decode_priors(priors: np.ndarray, offsets: np.ndarray, landmarks: np.ndarray
 _ANCHOR_WIDTHS = (1, 4, 10)  # numbers of an anchor: score, distances, offsets of five points
 
 
-class Scrfd(Detector):
+class Scrfd(_Graph):
     """An SCRFD graph: nine outputs, scores, distances and offsets for each of three strides, in any order.
 
     Source: Guo et al., "Sample and Computation Redistribution for Efficient Face Detection", ICLR 2022; insightface.
@@ -205,11 +209,6 @@ class Scrfd(Detector):
     """
 
     own_min_score = 0.5  # det_thresh of insightface
-
-    def __init__(self, path: Path, settings: Settings, session: Session) -> None:
-        super().__init__(path, settings, session.fixed)
-        self._session = session
-        self.candidates(np.zeros((*(session.fixed or (2 * MULTIPLE, 3 * MULTIPLE)), 3), dtype=np.uint8), 2.0)
 
     def candidates(self, canvas: np.ndarray, minimum: float) -> Candidates:
         images = ((canvas.astype(np.float32) - 127.5) / 128).transpose(2, 0, 1)[None]
