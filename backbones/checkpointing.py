@@ -5,15 +5,12 @@ The second computation draws the same random numbers, and BatchNorm does not mov
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
 
 
 class CheckpointedBlock(nn.Module):
@@ -31,7 +28,9 @@ class CheckpointedBlock(nn.Module):
             return self.compute(x)
         if torch.compiler.is_compiling():  # the compiler changes the statistics once, and takes no other contexts
             return checkpoint(self.compute, x, use_reentrant=False)
-        return checkpoint(self.compute, x, use_reentrant=False, context_fn=functools.partial(_contexts, self.norms))
+        return checkpoint(
+            self.compute, x, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), _recomputing(self.norms))
+        )
 
     def compute(self, x: Tensor) -> Tensor:
         """Return the output of the block."""
@@ -51,11 +50,6 @@ def set_checkpointing(network: nn.Module) -> None:
         norms = [module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
         assert all(hasattr(norm, "recomputing") for norm in norms), "would move its statistics twice"
         block.checkpointing, block.norms = True, tuple(norms)  # no list of modules, which would be registered
-
-
-def _contexts(norms: Sequence[nn.Module]) -> Contexts:
-    """Return the contexts of the first computation and of the second."""
-    return contextlib.nullcontext(), _recomputing(norms)
 
 
 @contextlib.contextmanager

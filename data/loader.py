@@ -118,7 +118,7 @@ class Loader:
             if self.read_ahead is not None and len(indices := self.read_ahead(step)):
                 ahead.append(reader.submit(self.dataset.read_ahead, indices))
             samples = self.samples_of_step(step)
-            buffer = free.popleft() if free else self._new_buffer(len(samples.indices))
+            buffer = free.popleft() if free else _Buffer(len(samples.indices), self.image_size, self.device.type == "cuda")
             for index in samples.indices.tolist():  # storage begins to fetch the whole batch before the first record is decoded
                 self.dataset.prefetch(index)
             parts = np.array_split(np.arange(len(samples.indices)), self.threads)
@@ -147,9 +147,6 @@ class Loader:
         finally:
             for executor in (pool, reader):
                 executor.shutdown(wait=True, cancel_futures=True)
-
-    def _new_buffer(self, count: int) -> _Buffer:
-        return _Buffer(count, self.image_size, self.device.type == "cuda")
 
     def _decode(self, samples: Samples, buffer: _Buffer, rows: np.ndarray) -> None:
         if buffer.copied is not None:

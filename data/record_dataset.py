@@ -11,7 +11,7 @@ whether it is an image; in a small set the header must agree. Shapes: n = record
 
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
@@ -205,23 +205,18 @@ def classes_of_property(path: Path) -> int | None:
 def _read_labels(records: IndexedRecordFile) -> np.ndarray:
     """Return the classes (n,) int32 of all records, -1 for records without an image: headers and identity records."""
     labels = np.full(len(records), -1, dtype=np.int32)
-    for headers in _with_progress(records):
-        is_image = headers.payload_sizes > 0
-        missing = ~is_image & (headers.flags != 2)
-        if missing.any():
-            key = records.keys[headers.positions[missing.argmax()]]
-            raise ValueError(f"record {key} of {records.path}: has a label, but no image. Remove it from the dataset")
-        _check_labels(records, headers, is_image)
-        labels[headers.positions[is_image]] = headers.labels[is_image].astype(np.int32)
-    return labels
-
-
-def _with_progress(records: IndexedRecordFile) -> Iterator[Headers]:
-    """Yield all headers; show a progress bar if it takes more than a few seconds (a cold disk, a network)."""
+    # the bar shows if it takes more than a few seconds (a cold disk, a network)
     with tqdm(total=len(records), unit="record", desc=f"reading the headers of {records.path}", delay=5, mininterval=5) as bar:
         for headers in records.headers():
-            yield headers
+            is_image = headers.payload_sizes > 0
+            missing = ~is_image & (headers.flags != 2)
+            if missing.any():
+                key = records.keys[headers.positions[missing.argmax()]]
+                raise ValueError(f"record {key} of {records.path}: has a label, but no image. Remove it from the dataset")
+            _check_labels(records, headers, is_image)
+            labels[headers.positions[is_image]] = headers.labels[is_image].astype(np.int32)
             bar.update(len(headers.positions))
+    return labels
 
 
 def _check_labels(records: IndexedRecordFile, headers: Headers, is_image: np.ndarray) -> None:

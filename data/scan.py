@@ -37,12 +37,16 @@ def open_set_of(path: str | os.PathLike[str]) -> FaceDataset:
 
 
 class SetNames:
-    """Names of pictures and identities. For a record set they come from train.lst, which scripts.data.folder_to_rec writes."""
+    """Names of pictures and identities. For a record set they come from train.lst, which scripts.data.folder_to_rec writes.
+
+    Attributes:
+        folders: the names of the identities; empty if they have none.
+    """
 
     def __init__(self, dataset: FaceDataset) -> None:
         self.dataset = dataset
         self._listed = _read_list(dataset) if isinstance(dataset, RecordDataset) else []
-        self._folders = dataset.classes if isinstance(dataset, FolderDataset) else _folders(self._listed, dataset)
+        self.folders = dataset.classes if isinstance(dataset, FolderDataset) else _folders(self._listed, dataset)
 
     def file(self, index: int) -> str:
         """Return the path of a picture, relative if the set is a folder or a list; or the key of its record."""
@@ -57,11 +61,7 @@ class SetNames:
 
     def person(self, label: int) -> str:
         """Return the folder of an identity, or "identity" and its number."""
-        return self._folders[label] if self._folders else f"identity {label}"
-
-    def has_people(self) -> bool:
-        """Return whether identities have names."""
-        return bool(self._folders)
+        return self.folders[label] if self.folders else f"identity {label}"
 
 
 def _read_list(dataset: RecordDataset) -> list[str]:
@@ -86,8 +86,8 @@ def _folders(files: list[str], dataset: FaceDataset) -> list[str]:
     return [found[label] for label in range(dataset.num_classes)] if named else []
 
 
-def copy_set(dataset: FaceDataset, indices: np.ndarray, out: Path, overwrite: bool, source: Path | None = None) -> np.ndarray:
-    """Write the images `indices` (n,) as a RecordIO set in header form; return the old number of each new identity."""
+def copy_set(dataset: FaceDataset, indices: np.ndarray, out: Path, overwrite: bool, source: Path | None = None) -> None:
+    """Write the images `indices` (n,) as a RecordIO set in header form, with the old number of each new identity beside it."""
     if source is not None and out.resolve() == source.resolve():
         raise ValueError(f"{out}: the new set must not be written over the old one; choose another folder")
     labels = np.asarray(dataset.labels())[indices]
@@ -105,7 +105,6 @@ def copy_set(dataset: FaceDataset, indices: np.ndarray, out: Path, overwrite: bo
             bar.update(len(some))
     write_csv(out / "classes.csv", ("identity", "old_identity"), enumerate(old.tolist()))
     print(f"{out}: {len(order)} images of {len(old)} identities")
-    return old
 
 
 def parse_classes(text: str, num_classes: int) -> np.ndarray:
@@ -157,7 +156,7 @@ class Scan:
         return self.good & ~self.plain
 
 
-def scan(dataset: FaceDataset, indices: np.ndarray, threads: int, hashes: bool = True, what: str = "reading") -> Scan:
+def scan(dataset: FaceDataset, indices: np.ndarray, threads: int, hashes: bool = True) -> Scan:
     """Read and decode the images `indices` (n,) of a set with a progress bar; damage is recorded, never raised.
 
     Args:
@@ -188,7 +187,7 @@ def scan(dataset: FaceDataset, indices: np.ndarray, threads: int, hashes: bool =
                 result.digest[place], result.dhash[place] = digest(data), dhash(pixels)
         return bad
 
-    with progress([], count, what, "image") as bar:
+    with progress([], count, "reading", "image") as bar:
         for begin, bad in zip(range(0, count, _CHUNK), map_in_order(read, range(0, count, _CHUNK), threads), strict=True):
             result.bad += bad
             bar.update(min(_CHUNK, count - begin))
@@ -269,7 +268,7 @@ def candidates(one: np.ndarray, other: np.ndarray | None = None) -> np.ndarray:
             pairs = np.stack([rows + begin, order[starts[rows] + inside]], axis=1)
             if other is None:
                 pairs = pairs[pairs[:, 0] < pairs[:, 1]]
-            found.append(pairs[_num_bits(one[pairs[:, 0]] ^ right[pairs[:, 1]]) <= MAX_DISTANCE])
+            found.append(pairs[np.bitwise_count(one[pairs[:, 0]] ^ right[pairs[:, 1]]) <= MAX_DISTANCE])
     return np.unique(np.concatenate(found), axis=0)
 
 
@@ -278,7 +277,3 @@ def _band(hashes: np.ndarray, band: int) -> np.ndarray:
     shift = np.uint64(16 * band)
     turned = hashes if band == 0 else (hashes >> shift) | (hashes << np.uint64(64 - 16 * band))
     return turned.astype(np.uint32)
-
-
-def _num_bits(words: np.ndarray) -> np.ndarray:
-    return np.unpackbits(words.view(np.uint8).reshape(-1, 8), axis=1).sum(axis=1)

@@ -372,8 +372,10 @@ def _fill_numbers(page: Page, results: Mapping[str, VerificationResult], interva
 
 
 def _worst_errors(pair_set: PairSet, result: VerificationResult, same: bool) -> bytes:
-    """Return a PNG of the worst errors of a kind, b"" where there are none."""
-    shown = _worst(result, same).tolist()
+    """Return a PNG of the pairs of a kind that are wrong at the mean threshold, the worst first; b"" where there are none."""
+    wrong = np.flatnonzero((result.same == same) & ((result.distances < np.mean(result.threshold_per_fold)) != same))
+    order = np.argsort(result.distances[wrong], kind="stable")
+    shown = wrong[order[::-1] if same else order][:_WORST].tolist()
     pairs = [
         (
             f"pair {pair}: cosine {1 - result.distances[pair] / 2:.3f}",
@@ -454,11 +456,3 @@ def point_rows(
 def range_text(interval: tuple[float, float] | None) -> str:
     """Return an interval in percent, "-" for None."""
     return "-" if interval is None else f"{100 * interval[0]:.2f} to {100 * interval[1]:.2f}"
-
-
-def _worst(result: VerificationResult, same: bool) -> np.ndarray:
-    """Return the indices of the pairs of a kind that are wrong at the mean threshold, the worst first."""
-    threshold = float(np.mean(result.threshold_per_fold))
-    wrong = np.flatnonzero((result.same == same) & ((result.distances < threshold) != same))
-    order = np.argsort(result.distances[wrong], kind="stable")
-    return wrong[order[::-1] if same else order][:_WORST]

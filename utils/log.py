@@ -116,7 +116,7 @@ class RunLog:
 
     def _line(self, text: str) -> None:
         with self.tolerant(self.file.name):
-            self.file.write(f"{_now()} {printable(text, keep=_KEPT)}\n")
+            self.file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(text, keep=_KEPT)}\n")
 
     def _show(self, text: str) -> None:
         with self.tolerant("the output"):
@@ -258,7 +258,3 @@ def format_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S")

@@ -327,7 +327,7 @@ def _contact_sheet(found: Findings, rng: np.random.Generator) -> bytes:
     for place in np.sort(rng.permutation(len(identities))[:_ROWS]).tolist():
         members = order[begins[place] : ends[place]]
         chosen = np.sort(rng.permutation(members)[:_COLUMNS])
-        number = f", identity {identities[place]}" if found.names.has_people() else ""
+        number = f", identity {identities[place]}" if found.names.folders else ""
         name = found.names.person(int(identities[place]))
         caption = f"{name}{number}: {len(members)} image{'s' if len(members) > 1 else ''}"
         rows.append((caption, [_pixels(found, index) for index in chosen.tolist()]))

@@ -107,7 +107,9 @@ def _write(canvas: np.ndarray, text: str, left: int, base: int, width: int) -> N
     from PIL import Image, ImageDraw
 
     font, letters = _font()
-    text = _fitted(_drawable(text[:_LONGEST], letters), font.getlength, width)
+    # a character that cannot be shown, or that the font lacks, is written as \x1b or \u738b
+    drawn = (c if ord(c) in letters else c.encode("unicode_escape").decode() for c in printable(text[:_LONGEST]))
+    text = _fitted("".join(drawn), font.getlength, width)
     mask = Image.new("L", (width, _CAPTION))
     ImageDraw.Draw(mask).text((0, _BASE), text, fill=255, font=font, anchor="ls")
     place = canvas[base - _BASE : base - _BASE + _CAPTION, left : left + width]
@@ -124,11 +126,6 @@ def _font() -> tuple[Any, Collection[int]]:
 
     path = Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
     return ImageFont.truetype(path, _LETTER), frozenset(FT2Font(str(path)).get_charmap())
-
-
-def _drawable(text: str, letters: Collection[int]) -> str:
-    r"""Return a text with each character that cannot be shown, or that the font lacks, as \x1b or \u738b."""
-    return "".join(c if ord(c) in letters else c.encode("unicode_escape").decode() for c in printable(text))
 
 
 def _fitted(text: str, length: Callable[[str], float], width: float) -> str:
