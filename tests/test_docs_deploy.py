@@ -1,6 +1,5 @@
 """docs/deploy.md tells the truth: its commands are taken, and its tables and numbers are those of the code."""
 
-import importlib
 import re
 import shlex
 from pathlib import Path
@@ -44,15 +43,6 @@ def _program(command: str) -> tuple[str, list[str]]:
     verbs = all_verbs()
     count = 1 if words[0] in verbs else 2
     return verbs[" ".join(words[:count])], words[count:]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_page_is_one_that_its_program_takes(command: str, monkeypatch: pytest.MonkeyPatch):
-    name, words = _program(command)
-    program = importlib.import_module(name)
-    started: list[Any] = []
-    monkeypatch.setattr(program, "run_main", lambda run, *_: started.append(run) or 0)
-    assert program.main(words) == 0 and len(started) == 1
 
 
 def test_each_far_that_is_shown_is_measured_by_the_sets_of_the_demo_and_packages_come_in_tested_versions_beside_this_torch():
