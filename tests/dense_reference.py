@@ -23,19 +23,10 @@ def all_centres(num_classes: int, dim: int, seed: int, sub_centers: int = 1) -> 
     return (rows if sub_centers == 1 else rows.view(num_classes, sub_centers, dim))[torch.from_numpy(slots)]
 
 
-def dense_loss(
-    margin: Margin,
-    embeddings: Tensor,
-    centres: Tensor,
-    labels: Tensor,
-    active: Tensor | None = None,
-    limit: float | None = None,
-) -> Tensor:
-    """Return the mean margin softmax loss over the active classes (C,) bool, without negatives whose cosine exceeds limit."""
+def dense_loss(margin: Margin, embeddings: Tensor, centres: Tensor, labels: Tensor, active: Tensor | None = None) -> Tensor:
+    """Return the mean margin softmax loss over the active classes (C,) bool."""
     cosine = cosines_of(embeddings, centres)
-    left_out = torch.zeros_like(cosine, dtype=torch.bool) if limit is None else cosine > limit
-    if active is not None:
-        left_out = left_out | ~active
+    left_out = None if active is None else (~active).expand_as(cosine)
     return losses_of_cosines(margin, cosine, embeddings.norm(dim=1), labels, left_out)[0].mean()
 
 

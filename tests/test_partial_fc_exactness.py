@@ -20,7 +20,7 @@ from partial_fc.kernels.plain import auto_chunk
 
 pytestmark = pytest.mark.numeric
 
-# tests/test_partial_fc_loss.py has all losses, at a size that its references can do
+# tests/test_partial_fc_softmax_loss.py has all losses, at a size that its references can do
 FIXED = ("arcface", "cosface", "combined")
 KINDS = ("arcface", "adaface", "curricularface", "npcface", "circle", "li_arcface")  # functions of negatives, of the norm
 STEPS = [("sgd", 1.0, "cosface"), ("sgd", 0.3, "arcface"), ("adamw", 1.0, "combined"), ("adamw", 0.3, "cosface")]
@@ -262,35 +262,6 @@ def test_two_bf16_micro_batches_are_near_the_dense_softmax(cache_mb: int, kernel
     assert sum(loss.item() for loss in losses) / 2 == pytest.approx(expected, abs=bound / 64**0.5)  # a mean over 64 rows
     assert relative(torch.cat([part.grad for part in parts]), by_x) < bound  # type: ignore[misc]
     assert relative(before - head.centres, by_w[torch.from_numpy(head.shard_classes())]) < bound
-
-
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_negatives_above_the_filter_are_left_out(kernels: str):
-    margin, centres = _margin("cosface"), all_centres(200, 16, seed=3)
-    x, labels = near_their_centres(centres, 16)
-    x.requires_grad_()
-    head = PartialFC(
-        margin,
-        200,
-        16,
-        seed=3,
-        config=HeadConfig(interclass_filtering_threshold=0.4, optimizer=RowSGD(0.0, 0.0), kernels=kernels),
-    )
-    before = head.centres.clone()
-    head.begin_step(labels[None], 0)
-    loss = head(x)
-    loss.backward()
-    head.step(1.0)
-    dense_x, dense_w = x.detach().double().requires_grad_(), centres.double().requires_grad_()
-    expected = dense_loss(margin, dense_x, dense_w, labels, limit=0.4)
-    unfiltered = dense_loss(margin, dense_x, dense_w, labels)
-    expected.backward()
-    assert abs(expected.item() - unfiltered.item()) > 1e-3  # the filter had something to do
-    loss_bound, gradient_bound = head_bounds(64.0, 16, 16)
-    assert loss.item() == pytest.approx(expected.item(), abs=loss_bound)
-    assert x.grad is not None and dense_x.grad is not None and dense_w.grad is not None
-    assert relative(x.grad, dense_x.grad) < gradient_bound
-    assert relative(before - head.centres, dense_w.grad[torch.from_numpy(head.shard_classes())]) < gradient_bound
 
 
 def _not_finite(rank: int, world_size: int, kernels: str) -> None:
