@@ -3,7 +3,7 @@
 Writes a folder per identity, OUT/000123/KEY.jpg, with the bytes of the set. Existing files of the right size are skipped, so an
 interrupted run can be continued.
 
-Example: python -m scripts.data.rec_to_folder set pictures --classes 0:10 --limit 5
+Example: python -m scripts.data.rec_to_folder set pictures --classes 0:10
 """
 
 import argparse
@@ -14,7 +14,7 @@ import numpy as np
 
 from data.record_dataset import RecordDataset
 from data.scan import parse_classes
-from utils.cli import int_in_range, make_parser, progress
+from utils.cli import make_parser, progress
 from utils.files import write_file
 from utils.image import IMAGE_STARTS
 from utils.program import run_main
@@ -26,7 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("set", type=Path, help="folder with train.rec")
     parser.add_argument("out", type=Path, help="folder for the pictures")
     parser.add_argument("--classes", default="", help="A:B for labels A to B - 1, or a list A,B,C (default: all)")
-    parser.add_argument("--limit", type=int_in_range(0), default=0, help="at most N pictures per identity; 0 = all")
     return run_main(extract, parser.parse_args(arguments))
 
 
@@ -36,22 +35,17 @@ def extract(options: argparse.Namespace) -> None:
     labels = dataset.labels()
     wanted = np.zeros(dataset.num_classes, dtype=bool)
     wanted[parse_classes(options.classes, dataset.num_classes)] = True
-    counts = np.zeros(dataset.num_classes, dtype=np.int64)
-    written = 0
-    for index in progress(np.flatnonzero(wanted[labels]).tolist(), None, "writing", "picture"):
-        label = int(labels[index])
-        counts[label] += 1
-        if options.limit and counts[label] > options.limit:
-            continue
+    chosen, written = np.flatnonzero(wanted[labels]), 0
+    for index in progress(chosen.tolist(), None, "writing", "picture"):
         data = bytes(dataset.sample(index)[0])
         suffix = next((suffix for start, suffix in IMAGE_STARTS.items() if data.startswith(start)), ".bin")
-        target = options.out / f"{label:06d}" / f"{dataset.record_key(index)}{suffix}"
+        target = options.out / f"{labels[index]:06d}" / f"{dataset.record_key(index)}{suffix}"
         if target.is_file() and target.stat().st_size == len(data):
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         write_file(target, data, durable=False)
         written += 1
-    print(f"{options.out}: {written} pictures of {np.count_nonzero(counts)} identities written")
+    print(f"{options.out}: {written} pictures of {len(np.unique(labels[chosen]))} identities written")
 
 
 if __name__ == "__main__":
