@@ -134,16 +134,11 @@ class Identification(Protocol[Rates]):
     """The search of probes in a gallery; probes whose person is in no gallery are strangers.
 
     Args:
-        galleries: pictures of the known people; several are combined.
-        name: of the figures.
+        folder: has the probes in what begins with `probes`, and the known people in all that begins with `gallery`: lists,
+            sets, or folders of people.
     """
 
-    def __init__(self, galleries: Sequence[Faces], probes: Faces, name: str, path: str) -> None:
-        self.name, self.path, self._sets = name, path, [*galleries, probes]
-
-    @classmethod
-    def of_folder(cls, folder: Path, open_faces: OpenFaces) -> "Identification":
-        """Return the search of what begins with `probes` in what begins with `gallery`: lists, sets, or folders of people."""
+    def __init__(self, folder: Path, open_faces: OpenFaces) -> None:
         galleries = sorted(folder.glob("gallery*"))
         probes = sorted(folder.glob("probes*"))
         if not galleries or len(probes) != 1:
@@ -151,7 +146,8 @@ class Identification(Protocol[Rates]):
                 f"{folder} must hold gallery and probes, each a list 'path label' (gallery.txt), a set, or a folder of people; "
                 f"it has {len(galleries)} whose names begin with gallery and {len(probes)} with probes (one is right)"
             )
-        return cls([open_faces(path) for path in galleries], open_faces(probes[0]), folder.resolve().name, str(folder))
+        self.name, self.path = folder.resolve().name, str(folder)
+        self._sets = [open_faces(path) for path in (*galleries, *probes)]
 
     def fingerprint(self) -> dict[str, Any]:
         whose = [*(f"gallery {number}" for number in range(1, len(self._sets))), "the probes"]

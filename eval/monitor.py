@@ -27,7 +27,7 @@ from .verification import FOLDS
 PROTOCOLS: dict[str, Callable[[Path, OpenFaces], Protocol[Result]]] = {
     "ijbb": lambda folder, _: TemplateProtocol(folder, "ijbb"),
     "ijbc": lambda folder, _: TemplateProtocol(folder, "ijbc"),
-    "identify": Identification.of_folder,
+    "identify": Identification,
 }
 
 
