@@ -6,7 +6,6 @@ Shapes: n = images of a batch, S = image_size, D = embedding size.
 
 import importlib
 import logging
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,8 @@ import torch
 from torch import nn
 
 from data.base import FaceDataset
-from data.datasets import SyntheticDataset, open_set
+from data.datasets import SyntheticDataset
+from data.scan import open_set_of
 from eval.embed import EmbedSettings, inference_mode
 from eval.foreign_networks import InputContract, open_foreign
 from eval.monitor import evaluate
@@ -28,7 +28,7 @@ from utils.cli import progress
 from utils.distributed import World
 from utils.image import normalise
 from utils.randomness import derive
-from utils.text import one_line, prefix_errors
+from utils.text import prefix_errors
 
 _LAYERS = ("Conv", "Gemm", "MatMul")
 # what is computed in fp16, apart from the layers; all else stays in fp32: norms, means, softmax and quotients sum up many
@@ -177,10 +177,7 @@ def calibration_set(given: Path | None, config: Mapping[str, Any]) -> FaceDatase
     with prefix_errors("--calibrate" if given else "--precision int8: the training set of the run, or name one by --calibrate"):
         if not isinstance(path, (str, Path)):
             raise ValueError(f"data.path must be a text, got {path!r:.80}")
-        dataset = open_set(path)
-    for line in dataset.warnings:
-        print(f"warning: {one_line(line)}", file=sys.stderr)
-    return dataset
+        return open_set_of(path)
 
 
 def calibration_batches(dataset: FaceDataset, contract: InputContract, count: int) -> Iterator[Mapping[str, np.ndarray]]:

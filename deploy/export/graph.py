@@ -89,11 +89,6 @@ def write_metadata(model: Any, contract: InputContract) -> None:
         model.metadata_props.add(key=key, value=value)
 
 
-def extra_files(contract: InputContract) -> dict[str, str]:
-    """Return the extra files of a .pt2 file."""
-    return {CONTRACT_FILE: json.dumps(contract.as_texts())}
-
-
 ONNX_OPSET = 18  # the oldest that the exporter writes without converting: more runtimes read it
 LARGEST_FILE = 1_900_000_000  # bytes of weights inside an ONNX file; protobuf ends at 2^31
 _SMALL = 1024  # bytes of a tensor that stays in the ONNX file, where onnxruntime needs shapes
@@ -307,7 +302,8 @@ def write_pt2(program: ExportedProgram, path: Path, contract: InputContract) -> 
     with NewFile(path) as file:
         try:
             with _quiet():
-                torch.export.save(program, cast(IO[bytes], file), extra_files=extra_files(contract))
+                extra = {CONTRACT_FILE: json.dumps(contract.as_texts())}
+                torch.export.save(program, cast(IO[bytes], file), extra_files=extra)
         except RuntimeError as error:  # torch has words of its own for a full disk
             raise file.failure or error from None
         file.close()
