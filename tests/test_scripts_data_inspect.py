@@ -234,7 +234,6 @@ def test_likeness_tells_copies_from_other_pictures():
         (["--min-images", "3"], [(0, 3), (1, 3), (3, 4)]),
         (["--max-images", "2"], [(0, 2), (1, 2), (2, 2), (3, 2)]),
         (["--classes", "1:3"], [(1, 3), (2, 2)]),
-        (["--drop-classes", "0,3"], [(1, 3), (2, 2)]),
     ],
 )
 def test_filter_keeps_what_is_asked(tmp_path: Path, people: Path, arguments: list[str], kept: list[tuple[int, int]]):

@@ -27,7 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder of the new set")
     parser.add_argument("--drop", type=Path, help="CSV or text file: a line's first column is the index of an image to drop")
     parser.add_argument("--classes", default="", help="identities to keep, A:B for A to B - 1, or a list A,B,C (default: all)")
-    parser.add_argument("--drop-classes", default="", help="identities to drop, in the same form")
     parser.add_argument("--min-images", type=int_in_range(1), default=1, help="drop identities with fewer images left")
     parser.add_argument(
         "--max-images", type=int_in_range(0), default=0, help="keep at most N images of an identity, drawn at random; 0 = all"
@@ -44,12 +43,8 @@ def select(options: argparse.Namespace) -> None:
     keep = np.ones(dataset.num_stored, dtype=bool)
     if options.drop:
         keep[read_indices(options.drop, dataset.num_stored)] = False
-    classes = np.ones(dataset.num_classes, dtype=bool)
-    if options.classes:
-        classes[:] = False
-        classes[parse_classes(options.classes, dataset.num_classes)] = True
-    if options.drop_classes:
-        classes[parse_classes(options.drop_classes, dataset.num_classes)] = False
+    classes = np.zeros(dataset.num_classes, dtype=bool)
+    classes[parse_classes(options.classes, dataset.num_classes)] = True
     keep &= classes[labels]
     if options.max_images:
         keep &= _at_most(labels, keep, options.max_images, options.seed)
