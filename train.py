@@ -6,6 +6,11 @@ Example: python train.py configs/ms1mv3_r50.yaml data.path=/data/ms1m-retinaface
 One process or many, CPU or CUDA, run the same lines. The optimizer step is the one clock: whatever is periodic counts in it.
 """
 
+if __name__ == "__main__":
+    from utils.machine import bound_spinning
+
+    bound_spinning()  # before torch is imported
+
 import argparse
 import itertools
 import math

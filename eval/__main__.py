@@ -14,6 +14,11 @@ Examples:
   python -m eval backbone.pth --backbone r50 --targets lfw cfp_fp --data /data/val --report report
 """
 
+if __name__ == "__main__":
+    from utils.machine import bound_spinning
+
+    bound_spinning()  # before torch is imported
+
 import argparse
 import errno
 import sys

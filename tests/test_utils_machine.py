@@ -122,10 +122,16 @@ def test_the_kernel_says_how_long_this_thread_has_run_and_waited(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("given", "spins"), [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
+    ("program", "given", "spins"),
+    [
+        (["face_training.py", "export", "--help"], {}, "20000"),
+        (["-m", "eval", "--help"], {}, "20000"),
+        (["train.py", "--help"], {"GOMP_SPINCOUNT": "7"}, "7"),
+        (["face_training.py", "export", "--help"], {"OMP_WAIT_POLICY": "ACTIVE"}, None),
+    ],
 )
-def test_threads_of_what_face_starts_wait_asleep_unless_told_otherwise(
-    given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+def test_threads_of_a_program_wait_asleep_unless_told_otherwise(
+    program: list[str], given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
@@ -133,10 +139,7 @@ def test_threads_of_what_face_starts_wait_asleep_unless_told_otherwise(
         monkeypatch.setenv(name, value)
     # OpenMP shows what it took when torch loads it
     done = subprocess.run(
-        [ROOT / "face", "export", "--help"],
-        env=os.environ | {"OMP_DISPLAY_ENV": "VERBOSE", "PYTHON": sys.executable, "FACE_VENV": "none"},
-        capture_output=True,
-        text=True,
+        [sys.executable, *program], env=os.environ | {"OMP_DISPLAY_ENV": "VERBOSE"}, cwd=ROOT, capture_output=True, text=True
     )
     shown = re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
     if shown is None:
