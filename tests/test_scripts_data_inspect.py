@@ -52,6 +52,9 @@ def test_what_is_wrong_with_a_set_is_found(tmp_path: Path, people: Path, capsys:
     assert copies == {("1", "3", "equal"), ("5", "9", "near")}
     assert [(row["index"], row["test_image"], row["kind"]) for row in _table(out / "overlap.csv")] == [("13", "2", "near")]
     assert [row["index"] for row in _table(out / "drop.csv")] == ["3", "5", "9", "10", "13"]
+    write_bin(tmp_path / "many.bin", [test_images[0], b"\xff\xd8" + 10_001 * b"\xff\xfe\0\2" + b"\xff\xd9"], [True])
+    assert inspect_data.main([str(people), "--out", str(tmp_path / "no"), "--bins", str(tmp_path / "many.bin")]) == 1
+    assert "many: image 1: cannot be decoded: a JPEG of more than" in capsys.readouterr().err
     page = (out / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 5 and "<script" not in page
     # and without what it says, the set is clean

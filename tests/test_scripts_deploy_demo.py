@@ -263,6 +263,7 @@ def _png_of(width: int, height: int) -> bytes:
         (b"", "mpty image (0 bytes)"), (b"hello", "cannot be decoded"), (b"<html>", "cannot be decoded"),
         (_face(0)[:200], "cannot be decoded"), (jpeg(picture(0, SIZE))[:300], "cannot be decoded"),
         (_png_of(60000, 60000), "declares 60,000 x 60,000 pixels"), (_png_of(30000, 10), "declares 30,000 x 10 pixels"),
+        (b"\xff\xd8" + 10_001 * b"\xff\xfe\0\2", "cannot be decoded"),
         (b"\0\0\0\x20ftypheic" + b"\0" * 100, "cannot be decoded"), (jpeg(picture(0, 64)), "no aligned crop of 48 x 48"),
     ],
 )  # fmt: skip

@@ -145,6 +145,7 @@ def test_what_cannot_be_enrolled_is_listed_with_the_reason(
     folder = write_people(tmp_path / "people", 1, 1)
     (folder / "person_0" / "large.png").write_bytes(png(7, 60))
     (folder / "person_0" / "broken.png").write_bytes(png(8)[:50])
+    (folder / "person_0" / "many.jpg").write_bytes(b"\xff\xd8" + 10_001 * b"\xff\xfe\0\2" + b"\xff\xd9")
     (folder / "alone.png").write_bytes(png(9))
     for name in ("a\nb", "\x1b[2J", "y" * 250):
         (folder / name).mkdir()
@@ -152,10 +153,11 @@ def test_what_cannot_be_enrolled_is_listed_with_the_reason(
     os.mkfifo(folder / "person_0" / "pipe.png")
     assert enrol.main(_words(network, tmp_path / "g", folder)) == 0
     said = capsys.readouterr().out
-    assert "2 pictures enrolled, 0 were there already, 6 rejected" in said  # y * 250 is a name
+    assert "2 pictures enrolled, 0 were there already, 7 rejected" in said  # y * 250 is a name
     for line in (
         "rejected: person_0/large.png: is 60 x 60 pixels, no aligned crop of 48 x 48",
         "rejected: person_0/broken.png: cannot be decoded",
+        "rejected: person_0/many.jpg: cannot be decoded: a JPEG of more than 10,000 segments",
         "rejected: alone.png: lies in no sub-folder",
         r"rejected: a\nb/1.png: a person's name must be printable text without line ends, got 'a\\nb'",
         r"rejected: \x1b[2J/1.png: a person's name",

@@ -6,6 +6,7 @@ Shapes: b = images, H = W = data.image_size, 112 unless said otherwise.
 
 import functools
 import importlib
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -51,11 +52,11 @@ def decode_rgb(
     if data.size == 0:
         raise ValueError("empty image (0 bytes)")
     size = image_size(data.data)
+    if data[0] == 0xFF:
+        _check_scans(data.data)
     if size is None or _is_cut_png(data.data):
         raise ValueError(f"cannot be decoded as an image ({data.size} bytes): truncated, or not JPEG, PNG, BMP or WebP")
     check_size(*size, max_pixels)
-    if data[0] == 0xFF:
-        _check_scans(data.data)
     try:
         image = cv2.imdecode(data, cv2.IMREAD_COLOR_RGB if upright else _DECODE_FLAGS)
     except cv2.error as error:
@@ -114,7 +115,7 @@ def _jpeg_segments(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
 
 def _jpeg_size(data: bytes | memoryview) -> tuple[int, int] | None:
     """Return (height, width) from the first frame header."""
-    for marker, place in _jpeg_segments(data):
+    for marker, place in itertools.islice(_jpeg_segments(data), _MAX_SEGMENTS):  # decode_rgb tells of more
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             if place + 9 > len(data):
                 return None

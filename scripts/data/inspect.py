@@ -31,6 +31,7 @@ from utils.parallel import map_in_order
 from utils.program import run_main
 from utils.report.contact_sheet import histograms, sheet
 from utils.report.page import Page
+from utils.text import prefix_errors
 
 _ROWS, _COLUMNS = 12, 8  # of the contact sheet
 _MAX_SHOWN = 12  # pairs of pictures per sheet
@@ -191,7 +192,8 @@ def find_overlap(dataset: FaceDataset, scanned: Scan, test: PairSet, options: ar
     size = range(len(test.images))
 
     def read(index: int) -> int:
-        return dhash(decode_rgb(test.images[index]))
+        with prefix_errors(f"{test.path or test.name}: image {index}"):
+            return dhash(decode_rgb(test.images[index]))
 
     hashes = progress(map_in_order(read, size, options.threads), len(size), f"reading {test.name}", "image")
     good = np.flatnonzero(scanned.faces)
