@@ -421,6 +421,11 @@ _DAMAGE: dict[str, Callable[[Path], None]] = {
     "does not say which network": _sql("DELETE FROM facts"),
     r"row that begins with b'.x00.xff' has": _sql("UPDATE people SET name = x'00ff' WHERE id = 1"),
     "no number is left": _sql("UPDATE sqlite_sequence SET seq = 9223372036854775807"),
+    "no number is left for": _sql(
+        "INSERT INTO sqlite_sequence VALUES ('a', 1), ('b', 1), ('c', 1)", "INSERT INTO sqlite_sequence VALUES ('d', 1 << 60)"
+    ),
+    "no number is left for a": _sql("UPDATE images SET id = 1 << 60 WHERE id = 2", "UPDATE sqlite_sequence SET seq = 2"),
+    "no number is left for a new": _sql("UPDATE people SET id = 1 << 60 WHERE id = 2", "UPDATE sqlite_sequence SET seq = 2"),
     "1 vector.* damaged, such as that of image 2": _sql("UPDATE images SET vector = substr(vector, 2) WHERE id = 2"),
     "2 vector.* damaged, such as that of image 1;": _sql("UPDATE images SET vector = zeroblob(64)"),
     "values of a wrong kind": _sql("UPDATE images SET norm = x'00' WHERE id = 1"),

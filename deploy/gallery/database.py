@@ -241,6 +241,7 @@ def _check(database: sqlite3.Connection, path: Path) -> None:
         raise ValueError(f"{shown(path)}: its tables are not those of a gallery{_COPY}")
     if path.stat().st_size <= _CHECKED:
         check_pages(database, path, "quick_check")
-    numbers = database.execute("SELECT seq FROM sqlite_sequence LIMIT 3").fetchall()
-    if not all(type(number) is int and 0 <= number < _LAST_NUMBER for (number,) in numbers):
+    largest = " ".join(f"UNION ALL SELECT coalesce(max(id), 0) FROM {table}" for table in ("images", "people"))
+    wrong = f"typeof(n) <> 'integer' OR n NOT BETWEEN 0 AND {_LAST_NUMBER}"
+    if database.execute(f"SELECT 1 FROM (SELECT seq AS n FROM sqlite_sequence {largest}) WHERE {wrong} LIMIT 1").fetchone():
         raise ValueError(f"{shown(path)}: its facts are not those of a gallery: no number is left for a new image{_COPY}")
