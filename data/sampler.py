@@ -10,6 +10,7 @@ block   blocks of adjacent images in random order, with the images mixed within 
         in one block come in one window. Shuffle the set once to avoid that (scripts.data.shuffle)
 """
 
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -153,7 +154,8 @@ def check_batch(batch_size: int, accumulation: int, world_size: int) -> None:
     if fits(batch_size, accumulation * world_size):
         return
     processes = [n for n in range(1, 2 * world_size + 1) if fits(batch_size, accumulation * n)]
-    accumulations = [a for a in range(1, 2 * accumulation + 1) if fits(batch_size, a * world_size)]
+    divisors = {n for a in range(1, math.isqrt(batch_size) + 1) if batch_size % a == 0 for n in (a, batch_size // a)}
+    accumulations = [a for a in sorted(divisors) if a <= 2 * accumulation and fits(batch_size, a * world_size)]
     share = max(batch_size // (accumulation * world_size), 2)
     choices = [
         f"processes: {_some(processes)}" if processes else "",

@@ -10,6 +10,7 @@ import select
 import struct
 import sys
 import termios
+import time
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +136,7 @@ def test_two_processes_see_the_same_samples_and_losses_as_one(dataset: Path, tmp
         (["eval.targets=[tinny]"], "tinny.bin. Did you mean 'tiny'?"),
         (["eval.targets=[text]"], "text.bin: not a verification set"),
         (["train.batch_size=7", "train.accumulation=7"], "train.batch_size"),
+        ([f"train.batch_size={2**31}", f"train.accumulation={2**31}"], "accumulation: 67108864, 134217728, 268435456, "),
         (["train.epoch=3"], "Did you mean train.epochs?"),
         (["backbone.name=r19"], "backbone.name"),
         (["checkpoint.resume=/nowhere"], "no complete checkpoint at /nowhere"),
@@ -145,7 +147,9 @@ def test_a_mistake_is_one_line_and_leaves_no_checkpoint(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
 ):
     (dataset / "text.bin").write_text("hello")
+    begin = time.process_time()
     assert train.main(small_run(dataset, tmp_path, *overrides)) == 1
+    assert time.process_time() - begin < 60
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and len(error.strip().splitlines()) == 1
     assert not list_checkpoints(tmp_path / "tiny")
