@@ -1,5 +1,6 @@
 """Checkpoints in the layouts of arcface_torch, made here of plain tensors, become checkpoints of this project and back."""
 
+import json
 import os
 import pickle
 import re
@@ -438,7 +439,7 @@ def test_what_was_exported_is_imported_to_the_same_bytes(tmp_path: Path):
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("form", ["exact", "tiny"])
-def test_a_run_of_ours_is_exported_for_resume(tmp_path: Path, form: str):
+def test_a_run_of_ours_is_exported_for_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str):
     _train(tmp_path, "ours", f"data.num_images=32 head.storage={form} train.epochs=2 train.max_steps=4")
     assert export_arcface_torch.main([str(tmp_path / "ours"), str(tmp_path / "out"), "--ranks", "2"]) == 0
     (ours,) = list_checkpoints(tmp_path / "ours")
@@ -463,6 +464,13 @@ def test_a_run_of_ours_is_exported_for_resume(tmp_path: Path, form: str):
     assert torch.equal(plain.state_dict()["state"][index]["momentum_buffer"], expected)
     centres.grad = torch.zeros_like(centres)
     plain.step()
+    torch.save({"optimizer": torch.zeros(3)}, ours / "trainer.pt")
+    manifest = json.loads((ours / "manifest.json").read_text())
+    manifest["files"]["trainer.pt"]["size"] = (ours / "trainer.pt").stat().st_size
+    (ours / "manifest.json").write_text(json.dumps(manifest))
+    capsys.readouterr()
+    assert export_arcface_torch.main([str(tmp_path / "ours"), str(tmp_path / "again")]) == 1
+    assert "trainer.pt cannot be read: ValueError: it has no state of an optimizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["ghostfacenet_v1_2", "edgeface_xs"])

@@ -93,6 +93,8 @@ COMMON = {
     "groups a number": _set("optimizer.param_groups", 5),
     "groups none": _set("optimizer.param_groups", []),
     "groups of numbers": _set("optimizer.param_groups", [1]),
+    "optimizer a tensor": _set("optimizer", torch.zeros(3)),
+    "scaler a tensor": _set("scaler", torch.zeros(3)),
     "no optimizer": lambda trainer: trainer.pop("optimizer"),
     "no scaler": lambda trainer: trainer.pop("scaler"),
     "scaler a list": _set("scaler", [1.0]),

@@ -42,13 +42,15 @@ def read_backbone(checkpoint: Path) -> dict[str, Tensor]:
 
 def read_trainer(checkpoint: Path) -> dict[str, Any]:
     """Return the optimizer's and scaler's state, on the CPU; only tensors and plain values are ever loaded."""
-    state: dict[str, Any] = _read_plain(checkpoint, TRAINER)
-    return state
+    return dict(_read_plain(checkpoint, TRAINER))
 
 
 def _read_plain(checkpoint: Path, name: str) -> Any:
     try:
-        return load_plain(_file(checkpoint, name))
+        value = load_plain(_file(checkpoint, name))
+        if name == TRAINER and not (isinstance(value, dict) and isinstance(value.get("optimizer"), dict)):
+            raise ValueError("it has no state of an optimizer")
+        return value
     except Exception as error:  # the unpickler raises nearly anything for a damaged file
         first_line = (str(error).splitlines() or [""])[0]
         raise ValueError(f"checkpoint {checkpoint}: {name} cannot be read: {type(error).__name__}: {first_line}") from None

@@ -295,7 +295,7 @@ def restore(path: Path, parts: Mapping[str, SavedState]) -> int:
                 part.load(states.pop(name))
             elif part.begin is not None:
                 part.begin()
-        except (ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, RuntimeError, TypeError, AttributeError) as error:
             words = f"it has no {error}" if isinstance(error, KeyError) else (str(error).splitlines() or [""])[-1].strip()
             if words.startswith("checkpoint "):
                 raise
