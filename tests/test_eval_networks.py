@@ -182,6 +182,25 @@ def test_an_onnx_file_may_hide_its_tensors_anywhere(
     assert "its tensors are in '" in _only_line(capsys)
 
 
+@pytest.mark.parametrize("fault", ["compressed", "one part many times", "tuples in tuples", "common memory"])
+def test_a_small_file_of_weights_takes_no_more_than_its_size(
+    tmp_path: Path, faces: list[str], capsys: pytest.CaptureFixture[str], fault: str
+):
+    ones = torch.ones(10_000)
+    torch.save({f"w{n}": ones for n in range(9 if fault == "common memory" else 1)}, tmp_path / "sound.pt")
+    pairs = b"".join(b"h" + bytes([number]) + b"\x86q" + bytes([number + 1]) for number in range(16))  # each of the one before
+    how = zipfile.ZIP_DEFLATED if fault == "compressed" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(tmp_path / "sound.pt") as source, zipfile.ZipFile(tmp_path / "w.pt", "w", how) as target:
+        for name in source.namelist():
+            is_key = fault == "tuples in tuples" and name.endswith("data.pkl")
+            target.writestr(name, b"\x80\x02})q\0" + pairs + b"K\1s." if is_key else source.read(name))
+        if fault == "one part many times":
+            target.filelist += [target.getinfo("sound/data/0")] * 100
+    assert evaluate([str(tmp_path / "w.pt"), *faces, *SMALL]) == 1
+    says = {"tuples in tuples": "it holds a tuple of more", "common memory": "its tensors have their memory in common"}
+    assert says.get(fault, "it is compressed, or") in _only_line(capsys)
+
+
 class Wrong(nn.Module):
     """A network with one fault, chosen by `fault`."""
 

@@ -10,7 +10,9 @@ import hashlib
 import json
 import math
 import os
+import pickletools
 import warnings
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -24,6 +26,7 @@ from torch import Tensor
 from ..files import HASH, NewFile
 
 NETWORK = "network"  # the metadata of weights: JSON of the section backbone, and of data.image_size
+_MOST_IN_TUPLE = 1 << 12  # tuples in tuples counted each time; shapes and settings of optimizers have a few
 BLOCK = 16 << 20  # bytes hashed and written at once
 _DTYPES = {
     torch.float64: "F64",
@@ -132,9 +135,40 @@ def load_plain(path: Path, mmap: bool = False) -> Any:
     Raises:
         Exception: of nearly any type, if the file is damaged or holds anything else.
     """
+    with path.open("rb") as file:
+        is_zip, pickles = file.read(4) == b"PK\x03\x04", 5 * [cast(IO[bytes], file)]  # of torch's format before 1.6
+        file.seek(0)
+        if is_zip:
+            parts = (archive := zipfile.ZipFile(file)).infolist()
+            if any(part.compress_type for part in parts) or sum(part.file_size for part in parts) > path.stat().st_size:
+                raise ValueError("it is compressed, or TorchScript, and torch.save writes neither; save the tensors again")
+            pickles = [archive.open(part) for part in parts if part.filename.endswith("data.pkl")]
+        for pickled in pickles:
+            _check_tuples(pickled)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about files that then raise
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def _check_tuples(file: IO[bytes]) -> None:
+    """Raise ValueError if a pickle has a tuple of many values, tuples inside counted: as a key it may take years to hash."""
+    stack, memo = list[int](), dict[Any, int]()  # the number of values of a tuple, 1 for all else, 0 for a mark
+    for code, place, _ in pickletools.genops(file):
+        if "PUT" in code.name or code.name == "MEMOIZE":
+            memo[len(memo) if place is None else place] = stack[-1]
+        elif "GET" in code.name or code.name == "MARK":
+            stack.append(memo[place] if place is not None else 0)
+        else:
+            kinds, taken = code.stack_before, []
+            if pickletools.markobject in kinds:
+                kinds = kinds[: kinds.index(pickletools.markobject)]
+                while value := stack.pop():
+                    taken.append(value)
+            taken += [stack.pop() for _ in kinds]
+            values = 1 + sum(taken) if "TUPLE" in code.name else 1
+            if values > _MOST_IN_TUPLE:
+                raise ValueError(f"it holds a tuple of more than {_MOST_IN_TUPLE} values; save the tensors again without it")
+            stack += [values] * len(code.stack_after)
 
 
 def overlaps(tensor: Tensor) -> bool:
@@ -173,6 +207,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             )
         if not is_plain(value):
             raise ValueError(f"weights {path}: {name} is not a dense tensor with memory for all its numbers; save a copy of it")
+    if sum(value.nbytes for value in state.values()) > 2 * path.stat().st_size:
+        raise ValueError(f"weights {path}: its tensors have their memory in common; save copies of them")
     return state
 
 
