@@ -18,6 +18,7 @@ from utils.text import nearest
 
 _YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
 _MOST_ALIASES = 16  # in one text; even nested, so few make few values
+_LONGEST = 1 << 18  # characters of a text; PyYAML takes 10 s for a million
 _DEEPEST = 100  # brackets open at once; PyYAML's time grows with the square
 _COMMENT = re.compile(r"(^|\s)#.*", re.MULTILINE)
 _NOTHING = ("null", "~")
@@ -87,6 +88,8 @@ def read_yaml(text: str, loader: type[yaml.SafeLoader] = Loader) -> Any:
         yaml.YAMLError: it is not valid YAML.
         ValueError: it is valid YAML, but cannot be a configuration.
     """
+    if len(text) > _LONGEST:
+        raise ValueError(f"it has {len(text):,} characters, and may have {_LONGEST:,} at most")
     try:
         _check_depth(text)
         return yaml.load(text, loader)

@@ -34,6 +34,7 @@ TEXTS = {
     "400 digits as a rate": f"optimizer: {{lr: {'9' * 400}}}",
     "tagged digits as a rate": f"optimizer: {{lr: !!int {'9' * 400}}}",
     "leading zero": "train: {batch_size: 010}",
+    "a long mapping": "train: {" + "a: 1, " * 50_000 + "}",
     "a merge of text": "train: {<<: x}",
     "a circle": "train: &a {batch_size: *a}",
     "laughs under a key": "eval: {targets: [&a [x], &b [*a, *a, *a], &c [*b, *b, *b]]}",
@@ -50,6 +51,7 @@ WORDS = {
     **dict.fromkeys(("deep lists", "deep mappings"), "nested too deeply"),
     "400 digits": "got '99999999999999999999... (400 characters)'",
     "5000 digits": "got '99999999999999999999... (5000 characters)'",
+    "a long mapping": "it has 300,009 characters, and may have 262,144 at most",
     "leading zero": "train.batch_size must be a whole number, got 010; write it without the leading zero",
 }
 
