@@ -20,7 +20,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from utils.checkpoint.tensor_file import file_hash
+from utils.checkpoint.tensor_file import BLOCK, file_hash
+from utils.files import read_bytes
 from utils.text import pip_install, prefix_errors, printable
 
 PREFIX = "face."  # of the keys in a file's metadata
@@ -28,6 +29,7 @@ CONTRACT_FILE = "face_contract.json"  # of a .pt2 file
 MAX_BYTES = 1 << 16  # of all texts of a contract together
 _VERSION = "1"
 _LONGEST = 1000  # characters of a value
+_PADDING = 1 << 16  # bytes between two tensors
 _CHOICES = {
     "layout": ("NCHW", "NHWC"),
     "colour": ("rgb", "bgr"),
@@ -311,24 +313,30 @@ def parse_onnx(path: Path) -> Any:
         raise ValueError(f"{path}: an ONNX file needs the package onnx: {pip_install('onnx')}") from None
     model = onnx.ModelProto()
     try:
-        model.ParseFromString(path.read_bytes())
-    except Exception:  # protobuf has its own exceptions for damage
+        model.ParseFromString(read_bytes(path, 1 << 31))
+    except Exception:  # protobuf has its own exceptions for damage, and reads 2 GiB at most
         model = None
     if model is None or not model.HasField("graph"):
         raise ValueError(f"{path}: not an ONNX file, or a damaged one")
     return model
 
 
-def check_outside_data(path: Path) -> list[Path]:
-    """Return the files beside an ONNX file that have tensors of it, which must be in its folder; onnxruntime 1.23 reads others.
+def check_outside_data(path: Path) -> dict[Path, list[tuple[int, int]]]:
+    """Return the files beside an ONNX file that have tensors of it, with the first byte and the end of each of these tensors.
 
     Raises:
-        ValueError: it is no ONNX file, or refers to a file elsewhere.
+        ValueError: it is no ONNX file, or refers to a file outside its folder, which onnxruntime 1.23 would read.
     """
     folder = path.parent.resolve()
-    entries = [entry for tensor in _tensors(parse_onnx(path)) for entry in tensor.external_data]
-    found = []
-    for name in sorted({entry.value for entry in entries if entry.key == "location"}):
+    model, parts = parse_onnx(path), dict[str, list[tuple[int, int]]]()
+    with prefix_errors(str(path)):
+        for tensor in _tensors(model):
+            given = {entry.key: entry.value for entry in tensor.external_data}
+            most, start = 16 * math.prod(tensor.dims), int(given.get("offset", 0))  # no number has more bytes
+            for name in {entry.value for entry in tensor.external_data if entry.key == "location"}:
+                parts.setdefault(name, []).append((start, start + min(most, int(given.get("length", most)))))
+    found: dict[Path, list[tuple[int, int]]] = {}
+    for name in sorted(parts):
         try:
             file = (folder / name).resolve(strict=True)
             inside = file.is_relative_to(folder) and file.is_file()
@@ -336,15 +344,16 @@ def check_outside_data(path: Path) -> list[Path]:
             inside = False
         if not inside or _IN_MEMORY in name or Path(name).is_absolute():
             raise ValueError(f"{path}: its tensors are in {name!r:.200}, not a file in its own folder; no other file is read")
-        found.append(file)
+        found.setdefault(file, []).extend(parts[name])
     return found
 
 
 def _tensors(message: Any) -> Iterator[Any]:
-    """Yield every TensorProto inside a message of ONNX, wherever the format allows one."""
+    """Yield every TensorProto inside a message of ONNX, wherever the format allows one; ValueError if a field is unknown."""
+    if len(importlib.import_module("google.protobuf.unknown_fields").UnknownFieldSet(message)):
+        raise ValueError("has fields that the package onnx does not know; update it, or export the network again")
     if message.DESCRIPTOR.name == "TensorProto":
         yield message
-        return
     for field, value in message.ListFields():
         if field.message_type is not None:
             for inner in [value] if field.message_type is getattr(value, "DESCRIPTOR", None) else value:
@@ -352,9 +361,21 @@ def _tensors(message: Any) -> Iterator[Any]:
 
 
 def onnx_hash(path: Path) -> str:
-    """Return the hash of an ONNX file and of the files that have its tensors; without such files it is that of the file."""
-    hashes = [file_hash(file) for file in (path, *check_outside_data(path))]
+    """Return the hash of an ONNX file and of its tensors in other files; without such files it is that of the file."""
+    hashes = [file_hash(path), *(_hash_of_parts(file, parts) for file, parts in check_outside_data(path).items())]
     return hashes[0] if len(hashes) == 1 else xxhash.xxh3_128_hexdigest(" ".join(hashes).encode())
+
+
+def _hash_of_parts(file: Path, parts: list[tuple[int, int]]) -> str:
+    """Return the hash of the parts of a file, and of the padding between them and at its end, but of no other gap."""
+    size, at, digest = file.stat().st_size, 0, xxhash.xxh3_128()
+    with file.open("rb") as opened:
+        for start, stop in [*sorted(parts), (size, size)]:
+            opened.seek(at if start <= at + _PADDING else min(start, size))
+            while opened.tell() < stop and (block := opened.read(min(BLOCK, stop - opened.tell()))):
+                digest.update(block)
+            at = opened.tell()
+    return digest.hexdigest()
 
 
 class ExportedNetwork(nn.Module):

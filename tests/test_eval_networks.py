@@ -22,6 +22,7 @@ from eval.__main__ import main as evaluate
 from eval.pair_sets.bin_file import write_bin
 from scripts.arcface_torch.import_checkpoint import main as import_arcface
 from scripts.checkpoint import main as checkpoint
+from scripts.deploy.enrol import main as enrol
 
 SMALL = ["--backbone", "r18", "--embedding-size", "16", "--width", "0.125"]
 
@@ -334,6 +335,20 @@ def test_an_onnx_file_reads_no_file_outside_its_folder(
     # the same network with the same numbers in its own folder is read
     (folder / "link.bin").unlink()
     (tmp_path / "secret.bin").rename(folder / "link.bin")
-    (model.graph.node[0].attribute[0].t if constant else model.graph.initializer[0]).external_data[0].value = "link.bin"
+    entry = (model.graph.node[0].attribute[0].t if constant else model.graph.initializer[0]).external_data[0]
+    entry.value = "link.bin"
     (folder / "net.onnx").write_bytes(model.SerializeToString())
     assert evaluate([str(folder / "net.onnx"), *faces]) == 0
+    # what a network does not use of that file is not read to tell it from others
+    (tmp_path / "people" / "a").mkdir(parents=True)
+    (tmp_path / "people" / "a" / "1.jpg").write_bytes(jpeg(picture(1, 112)))
+    words = [str(folder / "net.onnx"), str(tmp_path / "g"), str(tmp_path / "people"), "--device", "cpu"]
+    assert enrol(words) == 0
+    os.truncate(folder / "link.bin", 1 << 40)
+    assert enrol(words) == 0 and "0 pictures enrolled, 1 were there already" in capsys.readouterr().out  # the same network
+    entry.MergeFromString(b"\x82\x7d\0")  # the field 2000, which no version of the format has
+    (folder / "net.onnx").write_bytes(model.SerializeToString())
+    assert evaluate([str(folder / "net.onnx"), *faces]) == 1
+    assert "net.onnx: has fields that the package onnx does not know" in capsys.readouterr().err
+    os.truncate(folder / "net.onnx", 1 << 40)
+    assert evaluate([str(folder / "net.onnx"), *faces]) == 1 and "net.onnx: not an ONNX file, or" in capsys.readouterr().err
