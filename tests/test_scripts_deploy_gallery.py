@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from gallery_runs import FACTS, png, write_network, write_people
 
-from deploy.gallery.store import Gallery
+from deploy.gallery.store import Gallery, _checksum
 from scripts.deploy import enrol, gallery, search
 
 
@@ -94,6 +94,20 @@ def test_reembed_that_cannot_be_done_changes_nothing(
         said = capsys.readouterr().err
         assert says in said and said.count("\n") == 1
         assert copied.read_bytes() == before and [path.name for path in tmp_path.iterdir() if "-" in path.name] == []
+
+
+@pytest.mark.parametrize(
+    ("data", "says"), [(png(1, 20), "has 20 x 20 pixels, must have 48 x 48; enrol"), (png(1)[:50], "cannot be decoded")]
+)
+def test_a_face_that_is_none_names_gallery_and_image(
+    place: tuple[list[str], Path], copied: Path, capsys: pytest.CaptureFixture[str], data: bytes, says: str
+):
+    with sqlite3.connect(copied) as database:  # with the right checksum
+        database.execute("UPDATE faces SET png = ?, face_sum = ? WHERE image = 2", (data, _checksum(data)))
+    for command in (["check", str(copied)], ["reembed", str(copied), *place[0]]):
+        assert gallery.main(command) == 1
+        said = capsys.readouterr().err
+        assert f"error: {copied}: the face of image 2: {says}" in said and "Traceback" not in said
 
 
 def test_an_empty_or_missing_gallery_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -24,7 +24,7 @@ import xxhash
 
 from utils.files import shown
 from utils.image import decode_rgb, to_png
-from utils.text import did_you_mean, one_line, printable
+from utils.text import did_you_mean, one_line, prefix_errors, printable
 
 from .database import (
     MAX_FACE,
@@ -153,7 +153,11 @@ class Gallery:
         checked, data = self._database.execute("SELECT face_sum, png FROM faces WHERE image = ?", (number,)).fetchone()
         if type(data) is not bytes or len(data) > MAX_FACE or _checksum(data) != checked:
             raise ValueError(f"{shown(self.path)}: the face of image {number} is damaged; remove and enrol it again")
-        return decode_rgb(data)
+        with prefix_errors(f"{shown(self.path)}: the face of image {number}"):
+            pixels, size = decode_rgb(data), self.facts.image_size
+            if pixels.shape[:2] != (size, size):
+                raise ValueError(f"has {pixels.shape[1]} x {pixels.shape[0]} pixels, must have {size} x {size}; enrol it again")
+            return pixels
 
     def search(self, embeddings: np.ndarray, k: int = 5, by: str = "image", weights: str = "norm") -> list[list[Match]]:
         """Return the k most similar people for each embedding (n, D), best first.
