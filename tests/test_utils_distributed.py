@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_runs import run_program
+from tiny_runs import Started, run_program
 from torch import nn
 
 from partial_fc.collectives import Collectives
@@ -22,6 +23,7 @@ from utils.distributed import (
     is_lost_peer,
     raise_on_all_ranks,
 )
+from utils.program import run_main
 
 
 def _all_at_once(rank: int, world_size: int) -> None:
@@ -74,8 +76,6 @@ def test_cuda_without_a_device_is_an_error():
 
 
 def test_a_port_in_use_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch):
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -90,6 +90,21 @@ def test_a_port_in_use_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch
             monkeypatch.setenv(name, str(value))
         with pytest.raises(ValueError, match=f"port 127.0.0.1:{port} is in use"):
             init_distributed("cpu")
+
+
+def _meet(arguments: list[str]) -> int:
+    return run_main(lambda: print(init_distributed("cpu", timeout_minutes=0.01)))
+
+
+def test_a_port_that_does_not_answer_ends_the_wait_in_time(tmp_path: Path):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        words = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
+        done = Started(_meet, [[]], tmp_path, {**os.environ, **words}).wait(60)
+    port = f"127.0.0.1:{words['MASTER_PORT']}"
+    says = f"error: rank 1: the processes cannot meet: port {port} does not answer; another program may hold it\n"
+    assert done.returncode == 1 and done.stderr == says
 
 
 def test_a_broken_environment_is_an_error_that_names_the_variable(monkeypatch: pytest.MonkeyPatch):

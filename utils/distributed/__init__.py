@@ -11,6 +11,7 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -84,14 +85,16 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         timeout = datetime.timedelta(minutes=timeout_minutes)
         try:
-            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+            # in a thread, as torch waits without end for a server that accepts and is silent
+            meeting = ThreadPoolExecutor(1).submit(lambda: next(dist.rendezvous("env://", timeout=timeout)))
+            store, _, _ = meeting.result(timeout.total_seconds() + 5)  # torch's own errors come first, and say more
             if os.environ.get("GROUP_WORLD_SIZE") == "1":
                 # torchrun of torch 2.13 gives restarted processes the same store. Without a prefix per attempt they would
                 # find the addresses of the dead processes. For several machines see scripts/launch/train.py
                 store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
             _timeout = timeout
-        except (dist.DistError, RuntimeError, ValueError) as error:
+        except (dist.DistError, RuntimeError, ValueError, TimeoutError) as error:
             raise RendezvousError(_explain_rendezvous(error)) from None
     return World(rank, world_size, local_rank, local_world_size, chosen, store)
 
@@ -319,6 +322,8 @@ def _explain_rendezvous(error: Exception) -> str:
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return f"the processes cannot meet: port {address} is in use by another job; set another MASTER_PORT"
+    if isinstance(error, TimeoutError):
+        return f"the processes cannot meet: port {address} does not answer; another program may hold it"
     if "connectFullMesh" in text:
         return f"the processes cannot meet at {address}: no way between them; name the interface, GLOO_SOCKET_IFNAME=eth0"
     first_line = text.strip().splitlines()[0][:300] if text.strip() else type(error).__name__
