@@ -4,6 +4,7 @@ import os
 import random
 import re
 import shutil
+import struct
 import time
 from pathlib import Path
 
@@ -140,20 +141,24 @@ def test_two_enrolments_of_one_folder_at_once_enrol_each_picture_once(
 
 
 def test_what_cannot_be_enrolled_is_listed_with_the_reason(
-    network: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    network: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     folder = write_people(tmp_path / "people", 1, 1)
     (folder / "person_0" / "large.png").write_bytes(png(7, 60))
     (folder / "person_0" / "broken.png").write_bytes(png(8)[:50])
     (folder / "person_0" / "many.jpg").write_bytes(b"\xff\xd8" + 10_001 * b"\xff\xfe\0\2" + b"\xff\xd9")
+    (folder / "person_0" / "short.bmp").write_bytes(
+        b"BM" + struct.pack("<12x5i", 40, SIZE, SIZE, 1 + (24 << 16), 0) + bytes(99)
+    )
     (folder / "alone.png").write_bytes(png(9))
     for name in ("a\nb", "\x1b[2J", "y" * 250):
         (folder / name).mkdir()
         (folder / name / "1.png").write_bytes(png(10))
     os.mkfifo(folder / "person_0" / "pipe.png")
     assert enrol.main(_words(network, tmp_path / "g", folder)) == 0
-    said = capsys.readouterr().out
-    assert "2 pictures enrolled, 0 were there already, 7 rejected" in said  # y * 250 is a name
+    said, beside = capfd.readouterr()
+    assert "OpenCV" not in beside  # which has lines of its own
+    assert "2 pictures enrolled, 0 were there already, 8 rejected" in said  # y * 250 is a name
     for line in (
         "rejected: person_0/large.png: is 60 x 60 pixels, no aligned crop of 48 x 48",
         "rejected: person_0/broken.png: cannot be decoded",

@@ -158,6 +158,8 @@ def run_main(run: Callable[..., None], *arguments: Any) -> int:
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     status = 1
     keep_freed_memory()
+    if "cv2" in sys.modules:  # its own lines would come before ours, which say what is wrong
+        sys.modules["cv2"].utils.logging.setLogLevel(0)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that this terminal cannot encode must not end the program
             stream.reconfigure(errors="backslashreplace")

@@ -55,7 +55,6 @@ class YuNet(Detector):
         super().__init__(path, settings, fixed)
         height, width = fixed or (2 * MULTIPLE, 3 * MULTIPLE)
         self._own, self._file = threading.local(), np.frombuffer(path.read_bytes(), dtype=np.uint8)
-        cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # its messages are in the errors it raises
         _try(path, hashlib.sha256(self._file.tobytes()).hexdigest(), width, height)
         self._checked: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
