@@ -215,8 +215,11 @@ def test_a_resumed_run_says_which_keys_changed_and_keeps_each_configuration(
     assert train.main(small_run(dataset, tmp_path, "train.max_steps=2")) == 0
     assert "changed since" not in capsys.readouterr().out
     changes = ["loss.margin=0.3", "optimizer.lr=0.01", "augment.blur=0.5", "eval.targets=[]"]
+    os.truncate(tmp_path / "tiny" / "metrics.jsonl", 40 << 30)  # which is not read
     assert train.main(small_run(dataset, tmp_path, "train.max_steps=4", *changes)) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since")]
+    out, beside = capsys.readouterr()
+    lines = [line for line in out.splitlines() if line.startswith("changed since")]
+    assert "WARNING: metrics.jsonl, to remove what is trained again, cannot be written" in beside
     assert lines == [
         "changed since that checkpoint: augment.blur was 0.0, is 0.5",
         "changed since that checkpoint: loss.margin was 0.2, is 0.3",

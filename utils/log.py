@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from .files import open_own, write_file
+from .files import open_own, read_bytes, write_file
 from .text import printable
 
 
@@ -232,7 +232,7 @@ def _keep_steps(path: Path, last: int) -> None:
     """Remove records after optimizer step `last`, and a truncated line, from metrics.jsonl; 0 removes all."""
     if not path.is_file():
         return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = read_bytes(path).decode("utf-8", "replace").splitlines()
     kept = [line for line in lines if last and (step := _step_of(line)) is not None and step <= last]
     if len(kept) < len(lines):
         write_file(path, "".join(f"{line}\n" for line in kept))
