@@ -10,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor
 
 SWITCH = "FACE_ALLOCATOR"
@@ -32,6 +33,12 @@ def keep_freed_memory() -> bool:
         return False
     large = libc.mallopt(_MMAP_THRESHOLD, _LARGEST) or libc.mallopt(_MMAP_THRESHOLD, _LARGEST_BEFORE_2_35)
     return bool(large and libc.mallopt(_TRIM_THRESHOLD, _KEPT) and libc.mallopt(_TOP_PAD, _STEP))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation of Python, numpy or torch failed, on the CPU or a GPU."""
+    words = ("can't allocate memory", "not enough memory")  # torch's, on Linux and elsewhere
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 _ADVISE_HUGE = 14  # MADV_HUGEPAGE of Linux, in every architecture's madvise(2)

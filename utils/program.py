@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from . import distributed
-from .allocator import keep_freed_memory
+from .allocator import keep_freed_memory, out_of_memory
 from .cli import leave_closed_output, rename_in
 from .distributed import LostPeerError, RendezvousError, SharedError
 from .distributed.parent import ask_to_die_with_parent, follow_parent
@@ -156,7 +156,7 @@ def run_main(run: Callable[..., None], *arguments: Any) -> int:
     """
     rank = os.environ.get("RANK", "0")
     several = os.environ.get("WORLD_SIZE", "1") != "1"
-    status = 1
+    who, status = f"rank {rank}: " if several else "", 1
     keep_freed_memory()
     if "cv2" in sys.modules:  # its own lines would come before ours, which say what is wrong
         sys.modules["cv2"].utils.logging.setLogLevel(0)
@@ -174,7 +174,7 @@ def run_main(run: Callable[..., None], *arguments: Any) -> int:
             _say(f"error: {error}")
         status = USER_ERROR if "TORCHELASTIC_RUN_ID" in os.environ else 1
     except ValueError as error:
-        _say(f"error: {f'rank {rank}: ' if several else ''}{error}")
+        _say(f"error: {who}{error}")
         if "TORCHELASTIC_RUN_ID" in os.environ and not isinstance(error, RendezvousError):
             status = USER_ERROR
     except BrokenPipeError as error:
@@ -182,7 +182,7 @@ def run_main(run: Callable[..., None], *arguments: Any) -> int:
     except OSError as error:
         if error.filename is None or error.strerror is None:
             raise
-        _say(f"error: {f'rank {rank}: ' if several else ''}{error.filename}: {error.strerror}")
+        _say(f"error: {who}{error.filename}: {error.strerror}")
     except StoppedError as stopped:
         if rank == "0":
             _say(f"stopped by {stopped}")
@@ -191,10 +191,12 @@ def run_main(run: Callable[..., None], *arguments: Any) -> int:
         if rank == "0":
             _say(f"interrupted{f': {interrupt}' if interrupt.args else ''}")
         status = INTERRUPTED
-    except RuntimeError as error:
-        if not (several and distributed.is_lost_peer(error)):
-            raise
+    except (RuntimeError, MemoryError) as error:
         text = str(error) if isinstance(error, LostPeerError) else f"rank {rank}: another process ended or cannot be reached"
+        if out_of_memory(error):
+            text = f"{who}the memory is full; take a smaller network, or fewer images or classes"
+        elif not (several and distributed.is_lost_peer(error)):
+            raise
         _say(f"error: {text}")
     if several:
         os._exit(status)  # leaving a process group in order would wait for ranks that may be gone

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from eval.foreign_networks import onnx_hash
-from utils.allocator import keep_freed_memory
+from utils.allocator import keep_freed_memory, out_of_memory
 from utils.distributed import choose_device
 from utils.files import NewFile, csv_bytes, new_file, write_csv
 from utils.machine import num_cores
@@ -288,9 +288,7 @@ def _embed(names: list[str]) -> Part:
 
 def in_words(error: RuntimeError | MemoryError) -> ValueError:
     """Return an error of the arithmetic in one line; torch raises RuntimeError if the memory of the machine or GPU is full."""
-    # torch's words on Linux, and elsewhere
-    full = "can't allocate memory" in str(error) or "not enough memory" in str(error)
-    if full or isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if out_of_memory(error):
         return ValueError(f"the memory is full; {_KEPT}, with fewer --processes, or on a GPU a smaller --batch-size")
     what = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ValueError(f"embedding fails: {what:.300}; {_KEPT}")

@@ -32,6 +32,7 @@ from partial_fc.config import matmul_dtype
 from partial_fc.kernels import choose_kernels
 from partial_fc.memory import HeadMemory
 from utils import distributed
+from utils.allocator import out_of_memory
 from utils.cli import int_in_range, make_parser
 from utils.image import IMAGE_SIZE
 from utils.memory import LIBRARY_BYTES, BackboneMemory, backbone_memory, bytes_beside_heads
@@ -195,10 +196,8 @@ def _fits(options: argparse.Namespace, storage: str, local: int, device: torch.d
     reserve = LIBRARY_BYTES["cuda"] if device.type == "cuda" else 0
     try:
         return run_ranks(_peak_of_a_step, 1, options, storage, local, device)[0] + reserve <= options.memory * _GIB
-    except (BrokenProcessPool, MemoryError):  # the kernel has killed it
-        return False
-    except RuntimeError as error:
-        if "out of memory" in str(error).lower() or "can't allocate" in str(error):
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, BrokenProcessPool) or out_of_memory(error):  # the kernel has killed it
             return False
         raise ValueError(f"--find: a probe failed: {error}") from None
 
