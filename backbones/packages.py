@@ -36,8 +36,9 @@ class PackageNetwork(nn.Module):
         self.image_size = image_size
         package, inner = check_package(name)
         try:
-            self.network = _BUILDERS[name.partition(":")[0]](package, inner, image_size)
-            features = self._count_features()
+            with torch.device("cpu"):  # also where the rest is built on meta, as not every network can be
+                self.network = _BUILDERS[name.partition(":")[0]](package, inner, image_size)
+                features = self._count_features()
         except Exception as error:  # of any kind: it is not our code
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(f"name: {name} cannot be built for images of {image_size} x {image_size}: {reason:.300}") from None

@@ -351,6 +351,10 @@ def test_check_finds_what_is_wrong_and_trains_nothing(
         ("train.max_steps=0 schedule.warmup_steps=99", "schedule.warmup_steps must be below the 15 steps"),
         ("backbone.freeze=[layer99]", "backbone.freeze: "),
         ("init.backbone=/nowhere", "init.backbone: no run folder, checkpoint or weights file at /nowhere"),
+        (
+            "backbone.width=1000",
+            "GiB with gradients and moments, 2.0 are free; 179 M would fit: set a smaller backbone.width or",
+        ),
         ("train.batch_size=100000", "train.batch_size=100000: the backbone needs "),
     ):
         assert train.main([*small_run(dataset, tmp_path, *re.split(r" (?=[a-z]+\.)", overrides)), "--check"]) == 1, overrides

@@ -30,10 +30,10 @@ from utils.checkpoint.reading import load_initial
 from utils.checkpoint.resume import SavedState, restore
 from utils.checkpoint.trainer import TrainerState, trained_names
 from utils.checkpoint.writer import Shard
-from utils.distributed import all_gather_objects, raise_on_all_ranks
+from utils.distributed import SharedError, all_gather_objects, raise_on_all_ranks
 from utils.distributed.patience import patiently
 from utils.distributed.sync_norm import synchronise_norms
-from utils.memory import BackboneMemory, available_bytes, backbone_memory, bytes_beside_heads
+from utils.memory import BackboneMemory, Undrawn, available_bytes, backbone_memory, bytes_beside_heads
 from utils.optim import ParameterRule, build_optimizer, freeze, layer_numbers
 from utils.precision import AUTOCAST, LossScaler
 from utils.randomness import derive
@@ -142,15 +142,23 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     """Return the model of a run from scratch.
 
     Raises:
-        SharedError: on every rank, if the head does not fit into the memory, with what would.
+        SharedError: on every rank, if backbone or head do not fit into the memory, with what would.
     """
     world, autocast, seed, count = setup.world, AUTOCAST[setup.precision], config.run.seed, setup.share["world_size"]
     # before the backbone takes its share; the least of all ranks, so that all say the same
     free = min(all_gather_objects(available_bytes(world), world))
-    torch.manual_seed(derive(seed, "backbone"))
     network = {key: config.backbone[key] for key in ("name", *backbone_arguments(config.backbone.name))}
-    with prefix_errors("data"):
-        backbone = build_backbone(**network, image_size=config.data.image_size)
+    copies = (1 if config.optimizer.name == "sgd" else 2) + (config.train.ema > 0)  # of the weights
+    build = prefix_errors("data")(functools.partial(build_backbone, **network, image_size=config.data.image_size))
+    with torch.device("meta"), Undrawn():  # which takes no memory
+        number, each = sum(parameter.numel() for parameter in build().parameters()), 4 * (2 + copies)
+    if number * each > free:
+        raise SharedError(
+            f"backbone: its {number / 1e6:,.0f} M parameters need {number * each / 2**30:,.1f} GiB with gradients and moments, "
+            f"{free / 2**30:.1f} are free; {free // each / 1e6:,.0f} M would fit: set a smaller backbone.width or backbone.name"
+        )
+    torch.manual_seed(derive(seed, "backbone"))
+    backbone = build()
     if config.backbone.sync_norm:
         synchronise_norms(backbone, world)
     backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -171,7 +179,6 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
             own = [(rule.match, rule.lr_factor, rule.weight_decay) for rule in config.optimizer.rules]
             rules = [ParameterRule(match, factor, None if decay == -1 else decay) for match, factor, decay in own]
             optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in _OPTIMIZER_KEYS}, rules=rules)
-        copies = (1 if config.optimizer.name == "sgd" else 2) + (config.train.ema > 0)  # of the weights
         memory = backbone_memory(backbone, autocast, copies, config.data.image_size)
         beside = backbone_bytes(memory, config.train, count, world.device.type, free)
         ranks, samples = world._replace(world_size=count), config.train.batch_size // config.train.accumulation

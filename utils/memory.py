@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .distributed import World
 from .image import IMAGE_SIZE
@@ -14,6 +15,14 @@ from .machine import left_to_container
 # what libraries take: oneDNN and MKL; CUDA's context, cuDNN's workspaces, NCCL's buffers, fragmentation. The latter from data
 # sheets and experience of others: not measured here
 LIBRARY_BYTES = {"cpu": 64 << 20, "cuda": 3 << 30}
+
+
+class Undrawn(TorchFunctionMode):
+    """Inside it nothing is drawn, for networks on the device meta, where torch would import its compiler to draw."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        draws = func.__name__.endswith(("normal_", "uniform_"))
+        return [*args, *(kwargs or {}).values()][0] if draws else func(*args, **(kwargs or {}))
 
 
 class BackboneMemory(NamedTuple):
