@@ -13,6 +13,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,12 +22,13 @@ from torch import Tensor, nn
 
 from utils import distributed
 from utils.checkpoint import format as ckpt
-from utils.checkpoint.reading import load_weights, read_backbone, read_file
+from utils.checkpoint.reading import load_weights, read_file
 from utils.checkpoint.tensor_file import NETWORK, read_metadata, read_tensors
 from utils.cli import int_in_range
 from utils.distributed import World, raise_on_all_ranks
 from utils.distributed.agreement import digest_tensors, require_equal, require_same_program
 from utils.image import IMAGE_SIZE
+from utils.memory import Undrawn
 from utils.precision import AUTOCAST, PRECISIONS, agreed_precision, slow_precision
 from utils.randomness import derive
 from utils.text import one_line, prefix_errors
@@ -205,9 +207,10 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
             if options.trust_code:
                 raise ValueError(f"--trust-code is for a program, but --backbone reads {path} as weights. Leave one out")
             size = options.image_size or IMAGE_SIZE
-            with prefix_errors("--backbone, --embedding-size, --width, --image-size"):
-                model = build_backbone(options.backbone, options.embedding_size, options.width, image_size=size)
-            return Network(load_weights(model, read_tensors(path), str(path), _HINT), str(path), {}, image_size=size)
+            given = (options.backbone, options.embedding_size, options.width)
+            build = prefix_errors("--backbone, --embedding-size, --width, --image-size")(build_backbone)
+            model, weights = _fitting(partial(build, *given, image_size=size), partial(read_tensors, path), str(path))
+            return Network(load_weights(model, weights, str(path), _HINT), str(path), {}, image_size=size)
         text = read_metadata(path).get(NETWORK, "") if path.suffix == ".safetensors" and not options.trust_code else ""
         if text:
             network = _described(path, text, options, build_backbone)
@@ -237,13 +240,14 @@ def _load(options: argparse.Namespace, build_backbone: BuildBackbone) -> Network
     if type(seed) is not int or not 0 <= seed <= 2**62:
         raise ValueError(f"checkpoint {checkpoint}: run.seed of its configuration must be a whole number, got {seed!r:.80}")
     image_size = config.get("data", {}).get("image_size", IMAGE_SIZE)  # earlier versions had no such key
-    torch.manual_seed(derive(seed, "backbone"))  # as train.py does before it builds
-    model = _build(section, image_size, f"checkpoint {checkpoint}", build_backbone)
-    if options.untrained:
-        return Network(model, f"{section['name']} before training", config, image_size=image_size)
     if options.ema and ckpt.EMA not in manifest["files"]:
         raise ValueError(f"--ema: {checkpoint} has no moving average, because the run had train.ema=0; leave out --ema")
-    weights = read_file(checkpoint, ckpt.EMA) if options.ema else read_backbone(checkpoint)
+    read = partial(read_file, checkpoint, ckpt.EMA if options.ema else ckpt.BACKBONE)
+    torch.manual_seed(derive(seed, "backbone"))  # as train.py does before it builds
+    build = partial(_build, section, image_size, f"checkpoint {checkpoint}", build_backbone)
+    model, weights = _fitting(build, read, str(checkpoint))
+    if options.untrained:
+        return Network(model, f"{section['name']} before training", config, image_size=image_size)
     model, which = load_weights(model, weights, str(checkpoint), _HINT), "moving average, " if options.ema else ""
     details = f"{which}step {manifest['step']}, {_score_text(manifest)}"
     run = checkpoint.parents[1] if checkpoint.parent.name == "checkpoints" else None
@@ -262,17 +266,21 @@ def _build(section: dict[str, Any], image_size: Any, source: str, build_backbone
         return build_backbone(str(section.get("name")), size, width, image_size=image_size, **more)
 
 
+def _fitting(build: Callable[[], nn.Module], read: Callable[[], Any], source: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return what `build` and `read` return; if network and weights do not fit, raise ValueError before it takes memory."""
+    with torch.device("meta"), Undrawn():
+        plan = build()
+    load_weights(plan, weights := read(), source, _HINT)
+    return build(), weights
+
+
 def _described(path: Path, text: str, options: argparse.Namespace, build_backbone: BuildBackbone) -> Network:
     """Return the network of weights with this NETWORK in their metadata; the options then say the same."""
     weights = read_tensors(path)
     try:
         said = json.loads(text[: 1 << 16])
         section, size = dict(said["backbone"]), said["image_size"]
-        with torch.device("meta"):  # no memory yet: the file must have as many numbers
-            numbers = sum(p.numel() for p in _build(section, size, str(path), build_backbone).parameters())
-        if numbers > sum(tensor.numel() for tensor in weights.values()):
-            raise ValueError(f"{path}: a backbone of {numbers} numbers, which the file has not")
-        model = _build(section, size, str(path), build_backbone)
+        model, _ = _fitting(partial(_build, section, size, str(path), build_backbone), lambda: weights, str(path))
         options.backbone, options.embedding_size, options.width = section["name"], section["embedding_size"], section["width"]
     except Exception as error:
         raise ValueError(f"{path}: its metadata describe no network of its weights ({error!s:.200}); use --backbone") from None

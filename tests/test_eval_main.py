@@ -172,6 +172,18 @@ def test_errors_name_the_flags_of_the_program_and_no_keys(tmp_path: Path, capsys
         assert not re.search(r"\b(eval|checkpoint|data|run|optimizer)\.\w+", error.replace(str(tmp_path), "")), error
 
 
+def test_a_network_that_is_larger_than_its_weights_takes_no_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    _write_set(tmp_path / "twins.bin", 10)
+    checkpoint = _run_folder(tmp_path / "run", {1: None}, ["twins"]) / "checkpoints" / "step_00000001"
+    manifest = (checkpoint / "manifest.json").read_text()
+    assert '"width": 0.125' in manifest
+    (checkpoint / "manifest.json").write_text(manifest.replace('"width": 0.125', '"width": 60'))
+    weights = [str(checkpoint / "backbone.safetensors"), "--backbone", "r18", "--embedding-size", "16", "--width", "60"]
+    for network in ([str(checkpoint)], [str(checkpoint), "--untrained"], weights):
+        assert main([*CPU, *network, "--targets", "twins", "--data", str(tmp_path)]) == 1
+        assert "conv1.weight is (16, 3, 3, 3), in this backbone it is (3840, 3, 3, 3)" in capsys.readouterr().err
+
+
 # ---- sets by their paths
 
 

@@ -189,7 +189,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str, hint: str) -> nn.Module:
-    """Load the weights into the model. For another architecture, raise ValueError with the first difference and the hint."""
+    """Load the weights into the model, unless it is on meta; if one does not fit, raise ValueError with it and the hint."""
     expected = model.state_dict()
     weights = {name.removeprefix("module."): value for name, value in weights.items()}  # from a wrapped network
     for name in [*expected, *weights]:
@@ -197,7 +197,8 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str, hint
             here = tuple(weights[name].shape) if name in weights else "missing"
             wanted = tuple(expected[name].shape) if name in expected else "absent"
             raise ValueError(f"{source}: {name} is {here}, in this backbone it is {wanted}; {hint}")
-    model.load_state_dict(weights)
+    if not any(value.is_meta for value in expected.values()):
+        model.load_state_dict(weights)
     return model
 
 
