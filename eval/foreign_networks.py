@@ -311,9 +311,9 @@ def parse_onnx(path: Path) -> Any:
         onnx = importlib.import_module("onnx")
     except ImportError:
         raise ValueError(f"{path}: an ONNX file needs the package onnx: {pip_install('onnx')}") from None
-    model = onnx.ModelProto()
+    model, data = onnx.ModelProto(), read_bytes(path, 1 << 31)
     try:
-        model.ParseFromString(read_bytes(path, 1 << 31))
+        model.ParseFromString(data)
     except Exception:  # protobuf has its own exceptions for damage, and reads 2 GiB at most
         model = None
     if model is None or not model.HasField("graph"):

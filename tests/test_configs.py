@@ -29,7 +29,7 @@ def test_every_config_loads_and_its_dump_reads_back_the_same(path: Path, tmp_pat
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_says_its_command_and_only_what_differs(path: Path):
     text = path.read_text()
-    assert f"train.py configs/{path.name}" in text.splitlines()[0]
+    assert f"./face train {path.stem} " in f"{text.splitlines()[0]} "
     below = load_config(SCHEMA) if "_base_" not in text else load_config(path.parent / yaml.safe_load(text)["_base_"])
     own = {k: v for k, v in yaml.load(text, yaml.SafeLoader).items() if k != "_base_"}
     config = load_config(path)

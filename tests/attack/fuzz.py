@@ -44,13 +44,13 @@ from .fuzz_seeds import make_seeds
 
 # imported before the first fork, so that no child spends its time on them
 _MODULES = (
-    "train", "eval.__main__", "torch._dynamo", "torch.utils.tensorboard", "onnxruntime", "matplotlib.figure",
-    "matplotlib.backends.backend_agg", "matplotlib.font_manager",
+    "train", "eval.__main__", "deploy.serve.server", "torch._dynamo", "torch.utils.tensorboard", "onnxruntime",
+    "matplotlib.figure", "matplotlib.backends.backend_agg", "matplotlib.font_manager",
 )  # fmt: skip
 _PROGRAMS = (
     "arcface_torch.export_checkpoint", "arcface_torch.import_checkpoint", "arcface_torch.import_config", "checkpoint",
-    "data.align", "data.convert_bin", "data.folder_to_rec", "data.pairs_to_bin", "data.verify", "deploy.card", "deploy.enrol",
-    "deploy.gallery", "deploy.search", "deploy.verify",
+    "data.align", "data.convert_bin", "data.folder_to_rec", "data.pairs_to_bin", "data.verify", "deploy.card", "deploy.detect",
+    "deploy.enrol", "deploy.gallery", "deploy.search", "deploy.verify",
 )  # fmt: skip
 _KEPT = 50  # finds that are minimised, one of each kind; the others are only counted
 

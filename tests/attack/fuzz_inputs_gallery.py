@@ -1,15 +1,29 @@
-"""Inputs of scripts.deploy that somebody else may have made: a gallery, a results.json, the fields of a model card."""
+"""Inputs of scripts.deploy that somebody else may have made: galleries, detectors, requests, results, fields of a card."""
 
+import argparse
+import contextlib
 import json
+import select
+import socket
 import sqlite3
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import cv2
 import yaml
+
+from deploy.embed.embedder import open_embedder
+from deploy.gallery.store import Gallery
+from deploy.serve.answers import DemoAnswers
+from eval.networks import add_network_arguments
+from tests.tiny_detectors import picture, write_detector
+from utils.program import run_main
 
 from .fuzz_files import Case, Entry, Fifo, Folder, Link
 from .fuzz_grammar import TEXTS, Rng, change_tree, damage, pick
-from .fuzz_inputs import Input, Sound
+from .fuzz_inputs import Input, Maker, Sound
 from .fuzz_seeds import CHECKPOINT, files_below
 
 _DATABASE = "g.gallery"
@@ -66,6 +80,54 @@ _RATES = {"lfw": _OF_SET, "ema/lfw": _OF_SET}
 _KEYS = ("intended_use", "limits", "contact")
 _CARD = ["scripts.deploy.card", "runs/tiny", "--results", _RESULTS, "--out", "card"]
 _VERIFY = ["scripts.deploy.verify", "runs/tiny", "people/p0/0.jpg", "people/p1/0.jpg", "--far", "1e-1", "--results", _RESULTS]
+_REQUEST, _DETECTOR = "request", "detector.onnx"
+_HEADERS = {
+    "Host": ("127.0.0.1:PORT", "localhost:PORT", "127.0.0.1", "evil.example", "", "127.0.0.1:PORT\r\nHost: evil.example"),
+    "Origin": ("http://127.0.0.1:PORT", "http://evil.example", "null", "\xff"),
+    "Sec-Fetch-Site": ("same-origin", "cross-site", "none"),
+    "Content-Type": ("application/octet-stream", "text/plain", "multipart/form-data; boundary=x", ""),
+    "Content-Length": ("LENGTH", "0", "-1", "1e3", "99999999999999999999", "+7", "LENGTH, LENGTH", "\xb2"),
+    "Transfer-Encoding": ("chunked", "gzip, chunked"),
+    "Picture-Sizes": ("FIRST, SECOND", "FIRST", "0, LENGTH", "-1, 5", "1e9, 1", "", "9" * 5000, "\xb2, \xb3", "1, 2, 3"),
+    "Expect": ("100-continue", "x"),
+    "Connection": ("close", "Upgrade"),
+    "Upgrade": ("websocket", "h2c"),
+}
+_PATHS = ("/", "/api/info", "/api/search", "/api/verify", "/gallery/1", "/gallery/99999999999999999999999", "/gallery/%2e%2e",
+          "/gallery/../canary", "/gallery/\xb2", "http://evil.example/", "*", "//", "/api/info?" + "a" * 70000)  # fmt: skip
+
+
+def requests(words: list[str]) -> int:
+    """Send bytes to the service of the page, in which PORT is its port; an error of the client's is a refusal."""
+    return run_main(lambda: _serve(Path(words[0]).read_bytes()))
+
+
+def _serve(request: bytes) -> None:
+    from deploy.serve.server import PageServer
+
+    parser = argparse.ArgumentParser()
+    add_network_arguments(parser, newest=True)
+    answers = DemoAnswers(open_embedder(parser.parse_args(["runs/tiny"])), None, Gallery(Path(_DATABASE)), None, "")
+    page = PageServer(0, answers)
+    thread = threading.Thread(target=page.serve)
+    thread.start()
+    while not page.server.started:
+        time.sleep(0.001)
+    answer = b""
+    try:
+        with socket.create_connection(("127.0.0.1", page.port), timeout=10) as connection, contextlib.suppress(ConnectionError):
+            connection.sendall(request.replace(b"PORT", str(page.port).encode()))
+            if not select.select([connection], [], [], 1)[0]:
+                connection.shutdown(socket.SHUT_WR)  # it waits for the rest
+            while part := connection.recv(1 << 16):
+                answer += part
+    finally:
+        page.server.should_exit = True
+        thread.join()
+    if answer.startswith(b"HTTP/1.1 500 "):
+        raise RuntimeError(answer)
+    if not answer.startswith(b"HTTP/1.1 200 "):
+        raise ValueError(f"refused: {answer[:20]!r}")
 
 
 def inputs(seeds: Path) -> dict[str, Input]:
@@ -74,10 +136,72 @@ def inputs(seeds: Path) -> dict[str, Input]:
     crops = {f"people/{file}": data for file, data in files_below(seeds / "people").items()}
     gallery = {_DATABASE: (seeds / _DATABASE).read_bytes()}
     card = {_FIELDS: b"contact: a@b.example\n", _RESULTS: json.dumps(_RATES).encode()}
-    return {
+    found = {
         "gallery": Input({**run, **crops, **gallery}, [_database, _files], 700, 5),
         "results": Input({**run, **crops, **card}, [_results, _fields], 700, 5),
+        "requests": Input({**run, **crops, **gallery}, [_request], 700, 5),
     }
+    with contextlib.suppress(ImportError):  # without the package onnx nothing reads a detector
+        forms = [write_detector(seeds / f"{form}.onnx", form).read_bytes() for form in ("scrfd", "retinaface", "yunet")]
+        photograph = {"people/p.png": cv2.imencode(".png", picture(160, 160, (72, 72))[..., ::-1])[1].tobytes()}
+        found["detector"] = Input({**crops, **photograph, _DETECTOR: forms[0]}, [_detector(forms)], 700, 5)
+    return found
+
+
+def _request(sound: Sound, rng: Rng) -> Case:
+    """Return a case with a request of one or two pictures, of which a few things are wrong."""
+    pictures = [bytes(sound[f"people/p{person}/0.jpg"] or b"") for person in range(2)]  # type: ignore[arg-type]
+    path = str(pick(rng, _PATHS)) if rng.random() < 0.3 else str(pick(rng, ("/api/search", "/api/verify")))
+    sent = [damage(one, pictures, rng) if rng.random() < 0.3 else one for one in pictures[: 1 + (path == "/api/verify")]]
+    chosen = {name: values[0] for name, values in _HEADERS.items() if name not in ("Transfer-Encoding", "Expect", "Upgrade")}
+    for _ in range(int(rng.integers(3))):
+        name = str(pick(rng, sorted(_HEADERS)))
+        chosen[name] = str(pick(rng, _HEADERS[name]))
+    head = f"{pick(rng, ('POST', 'POST', 'POST', 'GET', 'HEAD', 'X'))} {path} HTTP/1.1\r\n"
+    head += "".join(f"{name}: {text}\r\n" for name, text in chosen.items() if rng.random() < 0.98)
+    for word, number in (("LENGTH", sum(map(len, sent))), ("FIRST", len(sent[0])), ("SECOND", len(sent[-1]))):
+        head = head.replace(word, str(number))
+    data = head.encode("latin-1") + b"\r\n" + b"".join(sent)
+    return Case(
+        ["tests.attack.fuzz_inputs_gallery:requests", _REQUEST],
+        {_REQUEST: damage(data, [], rng) if rng.random() < 0.2 else data},
+    )
+
+
+def _detector(forms: list[bytes]) -> Maker:
+    """Return a maker of detectors whose file is damaged, or whose graph has false numbers, names, or outputs."""
+
+    def make(sound: Sound, rng: Rng) -> Case:
+        import onnx
+
+        data = pick(rng, forms)
+        if rng.random() < 0.3:
+            data = damage(data, forms, rng)
+        else:
+            model = onnx.load_from_string(data)
+            for _ in range(int(rng.geometric(0.6))):
+                kind, graph = int(rng.integers(5)), model.graph
+                if kind == 0:
+                    constant = pick(rng, graph.initializer)
+                    constant.raw_data = (
+                        damage(constant.raw_data, [], rng) if rng.random() < 0.5 else rng.bytes(len(constant.raw_data))
+                    )
+                elif kind == 1:
+                    dims = pick(rng, [*graph.input, *graph.output]).type.tensor_type.shape.dim
+                    if dims:
+                        pick(rng, dims).dim_value = int(pick(rng, (0, 1, 7, 2**31, 2**62, -1)))
+                elif kind == 2 and graph.output:
+                    del graph.output[int(rng.integers(len(graph.output)))]
+                elif kind == 3:
+                    pick(rng, graph.node).op_type = str(pick(rng, ("Identity", "Exp", "Loop", "nothing", "Expand", "Sqrt")))
+                else:
+                    pick(rng, [*graph.input, *graph.output, *graph.node]).name = str(
+                        pick(rng, ("", "x", "../canary", "\x1b[2J"))
+                    )
+            data = model.SerializeToString()
+        return Case(["scripts.deploy.detect", "people", "out", "--detector", _DETECTOR], {_DETECTOR: data})
+
+    return make
 
 
 def _database(sound: Sound, rng: Rng) -> Case:

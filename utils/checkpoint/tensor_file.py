@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import pickle
 import pickletools
 import warnings
 import zipfile
@@ -143,16 +144,20 @@ def load_plain(path: Path, mmap: bool = False) -> Any:
             if any(part.compress_type for part in parts) or sum(part.file_size for part in parts) > path.stat().st_size:
                 raise ValueError("it is compressed, or TorchScript, and torch.save writes neither; save the tensors again")
             pickles = [archive.open(part) for part in parts if part.filename.endswith("data.pkl")]
-        for pickled in pickles:
-            _check_tuples(pickled)
+        try:
+            largest = max(map(_largest_tuple, pickles), default=0)
+        except Exception as error:  # of nearly any type, as for torch
+            raise pickle.UnpicklingError(str(error)) from None
+        if largest > _MOST_IN_TUPLE:
+            raise ValueError(f"it holds a tuple of more than {_MOST_IN_TUPLE} values; save the tensors again without it")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about files that then raise
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
-def _check_tuples(file: IO[bytes]) -> None:
-    """Raise ValueError if a pickle has a tuple of many values, tuples inside counted: as a key it may take years to hash."""
-    stack, memo = list[int](), dict[Any, int]()  # the number of values of a tuple, 1 for all else, 0 for a mark
+def _largest_tuple(file: IO[bytes]) -> int:
+    """Return the most values of a tuple in a pickle, tuples inside counted each time: as a key it may take years to hash."""
+    largest, stack, memo = 0, list[int](), dict[Any, int]()  # the number of values of a tuple, 1 for all else, 0 for a mark
     for code, place, _ in pickletools.genops(file):
         if "PUT" in code.name or code.name == "MEMOIZE":
             memo[len(memo) if place is None else place] = stack[-1]
@@ -165,10 +170,10 @@ def _check_tuples(file: IO[bytes]) -> None:
                 while value := stack.pop():
                     taken.append(value)
             taken += [stack.pop() for _ in kinds]
-            values = 1 + sum(taken) if "TUPLE" in code.name else 1
-            if values > _MOST_IN_TUPLE:
-                raise ValueError(f"it holds a tuple of more than {_MOST_IN_TUPLE} values; save the tensors again without it")
+            values = min(1 + sum(taken), _MOST_IN_TUPLE + 1) if "TUPLE" in code.name else 1
+            largest = max(largest, values)
             stack += [values] * len(code.stack_after)
+    return largest
 
 
 def overlaps(tensor: Tensor) -> bool:

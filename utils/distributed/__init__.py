@@ -86,7 +86,9 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
         timeout = datetime.timedelta(minutes=timeout_minutes)
         try:
             # in a thread, as torch waits without end for a server that accepts and is silent
-            meeting = ThreadPoolExecutor(1).submit(lambda: next(dist.rendezvous("env://", timeout=timeout)))
+            thread = ThreadPoolExecutor(1, "rendezvous")
+            meeting = thread.submit(lambda: next(dist.rendezvous("env://", timeout=timeout)))
+            thread.shutdown(wait=False)  # it ends when they have met
             store, _, _ = meeting.result(timeout.total_seconds() + 5)  # torch's own errors come first, and say more
             if os.environ.get("GROUP_WORLD_SIZE") == "1":
                 # torchrun of torch 2.13 gives restarted processes the same store. Without a prefix per attempt they would
