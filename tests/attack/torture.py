@@ -35,7 +35,7 @@ from utils.program import run_main
 
 from .torture_blows import GOES_ON, KINDS, PHASES, Blow, await_end, await_progress, draw, judge, odd_rank, strike, wait_for
 from .torture_checks import History, check_resumed, check_said, wait_until, weights_of
-from .torture_runs import CLASSES, LIMIT_MINUTES, STEPS, Life, Nest, TorturePlace
+from .torture_runs import CLASSES, LIMIT_MINUTES, SETTINGS, STEPS, Life, Nest, TorturePlace
 
 _LONGEST = 180.0  # seconds that an undisturbed training run may take
 
@@ -74,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--processes", type=int_in_range(1, 3), nargs="+", default=[1, 2, 3], help="numbers of processes to start"
     )
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="kinds of blows")
+    parser.add_argument("--setting", choices=list(SETTINGS), default="sampled", help="what is trained (default sampled)")
     parser.add_argument("--by-hand", type=int_in_range(0), default=5, help="one start in N is not forked; 0 = none")
     parser.add_argument("--out", type=Path, default=Path("torture_finds"), help="folder for finds")
     parser.add_argument("--json", type=Path, help="write counts and finds to this file")
@@ -89,7 +90,7 @@ def torture(options: argparse.Namespace) -> None:
         raise ValueError("one of --minutes, --kills or --run must be given; --minutes 10 is a good start")
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no started process is left behind
     with tempfile.TemporaryDirectory(prefix="torture_") as folder:
-        torturer = Torturer(options, TorturePlace(Path(folder)))
+        torturer = Torturer(options, TorturePlace(Path(folder), options.setting))
         try:
             torturer.torture()
         finally:

@@ -41,6 +41,21 @@ checkpoint: {{every: 3}}
 log: {{every: 1}}
 eval: {{targets: [tiny], every: {evaluate_every}, batch_size: 12}}
 """
+# what differs in the training runs of each --setting; all have a state of their own that a resumed run must continue
+SETTINGS = {
+    "sampled": (),
+    "adaface": ("loss.name=adaface",),
+    "curricularface": ("loss.name=curricularface", "train.ema=0.9"),
+    "adamw": ("optimizer.name=adamw", "optimizer.lr=0.002", "train.ema=0.9", "head.storage=lean"),
+    "lamb": ("optimizer.name=lamb", "optimizer.lr=0.002", "head.optimizer=sgd"),
+    "sources": (
+        "data.path=",
+        "eval.path={data}",
+        "data.sources=[{{path: {data}}}, {{path: {data}/../other_labels, repeat: 0.5}}]",
+        "data.labels=same",
+    ),
+    "vit": ("backbone.name=vit_t", "backbone.width=0.25", "backbone.mask_ratio=0.2", "optimizer.name=adamw"),
+}
 
 
 def draw_face(label: int, number: int) -> bytes:
@@ -65,6 +80,7 @@ class TorturePlace(NamedTuple):
     """The folder of a torturer's files."""
 
     work: Path
+    setting: str = "sampled"
 
     @property
     def config(self) -> Path:
@@ -144,7 +160,8 @@ class Life:
         self.mark = f"{os.getpid()} {run} {number}"
         self._statuses = place.work / f"{run}.{number}.statuses"
         script = str(place.work / "odd_rank.py") if odd else TRAIN
-        arguments = [str(place.config), f"run.name={run}", *overrides]
+        own = [text.format(data=place.work / "data") for text in SETTINGS[place.setting]]
+        arguments = [str(place.config), f"run.name={run}", *own, *overrides]
         program = script
         if processes > 1:
             program, arguments = TORCHRUN, ["--standalone", f"--nproc-per-node={processes}", script, *arguments]
