@@ -71,8 +71,12 @@ def recognise(state: dict[str, Tensor], path: Path) -> RecognisedBackbone:
     embedding_size = [state[key].numel() for key in keys if key.endswith(".running_mean")][-1]
     with torch.device("meta"):
         model = build_backbone(name, embedding_size, width)
+    dtypes = {key: value.dtype for key, value in model.state_dict().items()}
+    for key, value in state.items():
+        if not torch.can_cast(value.dtype, dtypes[key]):
+            raise ValueError(f"{path}: {key} has numbers of {value.dtype}, must have {dtypes[key]}")
     try:
-        model.load_state_dict(state, strict=True, assign=True)
+        model.load_state_dict({key: value.detach().to(dtypes[key]) for key, value in state.items()}, assign=True)
     except RuntimeError as error:
         line = str(error).splitlines()[-1].strip()
         raise ValueError(f"{path}: is an {name}, but not of width {width:g}: {line}") from None

@@ -325,6 +325,12 @@ def test_other_networks_and_diverged_ones_are_refused(tmp_path: Path, capsys: py
     state["fc.bias"][0] = float("inf")
     torch.save(state, source / "model.pt")
     assert "fc.bias is not finite" in _error(capsys, source, tmp_path / "run")
+    state = _network().state_dict()
+    torch.save({**state, "fc.bias": state["fc.bias"].to(torch.complex64)}, source / "model.pt")
+    assert "fc.bias has numbers of torch.complex64" in _error(capsys, source, tmp_path / "run")
+    counts = {name: value.bool() for name, value in state.items() if name.endswith("num_batches_tracked")}
+    torch.save({**state, **counts, "fc.bias": torch.nn.Parameter(state["fc.bias"])}, source / "model.pt")
+    assert read_backbone(_imported(source, tmp_path / "odd"))["bn1.num_batches_tracked"].dtype == torch.int64
     torch.save({"pos_embed": torch.zeros(2)}, source / "model.pt")
     assert "none of r18, r34" in _error(capsys, source, tmp_path / "run")
     state["fc.weight"] = torch.zeros(DIM, 7)
