@@ -20,8 +20,8 @@ _BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 def inputs() -> dict[str, Input]:
     """Return the inputs by name."""
     return {
-        "yaml": Input({}, [_yaml_tree, _yaml_text], 256, 20),
-        "overrides": Input({"tiny.yaml": CONFIG.encode()}, [_overrides], 256, 20),
+        "yaml": Input({}, [_yaml_tree, _yaml_text], 700, 20),
+        "overrides": Input({"tiny.yaml": CONFIG.encode()}, [_overrides], 700, 20),
         "arcface-config": Input({}, [_arcface_config], 256, 20),
     }
 
