@@ -89,7 +89,9 @@ def read_yaml(text: str, loader: type[yaml.SafeLoader] = Loader) -> Any:
         ValueError: it is valid YAML, but cannot be a configuration.
     """
     if len(text) > _LONGEST:
-        raise ValueError(f"it has {len(text):,} characters, and may have {_LONGEST:,} at most")
+        raise ValueError(
+            f"it has {len(text):,} characters, and may have {_LONGEST:,} at most; put lists into files of their own"
+        )
     try:
         _check_depth(text)
         return yaml.load(text, loader)

@@ -164,8 +164,7 @@ def open_foreign(path: Path, threads: int, trust_code: bool) -> "ForeignNetwork"
     if kind and not trust_code:
         raise ValueError(
             f"{path} is {kind}: not weights but a program, which runs with your rights: it can read, change and send "
-            "your files. If you trust its author, add --trust-code; to read weights from it without running it, name the "
-            "network with --backbone NAME"
+            "your files. If you trust its author, add --trust-code, or ask for its weights alone"
         )
     if trust_code and not kind:
         raise ValueError(f"--trust-code is for a TorchScript or .pt2 file; {path} is neither. Leave it out")

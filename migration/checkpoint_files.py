@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from partial_fc.centres.shard import shard_range
-from utils.checkpoint.tensor_file import is_plain, load_plain
+from utils.checkpoint.tensor_file import RefusedError, is_plain, load_plain
 
 HEADS = {
     "backbone.pth": r"rank[_:](\d+)_softmax_weight\.pt",  # the colon until 2021-05
@@ -99,6 +99,8 @@ def load(path: Path) -> Any:
         else:
             damaged = None  # torch's format before 1.6 has none
         value = load_plain(path, mmap=is_zip)
+    except RefusedError as error:
+        raise ValueError(f"{path}: {error}") from None
     except Exception as error:  # damage raises many kinds: BadZipFile, struct.error, KeyError, RuntimeError, UnpicklingError
         if "GLOBAL " in str(error) or "TorchScript" in str(error):
             reason = "holds more than tensors and plain values, which could run code; refused"

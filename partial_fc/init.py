@@ -14,7 +14,7 @@ from torch import Tensor
 
 from utils.checkpoint.format import find_checkpoint
 from utils.checkpoint.reading import class_order, shards_of
-from utils.checkpoint.tensor_file import is_plain, load_plain, mapped_tensor
+from utils.checkpoint.tensor_file import RefusedError, is_plain, load_plain, mapped_tensor
 from utils.files import read_numbers
 from utils.text import prefix_errors
 
@@ -153,6 +153,8 @@ def open_centres(path: Path) -> CentreSource:
 def _matrix(path: Path) -> Tensor:
     try:
         value = load_plain(path)
+    except RefusedError as error:
+        raise ValueError(f"{path}: {error}") from None
     except Exception as error:  # many kinds: weights_only rejects code with pickle.UnpicklingError, damage is a RuntimeError
         raise ValueError(f"{path}: cannot be read as class centres ({type(error).__name__})") from None
     value = value.get("weight") if isinstance(value, dict) else value

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,14 @@ def test_other_networks_and_diverged_ones_are_refused(tmp_path: Path, capsys: py
     counts = {name: value.bool() for name, value in state.items() if name.endswith("num_batches_tracked")}
     torch.save({**state, **counts, "fc.bias": torch.nn.Parameter(state["fc.bias"])}, source / "model.pt")
     assert read_backbone(_imported(source, tmp_path / "odd"))["bn1.num_batches_tracked"].dtype == torch.int64
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pt", "w", zipfile.ZIP_DEFLATED) as packed,
+        zipfile.ZipFile(source / "model.pt") as plain,
+    ):
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    (tmp_path / "plain.pt").replace(source / "model.pt")
+    assert "it is compressed, or TorchScript" in _error(capsys, source, tmp_path / "run")
     torch.save({"pos_embed": torch.zeros(2)}, source / "model.pt")
     assert "none of r18, r34" in _error(capsys, source, tmp_path / "run")
     state["fc.weight"] = torch.zeros(DIM, 7)

@@ -37,7 +37,7 @@ def keep_freed_memory() -> bool:
 
 def out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation of Python, numpy or torch failed, on the CPU or a GPU."""
-    words = ("can't allocate memory", "not enough memory")  # torch's, on Linux and elsewhere
+    words = ("can't allocate memory", "not enough memory", "CUDA error: out of memory")  # torch's on Linux, elsewhere, CUDA's
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 

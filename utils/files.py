@@ -274,7 +274,7 @@ def check_own(folder: Path) -> None:
             for entry in entries:
                 fault, target = "", os.path.realpath(entry.path) if entry.is_symlink() else ""
                 if entry.is_dir(follow_symlinks=False):
-                    waiting += [entry.path] if os.access(entry.path, os.X_OK) else []
+                    waiting += [entry.path] if os.access(entry.path, os.R_OK | os.X_OK) else []
                 elif target and not os.path.join(target, "").startswith(inside):
                     fault = f"is a link out of the folder, to {shown(target)}; move that here, or remove the link"
                 elif not target and not entry.is_file():

@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = str(error.__cause__ or error)  # the error itself only points to its cause
         if "EADDRINUSE" in said:
             said = "the port is in use by another run; choose one for all machines, --head HOST:PORT"
-        print(f"error: the machines cannot meet: {said.splitlines()[0]}", file=sys.stderr)
+        said = (said.splitlines() or [f"not all have come in time; start the same command on each ({type(error).__name__})"])[0]
+        print(f"error: the machines cannot meet: {said}", file=sys.stderr)
         return 1
     finally:  # torch's handlers raise, so a second Ctrl-C while Python exits would print a traceback
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):

@@ -127,6 +127,10 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
+class RefusedError(ValueError):
+    """A file that torch would load, and that may take far more memory or time than its size; the message says what to do."""
+
+
 def load_plain(path: Path, mmap: bool = False) -> Any:
     """Return what torch.save wrote, on the CPU: only tensors and plain values, so no code in the file is ever run.
 
@@ -134,6 +138,7 @@ def load_plain(path: Path, mmap: bool = False) -> Any:
         mmap: map the tensors into memory, so that only used pages are read.
 
     Raises:
+        RefusedError: it is compressed, or has enormous tuples.
         Exception: of nearly any type, if the file is damaged or holds anything else.
     """
     with path.open("rb") as file:
@@ -142,14 +147,14 @@ def load_plain(path: Path, mmap: bool = False) -> Any:
         if is_zip:
             parts = (archive := zipfile.ZipFile(file)).infolist()
             if any(part.compress_type for part in parts) or sum(part.file_size for part in parts) > path.stat().st_size:
-                raise ValueError("it is compressed, or TorchScript, and torch.save writes neither; save the tensors again")
+                raise RefusedError("it is compressed, or TorchScript, and torch.save writes neither; save the tensors again")
             pickles = [archive.open(part) for part in parts if part.filename.endswith("data.pkl")]
         try:
             largest = max(map(_largest_tuple, pickles), default=0)
         except Exception as error:  # of nearly any type, as for torch
             raise pickle.UnpicklingError(str(error)) from None
         if largest > _MOST_IN_TUPLE:
-            raise ValueError(f"it holds a tuple of more than {_MOST_IN_TUPLE} values; save the tensors again without it")
+            raise RefusedError(f"it holds a tuple of more than {_MOST_IN_TUPLE} values; save the tensors again without it")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about files that then raise
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)

@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -86,7 +86,7 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
         timeout = datetime.timedelta(minutes=timeout_minutes)
         try:
             # in a thread, as torch waits without end for a server that accepts and is silent
-            thread = ThreadPoolExecutor(1, "rendezvous")
+            thread = futures.ThreadPoolExecutor(1, "rendezvous")
             meeting = thread.submit(lambda: next(dist.rendezvous("env://", timeout=timeout)))
             thread.shutdown(wait=False)  # it ends when they have met
             store, _, _ = meeting.result(timeout.total_seconds() + 5)  # torch's own errors come first, and say more
@@ -96,7 +96,7 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
                 store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
             _timeout = timeout
-        except (dist.DistError, RuntimeError, ValueError, TimeoutError) as error:
+        except (dist.DistError, RuntimeError, ValueError, futures.TimeoutError) as error:  # in Python 3.10 no TimeoutError
             raise RendezvousError(_explain_rendezvous(error)) from None
     return World(rank, world_size, local_rank, local_world_size, chosen, store)
 
@@ -324,7 +324,7 @@ def _explain_rendezvous(error: Exception) -> str:
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return f"the processes cannot meet: port {address} is in use by another job; set another MASTER_PORT"
-    if isinstance(error, TimeoutError):
+    if isinstance(error, futures.TimeoutError):
         return f"the processes cannot meet: port {address} does not answer; another program may hold it"
     if "connectFullMesh" in text:
         return f"the processes cannot meet at {address}: no way between them; name the interface, GLOO_SOCKET_IFNAME=eth0"
