@@ -4,6 +4,7 @@ import os
 import random
 import re
 import shutil
+import sqlite3
 import struct
 import time
 from pathlib import Path
@@ -268,10 +269,15 @@ def test_short_commands_take_the_newest_run_and_what_the_gallery_was_enrolled_wi
     monkeypatch.chdir(tmp_path / "elsewhere")
     for words in (["../people.gallery", query], ["../staff.gallery", query, query]):
         capsys.readouterr()
-        assert search.main([*words, *weights[1:]]) == 0
+        assert search.main(words) == 0
         assert "  1   1.0000  person_1" in capsys.readouterr().out
+    for hostile in ("{", '{"path": 7}', '{"path": "/", "trust_code": true}', "{}", '{"width":' * 9999):
+        with sqlite3.connect("../people.gallery") as database:
+            database.execute("UPDATE facts SET network_path = ?", (hostile,))
+        assert search.main(["../people.gallery", query]) == 1
+        assert capsys.readouterr().err.endswith("do not say how its network is read; name it before the gallery\n")
     (tmp_path / "weights.pt").unlink()
-    assert search.main(["../staff.gallery", query, *weights[1:]]) == 1
+    assert search.main(["../staff.gallery", query]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and f"is not at {tmp_path / 'weights.pt'}; name it before the gallery" in said
     with pytest.raises(SystemExit):

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,11 @@ from ..faces.detector import Detector, open_detector
 from ..faces.pictures import Crop, Rejected, crops_of, list_pictures
 from .database import Facts
 from .store import Gallery, Image, NewImage, check_person
+
+_RECORDED = {  # of a network, in a gallery: what load_network reads of the options, --trust-code aside, and their types
+    **{"path": str, "best": bool, "untrained": bool, "ema": bool, "backbone": str, "embedding_size": int, "width": float},
+    **{"image_size": int, "colour": str, "input_mean": float, "input_std": float},
+}
 
 
 class Picture(NamedTuple):
@@ -204,6 +209,7 @@ def enrol_all(options: argparse.Namespace) -> None:
         options.person = check_person(options.person)
     pictures, rejected = with_people(find_pictures(options.folder), options.person_from, options.person)
     options.run = options.run or newest_run()
+    recorded = _recorded_network(options)
     embedder, detector = open_embedder(options), open_detector(options)
     facts = Facts(
         one_line(embedder.title),
@@ -212,7 +218,7 @@ def enrol_all(options: argparse.Namespace) -> None:
         embedder.image_size,
         one_line(detector.name) if detector else "",
         options.which,
-        _stored_path(options.run),
+        recorded,
         _stored_path(options.detector) if options.detector else "",
     )
     with Gallery.create(options.gallery, facts) as gallery:
@@ -310,15 +316,33 @@ def take_recorded_network(options: argparse.Namespace) -> None:
     """Set the network and the detector of the options to those that the gallery was enrolled with."""
     with Gallery(options.gallery) as gallery:
         facts = gallery.facts
-    path = Path(facts.network_path)
+    recorded: dict[str, Any] = {"path": facts.network_path}
+    if facts.network_path.startswith("{"):
+        try:
+            recorded = dict(json.loads(facts.network_path))
+            sound = all(type(value) is _RECORDED[name] for name, value in recorded.items()) and "path" in recorded
+        except (ValueError, TypeError, KeyError, RecursionError):
+            sound = False
+        if not sound:
+            raise ValueError(f"{shown(options.gallery)}: its facts do not say how its network is read; name it before the gallery")
+    path = Path(recorded.pop("path"))
     if not facts.network_path or not path.exists():
         raise ValueError(
             f"{shown(options.gallery)}: its network, {one_line(facts.title)}, is not at {shown(path)}; name it before the "
             f"gallery, as in face search NETWORK {shown(options.gallery)} PICTURES"
         )
     options.run = path
+    vars(options).update(recorded)
     if options.detector is None and facts.detector_path:
         options.detector = Path(facts.detector_path)
+
+
+def _recorded_network(options: argparse.Namespace) -> str:
+    """Return what Facts.network_path is: the path of the network, or JSON of the path and the options that choose it."""
+    path, values = _stored_path(options.run), vars(options)
+    needed = _RECORDED.keys() - {"path"} if options.backbone else _RECORDED.keys() - {"path", "embedding_size", "width"}
+    given = {name: values[name] for name in sorted(needed) if values[name] is not None and values[name] is not False}
+    return json.dumps({"path": path, **given}) if given else path
 
 
 def _stored_path(path: Path) -> str:
@@ -335,7 +359,7 @@ def show_gallery(options: argparse.Namespace) -> None:
         "people": f"{len(people):,}",
         "images": f"{len(images):,}, {sum(bool(image.face_sum) for image in images):,} with their face",
         "network": facts.title,
-        "path of the network": facts.network_path or "not known",
+        "network read from": facts.network_path or "not known",
         "digest of the network": facts.digest,
         "embedding": f"{facts.embedding_size} numbers, from {facts.image_size} x {facts.image_size} pixels",
         "detector": detector,
@@ -386,13 +410,14 @@ def remove_from_gallery(options: argparse.Namespace) -> None:
 def reembed_gallery(options: argparse.Namespace) -> None:
     """Embed the faces of a gallery with another network."""
     with Gallery(options.gallery) as gallery:
+        recorded = _recorded_network(options)
         embedder = open_embedder(options)
         facts = gallery.facts._replace(
             title=one_line(embedder.title),
             digest=embedder.digest,
             embedding_size=embedder.embedding_size,
             image_size=embedder.image_size,
-            network_path=_stored_path(options.run),
+            network_path=recorded,
         )
 
         def wrap(images: Iterable[Image], total: int) -> Iterable[Image]:
