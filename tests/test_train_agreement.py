@@ -84,6 +84,10 @@ def _disagree(rank: int, world_size: int, dataset: str, output: str) -> None:
     own = ["data.threads=3", f"eval.targets=[{dataset}/tiny.bin]", f"data.index_cache={output}/{rank}"]
     shared = [f"run.output={output}", "train.max_steps=2"]
     train.train(train.load_config(config, [*rest, *shared, *(own if rank == 2 else [])], train.NAMED), train.StopSignal())
+    if rank == 0:  # which looks, and all ranks refuse
+        (run / "notes").symlink_to(dataset)
+    with pytest.raises(SharedError, match=r"run.output: .* notes in it is a link out of the folder, to "):
+        train.train(train.load_config(config, [*rest, *shared], train.NAMED), train.StopSignal())
 
 
 def test_a_rank_with_other_settings_or_data_is_named_on_all_ranks(
