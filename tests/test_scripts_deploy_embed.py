@@ -38,7 +38,7 @@ from deploy.embed.embedder import open_embedder
 from eval.networks import add_network_arguments
 from scripts.deploy import embed
 from scripts.deploy.embed import main
-from utils.allocator import keep_freed_memory
+from utils.allocator import keep_freed_memory, out_of_memory
 from utils.checkpoint.tensor_file import write_tensors
 
 SIZE, DIM, COUNT = 48, 16, 22
@@ -463,6 +463,7 @@ ERRORS: dict[str, tuple[Exception, str]] = {
     "python": (MemoryError(), "the memory is full"),
     "torch": (_out_of_memory(), "the memory is full"),
     "cuda": (torch.OutOfMemoryError("CUDA out of memory. Tried\nto allocate"), "the memory is full"),
+    "driver": (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might"), "the memory is full"),
     "other": (RuntimeError("a first line\nand a second"), "embedding fails: a first line; what is done is kept"),
     "nameless": (RuntimeError(), "embedding fails: RuntimeError; what is done is kept"),
 }
@@ -470,6 +471,12 @@ ERRORS: dict[str, tuple[Exception, str]] = {
 
 def _fail(name: str) -> None:
     raise ERRORS[name][0]
+
+
+def test_a_full_memory_is_known_by_what_its_allocator_raises():
+    assert {name: out_of_memory(error) for name, (error, _) in ERRORS.items()} == {
+        name: words == "the memory is full" for name, (_, words) in ERRORS.items()
+    }
 
 
 @pytest.mark.parametrize("processes", [1, 2])
