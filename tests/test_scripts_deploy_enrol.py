@@ -275,7 +275,7 @@ def test_short_commands_take_the_newest_run_and_what_the_gallery_was_enrolled_wi
         with sqlite3.connect("../people.gallery") as database:
             database.execute("UPDATE facts SET network_path = ?", (hostile,))
         assert search.main(["../people.gallery", query]) == 1
-        assert capsys.readouterr().err.endswith("do not say how its network is read; name it before the gallery\n")
+        assert capsys.readouterr().err.endswith("it does not say how its network is read; name that before the gallery\n")
     (tmp_path / "weights.pt").unlink()
     assert search.main(["../staff.gallery", query]) == 1
     said = capsys.readouterr().err

@@ -6,18 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from saving import save_now
 
 import face_training
-from backbones import build_backbone
 from scripts import face
 from utils import cli
-from utils.checkpoint.format import find_checkpoint
-from utils.checkpoint.reading import read_backbone
-from utils.distributed import World
 
 ROOT = Path(__file__).parent.parent
 FACE = ROOT / "face"
@@ -156,14 +149,5 @@ def test_a_missing_package_is_one_line_that_says_what_to_do(
         face.main(["eval", "x"])
 
 
-def test_the_readme_is_short_and_its_python_embeds_faces(tmp_path: Path):
-    text = (ROOT / "README.md").read_text()
-    assert len(text.split()) <= 1200
-    network = build_backbone("mbf").state_dict()
-    save_now(tmp_path, 4, network, {"centres": torch.zeros(2, 512)}, (0, 2), {}, {}, World(0, 1, 0, 1, torch.device("cpu")))
-    lines = (
-        text.split("```python\n")[1].split("```")[0].replace('"r50"', '"mbf"').replace("work_dirs/ms1mv3_r50", str(tmp_path))
-    )
-    names = {"crops": np.zeros((2, 112, 112, 3), np.uint8), "torch": torch, "Path": Path, "build_backbone": build_backbone}
-    exec(lines, names | {"read_backbone": read_backbone, "find_checkpoint": find_checkpoint}, found := {})
-    assert len(lines.splitlines()) == 3 and found["embeddings"].shape == (2, 512)
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= 1200

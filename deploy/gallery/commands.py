@@ -324,7 +324,7 @@ def take_recorded_network(options: argparse.Namespace) -> None:
         except (ValueError, TypeError, KeyError, RecursionError):
             sound = False
         if not sound:
-            raise ValueError(f"{shown(options.gallery)}: its facts do not say how its network is read; name it before the gallery")
+            raise ValueError(f"{shown(options.gallery)}: it does not say how its network is read; name that before the gallery")
     path = Path(recorded.pop("path"))
     if not facts.network_path or not path.exists():
         raise ValueError(
