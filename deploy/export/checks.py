@@ -26,7 +26,7 @@ from eval.monitor import evaluate
 from eval.pair_sets.bin_file import PairSet
 from utils.cli import progress
 from utils.distributed import World
-from utils.image import normalise
+from utils.image import IMAGE_SIZE, normalise
 from utils.randomness import derive
 from utils.text import prefix_errors
 
@@ -154,6 +154,28 @@ class _Reader:
     def get_next(self) -> Mapping[str, np.ndarray] | None:
         """Return the next batch, None at the end."""
         return next(self._batches, None)
+
+
+def check_insightface(path: Path, contract: InputContract) -> None:
+    """Raise ValueError unless insightface takes an ONNX file for the recognition network that it is.
+
+    Its programs (release 2.1, model_zoo) feed RGB, know what a network is for by the size of its images and the number of its
+    outputs, and guess the mean and std of the pixels from the names of the first eight nodes.
+    """
+    size, given = contract.image_size, (contract.dtype, contract.colour, contract.mean, contract.std)
+    if size < IMAGE_SIZE or size % 16 or size == 192:
+        raise ValueError(
+            f"--pack insightface: images must have 112, 128, 144, 160, 176, 208 ... pixels, this network's have {size}"
+        )
+    if given != ("float32", "rgb", 127.5, 127.5):
+        raise ValueError(
+            f"--pack insightface: its programs give a network (x - 127.5) / 127.5 of RGB; this one takes {given[1].upper()} in "
+            f"{given[0]}, (x - {given[2]:g}) / {given[3]:g}. Leave out --with-preprocess, or --pack"
+        )
+    graph = importlib.import_module("onnx").load(path, load_external_data=False).graph
+    names = [node.name for node in graph.node[:8]]
+    if all(any(name.startswith(kind) for name in names) for kind in (("Sub", "_minus"), ("Mul", "_mul"))):
+        raise ValueError(f"--pack insightface: it would take this network for one that scales pixels itself, by {names}")
 
 
 def calibration_set(given: Path | None, config: Mapping[str, Any]) -> FaceDataset:

@@ -38,6 +38,7 @@ from .checks import (
     accuracies,
     calibration_batches,
     calibration_set,
+    check_insightface,
     compare,
     embeddings_of,
     images_to_compare,
@@ -107,6 +108,8 @@ class Exporter:
         if wanted:
             self._measure_accuracies(made)
         chosen = made[options.precision]
+        if options.pack:
+            check_insightface(chosen.files[0], chosen.contract)
         facts = {
             "network": source.network.title,
             "contract": asdict(chosen.contract),
@@ -308,6 +311,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--json must be another file than --out, got {options.json}")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise ValueError(f"--json: there is no folder {options.json.absolute().parent}; create it, or name another file")
+    if options.pack and options.to != "onnx":
+        raise ValueError(f"--pack {options.pack} is for --to onnx, got {options.out}")
     if options.to == "pt2" and options.precision != "fp32":
         raise ValueError(f"--precision {options.precision} is for --to onnx; a .pt2 file has fp32 weights")
     if options.max_loss is not None and (options.precision == "fp32" or not 0 <= options.max_loss <= 100):

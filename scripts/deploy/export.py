@@ -13,6 +13,7 @@ Examples:
   python -m scripts.deploy.export work_dirs/demo_cpu --to onnx --out demo.onnx --with-preprocess
   python -m scripts.deploy.export backbone.pth --backbone r50 --to onnx --out r50_int8.onnx --precision int8 --calibrate people
   python -m scripts.deploy.export work_dirs/demo_cpu --to onnx --out demo.onnx --measure --json demo.json
+  python -m scripts.deploy.export work_dirs/ms1mv3_r50 --pack insightface --out ~/.insightface/models/mine/recognition.onnx
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", choices=("onnx", "pt2"), help="form of the file (default: as the name of FILE ends)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, .onnx or .pt2")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE")
+    parser.add_argument(
+        "--pack",
+        choices=("insightface",),
+        help="write only what insightface's get_model and FaceAnalysis take for a recognition network of their own",
+    )
     parser.add_argument("--with-preprocess", action="store_true", help="take (batch, S, S, 3) uint8 RGB, return unit vectors")
     parser.add_argument("--flip", action="store_true", help="add the embedding of the mirror image, as the evaluation does")
     parser.add_argument("--precision", choices=("fp32", "fp16", "int8"), default="fp32", help="of weights and arithmetic")
