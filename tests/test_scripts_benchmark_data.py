@@ -12,7 +12,7 @@ from data.augment import OPERATIONS
 from data.recordio.index import read_index
 from scripts.benchmark import data as benchmark_data
 from scripts.benchmark import kit
-from scripts.benchmark.plain import FloatPerItem, decoders, index_as_dict, plain_loader
+from scripts.benchmark.plain_data import FloatPerItem, decoders, index_as_dict, plain_loader
 from utils.image import normalise
 
 TINY = ["--records", "3000", "--images", "64", "--epoch", "600", "--rounds", "1"]

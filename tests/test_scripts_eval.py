@@ -22,7 +22,7 @@ from eval.pair_sets.bin_file import PairSet
 from eval.templates import read_face
 from eval.verification import fuse_views, verify
 from scripts.benchmark import eval as benchmark_eval
-from scripts.benchmark.plain import plain_embed, plain_numbers
+from scripts.benchmark.plain_data import plain_embed, plain_numbers
 from utils.alignment import TEMPLATE
 from utils.distributed import World
 from utils.image import normalise

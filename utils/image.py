@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 # mxnet ignores the EXIF orientation of a JPEG; face sets were made with mxnet, so a reader must do the same.
-_DECODE_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+_DECODE_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION  # from OpenCV 4.11 on
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")  # of image files, in any case
 IMAGE_STARTS = {b"\xff\xd8\xff": ".jpg", b"\x89PNG\r\n\x1a\n": ".png", b"BM": ".bmp", b"RIFF": ".webp"}  # first bytes: suffix

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from . import distributed
 from .allocator import keep_freed_memory, out_of_memory
@@ -144,7 +143,7 @@ def _is_rank_0() -> bool:
 
 def _say(line: str) -> None:
     """Print one escaped line on stderr, after closing progress bars that an error left open."""
-    for bar in list(getattr(tqdm, "_instances", ())):
+    for bar in list(getattr(sys.modules["tqdm"].tqdm, "_instances", ())) if "tqdm" in sys.modules else ():
         bar.close()
     print(one_line(rename_in(line)), file=sys.stderr, flush=True)
 

@@ -42,7 +42,7 @@ from utils.image import IMAGE_SIZE
 from utils.program import run_main
 
 from .kit import add_common_arguments, machine, peak_bytes, run_ranks, seconds_of, take_turns, write_json
-from .plain import decoders, index_as_dict, plain_loader
+from .plain_data import decoders, index_as_dict, plain_loader
 
 _CPU = torch.device("cpu")
 _BATCH = 256

@@ -31,7 +31,7 @@ from utils.program import run_main
 
 from .data import make_faces
 from .kit import add_common_arguments, run_ranks, seconds_of, take_turns, write_json
-from .plain import plain_embed, plain_numbers
+from .plain_data import plain_embed, plain_numbers
 
 _INTERVAL = 2000  # optimizer steps between evaluations
 _STEPS = 3  # optimizer steps that are timed together
