@@ -22,6 +22,7 @@ from scripts.benchmark.plain import KINDS, PlainHead
 from training import model
 
 NUM_CLASSES, D, ROWS = 60, 24, 12
+DRAWS = {"classes": 10, "ours_us": 1.0, "plain_us": 2.0}
 
 
 def _plain_equals_dense(rank: int, world_size: int) -> None:
@@ -49,8 +50,11 @@ def test_plain_heads_compute_the_same_gradients(run_ranks: Callable[..., None], 
     run_ranks(_plain_equals_dense, world_size)
 
 
-def test_the_benchmark_measures_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    file = tmp_path / "result.json"
+def test_the_benchmark_measures_draws_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    file, early = tmp_path / "result.json", []
+    monkeypatch.setattr(benchmark_head, "time_draws", lambda _: early.append(json.loads(file.read_text())["rows"]) or DRAWS)
     small = ["--quick", "--classes", "700", "--batch", "16", "--sample-rate", "1", "--storage", "lean", "--matmul", "fp32"]
     assert benchmark_head.main([*small, "--json", str(file), "--plot", str(tmp_path)]) == 0
     result = json.loads(file.read_text())
@@ -60,7 +64,9 @@ def test_the_benchmark_measures_draws_and_writes(tmp_path: Path, capsys: pytest.
     assert ours["memory_ratio_target_only"] == pytest.approx(leaner["bytes_per_identity"] / ours["bytes_per_identity"])
     assert {path.name for path in tmp_path.glob("*.png")} == {"head_time.png", "head_memory.png"}
     said = capsys.readouterr().out
-    assert "ours lean fp32" in said
+    assert "ours lean fp32" in said and early == [result["rows"]]  # which a deadline would not have taken
+    least, most = ours["step_ms_range"]
+    assert least <= ours["step_ms"] <= most and f"{ours['step_ms']:.2f} {f'{least:.2f} to {most:.2f}':>18}" in said
 
 
 def test_the_benchmark_measures_other_losses_beside_arcface(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -72,6 +72,7 @@ def test_the_report_has_all_loops_and_its_figures_agree(tmp_path: Path, capsys: 
     assert list(rows) == ["ours", "plain", "reference"] and all(name in out for name in ("arcface_torch", "communication"))
     for row in rows.values():
         assert row["ratio"] == pytest.approx(row["step_seconds"] / rows["ours"]["step_seconds"])  # of the only round
+        assert row["step_seconds_range"] == [row["step_seconds"]] * 2
         assert row["images_per_second"] == pytest.approx(4 / row["step_seconds"]) and row["peak_gib"] > 0.1
     assert set(found["parts"]) == set(benchmark_train.PARTS)
     assert all(found["parts"][part] > 0 for part in ("data", "forward", "backward", "head", "optimizer"))

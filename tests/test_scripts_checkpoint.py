@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -182,7 +183,10 @@ def test_a_path_that_is_easily_mistaken_is_one_line(run_folder: Path, tmp_path: 
     assert checkpoint.main(["verify", str(step)]) == 1
 
 
-def test_the_benchmark_of_checkpoints_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_benchmark_of_checkpoints_reports_its_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    sizes: list[int] = []
     small = ["--classes", "3000", "--backbone", "mbf", "--rounds", "1", "--folder", str(tmp_path)]
     small += ["--json", str(tmp_path / "out")]
     assert benchmark_checkpoint.main(small) == 0
@@ -195,3 +199,8 @@ def test_the_benchmark_of_checkpoints_reports_its_figures(tmp_path: Path, capsys
     )
     assert 0 < found["save"]["wait"] < found["save"]["complete"]
     assert "times as long" in capsys.readouterr().out and [path.name for path in tmp_path.iterdir()] == ["out"]
+    monkeypatch.setattr(benchmark_checkpoint, "measure_save", lambda options, folder: sizes.append(options.classes))
+    for free, arguments in ((9, []), (7, []), (7, ["--classes", "5"])):
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free << 30))
+        assert benchmark_checkpoint.main(arguments) == 0
+    assert sizes == [200_000, 100_000, 5]  # half of it on a small disk

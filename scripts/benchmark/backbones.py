@@ -34,7 +34,7 @@ from utils.program import run_main
 from utils.report.contact_sheet import make_figure
 from utils.text import label_text, markdown_table, prefix_errors
 
-from .kit import add_common_arguments, clock, machine, take_turns, write_into_page, write_json
+from .kit import add_common_arguments, clock, gpu_figures, machine, take_turns, write_into_page, write_json
 
 BEGIN = "<!-- begin: written by scripts.benchmark.backbones -->"
 _REFERENCE = "r18"
@@ -76,7 +76,7 @@ def benchmark(options: argparse.Namespace) -> None:
     for row in measure(options, device):
         rows.append(row)
         print(_line(_cells(row)), flush=True)
-    write_json(options.json, {"machine": machine(device.type), "setup": words, "rows": rows})
+        write_json(options.json, {"machine": machine(device.type), "setup": words, "rows": rows})
     if options.page:
         table = [_HEADER, *map(_cells, rows)]
         kept = [place for place in range(len(_HEADER)) if any(line[place] for line in table[1:])]
@@ -155,10 +155,13 @@ def _times(steps: _Steps, reference: _Steps, options: argparse.Namespace) -> Row
     """Return the times of a network that takes turns with the reference."""
     turns = take_turns({"own": steps.seconds, "other": reference.seconds}, 1 + options.rounds)
     ratios = [own / other for own, other in zip(*turns.values(), strict=True)][1:]
+    own = [1e3 * seconds / options.batch for seconds in turns["own"][1:]]
     return {
-        "ms_per_image": 1e3 * statistics.median(turns["own"][1:]) / options.batch,
+        "ms_per_image": statistics.median(own),
+        "ms_range": [min(own), max(own)],
         "ratio": statistics.median(ratios),
         "ratio_range": [min(ratios), max(ratios)],
+        **gpu_figures(steps.seconds, steps.device),
     }
 
 

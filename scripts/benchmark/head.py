@@ -1,10 +1,10 @@
 """Measure time and memory of the head against plain heads: python -m scripts.benchmark.head [--json FILE] [--plot FOLDER]
 
 Every line of the table is a separate process (one per rank): some warm-up steps, the median of several steps, and the growth of
-its peak memory. ratio = plain / ours, in time and in memory. At sample rate 1 the plain head is the dense one of tutorials,
-below 1 it is Partial FC as in arcface_torch: plain.py. "target-only" is a dense head that computes the margin only
-for the targets, the best plain version. With --loss other losses are measured with their default arguments, their steps in turn
-with those of ArcFace in the same process; arcface x = median of loss / ArcFace.
+its peak memory. ratio = plain / ours, in time and in memory. busy: the kernels of a step, on a GPU. At sample rate 1 the plain
+head is the dense one of tutorials, below 1 it is Partial FC as in arcface_torch: plain.py. "target-only" is a dense head that
+computes the margin only for the targets, the best plain version. With --loss other losses are measured with their default
+arguments, their steps in turn with those of ArcFace in the same process; arcface x = median of loss / ArcFace.
 
 Examples:
   python -m scripts.benchmark.head --quick
@@ -35,7 +35,7 @@ from utils.memory import free_bytes
 from utils.program import run_main
 from utils.report.contact_sheet import make_figure
 
-from .kit import add_common_arguments, bare_seconds, machine, peak_bytes, run_ranks, seconds_of, write_json
+from .kit import add_common_arguments, bare_seconds, gpu_figures, machine, peak_bytes, run_ranks, seconds_of, write_json
 from .plain import PlainHead
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=0, help="classes at once, 0 = what suits the device")
     parser.add_argument("--cache-mb", type=int, default=-1, help="head.cache_mb")
     parser.add_argument("--world-size", type=int, default=1, help="gloo or NCCL processes on this machine")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps; the median is reported")
+    parser.add_argument("--steps", type=int, help="timed steps; the median is reported (default: 5, on a GPU 20)")
     parser.add_argument("--loss", nargs="+", choices=tuple(MARGINS), default=["arcface"], help="default arcface")
     parser.add_argument("--no-plain", action="store_true", help="leave the plain heads out")
     add_common_arguments(parser)
@@ -75,18 +75,19 @@ def benchmark(options: argparse.Namespace) -> None:
         options.classes, options.batch, options.steps = options.classes or [20_000], min(options.batch, 128), 3
         options.sample_rate = options.sample_rate or [1.0, 0.1]
     device = distributed.choose_device(options.device, 0).type
+    options.steps = options.steps or (20 if device == "cuda" else 5)
     pairs = list(_OURS)
     if options.storage or options.matmul:
         pairs = [(s, m) for s in options.storage or ("exact", "lean", "tiny") for m in options.matmul or ("fp32", "bf16")]
     common = {key: getattr(options, key) for key in ("batch", "kernels", "chunk", "cache_mb", "world_size", "steps")}
     common["device"] = device
     bare = {name: _run(common | {"head": "bare", "matmul": name, "classes": 100_000}) for name in {m for _, m in pairs}}
-    rows, no_plain = [], options.no_plain or "arcface" not in options.loss  # the plain heads have no other loss
+    no_plain = options.no_plain or "arcface" not in options.loss  # the plain heads have no other loss
+    rows: list[dict[str, Any]] = []
     print(f"{machine(device)}\nbatch {options.batch}, {options.world_size} process(es), D = {_DIM}; ratios are plain / ours\n")
-    names = (
-        f"{'classes':>9} {'rate':>5}  {'head':<22} {'step ms':>9} {'B/class':>8} {'time x':>7} {'memory x':>8} {'of bare':>8}"
-    )
-    print(f"{names} {'arcface x':>9}")
+    names = f"{'classes':>9} {'rate':>5}  {'head':<22} {'step ms':>9} {'range':>18} {'busy ms':>8} {'B/class':>8} {'time x':>7}"
+    print(f"{names} {'memory x':>8} {'of bare':>8} {'arcface x':>9}")
+    found = {"machine": machine(device), "bare": bare, "rows": rows}
     for classes in options.classes or [100_000, 1_000_000]:
         for rate in options.sample_rate or ([1.0] if classes <= 100_000 else [0.1, 1.0]):
             case = common | {"classes": classes, "sample_rate": rate}
@@ -98,6 +99,7 @@ def benchmark(options: argparse.Namespace) -> None:
                 plain[kind] = _run(case | {"head": kind})
                 rows.append({"head": kind} | case | plain[kind])
                 _print_row(rows[-1])
+                write_json(options.json, found)  # so that what is measured is kept, whatever comes next
             for (storage, matmul), loss in itertools.product(pairs, options.loss):
                 row = {"head": "ours"} | case | {"storage": storage, "matmul": matmul, "loss": loss}
                 row |= _run(row)
@@ -109,6 +111,7 @@ def benchmark(options: argparse.Namespace) -> None:
                     row[f"memory_ratio{suffix}"] = base["bytes_per_identity"] / row["bytes_per_identity"]
                 rows.append(row)
                 _print_row(row)
+                write_json(options.json, found)
     for name, result in sorted(bare.items()):
         each = ", ".join(f"{key} {value:.0f}" for key, value in result["gflops_of_each"].items())
         note = result["note"] and f"{result['note']},"
@@ -118,7 +121,7 @@ def benchmark(options: argparse.Namespace) -> None:
         f"drawing 10 % of {draws['classes']} classes: {draws['ours_us']:.0f} us, by random number, top-k and sort "
         f"{draws['plain_us']:.0f} us"
     )
-    write_json(options.json, {"machine": machine(device), "bare": bare, "draws": draws, "rows": rows})
+    write_json(options.json, found | {"draws": draws})
     if options.plot:
         draw(rows, options.plot)
 
@@ -158,7 +161,9 @@ def _print_row(row: dict[str, Any]) -> None:
         f"{row[key]:>{width}.2f}" if key in row else " " * width
         for key, width in (("time_ratio", 8), ("memory_ratio", 9), ("share_of_bare_products", 9), ("arcface_ratio", 10))
     )
-    numbers = f"{row['step_ms']:>9.1f} {row['bytes_per_identity']:>8.0f}"
+    span = "{:.2f} to {:.2f}".format(*row["step_ms_range"])
+    busy = f"{row['gpu_busy_ms']:.2f}" if "gpu_busy_ms" in row else ""
+    numbers = f"{row['step_ms']:>9.2f} {span:>18} {busy:>8} {row['bytes_per_identity']:>8.0f}"
     print(f"{row['classes']:>9} {row['sample_rate']:>5}  {_name(row):<22} {numbers}{ratios}", flush=True)
 
 
@@ -195,7 +200,8 @@ def work(rank: int, case: dict[str, Any]) -> dict[str, Any]:
             steps[1](number)
     times = [[1e3 * seconds_of(partial(one, 2 + number), device) for one in steps] for number in range(case["steps"])]
     own = [row[0] for row in times]
-    figures = {"step_ms": statistics.median(own), "step_ms_range": [min(own), max(own)], "bytes_per_identity": taken}
+    figures: dict[str, Any] = {"step_ms": statistics.median(own), "step_ms_range": [min(own), max(own)]}
+    figures |= {"bytes_per_identity": taken, **gpu_figures(partial(step, 2 + case["steps"]), device)}
     if len(steps) > 1:
         figures["arcface_ratio"] = statistics.median(row[0] / row[1] for row in times)
     distributed.stop()
@@ -229,9 +235,11 @@ def _our_head(case: dict[str, Any], rank: int, device: torch.device) -> PartialF
 
 
 def _our_step(head: PartialFC, embeddings: torch.Tensor, labels: torch.Tensor) -> Callable[[int], Any]:
+    known = labels[None].cpu()  # as in training, where labels come from the loader
+
     def step(number: int) -> None:
         own = embeddings.clone().requires_grad_()
-        head.begin_step(labels[None].cpu(), number)
+        head.begin_step(known, number)
         head(own).backward()
         head.step(0.01)
 

@@ -1,10 +1,12 @@
 """What all benchmarks share: the machine in words, new processes, time and memory on any device, tables written into a page."""
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -14,11 +16,11 @@ from typing import Any
 import torch
 
 from utils.allocator import keep_freed_memory
-from utils.log import peak_memory_gib
 
 _CPU = torch.device("cpu")
 END = "<!-- end -->"  # after the tables on a page
 _CALLS = 20  # of bare work on a GPU between two waits for it
+_CLOCKS = "clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active"
 
 
 def add_common_arguments(
@@ -52,6 +54,8 @@ def peak_bytes(device: torch.device) -> float:
     status = Path("/proc/self/status")
     if device.type == "cpu" and status.is_file():  # getrusage would include the parent's memory at the fork
         return 1024.0 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    from utils.log import peak_memory_gib  # it needs packages that `gpu` starts without
+
     return peak_memory_gib(device) * 2**30
 
 
@@ -99,6 +103,29 @@ def bare_seconds(work: Callable[[], object], device: torch.device, rounds: int =
     calls = _CALLS if device.type == "cuda" else 1
     times = [seconds_of(lambda: [work() for _ in range(calls)], device) / calls for _ in range(1 + rounds)]
     return statistics.median(times[1:])
+
+
+def gpu_figures(work: Callable[[], object], device: torch.device) -> dict[str, Any]:
+    """Return what only a GPU has, {} on the CPU: how long its kernels and copies take in a call of some work, and its clocks.
+
+    gpu_busy_ms sums their times, also of those that run beside each other. clocks is the answer of nvidia-smi while calls are
+    enqueued, one line for each GPU: clocks of SM and memory, power, temperature, and a bit for each reason that lowers the
+    clocks. What does not answer is left out.
+    """
+    if device.type != "cuda":
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        seconds_of(work, device)
+    events = [event for event in profile.key_averages() if not getattr(event, "is_user_annotation", False)]
+    times = [event.self_device_time_total for event in events if str(event.device_type) == "DeviceType.CUDA"]
+    figures: dict[str, Any] = {"gpu_busy_ms": sum(times) / 1e3} if times else {}
+    for _ in range(_CALLS):
+        work()
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        query = ["nvidia-smi", f"--query-gpu={_CLOCKS}", "--format=csv,noheader"]
+        figures["clocks"] = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+    clock(device)
+    return figures
 
 
 def measured_rates(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:

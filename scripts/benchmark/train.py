@@ -49,7 +49,7 @@ from utils.precision import AUTOCAST, PRECISIONS, choose_precision, is_fast_in_b
 from utils.program import run_main
 
 from .arcface_torch_loop import seconds_per_step, serving
-from .kit import add_common_arguments, clock, machine, measured_rates, peak_bytes, take_turns, write_json
+from .kit import add_common_arguments, clock, gpu_figures, machine, measured_rates, peak_bytes, take_turns, write_json
 from .plain import PlainTraining
 
 _BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
@@ -63,6 +63,7 @@ def serve_case(case: dict[str, Any]) -> None:
         commands = {
             "time": lambda count: seconds_per_step(training.step, count, training.device),
             "peak": lambda _: peak_bytes(training.device),
+            "gpu": lambda _: gpu_figures(training.step, training.device),
         }
         if case["way"] == "ours":
             commands["parts"] = training.parts
@@ -205,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int_in_range(0), default=0, help="CPU threads of a process, 0 = share the cores")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further keys of ours, as for train.py")
     parser.add_argument("--reference", type=Path, metavar="DIR", help="folder of arcface_torch, measured as well")
-    parser.add_argument("--steps", type=count, default=3, help="timed steps of a turn")
+    parser.add_argument("--steps", type=count, help="timed steps of a turn (default: 3, on a GPU 20)")
     parser.add_argument("--rounds", type=count, default=3, help="turns of each; the median is reported")
     add_common_arguments(parser)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -221,6 +222,7 @@ def benchmark(options: argparse.Namespace) -> None:
         options.batch_size, options.classes, options.steps, options.rounds = min(options.batch_size, 32), 1000, 2, 2
         options.width = options.width if options.reference else min(options.width, 0.25)
     device = choose_device(options.device, 0)
+    options.steps = options.steps or (20 if device.type == "cuda" else 3)
     options.precision = choose_precision(options.precision, is_fast_in_bf16(device))
     _check(options, device)
     torch.set_num_threads(num_cores())
@@ -231,11 +233,13 @@ def benchmark(options: argparse.Namespace) -> None:
             turns = {way: lambda loop=loop: loop.ask("time", options.steps)[0] for way, loop in loops.items()}
             seconds = take_turns(turns, options.rounds)
             peaks = {way: max(loop.ask("peak", 0)) for way, loop in loops.items()}
+            on_gpu = {way: loop.ask("gpu", 0)[0] for way, loop in loops.items() if way != "reference"}
             parts = loops["ours"].ask("parts", options.steps)[0]
         finally:
             for loop in loops.values():
                 loop.end()
     rows = [{"loop": way, **_figures(seconds["ours"], seconds[way], options.batch_size, peaks[way])} for way in ways]
+    rows = [row | on_gpu.get(row["loop"], {}) for row in rows]
     _print_table(options, device, rows)
     useful = _useful(options, rows[0]["step_seconds"], parts, device)
     for part, value in parts.items():
@@ -356,6 +360,7 @@ def _figures(ours: Sequence[float], seconds: Sequence[float], images: int, peak:
     ratios = [theirs / own for theirs, own in zip(seconds, ours, strict=True)]
     return {
         "step_seconds": statistics.median(seconds),
+        "step_seconds_range": [min(seconds), max(seconds)],
         "images_per_second": images / statistics.median(seconds),
         "peak_gib": peak / 2**30,
         "ratio": statistics.median(ratios),
@@ -368,10 +373,11 @@ def _print_table(options: argparse.Namespace, device: torch.device, rows: Sequen
     print(f"{options.backbone} of width {options.width:g}, {options.precision}, {options.batch_size} images")
     size = f"{options.image_size} x {options.image_size}"
     print(f"of {size}, {options.classes} classes, {options.processes} process(es); the ratio is loop / ours, of each round\n")
-    print(f"{'loop':<16}{'step ms':>10}{'images/s':>10}{'peak GiB':>10}{'ratio':>8}{'range':>16}")
+    print(f"{'loop':<16}{'step ms':>10}{'of turns':>18}{'images/s':>10}{'peak GiB':>10}{'ratio':>8}{'range':>16}")
     for row in rows:
         span = "{:.2f} to {:.2f}".format(*row["ratio_range"])
-        numbers = f"{1e3 * row['step_seconds']:10.0f}{row['images_per_second']:10.1f}{row['peak_gib']:10.2f}"
+        turns = "{:.1f} to {:.1f}".format(*(1e3 * seconds for seconds in row["step_seconds_range"]))
+        numbers = f"{1e3 * row['step_seconds']:10.1f}{turns:>18}{row['images_per_second']:10.1f}{row['peak_gib']:10.2f}"
         print(f"{_NAMES[row['loop']]:<16}{numbers}{row['ratio']:8.2f}{span:>16}")
     print("\na step of ours, timed part by part: time, share of the step, share of the rate of matrix products")
 
