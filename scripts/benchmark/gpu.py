@@ -9,9 +9,10 @@ capacity     how many identities fit on this device, found by trying
 data         the loader
 checkpoint   how long training waits for saves
 
-Every part is a program in a process of its own with a deadline, so one that fails, hangs or runs out of memory costs itself
-only. The folder --out has the figures of each part (NAME.json), its output (NAME.txt), and summary.json, which is complete
-after every part. The exit status is 1 if a part failed or was not reached.
+Every part is a program in a process of its own with a deadline below ten minutes, so one that fails, hangs or runs out of
+memory costs itself only. The folder --out has the figures of each part (NAME.json), its output (NAME.txt), and summary.json,
+which is complete after every part. This program needs torch alone: what else is missing it names at the start, and a part that
+ends at an import is "skipped: needs PACKAGE". The exit status is 1 if another part failed or was not reached, or none ran.
 
 Examples:
   python -m scripts.benchmark.gpu --out gpu
@@ -22,21 +23,23 @@ import argparse
 import datetime
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from scripts.doctor import check_package, read_pins
 from utils import distributed
 from utils.cli import make_parser
-from utils.files import write_file
-from utils.memory import free_bytes
 from utils.program import run_main
+from utils.text import pip_install
 
 from .kit import machine
 
@@ -53,8 +56,9 @@ def _benchmark(name: str, seconds: int, *options: str) -> _Part:
 
 
 _HEAD_ALONE = ("--backbone", "none", "--batch", "128", "--find")
+_TESTS = ("pytest", "-vv", "-m", "gpu", "-p", "no:cacheprovider", "--continue-on-collection-errors", "--durations=20")
 PARTS = {
-    "tests": _Part(("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"), 300),
+    "tests": _Part(_TESTS, 300),  # with the files of _gpu_tests
     "head": _benchmark("head", 300, "--device", "{device}"),
     "backbones": _benchmark("backbones", 240, "--device", "{device}"),
     "train": _benchmark("train", 240, "--device", "{device}"),
@@ -87,44 +91,75 @@ def benchmark(options: argparse.Namespace) -> None:
     distributed.choose_device(options.device, 0)
     options.out.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now().isoformat(timespec="seconds")
-    summary: dict[str, Any] = {"machine": machine(options.device), "quick": options.quick, "begun": now, "parts": {}}
+    pins = list(read_pins(_ROOT / "requirements.txt"))
+    pins += [pin for pin in read_pins(_ROOT / "requirements-dev.txt") if pin.package == "pytest"]
+    if missing := [f"{pin.package}=={pin.version}" for pin in pins if check_package(pin)[0]]:
+        print(f"missing here: {', '.join(missing)}; for parts that need them: {pip_install(*missing)}", flush=True)
+    summary: dict[str, Any] = {"machine": machine(options.device), "quick": options.quick, "begun": now, "missing": missing}
+    parts = summary["parts"] = {}
     ends = time.monotonic() + 60 * options.minutes
     for name in options.parts:
         seconds = min(PARTS[name].seconds * options.minutes / 30, ends - time.monotonic())
         print(f"{name:<11}at most {max(0.0, seconds):.0f} s ...", flush=True)
         begun = time.monotonic()
-        status = _run(name, options, seconds) if seconds > 1 else "not started: --minutes were over"
-        summary["parts"][name] = {"status": status, "seconds": time.monotonic() - begun}
-        write_file(options.out / "summary.json", json.dumps(summary, indent=1) + "\n")  # complete at any time
-        print(f"{name:<11}{status}, {time.monotonic() - begun:.1f} s", flush=True)
-    failed = [name for name, part in summary["parts"].items() if part["status"] != "complete"]
-    if failed:
-        raise ValueError(f"not complete: {', '.join(failed)}; {options.out}/NAME.txt has their output")
+        parts[name] = _run(name, options, seconds) if seconds > 1 else {"status": "not started: --minutes were over"}
+        parts[name]["seconds"] = round(time.monotonic() - begun, 1)
+        (new := options.out / "summary.json.new").write_text(json.dumps(summary, indent=1) + "\n")
+        new.replace(options.out / "summary.json")  # which is complete at any time
+        print(f"{name:<11}{', '.join(map(str, parts[name].values()))} s", flush=True)
+    status = {name: part["status"].partition(":")[0] for name, part in parts.items()}
+    failed = [name for name in status if status[name] not in ("complete", "skipped")]
+    if failed or "complete" not in status.values():
+        raise ValueError(f"not complete: {', '.join(failed or status)}; {options.out}/NAME.txt has their output")
 
 
-def _run(name: str, options: argparse.Namespace, seconds: float) -> str:
+def _gpu_tests() -> list[str]:
+    """Return the files with tests marked gpu or of the fixture `device`, by their text, as others may not be imported here."""
+    marked = re.compile(r"\bmark\.gpu\b|^def test_\w+\([^)]*\bdevice: torch", re.M)
+    paths = sorted((_ROOT / "tests").glob("test_*.py"))
+    return [f"tests/{path.name}" for path in paths if marked.search(path.read_text("utf-8"))]
+
+
+def _run(name: str, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """Run a part in a process of its own; return how it ended."""
     # on the CPU as little as finds its answer soon
-    memory = 0.9 * free_bytes(torch.device("cuda"), 1) / 2**30 if options.device == "cuda" else 0.5
+    memory = 0.9 * torch.cuda.mem_get_info()[0] / 2**30 if options.device == "cuda" else 0.5
     places = {"device": options.device, "json": str(options.out.resolve() / f"{name}.json"), "memory": f"{memory:.2f}"}
     words = [word.format(**places) for word in PARTS[name].command]
-    if options.quick and name != "tests":
-        words.append("--quick")
+    words += _gpu_tests() if name == "tests" else ["--quick"] * options.quick
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
+    # what a part has said before it is killed is in its file; our tests on a GPU need no plugin of pytest
+    environment |= {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     with open(options.out / f"{name}.txt", "wb") as output:
         command = [sys.executable, "-m", *words]
         process = subprocess.Popen(
             command, cwd=_ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code = process.wait(seconds)
+            ended = f"failed with status {code}" if (code := process.wait(seconds)) else "complete"
         except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)  # also what the part has started
             process.wait()
-            if isinstance(error, subprocess.TimeoutExpired):
-                return f"killed at its deadline of {seconds:.0f} s"
-            raise
-    return f"failed with status {code}" if code else "complete"
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            ended = f"killed at its deadline of {seconds:.0f} s"
+    return _judged(ended, (options.out / f"{name}.txt").read_text("utf-8", errors="replace"))
+
+
+def _judged(ended: str, said: str) -> dict[str, Any]:
+    """Return the status of a part, and how many of its tests ended how, from its end and its output.
+
+    It is skipped if its last line, or that of every file of tests that could not be collected, says that a package is missing.
+    """
+    tests = Counter(re.findall(r"^tests/\S+::.* (PASSED|FAILED|ERROR|SKIPPED)\b", said, re.M))
+    last = "\n".join([line for line in said.splitlines() if line.startswith("E  ")] + said.splitlines()[-1:])
+    missing = re.findall(r"No module named '?(\w+)", last)
+    others = [name for name in missing if (_ROOT / name).exists() or (_ROOT / f"{name}.py").exists()]
+    faults = tests["FAILED"] + tests["ERROR"] + len(others)
+    if ended.startswith("failed") and missing and not faults and len(missing) >= said.count("ERROR collecting"):
+        needs = f"needs {', '.join(sorted(set(missing)))}"
+        ended = f"complete: but for what {needs}" if tests["PASSED"] else f"skipped: {needs}"
+    return {"status": ended, "tests": dict(tests)} if tests else {"status": ended}
 
 
 if __name__ == "__main__":
