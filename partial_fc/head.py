@@ -7,8 +7,8 @@ Source: An et al., https://arxiv.org/abs/2010.05222 and https://arxiv.org/abs/22
     loss = head(embeddings, micro)         # once per micro-batch; loss.backward() gives the embeddings' gradient
     head.step(lr)                          # after the last forward: gradient and update of the active centres
 
-so centres have no .grad: their gradient exists for one chunk at a time, inside step(). On CUDA step() is enqueued on a stream
-of its own, behind all that was enqueued before it, and runs beside what follows: the backbone's update and its next forward.
+so centres have no .grad: their gradient exists for one chunk at a time, inside step(). On CUDA the update is enqueued on a
+stream of its own. It waits for the flag that lets it happen, and runs beside what is enqueued after that: see settle().
 Gradients are those of the mean loss over the global batch; a data-parallel backbone averages over the ranks, so the caller
 multiplies its loss by world_size.
 
@@ -16,6 +16,7 @@ Shapes: b = samples of this rank per micro-batch, B = b * world_size, D = embedd
 """
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -125,6 +126,7 @@ class PartialFC(nn.Module):
     @property
     def centres(self) -> Tensor:
         """This rank's centres as stored, (num_slots, D), in slot order; (num_slots, K, D) of K sub-centers."""
+        self._beside.wait()
         return by_slot(self.centre_store.tensors, self.config.sub_centers)["centres"]
 
     def describe(self) -> str:
@@ -227,23 +229,36 @@ class PartialFC(nn.Module):
         Args:
             good: () bool, equal on all ranks; False also keeps everything as it is.
         """
+        self.settle(lr, good)()
+
+    @torch.no_grad()
+    def settle(self, lr: float, good: Tensor | None = None) -> Callable[[], None]:
+        """Begin `step`: decide whether to update, and update the margin. Return what enqueues the update of the centres.
+
+        On CUDA the update reads nothing that is computed later than `good`, so it runs beside what is enqueued between.
+        """
         current = self._step()
         plan = current.plan
         if len(current.pulls) != len(plan.owners):
             raise ValueError(f"head: step() after {len(current.pulls)} of {len(plan.owners)} micro-batches")
         finite = torch.stack(current.losses).isfinite().all()
         finite = finite if good is None else finite & good
-        share = 1.0 / len(current.pulls)
-        self._current = None
-        self._forward.step_margin(current, lr, finite)
         # C and Triton read the flag where it lies; for plain torch the host has to
         apply = finite.float().reshape(1) if self.kernels.reads_flag and self._decay is None else None
+        self._beside.mark()
+        self._current = None
+        self._forward.step_margin(current, lr, finite)
+        return functools.partial(self._update, current, lr, finite, apply)
+
+    @torch.no_grad()
+    def _update(self, current: Step, lr: float, finite: Tensor, apply: Tensor | None) -> None:
         if apply is None and not bool(finite):
             return
-        pulls = [pull.times(share) for pull in current.pulls]
+        plan, share = current.plan, 1.0 / len(current.pulls)
         seed = derive(self.seed, "rounding", plan.labels.step, self.rank)
         self._begin_noise("rounding", plan.labels.step)
-        with self._beside.run(keep=(current, pulls, apply)):
+        with self._beside.run(keep=(current, apply)):
+            pulls = [pull.times(share) for pull in current.pulls]
             for number, gradient in enumerate(self._passes.gradients(pulls, plan.chunks)):
                 self.kernels.update_rows(self.config.optimizer, self.centre_store, gradient, lr, seed + number, apply)
             if self._decay is not None:
@@ -267,6 +282,7 @@ class PartialFC(nn.Module):
     @torch.no_grad()
     def load_rows(self, read: Read) -> None:
         """Fill this shard from read(start slot, stop slot) -> tensors by name, of any world size and storage."""
+        self._beside.wait()
         also = self._numbers.saved() | ({} if self._graph is None else {"neighbours": self._graph.slots})
         start, per_class = self.first_slot, self.config.sub_centers
         self.centre_store.read_rows(lambda low, high: read(start + low, start + high), also, per_class)

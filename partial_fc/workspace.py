@@ -70,18 +70,25 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ready: torch.cuda.Event | None = None
         self._kept: object = None
 
+    def mark(self) -> None:
+        """Let the next `run` wait for the work enqueued so far, which makes all that it reads."""
+        if self._stream is not None:
+            self._ready = torch.cuda.current_stream(self._stream.device).record_event()
+
     def run(self, keep: object) -> contextlib.AbstractContextManager[object]:
-        """Return a context whose CUDA work starts after the work enqueued so far, in parallel with the work enqueued next.
+        """Return a context whose CUDA work starts after the work enqueued before `mark`, in parallel with all enqueued since.
 
         Args:
             keep: an object that holds the tensors that the work reads.
         """
         if self._stream is None:
             return contextlib.nullcontext()
+        assert self._ready is not None, "mark comes first"
         self._kept = keep
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_event(self._ready)
         return torch.cuda.stream(self._stream)
 
     def wait(self) -> None:

@@ -1,17 +1,22 @@
 """The terms of a loss on several ranks give the gradient of the whole batch on one."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rounding import rounding_bound
-from tiny_runs import tiny_run, write_dataset
+from tiny_runs import small_run, tiny_run, write_dataset
 from torch import Tensor, nn
 
 import train
+from partial_fc import head as head_module
+from partial_fc.workspace import SideStream
 from training import model as training_model
+from training import step as training_step
 from training.step import LossTerm, backward
 from utils import distributed
 from utils.distributed import World
@@ -91,3 +96,19 @@ def test_images_and_weights_are_channels_last_from_the_first_convolution_to_the_
     assert len(seen) > 40 * accumulation
     for given, weight, out in seen:
         assert all(part.is_contiguous(memory_format=torch.channels_last) for part in (given, weight, out))
+
+
+def test_the_update_of_the_centres_waits_for_the_flag_and_the_optimizer_does_not_wait_for_the_host(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls: list[str] = []
+    whole = training_step.step_if
+    monkeypatch.setattr(training_step, "step_if", lambda *given: (calls.append("optimizer"), whole(*given)))
+    main = SimpleNamespace(record_event=lambda: calls.append("event") or len(calls), wait_stream=lambda stream: None)
+    side = SimpleNamespace(device=0, wait_event=lambda event: calls.append(f"update after {calls[event - 1]}"))
+    for name, value in (("Stream", side), ("current_stream", main), ("stream", contextlib.nullcontext())):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(head_module, "SideStream", lambda device: SideStream(torch.device("cuda")))
+    settings = ("train.max_steps=2", "eval.targets=[]", "train.accumulation=2")
+    assert train.main(small_run(dataset, tmp_path, *settings)) == 0
+    assert calls == ["event", "optimizer", "update after event"] * 2

@@ -103,12 +103,13 @@ def train_step(
     scale = model.scaler.scale
     grad_norm = unscale_and_clip_grad_norm_(model.backbone, scale, config.optimizer.clip_norm, config.optimizer.clip_value)
     good = distributed.all_ranks(loss.isfinite() & grad_norm.isfinite(), world)
-    for task in tasks:
-        model.heads[task.name].step(rates[1] * config.head.lr_factor, good)
-    step_if(model.optimizer, good)
+    updates = [model.heads[task.name].settle(rates[1] * config.head.lr_factor, good) for task in tasks]
+    step_if(model.optimizer, good)  # before the updates: the host needs long to enqueue those, on a stream of their own
     if model.ema is not None:
         model.ema.update(good)
     model.scaler.update(good)
+    for update in updates:
+        update()
     return StepResult(loss, losses, embeddings, grad_norm, scale, good)
 
 
