@@ -112,3 +112,16 @@ def test_the_update_of_the_centres_waits_for_the_flag_and_the_optimizer_does_not
     settings = ("train.max_steps=2", "eval.targets=[]", "train.accumulation=2")
     assert train.main(small_run(dataset, tmp_path, *settings)) == 0
     assert calls == ["event", "optimizer", "update after event"] * 2
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_graph_that_writes_where_it_wrote_before_leaves_kept_gradients_alone(keep: bool):
+    weight, written = nn.Parameter(torch.ones(3)), [torch.zeros(3)]
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.register_hook(lambda gradient: written.append(gradient.detach()))  # no reference to what autograd takes over
+    for _ in range(2):
+        training_step.begin_gradients(optimizer, keep)
+        for _ in range(2):
+            written[-1].fill_(torch.nan)
+            (weight * 3).sum().backward()
+        assert weight.grad is not None and (weight.grad.tolist() == [6.0] * 3) == keep

@@ -125,7 +125,7 @@ def forward_backward(
     batches = prepared.batches
     for task, plan in zip(tasks, prepared.plans, strict=True):
         model.heads[task.name].begin_step(plan, prepared.number)
-    model.optimizer.zero_grad(set_to_none=True)
+    begin_gradients(model.optimizer, keep=accumulation > 1 and world.device.type == "cuda")
     zero = torch.zeros((), device=world.device)
     total, losses = zero, dict.fromkeys((task.name for task in tasks), zero)
     outputs: list[list[Tensor]] = [[] for _ in tasks]
@@ -146,6 +146,17 @@ def forward_backward(
             total = total + term.weight * values[term.name] / accumulation
         losses = {name: losses[name] + values[name] / accumulation for name in losses}
     return total, losses, outputs
+
+
+def begin_gradients(optimizer: torch.optim.Optimizer, keep: bool) -> None:
+    """Forget the gradients of the last step; if keep, as zeros, to which those of all micro-batches are added.
+
+    Otherwise the first backward pass makes their memory. If it is a CUDA graph, its next run would write there again.
+    """
+    optimizer.zero_grad(set_to_none=not keep)
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"] if keep):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _embed(parallel: nn.Module, parts: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
