@@ -69,6 +69,8 @@ class HeadMemory(NamedTuple):
         c = max(1, min(config.chunk or auto_chunk(self.device, config.matmul_dtype), shard) // several) * several
         padded, fp32 = padded_rows(c, config.matmul_dtype), c * self.dim * 4
         total = padded * (self.dim + self.rows) * size + self._copied_rows(c) * self.dim * size  # gradient, logits, centres
+        if size < 4 and self.device == "cuda" and config.storage == "exact":
+            total += padded * self.dim * (4 - size)  # this gradient is fp32, see TwoPass.gradients
         if product_dtype(torch.device(self.device), config.matmul_dtype) != config.matmul_dtype:
             total += converted_bytes(padded, self.dim, self.rows)
         elif size < 4:

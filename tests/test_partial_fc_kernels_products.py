@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from losses import build_margin
+from partial_fc import HeadConfig, PartialFC, RowSGD
 from partial_fc.kernels import plain as products
 from partial_fc.kernels.plain import add_product, converted_bytes, multiply, product_dtype
 from partial_fc.workspace import Workspace
@@ -37,6 +39,24 @@ def test_products_are_those_of_float64(fast: bool, dtype: torch.dtype):
     rounded = torch.finfo(dtype).eps * exact.abs() if fast else 0.0  # without units for bf16 the sum is not rounded
     slack = CLASSES * torch.finfo(torch.float32).eps * (most + start.abs())
     assert (total.double() - start - exact).abs().le(rounded + slack).all()
+
+
+@pytest.mark.parametrize("storage", ["exact", "lean"])
+def test_the_gradient_of_fp32_centres_is_not_rounded_where_bf16_matrices_have_a_product_in_fp32(storage: str):
+    config = HeadConfig(optimizer=RowSGD(0.0, 0.0), storage=storage, matmul_dtype=torch.bfloat16, kernels="plain")
+    head = PartialFC(build_margin("cosface", scale=8.0, margin=0.0), 300, D, config=config)
+    with torch.library._scoped_library("aten", "IMPL") as library:  # so that a CPU has it, as CUDA
+        library.impl("mm.dtype", lambda left, right, dtype: left.to(dtype) @ right.to(dtype), "CPU")
+        library.impl("mm.dtype_out", lambda left, right, dtype, out: torch.mm(left.to(dtype), right.to(dtype), out=out), "CPU")
+        products.has_fp32_output.cache_clear()
+        head.begin_step(torch.arange(ROWS)[None], 0)
+        head(torch.randn(ROWS, D, generator=torch.Generator().manual_seed(0)))
+        (pull,), weights = head._step().pulls, head._passes._cached[0, 0]
+        (gradient,) = head._passes.gradients([pull], head._step().plan.chunks)
+    products.has_fp32_output.cache_clear()
+    exact = weights.double() @ (pull.batch.unit * pull.negatives[:, None]).bfloat16().double()
+    error = (gradient.negatives - exact[:300]).norm() / exact.norm()
+    assert error < 1e-6 if storage == "exact" else 1e-4 < error < 2.0**-8
 
 
 def test_only_a_cpu_without_units_multiplies_bf16_in_fp32_and_takes_the_bytes_that_are_counted(fast: bool):

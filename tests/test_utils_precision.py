@@ -92,7 +92,9 @@ def test_train_tf32_is_the_one_key_for_convolutions_and_products(tmp_path: Path,
     write_dataset(tmp_path)
     arguments = small_run(tmp_path, tmp_path, "train.max_steps=1", "eval.targets=[]", f"train.tf32={allowed}")
     assert train.main(arguments) == 0
-    assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == allowed
+    products = torch.backends.cuda.matmul
+    assert torch.backends.cudnn.allow_tf32 == products.allow_tf32 == allowed
+    assert not products.allow_bf16_reduced_precision_reduction and not products.allow_fp16_reduced_precision_reduction
 
 
 @pytest.mark.parametrize(("fast", "chosen"), [(True, "bf16"), (False, "fp32")])

@@ -47,9 +47,14 @@ def agreed_precision(name: str, world: World) -> str:
 
 
 def set_tf32(allowed: bool) -> None:
-    """Say whether CUDA may round the inputs of fp32 convolutions and matrix products to TF32; torch's own default is mixed."""
+    """Say whether CUDA may round the inputs of fp32 convolutions and matrix products to TF32; torch's own default is mixed.
+
+    Sums of a product of 16-bit matrices are fp32: by torch's default, parts of them are added in 16 bits.
+    """
     torch.backends.cudnn.allow_tf32 = allowed
-    torch.backends.cuda.matmul.allow_tf32 = allowed
+    products = torch.backends.cuda.matmul
+    products.allow_tf32 = allowed
+    products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
 
 
 class LossScaler:

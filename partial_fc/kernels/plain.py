@@ -31,7 +31,7 @@ def has_fp32_output(device: torch.device) -> bool:
     """Return whether bf16 matrices have a product in fp32, so that U is not rounded for each chunk: on CUDA, torch 2.8."""
     tiny = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
-        return bool(torch.mm(tiny, tiny, out_dtype=torch.float32).dtype == torch.float32)
+        return bool(torch.mm(tiny, tiny, out_dtype=torch.float32, out=tiny.float()).dtype == torch.float32)
     except (TypeError, RuntimeError):
         return False
 
@@ -67,7 +67,9 @@ def converted_bytes(count: int, dim: int, rows: int) -> int:
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, workspace: Workspace) -> Tensor:
-    """Write left (n, k) times right (k, m) to out (n, m), all of one dtype, and return it."""
+    """Write left (n, k) times right (k, m), of one dtype, to out (n, m), of that or, if `has_fp32_output`, fp32; return it."""
+    if out.dtype != left.dtype:
+        return torch.mm(left, right, out_dtype=out.dtype, out=out)
     if product_dtype(out.device, out.dtype) == out.dtype:
         return torch.mm(left, right, out=out)
     right = right.float()

@@ -42,7 +42,7 @@ from torch import Tensor
 from ..centres.store import CentreStore
 from ..centres.sub_centers import SubCenters
 from ..config import HeadConfig
-from ..kernels.plain import NO_NEGATIVE, CentreGradient, PlainKernels, Tile, add_product, multiply, padded_rows
+from ..kernels.plain import NO_NEGATIVE, CentreGradient, PlainKernels, Tile, add_product, has_fp32_output, multiply, padded_rows
 from ..sampling.planning import Chunk
 
 if TYPE_CHECKING:  # parts do not import one another
@@ -223,6 +223,9 @@ class TwoPass:
         operands = [self._operand(pull.batch) for pull in pulls]
         evens = [pull.even @ pull.batch.unit for pull in pulls if pull.even is not None]
         even = torch.stack(evens).sum(dim=0) if evens else None
+        # the other formats round the centres to bf16, so for them the gradient may be rounded as well
+        is_wide = self.centre_store.form == "exact" and has_fp32_output(self.workspace.device)
+        dtype = torch.float32 if is_wide else self.dtype
         nearest = [pull.batch.nearest for pull in pulls if pull.batch.nearest is not None]
         seen = torch.cat(nearest) if nearest else None
         for number, chunk in enumerate(chunks):
@@ -241,7 +244,7 @@ class TwoPass:
                 if rows is None:
                     assert pull.lse is not None
                     rows = self._scaled(pull, pull.negatives * torch.exp(shift - pull.lse))
-                product = multiply(weighted, rows, self.workspace.buffer("product", shape, self.dtype), self.workspace)
+                product = multiply(weighted, rows, self.workspace.buffer("product", shape, dtype), self.workspace)
                 if len(pulls) > 1:  # their sum, in fp32
                     total = self.workspace.buffer("total", shape, torch.float32)
                     product = total.copy_(product) if micro == 0 else total.add_(product)
