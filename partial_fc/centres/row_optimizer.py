@@ -115,14 +115,15 @@ class LazyDecay:
         return len(self._rates) >= self._LONGEST
 
     def catch_up(self, store: CentreStore, select: Select) -> None:
-        """Apply the missed updates to the selected rows."""
+        """Apply the missed updates to the selected rows. On CUDA the host waits for nothing, but for AdamW."""
         seen = store.tensors["updates"][select]
-        if not self._rates or bool((seen == self.count).all()):
+        if not self._rates or (seen.is_cpu and bool((seen == self.count).all())):
             return
         rows, momentum = store.load("centres", select), store.load("momentum", select)
         if isinstance(self.optimizer, RowSGD):
-            table = np.concatenate([self._products, np.eye(2)[None]]).reshape(-1, 4)
-            by_row = torch.from_numpy(table).to(rows)[(seen - self._base).long()]
+            table = torch.from_numpy(np.concatenate([self._products, np.eye(2)[None]]).reshape(-1, 4)).float()
+            table = (table.pin_memory() if rows.is_cuda else table).to(rows.device, non_blocking=True)
+            by_row = table[(seen - self._base).long()]
             ww, wm, mw, mm = by_row[:, :, None].unbind(dim=1)
             before = store.workspace.buffer("scratch", tuple(rows.shape), torch.float32).copy_(rows)
             rows.mul_(ww).addcmul_(momentum, wm)
