@@ -17,7 +17,7 @@ import train
 from backbones import build_backbone
 from eval import __main__ as eval_program
 from eval import monitor
-from training.model import WeightAverage
+from training.model import WeightAverage, move
 from utils.checkpoint.format import EMA, list_checkpoints, read_manifest
 from utils.checkpoint.reading import read_backbone, read_file, read_trainer
 from utils.randomness import derive
@@ -100,6 +100,9 @@ def test_a_step_that_is_skipped_is_in_no_average():
     assert int(average.updates) == 3
     for name, value in _slow_average(first, taken).items():
         torch.testing.assert_close(average.network.state_dict()[name].double(), value, atol=1e-6, rtol=0)
+    tensors = [[torch.full((3, 2), number, dtype=torch.float32) for number in numbers] for numbers in ((1, 2), (5, 4))]
+    move(*tensors, torch.tensor(0.75))  # what CUDA does instead of lerp
+    assert [tensor.unique().tolist() for tensor in tensors[0]] == [[4.0], [3.5]]
     average.begin()
     assert int(average.updates) == 0 and torch.equal(average.network[0].weight, network[0].weight)
 

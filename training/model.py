@@ -90,8 +90,11 @@ class WeightAverage:
         self.updates += good
         count = self.updates.double()
         share = (1.0 - ((1.0 + count) / (10.0 + count)).clamp(max=self.decay)) * good
-        shares = {mean.dtype: share.to(mean.dtype) for mean, _ in self._averaged}
         means, values = map(list, zip(*self._averaged, strict=True))
+        if share.is_cuda:
+            move(means, values, share.float())
+            return
+        shares = {mean.dtype: share.to(mean.dtype) for mean in means}
         torch._foreach_lerp_(means, values, [shares[mean.dtype] for mean in means])
 
     def state(self) -> dict[str, Tensor]:
@@ -106,6 +109,13 @@ class WeightAverage:
             RuntimeError: it is of another network.
         """
         self.network.load_state_dict(state)
+
+
+def move(means: list[Tensor], values: list[Tensor], share: Tensor) -> None:
+    """Move means by a share, (), of the way to the values. On CUDA, lerp with such a share is a launch for each tensor."""
+    ways = torch._foreach_sub(values, means)
+    torch._foreach_mul_(ways, share)
+    torch._foreach_add_(means, ways)
 
 
 _OPTIMIZER_KEYS = ("name", "lr", "momentum", "weight_decay", "beta2", "eps", "nesterov", "layer_decay")
