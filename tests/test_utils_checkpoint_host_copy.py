@@ -12,7 +12,7 @@ from utils.checkpoint import reading
 from utils.checkpoint import writer as host_copy
 from utils.checkpoint.format import list_checkpoints
 from utils.checkpoint.writer import CheckpointWriter, HostCopy, RetentionPolicy, host_bytes
-from utils.distributed import World
+from utils.distributed import LostPeerError, World
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -127,6 +127,14 @@ def test_a_writer_pins_once_and_unpins_at_its_end(runtime: _Runtime, tmp_path: P
     _run_with_a_save(tmp_path, warnings)
     assert [call[0] for call in runtime.calls] == ["register", "unregister"] and not warnings
     assert runtime.calls[0][2] >= 2 * 6000 * 4
+
+
+def test_memory_stays_pinned_where_another_process_is_gone_for_which_a_kernel_may_wait(runtime: _Runtime, tmp_path: Path):
+    world = World(0, 2, 0, 2, CUDA)
+    with pytest.raises(LostPeerError), CheckpointWriter(tmp_path, world, RetentionPolicy(), warn=pytest.fail) as writer:
+        writer._host_copy.take(_state())
+        raise LostPeerError("rank 1 is gone")
+    assert [call[0] for call in runtime.calls] == ["register"]
 
 
 def test_memory_that_cannot_be_pinned_is_used_all_the_same_with_one_warning(runtime: _Runtime, tmp_path: Path):

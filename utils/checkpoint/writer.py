@@ -217,13 +217,14 @@ class CheckpointWriter:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Complete the save under way if all ranks come here: a run that stops at a bad loss must not lose its checkpoint."""
-        if error is None or self.world.world_size == 1 or isinstance(error, SharedError):
-            try:
-                self.finish()
-            except SharedError as failure:
-                if error is None:
-                    raise
-                self.warn(str(failure))
+        if error is not None and self.world.world_size > 1 and not isinstance(error, SharedError):
+            return  # to unpin memory CUDA waits for its kernels, and one of NCCL's may wait for a rank that is gone
+        try:
+            self.finish()
+        except SharedError as failure:
+            if error is None:
+                raise
+            self.warn(str(failure))
         if not self.is_writing:
             self._host_copy.release()
 
