@@ -7,7 +7,7 @@ The same arithmetic as the plain torch code in plain.py. With w a centre, v = 1 
     sgd_kernel, adamw_kernel  PlainKernels.update_rows; row_optimizer.py has the formulas
 
 Formats narrower than fp32 are rounded stochastically, so that a stored number is right on average (see centres/store.py).
-The noise is Philox of (seed, row, column). It depends neither on the chunks nor on the order in which they are processed.
+The noise is Philox of (seed, row, column), whatever rows are updated with it; the head counts its chunks into the seed.
 negatives_kernel has a program of its own for each kind of function. asin and log are the polynomials of numbers.h: Triton's
 interpreter, in which the tests run without a GPU, has no asin, and a library's pow would take longer than all else here.
 Shapes: c = classes of one chunk, B = samples of the global (micro-)batch, n = classes of the shard, D = embedding size.
