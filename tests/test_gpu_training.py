@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -12,10 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rounding import network_bound
+from test_training_compiled import _OneBlock
 from tiny_runs import read_metrics, tiny_run, write_dataset
 from torch import Tensor
 
 import train
+from backbones import BACKBONES
 from data import loader as loader_module
 from data.loader import Loader
 from data.sampler import SampleOrder
@@ -80,18 +84,42 @@ def _backbone(folder: Path) -> Tensor:
 )
 def test_a_run_learns_and_a_resumed_one_goes_on_as_the_whole_one(dataset: Path, tmp_path: Path, place: str, precision: str):
     device = torch.device(place)
-    few = [f"train.precision={precision}", "checkpoint.every=0", "checkpoint.keep_last=9", "schedule.power=0", "log.every=1"]
-    assert train.main(_run(dataset, tmp_path, device, *few, "train.max_steps=14", "run.name=whole")) == 0
+    few = [f"train.precision={precision}", "checkpoint.every=12", "schedule.power=0", "train.max_steps=14"]
+    assert train.main(_run(dataset, tmp_path, device, *few, "run.name=whole")) == 0
     losses = [record["loss"] for record in read_metrics(tmp_path / "whole").values()]
     assert len(losses) == 14 and sum(losses[-4:]) < 0.9 * sum(losses[:4])
-    part = _run(dataset, tmp_path, device, *few, "run.name=part")
-    assert train.main([*part, "train.max_steps=8"]) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    shutil.rmtree(checkpoint_path(tmp_path / "part", 14))
     middle = _backbone(tmp_path / "part")
-    assert train.main([*part, "train.max_steps=14"]) == 0
+    assert train.main(_run(dataset, tmp_path, device, *few, "run.name=part")) == 0
     whole, resumed = _backbone(tmp_path / "whole") - middle, _backbone(tmp_path / "part") - middle
-    # without its momentum, or with other images, it would go another way; a GPU adds in another order each time
+    # without its momentum, or with other images, it would go another way. A GPU adds in another order each time, and the more
+    # steps there are, the more that changes
     assert (resumed - whole).norm() < (0 if device.type == "cpu" else 0.25) * whole.norm() + 1e-12
     assert whole.norm() > 1e-3 * middle.norm()
+
+
+NEIGHBOURS = ["head.sampling=neighbours", "head.neighbours_every=1", "head.sample_rate=0.5"]
+OTHERS = [["head.sub_centers=3", "train.ema=0.5"], ["train.compile=default"], ["train.compile=reduce-overhead"]]
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(
+    ("place", "more"),
+    [("cpu", NEIGHBOURS), *(pytest.param("cuda", more, marks=pytest.mark.gpu) for more in (NEIGHBOURS, *OTHERS))],
+)
+def test_a_gpu_trains_and_evaluates_as_a_cpu(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, more: list[str]
+):
+    monkeypatch.setitem(BACKBONES, "r18", _OneBlock)
+    few = ["backbone.name=r18", "optimizer.lr=0.01", "train.max_steps=3", "train.accumulation=2"]
+    found = []
+    for name, here in (("expected", "cpu"), ("found", place)):
+        own = [word for word in more if here == place or "compile" not in word]
+        assert train.main(tiny_run(dataset, tmp_path, *few, *own, f"run.device={here}", f"run.name={name}")) == 0
+        losses = [record["loss"] for record in read_metrics(tmp_path / name).values()]
+        found.append([*losses, read_metrics(tmp_path / name, "tiny")[3]["xnorm"]])
+    assert len(found[0]) == 4 and found[0] == pytest.approx(found[1], abs=16 * network_bound())  # 16 is loss.scale
 
 
 def test_an_overflow_of_fp16_moves_nothing_and_halves_the_scale(
