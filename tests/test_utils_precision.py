@@ -5,14 +5,12 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import face, final_weights, small_run, write_dataset
-from torch import nn
 
 import train
 from eval import __main__ as evaluation
 from scripts.deploy import embed
 from utils import precision
-from utils.distributed import World, all_ranks
-from utils.optim import unscale_and_clip_grad_norm_
+from utils.distributed import World
 from utils.precision import LossScaler, agreed_precision, set_tf32
 
 
@@ -62,28 +60,6 @@ def test_a_state_out_of_range_is_refused_and_changes_nothing(state: Any, said: s
     assert (scaler.scale, scaler.good_steps) == (64.0, 0)
     scaler.load_state_dict({"scale": 1, "good_steps": 2})
     assert (scaler.scale, scaler.good_steps) == (1.0, 2)
-
-
-def _overflow_on_one_rank(rank: int, world_size: int) -> None:
-    """Two replicas, an infinite gradient on rank 1 alone, then none: both ranks hear of it, and of it alone."""
-    world = World(rank, world_size, rank, world_size, torch.device("cpu"))
-    scales, scaler = [], LossScaler(enabled=True, initial=64.0)
-    for bad_rank in (None, 1, None):
-        layer = nn.Linear(3, 2)
-        for parameter in layer.parameters():
-            parameter.grad = torch.full_like(parameter, float("inf") if rank == bad_rank else 1.0)
-        good_here = unscale_and_clip_grad_norm_(layer, scaler.scale, 5.0).isfinite()
-        assert bool(good_here) == (rank != bad_rank)
-        good = all_ranks(good_here, world)
-        assert bool(good) == (bad_rank is None)
-        scaler.update(good)
-        scales.append(float(scaler.scale))
-    assert scales == [64.0, 32.0, 32.0]
-
-
-def test_an_overflow_on_one_rank_is_an_overflow_on_all_and_halves_their_scales(run_ranks: Callable[..., None]):
-    """That no weight moves in such a step: tests/test_train_failures.py."""
-    run_ranks(_overflow_on_one_rank, 2)
 
 
 @pytest.mark.parametrize("allowed", [False, True])

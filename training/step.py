@@ -30,7 +30,8 @@ class LossTerm(NamedTuple):
         name: for messages.
         value: scalar, differentiable with respect to this rank's embeddings or weights.
         over_all_ranks: whether its gradient here is already this rank's part of the gradient of the mean over the global batch,
-            as the head's is; otherwise `value` is a mean over this rank's samples.
+            as the head's is; otherwise `value` is a mean over this rank's samples. Such a one that is not finite must have a
+            gradient that is not: only the averages of gradients tell the other ranks.
         weight: factor.
     """
 
@@ -67,7 +68,7 @@ class StepResult(NamedTuple):
         embeddings: of each task, those of each micro-batch (b, D), in the order of the batches.
         grad_norm: of the backbone, before it was clipped.
         loss_scale: of fp16, which the step used.
-        good: whether loss and gradient were finite on all ranks.
+        good: whether loss and gradient were finite, the same on all ranks.
     """
 
     loss: Tensor
@@ -102,7 +103,8 @@ def train_step(
     loss, losses, embeddings = forward_backward(model, parallel, tasks, prepared, config.train.accumulation, world)
     scale = model.scaler.scale
     grad_norm = unscale_and_clip_grad_norm_(model.backbone, scale, config.optimizer.clip_norm, config.optimizer.clip_value)
-    good = distributed.all_ranks(loss.isfinite() & grad_norm.isfinite(), world)
+    # the same on all ranks: these are functions of the head's sums and of DDP's averages, whose bits are the same on all ranks
+    good = loss.isfinite() & grad_norm.isfinite()
     updates = [model.heads[task.name].settle(rates[1] * config.head.lr_factor, good) for task in tasks]
     step_if(model.optimizer, good)  # before the updates: the host needs long to enqueue those, on a stream of their own
     if model.ema is not None:

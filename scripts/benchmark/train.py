@@ -133,8 +133,8 @@ class OurTraining:
 
     def _calls(self) -> Iterator[tuple[str, Any, str]]:
         """Yield the parts of train_step: name of the part, and the object and attribute by which train_step calls it."""
-        yield from (("data", training_step, "prepare"), ("forward", training_step, "_embed"))
-        yield from (("backward", training_step, "backward"), ("communication", distributed, "all_ranks"))
+        for part, name in (("data", "prepare"), ("forward", "_embed"), ("backward", "backward")):
+            yield part, training_step, name
         yield "communication", distributed, "any_ranks"
         for name in ("set_learning_rate", "unscale_and_clip_grad_norm_", "step_if"):
             yield "optimizer", training_step, name

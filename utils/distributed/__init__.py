@@ -209,15 +209,6 @@ def any_ranks(flags: Sequence[bool], world: World) -> list[bool]:
     return [bool(value) for value in shared.tolist()]
 
 
-def all_ranks(flag: Tensor, world: World) -> Tensor:
-    """Return whether a flag, () bool on the device, holds on all ranks. On CUDA the host does not wait for the answer."""
-    if world.world_size == 1:
-        return flag
-    shared = flag.float()
-    dist.all_reduce(shared, op=dist.ReduceOp.MIN)
-    return shared > 0
-
-
 def as_data_parallel(backbone: nn.Module, world: World) -> nn.Module:
     """Return the backbone, wrapped so that its gradients are averaged over the ranks if there are several.
 
