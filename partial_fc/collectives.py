@@ -1,6 +1,6 @@
-"""The head's collectives, on a separate process group so that they do not queue behind DDP's gradient buckets.
+"""The head's collectives, in the group of all processes: DDP's are over when a backward pass returns, so none waits for them.
 
-Labels have a third group, over the CPU, because a thread shares those of the next step while the main thread communicates.
+Labels have one of their own, over the CPU, because a thread shares those of the next step while the main thread communicates.
 
 Shapes: b = samples of this rank, B = b * world_size samples of all ranks in rank order, D = embedding size.
 """
@@ -8,7 +8,7 @@ Shapes: b = samples of this rank, B = b * world_size samples of all ranks in ran
 import torch.distributed as dist
 from torch import Tensor
 
-from utils.distributed import gather_blocks, new_group, scatter_sum
+from utils.distributed import gather_blocks, gloo_group, scatter_sum
 
 
 class Collectives:
@@ -16,24 +16,23 @@ class Collectives:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        together = world_size > 1 and dist.is_initialized()  # alone, --check builds and fills a head; torch refuses more
-        self.group = new_group() if together else None
-        self.label_group = new_group("gloo") if together else None
+        # alone, --check builds and fills a head; torch refuses more
+        self.label_group = gloo_group("labels") if world_size > 1 and dist.is_initialized() else None
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """Return (B, ...) from every rank's (b, ...), rank 0's samples first; b is the same on all ranks."""
-        return self._gather(rows.contiguous(), self.group) if self.world_size > 1 else rows
+        return self._gather(rows.contiguous()) if self.world_size > 1 else rows
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the elementwise sum over the ranks, written into tensor."""
         if self.world_size > 1:
-            dist.all_reduce(tensor, group=self.group)
+            dist.all_reduce(tensor)
         return tensor
 
     def max(self, tensor: Tensor) -> Tensor:
         """Return the elementwise maximum over the ranks, written into tensor."""
         if self.world_size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
@@ -41,20 +40,20 @@ class Collectives:
         if self.world_size == 1:
             return rows
         block = rows.new_empty(rows.shape[0] // self.world_size, *rows.shape[1:])
-        scatter_sum(block, rows, self.group)
+        scatter_sum(block, rows)
         return block
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Return rank source's tensor, written into tensor on the others."""
         if self.world_size > 1:
-            dist.broadcast(tensor, src=source, group=self.group)
+            dist.broadcast(tensor, src=source)
         return tensor
 
     def gather_labels(self, labels: Tensor) -> Tensor:
         """Return the (B, ...) labels of all ranks, from (b, ...), both on the CPU. May be called by another thread."""
         return self._gather(labels, self.label_group) if self.world_size > 1 else labels.cpu()
 
-    def _gather(self, rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def _gather(self, rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         gathered = rows.new_empty(self.world_size * rows.shape[0], *rows.shape[1:])
         gather_blocks(gathered, rows, group)
         return gathered

@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent import futures
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from .parent import follow_parent
 # in errors of NCCL: another process, or the way to it, is gone
 _LOST_TO_NCCL = ("ncclRemoteError", "remote process", "ncclSystemError", "communicator was aborted", "operation timeout")
 _timeout: datetime.timedelta | None = None  # of the group of all processes; None = torch's own
+_groups: "weakref.WeakValueDictionary[str, dist.ProcessGroup]" = weakref.WeakValueDictionary()  # none may outlive stop()
 
 
 class SharedError(ValueError):
@@ -101,9 +103,12 @@ def init_distributed(device: str, threads: int = 0, timeout_minutes: float = 30.
     return World(rank, world_size, local_rank, local_world_size, chosen, store)
 
 
-def new_group(backend: str | None = None) -> dist.ProcessGroup:
-    """Return a further group of all processes, which waits as long as the first one; torch would give it 30 minutes."""
-    return dist.new_group(backend=backend, timeout=_timeout)
+def gloo_group(name: str, timeout: datetime.timedelta | None = None) -> dist.ProcessGroup:
+    """Return the further gloo group of this name of all processes. It waits as long as the first one if no timeout is given."""
+    if (group := _groups.get(name)) is None:
+        dist.all_reduce(torch.zeros(1))  # all are alive and here: to connect has no limit either
+        group = _groups[name] = dist.new_group(backend="gloo", timeout=timeout or _timeout)
+    return group
 
 
 def init_local(rank: int, world_size: int, device: str, rendezvous: str) -> World:
@@ -194,10 +199,10 @@ def gather_blocks(output: Tensor, block: Tensor, group: dist.ProcessGroup | None
     gather(output, block, group=group)
 
 
-def scatter_sum(output: Tensor, rows: Tensor, group: dist.ProcessGroup | None = None) -> None:
+def scatter_sum(output: Tensor, rows: Tensor) -> None:
     """Fill output (n, ...) with this rank's block of the sum over the ranks of rows (world_size * n, ...)."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(output, rows, group=group)
+    scatter(output, rows)
 
 
 def any_ranks(flags: Sequence[bool], world: World) -> list[bool]:

@@ -11,7 +11,6 @@ import itertools
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from utils import distributed
 
-from . import LostPeerError, World, any_ranks
+from . import LostPeerError, World, gloo_group
 
 _BEAT = 2.0  # seconds between signs of life
 _SILENCE = 60.0  # seconds without one, after which a process counts as gone
@@ -27,7 +26,6 @@ _SAY = 60.0  # seconds between lines that say who is waited for
 _PAUSE = 0.25  # the longest time between looks at whether all are done, seconds
 _UNLIMITED = datetime.timedelta(days=20)  # in milliseconds it must fit into 31 bits
 _numbers = itertools.count()  # of the calls of `patiently`, which are the same on all ranks
-_group: "weakref.ref[dist.ProcessGroup] | None" = None  # weak: no group may outlive distributed.stop()
 
 
 @contextlib.contextmanager
@@ -46,7 +44,7 @@ def patiently(world: World, doing: str) -> Iterator[None]:
     if world.world_size == 1:
         yield
         return
-    group = _group_without_limit(world)
+    group = gloo_group("waits without a limit", _UNLIMITED)
     with _SignsOfLife(world, next(_numbers), doing) as signs:
         try:
             yield
@@ -54,17 +52,6 @@ def patiently(world: World, doing: str) -> Iterator[None]:
             _wait(group, signs)
             raise
         _wait(group, signs)
-
-
-def _group_without_limit(world: World) -> dist.ProcessGroup:
-    """Return a gloo group of all processes, in which a collective may wait for days."""
-    global _group
-    group = None if _group is None else _group()
-    if group is None:
-        any_ranks([False], world)  # all are alive and here: to connect has no limit either
-        group = dist.new_group(backend="gloo", timeout=_UNLIMITED)
-        _group = weakref.ref(group)
-    return group
 
 
 def _wait(group: dist.ProcessGroup, signs: "_SignsOfLife") -> None:
