@@ -73,26 +73,30 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             evaluator.score(0)
         heads = [model.heads[task.name] for task in setup.tasks]
         steps = StepsAhead(open_loaders(config, setup, start_step), heads, start_step, config.train.accumulation)
+        steps.flags = lambda: [bool(stop.name), writer.is_writing, writer.is_overdue(saving.every_minutes)]
         late, meter, stop.can_save = LateValues(), Meter(config, setup, model, log), True
         watch.at(start_step, steps.doing)
         for prepared in steps:
             # ---- one optimizer step, of which the host reads nothing before the next one
-            step = prepared.number
+            step, done = prepared.number, prepared.number + 1
             watch.at(step, "training")
             rates = (setup.schedule.rate(step), setup.head_schedule.rate(step))
             late.post(step, train_step(config, setup.tasks, model, parallel, prepared, rates, world))
-            for head in heads:
-                if head.news:
-                    log.info(head.news)
-            timed = saving.every_minutes > 0 and writer.minutes_since_save() >= saving.every_minutes and world.rank == 0
-            stopping, writing, timed = distributed.any_ranks([bool(stop.name), writer.is_writing, timed], world)
-            writer.advance(writing)
+            for news in filter(None, [head.news for head in heads]):
+                log.info(news)
             meter.speed.count()
 
             # ---- after the step: `done` optimizer steps are finished
-            done = step + 1
             logs, evaluates = is_due(done, config.log.every, total_steps), is_due(done, config.eval.every, last_evaluation)
-            saves = stopping or timed or is_due(done, saving.every, total_steps)
+            saves = is_due(done, saving.every, total_steps)
+            if world.world_size == 1 or evaluates or saves:  # the ranks meet here anyway
+                stopping, writing, timed = distributed.any_ranks(steps.flags(), world)
+            else:  # in other steps the flags come with the next labels
+                watch.at(done, steps.doing)
+                stopping, writing, timed = steps.shared_flags()
+                watch.at(step, "training")
+            writer.advance(writing)
+            saves = saves or stopping or timed
             for values in late.take(done if logs or evaluates or saves or step == start_step else step):
                 check_finite(values, setup, model.scaler.enabled)
                 meter.count(values)

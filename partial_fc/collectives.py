@@ -1,10 +1,14 @@
 """The head's collectives, in the group of all processes: DDP's are over when a backward pass returns, so none waits for them.
 
 Labels have one of their own, over the CPU, because a thread shares those of the next step while the main thread communicates.
+Flags of the host travel with them, such as whether a process was told to stop.
 
-Shapes: b = samples of this rank, B = b * world_size samples of all ranks in rank order, D = embedding size.
+Shapes: b = samples of this rank, B = b * world_size samples of all ranks in rank order, D = embedding size, A = micro-batches.
 """
 
+from collections.abc import Sequence
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -49,9 +53,14 @@ class Collectives:
             dist.broadcast(tensor, src=source)
         return tensor
 
-    def gather_labels(self, labels: Tensor) -> Tensor:
-        """Return the (B, ...) labels of all ranks, from (b, ...), both on the CPU. May be called by another thread."""
-        return self._gather(labels, self.label_group) if self.world_size > 1 else labels.cpu()
+    def gather_labels(self, labels: Tensor, flags: Sequence[bool] = ()) -> tuple[Tensor, list[bool]]:
+        """Return the labels (A, B) of all ranks from (A, b), and whether any rank has each flag. Another thread may call it."""
+        bits = sum(flag << place for place, flag in enumerate(flags))
+        sent = torch.cat([labels.t(), labels.new_full((1, len(labels)), bits)])  # (b + 1, A)
+        shared = self._gather(sent, self.label_group) if self.world_size > 1 else sent.cpu()
+        ranks = shared.view(self.world_size, -1, len(labels))
+        held = [bool((ranks[:, -1, 0] >> place & 1).any()) for place in range(len(flags))]
+        return ranks[:, :-1].flatten(0, 1).t(), held
 
     def _gather(self, rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         gathered = rows.new_empty(self.world_size * rows.shape[0], *rows.shape[1:])

@@ -16,7 +16,7 @@ Shapes: b = samples of this rank per micro-batch, B = b * world_size, D = embedd
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -137,7 +137,7 @@ class PartialFC(nn.Module):
         here = f"{self.num_slots} here in {size:.1f} MiB ({self.centre_store.form})"
         return f"head: {self.num_classes} classes{several}, {here}, {dtype} products, {self.kernels.words}"
 
-    def prepare(self, labels: Tensor, step: int) -> StepPlan | SharedLabels:
+    def prepare(self, labels: Tensor, step: int, flags: Sequence[bool] = ()) -> StepPlan | SharedLabels:
         """Share the labels of one optimizer step, check them, and draw the active classes unless that takes a graph.
 
         A collective call over a group of its own, so a thread may make it while the step before is computed.
@@ -145,14 +145,16 @@ class PartialFC(nn.Module):
         Args:
             labels: (A, b) int64 on the CPU, the classes of this rank's samples in each micro-batch; b is equal on all ranks.
             step: the number of the optimizer step; with the seed and the rank it fixes the draw.
+            flags: what this rank tells the others, see SharedLabels.
 
         Raises:
             SharedError: on every rank, naming labels outside [0, num_classes).
         """
-        everyone = self.collectives.gather_labels(labels.t().contiguous()).t().numpy()  # (A, B)
+        shared_labels, held = self.collectives.gather_labels(labels, flags)
+        everyone = shared_labels.numpy()  # (A, B)
         check_labels(everyone, self.num_classes, step)
         slots = slots_of_classes(everyone.reshape(-1), self.num_classes, self.seed).reshape(everyone.shape)
-        shared = SharedLabels(step, slots, np.unique(slots))
+        shared = SharedLabels(step, slots, np.unique(slots), held)
         return self._plan(shared, None) if self._graph is None else shared  # the graph changes with the centres
 
     def begin_step(self, prepared: StepPlan | SharedLabels | Tensor, step: int) -> None:

@@ -1,5 +1,6 @@
 """The page on GPUs names the threads and process groups that a training really has."""
 
+import functools
 import json
 import os
 import re
@@ -14,6 +15,8 @@ from tiny_runs import FEW_IMAGES, ROOT, run_program, small_run, write_dataset
 import train
 
 PAGE = (ROOT / "docs" / "gpu.md").read_text()
+GATHER = ("all_gather_single", "all_gather_into_tensor")  # torch 2.13 renamed them
+SCATTER = ("reduce_scatter_single", "reduce_scatter_tensor")
 THREADING = threading.Thread.__module__
 
 
@@ -40,11 +43,12 @@ def _caller() -> str:
 
 
 def _train_and_note(arguments: list[str]) -> int:
-    """Train as under torchrun, and write down which threads were started and who made process groups."""
+    """Train as under torchrun, and write down which threads were started, who made process groups, and who communicated."""
     os.environ["TORCHELASTIC_RUN_ID"] = "none"
     threads: set[str] = set()
     groups: list[str] = []
-    start, init, new = threading.Thread.start, dist.init_process_group, dist.new_group
+    calls: list[dict[str, list[str]]] = [{}]  # of each step, by thread
+    start, init, new, step = threading.Thread.start, dist.init_process_group, dist.new_group, train.train_step
 
     def noted_start(thread: threading.Thread) -> None:
         threads.add(_kind(thread))
@@ -58,10 +62,23 @@ def _train_and_note(arguments: list[str]) -> int:
         groups.append(_caller())
         return new(*given, **named)
 
+    def noted_call(name: str, whole: Any, *given: Any, **named: Any) -> Any:
+        own = " of its own group" if named.get("group") is not None else ""
+        calls[-1].setdefault(_kind(threading.current_thread()), []).append(name + own)
+        return whole(*given, **named)
+
+    def noted_step(*given: Any) -> Any:
+        calls.append({})
+        return step(*given)
+
+    for name in ("all_reduce", "all_gather_object", "broadcast", *GATHER, *SCATTER):
+        if (whole := getattr(dist, name, None)) is not None:
+            setattr(dist, name, functools.partial(noted_call, name, whole))
+    train.train_step = noted_step
     threading.Thread.start = noted_start  # type: ignore[method-assign]
     dist.init_process_group, dist.new_group = noted_init, noted_new
     status = train.main(arguments)
-    found = {"threads": sorted(threads), "groups": groups}
+    found = {"threads": sorted(threads), "groups": groups, "calls": calls[1:]}
     (Path(arguments[0]).parent / f"found {os.environ['RANK']}.json").write_text(json.dumps(found))
     return status
 
@@ -69,12 +86,19 @@ def _train_and_note(arguments: list[str]) -> int:
 def test_the_page_names_the_threads_and_process_groups_of_a_training(tmp_path: Path):
     write_dataset(tmp_path, FEW_IMAGES)
     # block order, in which there is reading ahead
-    arguments = small_run(tmp_path, tmp_path, "data.shuffle=block", "data.block=2", "data.window=4", "head.sample_rate=0.5")
+    overrides = ["data.shuffle=block", "data.block=2", "data.window=4", "head.sample_rate=0.5", "checkpoint.every=9"]
+    arguments = small_run(tmp_path, tmp_path, *overrides)
     done = run_program(_train_and_note, [arguments] * 2)
     assert done.returncode == 0, done.stderr
     found = [json.loads((tmp_path / f"found {rank}.json").read_text()) for rank in range(2)]
     groups = [row[1].strip("`") for row in _table("process group")]
     assert found[0]["groups"] == found[1]["groups"] and sorted(found[0]["groups"]) == sorted(groups)
+    for done, calls in enumerate(found[0]["calls"], 1):
+        gather, one_sum, scatter, *others = calls.pop("MainThread")
+        assert gather in GATHER and one_sum == "all_reduce" and scatter in SCATTER  # of the head; DDP's are torch's own
+        assert bool(others) == (done in (8, 9)) or done > 9  # evaluating and saving, which goes on
+        assert {name for names in calls.values() for name in names} <= {f"{name} of its own group" for name in GATHER}
+        assert calls.keys() <= {"planner"}
     main_thread, *rows = _table("thread")
     assert main_thread[0] == "main thread"
     named = {row[0].strip("`"): row for row in rows}

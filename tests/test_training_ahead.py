@@ -1,17 +1,19 @@
 """The next step is prepared while a step is computed, and what fails there is said when its turn comes."""
 
+import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_runs import FEW_IMAGES, read_metrics, run_train, small_run, write_dataset
+from tiny_runs import FEW_IMAGES, read_metrics, small_run, write_dataset
 from torch import Tensor
 
 import train
 from data.loader import LoadedBatch
+from partial_fc.sampling.planning import SharedLabels
 from training.ahead import StepsAhead
 
 LAST = 6
@@ -39,12 +41,12 @@ class _Head:
         self.broken = broken
         self.prepared = [threading.Event() for _ in range(LAST)]
 
-    def prepare(self, labels: Tensor, step: int) -> tuple[int, tuple[int, ...]]:
+    def prepare(self, labels: Tensor, step: int, flags: Sequence[bool]) -> SharedLabels:
         assert labels.unique().tolist() == [step] and threading.current_thread().name == "planner"
         if step == self.broken:
             raise RuntimeError(f"no plan for step {step}")
         self.prepared[step].set()
-        return step, tuple(labels.shape)
+        return SharedLabels(step, labels.numpy(), labels.numpy(), flags)
 
 
 def _steps(loader: _Loader, head: _Head, accumulation: int = 2) -> StepsAhead:
@@ -55,7 +57,9 @@ def test_the_next_step_is_prepared_while_a_step_is_computed():
     head, seen = _Head(), []
     for prepared in _steps(_Loader(), head):
         number = prepared.number
-        assert prepared.plans == [(number, (2, 2))] and prepared.batches[0].labels.tolist() == 4 * [number]
+        (plan,) = prepared.plans
+        assert isinstance(plan, SharedLabels) and (plan.step, plan.slots.shape) == (number, (2, 2))
+        assert prepared.batches[0].labels.tolist() == 4 * [number]
         if number + 1 < LAST:  # a backbone that takes until the next plan is there would wait for ever, were it made later
             assert head.prepared[number + 1].wait(30), f"step {number + 1} was not prepared during step {number}"
         if number + 2 < LAST:
@@ -77,6 +81,15 @@ def test_an_error_is_raised_when_its_step_is_asked_for(loader: _Loader, head: _H
         for prepared in _steps(loader, head):
             seen.append(prepared.number)
     assert seen == [0, 1, 2]
+
+
+def test_flags_come_with_the_labels_of_the_next_step():
+    numbers, steps = itertools.count(), _steps(_Loader(broken=4), _Head())
+    steps.flags, seen = lambda: [next(numbers) == 2, True], []
+    with pytest.raises(ValueError, match="record 4"):
+        for _ in steps:
+            seen.append(steps.shared_flags())
+    assert seen == [[False, True], [True, True], [False, True]]
 
 
 def test_a_consumer_that_stops_early_ends_the_thread():
@@ -107,9 +120,3 @@ def test_training_draws_the_same_classes_ahead_as_in_the_main_thread(
     assert train.main([*arguments, "run.name=now"]) == 0
     losses = [[record["loss"] for record in read_metrics(tmp_path / name).values()] for name in ("ahead", "now")]
     assert losses[0] == losses[1] and len(losses[0]) == 7
-
-
-def test_two_ranks_share_their_labels_ahead_and_agree(tmp_path: Path):
-    write_dataset(tmp_path, FEW_IMAGES)
-    ended = run_train(2, small_run(tmp_path, tmp_path, "head.sample_rate=0.5", "eval.targets=[]"))
-    assert ended.returncode == 0, ended.stderr

@@ -156,7 +156,7 @@ def _wait_for_labels(arguments: list[str]) -> int:
             time.sleep(0.05)
         os._exit(0)
     try:
-        {"labels": collectives.gather_labels, "sum": collectives.sum}[arguments[0]](torch.zeros(2))
+        {"labels": collectives.gather_labels, "sum": collectives.sum}[arguments[0]](torch.zeros(1, 2, dtype=torch.int64))
     except RuntimeError:
         if time.monotonic() < begun + 20:  # and not because the other process is gone
             gave_up.touch()

@@ -52,7 +52,7 @@ class StoppedError(Exception):
 
 
 class StopSignal:
-    """Records the signals that ask a run to stop. The training loop then saves at the next step boundary, and stops.
+    """Records the signals that ask a run to stop. The training loop then saves after this step or the next, and stops.
 
     Schedulers send SIGTERM or SIGUSR1 before they take a machine away. Ctrl-C (SIGINT) is recorded only while `can_save` is
     true; before that it raises KeyboardInterrupt, as there is nothing to save. A second Ctrl-C ends the process immediately.
@@ -71,7 +71,7 @@ class StopSignal:
 
     @property
     def can_save(self) -> bool:
-        """Whether the run can save at the next step boundary."""
+        """Whether the run can save after a step."""
         return self._can_save
 
     @can_save.setter
@@ -132,7 +132,7 @@ class StopSignal:
             # the system's default, which ends the process whatever it does; Python allows signal.signal in the main thread only
             ctypes.CDLL(None).signal(int(number), None)
             if _is_rank_0():  # not print: the main thread may be in print, and hold its lock
-                text = "\nCtrl-C: saving and stopping when this step is done. Ctrl-C again stops at once, without saving\n"
+                text = "\nCtrl-C: saving and stopping after this step or the next. Ctrl-C again stops at once, without saving\n"
                 os.write(2, text.encode())
         self.name = number.name
 

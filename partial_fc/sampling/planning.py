@@ -169,11 +169,12 @@ class Chunk(NamedTuple):
 
 
 class SharedLabels(NamedTuple):
-    """The labels of a step of all ranks."""
+    """The labels of a step of all ranks, and the flags that came with them."""
 
     step: int
     slots: np.ndarray  # (A, B) slot of each sample's class
     classes: np.ndarray  # distinct slots, ascending
+    flags: Sequence[bool] = ()  # for each that the ranks gave, whether it holds on any of them
 
 
 class StepPlan(NamedTuple):

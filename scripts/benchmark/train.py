@@ -102,7 +102,6 @@ class OurTraining:
         rates = (self.config.optimizer.lr, self.config.optimizer.lr)
         result = training_step.train_step(self.config, self.setup.tasks, self.model, self.parallel, prepared, rates, self.world)
         self.late.post(prepared.number, result)
-        distributed.any_ranks([False, False, False], self.world)
         for values in self.late.take(prepared.number):
             if not values.good:
                 raise ValueError(
@@ -135,7 +134,6 @@ class OurTraining:
         """Yield the parts of train_step: name of the part, and the object and attribute by which train_step calls it."""
         for part, name in (("data", "prepare"), ("forward", "_embed"), ("backward", "backward")):
             yield part, training_step, name
-        yield "communication", distributed, "any_ranks"
         for name in ("set_learning_rate", "unscale_and_clip_grad_norm_", "step_if"):
             yield "optimizer", training_step, name
         for head in self.model.heads.values():

@@ -1,7 +1,7 @@
 """Saving checkpoints while training goes on.
 
 A save copies the state to host memory, and training waits for nothing more. A thread of each rank then writes the rank's part
-into a hidden folder. The collective of each optimizer step tells when all ranks are done. The ranks then exchange sizes and
+into a hidden folder. The flags of each optimizer step tell when all ranks are done. The ranks then exchange sizes and
 hashes, and a thread of rank 0 writes the manifest, renames the folder to its final name and prunes old checkpoints. So no
 thread communicates, and an unfinished checkpoint is a hidden folder, which the next start deletes.
 
@@ -231,11 +231,11 @@ class CheckpointWriter:
     @property
     def is_writing(self) -> bool:
         """Whether this rank still writes something. Not collective."""
-        return self._job is not None and not self._job.done()
+        return (job := self._job) is not None and not job.done()  # of which another thread asks too
 
-    def minutes_since_save(self) -> float:
-        """Return the minutes since the last save began. Not collective."""
-        return (time.monotonic() - self.saved_at) / 60
+    def is_overdue(self, minutes: float) -> bool:
+        """Whether this is rank 0 and its last save began so many minutes ago; 0 = never. Not collective."""
+        return self.world.rank == 0 and 0 < minutes <= (time.monotonic() - self.saved_at) / 60
 
     def save(self, step: int, files: dict[str, Any], facts: dict[str, Any], last: bool = False) -> None:
         """Begin to save; return when the tensors may change again.
