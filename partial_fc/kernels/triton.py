@@ -32,7 +32,7 @@ def exp_mask_sum_kernel(products, inverse_norms, places, partial, num_classes, n
     """Replace products (c, B) by E v, and write the sums of E over this program's classes to its row of partial."""
     samples = tl.program_id(1) * SAMPLES + tl.arange(0, SAMPLES)
     inside = samples < num_samples
-    target_class = tl.load(places + samples, mask=inside, other=-1) - begin
+    target_class = (tl.load(places + samples, mask=inside, other=-1) - begin).to(tl.int32)
     total = tl.zeros((CLASSES, SAMPLES), tl.float32)
     for tile in range(TILES):
         classes = (tl.program_id(0) * TILES + tile) * CLASSES + tl.arange(0, CLASSES)
@@ -79,7 +79,7 @@ def negatives_kernel(
     """
     samples = tl.program_id(1) * SAMPLES + tl.arange(0, SAMPLES)
     inside = samples < num_samples
-    target_class = tl.load(places + samples, mask=inside, other=-1) - begin
+    target_class = (tl.load(places + samples, mask=inside, other=-1) - begin).to(tl.int32)
     scale = _by_sample(coefficients, 0, num_samples, samples)
     quadratic = _by_sample(coefficients, 1, num_samples, samples)
     slope = _by_sample(coefficients, 2, num_samples, samples)
@@ -343,15 +343,15 @@ def _row_number(index, start):
 @triton.jit
 def _gradient_of_unit(gradient, class_index, sample_index, values, num_targets, v, columns, mask, dim):
     """Return v g of this program's row, both parts, the samples of its class added in their order."""
-    row = tl.program_id(0).to(tl.int64)
-    g = tl.load(gradient + row * dim + columns, mask=mask, other=0.0).to(tl.float32)
+    row = tl.program_id(0)
+    g = tl.load(gradient + row.to(tl.int64) * dim + columns, mask=mask, other=0.0).to(tl.float32)
     low, high = row * 0, row * 0 + num_targets
-    while low < high:  # the first n with class_index[n] >= row
+    while low < high:  # the first n with class_index[n] >= row; numbers of targets and of a chunk's rows have 32 bits
         middle = (low + high) // 2
-        is_before = tl.load(class_index + middle) < row
+        is_before = tl.load(class_index + middle).to(tl.int32) < row
         low = tl.where(is_before, middle + 1, low)
         high = tl.where(is_before, high, middle)
-    while tl.load(class_index + low, mask=low < num_targets, other=-1) == row:
+    while tl.load(class_index + low, mask=low < num_targets, other=-1).to(tl.int32) == row:
         sample = tl.load(sample_index + low)
         g += v * tl.load(values + sample * dim + columns, mask=mask, other=0.0)
         low += 1
