@@ -34,7 +34,7 @@ CHOICES = {
     "head.schedule": ("same", *SCHEDULES),
     "head.matmul_dtype": ("auto", "fp32", "bf16"),
     "head.wire_dtype": ("fp32", "bf16"),
-    "head.kernels": ("auto", "plain"),
+    "head.kernels": ("auto", "plain", "separate", "fused_64x128", "fused_128x128", "fused_128x256"),
     "optimizer.name": ("sgd", "adamw", "lamb"),
     "schedule.kind": SCHEDULES,
     "train.compile": ("off", "default", "reduce-overhead", "max-autotune"),

@@ -36,6 +36,7 @@ from .config import HeadConfig
 from .kernels import build_kernels, choose_kernels, why_plain
 from .kernels.plain import auto_chunk
 from .sampling.planning import NeighbourGraph, SharedLabels, StepPlan, active_of_all_ranks, draw_active, plan_step
+from .softmax.choice import choose_form
 from .softmax.forward import Forward, Step
 from .softmax.loss import ReadyGradient, check_loss
 from .softmax.passes import TwoPass, constant_shift
@@ -128,6 +129,10 @@ class PartialFC(nn.Module):
         """This rank's centres as stored, (num_slots, D), in slot order; (num_slots, K, D) of K sub-centers."""
         self._beside.wait()
         return by_slot(self.centre_store.tensors, self.config.sub_centers)["centres"]
+
+    def choose_form(self, samples: int, recorded: str = "") -> str:
+        """Choose how exponentials are computed for a global micro-batch of so many samples; see softmax/choice.py."""
+        return choose_form(self._passes, self.config, self.chunk, samples, recorded, self.collectives)
 
     def describe(self) -> str:
         """Return a line for the log: what the head is and how it computes."""

@@ -33,8 +33,8 @@ from triton.compiler import ASTSource
 from losses.negatives import KINDS, Negatives
 from partial_fc import RowAdamW, RowSGD
 from partial_fc.centres.store import CentreStore
-from partial_fc.kernels import cuda
-from partial_fc.kernels.plain import CentreGradient, Tile
+from partial_fc.kernels import cuda, fused
+from partial_fc.kernels.plain import FUSED, CentreGradient, Tile
 from partial_fc.workspace import Workspace
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
@@ -47,9 +47,10 @@ class Compiled:
     def __getitem__(self, grid):
         return self.compile
 
-    def compile(self, *arguments, num_warps=4):
+    def compile(self, *arguments, num_warps=4, num_stages=3):
         signature, constants = {}, {}
         for parameter, value in zip(self.kernel.params, arguments, strict=True):
+            value = value if parameter.name != "widen" else False  # as on CUDA
             if parameter.is_constexpr or value is None:
                 signature[parameter.name], constants[parameter.name] = "constexpr", value
             elif isinstance(value, torch.Tensor):
@@ -62,18 +63,23 @@ class Compiled:
         for capability in (80, 90, 100) if not before else ((80, 90, 100)[before % 3],):
             source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants)
             target = GPUTarget("cuda", capability, 32)
-            code = triton.compile(source, target=target, options={"num_warps": num_warps}).asm["cubin"]
+            options = {"num_warps": num_warps, "num_stages": num_stages}
+            code = triton.compile(source, target=target, options=options).asm["cubin"]
             assert code[:4] == b"\\x7fELF"
             done.append([self.kernel.__name__, capability, before])
 
 for name in ("exp_mask_sum_kernel", "negatives_kernel", "sgd_kernel", "adamw_kernel"):
     setattr(cuda, name, Compiled(getattr(cuda, name)))
+fused.product_exp_kernel = Compiled(fused.product_exp_kernel)
 workspace = Workspace(torch.device("cpu"), 0)
 kernels = cuda.TritonKernels(workspace)
 places = torch.tensor([0, -1])
 for dtype, inverse_norms in ((torch.float32, None), (torch.bfloat16, torch.ones(4))):
     kernels.exponentials(Tile(torch.zeros(4, 2, dtype=dtype), inverse_norms, places, 0), 0.0, torch.zeros(2))
 sums, ones = torch.zeros(3, 2), torch.ones(4)
+for kernels.fused in FUSED:
+    factors = torch.zeros(256, 512).bfloat16(), torch.zeros(2, 512).bfloat16().t()
+    kernels.exponentials(Tile(torch.zeros(4, 2).bfloat16(), ones, places, 0, factors=factors), 0.0, sums[0])
 for number, kind in enumerate(KINDS):  # every kind, but what does not depend on it only for the last
     function = Negatives(kind, torch.ones(6, 2), straight=number == 0)
     tile = Tile(torch.zeros(4, 2, dtype=torch.bfloat16), ones, places, 0, 0.5, function, ones)
@@ -109,7 +115,7 @@ def test_every_kernel_compiles_for_ampere_hopper_and_blackwell(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     compiled = json.loads(done.stdout)
-    forms = {"exp_mask_sum_kernel": 2, "negatives_kernel": len(KINDS) + 2, "sgd_kernel": 4, "adamw_kernel": 3}
+    forms = dict(exp_mask_sum_kernel=2, product_exp_kernel=3, negatives_kernel=len(KINDS) + 2, sgd_kernel=4, adamw_kernel=3)
     for name, count in forms.items():
         assert {capability for kernel, capability, _ in compiled if kernel == name} == {80, 90, 100}
         assert {form for kernel, _, form in compiled if kernel == name} == set(range(count))

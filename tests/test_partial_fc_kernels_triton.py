@@ -23,7 +23,7 @@ from losses import build_margin
 from losses.negatives import KINDS
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
 from partial_fc.kernels import _why_no_triton
-from partial_fc.kernels.plain import CentreGradient, PlainKernels, Tile
+from partial_fc.kernels.plain import FUSED, CentreGradient, PlainKernels, Tile
 from partial_fc.workspace import Workspace
 
 if _why_no_triton():
@@ -130,15 +130,25 @@ def _assert_norms_are_those_of_the_stored_rows(state: State) -> None:
     torch.testing.assert_close(state["inverse_norms"].double(), 1 / state["centres"].double().norm(dim=1), rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "form"), [(torch.float32, ""), (torch.bfloat16, ""), *((torch.bfloat16, form) for form in FUSED)]
+)
 @pytest.mark.parametrize(
     ("shape", "shift", "limit", "normalised"),
     [((70, 300), 7.5, None, False), ((131, 5), 3, 12.0, False), ((3, 1), 0.0, None, True), ((131, 5), 3, 12.0, True)],
 )
 def test_exponentials_and_their_sums_are_those_of_float64(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, int], shift: float, limit: float | None, normalised: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    form: str,
+    shape: tuple[int, int],
+    shift: float,
+    limit: float | None,
+    normalised: bool,
 ) -> None:
     num_rows, num_columns = shape
+    on = _on(device)
+    on.fused = form
     z_sum, expected_sum = torch.full((num_columns,), 0.5, device=device), torch.full((num_columns,), 0.5, dtype=torch.float64)
     for begin in (0, 1000):  # the second call adds to the first
         buffer = (10 * _normal(num_rows, num_columns + 3, seed=begin)).to(device, dtype)  # rows lie further apart than B
@@ -148,7 +158,12 @@ def test_exponentials_and_their_sums_are_those_of_float64(
         inverse = None if normalised else torch.linspace(0.3, 1.5, num_rows + 1)[1:]  # not at a multiple of 16 bytes
         given = None if inverse is None else inverse.to(device)
         tile = Tile(buffer[:, :num_columns], given, (own + begin).to(device), begin, limit)
-        _on(device).exponentials(tile, shift, z_sum)
+        if form:  # products with the unit matrix, in which other rows follow
+            wider = torch.cat([before[:, :num_columns], _normal(256 - num_rows, num_columns).to(dtype)]).to(device)
+            ones = torch.ones(num_rows, device=device) if given is None else given
+            tile = tile._replace(inverse_norms=ones, factors=(wider, torch.eye(num_columns, device=device, dtype=dtype).t()))
+            tile.products.fill_(torch.nan)
+        on.exponentials(tile, shift, z_sum)
         v = torch.ones(num_rows, 1, dtype=torch.float64) if inverse is None else inverse.double()[:, None]
         logits = before.double()[:, :num_columns] * v
         expected = (logits - shift).exp()

@@ -25,7 +25,7 @@ from eval.embed import EmbedSettings, class_means
 from losses import build_margin, margin_arguments
 from partial_fc import PartialFC, check_head_fits, check_loss, head_config
 from partial_fc.init import InitCounts, init_centres
-from utils.checkpoint.format import BACKBONE, EMA, TRAINER
+from utils.checkpoint.format import BACKBONE, EMA, TRAINER, read_manifest
 from utils.checkpoint.reading import load_initial
 from utils.checkpoint.resume import SavedState, restore
 from utils.checkpoint.trainer import TrainerState, trained_names
@@ -196,14 +196,25 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
             margin, classes = margins[task.name], task.dataset.num_classes
             check_loss(margin, settings)
             beside += check_head_fits(margin, classes, dim, ranks, settings, samples, config.train.accumulation, beside, free)
-    heads = {}
+    heads, form = {}, _recorded_form(setup)
     for number, task in enumerate(setup.tasks):
         head_seed = seed if number == 0 else derive(seed, "head", task.name)
         margin, classes = margins[task.name], task.dataset.num_classes
         heads[task.name] = PartialFC(margin, classes, dim, world.rank, count, head_seed, settings, world.device)
+        with raise_on_all_ranks(world):
+            if world.world_size == count:  # not for --check, where one process stands for all
+                form = heads[task.name].choose_form(samples, form)
+    if form:
+        setup.facts["config"]["head"]["kernels"] = form
     scaler = LossScaler(enabled=autocast is torch.float16, device=world.device)
     ema = WeightAverage(backbone, config.train.ema) if config.train.ema else None
     return Model(backbone, optimizer, heads, scaler, autocast, ema)
+
+
+def _recorded_form(setup: Setup) -> Any:
+    """Return head.kernels of the checkpoint to resume from, if it has that."""
+    manifest = {} if setup.resume_from is None else read_manifest(setup.resume_from)
+    return manifest.get("config", {}).get("head", {}).get("kernels")
 
 
 def backbone_bytes(memory: BackboneMemory, train: Any, processes: int, device: str, free: int) -> int:

@@ -21,7 +21,7 @@ _OLDEST_TRITON = (3, 5)  # the interpreter of 3.2 gives wrong numbers where the 
 
 
 def choose_kernels(wanted: str, device: torch.device, dim: int) -> str:
-    """Return "c", "triton" or "plain": the fastest that the device supports if wanted is "auto", otherwise "plain"."""
+    """Return "c", "triton" or "plain": the fastest that the device supports, unless wanted is "plain"."""
     fastest = {"cuda": "triton", "cpu": "c"}.get(device.type, "plain")
     return "plain" if wanted == "plain" or why_plain(wanted, device, dim) else fastest
 
@@ -37,7 +37,7 @@ def build_kernels(name: str, workspace: Workspace) -> PlainKernels:
 
 def why_plain(wanted: str, device: torch.device, dim: int) -> str:
     """Return why plain torch replaces the faster kernels that were wanted, "" if it does not."""
-    if wanted != "auto":
+    if wanted == "plain":
         return ""
     if device.type == "cuda":
         return _why_no_triton()

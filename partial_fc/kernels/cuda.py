@@ -9,6 +9,7 @@ from torch import Tensor
 from ..centres.row_optimizer import RowOptimizer, RowSGD
 from ..centres.store import CentreStore
 from ..workspace import Workspace
+from .fused import exponentials_of_product
 from .plain import CentreGradient, PlainKernels, Tile
 from .triton import CLASSES, SAMPLES, SUMS, TILES, adamw_kernel, exp_mask_sum_kernel, negatives_kernel, sgd_kernel
 
@@ -30,6 +31,9 @@ class TritonKernels(PlainKernels):
         num_classes, num_samples = products.shape
         _check_tile(tile)
         assert z_sum.dtype == torch.float32
+        if tile.factors is not None:
+            exponentials_of_product(self.fused, tile, shift, z_sum)
+            return
         if not products.numel():
             return
         grid = _grid(products)
@@ -96,7 +100,7 @@ def _sweep(sweep: str, tile: Tile, shift: float | Tensor, less: Tensor | None) -
         sweep: a link, whose weights take the place of products, or "largest", as PlainKernels.maxima wants them; then
             row_weights are logarithms.
     """
-    products, inverse_norms, places, begin, limit, function, row_weights = tile
+    products, inverse_norms, places, begin, limit, function, row_weights = tile[:7]
     assert function is not None
     num_classes, num_samples = products.shape
     _check_tile(tile)

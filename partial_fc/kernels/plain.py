@@ -101,6 +101,11 @@ def _in_fp32(block: Tensor, side: str, workspace: Workspace) -> Tensor:
 if TYPE_CHECKING:  # parts do not import one another
     from losses.negatives import Negatives
 
+FUSED = {  # forms of fused.py: classes, samples and columns of a program's tile; its warps, and the tiles it loads ahead
+    "fused_64x128": (64, 128, 64, 4, 3),
+    "fused_128x128": (128, 128, 64, 8, 3),
+    "fused_128x256": (128, 256, 64, 8, 3),
+}
 THRESHOLD = 4  # the row of Negatives.coefficients above which a negative is hard
 NO_NEGATIVE = -1e30  # the largest logit of a sample without negatives
 
@@ -115,6 +120,7 @@ class Tile(NamedTuple):
         limit: classes for which v times the product is larger are left out (the interclass filter); None = none.
         function: of the negatives; None = one scale times the cosine, which is in the products.
         row_weights: r, (c,) fp32, above 0; None = 1.
+        factors: the centres (padded c, D) and embeddings (D, B) whose products are not computed yet, for kernels that fuse.
     """
 
     products: Tensor
@@ -124,6 +130,7 @@ class Tile(NamedTuple):
     limit: float | None = None
     function: "Negatives | None" = None
     row_weights: Tensor | None = None
+    factors: tuple[Tensor, Tensor] | None = None
 
     def with_log_weights(self) -> "Tile":
         """Return the tile with log r in place of r."""
@@ -158,11 +165,13 @@ class PlainKernels:
         name: "plain", "c" or "triton".
         words: the name in log lines.
         reads_flag: whether update_rows reads `apply` on the device, without a host sync.
+        fused: the form of FUSED in which `exponentials` also computes the products; "" = it takes them. See softmax/choice.py.
     """
 
     name = "plain"
     words = "plain torch"
     reads_flag = False
+    fused = ""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace

@@ -196,8 +196,7 @@ class TwoPass:
             cached = None if spreads is not None else self.workspace.cache((len(centres), len(batch.unit)), self.dtype)
             if cached is not None:
                 self._cached[micro, number] = cached
-            products = self._products(operand, centres, chunk, cached)
-            tile = self._tile(batch, products, chunk)
+            products, tile = self._tile(batch, operand, centres, chunk, cached)
             shift: float | Tensor = 0.0 if self.shift is None else self.shift
             if running is not None:
                 before, shift = running, running.clone()
@@ -235,9 +234,8 @@ class TwoPass:
                 weighted, shift = self._cached.get((micro, number)), self._shift_of(pull, micro, number)
                 if weighted is None:
                     centres = self.centre_store.operand(chunk.select, self.dtype, shape[0]) if centres is None else centres
-                    weighted = self._products(operands[micro], centres, chunk, None)
                     unused = self.workspace.buffer("unused", (3, len(pull.negatives)), torch.float32)
-                    tile = self._tile(pull.batch, weighted, chunk)
+                    weighted, tile = self._tile(pull.batch, operands[micro], centres, chunk, None)
                     self._weigh(tile, shift, unused, pull.less)
                     self._spread(tile, weighted, chunk)
                 rows = scaled[micro]
@@ -271,24 +269,26 @@ class TwoPass:
             return pull.lse
         return self._shifts[micro, number] if self.shift is None else self.shift
 
-    def _products(self, operand: Tensor, centres: Tensor, chunk: Chunk, out: Tensor | None) -> Tensor:
-        """Return centres times operand (padded c, B) in `out` or a buffer, 0 beyond the chunk's c rows."""
+    def _tile(self, batch: Batch, operand: Tensor, centres: Tensor, chunk: Chunk, out: Tensor | None) -> tuple[Tensor, Tile]:
+        """Return centres times operand (padded c, B) in `out` or a buffer, 0 beyond the chunk's c rows, and the kernels' tile.
+
+        With sub-centers that has the products of each class's nearest centre. Kernels that fuse compute the products.
+        """
         if out is None:
             out = self.workspace.buffer("logits", (len(centres), operand.shape[1]), self.dtype)
-        multiply(centres, operand, out, self.workspace)
+        fused = self.kernels.fused and batch.function is None and self._several is None
+        if not fused:
+            multiply(centres, operand, out, self.workspace)
         out[chunk.num_rows :].zero_()
-        return out
-
-    def _tile(self, batch: Batch, products: Tensor, chunk: Chunk) -> Tile:
-        """Return what the kernels take of products (padded c, B); with sub-centers those of each class's nearest centre."""
-        real, inverse_norms = products[: chunk.num_rows], self.centre_store.inverse_norms[chunk.select]
+        real, inverse_norms = out[: chunk.num_rows], self.centre_store.inverse_norms[chunk.select]
         limit = self.limit
         if limit is not None and batch.function is None:  # the products are logits
             limit = limit * self.margin.scale
-        tile = Tile(real, inverse_norms, batch.places, chunk.begin, limit, batch.function, chunk.weights)
-        if self._several is None:
-            return tile
-        return tile._replace(products=self._several.nearest(real, inverse_norms), inverse_norms=None)
+        factors = (centres, operand) if fused else None
+        tile = Tile(real, inverse_norms, batch.places, chunk.begin, limit, batch.function, chunk.weights, factors)
+        if self._several is not None:
+            tile = tile._replace(products=self._several.nearest(real, inverse_norms), inverse_norms=None)
+        return out, tile
 
     def _spread(self, tile: Tile, products: Tensor, chunk: Chunk) -> None:
         """Bring what a kernel wrote into the tile of products (padded c, B) back to them."""
@@ -305,8 +305,7 @@ class TwoPass:
 
     def _add_slopes(self, batch: Batch, operand: Tensor, centres: Tensor, chunk: Chunk, spread: Tensor, slopes: Tensor) -> None:
         """Add a chunk's part to ShardSums.spread and slopes of any negatives."""
-        products = self._products(operand, centres, chunk, None)
-        tile = self._tile(batch, products, chunk)
+        products, tile = self._tile(batch, operand, centres, chunk, None)
         self.kernels.slopes(tile, spread)
         self._spread(tile, products, chunk)
         add_product(slopes, products, centres, self.workspace)

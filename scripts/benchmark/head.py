@@ -27,8 +27,10 @@ import torch
 
 from losses import MARGINS, build_margin
 from partial_fc import HeadConfig, PartialFC
+from partial_fc.kernels import KERNELS
 from partial_fc.kernels.plain import product_dtype
 from partial_fc.sampling.planning import draw_active
+from partial_fc.softmax.choice import FORMS
 from utils import distributed
 from utils.cli import make_parser
 from utils.memory import free_bytes
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=512, help="global batch")
     parser.add_argument("--storage", nargs="+", choices=("exact", "lean", "tiny"), help="default: exact in fp32, all in bf16")
     parser.add_argument("--matmul", nargs="+", choices=tuple(_DTYPES), help="with --storage: of the products; default both")
-    parser.add_argument("--kernels", choices=("auto", "plain"), default="auto", help="plain: without the C or Triton kernels")
+    parser.add_argument("--kernels", choices=(*KERNELS, *FORMS), default="auto", help="head.kernels")
     parser.add_argument("--chunk", type=int, default=0, help="classes at once, 0 = what suits the device")
     parser.add_argument("--cache-mb", type=int, default=-1, help="head.cache_mb")
     parser.add_argument("--world-size", type=int, default=1, help="gloo or NCCL processes on this machine")
@@ -202,6 +204,8 @@ def work(rank: int, case: dict[str, Any]) -> dict[str, Any]:
     own = [row[0] for row in times]
     figures: dict[str, Any] = {"step_ms": statistics.median(own), "step_ms_range": [min(own), max(own)]}
     figures |= {"bytes_per_identity": taken, **gpu_figures(partial(step, 2 + case["steps"]), device)}
+    if head:
+        figures["described"] = head.describe()
     if len(steps) > 1:
         figures["arcface_ratio"] = statistics.median(row[0] / row[1] for row in times)
     distributed.stop()
@@ -216,7 +220,7 @@ def _plain_step(case: dict[str, Any], rank: int, embeddings: torch.Tensor, label
 
 
 def _our_head(case: dict[str, Any], rank: int, device: torch.device) -> PartialFC:
-    return PartialFC(
+    head = PartialFC(
         build_margin(case["loss"]),
         case["classes"],
         _DIM,
@@ -232,6 +236,8 @@ def _our_head(case: dict[str, Any], rank: int, device: torch.device) -> PartialF
             kernels=case["kernels"],
         ),
     )
+    head.choose_form(case["batch"])
+    return head
 
 
 def _our_step(head: PartialFC, embeddings: torch.Tensor, labels: torch.Tensor) -> Callable[[int], Any]:
