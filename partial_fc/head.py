@@ -130,6 +130,7 @@ class PartialFC(nn.Module):
         self._beside.wait()
         return by_slot(self.centre_store.tensors, self.config.sub_centers)["centres"]
 
+    @torch.no_grad()
     def choose_form(self, samples: int, recorded: str = "") -> str:
         """Choose how exponentials are computed for a global micro-batch of so many samples; see softmax/choice.py."""
         return choose_form(self._passes, self.config, self.chunk, samples, recorded, self.collectives)

@@ -133,7 +133,8 @@ class _Trial:
         factor = (batch.unit * passes.gain(batch)).to(passes.dtype).float().t()
         centres = self.store.operand(self.chunk.select, passes.dtype, self.size[0])
         plain, expected = PlainKernels(passes.workspace), torch.zeros_like(sums)
-        of_logits = 8 * (self.store.dim**0.5 + 1) * 2.0**-24 * passes.gain(batch)  # of two sums of D products, and exp
+        # of two sums of D products, whose terms tensor cores may cut off, and of exp
+        of_logits = (8 * self.store.dim**0.5 + self.store.dim / 4 + 8) * 2.0**-24 * passes.gain(batch)
         right = torch.ones((), dtype=torch.bool, device=sums.device)
         for low in range(0, self.chunk.size, _BLOCK):
             rows = slice(low, min(low + _BLOCK, self.chunk.size))
