@@ -155,10 +155,10 @@ def test_the_rate_of_the_class_centres_reaches_them(tmp_path: Path, monkeypatch:
 
     def watched(config: Any, tasks: Any, model: Any, *more: Any) -> Any:
         head = model.heads["softmax"]
-        step = head.step
-        monkeypatch.setattr(head, "step", lambda lr, good: (seen.append(lr), step(lr, good)))
+        settle = head.settle
+        monkeypatch.setattr(head, "settle", lambda lr, good: (seen.append(lr), settle(lr, good))[1])
         result = inner(config, tasks, model, *more)
-        monkeypatch.setattr(head, "step", step)
+        monkeypatch.setattr(head, "settle", settle)
         return result
 
     monkeypatch.setattr(train, "train_step", watched)

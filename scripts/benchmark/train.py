@@ -137,7 +137,7 @@ class OurTraining:
         for name in ("set_learning_rate", "unscale_and_clip_grad_norm_", "step_if"):
             yield "optimizer", training_step, name
         for head in self.model.heads.values():
-            yield from (("head", head, name) for name in ("begin_step", "forward", "step"))
+            yield from (("head", head, name) for name in ("begin_step", "forward", "settle", "_update"))
             yield from (("communication", head.collectives, name) for name in ("all_gather", "reduce_scatter", "sum"))
 
 
