@@ -27,7 +27,7 @@ CHOICES = {
     "init.new_classes": ("images", "random"),
     "head.sampling": ("uniform", "neighbours"),
     "head.neighbours_search": ("auto", "exact", "inverted_lists"),
-    "head.storage": ("exact", "lean", "tiny"),
+    "head.storage": ("exact", "lean", "tiny", "mini"),
     "head.optimizer": ("same", "sgd", "adamw"),
     "head.logit_correction": ("none", "log_r"),
     "head.inactive_rows": ("keep", "decay"),

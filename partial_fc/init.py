@@ -19,6 +19,7 @@ from utils.files import read_numbers
 from utils.text import prefix_errors
 
 from .centres.shard import INITIAL_STD, slots_of_classes
+from .centres.sub_centers import rows_of_slots
 from .head import PartialFC
 
 ClassMeans = Callable[[np.ndarray], tuple[Tensor, np.ndarray]]  # labels (n,) -> (n, D) directions, (n,) bool: has any image
@@ -63,7 +64,7 @@ def init_centres(head: PartialFC, source_path: str, class_map: str, class_means:
                 old_of_new = read_class_map(Path(class_map), source.num_classes, head.num_classes)
     labels = head.shard_classes()
     old = np.full(len(labels), -1, dtype=np.int64)
-    centres = head.centres
+    store, several = head.centre_store, head.config.sub_centers
     norm = float(torch.linalg.vector_norm(torch.full((head.embedding_size,), INITIAL_STD)))  # that of a random start
     if source is not None:
         if source.embedding_size != head.embedding_size:
@@ -97,20 +98,20 @@ def init_centres(head: PartialFC, source_path: str, class_map: str, class_means:
                 f"init.head: in {source.name} the centre of label {old[rows[bad[0]]]} is zero or not finite; leave that label "
                 "out of init.classes, so that its class counts as new, or take an earlier checkpoint"
             )
-        centres[torch.from_numpy(rows)] = values.to(centres)
+        store.write_centres(torch.from_numpy(rows_of_slots(rows, several)), values.reshape(-1, head.embedding_size))
     new, filled = np.flatnonzero(old < 0), 0
     for start in range(0, len(new), _BLOCK):
         rows = new[start : start + _BLOCK]
         if source is not None:  # new centres keep their random directions but get the norm of the others
-            values = centres[torch.from_numpy(rows)].float()
+            index = torch.from_numpy(rows_of_slots(rows, several))
+            values = store.tensors["centres"][index].float()
             values *= norm / values.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-            centres[torch.from_numpy(rows)] = values.to(centres)
+            store.write_centres(index, values)
         if class_means is not None:
             means, found = class_means(labels[rows])
-            first = centres if centres.ndim == 2 else centres[:, 0]
-            first[torch.from_numpy(rows[found])] = (means[torch.from_numpy(found)] * norm).to(centres)
+            store.write_centres(torch.from_numpy(rows[found] * several), means[torch.from_numpy(found)] * norm)
             filled += int(found.sum())
-    head.centre_store.refresh_norms()
+    store.refresh_norms()
     return InitCounts(len(kept), filled, len(new) - filled)
 
 
@@ -167,11 +168,12 @@ def _matrix(path: Path) -> Tensor:
 
 def _open_checkpoint(checkpoint: Path) -> CentreSource:
     num_classes, seed = class_order(checkpoint)
-    shards = [(slots, mapped_tensor(checkpoint / name, "centres")) for slots, name in shards_of(checkpoint, num_classes)]
+    files = shards_of(checkpoint, num_classes)
+    shards = [(slots, *_scaled(checkpoint / name)) for slots, name in files]
     row = tuple(shards[0][1].shape[1:]) if shards[0][1].ndim in (2, 3) else (0,)
     dim = row[-1]
-    for (low, high), centres in shards:
-        if tuple(centres.shape) != (high - low, *row) or not centres.is_floating_point():
+    for (low, high), centres, scale in shards:
+        if tuple(centres.shape) != (high - low, *row) or not scale.is_floating_point() or scale.shape != centres.shape[:-1]:
             raise ValueError(
                 f"checkpoint {checkpoint}: the centres of slots {low} to {high - 1} must be a matrix of {high - low} rows of "
                 f"{dim or 'D'} floats, got {centres.dtype} {tuple(centres.shape)}"
@@ -180,12 +182,21 @@ def _open_checkpoint(checkpoint: Path) -> CentreSource:
     def read(labels: np.ndarray) -> Tensor:
         slots = slots_of_classes(labels, num_classes, seed)
         rows = torch.empty(len(labels), *row)
-        for (low, high), centres in shards:
+        for (low, high), centres, scale in shards:
             here = np.flatnonzero((slots >= low) & (slots < high))
-            rows[torch.from_numpy(here)] = centres[torch.from_numpy(slots[here] - low)].float()
+            index = torch.from_numpy(slots[here] - low)
+            rows[torch.from_numpy(here)] = centres[index].float() * scale[index, ..., None]
         return rows
 
     return CentreSource(str(checkpoint), num_classes, dim, read, row[0] if len(row) == 2 else 1)
+
+
+def _scaled(path: Path) -> tuple[Tensor, Tensor]:
+    """Return the centres (n, ..., D) of a file, and what to multiply them by, (n, ...); integers if it has none."""
+    centres = mapped_tensor(path, "centres")
+    if centres.dtype == torch.int8:
+        return centres, mapped_tensor(path, "centres_scale")
+    return centres, centres.new_ones(()).expand(centres.shape[:-1])
 
 
 def read_class_map(path: Path, num_old: int, num_new: int) -> np.ndarray:

@@ -56,9 +56,10 @@ class HeadMemory(NamedTuple):
     def bytes_per_class(self) -> int:
         """Bytes that every class of a shard takes, whether it is sampled or not."""
         config = self.config
-        centre, momentum, variance = (dtype.itemsize for dtype in FORMATS[config.storage])
+        formats = FORMATS[config.storage]
+        centre, momentum, variance = (dtype.itemsize for dtype in formats)
         size = self.dim * (centre + momentum + (variance if config.has_second_moment else 0)) + 4  # 4: 1 / norm
-        size += (4 if config.storage == "tiny" else 0) + (4 if config.counts_updates else 0)
+        size += 4 * formats.count(torch.int8) + (4 if config.counts_updates else 0)
         size = size * config.sub_centers + self.loss.per_class
         return size + (4 * config.neighbours if config.sampling == "neighbours" else 0)
 
@@ -86,8 +87,10 @@ class HeadMemory(NamedTuple):
             total += fp32
             if config.storage != "exact":
                 total += (3 if config.has_second_moment else 2) * fp32
-                total += (2 if config.storage == "tiny" else 1) * (fp32 + 2 * 65536 * 4)  # tables of noise
-                total += c * (self.dim + 4) if config.storage == "tiny" else 0
+                mini = config.storage == "mini"  # its noise is computed, but for the variance
+                tables = int(config.has_second_moment) if mini else 2 if config.storage == "tiny" else 1
+                total += tables * (fp32 + 2 * 65536 * 4) + mini * fp32
+                total += c * (self.dim + 4) if torch.int8 in FORMATS[config.storage] else 0
         if self.loss.general and (self.kernels == "plain" or config.label_smoothing):
             total += _COPIES * c // several * self.rows * 4
         if config.label_smoothing:

@@ -91,3 +91,12 @@ def bytes_of_workspace(head: PartialFC) -> int:
 def relative(value: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference over the norm of the expected, in float64."""
     return float((value.double() - expected.double()).norm() / expected.double().norm())
+
+
+def stored_numbers(rows: dict[str, Tensor], name: str) -> Tensor:
+    """Return what stored rows (n, D) of centres or a moment stand for, in float64; see partial_fc/centres/store.py."""
+    values, scale = rows[name].double(), rows.get(f"{name}_scale")
+    if rows["centres"].dtype == torch.int8 and name in ("centres", "momentum"):
+        low = (rows["momentum"].int() + 4) % 8 - 4
+        values += low / 8 if name == "centres" else -low
+    return values if scale is None else values * scale.double()[:, None]

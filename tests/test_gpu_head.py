@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from dense_reference import DenseHead, active_classes, near_their_centres, relative
+from dense_reference import DenseHead, active_classes, near_their_centres, relative, stored_numbers
 from rounding import bf16_half_step, head_bounds
 from torch import Tensor
 
@@ -32,8 +32,7 @@ def _state(head: PartialFC) -> dict[str, Tensor]:
 
 def _numbers(state: dict[str, Tensor], name: str, by_class: Tensor) -> Tensor:
     """Return stored centres or momentum (C, D) in class order, in float64."""
-    values = state[name].double()
-    return (values * state[f"{name}_scale"].double()[:, None] if f"{name}_scale" in state else values)[by_class]
+    return stored_numbers(state, name)[by_class]
 
 
 @pytest.mark.parametrize("sample_rate", [1.0, 0.1])
@@ -161,7 +160,7 @@ def test_the_update_on_a_stream_of_its_own_gives_the_same_bits(device: torch.dev
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("storage", ["exact", "lean", "tiny"])
+@pytest.mark.parametrize("storage", ["exact", "lean", "tiny", "mini"])
 def test_a_loss_that_is_not_finite_changes_no_byte(device: torch.device, storage: str, kernels: str):
     margin = build_margin("arcface", scale=SCALE, margin=0.5)
     config = HeadConfig(0.5, RowSGD(0.9, 5e-4), storage, chunk=32, kernels=kernels)

@@ -93,6 +93,7 @@ for optimizer in (RowSGD(), RowSGD(nesterov=True), RowAdamW()):
         ("exact", torch.float32, slice(0, 4)),
         ("lean", torch.bfloat16, torch.arange(4)),
         ("tiny", torch.bfloat16, slice(0, 4)),
+        ("mini", torch.bfloat16, slice(0, 4)),
     ):
         if form != "exact" and optimizer == RowSGD(nesterov=True):
             continue
@@ -115,7 +116,7 @@ def test_every_kernel_compiles_for_ampere_hopper_and_blackwell(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     compiled = json.loads(done.stdout)
-    forms = dict(exp_mask_sum_kernel=2, product_exp_kernel=3, negatives_kernel=len(KINDS) + 2, sgd_kernel=4, adamw_kernel=3)
+    forms = dict(exp_mask_sum_kernel=2, product_exp_kernel=3, negatives_kernel=len(KINDS) + 2, sgd_kernel=5, adamw_kernel=4)
     for name, count in forms.items():
         assert {capability for kernel, capability, _ in compiled if kernel == name} == {80, 90, 100}
         assert {form for kernel, _, form in compiled if kernel == name} == set(range(count))

@@ -15,6 +15,7 @@ from tiny_runs import tiny_run
 import train
 from losses import build_margin
 from partial_fc import PartialFC, RowSGD
+from partial_fc.centres.store import FORMATS
 from scripts.benchmark import capacity
 from scripts.benchmark import head as benchmark_head
 from scripts.benchmark import numerics as compare_head_numerics
@@ -115,7 +116,7 @@ def test_capacity_and_the_check_before_training_know_the_same_limit(
     monkeypatch.setattr(model, "available_bytes", lambda world: int(memory * 2**30))
     monkeypatch.setattr(model, "PartialFC", built)
     capsys.readouterr()
-    assert [row["storage"] for row in rows] == ["exact", "lean", "tiny"]
+    assert [row["storage"] for row in rows] == list(FORMATS)
     for row in rows:
         for more, said in ((0, "error: the head fits"), (1, f"error: head: {row['identities'] + 1} classes over 1 process")):
             classes = row["identities"] + more
@@ -197,7 +198,12 @@ def test_the_comparison_trains_every_format_as_the_dense_head_and_sampled_classe
     )
     loss = {row["case"]: row["loss"] for row in rows}
     assert loss["exact"] == pytest.approx(after, abs=steps**0.5 * head_bounds(64.0, 256, 512)[0])
-    for case in ("lean", "tiny", "bf16, round to nearest"):  # each rounds every number of a centre by 2^-8 of it at most
+    for case in (
+        "lean",
+        "tiny",
+        "mini",
+        "bf16, round to nearest",
+    ):  # each rounds every number of a centre by 2^-8 of it at most
         assert loss[case] == pytest.approx(after, abs=64.0 * 2**-8) and loss[case] != loss["exact"]
     for case in ("uniform, rate 0.2", "neighbours, rate 0.2"):  # a class that is not drawn does not move
         assert after + 64.0 * 2**-8 < loss[case] < before - 64.0 * 2**-8

@@ -31,19 +31,19 @@ class RowSGD(NamedTuple):
 
     def update(self, store: CentreStore, select: Select, gradient: Tensor, lr: float) -> None:
         """Update the selected centres from v g (c, D), fp32, which may be overwritten."""
-        rows, inverse = store.load("centres", select), store.inverse_norms[select]
+        rows, inverse = _loaded(store, select, gradient)
         along = _dot(store, gradient, rows) * inverse.square()
         if self.nesterov:
             gradient.addcmul_(rows, (self.weight_decay - along)[:, None])
             momentum = store.load("momentum", select).mul_(self.momentum).add_(gradient)
             rows.add_(gradient.add_(momentum, alpha=self.momentum), alpha=-lr)
-            store.save("momentum", select, momentum)
+            store.save("momentum", select, momentum, rows, lr * self.momentum**2 / (1.0 - self.momentum))
             store.save_centres(select, rows)
             return
         momentum = store.load("momentum", select).mul_(self.momentum).add_(gradient)
         momentum.addcmul_(rows, (self.weight_decay - along)[:, None])
         rows.add_(momentum, alpha=-lr)
-        store.save("momentum", select, momentum)
+        store.save("momentum", select, momentum, rows, lr * self.momentum / (1.0 - self.momentum))
         store.save_centres(select, rows)
 
 
@@ -57,7 +57,7 @@ class RowAdamW(NamedTuple):
 
     def update(self, store: CentreStore, select: Select, gradient: Tensor, lr: float) -> None:
         """Update the selected centres from v g (c, D), fp32, which is overwritten."""
-        rows, inverse = store.load("centres", select), store.inverse_norms[select]
+        rows, inverse = _loaded(store, select, gradient)
         along = _dot(store, gradient, rows) * inverse.square()
         gradient.addcmul_(rows, -along[:, None])
         momentum = store.load("momentum", select).lerp_(gradient, 1.0 - self.beta1)
@@ -168,6 +168,15 @@ class LazyDecay:
             variance.mul_(torch.where(missed, adamw.beta2, 1.0)[:, None])
             lr = torch.where(missed, self._rates[number - self._base], 0.0)
             adamw._move(rows, momentum, variance, torch.full_like(lr, number + 1.0, dtype=torch.float64), lr, scratch)
+
+
+def _loaded(store: CentreStore, select: Select, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the selected centres and v; that of mini, in the gradient too, is stored without the centre's scale."""
+    inverse, scale = store.inverse_norms[select], store.tensors.get("centres_scale")
+    if scale is not None:
+        inverse = inverse / scale[select]
+        gradient.div_(scale[select][:, None])
+    return store.load("centres", select), inverse
 
 
 def _dot(store: CentreStore, first: Tensor, second: Tensor) -> Tensor:

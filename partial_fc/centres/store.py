@@ -1,15 +1,22 @@
-"""Stores the class centres of a shard and their optimizer state, in three formats.
+"""Stores the class centres of a shard and their optimizer state, in four formats.
 
     exact   centres fp32, momentum fp32                               4.1 kB per class at D = 512
     lean    centres and momentum bf16, rounded stochastically         2.1 kB
     tiny    as lean, momentum int8 with one fp32 scale per row        1.55 kB
+    mini    both int8 with one fp32 scale per row each                1.05 kB
 
-AdamW adds a second moment, fp32 or (lean, tiny) bf16. Arithmetic is always fp32: rows are loaded into a buffer (fp32 rows are
+AdamW adds a second moment, fp32 or (all others) bf16. Arithmetic is always fp32: rows are loaded into a buffer (fp32 rows are
 used in place), changed there and stored again. 1 / norm of each centre is also stored, 4 bytes.
 
 Numbers are rounded to bf16 and int8 stochastically: up or down at random, so that the mean is the number itself. Rounding to
 the nearest would lose every update smaller than half a step of the format; with bf16 centres those are most updates.
 Source: Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, https://arxiv.org/abs/1502.02551.
+
+The centres of mini have three bits more for the update: the lowest of their momentum's byte (-4 to 3 eighths of a step), which
+leaves 5 bits. All else takes the whole steps, without the scale, for their direction; `inverse_norms` is theirs.
+What rounds a number grows by the golden ratio modulo 1 with each update of its row (for the momentum by the root of 2), so that
+the errors of successive updates cancel. What rounding adds to the momentum of SGD will move the centre, so the centre is moved
+back at once. The lower half of the bits of the centres' scale counts the updates.
 Shapes: n = classes of the shard, D = embedding size, c = selected rows.
 """
 
@@ -28,14 +35,18 @@ FORMATS = {  # name: dtype of the centres, of the momentum, of AdamW's second mo
     "exact": (torch.float32, torch.float32, torch.float32),
     "lean": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
     "tiny": (torch.bfloat16, torch.int8, torch.bfloat16),
+    "mini": (torch.int8, torch.int8, torch.bfloat16),
 }
-BY_ROW = ("centres", "momentum", "momentum_scale", "variance", "variance_scale", "updates", "inverse_norms")  # in checkpoints
+# in checkpoints
+BY_ROW = ("centres", "centres_scale", "momentum", "momentum_scale", "variance", "variance_scale", "updates", "inverse_norms")
 Select = slice | Tensor  # consecutive rows, or single rows (int64, distinct)
 Read = Callable[[int, int], dict[str, Tensor]]  # (first row, last row) of the shard -> tensors by name
 _BLOCK = 8192  # rows converted at once when a checkpoint is read: 16 MiB of 512 numbers
 _LONG = 1 << 31  # numbers whose drawing takes so long that it is shown
 _SMALLEST_NORM = 1e-12
+_LOW = {"centres": 0.125, "momentum": -1.0}  # of mini: what the low bits of the momentum's byte add to each
 _VALUES = 1 << 16  # of the random bits for rounding
+_ROW_STRIDE, _OTHER_STRIDE = 7919, 27145  # of mini, from row to row; near 2^16 times the root of 2, for the momentum
 _STRIDE = 40503  # odd, so its multiples reach all offsets; near the golden ratio, so successive offsets are far apart
 _LAST_STEP = 99_999_999  # the largest that the name of a checkpoint's folder can hold
 
@@ -59,8 +70,8 @@ class CentreStore:
             "centres": with_huge_pages(torch.empty(num_rows, dim, dtype=centre_dtype, device=device)),
             "momentum": with_huge_pages(torch.zeros(num_rows, dim, dtype=momentum_dtype, device=device)),
         }
-        if momentum_dtype == torch.int8:
-            self.tensors["momentum_scale"] = torch.zeros(num_rows, device=device)
+        for name in [name for name, tensor in self.tensors.items() if tensor.dtype == torch.int8]:
+            self.tensors[f"{name}_scale"] = torch.zeros(num_rows, device=device)
         if second_moment:
             self.tensors["variance"] = with_huge_pages(torch.zeros(num_rows, dim, dtype=variance_dtype, device=device))
         if count_updates:
@@ -79,8 +90,16 @@ class CentreStore:
         if start == 0 and self.num_rows * self.dim > _LONG:
             blocks = iter(progress(blocks, None, "first class centres", " blocks of 1024"))
         for rows, values in blocks:
-            self.tensors["centres"][rows] = values.to(self.tensors["centres"])
+            self.write_centres(rows, values)
             self._take_norms(rows, {})
+
+    def write_centres(self, select: Select, values: Tensor) -> None:
+        """Replace centres by (c, D) fp32, rounded to the nearest, before training; refresh_norms must follow."""
+        values = values.to(self.inverse_norms)
+        if self.form == "mini":
+            values, scale = _nearest_int8(values, 127.0)
+            self.tensors["centres_scale"][select] = scale.masked_fill_(scale == 0.0, 1.0)
+        self.tensors["centres"][select] = values.to(self.tensors["centres"])
 
     def refresh_norms(self) -> None:
         """Recompute 1 / norm of every centre, after they were changed from outside."""
@@ -112,11 +131,17 @@ class CentreStore:
             return stored  # a view for consecutive rows, a copy for single rows
         rows = self.workspace.buffer(name, tuple(stored.shape), torch.float32).copy_(stored)
         if stored.dtype == torch.int8:
+            if self.form == "mini":
+                rows.add_(_low_bits(self.tensors["momentum"][select]), alpha=_LOW[name])
             rows.mul_(self.tensors[f"{name}_scale"][select][:, None])
         return rows
 
-    def save(self, name: str, select: Select, rows: Tensor) -> None:
-        """Store rows that `load` returned, after they were changed; fp32 `rows` may be rounded in place."""
+    def save(self, name: str, select: Select, rows: Tensor, centres: Tensor | None = None, carry: float = 0.0) -> None:
+        """Store rows that `load` returned, after they were changed; fp32 `rows` may be rounded in place.
+
+        Args:
+            centres: (c, D) fp32, of a momentum, to be saved next; mini adds carry times what rounding adds to the momentum.
+        """
         target = self.tensors[name]
         if target.dtype == torch.float32:
             if not isinstance(select, slice):
@@ -130,8 +155,37 @@ class CentreStore:
             quantised = self.workspace.buffer("int8", tuple(rows.shape), torch.int8)
             scale = self.workspace.buffer("scale", (len(rows),), torch.float32)
             scratch = self.workspace.buffer("scratch", tuple(rows.shape), torch.float32)
-            quantise_rows(rows, self.noise, quantised, scale, scratch)
+            if self.form == "mini":
+                if centres is not None:
+                    centres.sub_(rows, alpha=carry)
+                self._quantise_mini(name, select, rows, scale, scratch)
+                quantised.copy_(rows)
+                if centres is not None:
+                    centres.add_(rows.mul_(scale[:, None]), alpha=carry)
+            else:
+                quantise_rows(rows, self.noise, quantised, scale, scratch)
             target[select], self.tensors[f"{name}_scale"][select] = quantised, scale
+
+    def _quantise_mini(self, name: str, select: Select, rows: Tensor, scale: Tensor, scratch: Tensor) -> None:
+        """Round rows to bytes, and set scale (c,); centres, which follow their momentum, add their low bits to its bytes."""
+        unit, top, stride = (8.0, 1016.0, _STRIDE) if name == "centres" else (0.125, 15.0, _OTHER_STRIDE)
+        count = self.tensors["centres_scale"][select].view(torch.int32)
+        torch.div(torch.abs(rows, out=scratch).amax(dim=1), 127.0 if name == "centres" else 120.0, out=scale)
+        if name == "centres":
+            bits = scale.masked_fill_(scale == 0.0, 1.0).view(torch.int32)  # the gradient is divided by it
+            bits.add_(0xFFFF).bitwise_and_(-_VALUES).bitwise_or_(count + 1 & 0xFFFF)
+        number = torch.arange(select.start, select.stop, device=rows.device) if isinstance(select, slice) else select
+        noise = self.workspace.buffer("noise", tuple(rows.shape), torch.int32)
+        noise.copy_((number * _ROW_STRIDE + count)[:, None])
+        noise.add_(torch.arange(self.dim, dtype=torch.int32, device=rows.device)).mul_(stride).bitwise_and_(0xFFFF)
+        rows.mul_((unit / scale.clamp_min(1e-38))[:, None]).add_(noise, alpha=1 / _VALUES).add_(0.5 / _VALUES)
+        rows.floor_().clamp_(-top, top)
+        if name == "centres":
+            torch.add(rows, 4.0, out=scratch).div_(8.0).floor_()
+            self.tensors["momentum"][select] += rows.sub_(scratch, alpha=8.0).to(torch.int8)
+            rows.copy_(scratch)
+        else:
+            rows.mul_(8.0)
 
     def save_centres(self, select: Select, rows: Tensor) -> None:
         """Store changed centres (c, D), and 1 / norm of the stored, rounded values."""
@@ -173,7 +227,9 @@ class CentreStore:
         if "inverse_norms" in saved and saved["centres"].dtype == self.tensors["centres"].dtype:
             self.inverse_norms[rows].copy_(saved["inverse_norms"])
             return
-        norms = torch.linalg.vector_norm(self.tensors["centres"][rows], dim=1, dtype=torch.float32)
+        centres = self.tensors["centres"][rows]
+        centres = centres.float() if centres.dtype == torch.int8 else centres
+        norms = torch.linalg.vector_norm(centres, dim=1, dtype=torch.float32)
         self.inverse_norms[rows] = norms.clamp_min_(_SMALLEST_NORM).reciprocal_()
 
     def _convert(self, name: str, select: slice, saved: dict[str, Tensor]) -> None:
@@ -184,17 +240,26 @@ class CentreStore:
         if rows.shape != target.shape:
             raise ValueError(f"head: saved {name} are {tuple(rows.shape)} here, this run needs {tuple(target.shape)}")
         scale = saved.get(f"{name}_scale")
-        if rows.dtype == target.dtype:
+        same_form = name not in _LOW or saved["centres"].dtype == self.tensors["centres"].dtype
+        if rows.dtype == target.dtype and same_form:
             target.copy_(rows)
             if scale is not None:
                 self.tensors[f"{name}_scale"][select].copy_(scale)
             return
         # a change of format happens once, so the nearest number is right: nothing accumulates
-        values = rows.float() if scale is None else rows.float() * scale[:, None]
+        values = rows.float()
+        if saved["centres"].dtype == torch.int8 and name in _LOW:
+            values.add_(_low_bits(saved["momentum"]), alpha=_LOW[name])
+        if scale is not None:
+            values *= scale[:, None]
+        if name == "centres":
+            self.write_centres(select, values)
+            return
         if target.dtype == torch.int8:
-            scale = values.abs().amax(dim=1) / 127.0
-            self.tensors[f"{name}_scale"][select].copy_(scale)
-            values = (values / scale.clamp_min(1e-38)[:, None]).round_()
+            bits = 8.0 if self.form == "mini" else 1.0  # the lowest three are the centre's
+            values, scale = _nearest_int8(values, 127.0 // bits)
+            self.tensors[f"{name}_scale"][select].copy_(scale / bits)
+            values *= bits
         target.copy_(values)
 
 
@@ -218,15 +283,20 @@ def _check_saved(saved: dict[str, Tensor], num_rows: int) -> None:
     """Raise ValueError unless saved rows are what `load` and the kernels take for granted, whatever format they are in."""
     for name, rows in saved.items():
         is_whole = not (rows.is_floating_point() or rows.is_complex())
-        is_row_number = name in ("momentum_scale", "variance_scale", "inverse_norms", "updates")
-        if rows.is_complex() or (is_whole and name in ("centres", "variance", "momentum_scale", "inverse_norms")):
+        is_row_number = name.endswith("_scale") or name in ("inverse_norms", "updates")
+        if rows.is_complex() or (is_whole and (name in ("variance", "inverse_norms") or name.endswith("_scale"))):
             raise ValueError(f"head: saved {name} must be floats, they are {rows.dtype}")
         if is_row_number and rows.shape != (num_rows,):
             raise ValueError(f"head: saved {name} must be ({num_rows},) here, they are {tuple(rows.shape)}")
         if not is_whole and not bool(rows.isfinite().all()):
             raise ValueError(f"head: saved {name} hold numbers that are not finite")
-        if name == "momentum" and is_whole and (rows.dtype != torch.int8 or "momentum_scale" not in saved):
-            raise ValueError(f"head: saved momentum of {rows.dtype} needs int8 and a momentum_scale")
+        if name in _LOW and is_whole and (rows.dtype != torch.int8 or f"{name}_scale" not in saved):
+            raise ValueError(f"head: saved {name} of {rows.dtype} needs int8 and a {name}_scale")
+        other = saved.get("momentum") if name == "centres" and is_whole else rows
+        if other is None or (other.dtype, other.shape) != (rows.dtype, rows.shape):
+            raise ValueError("head: saved centres of int8 need a momentum of int8 and their shape")
+        if name == "centres_scale" and not bool((rows > 0.0).all()):
+            raise ValueError("head: saved centres_scale must be above 0")
         if name == "updates" and not (rows.dtype == torch.int32 and 0 <= int(rows.min()) <= int(rows.max()) <= _LAST_STEP):
             raise ValueError(f"head: saved updates must be int32 from 0 to {_LAST_STEP}, they are {rows.dtype} or beyond")
 
@@ -279,3 +349,14 @@ def quantise_rows(values: Tensor, noise: Noise, out: Tensor, scale: Tensor, scra
     factor = torch.where(largest > 0, 127.0 / largest, 0.0)
     torch.mul(values, factor[:, None], out=scratch)
     out.copy_(scratch.add_(noise.next("uniform", values.shape)).floor_().clamp_(-127, 127))
+
+
+def _nearest_int8(values: Tensor, top: float) -> tuple[Tensor, Tensor]:
+    """Return the nearest integers (c, D) to fp32 values over a scale, as fp32, and the scale (c,); the largest is +-top."""
+    scale = values.abs().amax(dim=1) / top
+    return (values / scale.clamp_min(1e-38)[:, None]).round_(), scale
+
+
+def _low_bits(momentum: Tensor) -> Tensor:
+    """Return what the bytes (c, D) of a momentum of mini hold of the centre, int8 from -4 to 3."""
+    return ((momentum + 4) & 7) - 4

@@ -41,7 +41,25 @@ static inline void random_row(uint32_t seed, int64_t dim, uint32_t *random) {
     for (int64_t j = 0; j < dim; j++) random[j] = hash(seed + (uint32_t)j * 0x9e3779b9u);
 }
 
-/* Store a row, rounded stochastically if the format is narrower than fp32. With bf16, `values` is overwritten by the stored
+static inline float largest_of(const float *values, int64_t dim) {
+    float largest = 0.0f;
+    #pragma omp simd reduction(max : largest)
+    for (int64_t j = 0; j < dim; j++) { float a = fabsf(values[j]); largest = a > largest ? a : largest; }
+    return largest;
+}
+
+/* Replace values by integers up to +-top, which stands for `largest`, rounded stochastically by random >> shift. */
+static inline void quantise_row(float *values, int64_t dim, float largest, float top, const uint32_t *random, int shift) {
+    float factor = largest > 0.0f ? top / largest : 0.0f;
+    #pragma omp simd
+    for (int64_t j = 0; j < dim; j++) {
+        float u = ((float)((random[j] >> shift) & 0xffffu) + 0.5f) * (1.0f / 65536.0f);
+        float q = floorf(values[j] * factor + u);
+        values[j] = q > top ? top : (q < -top ? -top : q);
+    }
+}
+
+/* Store a row, rounded stochastically if the format is narrower than fp32. `values` is overwritten: with bf16 by the stored
    values. The bits used are random >> shift, so that two matrices are rounded independently. */
 static inline void store_row(void *base, int kind, int64_t row, int64_t dim, float *scale, const uint32_t *random, int shift,
                              float *values) {
@@ -60,18 +78,40 @@ static inline void store_row(void *base, int kind, int64_t row, int64_t dim, flo
         }
     } else {
         int8_t *out = (int8_t *)base + row * dim;
-        float largest = 0.0f;
-        #pragma omp simd reduction(max : largest)
-        for (int64_t j = 0; j < dim; j++) { float a = fabsf(values[j]); largest = a > largest ? a : largest; }
-        float factor = largest > 0.0f ? 127.0f / largest : 0.0f;
+        float largest = largest_of(values, dim);
         scale[row] = largest / 127.0f;
+        quantise_row(values, dim, largest, 127.0f, random, shift);
         #pragma omp simd
-        for (int64_t j = 0; j < dim; j++) {
-            float u = ((float)((random[j] >> shift) & 0xffffu) + 0.5f) * (1.0f / 65536.0f);
-            float q = floorf(values[j] * factor + u);
-            q = q > 127.0f ? 127.0f : (q < -127.0f ? -127.0f : q);
-            out[j] = (int8_t)(int32_t)q;
-        }
+        for (int64_t j = 0; j < dim; j++) out[j] = (int8_t)(int32_t)values[j];
+    }
+}
+
+/* Format mini: store a row of both; w is overwritten by the stored centre without its low bits and its scale. What rounding adds
+   to m will move w by -carry times that, so it is added to w. kept: (dim) scratch. */
+static inline void store_mini(int8_t *centre, int8_t *momentum, int64_t row, int64_t dim, float *centre_scale,
+                              float *momentum_scale, uint32_t *random, float *w, float *m, float *kept, float carry) {
+    uint32_t start = (uint32_t)row * 7919u + to_bits(centre_scale[row]);
+    #pragma omp simd
+    for (int64_t j = 0; j < dim; j++)
+        random[j] = ((start + (uint32_t)j) * 40503u & 0xffffu) | (start + (uint32_t)j) * 27145u << 16;
+    float largest = largest_of(m, dim);
+    memcpy(kept, m, dim * sizeof(float));
+    quantise_row(m, dim, largest, 15.0f, random, 16);
+    momentum_scale[row] = largest / 120.0f;
+    #pragma omp simd
+    for (int64_t j = 0; j < dim; j++) w[j] += carry * (m[j] * (largest / 15.0f) - kept[j]);
+    float step = largest_of(w, dim) / 127.0f;
+    uint32_t count = (to_bits(centre_scale[row]) + 1u) & 0xffffu;
+    centre_scale[row] = from_bits(((to_bits(step > 0.0f ? step : 1.0f) + 0xffffu) & 0xffff0000u) | count);
+    quantise_row(w, dim, 127.0f * centre_scale[row], 1016.0f, random, 0);
+    centre += row * dim;
+    momentum += row * dim;
+    #pragma omp simd
+    for (int64_t j = 0; j < dim; j++) {
+        float whole = floorf((w[j] + 4.0f) * 0.125f);
+        centre[j] = (int8_t)(int32_t)whole;
+        momentum[j] = (int8_t)(int32_t)(8.0f * (m[j] - whole) + w[j]);
+        w[j] = whole;
     }
 }
 
@@ -128,23 +168,36 @@ void exponentials(void *products, int kind, int64_t classes, int64_t samples, co
    gradient (classes, dim) is that of the unit centres times v = 1 / norm, without the part of the target classes. That part,
    not yet times v, is target (samples, dim) fp32: row sample_index[n] of it belongs to row class_index[n] of gradient;
    class_index ascends. If index is NULL, the centres are consecutive rows of the shard, starting at row `first`. Nothing is
-   done if `apply` points to 0. */
-void update_rows(void *centres, int centre_kind, void *momentum, int momentum_kind, float *momentum_scale, void *variance,
-                 int variance_kind, int32_t *updates, float *inverse, const int64_t *index, int64_t first, int64_t classes,
-                 int64_t dim, const void *gradient, int gradient_kind, const float *target, const int64_t *class_index,
-                 const int64_t *sample_index, int64_t num_targets, int adamw, int nesterov, double lr, double beta1, double beta2,
-                 double eps, double weight_decay, uint64_t seed, const float *apply) {
+   done if `apply` points to 0. Only format mini has a centre_scale. */
+void update_rows(void *centres, int centre_kind, float *centre_scale, void *momentum, int momentum_kind, float *momentum_scale,
+                 void *variance, int variance_kind, int32_t *updates, float *inverse, const int64_t *index, int64_t first,
+                 int64_t classes, int64_t dim, const void *gradient, int gradient_kind, const float *target,
+                 const int64_t *class_index, const int64_t *sample_index, int64_t num_targets, int adamw, int nesterov, double lr,
+                 double beta1, double beta2, double eps, double weight_decay, uint64_t seed, const float *apply) {
     if (apply && *apply == 0.0f) return;
     float rate1 = (float)(1.0 - beta1), rate2 = (float)(1.0 - beta2);
     #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < classes; i++) {
         float w[dim], m[dim], g[dim], s[adamw ? dim : 1];
         int64_t row = index ? index[i] : first + i;
+        int mini = centre_kind == INT8;
         uint32_t random[centre_kind == FLOAT32 ? 1 : dim], start = row_seed(seed, row);
-        load_row(centres, centre_kind, row, dim, 1.0f, w);
+        load_row(centres, centre_kind, row, dim, mini ? centre_scale[row] : 1.0f, w);
         load_row(momentum, momentum_kind, row, dim, momentum_scale ? momentum_scale[row] : 1.0f, m);
         load_row(gradient, gradient_kind, i, dim, 1.0f, g);
         float v = inverse[row], along = 0.0f, square = 0.0f;
+        if (mini) { /* v, and with it the gradient, is that of the centre over its scale */
+            const int8_t *bytes = (int8_t *)momentum + row * dim;
+            float whole = centre_scale[row], step = momentum_scale[row];
+            v /= whole;
+            #pragma omp simd
+            for (int64_t j = 0; j < dim; j++) {
+                float low = (float)(((bytes[j] + 4) & 7) - 4);
+                w[j] += 0.125f * low * whole;
+                m[j] -= low * step;
+                g[j] /= whole;
+            }
+        }
         int64_t low = 0, high = num_targets;
         while (low < high) { /* the first n with class_index[n] >= i */
             int64_t middle = (low + high) / 2;
@@ -186,9 +239,14 @@ void update_rows(void *centres, int centre_kind, void *momentum, int momentum_ki
             if (variance_kind != FLOAT32) random_row(hash(start), dim, random);
             store_row(variance, variance_kind, row, dim, NULL, random, 0, s);
         }
-        if (centre_kind != FLOAT32) random_row(start, dim, random);
-        store_row(momentum, momentum_kind, row, dim, momentum_scale, random, 16, m);
-        store_row(centres, centre_kind, row, dim, NULL, random, 0, w);
+        if (mini) {
+            float carry = adamw ? 0.0f : (float)(lr * beta1 / (1.0 - beta1) * (nesterov ? beta1 : 1.0));
+            store_mini(centres, momentum, row, dim, centre_scale, momentum_scale, random, w, m, g, carry);
+        } else {
+            if (centre_kind != FLOAT32) random_row(start, dim, random);
+            store_row(momentum, momentum_kind, row, dim, momentum_scale, random, 16, m);
+            store_row(centres, centre_kind, row, dim, NULL, random, 0, w);
+        }
         #pragma omp simd reduction(+ : square)
         for (int64_t j = 0; j < dim; j++) square += w[j] * w[j];
         float norm = sqrtf(square);

@@ -43,7 +43,7 @@ _ARGUMENTS = {
     "exponentials": [_POINTER, _INT, _LONG, _LONG, _POINTER, _POINTER, _LONG, _FLOAT, _FLOAT, _POINTER, _POINTER, _INT],
     "negatives": [_POINTER, _INT, _LONG, _LONG, *[_POINTER] * 4, _INT, _FLOAT, _INT, _INT, _POINTER, _POINTER, _INT],
     "update_rows": [
-        *(_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG),
+        *(_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, *[_POINTER] * 3, *[_LONG] * 3),
         *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _LONG, _INT, _INT, *[_DOUBLE] * 5, ctypes.c_uint64, _POINTER),
     ],
 }
@@ -157,7 +157,8 @@ class CKernels(PlainKernels):
         select, rows, class_index, sample_index, values = gradient
         assert all(tensor.is_contiguous() for tensor in (*tensors.values(), inverse, *gradient[1:]))
         _library().update_rows(
-            *(centres.data_ptr(), _FORMATS[centres.dtype], momentum.data_ptr(), _FORMATS[momentum.dtype]),
+            *(centres.data_ptr(), _FORMATS[centres.dtype], _pointer(tensors.get("centres_scale"))),
+            *(momentum.data_ptr(), _FORMATS[momentum.dtype]),
             *(_pointer(tensors.get("momentum_scale")), _pointer(variance), 0 if variance is None else _FORMATS[variance.dtype]),
             *(_pointer(tensors.get("updates")), inverse.data_ptr(), None if isinstance(select, slice) else select.data_ptr()),
             *(select.start if isinstance(select, slice) else 0, *rows.shape, rows.data_ptr(), _FORMATS[rows.dtype]),

@@ -62,14 +62,15 @@ class TritonKernels(PlainKernels):
             return
         index, start = (select, 0) if isinstance(select, Tensor) else (None, select.start)
         flag = torch.ones(1, device=rows.device) if apply is None else apply
-        centres, momentum, scale = tensors["centres"], tensors["momentum"], tensors.get("momentum_scale")
+        centres, momentum = tensors["centres"], tensors["momentum"]
+        rounded = (centres, momentum, tensors.get("centres_scale"), tensors.get("momentum_scale"))
         given = (rows, class_index, sample_index, values, len(class_index), inverse_norms, index, flag)
         numbers = (start, seed & (2**63 - 1), float(lr))
         with torch.cuda.device_of(centres):
             if isinstance(optimizer, RowSGD):
                 factors = (float(optimizer.momentum), float(optimizer.weight_decay))
                 shape = (centres.shape[1], block, optimizer.nesterov)
-                sgd_kernel[(len(rows),)](centres, momentum, scale, *given, *numbers, *factors, *shape, num_warps=warps)
+                sgd_kernel[(len(rows),)](*rounded, *given, *numbers, *factors, *shape, num_warps=warps)
                 if "updates" in tensors:
                     tensors["updates"][select] += 1
                 return
@@ -77,7 +78,7 @@ class TritonKernels(PlainKernels):
             # in double precision: 1 - 0.999 and log(0.999) in fp32 would be wrong in the fifth digit
             logs = [math.log(beta) if beta > 0.0 else -math.inf for beta in (beta1, beta2)]
             adamw_kernel[(len(rows),)](
-                *(centres, momentum, scale, tensors["variance"], tensors["updates"], *given, *numbers),
+                *(*rounded, tensors["variance"], tensors["updates"], *given, *numbers),
                 *(1.0 - beta1, float(beta2), 1.0 - beta2, *logs, float(eps), 1.0 - lr * weight_decay),
                 *(centres.shape[1], block),
                 num_warps=warps,

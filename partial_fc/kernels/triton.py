@@ -241,6 +241,7 @@ def _arcsine(x):
 def sgd_kernel(
     centres,
     momentum,
+    centre_scale,
     scale,
     gradient,
     class_index,
@@ -269,6 +270,7 @@ def sgd_kernel(
         m = _load_momentum(momentum, scale, row, places, mask)
         v = tl.load(inverse_norms + row)
         g = _gradient_of_unit(gradient, class_index, sample_index, values, num_targets, v, columns, mask, dim)
+        w, m, v, g = _with_scale(momentum, centre_scale, scale, row, places, mask, w, m, v, g)
         if nesterov:
             full = _gradient_of_centre(g, v, w) + decay * w
             m = factor * m + full
@@ -277,7 +279,8 @@ def sgd_kernel(
             m = factor * m + _gradient_of_centre(g, v, w) + decay * w
             w = w - lr * m
         noise = _random_bits(seed, row, 0, block)
-        _store_momentum(momentum, scale, row, places, mask, m, noise >> 16)
+        carry = lr * factor / (1.0 - factor) * (factor if nesterov else 1.0)
+        w = _store_momentum(momentum, centre_scale, scale, row, places, mask, w, m, noise, carry)
         _store_centre(centres, inverse_norms, row, places, mask, w, noise & 0xFFFF)
 
 
@@ -285,6 +288,7 @@ def sgd_kernel(
 def adamw_kernel(
     centres,
     momentum,
+    centre_scale,
     scale,
     variance,
     updates,
@@ -321,6 +325,7 @@ def adamw_kernel(
         count = tl.load(updates + row) + 1
         v = tl.load(inverse_norms + row)
         g = _gradient_of_unit(gradient, class_index, sample_index, values, num_targets, v, columns, mask, dim)
+        w, m, v, g = _with_scale(momentum, centre_scale, scale, row, places, mask, w, m, v, g)
         full = _gradient_of_centre(g, v, w)
         m = m + rate1 * (full - m)
         s = beta2 * s + rate2 * full * full
@@ -328,7 +333,7 @@ def adamw_kernel(
         w = keep * w - lr / _one_minus_power(log_beta1, count) * m / spread
         noise = _random_bits(seed, row, 0, block)
         _store(variance, places, mask, s, _random_bits(seed, row, 1, block) & 0xFFFF)
-        _store_momentum(momentum, scale, row, places, mask, m, noise >> 16)
+        w = _store_momentum(momentum, centre_scale, scale, row, places, mask, w, m, noise, 0.0)
         _store_centre(centres, inverse_norms, row, places, mask, w, noise & 0xFFFF)
         tl.store(updates + row, count)
 
@@ -405,15 +410,48 @@ def _load_momentum(momentum, scale, row, places, mask):
 
 
 @triton.jit
-def _store_momentum(momentum, scale, row, places, mask, values, noise):
+def _store_momentum(momentum, centre_scale, scale, row, places, mask, w, m, noise, carry):
+    """Store a row of the momentum; return what is to be stored of its centre: of mini whole steps, the rest is stored here."""
     if scale is None:
-        _store(momentum, places, mask, values, noise)
-    else:
-        step = tl.max(tl.abs(values), axis=0) / 127.0
-        quotients = values / tl.where(step > 0.0, step, 1.0)
-        quotients = tl.floor(quotients + (noise.to(tl.float32) + 0.5) / 65536.0)  # strictly between 0 and 1: integers stay
-        tl.store(momentum + places, tl.minimum(tl.maximum(quotients, -127.0), 127.0).to(tl.int8), mask=mask)
+        _store(momentum, places, mask, m, noise >> 16)
+    elif centre_scale is None:
+        step = tl.max(tl.abs(m), axis=0) / 127.0
+        tl.store(momentum + places, _quantise(m, step, noise >> 16, 127.0).to(tl.int8), mask=mask)
         tl.store(scale + row, step)
+    else:
+        count = tl.load(centre_scale + row).to(tl.int32, bitcast=True)  # the lower half counts the updates; see store.py
+        turns = (row * 7919).to(tl.int32) + count + tl.arange(0, w.shape[0])
+        step = tl.max(tl.abs(m), axis=0) / 15.0
+        rounded = _quantise(m, step, turns * 27145 & 0xFFFF, 15.0)
+        w += carry * (rounded * step - m)
+        tl.store(scale + row, step * 0.125)
+        whole = tl.max(tl.abs(w), axis=0) / 127.0
+        whole = (tl.where(whole > 0.0, whole, 1.0).to(tl.int32, bitcast=True) + 0xFFFF & -65536) | (count + 1 & 0xFFFF)
+        whole = whole.to(tl.float32, bitcast=True)
+        tl.store(centre_scale + row, whole)
+        eighths = _quantise(w, whole * 0.125, turns * 40503 & 0xFFFF, 1016.0)
+        w = tl.floor((eighths + 4.0) * 0.125)
+        tl.store(momentum + places, (8.0 * (rounded - w) + eighths).to(tl.int8), mask=mask)
+    return w
+
+
+@triton.jit
+def _quantise(values, step, noise, top):
+    """Return integers up to +-top, rounded by 16 random bits, as fp32."""
+    quotients = values / tl.where(step > 0.0, step, 1.0)
+    quotients = tl.floor(quotients + (noise.to(tl.float32) + 0.5) / 65536.0)  # strictly between 0 and 1: integers stay
+    return tl.minimum(tl.maximum(quotients, -top), top)
+
+
+@triton.jit
+def _with_scale(momentum, centre_scale, scale, row, places, mask, w, m, v, g):
+    """Return centre, momentum, v and gradient; of mini with the low bits of the momentum's bytes and the centre's scale."""
+    if centre_scale is not None:
+        low = (((tl.load(momentum + places, mask=mask, other=0).to(tl.int32) + 4) & 7) - 4).to(tl.float32)
+        whole = tl.load(centre_scale + row)
+        w, m = (w + 0.125 * low) * whole, m - low * tl.load(scale + row)
+        v, g = v / whole, g / whole
+    return w, m, v, g
 
 
 @triton.jit

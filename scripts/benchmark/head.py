@@ -27,6 +27,7 @@ import torch
 
 from losses import MARGINS, build_margin
 from partial_fc import HeadConfig, PartialFC
+from partial_fc.centres.store import FORMATS
 from partial_fc.kernels import KERNELS
 from partial_fc.kernels.plain import product_dtype
 from partial_fc.sampling.planning import draw_active
@@ -41,13 +42,13 @@ from .kit import add_common_arguments, bare_seconds, gpu_figures, machine, peak_
 from .plain import PlainHead
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_OURS = (("exact", "fp32"), ("exact", "bf16"), ("lean", "bf16"), ("tiny", "bf16"))
+_OURS = (("exact", "fp32"), ("exact", "bf16"), ("lean", "bf16"), ("tiny", "bf16"), ("mini", "bf16"))
 _DIM = 512
 _PLAIN_BYTES = {"tutorial": 67_000, "target-only": 40_000, "sampled": 12_000}  # per class; what does not fit is not started
 _COLOURS = {
     **{"plain, tutorial": "tab:red", "plain, target-only": "tab:orange", "plain, sampled": "tab:brown"},
     **{"ours exact fp32": "tab:blue", "ours exact bf16": "tab:cyan", "ours lean bf16": "tab:green"},
-    "ours tiny bf16": "tab:purple",
+    **{"ours tiny bf16": "tab:purple", "ours mini bf16": "tab:pink"},
 }
 
 
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--classes", type=int, nargs="+", help="identities over all ranks; default 100000 and 1000000")
     parser.add_argument("--sample-rate", type=float, nargs="+", help="default: 1 up to 100000 classes, 0.1 and 1 above")
     parser.add_argument("--batch", type=int, default=512, help="global batch")
-    parser.add_argument("--storage", nargs="+", choices=("exact", "lean", "tiny"), help="default: exact in fp32, all in bf16")
+    parser.add_argument("--storage", nargs="+", choices=tuple(FORMATS), help="default: exact in fp32, all in bf16")
     parser.add_argument("--matmul", nargs="+", choices=tuple(_DTYPES), help="with --storage: of the products; default both")
     parser.add_argument("--kernels", choices=(*KERNELS, *FORMS), default="auto", help="head.kernels")
     parser.add_argument("--chunk", type=int, default=0, help="classes at once, 0 = what suits the device")
@@ -80,7 +81,7 @@ def benchmark(options: argparse.Namespace) -> None:
     options.steps = options.steps or (20 if device == "cuda" else 5)
     pairs = list(_OURS)
     if options.storage or options.matmul:
-        pairs = [(s, m) for s in options.storage or ("exact", "lean", "tiny") for m in options.matmul or ("fp32", "bf16")]
+        pairs = [(s, m) for s in options.storage or FORMATS for m in options.matmul or ("fp32", "bf16")]
     common = {key: getattr(options, key) for key in ("batch", "kernels", "chunk", "cache_mb", "world_size", "steps")}
     common["device"] = device
     bare = {name: _run(common | {"head": "bare", "matmul": name, "classes": 100_000}) for name in {m for _, m in pairs}}

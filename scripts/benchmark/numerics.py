@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "exact": {},
     "lean": {"storage": "lean"},
     "tiny": {"storage": "tiny"},
+    "mini": {"storage": "mini"},
     _NEAREST: {},
     "uniform, rate 0.2": {"sample_rate": 0.2},
     "neighbours, rate 0.2": {**_NEIGHBOURS, "neighbours_every": 30},
