@@ -89,21 +89,18 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             # ---- after the step: `done` optimizer steps are finished
             logs, evaluates = is_due(done, config.log.every, total_steps), is_due(done, config.eval.every, last_evaluation)
             saves = is_due(done, saving.every, total_steps)
+            meter.take(late, done if logs or evaluates or saves or step == start_step else step)
+            if logs:  # before the flags, which come with labels of the next step, or with its error
+                meter.report(done, rates, steps.waited)
             if world.world_size == 1 or evaluates or saves:  # the ranks meet here anyway
                 stopping, writing, timed = distributed.any_ranks(steps.flags(), world)
-            else:  # in other steps the flags come with the next labels
+            else:
                 watch.at(done, steps.doing)
                 stopping, writing, timed = steps.shared_flags()
                 watch.at(step, "training")
             writer.advance(writing)
-            saves = saves or stopping or timed
-            for values in late.take(done if logs or evaluates or saves or step == start_step else step):
-                check_finite(values, setup, model.scaler.enabled)
-                meter.count(values)
-                if values.step == 0 and not config.init.backbone:
-                    judge_losses(values.losses, model, config.backbone.embedding_size, log)
-            if logs:
-                meter.report(done, rates, steps.waited)
+            if saves := saves or stopping or timed:
+                meter.take(late, done)
             pause, score, stopping = time.perf_counter(), None, stopping and done < total_steps
             if evaluates and not stopping:
                 watch.at(done, "evaluating", limited=False)
@@ -247,10 +244,14 @@ class Meter:
         self._waits: tuple[float, float] | None = waited_for_core()
         self._loss_sum, self._count, self._grad_norm = 0.0, 0, 0.0
 
-    def count(self, values: StepValues) -> None:
-        """Note the numbers of an optimizer step."""
-        self._loss_sum, self._count, self._grad_norm = self._loss_sum + values.loss, self._count + 1, values.grad_norm
-        self.log.advance(values.step + 1, values.loss)
+    def take(self, late: LateValues, before: int) -> None:
+        """Note the numbers of the optimizer steps before that number, and judge them; the host waits for them."""
+        for values in late.take(before):
+            check_finite(values, self.setup, self.model.scaler.enabled)
+            self._loss_sum, self._count, self._grad_norm = self._loss_sum + values.loss, self._count + 1, values.grad_norm
+            self.log.advance(values.step + 1, values.loss)
+            if values.step == 0 and not self.config.init.backbone:
+                judge_losses(values.losses, self.model, self.config.backbone.embedding_size, self.log)
 
     def report(self, done: int, rates: tuple[float, float], waited: float) -> None:
         """Log the numbers since the last report, and what the dataset has to say. A collective call.
