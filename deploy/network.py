@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
+import torch
 
 from eval.networks import add_network_arguments
 from eval.verification import row_norms
-from utils.cli import make_parser
+from utils.cli import Parser
 from utils.files import read_bytes, shown
 from utils.text import one_line
 
@@ -55,16 +56,18 @@ class FaceNetwork:
         Raises:
             ValueError: there is no such option, or a file cannot be read.
         """
-        parser = make_parser("FaceNetwork", "")
+        parser = Parser("FaceNetwork", add_help=False, allow_abbrev=False)
         add_network_arguments(parser, positional=False)
         add_detector_arguments(parser)
         add_which_argument(parser, one=True)
         parser.error = _refuse  # type: ignore[method-assign]
-        given = {f"--{name.replace('_', '-')}": value for name, value in options.items() if value not in (None, False)}
-        self._options = parser.parse_args([flag if value is True else f"{flag}={value}" for flag, value in given.items()])
+        given = {f"--{name.replace('_', '-')}": value for name, value in options.items() if value is not None}
+        words = [flag if value is True else f"{flag}={value}" for flag, value in given.items() if value is not False]
+        self._options = parser.parse_args(words)
         self._options.run = Path(path)
         self._detector = open_detector(self._options)
-        self._embedder = open_embedder(self._options)
+        with torch.random.fork_rng(devices=[]):  # a run's network is built with the run's seed
+            self._embedder = open_embedder(self._options)
         self.title, self.image_size = self._embedder.title, self._embedder.image_size
         self.embedding_size = self._embedder.embedding_size
 
@@ -75,12 +78,15 @@ class FaceNetwork:
             ValueError: a picture cannot be used, or shows no face; it is named by its path, or by its number from 0.
             OSError: a file cannot be read.
         """
+        if isinstance(pictures, str | bytes | os.PathLike):
+            raise ValueError(f"pictures must be a list, got one: [{shown(pictures)!r}]")
+        pictures = list(pictures)
         crops = [self._crop(picture, number) for number, picture in enumerate(pictures)]
         size = self.image_size
         raw = self._embedder.embed(np.stack(crops) if crops else np.zeros((0, size, size, 3), dtype=np.uint8))
         norms = row_norms(raw)
-        for number in np.flatnonzero(~((norms > 0) & np.isfinite(norms))):
-            raise ValueError(f"{_name(pictures[int(number)], int(number))}: {NO_DIRECTION}")
+        for number in np.flatnonzero(~((norms > 0) & np.isfinite(norms))).tolist():
+            raise ValueError(f"{_name(pictures[number], number)}: {NO_DIRECTION}")
         return (raw / norms[:, None]).astype(np.float32)
 
     def verify(self, first: Picture, second: Picture) -> float:
@@ -97,6 +103,8 @@ class FaceNetwork:
         Raises:
             ValueError: there are no results of this network, or they have too few pairs for this rate.
         """
+        if not 0 < float(far) <= 1:
+            raise ValueError(f"far is a share of the impostor pairs, above 0 and at most 1, got {far}")
         wanted = {"far": str(far), "set": name, "results": None, "threshold": None}
         found = threshold_of(argparse.Namespace(**{**vars(self._options), **wanted}))
         assert found is not None
@@ -117,9 +125,11 @@ class FaceNetwork:
 
     def _crop(self, picture: Picture, number: int) -> np.ndarray:
         """Return the aligned face (S, S, 3) of a picture."""
+        name, shape = _name(picture, number), (self.image_size, self.image_size, 3)
         if isinstance(picture, np.ndarray):
+            if picture.shape != shape or picture.dtype != np.uint8:
+                raise ValueError(f"{name}: an aligned crop must be {shape} uint8, got {picture.shape} {picture.dtype}")
             return picture
-        name = _name(picture, number)
         data = picture if isinstance(picture, bytes) else read_bytes(Path(picture))
         found = crops_of(data, name, self._detector, self.image_size, self._options.which)
         if isinstance(found, Rejected):

@@ -28,12 +28,15 @@ PYTHON = os.environ.get("FACE_INSIGHTFACE")
 _THEIRS = """
 import json, sys, cv2
 from insightface.app import FaceAnalysis
+from insightface.app.common import Face
 from insightface.model_zoo import get_model
+from insightface.utils import face_align
 folder = sys.argv[1]
 model = get_model(f"{folder}/models/mine/recognition.onnx", providers=["CPUExecutionProvider"])
 image = cv2.imread(f"{folder}/face.png")
 app = FaceAnalysis("mine", root=folder, providers=["CPUExecutionProvider"])
 app.prepare(-1)
+model.get(image, Face(kps=face_align.arcface_dst))  # which aligns for this size
 print(json.dumps([type(model).__name__, model.get_feat([image]).tolist(), sorted(app.models)]))
 """
 
@@ -89,7 +92,8 @@ def test_insightface_computes_the_embeddings_of_the_network(tmp_path: Path, name
 @pytest.mark.parametrize(
     ("size", "more", "words"),
     [
-        (64, [], "images must have 112, 128, 144, 160, 176, 208 ... pixels, this network's have 64"),
+        (64, [], "images must have 112, 224, 336, ... pixels, those of this network have 64"),
+        (128, [], "those of this network have 128"),
         (112, ["--with-preprocess"], "this one takes RGB in uint8, (x - 0) / 1"),
         (112, ["--colour", "bgr"], "this one takes BGR in float32"),
         (112, ["--to", "pt2"], ".onnx"),

@@ -52,6 +52,8 @@ def test_embeddings_are_those_of_face_embed_from_files_bytes_and_arrays(tmp_path
     for pictures in (paths, list(map(str, paths)), [path.read_bytes() for path in paths], pixels):
         found = network.embed(pictures)
         assert found.dtype == np.float32 and np.allclose(found, expected, atol=1e-6)
+    other = FaceNetwork(words[0], device="cpu", best=False, input_mean=0, input_std=255, **WEIGHTS)
+    assert np.abs(other.embed(pixels) - expected).max() > 1e-3  # a 0 is not left out
     assert network.verify(paths[0], pixels[1]) == pytest.approx(float(expected[0] @ expected[1]), abs=1e-6)
     assert network.embed([]).shape == (0, network.embedding_size)
 
@@ -69,6 +71,12 @@ def test_a_photograph_is_aligned_by_the_detector_and_the_gallery_of_another_netw
     assert len(network.search(path, [photograph], k=1)[0]) == 1 and "cosines may be lower" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"^picture 1: no face found$"):
         network.embed([photograph, png(0)])
+    with pytest.raises(ValueError, match=r"^picture 1: an aligned crop must be \(48, 48, 3\) uint8, got \(48, 48\) uint8$"):
+        network.embed([photograph, np.zeros((48, 48), np.uint8)])
+    with pytest.raises(ValueError, match="must be a list, got one"):
+        network.search(path, "one.png")
+    with pytest.raises(ValueError, match="above 0 and at most 1"):
+        network.threshold(0)
     with pytest.raises(ValueError, match=r"there is no results.json of the network"):
         network.threshold(1e-3)
     other = FaceNetwork(write_network(tmp_path / "other.pt", seed=1)[0], **WEIGHTS)
@@ -78,7 +86,11 @@ def test_a_photograph_is_aligned_by_the_detector_and_the_gallery_of_another_netw
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"bogus": 3}, "unrecognized arguments: --bogus=3"), ({**WEIGHTS, "device": "gpu"}, "--device: invalid choice: 'gpu'")],
+    [
+        ({"dev": "cpu"}, "unrecognized arguments: --dev=cpu"),
+        ({"bogus": 3}, "unrecognized arguments: --bogus=3"),
+        ({**WEIGHTS, "device": "gpu"}, "--device: invalid choice: 'gpu'"),
+    ],
 )
 def test_an_option_that_there_is_not_is_a_value_error(tmp_path: Path, options: dict[str, object], words: str):
     with pytest.raises(ValueError, match=re.escape(words)):

@@ -271,7 +271,10 @@ def test_short_commands_take_the_newest_run_and_what_the_gallery_was_enrolled_wi
         capsys.readouterr()
         assert search.main(words) == 0
         assert "  1   1.0000  person_1" in capsys.readouterr().out
-    for hostile in ("{", '{"path": 7}', '{"path": "/", "trust_code": true}', "{}", '{"width":' * 9999):
+    assert search.main(["../people.gallery", query, "--input-mean", "100"]) == 1  # is not dropped
+    assert "another network" in capsys.readouterr().err
+    odd = ('{"path": "/", "trust_code": true}', '{"path": "/", "colour": "xyz"}', '{"path": "\\ud800"}', '{"path": ""}')
+    for hostile in ("{", '{"path": 7}', "{}", '{"width":' * 9999, *odd):
         with sqlite3.connect("../people.gallery") as database:
             database.execute("UPDATE facts SET network_path = ?", (hostile,))
         assert search.main(["../people.gallery", query]) == 1

@@ -159,14 +159,12 @@ class _Reader:
 def check_insightface(path: Path, contract: InputContract) -> None:
     """Raise ValueError unless insightface takes an ONNX file for the recognition network that it is.
 
-    Its programs (release 2.1, model_zoo) feed RGB, know what a network is for by the size of its images and the number of its
-    outputs, and guess the mean and std of the pixels from the names of the first eight nodes.
+    Its programs (release 2.1) feed RGB, know what a network is for by the size of its images and the number of its outputs, align
+    faces for multiples of 112 pixels as this project does, and guess mean and std from the names of the first eight nodes.
     """
     size, given = contract.image_size, (contract.dtype, contract.colour, contract.mean, contract.std)
-    if size < IMAGE_SIZE or size % 16 or size == 192:
-        raise ValueError(
-            f"--pack insightface: images must have 112, 128, 144, 160, 176, 208 ... pixels, this network's have {size}"
-        )
+    if size % IMAGE_SIZE:
+        raise ValueError(f"--pack insightface: images must have 112, 224, 336, ... pixels, those of this network have {size}")
     if given != ("float32", "rgb", 127.5, 127.5):
         raise ValueError(
             f"--pack insightface: its programs give a network (x - 127.5) / 127.5 of RGB; this one takes {given[1].upper()} in "

@@ -31,6 +31,9 @@ _RECORDED = {  # of a network, in a gallery: what load_network reads of the opti
 }
 
 
+_LEFT_OUT = ("None", "False", "512", "1.0")  # values of these options where the command line has none
+
+
 class Picture(NamedTuple):
     """A picture file."""
 
@@ -320,7 +323,8 @@ def take_recorded_network(options: argparse.Namespace) -> None:
     if facts.network_path.startswith("{"):
         try:
             recorded = dict(json.loads(facts.network_path))
-            sound = all(type(value) is _RECORDED[name] for name, value in recorded.items()) and "path" in recorded
+            sound = all(type(value) is _RECORDED[name] for name, value in recorded.items()) and bool(recorded["path"].encode())
+            sound &= recorded.get("colour", "rgb") in ("rgb", "bgr")
         except (ValueError, TypeError, KeyError, RecursionError):
             sound = False
         if not sound:
@@ -332,7 +336,9 @@ def take_recorded_network(options: argparse.Namespace) -> None:
             f"gallery, as in face search NETWORK {shown(options.gallery)} PICTURES"
         )
     options.run = path
-    vars(options).update(recorded)
+    for name, value in recorded.items():
+        if str(getattr(options, name)) in _LEFT_OUT:
+            setattr(options, name, value)
     if options.detector is None and facts.detector_path:
         options.detector = Path(facts.detector_path)
 
