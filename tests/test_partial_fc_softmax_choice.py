@@ -111,8 +111,14 @@ def test_a_form_that_fails_or_errs_is_not_taken_and_is_an_error_only_if_it_is_as
     for words in ("64x128 does not work here: its numbers are wrong, ", "128x128 does not work here: out of resource: shared"):
         assert f"fused_{words}" in head.describe()
     assert _head(monkeypatch, device).choose_form(8, "fused_128x128") == "fused_128x256"
-    with pytest.raises(ValueError, match=r"^head.kernels=fused_128x128 does not work here: out of res.* memory; set head"):
+    with pytest.raises(ValueError, match=r"^head.kernels=fused_128x128: .*: out of resource: shared memory ... more; set head"):
         _head(monkeypatch, device, "fused_128x128").choose_form(8)
+    monkeypatch.setattr(choice._Trial, "__init__", lambda *given: torch.empty(1 << 60))
+    met: list[Tensor] = []  # an error of one rank must not keep it from the others, who wait for its times
+    monkeypatch.setattr("partial_fc.head.Collectives.sum", lambda self, tensor: met.append(tensor) or tensor)
+    with pytest.raises(ValueError, match=r"^head.kernels=auto: separate does not work .* memory.*; set head.kernels=plain"):
+        _head(monkeypatch, device).choose_form(8)
+    assert met[0].isinf().all()
 
 
 def test_only_a_head_without_its_conditions_stays_as_it_is(device: torch.device, monkeypatch: pytest.MonkeyPatch):

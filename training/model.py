@@ -196,14 +196,15 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
             margin, classes = margins[task.name], task.dataset.num_classes
             check_loss(margin, settings)
             beside += check_head_fits(margin, classes, dim, ranks, settings, samples, config.train.accumulation, beside, free)
-    heads, form = {}, _recorded_form(setup)
+    heads, form, recorded = {}, "", _recorded_form(setup)
     for number, task in enumerate(setup.tasks):
         head_seed = seed if number == 0 else derive(seed, "head", task.name)
         margin, classes = margins[task.name], task.dataset.num_classes
         heads[task.name] = PartialFC(margin, classes, dim, world.rank, count, head_seed, settings, world.device)
-        with raise_on_all_ranks(world):
+        with raise_on_all_ranks(world):  # which communicates, and so raises on all of them or on none
             if world.world_size == count:  # not for --check, where one process stands for all
-                form = heads[task.name].choose_form(samples, form)
+                chosen = heads[task.name].choose_form(samples, recorded)
+                form = form or chosen
     if form:
         setup.facts["config"]["head"]["kernels"] = form
     scaler = LossScaler(enabled=autocast is torch.float16, device=world.device)

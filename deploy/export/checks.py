@@ -159,8 +159,8 @@ class _Reader:
 def check_insightface(path: Path, contract: InputContract) -> None:
     """Raise ValueError unless insightface takes an ONNX file for the recognition network that it is.
 
-    Its programs (release 2.1) feed RGB, know what a network is for by the size of its images and the number of its outputs, align
-    faces for multiples of 112 pixels as this project does, and guess mean and std from the names of the first eight nodes.
+    Its programs (release 2.1) feed RGB, know what a network is for by the size of its images and the number of its outputs,
+    align faces as this project does for multiples of 112 pixels, and guess mean and std from names of the first eight nodes.
     """
     size, given = contract.image_size, (contract.dtype, contract.colour, contract.mean, contract.std)
     if size % IMAGE_SIZE:

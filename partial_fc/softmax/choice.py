@@ -12,6 +12,7 @@ Shapes: B = samples of the global micro-batch, D = embedding size, c = classes o
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -56,21 +57,39 @@ def choose_form(passes: TwoPass, config: HeadConfig, chunk: int, samples: int, r
         return ""
     if wanted == "plain":
         return ""
-    trial = _Trial(passes, min(chunk, num_active(passes.centre_store.num_rows, 1, config.sample_rate)), samples)
+    classes = min(chunk, num_active(passes.centre_store.num_rows, 1, config.sample_rate))
     for forms in ((wanted,),) if wanted != "auto" else ((recorded,), FORMS) if recorded in FORMS else (FORMS,):
-        faults = {form: trial.fault(form) for form in forms}
-        times = [[math.inf if faults[form] else trial.milliseconds(form) for form in forms] for _ in range(_ROUNDS)]
-        best = torch.tensor([min(column) for column in zip(*times, strict=True)], device=passes.workspace.device)
+        faults, times = _measured(passes, classes, samples, forms)
+        best = torch.tensor(times, device=passes.workspace.device)
         means = [total / collectives.world_size for total in collectives.sum(best).tolist()]
         fastest = min(range(len(forms)), key=means.__getitem__)
         words = [f"{form} {_words(mean, faults[form])}" for form, mean in zip(forms, means, strict=True)]
         if means[fastest] < math.inf:
             break
     else:
-        raise ValueError(f"head.kernels={words[0]}; set head.kernels=auto")
+        raise ValueError(
+            f"head.kernels={wanted}: {', '.join(words)}; set head.kernels={'plain' if wanted == 'auto' else 'auto'}"
+        )
     kernels.fused = "" if forms[fastest] == SEPARATE else forms[fastest]
     kernels.words = f"{kernels.words}, exponentials {forms[fastest]} (first pass over a chunk: {', '.join(words)})"
     return forms[fastest]
+
+
+def _measured(passes: TwoPass, classes: int, samples: int, forms: Sequence[str]) -> tuple[dict[str, str], list[float]]:
+    """Return why each form cannot be taken, and its time in ms. Never an error: the other ranks wait for these times."""
+    try:
+        trial = _Trial(passes, classes, samples)
+        faults = {form: trial.fault(form) for form in forms}
+        times = [[math.inf if faults[form] else trial.milliseconds(form) for form in forms] for _ in range(_ROUNDS)]
+        return faults, [min(column) for column in zip(*times, strict=True)]
+    except Exception as error:  # no memory, or a device that an earlier form broke
+        return dict.fromkeys(forms, _reason(error)), [math.inf] * len(forms)
+
+
+def _reason(error: Exception) -> str:
+    """Return what a compiler or a driver says, in one line; some begin with the place and end with the reason."""
+    lines = [line.strip()[:150] for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ... ".join(dict.fromkeys((lines[0], lines[-1])))
 
 
 def _words(mean: float, fault: str) -> str:
@@ -112,8 +131,7 @@ class _Trial:
         try:
             return "" if self._is_right(self.run(form)) else "its numbers are wrong"
         except Exception as error:  # what a compiler and a driver raise has many kinds
-            lines = str(error).strip().splitlines()
-            return lines[0].strip()[:200] if lines else type(error).__name__
+            return _reason(error)
 
     def milliseconds(self, form: str) -> float:
         """Return the time of a pass."""

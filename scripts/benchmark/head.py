@@ -35,6 +35,7 @@ from partial_fc.softmax.choice import FORMS
 from utils import distributed
 from utils.cli import make_parser
 from utils.memory import free_bytes
+from utils.precision import set_tf32
 from utils.program import run_main
 from utils.report.contact_sheet import make_figure
 
@@ -79,7 +80,7 @@ def benchmark(options: argparse.Namespace) -> None:
         options.sample_rate = options.sample_rate or [1.0, 0.1]
     device = distributed.choose_device(options.device, 0).type
     options.steps = options.steps or (20 if device == "cuda" else 5)
-    pairs = list(_OURS)
+    pairs = [pair for pair in _OURS if options.kernels not in FORMS or pair[1] == "bf16"]  # the forms are those of bf16
     if options.storage or options.matmul:
         pairs = [(s, m) for s in options.storage or FORMATS for m in options.matmul or ("fp32", "bf16")]
     common = {key: getattr(options, key) for key in ("batch", "kernels", "chunk", "cache_mb", "world_size", "steps")}
@@ -237,6 +238,7 @@ def _our_head(case: dict[str, Any], rank: int, device: torch.device) -> PartialF
             kernels=case["kernels"],
         ),
     )
+    set_tf32(False)  # the flags of training
     head.choose_form(case["batch"])
     return head
 

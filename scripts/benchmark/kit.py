@@ -108,8 +108,8 @@ def bare_seconds(work: Callable[[], object], device: torch.device, rounds: int =
 def gpu_figures(work: Callable[[], object], device: torch.device) -> dict[str, Any]:
     """Return what only a GPU has, {} on the CPU: how long its kernels and copies take in a call of some work, and its clocks.
 
-    gpu_busy_ms sums their times, also of those that run beside each other. clocks is the answer of nvidia-smi while calls are
-    enqueued, one line for each GPU: clocks of SM and memory, power, temperature, and a bit for each reason that lowers the
+    gpu_busy_ms sums their times, also of those that run beside each other. clocks is the answer of nvidia-smi beside further
+    calls, one line for each GPU: clocks of SM and memory, power, temperature, and a bit for each reason that lowers the
     clocks. What does not answer is left out.
     """
     if device.type != "cuda":
@@ -119,11 +119,13 @@ def gpu_figures(work: Callable[[], object], device: torch.device) -> dict[str, A
     events = [event for event in profile.key_averages() if not getattr(event, "is_user_annotation", False)]
     times = [event.self_device_time_total for event in events if str(event.device_type) == "DeviceType.CUDA"]
     figures: dict[str, Any] = {"gpu_busy_ms": sum(times) / 1e3} if times else {}
-    for _ in range(_CALLS):
-        work()
+    query = ["nvidia-smi", f"--query-gpu={_CLOCKS}", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        query = ["nvidia-smi", f"--query-gpu={_CLOCKS}", "--format=csv,noheader"]
-        figures["clocks"] = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+        asked = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        for _ in range(_CALLS):  # as many on all ranks
+            work()
+        said = asked.communicate(timeout=30)[0]
+        figures |= {"clocks": said.splitlines()} if asked.returncode == 0 else {}
     clock(device)
     return figures
 
