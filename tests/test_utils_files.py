@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.files import new_file, read_lines, read_numbers, unfinished_folder
+from utils.files import NewFile, new_file, read_lines, read_numbers, unfinished_folder
 
 
 def test_lines_are_the_same_from_every_editor(tmp_path: Path):
@@ -105,3 +105,12 @@ def test_what_a_killed_program_left_is_written_over(tmp_path: Path):
     with new_file(path) as file:
         file.write(b"whole")
     assert path.read_bytes() == b"whole" and not left.exists()
+
+
+def test_a_link_that_was_put_in_the_place_of_a_new_file_is_not_followed(tmp_path: Path):
+    (tmp_path / "mine").write_bytes(b"mine")
+    for name, target in (("train.rec", "mine"), ("net.pt2", "nothing")):  # before the program made it
+        (tmp_path / name).symlink_to(target)
+        with pytest.raises(FileExistsError):
+            NewFile(tmp_path / name)
+    assert (tmp_path / "mine").read_bytes() == b"mine" and not (tmp_path / "nothing").exists()
