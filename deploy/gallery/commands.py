@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from eval.networks import add_choice_of_network
 from utils.checkpoint.format import newest_run
-from utils.cli import progress
+from utils.cli import make_parser, progress
 from utils.files import read_bytes, shown, write_file
 from utils.parallel import map_in_order
 from utils.text import one_line
@@ -29,9 +30,6 @@ _RECORDED = {  # of a network, in a gallery: what load_network reads of the opti
     **{"path": str, "best": bool, "untrained": bool, "ema": bool, "backbone": str, "embedding_size": int, "width": float},
     **{"image_size": int, "colour": str, "input_mean": float, "input_std": float},
 }
-
-
-_LEFT_OUT = ("None", "False", "512", "1.0")  # values of these options where the command line has none
 
 
 class Picture(NamedTuple):
@@ -335,9 +333,9 @@ def take_recorded_network(options: argparse.Namespace) -> None:
             f"{shown(options.gallery)}: its network, {one_line(facts.title)}, is not at {shown(path)}; name it before the "
             f"gallery, as in face search NETWORK {shown(options.gallery)} PICTURES"
         )
-    options.run = path
+    options.run, usual = path, _usual_choice()
     for name, value in recorded.items():
-        if str(getattr(options, name)) in _LEFT_OUT:
+        if getattr(options, name) == usual[name]:
             setattr(options, name, value)
     if options.detector is None and facts.detector_path:
         options.detector = Path(facts.detector_path)
@@ -346,9 +344,15 @@ def take_recorded_network(options: argparse.Namespace) -> None:
 def _recorded_network(options: argparse.Namespace) -> str:
     """Return what Facts.network_path is: the path of the network, or JSON of the path and the options that choose it."""
     path, values = _stored_path(options.run), vars(options)
-    needed = _RECORDED.keys() - {"path"} if options.backbone else _RECORDED.keys() - {"path", "embedding_size", "width"}
-    given = {name: values[name] for name in sorted(needed) if values[name] is not None and values[name] is not False}
+    given = {name: values[name] for name, usual in _usual_choice().items() if name in _RECORDED and values[name] != usual}
     return json.dumps({"path": path, **given}) if given else path
+
+
+def _usual_choice() -> dict[str, Any]:
+    """Return the options that choose a network, by name, with the values that they have where the command line has none."""
+    parser = make_parser("", "")
+    add_choice_of_network(parser, positional=False)
+    return vars(parser.parse_args([]))
 
 
 def _stored_path(path: Path) -> str:
