@@ -156,11 +156,11 @@ class _Reader:
         return next(self._batches, None)
 
 
-def check_insightface(path: Path, contract: InputContract) -> None:
-    """Raise ValueError unless insightface takes an ONNX file for the recognition network that it is.
+def check_insightface(contract: InputContract) -> None:
+    """Raise ValueError unless insightface gives a recognition network what it takes.
 
     Its programs (release 2.1) feed RGB, know what a network is for by the size of its images and the number of its outputs,
-    align faces as this project does for multiples of 112 pixels, and guess mean and std from names of the first eight nodes.
+    and align faces as this project does for multiples of 112 pixels.
     """
     size, given = contract.image_size, (contract.dtype, contract.colour, contract.mean, contract.std)
     if size % IMAGE_SIZE:
@@ -170,6 +170,10 @@ def check_insightface(path: Path, contract: InputContract) -> None:
             f"--pack insightface: its programs give a network (x - 127.5) / 127.5 of RGB; this one takes {given[1].upper()} in "
             f"{given[0]}, (x - {given[2]:g}) / {given[3]:g}. Leave out --with-preprocess, or --pack"
         )
+
+
+def check_insightface_nodes(path: Path) -> None:
+    """Raise ValueError if insightface, which guesses mean and std from the first eight names of an ONNX file, guesses wrong."""
     graph = importlib.import_module("onnx").load(path, load_external_data=False).graph
     names = [node.name for node in graph.node[:8]]
     if all(any(name.startswith(kind) for name in names) for kind in (("Sub", "_minus"), ("Mul", "_mul"))):

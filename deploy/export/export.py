@@ -39,6 +39,7 @@ from .checks import (
     calibration_batches,
     calibration_set,
     check_insightface,
+    check_insightface_nodes,
     compare,
     embeddings_of,
     images_to_compare,
@@ -96,10 +97,13 @@ class Exporter:
             ValueError: a file is not like the network.
         """
         options, source = self.options, self.source
+        contract = self._describe("fp32")
+        if options.pack:  # before minutes of work
+            check_insightface(contract)
         module = deployed(source.network, options.with_preprocess, options.flip)
         print(f"tracing {source.network.title}", flush=True)
         traced = trace(module, source.network.image_size)
-        made = {"fp32": self._make_fp32(traced)}
+        made = {"fp32": self._make_fp32(traced, contract)}
         wanted = [options.precision] if options.precision != "fp32" else []
         if options.measure and options.to == "onnx":
             wanted = ["fp16", *(["int8"] if source.calibration is not None else [])]
@@ -109,7 +113,7 @@ class Exporter:
             self._measure_accuracies(made)
         chosen = made[options.precision]
         if options.pack:
-            check_insightface(chosen.files[0], chosen.contract)
+            check_insightface_nodes(chosen.files[0])
         facts = {
             "network": source.network.title,
             "contract": asdict(chosen.contract),
@@ -138,8 +142,8 @@ class Exporter:
         folder.mkdir()
         return folder / self.options.out.name
 
-    def _make_fp32(self, traced: Traced) -> Made:
-        contract, path = self._describe("fp32"), self._path("fp32")
+    def _make_fp32(self, traced: Traced, contract: InputContract) -> Made:
+        path = self._path("fp32")
         files: Sequence[Path] = [path]
         print(f"writing {path.suffix[1:]}, and comparing it with torch", flush=True)
         if self.options.to == "onnx":
