@@ -129,7 +129,7 @@ class CKernels(PlainKernels):
 
     def _sweep(self, sweep: str, tile: Tile, shift: float | Tensor, less: Tensor | None, sums: Tensor) -> None:
         """Call `negatives` of negatives.c for a link, or for the largest logits."""
-        products, inverse_norms, places, begin, limit, function, row_weights = tile[:7]
+        products, inverse_norms, places, begin, limit, function, row_weights, _ = tile
         assert function is not None
         classes, samples = products.shape
         threads, buffer = torch.get_num_threads(), self.workspace.buffer

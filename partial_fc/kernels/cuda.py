@@ -101,7 +101,7 @@ def _sweep(sweep: str, tile: Tile, shift: float | Tensor, less: Tensor | None) -
         sweep: a link, whose weights take the place of products, or "largest", as PlainKernels.maxima wants them; then
             row_weights are logarithms.
     """
-    products, inverse_norms, places, begin, limit, function, row_weights = tile[:7]
+    products, inverse_norms, places, begin, limit, function, row_weights, _ = tile
     assert function is not None
     num_classes, num_samples = products.shape
     _check_tile(tile)
