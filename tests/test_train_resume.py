@@ -34,6 +34,7 @@ from utils.checkpoint import writer as checkpoint_writer
 from utils.checkpoint.format import list_checkpoints, step_of
 from utils.checkpoint.reading import check_hashes, read_trainer
 from utils.checkpoint.tensor_file import write_object
+from utils.log import RunLog
 
 AUGMENTED = ["augment.crop=0.3", "augment.photometric=0.5", "augment.blur=0.3", "augment.cutout=0.5", "augment.jpeg=0.3"]
 
@@ -270,6 +271,18 @@ def test_a_resumed_run_has_each_step_once_in_metrics_and_tensorboard(dataset: Pa
     assert [event.step for event in board.Scalars("tiny/accuracy")] == evaluated
     losses = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
     assert [event.value for event in board.Scalars("train/loss")] == pytest.approx([losses[step] for step in trained])
+
+
+def test_a_run_started_anew_within_a_second_is_read_after_the_first(tmp_path: Path):
+    with RunLog(tmp_path, 0, 0, 8) as log:
+        for step in range(1, 9):
+            log.record(step, "train", {"loss": 1.0})
+    (file,) = (tmp_path / "tensorboard").iterdir()  # of a process whose number is above that of the next
+    file.rename(file.with_name(f"events.out.tfevents.{int(time.time())}.zzz"))
+    with RunLog(tmp_path, 0, 4, 8) as log:
+        log.record(5, "train", {"loss": 2.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
+    assert [(event.step, event.value) for event in events] == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2)]
 
 
 def test_a_run_folder_in_use_is_refused(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

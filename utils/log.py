@@ -74,6 +74,9 @@ class RunLog:
             _keep_steps(folder / "metrics.jsonl", start_step)
         self.metrics_file = open(folder / "metrics.jsonl", "a", 1, "utf-8", opener=open_own)  # noqa: SIM115
         with self.tolerant("TensorBoard"):
+            # TensorBoard reads the files in the order of their names, which begin with the second; this one must be the last
+            while any((folder / "tensorboard").glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+                time.sleep(0.05)
             # hides all numbers from this step on
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else 0)
         self._before = threading.excepthook
