@@ -24,6 +24,7 @@ from tests.attack.fuzz_files import Case, Entry, Fifo, Folder, Link, Place, dump
 from tests.attack.fuzz_finds import minimise, run_one
 from tests.attack.fuzz_grammar import saved
 from tests.attack.fuzz_inputs import Input, make_case
+from utils.allocator import keep_freed_memory
 from utils.program import run_main
 
 FINDS = Path(__file__).parent / "fixtures" / "finds"
@@ -187,6 +188,16 @@ def test_memory_that_the_fuzzer_had_and_freed_counts_when_a_case_takes_it(tmp_pa
     blocks = [np.ones(64 << 10, dtype=np.uint8) for _ in range(1024)]  # small enough for the heap
     last = np.ones(64 << 10, dtype=np.uint8)  # above them, so that the heap cannot shrink when they go
     del blocks
+    assert _outcome(_swallows, tmp_path, monkeypatch).kind == "large: resident memory"
+    assert last[0] == 1
+
+
+def test_memory_of_another_arena_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    keep_freed_memory()
+    with pytest.raises(MemoryError):
+        np.empty(1 << 48, dtype=np.uint8)  # moves this thread to another arena
+    large, last = np.ones(40 << 20, dtype=np.uint8), np.ones(1, dtype=np.uint8)
+    del large
     assert _outcome(_swallows, tmp_path, monkeypatch).kind == "large: resident memory"
     assert last[0] == 1
 

@@ -32,6 +32,7 @@ from .fuzz_files import Case, Files, Place, lay_out
 MAX_SECONDS = 20  # for one case, on a busy machine
 _MEMORY = 2 << 30  # bytes of address space beyond the fuzzer's own
 _FILE = 1 << 28  # bytes of a file that a case may write
+_MMAP_THRESHOLD = -3  # of malloc.h
 _HANDLES = 256  # beyond those that the fuzzer itself has open
 _MAINS = {"eval": "eval.__main__"}
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
@@ -167,10 +168,15 @@ def _child(place: Place, cases: Sequence[Callable[[], Case]], sound: Files, pipe
 
 
 def _give_back_free_memory() -> None:
-    """Return the heap's free pages to the system, because a case that reuses them would not seem to grow."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
-    if trim is not None:
-        trim(0)
+    """Return the heap's free pages to the system, because a case that reuses them would not seem to grow.
+
+    malloc_trim leaves the end of every arena but the first, and one failed allocation moves a thread to another arena. A large
+    block, then, must not come from an arena at all, although a program may have asked for that (utils/allocator.py).
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc has it, musl has not
+        libc.mallopt(_MMAP_THRESHOLD, 128 << 10)  # as at the start of a process
+        libc.malloc_trim(0)
 
 
 def _run(command: list[str], watch: "_Watch") -> str:
