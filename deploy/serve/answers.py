@@ -33,7 +33,7 @@ class UploadError(Exception):
         self.picture = picture
 
 
-class DemoAnswers:
+class Answers:
     """Answers the page with one network.
 
     Args:

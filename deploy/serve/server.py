@@ -37,7 +37,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from utils.text import one_line
 
-from .answers import DemoAnswers, UploadError
+from .answers import Answers, UploadError
 
 ADDRESS = "127.0.0.1"
 MAX_PICTURE = 24 << 20  # bytes of an upload; photographs of phones have up to 20 million
@@ -75,7 +75,7 @@ class PageServer:
         ValueError: the port is in use, or may not be used.
     """
 
-    def __init__(self, port: int, answers: DemoAnswers) -> None:
+    def __init__(self, port: int, answers: Answers) -> None:
         self.socket = socket.socket()
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -185,7 +185,7 @@ class _Guard:
 class _Routes:
     """The answers as endpoints. Pictures are computed one request after the other, in a thread."""
 
-    def __init__(self, answers: DemoAnswers) -> None:
+    def __init__(self, answers: Answers) -> None:
         self.answers = answers
         self.waiting = 0
         self.computing = asyncio.Lock()

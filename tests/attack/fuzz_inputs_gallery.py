@@ -16,7 +16,7 @@ import yaml
 
 from deploy.embed.embedder import open_embedder
 from deploy.gallery.store import Gallery
-from deploy.serve.answers import DemoAnswers
+from deploy.serve.answers import Answers
 from eval.networks import add_network_arguments
 from tests.tiny_detectors import picture, write_detector
 from utils.program import run_main
@@ -107,7 +107,7 @@ def _serve(request: bytes) -> None:
 
     parser = argparse.ArgumentParser()
     add_network_arguments(parser, newest=True)
-    answers = DemoAnswers(open_embedder(parser.parse_args(["runs/tiny"])), None, Gallery(Path(_DATABASE)), None, "")
+    answers = Answers(open_embedder(parser.parse_args(["runs/tiny"])), None, Gallery(Path(_DATABASE)), None, "")
     page = PageServer(0, answers)
     thread = threading.Thread(target=page.serve)
     thread.start()

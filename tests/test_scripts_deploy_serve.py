@@ -32,11 +32,11 @@ from deploy.faces.detector import Detector, Face
 from deploy.gallery.database import Facts
 from deploy.gallery.store import Gallery, NewImage
 from deploy.results import read_results
-from deploy.serve import server as demo_server
-from deploy.serve.answers import DemoAnswers, result_of, score
+from deploy.serve import server as page_server
+from deploy.serve.answers import Answers, result_of, score
 from eval.__main__ import main as evaluate
 from eval.pair_sets.bin_file import read_bin, write_bin
-from scripts.deploy import demo
+from scripts.deploy import serve as program
 from utils.alignment import TEMPLATE, align
 from utils.image import decode_rgb
 
@@ -73,15 +73,15 @@ def _options(place: Path, *more: str) -> Any:
     """Return the options of a command line."""
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "serve", found.append)
-        assert demo.main([str(place / "face.onnx"), *SETTINGS, "--port", "0", *more]) == 0
+        patch.setattr(program, "serve_page", found.append)
+        assert program.main([str(place / "face.onnx"), *SETTINGS, "--port", "0", *more]) == 0
     return found[0]
 
 
 class Page:
     """A page that is being served, as a client sees it."""
 
-    def __init__(self, server: demo_server.PageServer) -> None:
+    def __init__(self, server: page_server.PageServer) -> None:
         self.server, self.port = server, server.port
 
     def ask(
@@ -117,7 +117,7 @@ class Page:
 
 @contextlib.contextmanager
 def _served(answers: Any) -> Iterator[Page]:
-    page = demo_server.PageServer(0, answers)
+    page = page_server.PageServer(0, answers)
     thread = threading.Thread(target=page.serve, daemon=True)
     thread.start()
     until = time.monotonic() + 10
@@ -131,7 +131,7 @@ def _served(answers: Any) -> Iterator[Page]:
 
 
 @pytest.fixture(scope="module")
-def answers(place: Path) -> DemoAnswers:
+def answers(place: Path) -> Answers:
     """Return what the page computes, with a gallery of three people."""
     options = _options(place, "--results", str(place / "report" / "results.json"), "--far", "1e-1")
     embedder = open_embedder(options)
@@ -145,11 +145,11 @@ def answers(place: Path) -> DemoAnswers:
         ]
     )
     result, _ = result_of(options, embedder)
-    return DemoAnswers(embedder, None, gallery, result, "1e-1")
+    return Answers(embedder, None, gallery, result, "1e-1")
 
 
 @pytest.fixture(scope="module")
-def page(answers: DemoAnswers) -> Iterator[Page]:
+def page(answers: Answers) -> Iterator[Page]:
     with _served(answers) as found:
         yield found
 
@@ -209,10 +209,10 @@ def test_the_page_has_the_thresholds_and_the_histogram_of_the_results(page: Page
     measured = [point for point in file["operating_points"] if point["tar"] is not None]
     assert [point["cosine"] for point in about["set"]["points"]] == [point["cosine_threshold"] for point in measured]
     assert about["far"] == "1e-1" and about["gallery"] == {"people": 3, "images": 3} and about["detector"] is None
-    assert about["max_bytes"] == demo_server.MAX_PICTURE and about["image_size"] == SIZE
+    assert about["max_bytes"] == page_server.MAX_PICTURE and about["image_size"] == SIZE
 
 
-def test_numbers_that_are_computed_now_are_those_of_a_report(place: Path, answers: DemoAnswers):
+def test_numbers_that_are_computed_now_are_those_of_a_report(place: Path, answers: Answers):
     """Up to the rounding of float32 sums, which here are added before they are float64."""
     now = score(place / "tiny.bin", answers.embedder)
     before = read_results(place / "report" / "results.json")["tiny"]
@@ -234,10 +234,10 @@ class _HalfDetector(Detector):
         return [Face(np.array([0.0, 0, height, height]), POINTS, 0.9)]
 
 
-def test_with_a_detector_photographs_are_cropped(answers: DemoAnswers):
+def test_with_a_detector_photographs_are_cropped(answers: Answers):
     face = decode_rgb(_face(0))
     wide = cv2.imencode(".png", np.concatenate([face, np.zeros_like(face)], axis=1)[:, :, ::-1])[1].tobytes()
-    with _served(DemoAnswers(answers.embedder, _HalfDetector(), None, None, "")) as page:
+    with _served(Answers(answers.embedder, _HalfDetector(), None, None, "")) as page:
         status, found = page.send("/api/verify", wide, wide)
         crop = decode_rgb(base64.b64decode(found["faces"][0].partition(",")[2]))
         assert status == 200 and found["cosine"] == pytest.approx(1, abs=1e-6)
@@ -329,7 +329,7 @@ def test_every_answer_forbids_scripts_of_others_frames_and_stores(page: Page):
 
 
 def test_the_page_asks_nothing_of_other_machines():
-    text = demo_server.PAGE.read_text()
+    text = page_server.PAGE.read_text()
     assert set(re.findall(r"https?://[\w.]+", text)) == {"http://www.w3.org"}  # the name of SVG, which nobody fetches
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|style=|onclick=|@import|url\(", text)
     assert text.isascii()
@@ -353,8 +353,8 @@ def test_no_other_method_does_anything(page: Page, method: str):
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ({"Content_Length": str(demo_server.MAX_PICTURE * 2 + 1)}, 413),
-        ({"Content_Length": str(demo_server.MAX_PICTURE + 1), "Picture_Sizes": f"{demo_server.MAX_PICTURE + 1}, 0"}, 413),
+        ({"Content_Length": str(page_server.MAX_PICTURE * 2 + 1)}, 413),
+        ({"Content_Length": str(page_server.MAX_PICTURE + 1), "Picture_Sizes": f"{page_server.MAX_PICTURE + 1}, 0"}, 413),
         ({"Content_Length": "9" * 12}, 413),
         ({"Content_Length": "9" * 13}, 411),
         ({"Content_Length": "-1"}, 400),  # by the parser
@@ -383,7 +383,7 @@ def test_a_body_is_refused_before_it_is_read(page: Page, headers: dict[str, str]
 
 def test_a_large_body_is_thrown_away_so_that_the_answer_arrives(page: Page):
     """The whole body is on its way; closing at once would make the browser lose the answer."""
-    body = bytes(demo_server.MAX_PICTURE + 1)
+    body = bytes(page_server.MAX_PICTURE + 1)
     given = {"Content_Type": "application/octet-stream", "Picture_Sizes": f"{len(body)}, 0"}
     status, _, found = page.ask("POST", "/api/verify", body, **given)
     assert (status, found["picture"]) == (413, 0) and "24 MiB at most" in found["error"]
@@ -452,14 +452,14 @@ def test_pictures_are_computed_one_after_the_other_and_few_may_wait():
         def release() -> None:
             assert slow.started.acquire(timeout=10)
             until = time.monotonic() + 10
-            while page.server.routes.waiting < demo_server.MAX_WAITING and time.monotonic() < until:  # for all places
+            while page.server.routes.waiting < page_server.MAX_WAITING and time.monotonic() < until:  # for all places
                 time.sleep(0.01)
             time.sleep(0.3)
             slow.go.set()
 
         found = _in_threads([*calls, release])[:-1]
         done = [(number, answer["cosine"]) for number, (status, answer) in enumerate(found) if status == 200]
-        assert slow.most == 1 and len(done) >= demo_server.MAX_WAITING and all(cosine == n + 1 for n, cosine in done)
+        assert slow.most == 1 and len(done) >= page_server.MAX_WAITING and all(cosine == n + 1 for n, cosine in done)
         refused = [answer for status, answer in found if status == 503]
         assert len(refused) == 12 - len(done) and refused and "too many pictures are waiting" in refused[0]["error"]
         assert page.send("/api/verify", b"", b"")[0] == 200  # all places are free again
@@ -475,7 +475,7 @@ def test_a_fault_of_ours_is_a_line_in_the_terminal_and_no_traceback_on_the_page(
 
 def test_a_slow_client_is_cut_off(monkeypatch: pytest.MonkeyPatch):
     """Byte for byte, so that no single wait is long."""
-    monkeypatch.setattr(demo_server, "_SECONDS", 0.4)
+    monkeypatch.setattr(page_server, "_SECONDS", 0.4)
     with _served(_Slow()) as page:
         begin = time.monotonic()
         with socket.create_connection(("127.0.0.1", page.port), timeout=10) as connection, contextlib.suppress(ConnectionError):
@@ -494,7 +494,7 @@ def test_a_slow_client_is_cut_off(monkeypatch: pytest.MonkeyPatch):
 
 def test_too_many_connections_are_closed_and_the_page_goes_on():
     with _served(_Slow()) as page, contextlib.ExitStack() as stack:
-        for _ in range(demo_server.MAX_CONNECTIONS):
+        for _ in range(page_server.MAX_CONNECTIONS):
             stack.enter_context(socket.create_connection(("127.0.0.1", page.port)))
         time.sleep(0.3)
         with contextlib.suppress(ConnectionError):
@@ -514,7 +514,7 @@ def test_it_listens_on_the_loopback_address_alone(page: Page):
 
 
 def test_the_program_says_its_address_writes_nothing_and_ends_with_ctrl_c(place: Path):
-    command = [sys.executable, "-m", "scripts.deploy.demo", str(place / "face.onnx"), *SETTINGS, "--port", "0"]
+    command = [sys.executable, "-m", "scripts.deploy.serve", str(place / "face.onnx"), *SETTINGS, "--port", "0"]
     root = Path(__file__).parent.parent
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root)
     line = process.stdout.readline()
@@ -539,8 +539,8 @@ def test_ctrl_c_while_the_address_is_printed_ends_the_page_as_later(place: Path,
         if len(said) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "print", interrupted_at_first, raising=False)
-    assert demo.main([str(place / "face.onnx"), *SETTINGS, "--port", "0"]) == 0
+    monkeypatch.setattr(program, "print", interrupted_at_first, raising=False)
+    assert program.main([str(place / "face.onnx"), *SETTINGS, "--port", "0"]) == 0
     assert said[0].startswith("the page is at http://127.0.0.1:") and said[1:] == ["ended"]
 
 
@@ -568,30 +568,30 @@ def test_what_cannot_be_served_is_one_line(
     place: Path, page: Page, more: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ):
     given = [word.replace("{place}", str(place)).replace("{port}", str(page.port)) for word in more]
-    assert demo.main([str(place / "face.onnx"), *SETTINGS, *([] if "--port" in given else ["--port", "0"]), *given]) == 1
+    assert program.main([str(place / "face.onnx"), *SETTINGS, *([] if "--port" in given else ["--port", "0"]), *given]) == 1
     said = capsys.readouterr().err
     assert says in said and said.splitlines()[-1].startswith("error: ") and "Traceback" not in said
 
 
 def test_a_gallery_of_another_network_is_refused(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     Gallery.create(tmp_path / "other", Facts("another", "0" * 32, 8, SIZE, "", "largest")).close()
-    assert demo.main([str(place / "face.onnx"), *SETTINGS, "--port", "0", "--gallery", str(tmp_path / "other")]) == 1
+    assert program.main([str(place / "face.onnx"), *SETTINGS, "--port", "0", "--gallery", str(tmp_path / "other")]) == 1
     assert "another network" in capsys.readouterr().err
 
 
 def test_without_a_network_the_gallerys_is_taken_or_that_of_the_newest_run(
-    place: Path, tmp_path: Path, answers: DemoAnswers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, tmp_path: Path, answers: Answers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     path = str(place / "face.onnx")
     facts = Facts(answers.embedder.title, answers.embedder.digest, 8, SIZE, "", "largest", path)
     Gallery.create(tmp_path / "people.gallery", facts).close()
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    served: list[DemoAnswers] = []
-    monkeypatch.setattr(demo_server, "PageServer", lambda port, answers: served.append(answers) or _Interrupted())
-    assert demo.main([*SETTINGS, "--gallery", "../people.gallery"]) == 0
+    served: list[Answers] = []
+    monkeypatch.setattr(page_server, "PageServer", lambda port, answers: served.append(answers) or _Interrupted())
+    assert program.main([*SETTINGS, "--gallery", "../people.gallery"]) == 0
     assert served[0].embedder.digest == answers.embedder.digest and served[0].gallery is not None
-    assert demo.main([*SETTINGS]) == 1
+    assert program.main([*SETTINGS]) == 1
     assert "no run with a checkpoint in work_dirs; name a run folder" in capsys.readouterr().err
 
 
@@ -602,7 +602,7 @@ class _Interrupted:
         raise KeyboardInterrupt
 
 
-def test_the_set_with_the_strictest_threshold_is_taken(place: Path, tmp_path: Path, answers: DemoAnswers):
+def test_the_set_with_the_strictest_threshold_is_taken(place: Path, tmp_path: Path, answers: Answers):
     found = json.loads((place / "report" / "results.json").read_text())
     strict = json.loads(json.dumps(found["tiny"]))
     strict["operating_points"][0]["cosine_threshold"] = 0.999
@@ -612,7 +612,7 @@ def test_the_set_with_the_strictest_threshold_is_taken(place: Path, tmp_path: Pa
         assert result_of(_options(place, "--results", path, *more), answers.embedder)[0].name == name
 
 
-def test_the_results_of_the_run_that_is_the_network_are_found(place: Path, tmp_path: Path, answers: DemoAnswers):
+def test_the_results_of_the_run_that_is_the_network_are_found(place: Path, tmp_path: Path, answers: Answers):
     shutil.copy(place / "report" / "results.json", tmp_path / "results.json")
     options = _options(place)
     assert result_of(options, answers.embedder) == (None, "")
@@ -625,19 +625,19 @@ def test_the_results_of_the_run_that_is_the_network_are_found(place: Path, tmp_p
 def test_missing_packages_are_one_line(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, "deploy.serve.server")
-    assert demo.main([str(place / "face.onnx"), *SETTINGS, "--port", "0"]) == 1
+    assert program.main([str(place / "face.onnx"), *SETTINGS, "--port", "0"]) == 1
     said = capsys.readouterr().err
     assert "pip install starlette uvicorn" in said and said.count("\n") == 1
 
 
-def test_a_threshold_that_no_pair_could_measure_is_not_offered(answers: DemoAnswers):
+def test_a_threshold_that_no_pair_could_measure_is_not_offered(answers: Answers):
     point = answers.result.points[0]
     guessed = answers.result._replace(points=[point, point._replace(target="1e-6", tar=None)])
-    offered = DemoAnswers(answers.embedder, None, None, guessed, "1e-1").about()["set"]["points"]
+    offered = Answers(answers.embedder, None, None, guessed, "1e-1").about()["set"]["points"]
     assert point.tar is not None and [one["far"] for one in offered] == [point.target]
 
 
-def test_the_page_of_a_moving_average_has_its_numbers(place: Path, tmp_path: Path, answers: DemoAnswers):
+def test_the_page_of_a_moving_average_has_its_numbers(place: Path, tmp_path: Path, answers: Answers):
     found = json.loads((place / "report" / "results.json").read_text())["tiny"]
     (tmp_path / "r.json").write_text(json.dumps({"tiny": found, "ema/tiny": {**found, "num_impostor": 31}}))
     options = _options(place, "--results", str(tmp_path / "r.json"))
@@ -646,7 +646,7 @@ def test_the_page_of_a_moving_average_has_its_numbers(place: Path, tmp_path: Pat
         assert (result.name, result.num_impostor) == ("tiny", pairs)
 
 
-def test_threads_of_torch_are_left_as_they_are(answers: DemoAnswers):
+def test_threads_of_torch_are_left_as_they_are(answers: Answers):
     before = torch.get_num_threads()
     answers.verify(_face(0), _face(1))
     assert torch.get_num_threads() == before
@@ -732,7 +732,7 @@ def _drop(tab: Any, selector: str, name: str, data: bytes) -> None:
 
 
 def test_a_browser_says_what_is_wrong_with_a_picture(browser: Any, page: Page, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(demo_server, "MAX_PICTURE", 50_000)
+    monkeypatch.setattr(page_server, "MAX_PICTURE", 50_000)
     tab, faults = _opened(browser, page, viewport={"width": 360, "height": 700})
     assert tab.evaluate("document.documentElement.scrollWidth <= 360")  # nothing sticks out on a phone
     assert "aligned already, 48 x 48 or 112 x 112 pixels" in tab.locator("#kind").inner_text()
@@ -754,12 +754,12 @@ def test_a_browser_says_what_is_wrong_with_a_picture(browser: Any, page: Page, m
     tab.close()
 
 
-def test_a_browser_decides_by_the_chosen_threshold(browser: Any, answers: DemoAnswers):
+def test_a_browser_decides_by_the_chosen_threshold(browser: Any, answers: Answers):
     """With results of more pairs there are several; a looser one accepts what a stricter one does not."""
     cosine = answers.verify(_face(0, 1), _face(0, 2))["cosine"]
     result = answers.result
     points = [result.points[0]._replace(cosine=cosine - 0.01), result.points[0]._replace(target="1e-2", cosine=cosine + 0.01)]
-    other = DemoAnswers(answers.embedder, None, None, result._replace(points=points), "1e-2")
+    other = Answers(answers.embedder, None, None, result._replace(points=points), "1e-2")
     with _served(other) as page:
         tab, faults = _opened(browser, page)
         for place in (0, 1):

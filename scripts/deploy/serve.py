@@ -1,4 +1,4 @@
-"""Try a network on a page of your own: python -m scripts.deploy.demo [NETWORK]
+"""Try a network on a page of your own: python -m scripts.deploy.serve [NETWORK]
 
 Serves a page on this machine. Drop two photographs: is it the same person, and where does the score lie among genuine and
 impostor pairs? With --gallery drop one: who is it? The pictures are compared in memory, and nothing is stored.
@@ -9,8 +9,8 @@ The page listens on 127.0.0.1, which no other machine reaches; everybody who is 
 too: GET /api/info, POST /api/search with the bytes of a picture, POST /api/verify with two (docs/deploy.md). Ctrl-C ends it.
 
 Examples:
-  python -m scripts.deploy.demo work_dirs/demo_cpu
-  python -m scripts.deploy.demo model.onnx --detector detector.onnx --pairs lfw.bin --gallery people.gallery --far 1e-2
+  python -m scripts.deploy.serve work_dirs/demo_cpu
+  python -m scripts.deploy.serve model.onnx --detector detector.onnx --pairs lfw.bin --gallery people.gallery --far 1e-2
 """
 
 import argparse
@@ -21,7 +21,7 @@ from deploy.embed.embedder import open_embedder
 from deploy.faces.detector import add_detector_arguments, open_detector
 from deploy.gallery.commands import require_network, take_recorded_network, warn_of_other_detector
 from deploy.gallery.store import Gallery
-from deploy.serve.answers import WHICH_FACE, DemoAnswers, result_of
+from deploy.serve.answers import WHICH_FACE, Answers, result_of
 from eval.networks import add_network_arguments
 from eval.verification import FAR_TARGETS
 from utils.checkpoint.format import newest_run
@@ -32,7 +32,7 @@ from utils.text import one_line, pip_install
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and serve the page; return the exit status."""
-    parser = make_parser("python -m scripts.deploy.demo", __doc__)
+    parser = make_parser("python -m scripts.deploy.serve", __doc__)
     add_network_arguments(parser, newest=True)
     add_detector_arguments(parser)
     parser.add_argument("--gallery", type=Path, metavar="FILE", help="gallery of `face enrol`, to search in")
@@ -42,10 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", metavar="NAME", help="set in --results (default: the strictest at --far, else the largest)")
     parser.add_argument("--far", choices=FAR_TARGETS, help="of the threshold to begin with (default: the lowest measured)")
     parser.add_argument("--port", type=int_in_range(0, 65535), default=8000, help="0 = any that is free")
-    return run_main(serve, parser.parse_args(arguments))
+    return run_main(serve_page, parser.parse_args(arguments))
 
 
-def serve(options: argparse.Namespace) -> None:
+def serve_page(options: argparse.Namespace) -> None:
     """Open everything, and serve until Ctrl-C."""
     try:
         from deploy.serve.server import ADDRESS, PageServer
@@ -61,7 +61,7 @@ def serve(options: argparse.Namespace) -> None:
     if gallery:
         require_network(gallery, embedder)
         warn_of_other_detector(gallery, one_line(detector.name) if detector else "", WHICH_FACE)
-    answers = DemoAnswers(embedder, detector, gallery, result, far)
+    answers = Answers(embedder, detector, gallery, result, far)
     server = PageServer(options.port, answers)
     try:
         print(f"the page is at http://{ADDRESS}:{server.port}/ (Ctrl-C ends it)", flush=True)
