@@ -210,18 +210,9 @@ def enrol_all(options: argparse.Namespace) -> None:
         options.person = check_person(options.person)
     pictures, rejected = with_people(find_pictures(options.folder), options.person_from, options.person)
     options.run = options.run or newest_run()
-    recorded = _recorded_network(options)
+    recorded = recorded_network(options)
     embedder, detector = open_embedder(options), open_detector(options)
-    facts = Facts(
-        one_line(embedder.title),
-        embedder.digest,
-        embedder.embedding_size,
-        embedder.image_size,
-        one_line(detector.name) if detector else "",
-        options.which,
-        recorded,
-        _stored_path(options.detector) if options.detector else "",
-    )
+    facts = facts_of(options, embedder, detector, recorded)
     with Gallery.create(options.gallery, facts) as gallery:
         require_network(gallery, embedder)
         warn_of_other_detector(gallery, facts.detector, options.which)
@@ -247,6 +238,20 @@ def enrol_all(options: argparse.Namespace) -> None:
     )
     if rejected and not counts["enrolled"] and not counts["skipped"]:
         raise ValueError(f"{shown(options.folder)}: none of {len(rejected)} pictures could be enrolled; the reasons are above")
+
+
+def facts_of(options: argparse.Namespace, embedder: Embedder, detector: Detector | None, recorded: str) -> Facts:
+    """Return what a new gallery records; `recorded` is that of `recorded_network`, from before the network was read."""
+    return Facts(
+        one_line(embedder.title),
+        embedder.digest,
+        embedder.embedding_size,
+        embedder.image_size,
+        one_line(detector.name) if detector else "",
+        options.which,
+        recorded,
+        _stored_path(options.detector) if options.detector else "",
+    )
 
 
 def _enrol(faces: Sequence[EmbeddedFace], gallery: Gallery, options: argparse.Namespace, counts: dict[str, int]) -> None:
@@ -341,7 +346,7 @@ def take_recorded_network(options: argparse.Namespace) -> None:
         options.detector = Path(facts.detector_path)
 
 
-def _recorded_network(options: argparse.Namespace) -> str:
+def recorded_network(options: argparse.Namespace) -> str:
     """Return what Facts.network_path is: the path of the network, or JSON of the path and the options that choose it."""
     path, values = _stored_path(options.run), vars(options)
     given = {name: values[name] for name, usual in _usual_choice().items() if name in _RECORDED and values[name] != usual}
@@ -420,7 +425,7 @@ def remove_from_gallery(options: argparse.Namespace) -> None:
 def reembed_gallery(options: argparse.Namespace) -> None:
     """Embed the faces of a gallery with another network."""
     with Gallery(options.gallery) as gallery:
-        recorded = _recorded_network(options)
+        recorded = recorded_network(options)
         embedder = open_embedder(options)
         facts = gallery.facts._replace(
             title=one_line(embedder.title),

@@ -1,8 +1,14 @@
-"""What the page computes: how alike two faces are, and who of a gallery is most like one. It keeps nothing of the pictures."""
+"""What the service computes: how alike two faces are, who of a gallery is most like one, and who is enrolled and removed."""
 
 import argparse
 import base64
+import hashlib
 import math
+import re
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +22,73 @@ from utils.image import check_size, image_size, to_png
 
 from ..embed.embedder import Embedder
 from ..faces.detector import Detector
-from ..faces.pictures import Rejected, crops_of
-from ..gallery.store import Gallery
+from ..faces.pictures import Crop, Rejected, crops_of
+from ..gallery.store import Gallery, NewImage, check_person
 from ..results import SetResult, find_threshold, parse_results, read_results_of, results_file, set_of
 
 _MAX_PIXELS = 64_000_000  # of an upload: 0.6 GB while it is decoded; phones have 12 to 50 million
 _TOP = 5  # people that a search shows
 WHICH_FACE = "largest"  # of several on a photograph
+NOTHING = "there is nothing here"
 
 
-class UploadError(Exception):
-    """A picture cannot be used: what the user of the page reads, and which of the pictures it is, from 0."""
+_DECODED = 2  # pictures that are decoded, and searched for faces, at once
 
-    def __init__(self, message: str, picture: int = 0) -> None:
+
+class RefusedError(Exception):
+    """A request that is answered with an error: the HTTP status, a sentence for the user, and which picture it is, from 0."""
+
+    def __init__(self, status: int, message: str, picture: int | None = None) -> None:
         super().__init__(message)
-        self.picture = picture
+        self.status, self.picture = status, picture
+
+
+class Batcher:
+    """Embeds what several threads ask for at once in one call of the network.
+
+    A call of the network takes about as long for a few crops as for one. While it computes, requests gather for the next.
+
+    Args:
+        embed: crops (n, S, S, 3) uint8 -> (n, D).
+        limit: of crops in one call.
+        observe: is told the number of crops of each call.
+    """
+
+    def __init__(
+        self, embed: Callable[[np.ndarray], np.ndarray], limit: int, observe: Callable[[float], object] = lambda count: None
+    ) -> None:
+        self._embed, self._limit, self.observe = embed, limit, observe
+        self._waiting: deque[tuple[np.ndarray, Future]] = deque()
+        self._thread = ThreadPoolExecutor(1, "embed")  # one, because each thread that computes has helpers of its own
+
+    def __call__(self, crops: np.ndarray) -> np.ndarray:
+        """Return the embeddings (n, D) of crops (n, S, S, 3); an error of the network is raised for its own crops alone."""
+        answer: Future = Future()
+        self._waiting.append((crops, answer))
+        self._thread.submit(self._run)
+        return answer.result()
+
+    def _run(self) -> None:
+        """Embed the first of those that wait; nothing if an earlier call took them along."""
+        parts: list[tuple[np.ndarray, Future]] = []
+        while self._waiting and (not parts or sum(len(one) for one, _ in [*parts, self._waiting[0]]) <= self._limit):
+            parts.append(self._waiting.popleft())
+        try:
+            if parts:
+                self.observe(sum(len(one) for one, _ in parts))
+                rows = self._embed(np.concatenate([one for one, _ in parts]))
+                for (one, answer), last in zip(parts, np.cumsum([len(one) for one, _ in parts]).tolist(), strict=True):
+                    answer.set_result(rows[last - len(one) : last])
+        except Exception:
+            for one, answer in parts:
+                try:
+                    answer.set_result(self._embed(one))
+                except Exception as error:
+                    answer.set_exception(error)
 
 
 class Answers:
-    """Answers the page with one network.
+    """Answers requests with one network. Several threads may ask at once.
 
     Args:
         detector: None = pictures must be aligned crops.
@@ -47,6 +101,10 @@ class Answers:
         self, embedder: Embedder, detector: Detector | None, gallery: Gallery | None, result: SetResult | None, far: str
     ) -> None:
         self.embedder, self.detector, self.gallery, self.result, self.far = embedder, detector, gallery, result, far
+        self.batcher = Batcher(embedder.embed, embedder.step)
+        self._decoding = threading.BoundedSemaphore(_DECODED)
+        points = result.measured() if result else []
+        self.threshold = next((point.cosine for point in points if point.target == far), None)
 
     def about(self) -> dict[str, Any]:
         """Return what the page shows before any picture."""
@@ -63,56 +121,117 @@ class Answers:
         }
 
     def verify(self, first: bytes, second: bytes) -> dict[str, Any]:
-        """Return the cosine of the faces of two pictures, and the crops that were compared."""
-        crops = [self._crop(data, number) for number, data in enumerate((first, second))]
-        unit = [self._unit(crop, number) for number, crop in enumerate(crops)]
-        return {"cosine": float(np.clip(unit[0] @ unit[1], -1, 1)), "faces": [_as_url(crop) for crop in crops]}
+        """Return the cosine of the faces of two pictures, whether it is above the threshold, and the crops."""
+        crops = [self._crop(data, number).pixels for number, data in enumerate((first, second))]
+        unit = [row / norm for row, norm in self._embed(np.stack(crops))]
+        cosine = float(np.clip(unit[0] @ unit[1], -1, 1))
+        same = None if self.threshold is None else cosine > self.threshold
+        return {"cosine": cosine, "same": same, "faces": [_as_url(crop) for crop in crops]}
+
+    def embed(self, picture: bytes) -> dict[str, Any]:
+        """Return the unit embedding of the face of a picture, and its length before."""
+        row, norm = self._embed(self._crop(picture, 0).pixels[None])[0]
+        return {"embedding": (row / norm).astype(np.float32).tolist(), "norm": norm}
 
     def search(self, picture: bytes) -> dict[str, Any]:
-        """Return the people of the gallery who are most like the face of a picture, best first."""
-        if self.gallery is None:
-            raise UploadError("there is no gallery; start the page with --gallery FILE")
-        crop = self._crop(picture, 0)
-        unit = self._unit(crop, 0)
+        """Return the people of the gallery who are most like a face, best first; `match` is above the threshold."""
+        gallery = self._gallery()
+        crop = self._crop(picture, 0).pixels
+        row, norm = self._embed(crop[None])[0]
         try:
-            found = self.gallery.search(unit[None].astype(np.float32), _TOP)[0]
+            found = gallery.search((row / norm)[None].astype(np.float32), _TOP)[0]
         except ValueError as error:  # another process damaged or changed it
-            raise UploadError(f"The gallery cannot be searched: {error}") from None
+            raise RefusedError(422, f"The gallery cannot be searched: {error}", 0) from None
         people = [{"name": match.person, "cosine": float(match.cosine), "image": match.image} for match in found]
-        return {"face": _as_url(crop), "people": people}
+        known = self.threshold is not None and bool(found) and found[0].cosine > self.threshold
+        return {"face": _as_url(crop), "people": people, "match": found[0].person if known else None}
 
-    def gallery_picture(self, number: int) -> bytes | None:
-        """Return the face of an image of the gallery as a PNG, None if there is none."""
-        pixels = self.gallery.picture(number) if self.gallery else None
-        return None if pixels is None else to_png(pixels)
+    def people(self) -> dict[str, Any]:
+        """Return the people of the gallery and their numbers of images."""
+        return {"people": self._gallery().people()}
 
-    def _crop(self, data: bytes, number: int) -> np.ndarray:
-        """Return the aligned face (S, S, 3) of a picture."""
+    def enrol(self, person: str, picture: bytes) -> dict[str, Any]:
+        """Enrol a picture; the image is safe when this returns. Its number is None if the person has the picture already."""
+        gallery = self._gallery()
+        try:
+            person = check_person(person)
+        except ValueError as error:
+            raise RefusedError(422, str(error)) from None
+        crop = self._crop(picture, 0)
+        row, _ = self._embed(crop.pixels[None])[0]
+        quality = 1.0 if crop.face is None else float(crop.face.score)
+        hashed, embedding = hashlib.sha256(picture).digest(), row.astype(np.float32)
+        image = NewImage(person, "sent to the service", hashed, crop.number, quality, embedding, crop.pixels)
+        try:
+            return {"person": person, "image": gallery.add([image])[0] or None}
+        except ValueError as error:  # the disk is full, another process changed it
+            raise RefusedError(500, f"This cannot be enrolled: {error}") from None
+
+    def forget(self, person: str) -> dict[str, Any]:
+        """Erase a person; the bytes are overwritten when this returns."""
+        return self._remove([person], [])
+
+    def forget_image(self, number: str) -> dict[str, Any]:
+        """Erase an image; the bytes are overwritten when this returns."""
+        return self._remove([], [_number(number)])
+
+    def _remove(self, people: list[str], numbers: list[int]) -> dict[str, Any]:
+        try:
+            return {"removed": self._gallery().remove([check_person(name) for name in people], numbers)}
+        except ValueError as error:
+            raise RefusedError(404, str(error)) from None
+
+    def gallery_picture(self, number: str) -> bytes:
+        """Return the face of an image of the gallery as a PNG."""
+        pixels = self._gallery().picture(_number(number))
+        if pixels is None:
+            raise RefusedError(404, NOTHING)
+        return to_png(pixels)
+
+    def _gallery(self) -> Gallery:
+        if self.gallery is None:
+            raise RefusedError(422, "there is no gallery; start the program with --gallery FILE", 0)
+        return self.gallery
+
+    def _crop(self, data: bytes, number: int) -> Crop:
+        """Return the aligned face of a picture."""
         size = image_size(data)
         if size is not None:
             try:
                 check_size(*size, _MAX_PIXELS)
             except ValueError:
-                raise UploadError(
+                raise RefusedError(
+                    422,
                     f"This picture declares {size[1]:,} x {size[0]:,} pixels, which is too many or no shape of a photograph. "
                     f"Make it smaller: {_MAX_PIXELS // 10**6} million pixels at most.",
                     number,
                 ) from None
-        found = crops_of(data, "this picture", self.detector, self.embedder.image_size, WHICH_FACE)
+        with self._decoding:
+            found = crops_of(data, "this picture", self.detector, self.embedder.image_size, WHICH_FACE)
         if isinstance(found, Rejected):
-            raise UploadError(_in_words(found.reason), number)
-        return found[0].pixels
+            raise RefusedError(422, _in_words(found.reason), number)
+        return found[0]
 
-    def _unit(self, crop: np.ndarray, number: int) -> np.ndarray:
-        """Return the unit embedding (D,) float64 of a crop."""
+    def _embed(self, crops: np.ndarray, first: int = 0) -> list[tuple[np.ndarray, float]]:
+        """Return the raw embedding (D,) float64 of the crops (n, S, S, 3) from number `first` on, and its length."""
         try:
-            raw = self.embedder.embed(crop[None])[0].astype(np.float64)
+            raw = self.batcher(crops).astype(np.float64)
         except ValueError as error:
-            raise UploadError(f"The network fails on this picture: {error}", number) from None
-        norm = float(np.linalg.norm(raw))
-        if not math.isfinite(norm) or norm == 0:
-            raise UploadError("The network has no embedding for this picture: it returned zeros or no numbers.", number)
-        return raw / norm
+            if len(crops) > 1:
+                return [self._embed(crops[number : number + 1], number)[0] for number in range(len(crops))]
+            raise RefusedError(422, f"The network fails on this picture: {error}", first) from None
+        found = [(row, float(np.linalg.norm(row))) for row in raw]
+        for number, (_, norm) in enumerate(found, first):
+            if not math.isfinite(norm) or norm == 0:
+                words = "The network has no embedding for this picture: it returned zeros or no numbers."
+                raise RefusedError(422, words, number)
+        return found
+
+
+def _number(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,15}", text):
+        raise RefusedError(404, NOTHING)
+    return int(text)
 
 
 def _set_of_page(result: SetResult) -> dict[str, Any]:

@@ -1,18 +1,13 @@
-"""The page and its REST service over HTTP, for this machine only and for requests of the page itself (Starlette, uvicorn).
+"""The service over HTTP: a page and a REST interface (Starlette, uvicorn); api.py lists the requests.
 
-Three kinds of strangers are kept out. Other machines: it listens on 127.0.0.1 alone. Web sites that the user has open, which
-could send requests here: the Host header must name this address, which a rebound DNS name does not, and the browser's
-statement where a request comes from (Origin, Sec-Fetch-Site) must be this page. Broken or hostile programs of this machine: no
-path of a request touches the file system, a body is bounded and not read before its length is known, a request has a deadline,
-and the number of connections and of waiting pictures is bounded.
+Three kinds of strangers are kept out. Other machines: it listens on 127.0.0.1, or elsewhere for those who have a key. Web sites
+that the user has open, which could send requests here: the Host header must name this address, which a rebound DNS name does
+not, and the browser's statement where a request comes from (Origin, Sec-Fetch-Site) must be this page. Broken or hostile
+programs: no path of a request touches the file system, a body is bounded and not read before its length and its key are known,
+a request has a deadline, and the number of connections and of waiting pictures is bounded.
 
-    GET  /api/info            network, thresholds, histogram, gallery
-    POST /api/verify          two pictures behind one another, their lengths in the header Picture-Sizes: the cosine
-    POST /api/search          one picture: the people of the gallery who are most like it
-    GET  /gallery/NUMBER      a face of the gallery, as PNG
-
-Answers are JSON; an error has `error`, a sentence, and `picture`, the number of the picture from 0, or null. Nothing is written
-to the disk, and no request is logged.
+Answers are JSON; an error has `error`, a sentence, and `picture`, the number of the picture from 0, or null. No request is
+logged, and nothing but the gallery is written to the disk.
 """
 
 import asyncio
@@ -21,11 +16,13 @@ import re
 import secrets
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import h11
+import prometheus_client as prometheus
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -37,13 +34,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from utils.text import one_line
 
-from .answers import Answers, UploadError
+from .access import LOOPBACK, Access, Origins
+from .answers import NOTHING, Answers, RefusedError
+from .api import CALLS, Call, manual, openapi
 
-ADDRESS = "127.0.0.1"
 MAX_PICTURE = 24 << 20  # bytes of an upload; photographs of phones have up to 20 million
 PAGE = Path(__file__).with_name("page.html")
-MAX_CONNECTIONS = 32
-MAX_WAITING = 6  # requests whose pictures are in memory; one of them is computed
+MAX_CONNECTIONS = 64
+MAX_WAITING = 16  # requests whose pictures are in memory
 _SECONDS = 30.0  # to send a request's head, its body, and to take its answer
 _DRAIN_SECONDS = 2.0  # in which a body that was refused is thrown away: the browser would see a broken connection instead
 _NONCE = "{{nonce}}"  # in the page, where the policy's nonce goes
@@ -57,44 +55,46 @@ _HEADERS = {
 }
 
 
-class RefusedError(Exception):
-    """A request that is answered with an error, in words for the user of the page."""
-
-    def __init__(self, status: int, message: str, picture: int | None = None) -> None:
-        super().__init__(message)
-        self.status, self.picture = status, picture
-
-
 class PageServer:
-    """Serves the page until it is interrupted.
+    """Serves until it is interrupted.
 
     Args:
         port: 0 = any that is free; `port` has the real one.
+        access: who may ask; None = everybody who can reach it, and nobody may change the gallery.
+        address: where it listens.
+        tls: files of the certificate and of its key, in PEM; None = plain HTTP.
 
     Raises:
-        ValueError: the port is in use, or may not be used.
+        ValueError: the address or the port is in use, or may not be used; the certificate cannot be read.
     """
 
-    def __init__(self, port: int, answers: Answers) -> None:
-        self.socket = socket.socket()
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self.socket.bind((ADDRESS, port))
-            self.socket.listen(64)  # who connects before the loop runs waits for it
-        except OSError as error:
-            self.socket.close()
-            known = {errno.EADDRINUSE: "is in use by another program", errno.EACCES: "is reserved for the system"}
-            why = known.get(error.errno or 0, f"cannot be opened ({error.strerror})")
-            raise ValueError(f"--port: {port} {why}; choose another, or 0 for any that is free") from None
+    def __init__(
+        self,
+        port: int,
+        answers: Answers,
+        access: Access | None = None,
+        address: str = LOOPBACK,
+        tls: tuple[Path, Path] | None = None,
+    ) -> None:
+        self.socket = _listen(address, port)
         self.port = int(self.socket.getsockname()[1])
-        self.routes = _Routes(answers)
+        self.routes = _Routes(answers, access or Access())
         handlers: dict[Any, Any] = {404: _nothing_here, 405: _nothing_here, RefusedError: _refused, Exception: _failed}
         app = Starlette(routes=self.routes.all(), exception_handlers=handlers)
         app.router.redirect_slashes = False
         settings: dict[str, Any] = {"log_level": "critical", "access_log": False, "server_header": False, "ws": "none"}
+        guard = _Guard(app, Origins(address, self.port), self.routes.count)
+        if tls:
+            settings |= {"ssl_certfile": tls[0], "ssl_keyfile": tls[1]}
         config = uvicorn.Config(
-            _Guard(app, self.port), http=_Connection, timeout_graceful_shutdown=10, backlog=64, lifespan="off", **settings
+            guard, http=_Connection, timeout_graceful_shutdown=10, backlog=64, lifespan="off", proxy_headers=False, **settings
         )
+        try:
+            config.load()
+        except OSError as error:  # ssl.SSLError is one
+            self.socket.close()
+            words = f"the certificate or its key is no PEM file that can be read ({one_line(error)})"
+            raise ValueError(f"--tls: {words}") from None
         self.server = uvicorn.Server(config)
 
     def serve(self) -> None:
@@ -104,6 +104,26 @@ class PageServer:
             KeyboardInterrupt: at Ctrl-C, when everything has ended.
         """
         self.server.run(sockets=[self.socket])
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    try:
+        family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"--host: {one_line(address)} is no address of this machine ({one_line(error)})") from None
+    found = socket.socket(family)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind(where)
+        found.listen(64)  # who connects before the loop runs waits for it
+    except OSError as error:
+        found.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ValueError(f"--host: {one_line(address)} is no address of this machine; 0.0.0.0 is all of them") from None
+        known = {errno.EADDRINUSE: "is in use by another program", errno.EACCES: "is reserved for the system"}
+        why = known.get(error.errno or 0, f"cannot be opened ({error.strerror})")
+        raise ValueError(f"--port: {port} {why}; choose another, or 0 for any that is free") from None
+    return found
 
 
 class _Connection(H11Protocol):
@@ -140,106 +160,108 @@ class _Connection(H11Protocol):
 
 
 class _Guard:
-    """Middleware that refuses requests which another web site makes a browser send, and what no page sends.
+    """Middleware that refuses requests which another web site makes a browser send, and what no client sends.
 
     Every answer gets the headers that forbid frames, caches and guesses, and has a deadline.
     """
 
-    def __init__(self, app: ASGIApp, port: int) -> None:
-        self.app, self.port = app, port
-        ends = (f":{port}", "") if port == 80 else (f":{port}",)
-        self.hosts = {f"{name}{end}" for name in ("127.0.0.1", "localhost") for end in ends}
-        self.origins = {f"http://{host}" for host in self.hosts}
+    def __init__(self, app: ASGIApp, origins: Origins, count: Callable[[Scope, int, float], None]) -> None:
+        self.app, self.origins, self.count = app, origins, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = time.perf_counter()
+
         async def sent(message: Any) -> None:
             if message["type"] == "http.response.start":
                 more = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
                 message = {**message, "headers": [*message.get("headers", []), *more]}
+                self.count(scope, message["status"], time.perf_counter() - begun)
             await asyncio.wait_for(send(message), _SECONDS)
 
         request = Request(scope, receive)
         try:
-            self._check(request)
+            self.origins.check(request)
             await self.app(scope, receive, sent)
         except RefusedError as error:
             await _refused(request, error)(scope, receive, sent)
         except Exception:  # which _failed has answered; or the client is gone or slow, and uvicorn closes the connection
             return
 
-    def _check(self, request: Request) -> None:
-        hosts = request.headers.getlist("host")
-        if len(hosts) != 1 or hosts[0].strip().lower() not in self.hosts:
-            raise RefusedError(403, f"open the page as http://{ADDRESS}:{self.port}/")
-        if any(origin.strip().lower() not in self.origins for origin in request.headers.getlist("origin")):
-            raise RefusedError(403, "another web site may not send requests here")
-        site, raw = request.headers.get("sec-fetch-site", "none"), request.scope["raw_path"]
-        if site not in ("none", "same-origin") and (request.method != "GET" or raw != b"/"):  # a link to the page is fine
-            raise RefusedError(403, "another web site may not send requests here")
-        if request.method not in ("GET", "POST"):
-            raise RefusedError(501, "this is not a request of the page")
-        if request.scope["query_string"] or b"%" in raw:
-            raise RefusedError(404, "there is nothing here")
-
 
 class _Routes:
-    """The answers as endpoints. Pictures are computed one request after the other, in a thread."""
+    """The calls of api.CALLS as endpoints. Answers are computed in threads, as many at once as may wait."""
 
-    def __init__(self, answers: Answers) -> None:
-        self.answers = answers
+    def __init__(self, answers: Answers, access: Access) -> None:
+        self.access = access
         self.waiting = 0
-        self.computing = asyncio.Lock()
+        registry = prometheus.CollectorRegistry()
+        self._requests = prometheus.Counter(
+            "face_requests", "Requests that were answered", ["call", "status"], registry=registry
+        )
+        self._seconds = prometheus.Histogram(
+            "face_request_seconds", "From the head of a request to its answer", ["call"], registry=registry
+        )
+        batches = prometheus.Histogram(
+            "face_batch_crops", "Faces in one call of the network", buckets=(1, 2, 4, 8, 16, 64, 256), registry=registry
+        )
+        prometheus.Gauge("face_waiting", "Requests whose pictures are in memory", registry=registry).set_function(
+            lambda: self.waiting
+        )
+        answers.batcher.observe = batches.observe
+        self._works: dict[str, Callable[..., Any]] = {
+            "page": lambda: _html(PAGE.read_text(encoding="utf-8")),
+            "manual": lambda: _html(manual()),
+            "openapi": openapi,
+            "health": lambda: {"status": "ok"},
+            "metrics": lambda: Response(prometheus.generate_latest(registry), media_type=prometheus.CONTENT_TYPE_LATEST),
+            "about": lambda: {**answers.about(), "max_bytes": MAX_PICTURE, "may_change": access.may_change},
+            "gallery_picture": lambda number: Response(answers.gallery_picture(number), media_type="image/png"),
+        }
+        self._answers = answers
 
     def all(self) -> list[Route]:
         """Return the routes."""
-        return [
-            Route("/", self._page),
-            Route("/api/info", self._info),
-            Route("/gallery/{number}", self._picture),
-            Route("/api/verify", self._post(2), methods=["POST"]),
-            Route("/api/search", self._post(1), methods=["POST"]),
-        ]
+        return [Route(call.path, self._endpoint(call), methods=[call.method], name=call.name) for call in CALLS]
 
-    async def _page(self, request: Request) -> Response:
-        nonce = secrets.token_urlsafe(16)
-        policy = (
-            f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src 'self' data: blob:; "
-            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        )
-        text = PAGE.read_text(encoding="utf-8").replace(_NONCE, nonce)
-        return HTMLResponse(text, headers={"Content-Security-Policy": policy})
+    def count(self, scope: Scope, status: int, seconds: float) -> None:
+        """Count an answer for the metrics."""
+        name = getattr(scope.get("endpoint"), "__name__", "nothing")
+        self._requests.labels(name, str(status)).inc()
+        self._seconds.labels(name).observe(seconds)
 
-    async def _info(self, request: Request) -> Response:
-        return JSONResponse({**await run_in_threadpool(self.answers.about), "max_bytes": MAX_PICTURE})
+    def _endpoint(self, call: Call) -> Callable[[Request], Awaitable[Response]]:
+        work = self._works.get(call.name) or getattr(self._answers, call.name)
 
-    async def _picture(self, request: Request) -> Response:
-        number = request.path_params["number"]
-        found = re.fullmatch("[0-9]{1,15}", number)
-        picture = await run_in_threadpool(self.answers.gallery_picture, int(number)) if found else None
-        if picture is None:
-            raise RefusedError(404, "there is nothing here")
-        return Response(picture, media_type="image/png")
-
-    def _post(self, count: int) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            sizes = _sizes(request, count)
+            self.access.require(request, call.role)
+            words = request.path_params.values()
+            if not call.pictures:
+                found = await run_in_threadpool(work, *words)
+                return found if isinstance(found, Response) else JSONResponse(found)
+            sizes = _sizes(request, call.pictures)
             if self.waiting >= MAX_WAITING:
                 raise RefusedError(503, "too many pictures are waiting; try again in a moment")
             self.waiting += 1
             try:
                 body = await asyncio.wait_for(_body(request, sum(sizes)), _SECONDS)
                 pictures = [body[sum(sizes[:place]) :][:size] for place, size in enumerate(sizes)]
-                work: Any = self.answers.verify if count == 2 else self.answers.search
-                async with self.computing:
-                    return JSONResponse(await run_in_threadpool(work, *pictures))
-            except UploadError as error:
-                raise RefusedError(422, str(error), error.picture) from None
+                return JSONResponse(await run_in_threadpool(work, *words, *pictures))
             except asyncio.TimeoutError:
                 raise RefusedError(408, "the pictures took too long to arrive") from None
             finally:
                 self.waiting -= 1
 
+        answer.__name__ = call.name  # for the metrics
         return answer
+
+
+def _html(text: str) -> Response:
+    nonce = secrets.token_urlsafe(16)
+    policy = (
+        f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src 'self' data: blob:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return HTMLResponse(text.replace(_NONCE, nonce), headers={"Content-Security-Policy": policy})
 
 
 async def _body(request: Request, size: int) -> bytes:
@@ -258,8 +280,8 @@ def _sizes(request: Request, count: int) -> list[int]:
     lengths, sizes = headers.getlist("content-length"), headers.getlist("picture-sizes")
     if "transfer-encoding" in headers or len(lengths) != 1 or not re.fullmatch("[0-9]{1,12}", lengths[0].strip()):
         raise RefusedError(411, "a request must have one Content-Length")
-    if headers.get("content-type", "").strip().lower() != "application/octet-stream":
-        raise RefusedError(415, "pictures must be sent as application/octet-stream")
+    if not re.fullmatch(r"application/octet-stream|image/[\w.+-]+", headers.get("content-type", "").strip().lower()):
+        raise RefusedError(415, "pictures must be sent as application/octet-stream or image/*")
     if not sizes and count == 1:
         sizes = lengths
     found = re.fullmatch(r" *[0-9]{1,12}( *, *[0-9]{1,12})* *", sizes[0]) if len(sizes) == 1 else None
@@ -273,12 +295,12 @@ def _sizes(request: Request, count: int) -> list[int]:
 
 
 def _error(status: int, message: str, picture: int | None = None) -> Response:
-    headers = {"Retry-After": "1"} if status == 503 else {}
+    headers = {503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(status, {})
     return JSONResponse({"error": message, "picture": picture}, status, headers)
 
 
 def _nothing_here(request: Request, error: Exception) -> Response:
-    return _error(404, "there is nothing here")
+    return _error(404, NOTHING)
 
 
 def _refused(request: Request, error: Any) -> Response:

@@ -1,25 +1,28 @@
-"""Try a network on a page of your own: python -m scripts.deploy.serve [NETWORK]
+"""A network as a service, with a page to try it on: python -m scripts.deploy.serve [NETWORK]
 
-Serves a page on this machine. Drop two photographs: is it the same person, and where does the score lie among genuine and
-impostor pairs? With --gallery drop one: who is it? The pictures are compared in memory, and nothing is stored.
+Drop two photographs on the page: is it the same person, and where does the score lie among genuine and impostor pairs? With
+--gallery drop one: who is it? Programs ask by REST: verify, search, embed, enrol, remove; the page /api lists the requests.
 
-The page listens on 127.0.0.1, which no other machine reaches; everybody who is logged in on this machine does. Without
---detector a picture must be an aligned crop. Thresholds and histograms are those of the run that is the network, or of
---results, the results.json of python -m eval --report; --pairs computes them from a verification set instead. Programs can ask,
-too: GET /api/info, POST /api/search with the bytes of a picture, POST /api/verify with two (docs/deploy.md). Ctrl-C ends it.
+It listens on 127.0.0.1, which no other machine reaches; everybody who is logged in on this machine does. With --keys each
+request needs a key of the file, whose lines are `ask KEY` or `change KEY`; only the latter may enrol and remove, and only with
+keys may --host name another address. Without --detector a picture must be an aligned crop. Thresholds and histograms are those
+of the run that is the network, or of --results, the results.json of python -m eval --report; --pairs computes them from a
+verification set instead. Ctrl-C ends it.
 
 Examples:
   python -m scripts.deploy.serve work_dirs/demo_cpu
   python -m scripts.deploy.serve model.onnx --detector detector.onnx --pairs lfw.bin --gallery people.gallery --far 1e-2
+  python -m scripts.deploy.serve model.onnx --gallery people.gallery --keys keys --host 0.0.0.0 --tls cert.pem key.pem
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.embed.embedder import open_embedder
 from deploy.faces.detector import add_detector_arguments, open_detector
-from deploy.gallery.commands import require_network, take_recorded_network, warn_of_other_detector
+from deploy.gallery.commands import facts_of, recorded_network, require_network, take_recorded_network, warn_of_other_detector
 from deploy.gallery.store import Gallery
 from deploy.serve.answers import WHICH_FACE, Answers, result_of
 from eval.networks import add_network_arguments
@@ -27,7 +30,7 @@ from eval.verification import FAR_TARGETS
 from utils.checkpoint.format import newest_run
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
-from utils.text import one_line, pip_install
+from utils.text import pip_install
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,36 +38,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("python -m scripts.deploy.serve", __doc__)
     add_network_arguments(parser, newest=True)
     add_detector_arguments(parser)
-    parser.add_argument("--gallery", type=Path, metavar="FILE", help="gallery of `face enrol`, to search in")
+    parser.add_argument(
+        "--gallery", type=Path, metavar="FILE", help="gallery to search in; with keys that may change it, a new one is made"
+    )
     numbers = parser.add_mutually_exclusive_group()
     numbers.add_argument("--results", type=Path, metavar="FILE", help="results.json of this network")
     numbers.add_argument("--pairs", type=Path, metavar="SET", help="verification set, such as lfw.bin, to compute them now")
     parser.add_argument("--set", metavar="NAME", help="set in --results (default: the strictest at --far, else the largest)")
     parser.add_argument("--far", choices=FAR_TARGETS, help="of the threshold to begin with (default: the lowest measured)")
     parser.add_argument("--port", type=int_in_range(0, 65535), default=8000, help="0 = any that is free")
-    return run_main(serve_page, parser.parse_args(arguments))
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="of this machine, to listen on; 0.0.0.0 = all")
+    parser.add_argument("--keys", type=Path, metavar="FILE", help="keys of those who may ask, or change the gallery")
+    parser.add_argument("--tls", type=Path, nargs=2, metavar=("CERT", "KEY"), help="PEM files of a certificate and its key")
+    options = parser.parse_args(arguments)
+    options.which = WHICH_FACE
+    return run_main(serve_page, options)
 
 
 def serve_page(options: argparse.Namespace) -> None:
     """Open everything, and serve until Ctrl-C."""
     try:
-        from deploy.serve.server import ADDRESS, PageServer
+        from deploy.serve.access import LOOPBACK, Access
+        from deploy.serve.server import PageServer
     except ImportError as error:
-        raise ValueError(f"the page needs starlette and uvicorn ({error}): {pip_install('starlette', 'uvicorn')}") from None
-    if options.run is None and options.gallery:
+        packages = pip_install("starlette", "uvicorn", "prometheus-client")
+        raise ValueError(f"the page needs starlette, uvicorn and prometheus-client ({error}): {packages}") from None
+    access = Access(options.keys)
+    if options.host != LOOPBACK and not options.keys:
+        raise ValueError(f"--host: other machines may ask only with keys; give --keys FILE, or leave --host out for {LOOPBACK}")
+    is_new = bool(options.gallery and access.may_change and not options.gallery.exists())
+    if options.run is None and options.gallery and not is_new:
         take_recorded_network(options)
     options.run = options.run or newest_run()
+    recorded = recorded_network(options)
     embedder = open_embedder(options)
     detector = open_detector(options)
     result, far = result_of(options, embedder)
-    gallery = Gallery(options.gallery) if options.gallery else None
-    if gallery:
+    gallery = None
+    if options.gallery:
+        facts = facts_of(options, embedder, detector, recorded)
+        gallery = Gallery.create(options.gallery, facts) if is_new else Gallery(options.gallery)
         require_network(gallery, embedder)
-        warn_of_other_detector(gallery, one_line(detector.name) if detector else "", WHICH_FACE)
+        warn_of_other_detector(gallery, facts.detector, WHICH_FACE)
     answers = Answers(embedder, detector, gallery, result, far)
-    server = PageServer(options.port, answers)
+    server = PageServer(options.port, answers, access, options.host, options.tls)
     try:
-        print(f"the page is at http://{ADDRESS}:{server.port}/ (Ctrl-C ends it)", flush=True)
+        print(
+            f"the page is at {'https' if options.tls else 'http'}://{options.host}:{server.port}/ (Ctrl-C ends it)", flush=True
+        )
+        if options.host != LOOPBACK and not options.tls:
+            print("warning: keys and pictures are not encrypted; give --tls, or let a proxy do it", file=sys.stderr, flush=True)
         server.serve()
     except KeyboardInterrupt:
         print("ended", flush=True)

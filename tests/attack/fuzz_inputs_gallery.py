@@ -93,8 +93,9 @@ _HEADERS = {
     "Connection": ("close", "Upgrade"),
     "Upgrade": ("websocket", "h2c"),
 }
-_PATHS = ("/", "/api/info", "/api/search", "/api/verify", "/gallery/1", "/gallery/99999999999999999999999", "/gallery/%2e%2e",
-          "/gallery/../canary", "/gallery/\xb2", "http://evil.example/", "*", "//", "/api/info?" + "a" * 70000)  # fmt: skip
+_PATHS = ("/", "/api/info", "/api/search", "/api/verify", "/api/embed", "/api/people", "/api/people/a%41%2F%00", "/metrics",
+          "/gallery/1", "/gallery/99999999999999999999999", "/gallery/%2e%2e", "/gallery/../canary", "/gallery/\xb2",
+          "http://evil.example/", "*", "//", "/api/info?" + "a" * 70000)  # fmt: skip
 
 
 def requests(words: list[str]) -> int:

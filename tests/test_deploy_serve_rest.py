@@ -1,0 +1,362 @@
+"""The service as other programs ask it, by httpx: right answers, roles of keys, gathered requests, kills while it enrols."""
+
+import contextlib
+import http.client
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from pictures import picture
+from tiny_networks import TIMES_MATRIX, write_onnx
+from tiny_runs import Started
+
+from deploy.gallery.store import Gallery
+from deploy.serve.access import Access, Origins
+from deploy.serve.answers import Batcher, RefusedError
+from deploy.serve.api import CALLS, openapi, public_path
+from scripts.deploy import serve as program
+
+SIZE = 48
+ASK, CHANGE = "a" * 16, "c" * 20
+SETTINGS = ["--device", "cpu", "--threads", "1", "--image-size", str(SIZE), "--port", "0"]
+NAME = "Zo\u00eb / \u0623\u062d\u0645\u062f 100 %?#"
+
+
+def _face(person: int) -> bytes:
+    return cv2.imencode(".png", picture(person, SIZE)[:, :, ::-1])[1].tobytes()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a network and keys."""
+    folder = tmp_path_factory.mktemp("rest")
+    matrix = np.random.default_rng(0).normal(size=(8, 48)).astype(np.float32)
+    pooled = ("AveragePool", {"kernel_shape": [12, 12], "strides": [12, 12]})
+    write_onnx(folder / "face.onnx", [pooled, ("Flatten", {}), TIMES_MATRIX], 8, SIZE, matrix=matrix)
+    _write_keys(folder / "keys", f"# ours\nask {ASK}\n\nchange {CHANGE}\n")
+    return folder
+
+
+def _write_keys(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+@contextlib.contextmanager
+def _served(place: Path, folder: Path, *more: str) -> Iterator[tuple[Started, str]]:
+    """Start the program; yield it and its address."""
+    arguments = [str(place / "face.onnx"), *SETTINGS, "--gallery", str(folder / "people.gallery"), *more]
+    started = Started(program.main, [arguments], Path(tempfile.mkdtemp(dir=folder)))
+    try:
+        started.wait_until(lambda: "the page is at" in started.said()[0])
+        yield started, re.search(r"(https?://[\d.]+:\d+)/", started.said()[0])[1]
+    finally:
+        if started.is_alive():
+            started.send(signal.SIGINT, 0)
+        started.wait(30)
+
+
+@pytest.fixture(scope="module")
+def address(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with _served(place, tmp_path_factory.mktemp("served"), "--keys", str(place / "keys")) as (_, found):
+        yield found
+
+
+def _client(address: str, key: str = "", **settings: Any) -> Any:
+    """Return a client that somebody else wrote."""
+    httpx = pytest.importorskip("httpx", reason="needs httpx: pip install httpx")
+    headers = {"Content-Type": "image/png", **({"Authorization": f"Bearer {key}"} if key else {})}
+    return httpx.Client(base_url=address, headers=headers, timeout=30, **settings)
+
+
+def _of_schema(value: Any, schema: dict[str, Any]) -> bool:
+    """Return whether a value has the shape of a JSON schema, of the kinds that the description uses."""
+    kinds: dict[str, Any] = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None)}
+    kinds |= {"array": list, "object": dict}
+    names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    if not any(isinstance(value, kinds[name]) for name in names):
+        return False
+    if isinstance(value, list):
+        return all(_of_schema(one, schema["items"]) for one in value)
+    if isinstance(value, dict) and "properties" in schema:
+        inner = schema["properties"].items()
+        return set(schema["required"]) <= set(value) and all(_of_schema(value[key], one) for key, one in inner)
+    return not isinstance(value, dict) or all(_of_schema(one, schema["additionalProperties"]) for one in value.values())
+
+
+def _embedding(place: Path, data: bytes) -> np.ndarray:
+    """Return the raw embedding (8,) float64 by onnxruntime alone."""
+    session = importlib.import_module("onnxruntime").InferenceSession(str(place / "face.onnx"))
+    pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)[:, :, ::-1]
+    image = ((pixels.astype(np.float32) - 127.5) / 127.5).transpose(2, 0, 1)[None]
+    return sum(
+        session.run(None, {"images": np.ascontiguousarray(one)})[0][0].astype(np.float64) for one in (image, image[..., ::-1])
+    )
+
+
+def test_a_person_is_enrolled_found_and_forgotten_and_each_answer_is_as_described(place: Path, address: str):
+    client = _client(address, CHANGE)
+    described = client.get("/api/openapi.json").json()
+    said: dict[str, Any] = {}
+
+    def ask(method: str, path: str, name: str, data: bytes | None = None, **headers: str) -> Any:
+        reply = client.request(method, path, content=data, headers=headers)
+        assert reply.status_code == 200, reply.text
+        call = next(call for call in CALLS if call.name == name)
+        schema = described["paths"][public_path(call)][method.lower()]["responses"]["200"]["content"]["application/json"][
+            "schema"
+        ]
+        assert _of_schema(reply.json(), schema), (name, reply.text)
+        said[name] = reply.json()
+        return reply.json()
+
+    path, one, other = f"/api/people/{urllib.parse.quote(NAME, safe='')}", _face(1), _face(2)
+    image = ask("POST", path, "enrol", one)["image"]
+    assert ask("POST", path, "enrol", one)["image"] is None  # the person has it
+    ask("POST", "/api/people/other", "enrol", other)
+    assert ask("GET", "/api/people", "people") == {"people": {NAME: 1, "other": 1}}
+    found = ask("POST", "/api/search", "search", one)
+    assert found["people"][0]["name"] == NAME and found["people"][0]["cosine"] == pytest.approx(1, abs=1e-6)
+    assert found["match"] is None  # there is no threshold
+    assert client.get(f"/gallery/{image}").content[:4] == b"\x89PNG"
+    wide = _embedding(place, one)
+    answer = ask("POST", "/api/embed", "embed", one)
+    # float32 sums of 48 products
+    assert answer["norm"] == pytest.approx(np.linalg.norm(wide), rel=1e-5)
+    assert answer["embedding"] == pytest.approx((wide / np.linalg.norm(wide)).tolist(), abs=1e-5)
+    sizes = {"Picture-Sizes": f"{len(one)}, {len(other)}"}
+    both = _embedding(place, other)
+    cosine = ask("POST", "/api/verify", "verify", one + other, **sizes)["cosine"]
+    assert cosine == pytest.approx(wide @ both / np.linalg.norm(wide) / np.linalg.norm(both), abs=1e-5)
+    assert ask("GET", "/api/info", "about")["gallery"] == {"people": 2, "images": 2}
+    assert ask("GET", "/api/health", "health") == {"status": "ok"}
+    assert ask("DELETE", path, "forget") == {"removed": 1}
+    assert client.delete(path).status_code == 404 and client.get(f"/gallery/{image}").status_code == 404
+    (left,) = [one["image"] for one in ask("POST", "/api/search", "search", other)["people"]]
+    assert ask("DELETE", f"/api/images/{left}", "forget_image") == {"removed": 1}
+    assert ask("POST", "/api/search", "search", other)["people"] == []
+    ask("GET", "/api/openapi.json", "openapi")
+    assert set(said) | {"page", "manual", "metrics", "gallery_picture"} == {call.name for call in CALLS}
+
+
+def test_each_call_needs_the_role_of_the_table(address: str):
+    for call in CALLS:
+        path = re.sub(r"{.*?}", "1", call.path)
+        for key, roles in (("", ("",)), (ASK, ("", "ask")), (CHANGE, ("", "ask", "change")), ("x" * 16, ("",))):
+            reply = _client(address, key).request(call.method, path)
+            if call.role in roles:
+                assert reply.status_code not in (401, 403), (call, key)
+            else:
+                assert reply.status_code == (403 if key == ASK else 401) and reply.json()["error"], (call, key)
+                assert ("www-authenticate" in reply.headers) == (key != ASK)
+
+
+@pytest.mark.parametrize("header", ["Basic {}", "Bearer", "Bearer {0} {0}", "bearer{}", "{}"])
+def test_a_key_in_another_form_is_none(address: str, header: str):
+    assert _client(address).get("/api/people", headers={"Authorization": header.format(CHANGE)}).status_code == 401
+
+
+def test_the_pages_say_what_there_is(address: str):
+    client = _client(address)
+    assert "Same person?" in client.get("/").text
+    manual = client.get("/api").text
+    assert all(f"{call.method} {public_path(call)}<" in manual for call in CALLS) and "{{" not in manual
+
+
+def test_the_description_is_openapi():
+    validator = pytest.importorskip("openapi_spec_validator", reason="needs openapi-spec-validator")
+    validator.validate(openapi())
+
+
+def test_without_keys_nobody_changes_a_gallery(place: Path, tmp_path: Path):
+    with _served(place, tmp_path, "--keys", str(place / "keys")) as (_, address):
+        assert _client(address, CHANGE).post("/api/people/ann", content=_face(0)).status_code == 200
+    with _served(place, tmp_path) as (_, address):
+        client = _client(address)
+        assert client.post("/api/search", content=_face(0)).json()["people"][0]["name"] == "ann"
+        for method, path in (("POST", "/api/people/b"), ("DELETE", "/api/people/ann"), ("DELETE", "/api/images/1")):
+            reply = client.request(method, path, content=_face(1))
+            assert reply.status_code == 403 and "start the program with --keys FILE" in reply.json()["error"]
+    with Gallery(tmp_path / "people.gallery") as gallery:
+        assert gallery.people() == {"ann": 1}
+
+
+def test_pictures_and_names_that_cannot_be_enrolled_are_named(address: str):
+    client = _client(address, CHANGE)
+    for path, data, status, says in (
+        ("/api/people/%0A", _face(0), 422, "must be printable"), ("/api/people/", _face(0), 422, "must be printable"),
+        ("/api/people/" + "x" * 300, _face(0), 422, "up to 256 letters"), ("/api/people/ann", b"x", 422, "cannot be decoded"),
+        ("/api/people/ann?x=1", _face(0), 404, "nothing here"), ("/api/images/x", None, 404, "nothing here"),
+        ("/api/images/99", None, 404, "has no image 99"),
+    ):  # fmt: skip
+        reply = client.request("POST" if data else "DELETE", path, content=data)
+        assert reply.status_code == status and says in reply.json()["error"], path
+
+
+def test_metrics_count_what_was_answered(place: Path, tmp_path: Path):
+    parser = importlib.import_module("prometheus_client.parser")
+    with _served(place, tmp_path, "--keys", str(place / "keys")) as (_, address):
+        client = _client(address, ASK)
+        for data in (_face(0), _face(1), b"x"):
+            client.post("/api/embed", content=data)
+        _client(address).get("/nothing")
+        samples = {
+            (sample.name, *sorted(sample.labels.values())): sample.value
+            for family in parser.text_string_to_metric_families(client.get("/metrics").text)
+            for sample in family.samples
+        }
+    assert samples["face_requests_total", "200", "embed"] == 2 and samples["face_requests_total", "422", "embed"] == 1
+    assert samples["face_requests_total", "404", "nothing"] == 1 and samples["face_request_seconds_count", "embed"] == 3
+    assert samples["face_batch_crops_sum",] == 2 and samples["face_waiting",] == 0
+
+
+def test_another_machine_may_ask_with_a_key_under_any_name(place: Path, tmp_path: Path):
+    with _served(place, tmp_path, "--keys", str(place / "keys"), "--host", "0.0.0.0") as (started, address):
+        port = address.rpartition(":")[2]
+        client = _client(f"http://127.0.0.2:{port}", ASK)
+        for headers, status in (
+            ({}, 200), ({"Host": "faces.example"}, 200), ({"Host": "faces.example", "Origin": "https://faces.example"}, 200),
+            ({"Host": "faces.example", "Origin": "https://evil.example"}, 403), ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ):  # fmt: skip
+            assert client.get("/api/people", headers=headers).status_code == status, headers
+        assert "keys and pictures are not encrypted" in started.said()[1]
+
+
+def test_with_a_certificate_it_is_encrypted(place: Path, tmp_path: Path):
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl here to make a certificate")
+    names = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem"), "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=faces", *names]
+    subprocess.run(command, check=True, capture_output=True)
+    more = ["--keys", str(place / "keys"), "--tls", str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")]
+    with _served(place, tmp_path, *more) as (_, address):
+        assert address.startswith("https://")
+        ssl = importlib.import_module("ssl")
+        with _client(address, CHANGE, verify=ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))) as client:
+            assert client.post("/api/people/ann", content=_face(0)).json() == {"person": "ann", "image": 1}
+
+
+@pytest.mark.parametrize(
+    ("keys", "more", "says"),
+    [
+        (f"ask {ASK}\n", ["--host", "192.0.2.1"], "--host: 192.0.2.1 is no address of this machine"),
+        (f"ask {ASK}\n", ["--host", "no such host"], "--host: no such host is no address of this machine"),
+        (f"ask {ASK}\n", ["--tls", "{place}/keys", "{place}/keys"], "--tls: the certificate or its key is no PEM file"),
+        (f"ask {ASK}\n", ["--tls", "none", "none"], "--tls: the certificate or its key is no PEM file"),
+        (f"ask {ASK}\n", [], "no such gallery"),  # only a key that may change makes one
+        (None, ["--host", "0.0.0.0"], "--host: other machines may ask only with keys"),
+        ("\n# none\n", [], "has no key"),
+        ("ask short\n", [], "line 1 of"),
+        (f"ask {ASK}\nall {ASK}\n", [], "line 2 of"),
+        (f"ask {ASK}\nchange {ASK}\n", [], "gives a key another role than before"),
+        (f"ask {ASK} mine\n", [], "must be `ask KEY` or `change KEY`"),
+        ("ask " + "\xe4" * 20, [], "must be `ask KEY` or `change KEY`"),
+        (f"ask {ASK}\n", ["chmod"], "other users may read"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(
+    place: Path, tmp_path: Path, keys: str | None, more: list[str], says: str, capsys: pytest.CaptureFixture[str]
+):
+    given = [] if keys is None else ["--keys", str(_write_keys(tmp_path / "keys", keys))]
+    if more == ["chmod"]:
+        (tmp_path / "keys").chmod(0o640)
+        more = []
+    gallery = ["--gallery", str(tmp_path / "people.gallery")] if says == "no such gallery" else []
+    words = [word.replace("{place}", str(place)) for word in more]
+    assert program.main([str(place / "face.onnx"), *SETTINGS, *given, *gallery, *words]) == 1
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1 and said.startswith("error: ") and ASK not in said
+
+
+def test_what_was_confirmed_before_a_kill_is_there(place: Path, tmp_path: Path):
+    """Four clients enrol while the program is killed: each picture that was confirmed is whole, and no other is half there."""
+    rounds = int(os.environ.get("FACE_KILLS", "2"))
+    confirmed: dict[str, int] = {}
+    for turn in range(rounds):
+        with _served(place, tmp_path, "--keys", str(place / "keys")) as (started, address):
+            host = address.removeprefix("http://")
+            enough = threading.Event()
+
+            def enrol(first: int, host: str = host, enough: threading.Event = enough, least: int = 3 * (turn % 5)) -> None:
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    for number in range(first, first + 1000):
+                        connection = http.client.HTTPConnection(host, timeout=20)
+                        headers = {"Authorization": f"Bearer {CHANGE}", "Content-Type": "application/octet-stream"}
+                        connection.request("POST", f"/api/people/p{number}", _face(number), headers)
+                        reply = connection.getresponse()
+                        answer = json.loads(reply.read())
+                        if reply.status == 200:
+                            confirmed[answer["person"]] = answer["image"]
+                        if number > first + least:
+                            enough.set()
+
+            with ThreadPoolExecutor(4) as pool:
+                tasks = [pool.submit(enrol, 10_000 * (4 * turn + one)) for one in range(4)]
+                assert enough.wait(30)
+                started.send(signal.SIGKILL, 0)
+                for task in tasks:
+                    task.result()
+            assert started.wait(30).returncode == -signal.SIGKILL
+    with Gallery(tmp_path / "people.gallery") as gallery:
+        people = {image.person: image.number for image in gallery.images()}
+        assert gallery.check() == len(people) and confirmed.items() <= people.items() and len(confirmed) >= 4 * rounds
+
+
+# ---- parts
+
+
+def test_requests_that_wait_are_embedded_together_and_each_gets_its_own_rows():
+    going, calls = threading.Event(), []
+
+    def embed(crops: np.ndarray) -> np.ndarray:
+        calls.append(len(crops))
+        going.wait(10)
+        if (crops == 13).any():
+            raise ValueError("13")
+        return crops[:, :1] * 2.0
+
+    batcher = Batcher(embed, 4)
+    with ThreadPoolExecutor(8) as pool:
+        first = pool.submit(batcher, np.array([[1.0]]))
+        while not calls:
+            pass
+        others = []
+        for count, (size, value) in enumerate(((2, 5.0), (1, 7.0), (1, 13.0), (6, 9.0), (1, 4.0))):
+            others.append(pool.submit(batcher, np.full((size, 1), value)))
+            while len(batcher._waiting) <= count:  # the threads arrive in this order
+                pass
+        going.set()
+        assert first.result(10) == 2
+        assert [others[place].result(10).ravel().tolist() for place in (0, 1, 3, 4)] == [[10] * 2, [14], [18] * 6, [8]]
+        with pytest.raises(ValueError, match="13"):
+            others[2].result(10)
+    # four at once at most, but for what is larger itself; those that fail are embedded again, each alone
+    assert calls == [1, 4, 2, 1, 1, 6, 1]
+
+
+def test_the_largest_role_that_a_key_has_not_is_refused():
+    class Asked:
+        headers: Any = type("Headers", (), {"getlist": lambda self, name: ["Bearer x"]})()
+
+    access = Access()
+    access.require(Asked(), "ask")
+    with pytest.raises(RefusedError):
+        access.require(Asked(), "change")
+    assert Origins("0.0.0.0", 80).hosts is None and Origins("127.0.0.1", 80).hosts == {
+        *("127.0.0.1", "127.0.0.1:80", "localhost", "localhost:80")
+    }
