@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +26,6 @@ from tests.attack.fuzz_files import Case, Entry, Fifo, Folder, Link, Place, dump
 from tests.attack.fuzz_finds import minimise, run_one
 from tests.attack.fuzz_grammar import saved
 from tests.attack.fuzz_inputs import Input, make_case
-from utils.allocator import keep_freed_memory
 from utils.program import run_main
 
 FINDS = Path(__file__).parent / "fixtures" / "finds"
@@ -192,14 +193,31 @@ def test_memory_that_the_fuzzer_had_and_freed_counts_when_a_case_takes_it(tmp_pa
     assert last[0] == 1
 
 
-def test_memory_of_another_arena_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    keep_freed_memory()
+@pytest.mark.parametrize("end", ["of another arena", "not continued"])
+def test_memory_that_cannot_be_given_back_counts_too(end: str, tmp_path: Path):
+    command = [sys.executable, "-c", _KEEPS, end, str(tmp_path / "place")]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    assert done.stdout == "large: resident memory\n"
+
+
+_KEEPS = """
+import ctypes, sys
+from pathlib import Path
+import numpy as np, pytest
+from tests.test_attack_fuzz import _outcome, _swallows
+from utils.allocator import keep_freed_memory
+
+keep_freed_memory()
+if sys.argv[1] == "of another arena":
     with pytest.raises(MemoryError):
-        np.empty(1 << 48, dtype=np.uint8)  # moves this thread to another arena
-    large, last = np.ones(40 << 20, dtype=np.uint8), np.ones(1, dtype=np.uint8)
-    del large
-    assert _outcome(_swallows, tmp_path, monkeypatch).kind == "large: resident memory"
-    assert last[0] == 1
+        np.empty(1 << 48, dtype=np.uint8)  # moves this thread there
+large = np.ones(50 << 20, dtype=np.uint8)
+if sys.argv[1] == "not continued":
+    ctypes.CDLL(None).sbrk(4096)
+del large
+with pytest.MonkeyPatch.context() as patch:
+    print(_outcome(_swallows, Path(sys.argv[2]), patch).kind)
+"""
 
 
 def test_success_and_one_line_are_no_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -32,7 +32,7 @@ from .fuzz_files import Case, Files, Place, lay_out
 MAX_SECONDS = 20  # for one case, on a busy machine
 _MEMORY = 2 << 30  # bytes of address space beyond the fuzzer's own
 _FILE = 1 << 28  # bytes of a file that a case may write
-_MMAP_THRESHOLD = -3  # of malloc.h
+_MMAP_THRESHOLD, _BLOCK = -3, 1 << 20  # of malloc.h; bytes
 _HANDLES = 256  # beyond those that the fuzzer itself has open
 _MAINS = {"eval": "eval.__main__"}
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
@@ -168,15 +168,20 @@ def _child(place: Place, cases: Sequence[Callable[[], Case]], sound: Files, pipe
 
 
 def _give_back_free_memory() -> None:
-    """Return the heap's free pages to the system, because a case that reuses them would not seem to grow.
+    """Leave no free memory in this process that is resident, because a case that reuses it would not seem to grow.
 
-    malloc_trim leaves the end of every arena but the first, and one failed allocation moves a thread to another arena. A large
-    block, then, must not come from an arena at all, although a program may have asked for that (utils/allocator.py).
+    malloc_trim returns what is free to the system, but for the end of an arena that is not the first, or whose memory somebody
+    else continues. A process may keep much there (utils/allocator.py). That is allocated here, and neither used nor freed.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc has it, musl has not
-        libc.mallopt(_MMAP_THRESHOLD, 128 << 10)  # as at the start of a process
-        libc.malloc_trim(0)
+    if not hasattr(libc, "malloc_trim"):  # glibc has it, musl has not
+        return
+    libc.mallopt(_MMAP_THRESHOLD, _BLOCK)  # with nothing free, a block comes from the system
+    libc.malloc_trim(0)
+    before = _status("VmSize")
+    libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    while libc.malloc(_BLOCK) and _status("VmSize") == before:
+        pass
 
 
 def _run(command: list[str], watch: "_Watch") -> str:
