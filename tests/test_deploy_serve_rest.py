@@ -20,7 +20,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-from pictures import picture
+from pictures import jpeg, picture
 from tiny_networks import TIMES_MATRIX, write_onnx
 from tiny_runs import Started
 
@@ -152,6 +152,20 @@ def test_a_person_is_enrolled_found_and_forgotten_and_each_answer_is_as_describe
     assert ask("POST", "/api/search", "search", other)["people"] == []
     ask("GET", "/api/openapi.json", "openapi")
     assert set(said) | {"page", "manual", "metrics", "gallery_picture"} == {call.name for call in CALLS}
+
+
+def test_the_lines_of_the_page_enrol_a_person(place: Path, tmp_path: Path):
+    if shutil.which("openssl") is None or shutil.which("curl") is None:
+        pytest.skip("the lines need openssl and curl")
+    block = (Path(__file__).parents[1] / "docs" / "deploy.md").read_text().partition('echo "change')[2].partition("\n```")[0]
+    make, _, ask = f'echo "change{block}'.splitlines()
+    (tmp_path / "ann.jpg").write_bytes(jpeg(picture(1, SIZE)))
+    subprocess.run(["bash", "-ec", make], cwd=tmp_path, check=True)
+    key = (tmp_path / "keys").read_text().split()[1]
+    with _served(place, tmp_path, "--keys", str(tmp_path / "keys")) as (_, address):
+        command = ask.replace("Bearer KEY", f"Bearer {key}").replace("localhost:8000", address.removeprefix("http://"))
+        done = subprocess.run(["bash", "-ec", command], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout) == {"person": "Ann", "image": 1}
 
 
 def test_each_call_needs_the_role_of_the_table(address: str):
