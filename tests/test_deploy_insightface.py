@@ -96,7 +96,7 @@ def test_insightface_computes_the_embeddings_of_the_network(tmp_path: Path, name
         (128, [], "those of this network have 128"),
         (112, ["--with-preprocess"], "this one takes RGB in uint8, (x - 0) / 1"),
         (112, ["--colour", "bgr"], "this one takes BGR in float32"),
-        (112, ["--to", "pt2"], ".onnx"),
+        (112, ["--to", "pt2"], "--pack insightface is for --to onnx"),
     ],
 )
 def test_what_insightface_would_take_for_something_else_is_not_written(

@@ -32,10 +32,10 @@ _MARKED = re.compile(_MARK.format("([0-9a-f]{32})"))
 
 
 class Document:
-    """Collects the parts from top to bottom. All text is shown literally, whatever markup it contains."""
+    """Collects the parts from top to bottom. All text is shown literally, whatever markup it contains, but for `metadata`."""
 
-    def __init__(self, title: str) -> None:
-        self._markdown = [f"# {markdown_text(title)}"]
+    def __init__(self, title: str, metadata: str = "") -> None:
+        self._markdown = [metadata] * bool(metadata) + [f"# {markdown_text(title)}"]
         self._pictures: dict[str, bytes] = {}
 
     def section(self, heading: str) -> None:
@@ -147,12 +147,34 @@ def write_card(options: argparse.Namespace) -> None:
     if options.untrained:
         raise ValueError("--untrained is a network without a training, of which a card has nothing to say; leave it out")
     fields_file = options.fields or options.out / "card.yaml"
-    subject = _open(options)  # what cannot be read leaves no folder
-    results, found_in = _find_results(options)
+    subject = subject_of(load_network(options, build_backbone))  # what cannot be read leaves no folder
+    found = find_results(options)
     if not options.fields:
         _write_template(fields_file)
-    fields = _read_fields(fields_file)
-    document = Document(f"Model card: {subject.name}")
+    fields = read_fields(fields_file)
+    document_of(subject, found, fields, options).write(options.out / "card.md")
+    missing = [key for key in FIELDS if key not in fields]
+    print(f"written: {shown(options.out / 'card.md')}")
+    if missing:
+        print(f"to be filled in, in {shown(fields_file)}: {', '.join(missing)}")
+
+
+def document_of(
+    subject: Subject,
+    found: tuple[Results, Path | str],
+    fields: Mapping[str, str],
+    options: argparse.Namespace,
+    metadata: str = "",
+) -> Document:
+    """Return the card of a network, which loses its weights.
+
+    Args:
+        found: as `find_results` returns them.
+        fields: texts of FIELDS by key, as far as a person wrote them.
+        metadata: what stands above the title.
+    """
+    results, found_in = found
+    document = Document(f"Model card: {subject.name}", metadata)
     document.facts(_network_facts(subject, options))
     for key in ("intended_use", "not_for"):
         _add_field(document, key, fields)
@@ -163,15 +185,11 @@ def write_card(options: argparse.Namespace) -> None:
     _add_contract(document, subject, options)
     for key in ("weights_licence", "contact"):
         _add_field(document, key, fields)
-    document.write(options.out / "card.md")
-    missing = [key for key in FIELDS if key not in fields]
-    print(f"written: {shown(options.out / 'card.md')}")
-    if missing:
-        print(f"to be filled in, in {shown(fields_file)}: {', '.join(missing)}")
+    return document
 
 
-def _open(options: argparse.Namespace) -> Subject:
-    network = load_network(options, build_backbone)
+def subject_of(network: Network) -> Subject:
+    """Return a network with its name and the manifest of its checkpoint."""
     path = Path(network.name).resolve()
     if not is_checkpoint(path):
         return Subject(network, path.name, {})
@@ -179,7 +197,7 @@ def _open(options: argparse.Namespace) -> Subject:
     return Subject(network, run.name, read_manifest(path))
 
 
-def _find_results(options: argparse.Namespace) -> tuple[dict[str, SetResult], Path | str]:
+def find_results(options: argparse.Namespace) -> tuple[dict[str, SetResult], Path | str]:
     """Return the results of this network by set, and the folder of their file, or the reason why there are none.
 
     Raises:
@@ -271,7 +289,7 @@ def _facts_of_file(contract: InputContract) -> Facts:
     ]
 
 
-def _add_field(document: Document, key: str, fields: dict[str, str]) -> None:
+def _add_field(document: Document, key: str, fields: Mapping[str, str]) -> None:
     """Add a section that a person writes."""
     document.section(FIELDS[key].heading)
     if key in fields:
@@ -280,7 +298,7 @@ def _add_field(document: Document, key: str, fields: dict[str, str]) -> None:
         document.missing(FIELDS[key].asks)
 
 
-def _read_fields(path: Path) -> dict[str, str]:
+def read_fields(path: Path) -> dict[str, str]:
     """Return the texts of the fields that are filled in, by key.
 
     Raises:

@@ -50,6 +50,7 @@ from .checks import (
     to_int8,
 )
 from .graph import LARGEST_FILE, Traced, deployed, describe, require_onnx, to_onnx, trace, write_metadata, write_onnx, write_pt2
+from .hub import ONNX, check_hub, complete, read_known
 
 _ROUNDING = 1e-9  # percent points: a loss of 92.0 -> 91.5 % is computed as a little more than 0.5
 
@@ -99,7 +100,7 @@ class Exporter:
         options, source = self.options, self.source
         contract = self._describe("fp32")
         if options.pack:  # before minutes of work
-            check_insightface(contract)
+            {"insightface": check_insightface, "hub": check_hub}[options.pack](self._describe(options.precision))
         module = deployed(source.network, options.with_preprocess, options.flip)
         print(f"tracing {source.network.title}", flush=True)
         traced = trace(module, source.network.image_size)
@@ -112,7 +113,7 @@ class Exporter:
         if wanted:
             self._measure_accuracies(made)
         chosen = made[options.precision]
-        if options.pack:
+        if options.pack == "insightface":
             check_insightface_nodes(chosen.files[0])
         facts = {
             "network": source.network.title,
@@ -264,8 +265,11 @@ def table(facts: Mapping[str, Any]) -> str:
 
 def export(options: argparse.Namespace) -> None:
     """Export according to the command line: write aside, check, and rename."""
+    hub = options.out if options.pack == "hub" else None
+    options.out = options.out / ONNX if hub else options.out
     options.run, options.to = options.run or newest_run(), options.to or options.out.suffix[1:]
     _check(options)
+    known = read_known(options) if hub else None
     network = load_network(options, build_backbone)
     sets = _verification_sets(options, network)
     calibration = None
@@ -280,17 +284,23 @@ def export(options: argparse.Namespace) -> None:
     reference = embeddings_of(network.model, pixels, options.flip)
     if not np.isfinite(reference).all():
         raise ValueError(f"{network.name}: its embeddings are not finite; take an earlier checkpoint")
-    with unfinished_folder(options.out) as folder:
+    with unfinished_folder(hub or options.out) as folder:
         files, facts = Exporter(options, Source(network, sets, calibration, pixels, reference), folder).make()
-        targets = [options.out.with_name(file.name) for file in files]
-        if not options.overwrite:
-            _require_new(targets)  # again: one may have appeared, and there may be weights beside the file
+        # weights first: the file is never without them
+        moves = {file: options.out.with_name(file.name) for file in files[::-1]}
+        if hub and known:
+            complete(files[0].parent, options, network, facts["contract"], known)
+            moves = {files[0].parent: hub}
+        if hub or not options.overwrite:
+            _require_new(
+                [*moves.values()], is_folder=bool(hub)
+            )  # again: one may have appeared, and there may be weights beside the file
         before = _weights_beside(options.out)
-        for file, target in zip(files[::-1], targets[::-1], strict=True):  # weights first: the file is never without them
+        for file, target in moves.items():
             os.replace(file, target)
-        if before is not None and before not in targets:
+        if before is not None and before not in moves.values():
             before.unlink(missing_ok=True)
-        flush(options.out.absolute().parent)
+        flush((hub or options.out).absolute().parent)
     if options.json:
         _write_json(options.json, {"file": str(options.out), **facts})
     _report(options, facts)
@@ -298,6 +308,8 @@ def export(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise ValueError for options that do not fit together, or a target that cannot be written, before any work."""
+    if options.pack and options.to != "onnx":
+        raise ValueError(f"--pack {options.pack} is for --to onnx, got {options.to or options.out}")
     suffix = f".{options.to}"
     if options.to not in ("onnx", "pt2"):
         raise ValueError(f"--out: the name of the file must end in .onnx or .pt2, got {options.out}")
@@ -309,14 +321,17 @@ def _check(options: argparse.Namespace) -> None:
         above = next((folder for folder in path.absolute().parents if folder.exists()), None) if path is not None else None
         if above is not None and not above.is_dir():
             raise ValueError(f"{flag}: {above} is a file, and must be a folder")
-    if not options.overwrite:
-        _require_new([options.out])
+    hub = options.pack == "hub"
+    if hub or not options.overwrite:
+        _require_new([options.out.parent if hub else options.out], is_folder=hub)
+    if hub and options.untrained:
+        raise ValueError("--untrained is a network without a training, which --pack hub does not publish; leave it out")
+    if not hub and (options.results or options.fields):
+        raise ValueError("--results and --fields are for --pack hub; leave them out")
     if options.json is not None and options.json.absolute() == options.out.absolute():
         raise ValueError(f"--json must be another file than --out, got {options.json}")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise ValueError(f"--json: there is no folder {options.json.absolute().parent}; create it, or name another file")
-    if options.pack and options.to != "onnx":
-        raise ValueError(f"--pack {options.pack} is for --to onnx, got {options.out}")
     if options.to == "pt2" and options.precision != "fp32":
         raise ValueError(f"--precision {options.precision} is for --to onnx; a .pt2 file has fp32 weights")
     if options.max_loss is not None and (options.precision == "fp32" or not 0 <= options.max_loss <= 100):
@@ -334,11 +349,12 @@ def _check(options: argparse.Namespace) -> None:
         require_onnx()
 
 
-def _require_new(paths: Sequence[Path]) -> None:
+def _require_new(paths: Sequence[Path], is_folder: bool) -> None:
     """Raise ValueError if there is a file of one of these names."""
+    fix = "choose another name" if is_folder else "add --overwrite to replace it, or choose another name"
     for path in paths:
         if os.path.lexists(path):
-            raise ValueError(f"--out: {path} exists; add --overwrite to replace it, or choose another name")
+            raise ValueError(f"--out: {path} exists; {fix}")
 
 
 def _weights_beside(path: Path) -> Path | None:

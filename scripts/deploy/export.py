@@ -14,6 +14,7 @@ Examples:
   python -m scripts.deploy.export backbone.pth --backbone r50 --to onnx --out r50_int8.onnx --precision int8 --calibrate people
   python -m scripts.deploy.export work_dirs/demo_cpu --to onnx --out demo.onnx --measure --json demo.json
   python -m scripts.deploy.export work_dirs/ms1mv3_r50 --pack insightface --out ~/.insightface/models/mine/recognition.onnx
+  python -m scripts.deploy.export work_dirs/ms1mv3_r50 --pack hub --fields card/card.yaml --out my_network
 """
 
 from collections.abc import Sequence
@@ -34,9 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace FILE")
     parser.add_argument(
         "--pack",
-        choices=("insightface",),
-        help="write only what insightface's get_model and FaceAnalysis take for a recognition network of their own",
+        choices=("insightface", "hub"),
+        help="insightface: only what its get_model and FaceAnalysis take for a recognition network of their own; hub: "
+        "a folder, FILE, for a model hub, with card, weights, ONNX file and examples",
     )
+    parser.add_argument("--results", type=Path, metavar="FILE", help="for the card of --pack hub: see face card")
+    parser.add_argument("--fields", type=Path, metavar="FILE", help="for the card of --pack hub: see face card")
     parser.add_argument("--with-preprocess", action="store_true", help="take (batch, S, S, 3) uint8 RGB, return unit vectors")
     parser.add_argument("--flip", action="store_true", help="add the embedding of the mirror image, as the evaluation does")
     parser.add_argument("--precision", choices=("fp32", "fp16", "int8"), default="fp32", help="of weights and arithmetic")
