@@ -224,7 +224,7 @@ def test_the_newest_run_and_the_form_of_the_name_are_taken(
         assert export(["--out", name]) == 0
         assert "work_dirs/run" in capsys.readouterr().out and (tmp_path / name).stat().st_size > 0
     assert export(["--out", "net.bin"]) == 1
-    assert "the name of the file must end in .onnx or .pt2, got net.bin" in capsys.readouterr().err
+    assert "the name of the file must end in .onnx, .pt2 or .xml, got net.bin" in capsys.readouterr().err
 
 
 def _scores(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:

@@ -268,6 +268,12 @@ def open_file(path: Path, contract: InputContract, threads: int) -> Embed:
             return [output.numpy() for output in (found if isinstance(found, tuple | list) else [found])]
 
         return run_program
+    if path.suffix == ".xml":
+        core = importlib.import_module("openvino").Core()
+        # f32, because processors with bf16 would compute in that
+        settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
+        compiled = core.compile_model(path, "CPU", settings)
+        return lambda pixels: list(compiled([network_input(pixels, contract)]).values())
     runtime = importlib.import_module("onnxruntime")
     settings = runtime.SessionOptions()
     settings.intra_op_num_threads, settings.log_severity_level = threads, 4

@@ -49,9 +49,22 @@ from .checks import (
     to_fp16,
     to_int8,
 )
-from .graph import LARGEST_FILE, Traced, deployed, describe, require_onnx, to_onnx, trace, write_metadata, write_onnx, write_pt2
+from .graph import (
+    LARGEST_FILE,
+    Traced,
+    deployed,
+    describe,
+    require_onnx,
+    to_onnx,
+    trace,
+    write_metadata,
+    write_onnx,
+    write_openvino,
+    write_pt2,
+)
 from .hub import ONNX, check_hub, complete, read_known
 
+SUFFIXES = {"onnx": ".onnx", "pt2": ".pt2", "openvino": ".xml"}
 _ROUNDING = 1e-9  # percent points: a loss of 92.0 -> 91.5 % is computed as a little more than 0.5
 
 
@@ -147,10 +160,11 @@ class Exporter:
         path = self._path("fp32")
         files: Sequence[Path] = [path]
         print(f"writing {path.suffix[1:]}, and comparing it with torch", flush=True)
-        if self.options.to == "onnx":
-            files = write_onnx(to_onnx(traced.program, contract), path)
-        else:
+        if self.options.to == "pt2":
             write_pt2(traced.program, path, contract)
+        else:
+            write = write_openvino if self.options.to == "openvino" else write_onnx
+            files = write(to_onnx(traced.program, contract), path)
         made = self._compared(files, contract)
         if not made.difference <= PARITY:
             raise ValueError(
@@ -222,7 +236,7 @@ class Exporter:
             model(torch.cat([images, images.flip(3)]) if options.flip else images)  # as much work as that of the files
 
         runs: dict[str, Callable[[np.ndarray], object]] = {"torch fp32": by_torch}
-        program = "onnxruntime" if options.to == "onnx" else "torch.export"
+        program = {"onnx": "onnxruntime", "pt2": "torch.export", "openvino": "openvino"}[options.to]
         for precision, found in made.items():
             runs[f"{program} {precision}"] = open_file(found.files[0], found.contract, options.threads)
         times: dict[str, dict[str, dict[str, float]]] = {name: {} for name in runs}
@@ -267,7 +281,8 @@ def export(options: argparse.Namespace) -> None:
     """Export according to the command line: write aside, check, and rename."""
     hub = options.out if options.pack == "hub" else None
     options.out = options.out / ONNX if hub else options.out
-    options.run, options.to = options.run or newest_run(), options.to or options.out.suffix[1:]
+    options.run = options.run or newest_run()
+    options.to = options.to or next((form for form, suffix in SUFFIXES.items() if options.out.suffix == suffix), None)
     _check(options)
     known = read_known(options) if hub else None
     network = load_network(options, build_backbone)
@@ -310,10 +325,9 @@ def _check(options: argparse.Namespace) -> None:
     """Raise ValueError for options that do not fit together, or a target that cannot be written, before any work."""
     if options.pack and options.to != "onnx":
         raise ValueError(f"--pack {options.pack} is for --to onnx, got {options.to or options.out}")
-    suffix = f".{options.to}"
-    if options.to not in ("onnx", "pt2"):
-        raise ValueError(f"--out: the name of the file must end in .onnx or .pt2, got {options.out}")
-    if options.out.suffix != suffix:
+    if not options.to:
+        raise ValueError(f"--out: the name of the file must end in .onnx, .pt2 or .xml, got {options.out}")
+    if options.out.suffix != (suffix := SUFFIXES[options.to]):
         raise ValueError(f"--out: the name of the file must end in {suffix}, as --to {options.to} says, got {options.out}")
     for flag, path in (("--out", options.out), ("--json", options.json)):
         if path is not None and path.is_dir():
@@ -332,8 +346,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--json must be another file than --out, got {options.json}")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise ValueError(f"--json: there is no folder {options.json.absolute().parent}; create it, or name another file")
-    if options.to == "pt2" and options.precision != "fp32":
-        raise ValueError(f"--precision {options.precision} is for --to onnx; a .pt2 file has fp32 weights")
+    if options.to != "onnx" and options.precision != "fp32":
+        raise ValueError(f"--precision {options.precision} is for --to onnx; a {suffix} file has fp32 weights")
     if options.max_loss is not None and (options.precision == "fp32" or not 0 <= options.max_loss <= 100):
         raise ValueError(f"--max-loss is from 0 to 100, for --precision fp16 or int8, got {options.max_loss}")
     if options.calibrate and options.precision != "int8" and not (options.measure and options.to == "onnx"):
@@ -345,8 +359,8 @@ def _check(options: argparse.Namespace) -> None:
         )
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("an export is the work of one process; start it without torchrun")
-    if options.to == "onnx":
-        require_onnx()
+    if options.to != "pt2":
+        require_onnx(options.to)
 
 
 def _require_new(paths: Sequence[Path], is_folder: bool) -> None:

@@ -23,7 +23,7 @@ from eval.embed import inference_mode
 from eval.foreign_networks import CONTRACT_FILE, ForeignNetwork, InputContract, contract_of_texts
 from eval.networks import Network, OtherInput
 from utils.alignment import TEMPLATE
-from utils.checkpoint.tensor_file import NewFile
+from utils.checkpoint.tensor_file import NewFile, flush
 from utils.distributed.agreement import digest_tensors
 from utils.files import shown
 from utils.image import IMAGE_SIZE
@@ -253,16 +253,16 @@ def to_onnx(program: ExportedProgram, contract: InputContract) -> Any:
     return model
 
 
-def require_onnx() -> None:
-    """Raise ValueError unless the packages that write and run ONNX files are installed."""
-    for name in ("onnx", "onnxscript", "onnxruntime"):
+def require_onnx(form: str = "onnx") -> None:
+    """Raise ValueError unless the packages that write and run ONNX files, or OpenVINO files made of them, are installed."""
+    needed = ("onnx", "onnxruntime", "onnxscript", *(["openvino"] if form == "openvino" else []))
+    for name in needed:
         try:
             importlib.import_module(name)
         except ImportError as error:
             missing = error.name or name
             raise ValueError(
-                f"--to onnx needs {missing}: {pip_install('onnx', 'onnxruntime', 'onnxscript')}; or take --to pt2, which needs "
-                "nothing"
+                f"--to {form} needs {missing}: {pip_install(*needed)}; or take --to pt2, which needs nothing"
             ) from None
 
 
@@ -276,6 +276,18 @@ def write_onnx(model: Any, path: Path) -> Sequence[Path]:
     with NewFile(path) as file:
         file.write(model.SerializeToString())
         file.close()
+    return files
+
+
+def write_openvino(model: Any, path: Path) -> Sequence[Path]:
+    """Write NAME.xml and its weights NAME.bin, with the metadata of an onnx.ModelProto in `framework` of its rt_info."""
+    openvino = importlib.import_module("openvino")
+    sources = write_onnx(model, path.with_suffix(".onnx"))
+    # not convert_model, which reports its use to its developers
+    openvino.save_model(openvino.Core().read_model(sources[0]), path, compress_to_fp16=False)
+    files = [path, path.with_suffix(".bin")]
+    for file in files:
+        flush(file)
     return files
 
 

@@ -1,4 +1,4 @@
-"""Export a network to ONNX or torch.export: python -m scripts.deploy.export [RUN] --out FILE
+"""Export a network to ONNX, torch.export or OpenVINO: python -m scripts.deploy.export [RUN] --out FILE
 
 The file takes a batch of any size. Its metadata has the input contract: size, colour order, mean, std, alignment points, length
 of the embeddings, and which weights they are. With --with-preprocess the file takes bytes, (batch, S, S, 3) uint8 RGB, and
@@ -20,7 +20,7 @@ Examples:
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.export.export import export
+from deploy.export.export import SUFFIXES, export
 from eval.networks import add_choice_of_network
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and export; return the exit status."""
     parser = make_parser("python -m scripts.deploy.export", __doc__)
     add_choice_of_network(parser, newest=True)
-    parser.add_argument("--to", choices=("onnx", "pt2"), help="form of the file (default: as the name of FILE ends)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, .onnx or .pt2")
+    parser.add_argument("--to", choices=tuple(SUFFIXES), help="form of the file (default: as the name of FILE ends)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, .onnx, .pt2 or .xml (OpenVINO)")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE")
     parser.add_argument(
         "--pack",
