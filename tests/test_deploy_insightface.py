@@ -1,12 +1,13 @@
 """Networks exported for insightface: its loader takes them for what they are, and its embeddings are ours.
 
 insightface is not installed beside this project. FACE_INSIGHTFACE=/path/of/python names an environment that has it (2.1); then
-its own get_model and FaceAnalysis load the files. Without it, their rules are followed here.
+its own get_model and FaceAnalysis load the files. Without it, their rules are followed here, as those of servers are.
 """
 
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import cv2
@@ -69,6 +70,25 @@ def _by_their_rules(path: Path, image: np.ndarray) -> tuple[str, np.ndarray]:
     return kind, session.run(None, {given.name: blob})[0]
 
 
+def _by_servers(path: Path, image: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield what three servers compute of a BGR crop, by their code."""
+    settings = onnxruntime.SessionOptions()
+    scaled = image[:, :, ::-1].astype(np.float32).transpose(2, 0, 1) / 127.5 - 1
+    # SthPhoenix/InsightFace-REST fb854d8, if_rest/core/model_zoo: getter.py, Arcface of exec_backends/onnxrt_backend.py
+    session = onnxruntime.InferenceSession(onnx.load(path).SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    entry, outputs = session.get_inputs()[0].name, [output.name for output in session.get_outputs()]
+    session.run(outputs, {entry: [np.zeros((3, 112, 112), np.float32)]})  # it warms up
+    blob = cv2.dnn.blobFromImages(np.stack([image]), 1 / 127.5, (112, 112), (127.5,) * 3, swapRB=True)  # as arcface_torch says
+    yield session.run(outputs, {entry: blob})[0]
+    # blakeblackshear/frigate e3fa701, frigate/embeddings/onnx: ArcfaceEmbedding of face_embedding.py, base_embedding.py
+    yield session.run(None, {entry.name: np.stack([{"data": scaled}[entry.name]]) for entry in session.get_inputs()})[0]
+    # immich-app/immich 042e5d5, machine-learning/immich_ml: sessions/ort.py, models/facial_recognition/recognition.py
+    settings.add_free_dimension_override_by_name("batch", 1)
+    session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+    assert session.get_inputs()[0].shape == [1, 3, 112, 112] and session.get_inputs()[0].type != "tensor(uint8)"
+    yield session.run(None, {entry: scaled[None]})[0]
+
+
 @pytest.mark.parametrize("name", list(NETWORKS) if PYTHON else ["mbf"])
 def test_insightface_computes_the_embeddings_of_the_network(tmp_path: Path, name: str):
     model, status = _export(tmp_path, name, NETWORKS[name], 112)
@@ -86,7 +106,9 @@ def test_insightface_computes_the_embeddings_of_the_network(tmp_path: Path, name
         assert tasks == ["detection", "recognition"]
         found = np.array(feature)
     assert kind == "ArcFaceONNX" and found.shape == (1, 64)
-    assert float(found[0] @ expected / np.linalg.norm(found[0]) / np.linalg.norm(expected)) > 0.9999
+    by_servers = _by_servers(tmp_path / "models" / "mine" / "recognition.onnx", pixels[:, :, ::-1])
+    for embedding in (found[0], *(output[0] for output in by_servers)):
+        assert float(embedding @ expected / np.linalg.norm(embedding) / np.linalg.norm(expected)) > 0.9999
 
 
 @pytest.mark.parametrize(

@@ -204,15 +204,17 @@ def calibration_set(given: Path | None, config: Mapping[str, Any]) -> FaceDatase
         return open_set_of(path)
 
 
-def calibration_batches(dataset: FaceDataset, contract: InputContract, count: int) -> Iterator[Mapping[str, np.ndarray]]:
-    """Yield the input of the network in batches, of `count` images drawn from a set, the same ones every time."""
+def calibration_batches(
+    dataset: FaceDataset, contract: InputContract, count: int, entry: str
+) -> Iterator[Mapping[str, np.ndarray]]:
+    """Yield the input of the network, `entry`, in batches, of `count` images drawn from a set, the same ones every time."""
     total = min(count, dataset.num_stored)
     chosen = np.random.default_rng(derive(0, "calibration")).choice(dataset.num_stored, total, replace=False)
     starts = range(0, total, _BATCH)
     for start in progress(starts, len(starts), "calibrating", "batch"):
         numbers = chosen[start : start + _BATCH].tolist()
         pixels = np.stack([dataset.pixels_and_label(number, contract.image_size)[0] for number in numbers])
-        yield {"images": network_input(pixels, contract)}
+        yield {entry: network_input(pixels, contract)}
 
 
 def network_input(pixels: np.ndarray, contract: InputContract) -> np.ndarray:
@@ -278,7 +280,8 @@ def open_file(path: Path, contract: InputContract, threads: int) -> Embed:
     settings = runtime.SessionOptions()
     settings.intra_op_num_threads, settings.log_severity_level = threads, 4
     session = runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-    return lambda pixels: session.run(None, {"images": network_input(pixels, contract)})
+    entry = session.get_inputs()[0].name
+    return lambda pixels: session.run(None, {entry: network_input(pixels, contract)})
 
 
 class Comparison(NamedTuple):

@@ -164,7 +164,7 @@ class Exporter:
             write_pt2(traced.program, path, contract)
         else:
             write = write_openvino if self.options.to == "openvino" else write_onnx
-            files = write(to_onnx(traced.program, contract), path)
+            files = write(to_onnx(traced.program, contract, "data" if self.options.pack == "insightface" else "images"), path)
         made = self._compared(files, contract)
         if not made.difference <= PARITY:
             raise ValueError(
@@ -184,7 +184,7 @@ class Exporter:
             model = to_fp16(model)
         else:
             assert source.calibration is not None
-            batches = calibration_batches(source.calibration, contract, options.calibration_images)
+            batches = calibration_batches(source.calibration, contract, options.calibration_images, model.graph.input[0].name)
             model = to_int8(model, batches, path.parent)
         write_metadata(model, contract)
         made = self._compared(write_onnx(model, path), contract)

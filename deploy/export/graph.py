@@ -219,8 +219,11 @@ def fold_norms(program: ExportedProgram) -> tuple[int, int]:
     return folded, len(norms)
 
 
-def to_onnx(program: ExportedProgram, contract: InputContract) -> Any:
+def to_onnx(program: ExportedProgram, contract: InputContract, given: str = "images") -> Any:
     """Return the onnx.ModelProto of a graph, without the texts of its tracing, which name files of this machine.
+
+    Args:
+        given: the name of its input.
 
     Raises:
         ValueError: a package is missing, or the exporter cannot translate the graph.
@@ -230,7 +233,7 @@ def to_onnx(program: ExportedProgram, contract: InputContract) -> Any:
         try:
             found = torch.onnx.export(
                 program,
-                input_names=["images"],
+                input_names=[given],
                 output_names=list(OUTPUTS[: 1 + contract.normalised]),
                 opset_version=ONNX_OPSET,
                 dynamo=True,
