@@ -216,8 +216,9 @@ class _Routes:
             "metrics": lambda: Response(prometheus.generate_latest(registry), media_type=prometheus.CONTENT_TYPE_LATEST),
             "about": lambda: {**answers.about(), "max_bytes": MAX_PICTURE, "may_change": access.may_change},
             "gallery_picture": lambda number: Response(answers.gallery_picture(number), media_type="image/png"),
+            **{"verify": answers.verify, "search": answers.search, "embed": answers.embed, "people": answers.people},
+            **{"enrol": answers.enrol, "forget": answers.forget, "forget_image": answers.forget_image},
         }
-        self._answers = answers
 
     def all(self) -> list[Route]:
         """Return the routes."""
@@ -230,7 +231,7 @@ class _Routes:
         self._seconds.labels(name).observe(seconds)
 
     def _endpoint(self, call: Call) -> Callable[[Request], Awaitable[Response]]:
-        work = self._works.get(call.name) or getattr(self._answers, call.name)
+        work = self._works[call.name]
 
         async def answer(request: Request) -> Response:
             self.access.require(request, call.role)
