@@ -90,7 +90,8 @@ def serve_page(options: argparse.Namespace) -> None:
             print("warning: keys and pictures are not encrypted; give --tls, or let a proxy do it", file=sys.stderr, flush=True)
         server.serve()
     except KeyboardInterrupt:
-        print("ended", flush=True)
+        pass
+    print("ended", flush=True)  # also after a SIGINT that the shell ignores for programs behind &
 
 
 if __name__ == "__main__":
