@@ -65,15 +65,16 @@ def search_all(options: argparse.Namespace) -> None:
         require_network(gallery, embedder)
         warn_of_other_detector(gallery, one_line(detector.name) if detector else "", options.which)
         searcher = gallery.searcher(options.by, options.weights)
-        if not len(searcher.people):
+        if not searcher.people:
             raise ValueError(f"{shown(options.gallery)}: nobody is enrolled; `face enrol` does it")
         _print_threshold(threshold, searcher)
+        del searcher  # if the gallery changes, another one takes its memory
         queries: list[Query] = []
         raw = [np.zeros((0, embedder.embedding_size), dtype=np.float32)]
         faces = read_faces(pictures, detector, embedder.image_size, options.which, options.threads)
         for batch in embed_faces(faces, len(pictures), "searching", embedder, rejected):
             raw.append(np.stack([face.embedding for face in batch]) if batch else raw[0])
-            for face, matches in zip(batch, searcher.search(raw[-1], options.k), strict=True):
+            for face, matches in zip(batch, gallery.search(raw[-1], options.k, options.by, options.weights), strict=True):
                 # only those of the sheet keep their pixels; those of a large folder would fill the memory
                 crop = face.crop if len(queries) < MAX_ROWS else face.crop._replace(pixels=np.zeros((0, 0, 3), dtype=np.uint8))
                 norm = float(np.linalg.norm(face.embedding.astype(np.float64)))
@@ -86,7 +87,9 @@ def search_all(options: argparse.Namespace) -> None:
         embeddings = np.concatenate(raw)
         report: dict[str, Any] = {"rates": {}}
         if options.labelled:
-            report["rates"] = _rates(queries, embeddings, searcher, threshold, gallery)
+            with gallery.reading():
+                searcher = gallery.searcher(options.by, options.weights)
+                report["rates"] = _rates(queries, embeddings, searcher, threshold, gallery)
         if options.sheet:
             rows = [(query.crop.pixels, shown(query.picture.name), query.matches) for query in queries[:MAX_ROWS]]
             write_file(options.sheet, draw_sheet(rows, gallery, None if threshold is None else threshold.cosine))
@@ -103,7 +106,7 @@ def _print_threshold(threshold: Threshold | None, searcher: Searcher) -> None:
         return
     print(f"a match is above the {threshold.words}")
     if threshold.far:
-        count = len(searcher.entries)
+        count = len(searcher.owner)
         what = "templates" if searcher.by == "template" else "images"
         print(
             f"this is a rate per comparison. A stranger is compared with {count:,} {what}, so expect about "
@@ -180,7 +183,7 @@ def measure(
     unit = (wide / np.where(norms > 0, norms, 1)).astype(np.float32)
     number_of = {name: number for number, name in enumerate(searcher.people)}
     owners = np.array([number_of.get(name, -1) for name in people])
-    found = identify(searcher.entries, searcher.owner, unit, owners)
+    found = identify(np.concatenate(list(searcher.vectors())), searcher.owner, unit, owners)
     rates: dict[str, float | int | None] = {
         "queries_of_enrolled_people": found.num_mated,
         "queries_of_others": found.num_unmated,

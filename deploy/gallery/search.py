@@ -1,22 +1,30 @@
 """Searches a gallery: the most similar people for each query, by each person's best image or by one template a person.
 
-The first pass is a float32 matrix product in blocks. It rounds differently for another block or batch, so it only selects the
-people who may be among the first k; their cosines are then computed in float64, one row at a time. So a result depends on the
-gallery and the query alone, and people with equal cosines are ordered by the number of the image.
+Memory holds a unit vector x of an image as 8-bit integers z: x = s z + r with a number s, and the length e of the remainder r.
+A query q = t w + r' is rounded in the same way. So the cosine differs from s t (z, w) by (1 + e)(1 + e') - 1 at most, and a
+first pass over the integers leaves the images that may be the best of one of the first k people. Their vectors are read from
+the gallery's file and their cosines are computed in float64, one row at a time. So a result depends on the gallery and the
+query alone, and people with equal cosines are ordered by the number of the image.
 
 Shapes: N = images of the gallery, P = people, E = entries (images or templates), q = queries, D = embedding size.
 """
 
+import functools
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from eval.templates import pool_templates
 
-_CELLS = 1 << 22  # float32 products of some queries with some entries: 16 MiB
+_CELLS = 1 << 20  # products of some queries with some entries: 4 MiB
+_ROWS = 1 << 16  # entries compared at once with few queries
+_FIRST_ROWS = 64  # entries compared first; all of them are near, as there is no limit yet
 _QUERIES = 256  # searched at once
-_EXACT_ROWS = 1 << 12  # computed at once in float64: 16 MiB of 512 numbers each
-_PEOPLE = 1 << 12  # whose templates are pooled at once
+_PAIRS = 1 << 21  # of a query and an entry near it: some 200 MB
+_EXACT_ROWS = 1 << 10  # vectors read at once: 2 MiB of 512 numbers each, 4 in float64
 
 
 class Match(NamedTuple):
@@ -30,33 +38,55 @@ class Match(NamedTuple):
 class Entries(NamedTuple):
     """The images of a gallery in the order of their numbers."""
 
-    people: list[str]  # N
+    people: list[str]  # P
+    owner: np.ndarray  # (N,) int32, which of them
     numbers: np.ndarray  # (N,) int64
-    vectors: np.ndarray  # (N, D) float32, unit rows
-    norms: np.ndarray  # (N,) of the raw embeddings
-    qualities: np.ndarray  # (N,)
+    lengths: np.ndarray  # (N,) of the raw embeddings, times the quality of the faces
+    size: int  # D
+
+
+class _Pairs(NamedTuple):
+    """Queries and entries that may be near each other, one a row."""
+
+    query: np.ndarray
+    place: np.ndarray  # of the entry
+    low: np.ndarray  # the cosine is at least this
+    high: np.ndarray
 
 
 class Searcher:
-    """The vectors of a gallery in memory, ordered by person.
+    """The rounded vectors of a gallery in memory, which finds those to read from its file.
 
     Args:
+        read: returns the unit vectors (n, D) float32 of images by their numbers (n,), as long as the gallery is unchanged.
         by: "image" or "template".
         weights: of images in a template: "norm" = as eval/templates.py does, by length and quality; "equal".
     """
 
-    def __init__(self, entries: Entries, by: str = "image", weights: str = "norm") -> None:
-        people = np.array(entries.people, dtype=object)
-        self.people, person = np.unique(people, return_inverse=True) if len(people) else (people, np.zeros(0, dtype=np.int64))
-        order = np.argsort(person, kind="stable")  # of one person, the images stay in the order of their numbers
-        self.person, self.numbers, self.images = person[order], entries.numbers[order], entries.vectors[order]
-        self.begins = np.searchsorted(self.person, np.arange(len(self.people) + 1))
-        self.by = by
+    def __init__(
+        self, entries: Entries, read: Callable[[np.ndarray], np.ndarray], by: str = "image", weights: str = "norm"
+    ) -> None:
+        self.people, self.owner, self.numbers, self.by = entries.people, entries.owner, entries.numbers, by
+        self._read = read
         if by == "template":
-            self.entries = _templates(self.images, self.begins, entries.norms[order] * entries.qualities[order], weights)
-            self.owner = np.arange(len(self.people))
+            order = np.argsort(entries.owner, kind="stable")  # of one person, the images stay in the order of their numbers
+            self.begins = np.searchsorted(entries.owner[order], np.arange(len(self.people) + 1))
+            self.owner, self.numbers = np.arange(len(self.people)), entries.numbers[order]
+            lengths = entries.lengths[order].astype(np.float32)
+            self.factors = lengths if weights == "norm" else np.ones_like(lengths)
+        self.codes = np.empty((len(self.owner), entries.size), dtype=np.int8)
+        self.scales, self.errors = np.empty((2, len(self.owner)), dtype=np.float32)
+        begin = 0
+        for rows in self.vectors():
+            part = slice(begin, begin := begin + len(rows))
+            self.codes[part], self.scales[part], self.errors[part] = _rounded(rows)
+
+    def vectors(self) -> Iterator[np.ndarray]:
+        """Yield the unit vectors (n, D) float32 of all entries, in blocks."""
+        if self.by == "template":
+            yield from (pooled for pooled, *_ in self._templates(self.owner))
         else:
-            self.entries, self.owner = self.images, self.person
+            yield from (self._read(part) for part in _blocks(self.numbers))
 
     def search(self, embeddings: np.ndarray, k: int) -> list[list[Match]]:
         """Return the k most similar people for each embedding (q, D), best first."""
@@ -69,70 +99,152 @@ class Searcher:
         found = []
         for begin in range(0, len(queries), _QUERIES):
             part = queries[begin : begin + _QUERIES]
-            found += [self._ranked(query, people, k) for query, people in zip(part, self._near(part, k), strict=True)]
+            found += [self._ranked(query, near, k) for query, near in zip(part, self._near(part, k), strict=True)]
         return found
 
     def _near(self, queries: np.ndarray, k: int) -> list[np.ndarray]:
-        """Return for each query the people who may be among the first k."""
-        best = np.full((len(queries), len(self.people)), -np.inf, dtype=np.float32)
-        step = max(1, _CELLS // len(queries))
-        for begin in range(0, len(self.entries), step):
-            owner = self.owner[begin : begin + step]
-            first = np.flatnonzero(np.concatenate([[True], owner[1:] != owner[:-1]]))
-            scores = np.maximum.reduceat(queries @ self.entries[begin : begin + step].T, first, axis=1)
-            best[:, owner[first]] = np.maximum(best[:, owner[first]], scores)
-        # of D products of unit vectors the rounding errors add up to D 2^-24 at most; two scores differ by twice that
-        margin = 2.02 * (queries.shape[1] + 2) * 2.0**-24
-        limit = np.partition(best, len(self.people) - k, axis=1)[:, len(self.people) - k]
-        return [np.flatnonzero(row >= least - margin) for row, least in zip(best, limit, strict=True)]
+        """Return for each query the places of the entries that may be the best of one of the first k people."""
+        none, count = np.zeros(0, dtype=np.int64), len(queries)
+        near, new, waiting = _Pairs(none, none, none, none), list[_Pairs](), 0
+        rounded, limit = _rounded(queries), np.full(count, -np.inf)
+        begin, rows = 0, _FIRST_ROWS
+        while begin < len(self.codes):
+            part = slice(begin, begin + rows)
+            least = limit - _width(self.errors[part].max(), rounded[2], queries.shape[1])
+            query, place = _above(self.codes[part], self.scales[part], rounded, least)
+            new.append(_reaching(limit, self._pairs(query, place + begin, queries)))
+            waiting += len(new[-1].query)
+            begin, rows = begin + rows, min(2 * rows, _ROWS, max(_CELLS // count, 1))
+            if waiting >= len(near.query) or begin >= len(self.codes):
+                near = _Pairs(*map(np.concatenate, zip(near, *new, strict=True)))
+                limit = _limits(near, self.owner[near.place], count, k)
+                near, new, waiting = _reaching(limit, near), [], 0
+                if len(near.query) > _PAIRS and count > 1:  # nearly equal vectors
+                    return self._near(queries[: count // 2], k) + self._near(queries[count // 2 :], k)
+        places = near.place[np.argsort(near.query, kind="stable")]
+        return np.split(places, np.cumsum(np.bincount(near.query, minlength=count))[:-1])
 
-    def _ranked(self, query: np.ndarray, people: np.ndarray, k: int) -> list[Match]:
-        """Return the first k of some people."""
-        wide = query.astype(np.float64)
-        scores, places = np.empty(len(people)), np.empty(len(people), dtype=np.int64)
-        lengths = self.begins[people + 1] - self.begins[people]
-        ends = np.cumsum(lengths)
-        begin = 0
-        while begin < len(people):  # as many people as have _EXACT_ROWS images, one at least
-            done = int(ends[begin - 1]) if begin else 0
-            end = max(begin + 1, int(np.searchsorted(ends, done + _EXACT_ROWS, side="right")))
-            rows = np.concatenate([np.arange(self.begins[one], self.begins[one + 1]) for one in people[begin:end]])
-            cosines = np.concatenate(
-                [exact_products(self.images[rows[at : at + _EXACT_ROWS]], wide) for at in range(0, len(rows), _EXACT_ROWS)]
-            )
-            edges = np.append(0, ends[begin:end] - done)
-            for place in range(begin, end):
-                low, high = edges[place - begin], edges[place - begin + 1]
-                at = low + int(np.argmax(cosines[low:high]))  # the first of equal ones has the lowest number
-                scores[place], places[place] = cosines[at], rows[at]
-            begin = end
-        if self.by == "template":
-            scores = exact_products(self.entries[people], wide)
-        order = np.lexsort((self.numbers[places], -scores))[:k]
-        return [
-            Match(str(self.people[people[one]]), float(np.clip(scores[one], -1, 1)), int(self.numbers[places[one]]))
-            for one in order
+    def _pairs(self, query: np.ndarray, place: np.ndarray, queries: np.ndarray) -> _Pairs:
+        """Return pairs with the cosines of the queries as they are and the rounded entries."""
+        products = [
+            np.einsum("nd,nd->n", self.codes[some].astype(np.float32), queries[theirs])
+            for some, theirs in zip(_blocks(place), _blocks(query), strict=True)
         ]
+        cosine = np.concatenate(products).astype(np.float64) * self.scales[place]
+        width = _width(self.errors[place], np.zeros(1), queries.shape[1])
+        return _Pairs(query, place, cosine - width, cosine + width)
+
+    def _ranked(self, query: np.ndarray, near: np.ndarray, k: int) -> list[Match]:
+        """Return the first k people of some entries."""
+        wide = query.astype(np.float64)
+        if self.by == "template":
+            parts = [
+                (exact_products(pooled, wide), _best_images(exact_products(images, wide), owner, numbers))
+                for pooled, images, owner, numbers in self._templates(near)
+            ]
+            scores, numbers = (np.concatenate(part) for part in zip(*parts, strict=True))
+        else:
+            numbers = self.numbers[near]
+            scores = np.concatenate([exact_products(self._read(part), wide) for part in _blocks(numbers)])
+        order = np.lexsort((numbers, -scores))  # of a person's equal images, the first has the lowest number
+        _, first = np.unique(self.owner[near[order]], return_index=True)
+        return [
+            Match(self.people[self.owner[near[one]]], float(np.clip(scores[one], -1, 1)), int(numbers[one]))
+            for one in order[np.sort(first)[:k]]
+        ]
+
+    def _templates(self, people: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield templates (p, D) float32 of some people, and of their images vectors (n, D), place in p and number."""
+        counts = self.begins[people + 1] - self.begins[people]
+        for some in np.split(people, np.flatnonzero(np.diff(np.cumsum(counts) // _EXACT_ROWS)) + 1):
+            owner = np.repeat(np.arange(len(some)), self.begins[some + 1] - self.begins[some])
+            rows = np.concatenate([np.zeros(0, dtype=np.int64), *map(np.arange, self.begins[some], self.begins[some + 1])])
+            images = np.concatenate([self._read(part) for part in _blocks(self.numbers[rows])])
+            if len(some):
+                _, pooled = pool_templates(images, self.factors[rows], owner, np.arange(len(rows)))
+                yield pooled.astype(np.float32), images, owner, self.numbers[rows]
 
 
 def exact_products(rows: np.ndarray, query: np.ndarray) -> np.ndarray:
     """Return the (n,) float64 products of rows (n, D) and a query (D,), each computed alike wherever its row lies."""
-    return np.einsum("nd,d->n", rows.astype(np.float64), query)
+    return np.concatenate([np.einsum("nd,d->n", part.astype(np.float64), query) for part in _blocks(rows)])
 
 
-def _templates(images: np.ndarray, begins: np.ndarray, lengths: np.ndarray, weights: str) -> np.ndarray:
-    """Return a unit vector per person (P, D) float32 from the unit vectors of images (N, D), ordered by person.
+def _blocks(rows: np.ndarray) -> list[np.ndarray]:
+    """Return rows in parts that are read or computed at once, one part at least."""
+    return np.split(rows, range(_EXACT_ROWS, len(rows), _EXACT_ROWS))
+
+
+def _best_images(cosines: np.ndarray, owner: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Return the number of the image with the highest cosine of each owner; of equal ones, the lowest."""
+    order = np.lexsort((numbers, -cosines, owner))
+    return numbers[order[np.unique(owner, return_index=True)[1]]]
+
+
+def _rounded(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return int8 codes (n, D) of rows (n, D) float32, a scale for each row, and the length of what code times scale lacks."""
+    values = torch.from_numpy(rows)
+    scales = (values.abs().amax(1, keepdim=True) / 127).clamp(min=1e-30)
+    codes = (values / scales).round()
+    errors = torch.linalg.vector_norm(values - codes * scales, dim=1)
+    return codes.to(torch.int8).numpy(), scales[:, 0].numpy(), errors.numpy()
+
+
+def _width(first: np.ndarray, second: np.ndarray, size: int) -> np.ndarray:
+    """Return how far the cosine of two unit vectors of `size` numbers is at most from that of their rounded ones.
 
     Args:
-        begins: (P + 1,) the first image of each person, and N.
-        lengths: (N,) norm times quality of each image.
+        first: lengths of the remainders of the ones, as float32 arithmetic finds them.
+        second: of the others.
     """
-    found = np.empty((len(begins) - 1, images.shape[1]), dtype=np.float32)
-    factors = lengths.astype(np.float32) if weights == "norm" else np.ones(len(images), dtype=np.float32)
-    for first in range(0, len(found), _PEOPLE):
-        last = min(first + _PEOPLE, len(found))
-        rows = slice(int(begins[first]), int(begins[last]))
-        owner = np.repeat(np.arange(first, last), np.diff(begins[first : last + 1]))
-        _, vectors = pool_templates(images[rows], factors[rows], owner, np.arange(len(owner)))
-        found[first:last] = vectors
-    return found
+    # the store allows lengths up to 1.0005; a float32 sum errs by 2^-24 for each term, here in two lengths and a product
+    return 1.001 * ((1.0 + first) * (1.0 + second) - 1.0) + (4 * size + 64) * 2.0**-24
+
+
+def _above(
+    codes: np.ndarray, scales: np.ndarray, queries: tuple[np.ndarray, np.ndarray, np.ndarray], limit: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (query, place) of all rounded entries whose cosine with a rounded query reaches its limit (q,), and of more."""
+    least = limit / (np.where(limit > 0, scales.max(), scales.min()) * queries[1].astype(np.float64))
+    least = np.clip(np.floor(least - 1e-6 * np.abs(least)), -(2.0**31), 2.0**31 - 1)
+    products = _products(torch.from_numpy(queries[0]), torch.from_numpy(codes))
+    query, place = (products >= torch.from_numpy(least).to(products.dtype)[:, None]).nonzero(as_tuple=True)
+    return query.numpy(), place.numpy()
+
+
+def _products(queries: Tensor, rows: Tensor) -> Tensor:
+    """Return the products (q, n) of int8 rows, exact but for float32 sums above 2^24."""
+    if queries.shape[1] > 1 and _has_exact_int8():  # torch 2.13 computes products of a single number wrongly
+        return torch._int_mm(queries, rows.T)
+    wide = queries.float()
+    return torch.cat([wide @ part.float().T for part in rows.split(2048)], dim=1)  # 2,048 rows stay in the cache
+
+
+@functools.cache
+def _has_exact_int8() -> bool:
+    """Return whether torch multiplies int8 fast and exactly: without VNNI, oneDNN adds pairs in 16 bits, which saturate."""
+    if not torch.cpu._is_vnni_supported():
+        return False
+    rows = torch.full((64, 512), 127, dtype=torch.int8)  # the worst case
+    return all(
+        bool((torch._int_mm(sign * rows[:count], rows.T) == sign * 512 * 127**2).all()) for sign in (1, -1) for count in (1, 64)
+    )
+
+
+def _reaching(limit: np.ndarray, pairs: _Pairs) -> _Pairs:
+    """Return the pairs whose cosine may reach their query's limit (q,)."""
+    return _Pairs(*(column[pairs.high >= limit[pairs.query]] for column in pairs))
+
+
+def _limits(pairs: _Pairs, person: np.ndarray, count: int, k: int) -> np.ndarray:
+    """Return for each of `count` queries what the k best people's cosines are at least, -inf if it has fewer people."""
+    order = np.lexsort((-pairs.low, person, pairs.query))
+    query, who = pairs.query[order], person[order]
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = (query[1:] != query[:-1]) | (who[1:] != who[:-1])  # the best image of each person
+    best = order[first]
+    best = best[np.lexsort((-pairs.low[best], pairs.query[best]))]
+    begins = np.searchsorted(pairs.query[best], np.arange(count + 1))
+    wanted = begins[:-1] + k - 1
+    there = wanted < begins[1:]
+    return np.where(there, pairs.low[best[np.where(there, wanted, 0)]], -np.inf)

@@ -51,9 +51,10 @@ _IMAGES = (
     "JOIN people ON people.id = images.person LEFT JOIN faces ON faces.image = images.id ORDER BY images.id LIMIT ?"
 )
 _ENTRIES = (
-    "SELECT images.id, people.name, norm, quality, vector_sum, vector FROM images "
+    "SELECT images.id, people.name, norm, quality FROM images "
     "JOIN people ON people.id = images.person ORDER BY images.id LIMIT ?"
 )
+_VECTOR = "SELECT vector_sum, vector FROM images WHERE id = ?"
 
 
 class NewImage(NamedTuple):
@@ -172,25 +173,23 @@ class Gallery:
         """
         if embeddings.ndim != 2 or embeddings.shape[1] != self.facts.embedding_size:
             raise ValueError(f"embeddings must be (n, {self.facts.embedding_size}), got {embeddings.shape}")
-        return self.searcher(by, weights).search(embeddings, k)
+        with self.reading():  # so that the vectors are still there when they are read
+            return self.searcher(by, weights).search(embeddings, k)
 
     def searcher(self, by: str = "image", weights: str = "norm") -> Searcher:
-        """Return the search over the gallery as it is now; it is read again only if it has changed."""
+        """Return the search over the gallery as it is now; it is made again only if the gallery has changed.
+
+        It searches within the same `reading()` only.
+        """
         key = (by, weights)
-        with self._thread:
-            with self.reading():
-                state = self._changes, self._database.execute("PRAGMA data_version").fetchone()[0]
-                known = self._searchers.get(key)
-                self._require_same_network()
-                if known is not None and known[0] == state:
-                    return known[1]
-                entries = self._entries()
-            if known is not None:
-                del self._searchers[key]  # before the new one takes as much memory
-            searcher = Searcher(entries, by, weights)
+        with self.reading():
+            state = self._changes, self._database.execute("PRAGMA data_version").fetchone()[0]
+            self._require_same_network()
+            # the old ones go before a new one takes as much memory
             self._searchers = {other: (at, old) for other, (at, old) in self._searchers.items() if at == state}
-            self._searchers[key] = state, searcher
-            return searcher
+            if key not in self._searchers:
+                self._searchers[key] = state, Searcher(self._entries(), self._vectors, by, weights)
+            return self._searchers[key][1]
 
     def check(self) -> int:
         """Read every byte of the gallery; return the number of faces.
@@ -229,32 +228,39 @@ class Gallery:
             yield row
 
     def _entries(self) -> Entries:
-        """Return all images and their vectors, checked."""
-        numbers, norms, qualities, vectors = array("q"), array("d"), array("d"), bytearray()
-        people: list[str] = []
-        names: dict[str, str] = {}  # one object a person
-        damaged = []
-        size = 4 * self.facts.embedding_size
-        for number, name, norm, quality, checked, vector in self._rows(_ENTRIES, (int, str, float, float, bytes, bytes)):
+        """Return all images, checked."""
+        numbers, lengths, owner = array("q"), array("d"), array("i")
+        people: dict[str, int] = {}
+        for number, name, norm, quality in self._rows(_ENTRIES, (int, str, float, float)):
             if not _can_weigh(norm, quality):
                 _require_weight(norm, quality, f"{shown(self.path)}: image {number}")
-            if len(vector) != size or _checksum(vector) != checked:
-                damaged.append(number)
-                continue
             numbers.append(number)
-            norms.append(norm)
-            qualities.append(quality)
-            people.append(names.setdefault(name, name))
-            vectors += vector
-        rows = np.frombuffer(vectors, dtype="<f4").reshape(len(numbers), -1 if len(numbers) else self.facts.embedding_size)
+            lengths.append(norm * quality)
+            owner.append(people.setdefault(name, len(people)))
+        size = self.facts.embedding_size
+        if 4 * size * len(numbers) > self.path.stat().st_size:
+            raise ValueError(f"{shown(self.path)}: is damaged: it has no room for the vectors of its images; take a copy of it")
+        return Entries(list(people), np.array(owner), np.array(numbers), np.array(lengths), size)
+
+    def _vectors(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the unit vectors (n, D) float32 of images, checked."""
+        found, damaged = bytearray(), []
+        size = self.facts.embedding_size
+        for number in numbers.tolist():
+            checked, vector = self._database.execute(_VECTOR, (number,)).fetchone()
+            if type(vector) is not bytes or len(vector) != 4 * size or _checksum(vector) != checked:
+                damaged.append(number)
+                vector = bytes(4 * size)
+            found += vector
+        rows = np.frombuffer(found, dtype="<f4").reshape(len(numbers), size)
         squares = np.einsum("nd,nd->n", rows, rows, dtype=np.float64)
-        damaged += [numbers[place] for place in np.flatnonzero(~(np.abs(squares - 1) < 1e-3))]  # also NaN
+        damaged = sorted({*damaged, *numbers[~(np.abs(squares - 1) < 1e-3)].tolist()})  # also NaN
         if damaged:
             raise ValueError(
-                f"{shown(self.path)}: {len(damaged)} vector(s) are damaged, such as that of image {min(damaged)}; `face "
+                f"{shown(self.path)}: {len(damaged)} vector(s) or more are damaged, such as that of image {damaged[0]}; `face "
                 f"gallery reembed {shown(self.path)} NETWORK` makes new ones from the faces"
             )
-        return Entries(people, np.array(numbers, dtype=np.int64), rows, np.array(norms), np.array(qualities))
+        return rows
 
     def _require_same_network(self) -> None:
         if self.facts.digest != self._digest:
