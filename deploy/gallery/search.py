@@ -1,10 +1,11 @@
 """Searches a gallery: the most similar people for each query, by each person's best image or by one template a person.
 
-Memory holds a unit vector x of an image as 8-bit integers z: x = s z + r with a number s, and the length e of the remainder r.
-A query q = t w + r' is rounded in the same way. So the cosine differs from s t (z, w) by (1 + e)(1 + e') - 1 at most, and a
-first pass over the integers leaves the images that may be the best of one of the first k people. Their vectors are read from
-the gallery's file and their cosines are computed in float64, one row at a time. So a result depends on the gallery and the
-query alone, and people with equal cosines are ordered by the number of the image.
+Memory holds a unit vector x of an image as 8-bit integers z: x = c + s z + r with the mean c of some images, a number s, and
+the length e of the remainder r. A query q = t w + r' is rounded in the same way. As |s z + r| <= d, the cosine minus the
+constant (c, q) differs from s t (z, w) by d e' + e + e e' at most, and a first pass over the integers leaves the images that
+may be the best of one of the first k people. Their vectors are read from the gallery's file and their cosines are computed in
+float64, one row at a time. So a result depends on the gallery and the query alone, and people with equal cosines are ordered
+by the number of the image.
 
 Shapes: N = images of the gallery, P = people, E = entries (images or templates), q = queries, D = embedding size.
 """
@@ -50,7 +51,7 @@ class _Pairs(NamedTuple):
 
     query: np.ndarray
     place: np.ndarray  # of the entry
-    low: np.ndarray  # the cosine is at least this
+    low: np.ndarray  # the cosine, less a constant of the query, is at least this
     high: np.ndarray
 
 
@@ -76,10 +77,13 @@ class Searcher:
             self.factors = lengths if weights == "norm" else np.ones_like(lengths)
         self.codes = np.empty((len(self.owner), entries.size), dtype=np.int8)
         self.scales, self.errors = np.empty((2, len(self.owner)), dtype=np.float32)
-        begin = 0
+        begin, self.spread, centre = 0, 0.0, np.zeros(entries.size, dtype=np.float32)
         for rows in self.vectors():
-            part = slice(begin, begin := begin + len(rows))
-            self.codes[part], self.scales[part], self.errors[part] = _rounded(rows)
+            if len(rows) and begin == 0:
+                centre = rows.mean(0)
+            part, moved = slice(begin, begin := begin + len(rows)), rows - centre
+            self.codes[part], self.scales[part], self.errors[part] = _rounded(moved)
+            self.spread = float(np.linalg.norm(moved, axis=1).max(initial=self.spread))
 
     def vectors(self) -> Iterator[np.ndarray]:
         """Yield the unit vectors (n, D) float32 of all entries, in blocks."""
@@ -110,7 +114,7 @@ class Searcher:
         begin, rows = 0, _FIRST_ROWS
         while begin < len(self.codes):
             part = slice(begin, begin + rows)
-            least = limit - _width(self.errors[part].max(), rounded[2], queries.shape[1])
+            least = limit - _width(self.errors[part].max(), rounded[2], self.spread, queries.shape[1])
             query, place = _above(self.codes[part], self.scales[part], rounded, least)
             new.append(_reaching(limit, self._pairs(query, place + begin, queries)))
             waiting += len(new[-1].query)
@@ -131,7 +135,7 @@ class Searcher:
             for some, theirs in zip(_blocks(place), _blocks(query), strict=True)
         ]
         cosine = np.concatenate(products).astype(np.float64) * self.scales[place]
-        width = _width(self.errors[place], np.zeros(1), queries.shape[1])
+        width = _width(self.errors[place], np.zeros(1), self.spread, queries.shape[1])
         return _Pairs(query, place, cosine - width, cosine + width)
 
     def _ranked(self, query: np.ndarray, near: np.ndarray, k: int) -> list[Match]:
@@ -190,15 +194,16 @@ def _rounded(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return codes.to(torch.int8).numpy(), scales[:, 0].numpy(), errors.numpy()
 
 
-def _width(first: np.ndarray, second: np.ndarray, size: int) -> np.ndarray:
-    """Return how far the cosine of two unit vectors of `size` numbers is at most from that of their rounded ones.
+def _width(errors: np.ndarray, lacking: np.ndarray, spread: float, size: int) -> np.ndarray:
+    """Return how far the product of a row of `size` numbers and a unit query is at most from that of their rounded ones.
 
     Args:
-        first: lengths of the remainders of the ones, as float32 arithmetic finds them.
-        second: of the others.
+        errors: lengths of the remainders of the rows, as float32 arithmetic finds them.
+        lacking: of the queries.
+        spread: of the longest row, at most 2.1.
     """
-    # the store allows lengths up to 1.0005; a float32 sum errs by 2^-24 for each term, here in two lengths and a product
-    return 1.001 * ((1.0 + first) * (1.0 + second) - 1.0) + (4 * size + 64) * 2.0**-24
+    # a float32 sum errs by 2^-24 for each of its terms, here in three lengths and a product
+    return 1.001 * (errors + (spread + errors) * lacking) + (8 * size + 64) * 2.0**-24
 
 
 def _above(
