@@ -12,10 +12,12 @@ from pathlib import Path
 import cv2
 import numpy as np
 import onnx
+import pictures
 import pytest
 from gallery_runs import DIM, SIZE, png, write_network, write_people
 from onnx import helper, numpy_helper
 from test_scripts_deploy_card import _save
+from tiny_detectors import picture, write_detector
 from tiny_runs import Started
 
 from deploy.gallery import commands as gallery_enrol
@@ -107,7 +109,7 @@ def test_kills_at_random_moments_lose_nothing_that_was_confirmed(
         done = started.wait()
         killed += done.returncode == -9
         assert done.returncode in (0, -9), done.stderr
-        said = re.findall(r"^enrolled: (.+) as (.+), image \d+$", done.stdout, re.M)
+        said = re.findall(r"^enrolled: (.+) as (.+), image \d+, norm [\d.]+$", done.stdout, re.M)
         in_the_middle += done.returncode == -9 and bool(said)
         confirmed |= {(person, picture) for picture, person in said}
         try:
@@ -172,6 +174,45 @@ def test_what_cannot_be_enrolled_is_listed_with_the_reason(
     ):
         assert line in said
     assert "\x1b" not in said
+
+
+def test_short_embeddings_and_faces_cut_off_are_rejected_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    network, folder = write_network(tmp_path / "weights.pt", size=112), tmp_path / "people" / "ada"
+    folder.mkdir(parents=True)
+    for number, x in enumerate((8, 64, 112, 224)):  # the first and the last face are cut off by the border
+        pixels = picture(200, 240, (x, 96))
+        pixels[:60] = cv2.resize(pictures.picture(number), (240, 60))
+        (folder / f"{number}.png").write_bytes(cv2.imencode(".png", pixels[..., ::-1])[1].tobytes())
+    more = ["--detector", str(write_detector(tmp_path / "d.onnx", "scrfd")), "--list"]
+    assert enrol.main(_words(network, tmp_path / "all", folder.parent, *more)) == 0
+    norms = {
+        name: float(norm) for name, norm in re.findall(r"enrolled: (\S+) as ada, image \d, norm (\S+)", capsys.readouterr().out)
+    }
+    stored = {picture: float(one[3]) for (_, picture), one in _content(tmp_path / "all").items()}
+    assert len(norms) == 4 and all(abs(norms[name] / stored[name] - 1) < 1e-3 for name in stored)
+    assert gallery.main(["show", str(tmp_path / "all"), "--images"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{name}  norm {norm:#.4g}  " in shown for name, norm in norms.items())
+    limit = sorted(stored.values())[2]  # a face that has just this length is good
+    assert enrol.main(_words(network, tmp_path / "norm", folder.parent, *more, "--min-norm", repr(limit))) == 0
+    said = capsys.readouterr().out
+    assert (
+        {name for _, name in _content(tmp_path / "norm")} == {name for name in stored if stored[name] >= limit} != set(stored)
+    )
+    for name in (name for name in stored if stored[name] < limit):
+        assert f"rejected: {name}: its embedding has length {norms[name]:#.4g}, and --min-norm is {limit:g}\n" in said
+    assert enrol.main(_words(network, tmp_path / "padding", folder.parent, *more, "--max-padding", ".2")) == 0
+    assert {name for _, name in _content(tmp_path / "padding")} == {"ada/1.png", "ada/2.png"}
+    with Gallery(tmp_path / "all") as opened:
+        faces = {image.picture: opened.picture(image.number) for image in opened.images()}
+    for name, percent in re.findall(r"rejected: (\S+): (\S+) % of its crop are outside .* is 0.2", capsys.readouterr().out):
+        black = (faces.pop(name) == 0).all(axis=2).mean()  # nothing in the pictures is black
+        assert abs(float(percent) / 100 - black) < 0.02
+    assert set(faces) == {"ada/1.png", "ada/2.png"}
+    for bad in ("-1", "nan", "inf", "x"):
+        with pytest.raises(SystemExit):
+            enrol.main(_words(network, tmp_path / "g", folder, f"--min-norm={bad}"))
+        assert f"--min-norm: must be a length of at least 0, got {bad}" in capsys.readouterr().err
 
 
 def test_the_rules_for_the_person(network: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):

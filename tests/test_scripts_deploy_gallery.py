@@ -30,7 +30,7 @@ def test_show_says_what_is_there(copied: Path, tmp_path: Path, capsys: pytest.Ca
     assert gallery.main(["show", str(copied), "--people", "--images", "--json", str(tmp_path / "a.json")]) == 0
     said = capsys.readouterr().out
     assert "people                3\n" in said and "images                6, 6 with their face" in said
-    assert "       2  person_1\n" in said and "  person_2  person_2/1.png  " in said
+    assert "       2  person_1\n" in said and "  person_2  person_2/1.png  norm " in said
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["people"] == {f"person_{number}": 2 for number in range(3)} and len(found["images"]) == 6
 

@@ -261,7 +261,7 @@ def decode_distances(centres: np.ndarray, distances: np.ndarray, offsets: np.nda
     return boxes, centres[:, None] + offsets.reshape(-1, 5, 2)
 
 
-__all__ = ["Detector", "Face", "add_detector_arguments", "open_detector"]
+__all__ = ["Detector", "Face", "add_detector_arguments", "open_detector", "share"]
 
 
 def add_detector_arguments(parser: argparse.ArgumentParser, required: bool = False) -> None:
@@ -276,7 +276,7 @@ def add_detector_arguments(parser: argparse.ArgumentParser, required: bool = Fal
     )
     parser.add_argument(
         "--min-score",
-        type=_share,
+        type=share,
         metavar="P",
         help="faces with a lower score do not count (default: 0.5 for SCRFD, 0.6 for RetinaFace, 0.9 for YuNet, as their "
         "authors have it)",
@@ -284,7 +284,7 @@ def add_detector_arguments(parser: argparse.ArgumentParser, required: bool = Fal
     parser.add_argument(
         "--min-size", type=int_in_range(1, 32000), default=20, metavar="PIXELS", help="nor do those with a shorter side"
     )
-    parser.add_argument("--overlap", type=_share, default=0.4, help="of two boxes that overlap more, the weaker is dropped")
+    parser.add_argument("--overlap", type=share, default=0.4, help="of two boxes that overlap more, the weaker is dropped")
     parser.add_argument(
         "--longest-side",
         type=int_in_range(64, LONGEST),
@@ -333,7 +333,8 @@ def _signature(path: Path) -> tuple[set[str], tuple[int, int] | None]:
     return names, None
 
 
-def _share(text: str) -> float:
+def share(text: str) -> float:
+    """Parse a number from 0 to 1, for argparse's `type`."""
     if not re.fullmatch(r"0?\.[0-9]+|[01](\.0*)?", text):
         raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text}")
     return float(text)

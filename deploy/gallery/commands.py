@@ -229,7 +229,7 @@ def enrol_all(options: argparse.Namespace) -> None:
                 yield one
 
         for batch in embed_faces(faces(), len(pictures), "enrolling", embedder, rejected):
-            _enrol(batch, gallery, options, counts)
+            _enrol(_good(batch, options, rejected), gallery, options, counts)
         people = gallery.people()
     print_rejected(rejected, options.list)
     print(
@@ -264,7 +264,25 @@ def _enrol(faces: Sequence[EmbeddedFace], gallery: Gallery, options: argparse.Na
     for image, number in zip(images, gallery.add(images), strict=True):
         counts["enrolled" if number else "skipped"] += 1
         if options.list and number:
-            print(f"enrolled: {shown(image.picture)} as {image.person}, image {number}", flush=True)
+            norm = np.linalg.norm(image.embedding.astype(np.float64))
+            print(f"enrolled: {shown(image.picture)} as {image.person}, image {number}, norm {norm:#.4g}", flush=True)
+
+
+def _good(faces: Sequence[EmbeddedFace], options: argparse.Namespace, rejected: list[Rejected]) -> list[EmbeddedFace]:
+    """Return the faces that pass --min-norm and --max-padding; the others go to `rejected`."""
+    good = []
+    for face in faces:
+        reason, norm = "", np.linalg.norm(face.embedding.astype(np.float64))
+        if norm < options.min_norm:
+            reason = f"its embedding has length {norm:#.4g}, and --min-norm is {options.min_norm:g}"
+        elif face.crop.padding > options.max_padding:
+            share = f"{100 * face.crop.padding:.1f} %"
+            reason = f"{share} of its crop are outside the picture, and --max-padding is {options.max_padding:g}"
+        if reason:
+            rejected.append(Rejected(face.picture.name, reason))
+        else:
+            good.append(face)
+    return good
 
 
 def _warn_of_other_person(faces: Faces, owners: dict[bytes, str]) -> None:
@@ -385,7 +403,7 @@ def show_gallery(options: argparse.Namespace) -> None:
         print(*(f"{count:>8,}  {one_line(name)}" for name, count in people.items()), sep="\n")
     if options.images:
         for one in images:
-            print(f"{one.number:>8}  {one_line(one.person)}  {one_line(one.picture)}  {_day(one)}")
+            print(f"{one.number:>8}  {one_line(one.person)}  {one_line(one.picture)}  norm {one.norm:#.4g}  {_day(one)}")
     if options.json:
         listed = [
             {"image": one.number, "person": one.person, "picture": one.picture, "norm": one.norm, "added": one.added}

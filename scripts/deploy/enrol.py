@@ -12,10 +12,12 @@ Examples:
   python -m scripts.deploy.enrol work_dirs/ms1mv3_r50 staff.gallery people --detector yunet.onnx
 """
 
+import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.faces.detector import add_detector_arguments
+from deploy.faces.detector import add_detector_arguments, share
 from deploy.faces.pictures import add_which_argument
 from deploy.gallery.commands import add_person_arguments, choose_words, enrol_all
 from eval.networks import add_network_arguments
@@ -37,6 +39,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="keep no aligned faces in the gallery: searches then show none, and another network needs the pictures again",
     )
+    parser.add_argument(
+        "--min-norm",
+        type=_length,
+        default=0,
+        metavar="X",
+        help="reject a face whose embedding is shorter. Lengths are those of one network: enrol good and poor pictures with "
+        "--list, which prints them, as python -m scripts.deploy.gallery show --images does, and choose X between them",
+    )
+    parser.add_argument(
+        "--max-padding",
+        type=share,
+        default=1,
+        metavar="P",
+        help="reject a face with a larger share of its crop outside its picture",
+    )
     parser.add_argument("--list", action="store_true", help="print a line for each picture when it is safe in the gallery")
     options = parser.parse_intermixed_args(arguments)
     words = options.words
@@ -45,6 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"one folder is enrolled at a time, got {' '.join(map(str, folders))}")
     options.folder = folders[0]
     return run_main(enrol_all, options)
+
+
+def _length(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a length of at least 0, got {text}")
+    return value
 
 
 if __name__ == "__main__":
