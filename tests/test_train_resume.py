@@ -394,12 +394,13 @@ def test_kills_at_random_moments_lose_no_checkpoint(dataset: Path, tmp_path: Pat
         resumed += max(steps, default=0) > newest
         newest = max(steps, default=0)
     assert inside_a_save >= 2 and resumed >= 2, (inside_a_save, resumed)
-    ends = []
+    left, ends = list((run / "checkpoints").glob(".step_*.partial")), []
     for name in ("killed", "whole"):
         assert train.main(small_run(dataset, tmp_path, *overrides, f"run.name={name}", f"train.max_steps={newest + 3}")) == 0
         ends.append(final_weights(tmp_path / name))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
-    assert "was not finished when the run ended" in (run / "train.log").read_text()
+    # a start that was killed itself may have deleted the others, before it could say so
+    assert not left or "was not finished when the run ended" in (run / "train.log").read_text()
     assert list((run / "checkpoints").glob(".*")) == []
 
 
