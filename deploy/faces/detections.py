@@ -121,16 +121,21 @@ def suppress(boxes: np.ndarray, scores: np.ndarray, overlap: float) -> np.ndarra
 
     The share is that of the intersection in the union.
     """
-    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
     waiting, kept = np.argsort(-scores, kind="stable"), list[int]()
     while len(waiting) and len(kept) < _MAX_FACES:
         best, waiting = waiting[0], waiting[1:]
         kept.append(int(best))
-        low = np.maximum(boxes[best, :2], boxes[waiting, :2])
-        high = np.minimum(boxes[best, 2:], boxes[waiting, 2:])
-        shared = np.maximum(high - low, 0).prod(axis=1)
-        waiting = waiting[shared <= overlap * (areas[best] + areas[waiting] - shared)]
+        shared, union = shared_areas(boxes[best], boxes[waiting])
+        waiting = waiting[shared <= overlap * union]
     return np.array(kept, dtype=np.int64)
+
+
+def shared_areas(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the areas of intersection and union of boxes (..., 4), which are broadcast."""
+    low, high = np.maximum(first[..., :2], second[..., :2]), np.minimum(first[..., 2:], second[..., 2:])
+    shared = np.maximum(high - low, 0).prod(axis=-1)
+    areas = [(boxes[..., 2] - boxes[..., 0]) * (boxes[..., 3] - boxes[..., 1]) for boxes in (first, second)]
+    return shared, areas[0] + areas[1] - shared
 
 
 def to_picture(found: Candidates, factor: np.ndarray, shape: tuple[int, int], min_size: float) -> list[Face]:

@@ -23,6 +23,7 @@ from utils.text import one_line
 from ..embed.embedder import Embedder, open_embedder
 from ..faces.detector import Detector, open_detector
 from ..faces.pictures import Crop, Rejected, crops_of, list_pictures
+from ..faces.tracks import Span
 from .database import Facts
 from .store import Gallery, Image, NewImage, check_person
 
@@ -148,12 +149,13 @@ NO_DIRECTION = "the network returns no direction for it: zero, or not finite"
 
 
 class EmbeddedFace(NamedTuple):
-    """A face of a picture, and its raw embedding (D,)."""
+    """A face of a picture, or a track of a video, and its raw embedding (D,)."""
 
     picture: Picture
-    hash: bytes  # of the picture
-    crop: Crop
+    hash: bytes  # of the picture; b"" of a video
+    crop: Crop  # of a track the best
     embedding: np.ndarray
+    span: Span | None = None  # of a track
 
 
 def embed_faces(
@@ -257,7 +259,7 @@ def facts_of(options: argparse.Namespace, embedder: Embedder, detector: Detector
 def _enrol(faces: Sequence[EmbeddedFace], gallery: Gallery, options: argparse.Namespace, counts: dict[str, int]) -> None:
     """Add faces in one transaction."""
     images = []
-    for picture, found, crop, embedding in faces:
+    for picture, found, crop, embedding, _ in faces:
         quality = 1.0 if crop.face is None else float(crop.face.score)
         pixels = None if options.no_pictures else crop.pixels
         images.append(NewImage(picture.person, picture.name, found, crop.number, quality, embedding, pixels))
@@ -273,7 +275,7 @@ def _good(faces: Sequence[EmbeddedFace], options: argparse.Namespace, rejected: 
     good = []
     for face in faces:
         reason, norm = "", np.linalg.norm(face.embedding.astype(np.float64))
-        if norm < options.min_norm:
+        if not norm >= options.min_norm:  # also if that is NaN
             reason = f"its embedding has length {norm:#.4g}, and --min-norm is {options.min_norm:g}"
         elif face.crop.padding > options.max_padding:
             share = f"{100 * face.crop.padding:.1f} %"

@@ -1,24 +1,32 @@
 """Searches pictures in a gallery, and reports whom they resemble, how many answers are right, and a picture of them."""
 
 import argparse
+import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
 
 from eval.identification import identify
+from utils.cli import progress
 from utils.files import shown, write_file
+from utils.parallel import map_in_order
 from utils.report.contact_sheet import captioned_sheet
 from utils.text import one_line
 
-from ..embed.embedder import open_embedder
-from ..faces.detector import open_detector
+from ..embed.embedder import Embedder, open_embedder
+from ..faces.detector import Detector, open_detector
 from ..faces.pictures import Crop, Rejected
+from ..faces.tracks import Span, Track, Tracker
+from ..faces.video import SUFFIXES, read_frames
 from ..results import Threshold, threshold_of
 from .commands import (
+    NO_DIRECTION,
+    EmbeddedFace,
     Picture,
     embed_faces,
     find_pictures,
@@ -39,6 +47,9 @@ _LETTERS = 15  # of the name of a picture that is searched
 _RANKS = (1, 5)
 
 
+_MISSING = 0.1  # share of the frames that a video claims; files that only know how long it takes err by less
+
+
 class Query(NamedTuple):
     """A face to search, and what was found."""
 
@@ -47,6 +58,7 @@ class Query(NamedTuple):
     crop: Crop
     norm: float
     matches: list[Match]
+    span: Span | None  # of a track of a video
 
 
 def search_all(options: argparse.Namespace) -> None:
@@ -60,6 +72,11 @@ def search_all(options: argparse.Namespace) -> None:
     rejected: list[Rejected] = []
     if options.labelled:
         pictures, rejected = with_people(found, options.person_from, None, several)
+    videos = [one for one in pictures if one.path.suffix.lower() in SUFFIXES]
+    if options.camera is not None:
+        videos.append(Picture(Path(), f"camera {options.camera}", ""))
+    if videos and options.which in ("central", "only"):
+        raise ValueError(f"--which {options.which}: all faces of a video count; leave it out")
     with Gallery(options.gallery) as gallery:
         embedder, detector = open_embedder(options), open_detector(options)
         require_network(gallery, embedder)
@@ -71,19 +88,24 @@ def search_all(options: argparse.Namespace) -> None:
         del searcher  # if the gallery changes, another one takes its memory
         queries: list[Query] = []
         raw = [np.zeros((0, embedder.embedding_size), dtype=np.float32)]
-        faces = read_faces(pictures, detector, embedder.image_size, options.which, options.threads)
-        for batch in embed_faces(faces, len(pictures), "searching", embedder, rejected):
+        stills = [one for one in pictures if one.path.suffix.lower() not in SUFFIXES]
+        faces = read_faces(stills, detector, embedder.image_size, options.which, options.threads)
+        batches = [embed_faces(faces, len(stills), "searching", embedder, rejected)] if stills else []
+        batches += [_embed_video(one, detector, embedder, options, rejected) for one in videos]
+        for batch in itertools.chain.from_iterable(batches):
             raw.append(np.stack([face.embedding for face in batch]) if batch else raw[0])
             for face, matches in zip(batch, gallery.search(raw[-1], options.k, options.by, options.weights), strict=True):
                 # only those of the sheet keep their pixels; those of a large folder would fill the memory
                 crop = face.crop if len(queries) < MAX_ROWS else face.crop._replace(pixels=np.zeros((0, 0, 3), dtype=np.uint8))
                 norm = float(np.linalg.norm(face.embedding.astype(np.float64)))
-                queries.append(Query(face.picture, face.hash, crop, norm, matches))
-        for query in () if options.quiet else queries:
+                queries.append(Query(face.picture, face.hash, crop, norm, matches, face.span))
+                if options.camera is not None and not options.quiet:  # before Ctrl-C
+                    _print_query(queries[-1], threshold, False)
+        for query in () if options.quiet or options.camera is not None else queries:
             _print_query(query, threshold, detector is not None)
         print_rejected(rejected)
         if not queries:
-            raise ValueError(f"none of {len(found)} pictures has a face to search; the reasons are above")
+            raise ValueError(f"none of {len(stills) + len(videos)} pictures has a face to search; the reasons are above")
         embeddings = np.concatenate(raw)
         report: dict[str, Any] = {"rates": {}}
         if options.labelled:
@@ -91,12 +113,66 @@ def search_all(options: argparse.Namespace) -> None:
                 searcher = gallery.searcher(options.by, options.weights)
                 report["rates"] = _rates(queries, embeddings, searcher, threshold, gallery)
         if options.sheet:
-            rows = [(query.crop.pixels, shown(query.picture.name), query.matches) for query in queries[:MAX_ROWS]]
+            names = [str(one.span).partition(",")[0] if one.span else _end(shown(one.picture.name)) for one in queries]
+            rows = [(one.crop.pixels, name, one.matches) for one, name in zip(queries[:MAX_ROWS], names, strict=False)]
             write_file(options.sheet, draw_sheet(rows, gallery, None if threshold is None else threshold.cosine))
             print(f"sheet: {shown(options.sheet)}")
         if options.json:
             report |= _as_json(queries, rejected, threshold, gallery, options)
             write_file(options.json, (json.dumps(report, indent=1) + "\n").encode())
+
+
+def _embed_video(
+    picture: Picture, detector: Detector | None, embedder: Embedder, options: argparse.Namespace, rejected: list[Rejected]
+) -> Iterator[list[EmbeddedFace]]:
+    """Yield the embedded tracks of a video, or of the camera if it has no path; what cannot be searched goes to `rejected`."""
+    number, reason = 0, ""
+    if detector is None:
+        raise ValueError(f"{shown(picture.name)}: the faces of a video must be found; name a --detector")
+    frames = read_frames(picture.path if picture.path.name else options.camera, options.every)
+    with progress([], 0, "searching", "frame") as bar:
+        tracker, waiting = Tracker(embedder.image_size), list[Track]()
+        try:
+            for frame, faces in map_in_order(lambda one: (one, detector.detect(one.pixels)), frames, options.threads, ahead=1):
+                waiting += tracker.update(frame, faces)
+                bar.total = frame.claimed
+                bar.update(frame.number + 1 - bar.n)
+                if sum(len(track.kept) for track in waiting) >= embedder.step:
+                    yield _embedded(picture, waiting, number, embedder, rejected)
+                    waiting, number = [], number + len(waiting)
+        except KeyboardInterrupt:
+            if picture.path.name:
+                raise
+        except ValueError as error:  # also of the detector
+            reason = one_line(error)
+        waiting += tracker.tracks
+        yield _embedded(picture, waiting, number, embedder, rejected)
+    if not reason and bar.n + options.every <= (1 - _MISSING) * (bar.total or 0):
+        reason = f"only {bar.n:,} of its {bar.total:,} frames can be read; the others are missing or damaged"
+    if reason or not (waiting or number):
+        rejected.append(Rejected(picture.name, reason or f"no face found in {bar.n:,} frames"))
+
+
+def _embedded(
+    picture: Picture, tracks: Sequence[Track], number: int, embedder: Embedder, rejected: list[Rejected]
+) -> list[EmbeddedFace]:
+    """Return the vectors of tracks, counted from `number`: as of templates, sums of embeddings times the detector's score.
+
+    So poor faces, whose embeddings are short, count for less, and a search makes as many comparisons as that of a picture.
+    """
+    kept = [sorted(track.kept.values(), key=lambda one: -one[0]) for track in tracks]
+    crops = [crop for faces in kept for _, _, crop in faces] or [np.zeros((embedder.image_size,) * 2 + (3,), dtype=np.uint8)]
+    raw = embedder.embed(np.stack(crops)).astype(np.float64)
+    raw[~np.isfinite(raw).all(axis=1)] = 0
+    found = []
+    for place, (track, faces) in enumerate(zip(tracks, kept, strict=True), number):
+        rows, raw = raw[: len(faces)], raw[len(faces) :]
+        vector = (rows * np.array([score for _, score, _ in faces]).reshape(-1, 1)).sum(axis=0)
+        if vector.any():
+            found.append(EmbeddedFace(picture, b"", Crop(picture.name, faces[0][2], None, place), vector, track.span))
+        else:
+            rejected.append(Rejected(f"{picture.name}, {track.span}", NO_DIRECTION if faces else track.problem))
+    return found
 
 
 def _print_threshold(threshold: Threshold | None, searcher: Searcher) -> None:
@@ -116,7 +192,7 @@ def _print_threshold(threshold: Threshold | None, searcher: Searcher) -> None:
 
 
 def _print_query(query: Query, threshold: Threshold | None, detected: bool) -> None:
-    face = f", face {query.crop.number}" if detected else ""
+    face = f", {query.span}" if query.span else f", face {query.crop.number}" if detected else ""
     answer = _verdict(query.matches, None if threshold is None else threshold.cosine)
     answer = f"match: {one_line(query.matches[0].person)}" if answer == _KNOWN else answer
     print(f"{shown(query.picture.name)}{face}{answer and f': {answer}'}")
@@ -160,6 +236,7 @@ def _as_json(
             {
                 "picture": shown(query.picture.name),
                 "face": query.crop.number,
+                **(query.span._asdict() if query.span else {}),
                 "norm": query.norm,
                 "known": None if cosine is None else bool(query.matches) and query.matches[0].cosine > cosine,
                 "matches": [match._asdict() for match in query.matches],
@@ -204,7 +281,7 @@ def draw_sheet(rows: Sequence[tuple[np.ndarray, str, Sequence[Match]]], gallery:
     """
     drawn = []
     for pixels, name, matches in rows:
-        cells: list[tuple[np.ndarray | None, tuple[str, ...]]] = [(pixels, (_end(name), _verdict(matches, threshold)))]
+        cells: list[tuple[np.ndarray | None, tuple[str, ...]]] = [(pixels, (name, _verdict(matches, threshold)))]
         for place, match in enumerate(matches[:_MOST]):
             face = gallery.picture(match.image)
             face = np.full((8, 8, 3), 200, dtype=np.uint8) if face is None else face

@@ -12,8 +12,6 @@ Examples:
   python -m scripts.deploy.enrol work_dirs/ms1mv3_r50 staff.gallery people --detector yunet.onnx
 """
 
-import argparse
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--min-norm",
-        type=_length,
-        default=0,
+        type=float,
+        default=0.0,
         metavar="X",
         help="reject a face whose embedding is shorter. Lengths are those of one network: enrol good and poor pictures with "
         "--list, which prints them, as python -m scripts.deploy.gallery show --images does, and choose X between them",
@@ -62,16 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"one folder is enrolled at a time, got {' '.join(map(str, folders))}")
     options.folder = folders[0]
     return run_main(enrol_all, options)
-
-
-def _length(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a length of at least 0, got {text}")
-    return value
 
 
 if __name__ == "__main__":

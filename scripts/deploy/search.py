@@ -6,10 +6,14 @@ default people.gallery. Without NETWORK, the network and the detector are those 
 For each face the most similar people are printed, with the cosine of the most similar picture of each. With a threshold, faces
 without a person above it are unknown. Without one the people are only ranked: somebody is always first.
 
+The faces of a video, or of a --camera, are followed while they are in view. Each such track has one search, by the sum of the
+embeddings of its best faces.
+
 --labelled counts how often the right person is first, for pictures whose person is known by --person-from.
 
 Examples:
   python -m scripts.deploy.search visitor.jpg --far 1e-2
+  python -m scripts.deploy.search people.gallery clip.mp4 --every 5 --sheet tracks.png --json tracks.json
   python -m scripts.deploy.search work_dirs/ms1mv3_r50 people.gallery aligned --labelled --sheet found.png --json found.json
 """
 
@@ -29,7 +33,11 @@ from utils.program import run_main
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and search; return the exit status."""
     parser = make_parser("python -m scripts.deploy.search", __doc__)
-    parser.add_argument("words", type=Path, nargs="+", metavar="[[NETWORK] GALLERY] PICTURES", help="pictures or folders")
+    parser.add_argument("words", type=Path, nargs="*", metavar="[[NETWORK] GALLERY] PICTURES", help="pictures, videos, folders")
+    parser.add_argument("--camera", type=int_in_range(0, 99), metavar="N", help="search what this camera sees, until Ctrl-C")
+    parser.add_argument(
+        "--every", type=int_in_range(1, 10**6), default=1, metavar="N", help="look at one of N frames of a video"
+    )
     add_network_arguments(parser, positional=False)
     parser.add_argument("--k", type=int_in_range(1, 1000), default=5, help="people shown for each face")
     parser.add_argument(
@@ -54,7 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--quiet", action="store_true", help="do not print the people for each face")
     options = parser.parse_intermixed_args(arguments)
-    options.run, options.gallery, options.pictures = choose_words(options.words)
+    cameras = [] if options.camera is None else [Path()]  # a word behind the gallery
+    if not options.words + cameras:
+        parser.error("name pictures, videos or folders")
+    options.run, options.gallery, found = choose_words(options.words + cameras)
+    options.pictures = found[: len(found) - len(cameras)]
     return run_main(search_all, options)
 
 
