@@ -8,9 +8,11 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import tempfile
 import threading
+import time
 import urllib.parse
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -215,8 +217,9 @@ def test_pictures_and_names_that_cannot_be_enrolled_are_named(address: str):
     for path, data, status, says in (
         ("/api/people/%0A", _face(0), 422, "must be printable"), ("/api/people/", _face(0), 422, "must be printable"),
         ("/api/people/" + "x" * 300, _face(0), 422, "up to 256 letters"), ("/api/people/ann", b"x", 422, "cannot be decoded"),
-        ("/api/people/ann?x=1", _face(0), 404, "nothing here"), ("/api/images/x", None, 404, "nothing here"),
-        ("/api/images/99", None, 404, "has no image 99"),
+        ("/api/people/ann?x=1", _face(0), 404, "nothing here"), ("/api/people/Zo%EB", _face(0), 400, "must be UTF-8"),
+        ("/api/images/x", None, 404, "nothing here"),
+        ("/api/images/99", None, 404, "the gallery: has no image 99"),
     ):  # fmt: skip
         reply = client.request("POST" if data else "DELETE", path, content=data)
         assert reply.status_code == status and says in reply.json()["error"], path
@@ -262,7 +265,9 @@ def test_with_a_certificate_it_is_encrypted(place: Path, tmp_path: Path):
         assert address.startswith("https://")
         ssl = importlib.import_module("ssl")
         with _client(address, CHANGE, verify=ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))) as client:
-            assert client.post("/api/people/ann", content=_face(0)).json() == {"person": "ann", "image": 1}
+            headers = {"Origin": address, "Sec-Fetch-Site": "same-origin"}  # of the page
+            assert client.post("/api/people/ann", content=_face(0), headers=headers).json() == {"person": "ann", "image": 1}
+            assert client.get("/api/health", headers={"Origin": address.replace("https", "http")}).status_code == 403
 
 
 @pytest.mark.parametrize(
@@ -374,3 +379,27 @@ def test_the_largest_role_that_a_key_has_not_is_refused():
     assert Origins("0.0.0.0", 80).hosts is None and Origins("127.0.0.1", 80).hosts == {
         *("127.0.0.1", "127.0.0.1:80", "localhost", "localhost:80")
     }
+
+
+def test_a_supervisor_is_answered_while_another_process_holds_the_gallery(place: Path, tmp_path: Path):
+    with _served(place, tmp_path, "--keys", str(place / "keys")) as (_, address), ThreadPoolExecutor(44) as pool:
+        other = sqlite3.connect(tmp_path / "people.gallery", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        with _client(address, CHANGE) as client:
+            enrolled = pool.submit(client.post, "/api/people/ann", content=_face(0))
+            time.sleep(0.5)  # it waits for the other process, and those below for it
+            # more than there are threads for answers
+            readers = [pool.submit(_client(address, ASK).get, "/api/people") for _ in range(42)]
+            time.sleep(1.5)
+            assert _client(address).get("/api/health", timeout=5).status_code == 200
+            assert _client(address, ASK).get("/metrics", timeout=5).status_code == 200
+            other.execute("ROLLBACK")
+            assert enrolled.result(30).status_code == 200 and all(reader.result(30).status_code == 200 for reader in readers)
+        other.close()
+
+
+def test_a_gallery_that_vanishes_is_told_in_the_terminal(place: Path, tmp_path: Path):
+    with _served(place, tmp_path, "--keys", str(place / "keys")) as (started, address):
+        (tmp_path / "people.gallery").unlink()
+        assert _client(address, CHANGE).get("/api/people").status_code == 500
+        assert "warning: a request failed: FileNotFoundError" in started.said()[1]

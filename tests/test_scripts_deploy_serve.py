@@ -598,7 +598,7 @@ def test_without_a_network_the_gallerys_is_taken_or_that_of_the_newest_run(
 
 
 class _Interrupted:
-    port = 0
+    port, page = 0, "http://127.0.0.1:0/"
 
     def serve(self) -> None:
         raise KeyboardInterrupt

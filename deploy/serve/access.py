@@ -4,6 +4,7 @@ import hashlib
 import re
 import stat
 from pathlib import Path
+from urllib.parse import unquote_to_bytes
 
 from starlette.requests import Request
 
@@ -76,21 +77,22 @@ class Origins:
     """The names under which the service may be asked, and the web sites that may send requests: its own page alone.
 
     Args:
-        address, port: where it listens. On the loopback address the Host header must name it, because a strange name may be
-            rebound to it; elsewhere keys keep strangers out, and a proxy may give it any name.
+        address, port, encrypted: where and how it listens. On the loopback address the Host header must name it, because a
+            strange name may be rebound to it; elsewhere keys keep strangers out, and a proxy may give it any name.
     """
 
-    def __init__(self, address: str, port: int) -> None:
-        ends = (f":{port}", "") if port == 80 else (f":{port}",)
-        self.address, self.port = address, port
+    def __init__(self, address: str, port: int, encrypted: bool = False) -> None:
+        self.kind = "https" if encrypted else "http"
+        ends = (f":{port}", "") if port == (443 if encrypted else 80) else (f":{port}",)
+        self.page = f"{self.kind}://{f'[{address}]' if ':' in address else address}:{port}/"
         self.hosts = {f"{name}{end}" for name in ("127.0.0.1", "localhost") for end in ends} if address == LOOPBACK else None
 
     def check(self, request: Request) -> None:
         """Raise RefusedError for what no client of the service sends."""
         hosts = [host.strip().lower() for host in request.headers.getlist("host")]
         if len(hosts) != 1 or (self.hosts is not None and hosts[0] not in self.hosts):
-            raise RefusedError(403, f"open the page as http://{self.address}:{self.port}/")
-        kinds = ("http",) if self.hosts else ("http", "https")  # a proxy may have taken the encryption off
+            raise RefusedError(403, f"open the page as {self.page}")
+        kinds = (self.kind,) if self.hosts else ("http", "https")  # a proxy may have taken the encryption off
         own = {f"{kind}://{host}" for kind in kinds for host in self.hosts or hosts}
         site, raw = request.headers.get("sec-fetch-site", "none"), request.scope["raw_path"]
         is_link = request.method == "GET" and raw == b"/"  # from another site to the page, which is fine
@@ -101,6 +103,10 @@ class Origins:
             raise RefusedError(501, "this is not a request of the service")
         if request.scope["query_string"] or (b"%" in raw and not raw.startswith(b"/api/people/")):
             raise RefusedError(404, "there is nothing here")
+        try:
+            unquote_to_bytes(raw).decode()
+        except UnicodeDecodeError:  # it would become the name of somebody else
+            raise RefusedError(400, "the path must be UTF-8, with %XX for what is not ASCII") from None
 
 
 LOOPBACK = "127.0.0.1"

@@ -18,6 +18,7 @@ from eval.monitor import load_pair_sets
 from eval.report import as_json
 from eval.verification import row_norms, verify
 from utils.cli import progress
+from utils.files import shown
 from utils.image import check_size, image_size, to_png
 
 from ..embed.embedder import Embedder
@@ -141,7 +142,7 @@ class Answers:
         try:
             found = gallery.search((row / norm)[None].astype(np.float32), _TOP)[0]
         except ValueError as error:  # another process damaged or changed it
-            raise RefusedError(422, f"The gallery cannot be searched: {error}", 0) from None
+            raise RefusedError(422, f"The gallery cannot be searched: {self._public(error)}", 0) from None
         people = [{"name": match.person, "cosine": float(match.cosine), "image": match.image} for match in found]
         known = self.threshold is not None and bool(found) and found[0].cosine > self.threshold
         return {"face": _as_url(crop), "people": people, "match": found[0].person if known else None}
@@ -165,7 +166,7 @@ class Answers:
         try:
             return {"person": person, "image": gallery.add([image])[0] or None}
         except ValueError as error:  # the disk is full, another process changed it
-            raise RefusedError(500, f"This cannot be enrolled: {error}") from None
+            raise RefusedError(500, f"This cannot be enrolled: {self._public(error)}") from None
 
     def forget(self, person: str) -> dict[str, Any]:
         """Erase a person; the bytes are overwritten when this returns."""
@@ -179,7 +180,7 @@ class Answers:
         try:
             return {"removed": self._gallery().remove([check_person(name) for name in people], numbers)}
         except ValueError as error:
-            raise RefusedError(404, str(error)) from None
+            raise RefusedError(404, self._public(error)) from None
 
     def gallery_picture(self, number: str) -> bytes:
         """Return the face of an image of the gallery as a PNG."""
@@ -187,6 +188,10 @@ class Answers:
         if pixels is None:
             raise RefusedError(404, NOTHING)
         return to_png(pixels)
+
+    def _public(self, error: ValueError) -> str:
+        """Return an error of the gallery without its path, which is nothing for those who ask from elsewhere."""
+        return str(error).replace(shown(self._gallery().path), "the gallery")
 
     def _gallery(self) -> Gallery:
         if self.gallery is None:

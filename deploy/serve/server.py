@@ -83,7 +83,9 @@ class PageServer:
         app = Starlette(routes=self.routes.all(), exception_handlers=handlers)
         app.router.redirect_slashes = False
         settings: dict[str, Any] = {"log_level": "critical", "access_log": False, "server_header": False, "ws": "none"}
-        guard = _Guard(app, Origins(address, self.port), self.routes.count)
+        origins = Origins(address, self.port, tls is not None)
+        self.page = origins.page
+        guard = _Guard(app, origins, self.routes.count)
         if tls:
             settings |= {"ssl_certfile": tls[0], "ssl_keyfile": tls[1]}
         config = uvicorn.Config(
@@ -237,7 +239,9 @@ class _Routes:
             self.access.require(request, call.role)
             words = request.path_params.values()
             if not call.pictures:
-                found = await run_in_threadpool(work, *words)
+                # what anybody may ask, and the metrics, take no thread, which others may hold for a minute
+                is_quick = not call.role or call.name == "metrics"
+                found = work() if is_quick else await run_in_threadpool(work, *words)
                 return found if isinstance(found, Response) else JSONResponse(found)
             sizes = _sizes(request, call.pictures)
             if self.waiting >= MAX_WAITING:
@@ -309,6 +313,6 @@ def _refused(request: Request, error: Any) -> Response:
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    if not isinstance(error, (ClientDisconnect, asyncio.TimeoutError, OSError)):
+    if not isinstance(error, (ClientDisconnect, asyncio.TimeoutError, ConnectionError)):
         print(f"warning: a request failed: {type(error).__name__}: {one_line(error)}", file=sys.stderr, flush=True)
     return _error(500, "this failed; the terminal of the program says why")

@@ -83,9 +83,7 @@ def serve_page(options: argparse.Namespace) -> None:
     answers = Answers(embedder, detector, gallery, result, far)
     server = PageServer(options.port, answers, access, options.host, options.tls)
     try:
-        print(
-            f"the page is at {'https' if options.tls else 'http'}://{options.host}:{server.port}/ (Ctrl-C ends it)", flush=True
-        )
+        print(f"the page is at {server.page} (Ctrl-C ends it)", flush=True)
         if options.host != LOOPBACK and not options.tls:
             print("warning: keys and pictures are not encrypted; give --tls, or let a proxy do it", file=sys.stderr, flush=True)
         server.serve()
