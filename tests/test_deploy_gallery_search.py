@@ -111,7 +111,7 @@ def test_nobody_commits_between_the_comparison_and_the_vectors(tmp_path: Path):
         read, refused = gallery._vectors, []
 
         def vectors(numbers: np.ndarray) -> np.ndarray:
-            with pytest.raises(ValueError, match="another process has used it"):
+            with pytest.raises(ValueError, match="another process uses it; try again later"):
                 other.remove(["a"])
             refused.append(len(numbers))
             return read(numbers)

@@ -336,7 +336,7 @@ def test_threads_share_one_gallery(gallery: Gallery):
 
 def test_a_process_that_waits_says_so_and_gives_up(gallery: Gallery, capsys: pytest.CaptureFixture[str]):
     other = Gallery(gallery.path, patience=0.3)
-    with gallery._writing(), pytest.raises(ValueError, match="another process has used it for more than"):
+    with gallery._writing(), pytest.raises(ValueError, match="another process uses it; try again later"):
         other.add(new_images(np.random.default_rng(0), ["a"]))
     assert capsys.readouterr().err == f"waiting for another process, which writes to {gallery.path}\n"
     other.add(new_images(np.random.default_rng(0), ["a"]))

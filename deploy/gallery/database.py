@@ -123,7 +123,7 @@ def database_errors(path: Path) -> Iterator[None]:
     except sqlite3.OperationalError as error:
         text = str(error)
         if "locked" in text:
-            fix = f"another process has used it for more than {PATIENCE:.0f} s; try again later"
+            fix = "another process uses it; try again later"
         elif "full" in text or "readonly" in text or "unable to open" in text or "disk I/O" in text:
             fix = f"{text}; make room, or get the right to write there. Everything confirmed is safe"
         else:

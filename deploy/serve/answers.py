@@ -166,7 +166,7 @@ class Answers:
         try:
             return {"person": person, "image": gallery.add([image])[0] or None}
         except ValueError as error:  # the disk is full, another process changed it
-            raise RefusedError(500, f"This cannot be enrolled: {self._public(error)}") from None
+            raise RefusedError(503, f"This cannot be enrolled: {self._public(error)}") from None
 
     def forget(self, person: str) -> dict[str, Any]:
         """Erase a person; the bytes are overwritten when this returns."""

@@ -3,8 +3,8 @@
 Drop two photographs on the page: is it the same person, and where does the score lie among genuine and impostor pairs? With
 --gallery drop one: who is it? Programs ask by REST: verify, search, embed, enrol, remove; the page /api lists the requests.
 
-It listens on 127.0.0.1, which no other machine reaches; everybody who is logged in on this machine does. With --keys each
-request needs a key of the file, whose lines are `ask KEY` or `change KEY`; only the latter may enrol and remove, and only with
+It listens on 127.0.0.1, which no other machine reaches; everybody who is logged in on this machine does. With --keys requests
+need a key of the file, whose lines are `ask KEY` or `change KEY`; only the latter may enrol and remove, and only with
 keys may --host name another address. Without --detector a picture must be an aligned crop. Thresholds and histograms are those
 of the run that is the network, or of --results, the results.json of python -m eval --report; --pairs computes them from a
 verification set instead. Ctrl-C ends it.
@@ -31,6 +31,8 @@ from utils.checkpoint.format import newest_run
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 from utils.text import pip_install
+
+_PATIENCE = 5.0  # seconds that an enrolment waits for another process; searches wait for it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,7 +79,7 @@ def serve_page(options: argparse.Namespace) -> None:
     gallery = None
     if options.gallery:
         facts = facts_of(options, embedder, detector, recorded)
-        gallery = Gallery.create(options.gallery, facts) if is_new else Gallery(options.gallery)
+        gallery = Gallery.create(options.gallery, facts, _PATIENCE) if is_new else Gallery(options.gallery, _PATIENCE)
         require_network(gallery, embedder)
         warn_of_other_detector(gallery, facts.detector, WHICH_FACE)
     answers = Answers(embedder, detector, gallery, result, far)
