@@ -307,9 +307,8 @@ def export(options: argparse.Namespace) -> None:
             complete(files[0].parent, options, network, facts["contract"], known)
             moves = {files[0].parent: hub}
         if hub or not options.overwrite:
-            _require_new(
-                [*moves.values()], is_folder=bool(hub)
-            )  # again: one may have appeared, and there may be weights beside the file
+            # again: one may have appeared, and there may be weights beside the file
+            _require_new([*moves.values()], is_folder=bool(hub))
         before = _weights_beside(options.out)
         for file, target in moves.items():
             os.replace(file, target)

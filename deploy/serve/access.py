@@ -10,8 +10,9 @@ from starlette.requests import Request
 
 from utils.files import read_bytes, shown
 
-from .answers import RefusedError
+from .answers import NOTHING, RefusedError
 
+LOOPBACK = "127.0.0.1"
 ROLES = ("ask", "change")  # verify, search, embed, read; and also enrol and remove
 _KEY = re.compile(r"[!-~]{16,200}")
 _MAX_FILE = 1 << 20  # bytes
@@ -102,11 +103,8 @@ class Origins:
         if request.method not in ("GET", "POST", "DELETE"):
             raise RefusedError(501, "this is not a request of the service")
         if request.scope["query_string"] or (b"%" in raw and not raw.startswith(b"/api/people/")):
-            raise RefusedError(404, "there is nothing here")
+            raise RefusedError(404, NOTHING)
         try:
             unquote_to_bytes(raw).decode()
         except UnicodeDecodeError:  # it would become the name of somebody else
             raise RefusedError(400, "the path must be UTF-8, with %XX for what is not ASCII") from None
-
-
-LOOPBACK = "127.0.0.1"

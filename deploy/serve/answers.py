@@ -31,8 +31,6 @@ _MAX_PIXELS = 64_000_000  # of an upload: 0.6 GB while it is decoded; phones hav
 _TOP = 5  # people that a search shows
 WHICH_FACE = "largest"  # of several on a photograph
 NOTHING = "there is nothing here"
-
-
 _DECODED = 2  # pictures that are decoded, and searched for faces, at once
 
 
@@ -76,10 +74,11 @@ class Batcher:
             parts.append(self._waiting.popleft())
         try:
             if parts:
-                self.observe(sum(len(one) for one, _ in parts))
-                rows = self._embed(np.concatenate([one for one, _ in parts]))
-                for (one, answer), last in zip(parts, np.cumsum([len(one) for one, _ in parts]).tolist(), strict=True):
-                    answer.set_result(rows[last - len(one) : last])
+                crops = np.concatenate([one for one, _ in parts])
+                self.observe(len(crops))
+                ends = np.cumsum([len(one) for one, _ in parts])
+                for (_, answer), rows in zip(parts, np.split(self._embed(crops), ends[:-1]), strict=True):
+                    answer.set_result(rows)
         except Exception:
             for one, answer in parts:
                 try:

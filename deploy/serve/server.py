@@ -12,12 +12,13 @@ logged, and nothing but the gallery is written to the disk.
 
 import asyncio
 import errno
+import itertools
 import re
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -218,8 +219,13 @@ class _Routes:
             "metrics": lambda: Response(prometheus.generate_latest(registry), media_type=prometheus.CONTENT_TYPE_LATEST),
             "about": lambda: {**answers.about(), "max_bytes": MAX_PICTURE, "may_change": access.may_change},
             "gallery_picture": lambda number: Response(answers.gallery_picture(number), media_type="image/png"),
-            **{"verify": answers.verify, "search": answers.search, "embed": answers.embed, "people": answers.people},
-            **{"enrol": answers.enrol, "forget": answers.forget, "forget_image": answers.forget_image},
+            "verify": answers.verify,
+            "search": answers.search,
+            "embed": answers.embed,
+            "people": answers.people,
+            "enrol": answers.enrol,
+            "forget": answers.forget,
+            "forget_image": answers.forget_image,
         }
 
     def all(self) -> list[Route]:
@@ -248,8 +254,7 @@ class _Routes:
                 raise RefusedError(503, "too many pictures are waiting; try again in a moment")
             self.waiting += 1
             try:
-                body = await asyncio.wait_for(_body(request, sum(sizes)), _SECONDS)
-                pictures = [body[sum(sizes[:place]) :][:size] for place, size in enumerate(sizes)]
+                pictures = await asyncio.wait_for(_pictures(request, sizes), _SECONDS)
                 return JSONResponse(await run_in_threadpool(work, *words, *pictures))
             except asyncio.TimeoutError:
                 raise RefusedError(408, "the pictures took too long to arrive") from None
@@ -269,14 +274,15 @@ def _html(text: str) -> Response:
     return HTMLResponse(text.replace(_NONCE, nonce), headers={"Content-Security-Policy": policy})
 
 
-async def _body(request: Request, size: int) -> bytes:
-    """Return the body of a request, which has declared this size."""
+async def _pictures(request: Request, sizes: Sequence[int]) -> list[bytes]:
+    """Return the pictures in the body of a request, which has declared these sizes."""
     body = bytearray()
     async for part in request.stream():
         body += part
-    if len(body) != size:
+    if len(body) != sum(sizes):
         raise RefusedError(400, "the request ended before its last picture")
-    return bytes(body)
+    ends = itertools.accumulate(sizes)
+    return [bytes(memoryview(body)[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
 
 def _sizes(request: Request, count: int) -> list[int]:

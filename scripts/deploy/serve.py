@@ -16,6 +16,7 @@ Examples:
 """
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,13 +85,11 @@ def serve_page(options: argparse.Namespace) -> None:
         warn_of_other_detector(gallery, facts.detector, WHICH_FACE)
     answers = Answers(embedder, detector, gallery, result, far)
     server = PageServer(options.port, answers, access, options.host, options.tls)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         print(f"the page is at {server.page} (Ctrl-C ends it)", flush=True)
         if options.host != LOOPBACK and not options.tls:
             print("warning: keys and pictures are not encrypted; give --tls, or let a proxy do it", file=sys.stderr, flush=True)
         server.serve()
-    except KeyboardInterrupt:
-        pass
     print("ended", flush=True)  # also after a SIGINT that the shell ignores for programs behind &
 
 
