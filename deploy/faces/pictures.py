@@ -186,6 +186,11 @@ class Crop(NamedTuple):
     number: int  # of the face in its picture, from 0, best score first
     padding: float = 0.0  # share of the crop that is outside the picture, and so is black
 
+    @property
+    def quality(self) -> float:
+        """The detector's score, 1 for an aligned crop."""
+        return 1.0 if self.face is None else float(self.face.score)
+
 
 def add_which_argument(parser: argparse.ArgumentParser, one: bool = False, otherwise: str = "rejected") -> None:
     """Add --which, the faces of a picture that count.

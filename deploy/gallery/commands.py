@@ -260,9 +260,8 @@ def _enrol(faces: Sequence[EmbeddedFace], gallery: Gallery, options: argparse.Na
     """Add faces in one transaction."""
     images = []
     for picture, found, crop, embedding, _ in faces:
-        quality = 1.0 if crop.face is None else float(crop.face.score)
         pixels = None if options.no_pictures else crop.pixels
-        images.append(NewImage(picture.person, picture.name, found, crop.number, quality, embedding, pixels))
+        images.append(NewImage(picture.person, picture.name, found, crop.number, crop.quality, embedding, pixels))
     for image, number in zip(images, gallery.add(images), strict=True):
         counts["enrolled" if number else "skipped"] += 1
         if options.list and number:

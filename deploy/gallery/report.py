@@ -45,8 +45,6 @@ _MOST = 10  # people beside a face; --k may be 1,000, and the sheet would take g
 _KNOWN, _GREEN, _FRAME = "known", (0, 200, 0), 7  # pixels, of which the picture shows the inner half
 _LETTERS = 15  # of the name of a picture that is searched
 _RANKS = (1, 5)
-
-
 _MISSING = 0.1  # share of the frames that a video claims; files that only know how long it takes err by less
 
 
@@ -113,8 +111,7 @@ def search_all(options: argparse.Namespace) -> None:
                 searcher = gallery.searcher(options.by, options.weights)
                 report["rates"] = _rates(queries, embeddings, searcher, threshold, gallery)
         if options.sheet:
-            names = [str(one.span).partition(",")[0] if one.span else _end(shown(one.picture.name)) for one in queries]
-            rows = [(one.crop.pixels, name, one.matches) for one, name in zip(queries[:MAX_ROWS], names, strict=False)]
+            rows = [(one.crop.pixels, _caption(one), one.matches) for one in queries[:MAX_ROWS]]
             write_file(options.sheet, draw_sheet(rows, gallery, None if threshold is None else threshold.cosine))
             print(f"sheet: {shown(options.sheet)}")
         if options.json:
@@ -161,8 +158,9 @@ def _embedded(
     So poor faces, whose embeddings are short, count for less, and a search makes as many comparisons as that of a picture.
     """
     kept = [sorted(track.kept.values(), key=lambda one: -one[0]) for track in tracks]
-    crops = [crop for faces in kept for _, _, crop in faces] or [np.zeros((embedder.image_size,) * 2 + (3,), dtype=np.uint8)]
-    raw = embedder.embed(np.stack(crops)).astype(np.float64)
+    size = embedder.image_size
+    crops = [np.zeros((0, size, size, 3), dtype=np.uint8), *(crop[None] for faces in kept for _, _, crop in faces)]
+    raw = embedder.embed(np.concatenate(crops)).astype(np.float64)
     raw[~np.isfinite(raw).all(axis=1)] = 0
     found = []
     for place, (track, faces) in enumerate(zip(tracks, kept, strict=True), number):
@@ -292,8 +290,11 @@ def draw_sheet(rows: Sequence[tuple[np.ndarray, str, Sequence[Match]]], gallery:
     return captioned_sheet(drawn)
 
 
-def _end(name: str) -> str:
-    """Return the end of a name, which is what tells the pictures of a folder apart."""
+def _caption(query: Query) -> str:
+    """Return when a track was in view, or the end of a picture's name, which is what tells those of a folder apart."""
+    name = shown(query.picture.name)
+    if query.span:
+        return str(query.span).partition(",")[0]
     return name if len(name) <= _LETTERS else f"..{name[2 - _LETTERS :]}"
 
 

@@ -159,9 +159,8 @@ class Answers:
             raise RefusedError(422, str(error)) from None
         crop = self._crop(picture, 0)
         row, _ = self._embed(crop.pixels[None])[0]
-        quality = 1.0 if crop.face is None else float(crop.face.score)
         hashed, embedding = hashlib.sha256(picture).digest(), row.astype(np.float32)
-        image = NewImage(person, "sent to the service", hashed, crop.number, quality, embedding, crop.pixels)
+        image = NewImage(person, "sent to the service", hashed, crop.number, crop.quality, embedding, crop.pixels)
         try:
             return {"person": person, "image": gallery.add([image])[0] or None}
         except ValueError as error:  # the disk is full, another process changed it
