@@ -179,7 +179,8 @@ def _outcome(reader: Callable[[list[str]], int], tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("reader", BAD, ids=lambda reader: reader.__name__)
 def test_a_bad_end_is_found(reader: Callable[[list[str]], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tests.attack.fuzz_cases.MAX_SECONDS", 2)
+    if BAD[reader] == "hang":  # the others have the usual time: on a busy machine even a fork may take two seconds
+        monkeypatch.setattr("tests.attack.fuzz_cases.MAX_SECONDS", 2)
     outcome = _outcome(reader, tmp_path, monkeypatch)
     assert outcome.is_find and outcome.kind.startswith(BAD[reader])
     assert not (tmp_path / "place" / "marker").exists()  # cleared away for the next case

@@ -51,7 +51,7 @@ def test_a_short_torture_finds_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     arguments = ["--kills", "3", "--minutes", "0.4", "--processes", "2", "--by-hand", "0", "--seed", "4"]
     status = torture.main([*arguments, "--out", str(tmp_path / "finds"), "--json", str(report)])
     said = capsys.readouterr()
-    assert status == 0, said
+    assert status == 0, said.err
     found = json.loads(report.read_text())
     assert found["blows"] >= 1 and found["finds"] == [] and sum(found["finished_runs"].values()) >= 1
     assert {blow["kind"] for blow in found["dealt"]} <= set(said.out.split())
