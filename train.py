@@ -15,6 +15,7 @@ import argparse
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -145,10 +146,11 @@ def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, 
     for line in filter(None, [untested_torch(), *setup.warnings]):
         log.warn(line)
     parameters = sum(parameter.numel() for parameter in model.backbone.parameters()) / 1e6
+    classes = sum(task.dataset.num_classes for task in setup.tasks)
     log.info(
         f"{config.run.name}: {setup.total_steps} steps of {config.train.batch_size} images, {world.world_size} x "
         f"{world.device.type}, {setup.precision}, {parameters:.2f} M backbone parameters, "
-        f"{setup.tasks[0].dataset.num_classes} classes"
+        f"{classes} classes"
     )
     log.info(f"learning rate: {setup.schedule.describe()}")
     if setup.head_schedule != setup.schedule:
@@ -161,6 +163,8 @@ def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, 
         log.info(f"moving average of the backbone: decay {config.train.ema:g}; it {what}")
     if config.train.compile != "off":
         log.info(f"backbone: torch.compile in mode {config.train.compile}; the first step waits for it, perhaps minutes")
+    for task in setup.tasks if len(setup.tasks) > 1 else []:
+        log.info(f"task {task.name}: {task.order.batch_size} images of each step, {task.weight:g} of the loss")
     for head in model.heads.values():
         log.info(head.describe())
         for line in head.warnings:
@@ -243,12 +247,14 @@ class Meter:
         self.speed = Speed(config.train.batch_size)
         self._waits: tuple[float, float] | None = waited_for_core()
         self._loss_sum, self._count, self._grad_norm = 0.0, 0, 0.0
+        self._losses: Counter[str] = Counter()  # sums, of the tasks
 
     def take(self, late: LateValues, before: int) -> None:
         """Note the numbers of the optimizer steps before that number, and judge them; the host waits for them."""
         for values in late.take(before):
             check_finite(values, self.setup, self.model.scaler.enabled)
             self._loss_sum, self._count, self._grad_norm = self._loss_sum + values.loss, self._count + 1, values.grad_norm
+            self._losses.update(values.losses)
             self.log.advance(values.step + 1, values.loss)
             if values.step == 0 and not self.config.init.backbone:
                 judge_losses(values.losses, self.model, self.config.backbone.embedding_size, self.log)
@@ -269,6 +275,11 @@ class Meter:
             "data_wait": data_wait,
             "memory_gib": peak_memory_gib(self.setup.world.device),
         }
+        for name, head in self.model.heads.items() if len(self.model.heads) > 1 else []:
+            numbers |= {
+                f"loss_{name}": self._losses[name] / self._count,
+                f"positive_cosine_{name}": float(head.positive_cosine),
+            }
         if self.setup.head_schedule != self.setup.schedule:
             numbers["lr_centres"] = rates[1]
         if self.model.scaler.enabled:
@@ -276,6 +287,7 @@ class Meter:
         self.log.train(done, numbers, self.speed.eta(self.setup.total_steps - done))
         self._warn_once_if_busy()
         self._loss_sum, self._count = 0.0, 0
+        self._losses.clear()
         if self.config.data.on_bad_record == "skip":
             mine = [line for task in self.setup.tasks for line in task.dataset.take_warnings()]
             warnings = distributed.all_gather_objects(mine, self.setup.world)
@@ -320,10 +332,12 @@ def run(options: argparse.Namespace) -> None:
     elif options.check:  # what `train` does before its first step, but alone and without a run folder
         setup = set_up(config, options.processes or 1, options.machines)
         resume_or_init(config, setup, build_model(config, setup), images=False)
-        dataset = setup.tasks[0].dataset
-        decode_sample(dataset, config.data.image_size)
+        found = []
+        for task in setup.tasks:
+            decode_sample(task.dataset, config.data.image_size)
+            found += [task.dataset.describe(), *task.dataset.take_warnings()]
         sets = [f"{protocol.name}: {protocol.describe()}" for protocol in setup.protocols]
-        print("\n".join([dataset.describe(), *setup.warnings, *dataset.take_warnings(), *sets, "nothing wrong was found"]))
+        print("\n".join([*found, *setup.warnings, *sets, "nothing wrong was found"]))
     else:
         with StopSignal() as stop:
             train(config, stop)

@@ -15,10 +15,11 @@ from typing import Any
 import yaml
 from easydict import EasyDict
 
+from utils.checkpoint.format import sections
 from utils.files import MAX_SMALL_TEXT, read_text
-from utils.text import nearest
+from utils.text import nearest, prefix_errors
 
-from .rules import ENTRIES, RENAMED, check_rules
+from .rules import ENTRIES, RENAMED, TASK, TASK_SECTIONS, check_rules, check_tasks
 from .values import (
     SECTIONS,
     Given,
@@ -58,7 +59,7 @@ def shared_settings(config: dict[str, Any]) -> dict[str, Any]:
         config: the merged configuration, as plain dicts and lists.
     """
     settings: dict[str, Any] = {}
-    for section, values in config.items():
+    for section, values in sections(config).items():
         for name, value in values.items():
             key = f"{section}.{name}"
             if key in _MAY_DIFFER:
@@ -122,13 +123,51 @@ def load_config(
     picked = {section: tree[section]["name"] for section in SECTIONS}
     given: Given = {section: GivenSection([], {}) for section in SECTIONS}
     known = {name: {**tree[name], **section.arguments(picked[name])} for name, section in (named or {}).items()}
+    tasks: tuple[Any, str] = ([], "")
     for number, layer, source in layers:
+        tasks = (layer.pop("tasks"), source) if "tasks" in layer else tasks
         _merge(tree, take_arguments(layer, tree, given, number, source), source, known=known)
     if not tree["run"]["name"]:
         tree["run"]["name"] = path.stem
+    own = [(len(layers), entry, f"{tasks[1]}: tasks[{place}]") for place, entry in enumerate(_list_of_tasks(*tasks))]
+    tree["tasks"] = [_task(tree, given, entry, named or {}, picked) for entry in own]
     check_rules(tree)
+    check_tasks(tree)
     fill_named(tree, given, named or {}, picked)
     return _to_config(tree)
+
+
+def _list_of_tasks(value: Any, source: str) -> list[dict[str, Any]]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(entry, dict) for entry in value):
+        keys = ", ".join([*TASK, *TASK_SECTIONS])
+        raise ValueError(f"{source}: tasks must be a list of entries like {{{keys}}}, got {shown(value)}")
+    return list(value)
+
+
+def _task(
+    tree: dict[str, Any], given: Given, entry: tuple[int, Any, str], named: Mapping[str, NamedSection], picked: dict[str, str]
+) -> dict[str, Any]:
+    """Return a task: what its entry says of itself, and its sections, the keys that it does not name as in `tree`."""
+    number, values, source = entry
+    task, mine = dict(TASK), copy.deepcopy({**tree, "tasks": []})
+    of_sections = {name: value for name, value in values.items() if name in TASK_SECTIONS}
+    _merge(task, {name: value for name, value in values.items() if name not in TASK_SECTIONS}, source)
+    arguments = {name: GivenSection(list(picks), dict(found)) for name, (picks, found) in given.items()}
+    _merge(mine, take_arguments(of_sections, mine, arguments, number, source), source)
+    with prefix_errors(f"tasks: {task['name'] or 'an entry'}"):
+        check_rules(mine)
+        fill_named(mine, arguments, named, picked)
+    return {**task, **{name: mine[name] for name in TASK_SECTIONS}}
+
+
+def task_configs(config: EasyDict) -> list[EasyDict]:
+    """Return for each task the configuration with its data, head and loss, and its entry as `task`; one without `tasks`."""
+    plain = as_plain(config)
+    alone = {**TASK, "name": "", "batch_size": config.train.batch_size}
+    if not plain["tasks"]:
+        return [_to_config({**plain, "task": alone})]
+    parts = [({name: task[name] for name in TASK}, {name: task[name] for name in TASK_SECTIONS}) for task in plain["tasks"]]
+    return [_to_config({**plain, **own, "tasks": [], "task": task}) for task, own in parts]
 
 
 def find_config(path: Path) -> Path:

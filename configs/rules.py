@@ -1,6 +1,7 @@
 """The rules of a configuration, besides the types that base.yaml defines: allowed names, ranges, and rules across keys."""
 
 import itertools
+import re
 from typing import Any
 
 from utils.schedule import SCHEDULES
@@ -12,6 +13,15 @@ SOURCES = ("recordio", "folder", "list", "tar", "synthetic")
 ENTRIES: dict[str, dict[str, Any]] = {
     "data.sources": {"path": "", "source": "recordio", "repeat": 1.0},
     "optimizer.rules": {"match": "", "lr_factor": 1.0, "weight_decay": -1.0},
+}
+
+# an entry of `tasks`: keys with their defaults, and sections, which begin with those of the run
+TASK: dict[str, Any] = {"name": "", "batch_size": 0, "weight": 1.0}
+TASK_SECTIONS = ("data", "head", "loss")
+# keys of these sections that all tasks share
+_OF_ALL_TASKS = {
+    "data": ("image_size", "index_cache", "on_bad_record", "max_bad_fraction", "threads", "prefetch"),
+    "head": ("schedule",),
 }
 
 RENAMED = {
@@ -134,6 +144,32 @@ def check_rules(tree: dict[str, Any]) -> None:
             raise ValueError(f"{name} must be at most {_LARGEST.get(name, 1e30):g}, got {get(name)}")
     _check_run_name(tree["run"]["name"])
     _check_across(tree)
+
+
+def check_tasks(tree: dict[str, Any]) -> None:
+    """Raise ValueError at the first broken rule of the entries of `tasks`, whose sections are checked already."""
+    tasks, total = tree["tasks"], tree["train"]["batch_size"]
+    names = [task["name"] for task in tasks]
+    for number, task in enumerate(tasks):
+        where = f"tasks[{number}]"
+        if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", task["name"]):
+            raise ValueError(f"{where}.name must be letters a to z, digits and _, as part of a file name, got {task['name']!r}")
+        if names.count(task["name"]) > 1 or task["name"] in ("backbone", "ema", "trainer"):
+            raise ValueError(f"{where}.name must be its own, and no other part of a checkpoint, got {task['name']!r}")
+        if not 0 < task["weight"] <= 1e6:
+            raise ValueError(f"{where}.weight must be above 0 and at most 1e6, got {task['weight']}")
+        if task["batch_size"] < 0:
+            raise ValueError(f"{where}.batch_size must be 0 (by the number of images) or more, got {task['batch_size']}")
+        for section, keys in _OF_ALL_TASKS.items():
+            for key in keys:
+                if task[section][key] != tree[section][key]:
+                    raise ValueError(
+                        f"{where}.{section}.{key} must be that of all tasks, {tree[section][key]}, got {task[section][key]}; "
+                        f"set {section}.{key}"
+                    )
+    given = sum(task["batch_size"] for task in tasks)
+    if tasks and (given > total or (given != total and all(task["batch_size"] for task in tasks))):
+        raise ValueError(f"tasks: their batch_size add up to {given}, train.batch_size is {total}; make the two equal")
 
 
 def _check_run_name(name: str) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.checkpoint.format import find_checkpoint
-from utils.checkpoint.reading import class_order, shards_of
+from utils.checkpoint.format import find_checkpoint, read_manifest, slots_by_head
+from utils.checkpoint.reading import class_order, head_named, shards_of
 from utils.checkpoint.tensor_file import RefusedError, is_plain, load_plain, mapped_tensor
 from utils.files import read_numbers
 from utils.text import prefix_errors
@@ -40,7 +40,9 @@ class InitCounts(NamedTuple):
 
 
 @torch.no_grad()
-def init_centres(head: PartialFC, source_path: str, class_map: str, class_means: ClassMeans | None) -> InitCounts:
+def init_centres(
+    head: PartialFC, source_path: str, class_map: str, class_means: ClassMeans | None, name: str = ""
+) -> InitCounts:
     """Fill this rank's centres before the first step; the same centres on any number of ranks.
 
     Centres of the source keep their norm, which determines how fast they turn. New ones get the mean norm of the source's
@@ -51,6 +53,7 @@ def init_centres(head: PartialFC, source_path: str, class_map: str, class_means:
         source_path: init.head, a path for open_centres; "" = every class is new.
         class_map: init.classes, a path for read_class_map; "" = the source has the same labels.
         class_means: returns the mean direction of images of new classes; None = they stay random.
+        name: of the head, which a checkpoint with several must have.
 
     Raises:
         ValueError: the source does not fit.
@@ -58,7 +61,7 @@ def init_centres(head: PartialFC, source_path: str, class_map: str, class_means:
     source = old_of_new = None
     if source_path:
         with prefix_errors("init.head"):
-            source = open_centres(Path(source_path))
+            source = open_centres(Path(source_path), name)
         if class_map:
             with prefix_errors("init.classes"):
                 old_of_new = read_class_map(Path(class_map), source.num_classes, head.num_classes)
@@ -125,19 +128,25 @@ class CentreSource(NamedTuple):
     sub_centers: int = 1  # K
 
 
-def open_centres(path: Path) -> CentreSource:
+def has_head(path: str, name: str) -> bool:
+    """Return whether a path is a run folder or checkpoint with a head of that name."""
+    return bool(path) and Path(path).is_dir() and name in slots_by_head(read_manifest(find_checkpoint(Path(path))))
+
+
+def open_centres(path: Path, name: str = "") -> CentreSource:
     """Return the class centres at path.
 
     Args:
         path: run folder (its newest checkpoint), checkpoint folder, or a matrix (C, D) with row i for label i: .safetensors
             (key `weight`, or the only tensor), .pt or .pth (a tensor, or {"weight": tensor}), as scripts.checkpoint merge
             writes it.
+        name: of the head, of a checkpoint with several.
 
     Raises:
         ValueError: nothing is there, or it does not hold class centres.
     """
     if path.is_dir():
-        return _open_checkpoint(find_checkpoint(path))
+        return _open_checkpoint(find_checkpoint(path), name)
     if not path.is_file():
         raise ValueError(f"no run folder, checkpoint or matrix of class centres at {path}")
     rows = mapped_tensor(path, "weight") if path.suffix == ".safetensors" else _matrix(path)
@@ -166,9 +175,10 @@ def _matrix(path: Path) -> Tensor:
     return value
 
 
-def _open_checkpoint(checkpoint: Path) -> CentreSource:
-    num_classes, seed = class_order(checkpoint)
-    files = shards_of(checkpoint, num_classes)
+def _open_checkpoint(checkpoint: Path, name: str) -> CentreSource:
+    head = head_named(checkpoint, name)
+    num_classes, seed = class_order(checkpoint, head)
+    files = shards_of(checkpoint, num_classes, head)
     shards = [(slots, *_scaled(checkpoint / name)) for slots, name in files]
     row = tuple(shards[0][1].shape[1:]) if shards[0][1].ndim in (2, 3) else (0,)
     dim = row[-1]

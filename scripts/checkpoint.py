@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     merge = kinds.add_parser("merge", help="one matrix of class centres")
     merge.add_argument("path", type=Path, help="checkpoint folder, or run folder for its newest")
     merge.add_argument("out", type=Path, help="file .safetensors (key weight) or .pt (a tensor), (classes, D) float32")
+    merge.add_argument("--head", default="", metavar="TASK", help="of a run with several tasks, the one whose head it is")
     average = kinds.add_parser("average", help="the mean of several backbones")
     average.add_argument("paths", type=Path, nargs="+", help="checkpoints of one architecture, or runs for the newest of each")
     average.add_argument("--out", type=Path, required=True, help="file .safetensors or .pt")
@@ -115,7 +116,8 @@ def check(checkpoint: Path) -> list[str]:
         faults = check_hashes(checkpoint, progress=bar.update)
     for head, files in {ckpt.SOFTMAX: {}, **ckpt.slots_by_head(manifest)}.items():
         slots = max((stop for _, stop in files.values()), default=0)
-        classes = manifest.get("run_signature", {}).get("num_classes", slots) if head == ckpt.SOFTMAX else slots
+        signature = manifest.get("run_signature", {})
+        classes = signature.get("tasks", {head: signature}).get(head, {}).get("num_classes", slots)
         faults += [f"{head}: {line}" for line in slot_faults(files.values(), 0, classes)]
     return faults
 
@@ -179,7 +181,7 @@ def _planned_rows(
 def merge_centres(options: argparse.Namespace) -> None:
     """Write the class centres of all shards as one matrix, row k for label k; for .safetensors some rows at a time."""
     _check_target(options.out, options.overwrite)
-    source = open_centres(ckpt.find_checkpoint(options.path))
+    source = open_centres(ckpt.find_checkpoint(options.path), options.head)
     starts = range(0, source.num_classes, _ROWS_AT_ONCE)
 
     def rows() -> Iterator[Tensor]:

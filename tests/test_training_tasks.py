@@ -1,31 +1,36 @@
 """Several tasks on one backbone, each with images, classes, margin and head of its own: gradients, checkpoints and resuming."""
 
 import functools
+import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from dense_reference import all_centres, dense_loss, relative
+from easydict import EasyDict
 from rounding import head_bounds, rounding_bound
 from tiny_runs import read_metrics, run_program, tiny_run, write_dataset
 from torch import Tensor, nn
 
 import train
-from data.base import FaceDataset
 from data.datasets import SyntheticDataset
 from data.loader import LoadedBatch
 from data.sampler import SampleOrder
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowSGD
+from partial_fc.centres.shard import slots_of_classes
 from scripts import checkpoint as checkpoint_program
 from training.ahead import PreparedStep
 from training.model import Model
-from training.setup import Setup, Task, set_up
+from training.setup import Task, batch_sizes
 from training.step import forward_backward
 from utils import distributed
-from utils.checkpoint.format import list_checkpoints
+from utils.checkpoint.format import list_checkpoints, read_manifest
 from utils.checkpoint.reading import read_backbone, shard_reader
 from utils.distributed import World
 from utils.optim import build_optimizer
@@ -82,7 +87,7 @@ def _one_step(rank: int, world_size: int, accumulation: int) -> None:
     heads = {name: PartialFC(MARGINS[name], CLASSES[name], DIM, rank, world_size, 3, config) for name in CLASSES}
     model = Model(network, build_optimizer(network, "sgd", RATE, 0.0, 0.0), heads, LossScaler(enabled=False), None)
     order = SampleOrder(12, 12, 0, False, "full", 1, 1)
-    tasks = [Task(name, SyntheticDataset(2, 12, 0), order, WEIGHTS[name]) for name in CLASSES]
+    tasks = [Task(name, EasyDict(), SyntheticDataset(2, 12, 0), order, 0, WEIGHTS[name]) for name in CLASSES]
     batches = []
     for batch in _batches().values():  # micro-batch by micro-batch, rank by rank, as SampleOrder gives them
         mine = [part.chunk(world_size)[rank] for part in torch.arange(len(batch.labels)).chunk(accumulation)]
@@ -112,44 +117,45 @@ def test_two_heads_train_one_backbone_as_two_dense_ones(run_ranks: Callable[...,
     run_ranks(_one_step, world_size, accumulation)
 
 
-def _with_a_second_task(config: object) -> Setup:
-    """Return what train.py sets up, and a task of 30 drawn images of 9 people beside it."""
-    setup = set_up(config)
-    dataset: FaceDataset = SyntheticDataset(9, 30, seed=1)
-    return setup._replace(tasks=[*setup.tasks, Task("second", dataset, SampleOrder(30, 8, 5, True, "full", 1, 1), 0.5)])
+DRAWN = "data: {source: synthetic, num_classes: 9, num_images: 30}, loss: {name: arcface}"
+TWO = f"tasks=[{{name: first}}, {{name: second, batch_size: 4, weight: 0.5, {DRAWN}}}]"  # beside the 12 people of the file
 
 
-def train_on_two(arguments: list[str]) -> int:
-    """Run train.py with a second task."""
-    train.set_up = _with_a_second_task
-    return train.main(arguments)
-
-
-def _ends(run: Path) -> dict[str, Tensor]:
+def _ends(run: Path, heads: dict[str, int]) -> dict[str, Tensor]:
     newest = list_checkpoints(run)[-1]
-    rows = {name: shard_reader(newest, name)(0, classes) for name, classes in (("softmax", 12), ("second", 9))}
+    rows = {name: shard_reader(newest, name)(0, classes) for name, classes in heads.items()}
     return {**read_backbone(newest), **{f"{head}.{name}": value for head, by in rows.items() for name, value in by.items()}}
 
 
-def test_a_run_with_two_heads_saves_both_and_resumes_to_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_on_two_sets_saves_both_heads_and_resumes_to_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_dataset(tmp_path)
-    shared = ["head.sample_rate=0.5", "eval.targets=[]", "checkpoint.every=3", "train.max_steps=6"]
-    run = functools.partial(tiny_run, tmp_path, tmp_path, *shared, image_size=48)
-    assert (ended := run_program(train_on_two, [run("run.name=whole")] * 2)).returncode == 0, ended.stderr
+    shared = [TWO, "head.sample_rate=0.5", "eval.targets=[]", "checkpoint.every=3", "train.max_steps=6"]
+    run, heads = functools.partial(tiny_run, tmp_path, tmp_path, *shared, image_size=48), {"first": 12, "second": 9}
+    assert (ended := run_program(train.main, [run("run.name=whole")] * 2)).returncode == 0, ended.stderr
+    assert "task first: 4 images of each step, 0.5 of the loss" in ended.stdout and "21 classes" in ended.stdout
     shutil.copytree(tmp_path / "whole", tmp_path / "broken")
     shutil.rmtree(list_checkpoints(tmp_path / "broken")[-1])
-    ended = run_program(train_on_two, [run("run.name=broken")] * 2)
+    ended = run_program(train.main, [run("run.name=broken")] * 2)
     assert ended.returncode == 0 and "step_00000003 after step 3" in ended.stdout, ended.stderr
     names = {path.name for path in list_checkpoints(tmp_path / "broken")[-1].iterdir()}
-    assert {f"{head}_0000{rank}_of_00002.safetensors" for head in ("softmax", "second") for rank in (0, 1)} < names
-    whole, broken = _ends(tmp_path / "whole"), _ends(tmp_path / "broken")
+    assert {f"{head}_0000{rank}_of_00002.safetensors" for head in heads for rank in (0, 1)} < names
+    whole, broken = _ends(tmp_path / "whole", heads), _ends(tmp_path / "broken", heads)
     assert "second.momentum" in whole and all(torch.equal(broken[name], value) for name, value in whole.items())
-    assert read_metrics(tmp_path / "broken")[6]["loss"] == read_metrics(tmp_path / "whole")[6]["loss"] > 0
+    last = read_metrics(tmp_path / "whole")[6]
+    assert read_metrics(tmp_path / "broken")[6]["loss"] == last["loss"] > 0
+    assert last["loss"] == pytest.approx(0.5 * last["loss_first"] + 0.25 * last["loss_second"], rel=1e-5)
     # the program for checkpoints knows of both
     assert checkpoint_program.main(["verify", str(tmp_path / "whole")]) == 0
     assert checkpoint_program.main(["reshard", str(tmp_path / "whole"), "3", str(tmp_path / "again")]) == 0
-    again = _ends(tmp_path / "again")
+    again = _ends(tmp_path / "again", heads)
     assert all(torch.equal(again[name], value) for name, value in whole.items())
+    merge = ["merge", str(tmp_path / "whole"), str(tmp_path / "second.pt")]
+    assert checkpoint_program.main(merge) == 1
+    assert "it has the heads first, second, got no name; name one of them" in capsys.readouterr().err
+    assert checkpoint_program.main([*merge, "--head", "second"]) == 0
+    seed = read_manifest(list_checkpoints(tmp_path / "whole")[-1])["run_signature"]["tasks"]["second"]["seed"]
+    by_label = whole["second.centres"][torch.from_numpy(slots_of_classes(np.arange(9), 9, seed))]
+    assert torch.equal(torch.load(tmp_path / "second.pt"), nn.functional.normalize(by_label, dim=-1, eps=1e-12))
     newest = list_checkpoints(tmp_path / "again")[-1]
     manifest = (newest / "manifest.json").read_text()
     (newest / "manifest.json").write_text(manifest.replace("second_00001_of_00003", "other_00001_of_00003"))
@@ -157,13 +163,104 @@ def test_a_run_with_two_heads_saves_both_and_resumes_to_the_same_bits(tmp_path: 
     capsys.readouterr()
     assert checkpoint_program.main(["verify", str(newest)]) == 1
     assert "second: class slots 3 to 5 are in no file" in capsys.readouterr().out
-    ended = run_program(train_on_two, [run("run.name=again", "train.max_steps=7")])
+    ended = run_program(train.main, [run("run.name=again", "train.max_steps=7")])
     assert ended.returncode == 1 and "second: class slots 3 to 5 are in no file" in ended.stderr
 
 
-def test_a_run_with_two_heads_does_not_begin_with_a_checkpoint_of_one(tmp_path: Path):
+def test_one_task_is_a_run_without_tasks_to_the_bit(tmp_path: Path):
+    write_dataset(tmp_path)
+    shared = ["eval.targets=[]", "train.max_steps=3", "head.sample_rate=0.5"]
+    alone = tiny_run(tmp_path, tmp_path, *shared, "run.name=alone", image_size=48)
+    assert (ended := run_program(train.main, [alone])).returncode == 0, ended.stderr
+    given = ["data.path=''", "head.sample_rate=1", "loss.margin=0.4"]  # which the task says itself
+    task = f"tasks=[{{name: softmax, data: {{path: {tmp_path}}}, head: {{sample_rate: 0.5}}, loss: {{margin: 0.2}}}}]"
+    as_task = tiny_run(tmp_path, tmp_path, *shared, *given, task, "run.name=task", image_size=48)
+    assert (ended := run_program(train.main, [as_task])).returncode == 0, ended.stderr
+    one, other = (_ends(tmp_path / name, {"softmax": 12}) for name in ("alone", "task"))
+    assert all(torch.equal(other[name], value) for name, value in one.items())
+
+
+def test_a_run_on_two_sets_begins_with_the_heads_of_one_that_had_them(tmp_path: Path):
+    write_dataset(tmp_path)
+    shared = ["eval.targets=[]", "train.max_steps=1", "init.new_classes=random"]
+    run = functools.partial(tiny_run, tmp_path, tmp_path, *shared, image_size=48)
+    assert run_program(train.main, [run(TWO, "run.name=old")]).returncode == 0
+    old = f"init.backbone={tmp_path / 'old'}", f"init.head={tmp_path / 'old'}"
+    ended = run_program(train.main, [run(TWO, "run.name=both", *old)])
+    assert ended.returncode == 0 and "class centres: 21 kept, 0 from images, 0 at random" in ended.stdout, ended.stderr
+    ended = run_program(train.main, [run(TWO.replace("second", "third"), "run.name=third", *old)])
+    assert ended.returncode == 0 and "class centres: 12 kept, 0 from images, 9 at random" in ended.stdout, ended.stderr
+    ended = run_program(train.main, [run("run.name=alone", *old)])
+    assert ended.returncode == 1 and "init.head: " in ended.stderr and "it has the heads first, second" in ended.stderr
+
+
+def test_a_run_on_two_sets_does_not_begin_with_a_checkpoint_of_one(tmp_path: Path):
     write_dataset(tmp_path)
     assert run_program(train.main, [tiny_run(tmp_path, tmp_path, "eval.targets=[]", "train.max_steps=1")]).returncode == 0
-    ended = run_program(train_on_two, [tiny_run(tmp_path, tmp_path, "eval.targets=[]", "train.max_steps=2")])
-    assert ended.returncode == 1
-    assert "its trainer.pt does not fit this run: it has the margins of the heads softmax, this run has" in ended.stderr
+    ended = run_program(train.main, [tiny_run(tmp_path, tmp_path, TWO, "eval.targets=[]", "train.max_steps=2")])
+    assert ended.returncode == 1 and "num_classes was 12, this run has 21" in ended.stderr
+
+
+def test_the_batch_is_shared_by_the_numbers_of_images():
+    assert batch_sizes([0, 0], [300, 100], 1024) == [768, 256]
+    assert batch_sizes([0, 0, 0], [1_000_000, 1000, 1], 1024) == [896, 64, 64]  # each has a sixteenth
+    assert batch_sizes([256, 0, 0], [1, 500, 100], 1024) == [256, 640, 128]
+    assert batch_sizes([0], [7], 30) == [30] and batch_sizes([10, 0], [7, 7], 30) == [10, 20]
+
+
+WRONG = {
+    "3": "tasks must be a list of entries like {name, batch_size, weight, data, head, loss}, got 3",
+    "[{name: A}]": "tasks[0].name must be letters a to z, digits and _, as part of a file name, got 'A'",
+    "[{name: a}, {name: a}]": "tasks[0].name must be its own, and no other part of a checkpoint, got 'a'",
+    "[{name: ema}]": "tasks[0].name must be its own, and no other part of a checkpoint, got 'ema'",
+    "[{name: a, weight: 0}]": "tasks[0].weight must be above 0 and at most 1e6, got 0.0",
+    "[{name: a, batch_size: 4}, {name: b, batch_size: 2}]": "their batch_size add up to 6, train.batch_size is 8",
+    "[{name: a, batch_size: 8}, {name: b}]": "of train.batch_size=8, 0 images are left for the 1 tasks without a batch_size",
+    "[{name: a, data: {image_size: 64}}]": "tasks[0].data.image_size must be that of all tasks, 48, got 64",
+    "[{name: a, head: {schedule: cosine}}]": "tasks[0].head.schedule must be that of all tasks, same, got cosine",
+    "[{name: a, heads: {}}]": "tasks[0]: no key 'heads'",
+    "[{name: a, head: {sampel_rate: 1}}]": "tasks[0]: no key 'head.sampel_rate'. Did you mean head.sample_rate?",
+    "[{name: a, loss: {m2: 0.5}}]": "tasks[0]: no key 'loss.m2'",
+    "[{name: a, head: {sample_rate: 0}}]": "tasks: a: head.sample_rate must be above 0, got 0",
+    "[{name: a, data: {path: nowhere}}]": "tasks: a: data.path: ",
+    "[{name: a, batch_size: 7}, {name: b, batch_size: 1}]": "tasks: b has 1 of the images of each step: train.batch_size",
+}
+
+
+@pytest.mark.parametrize("tasks", WRONG)
+def test_wrong_tasks_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], tasks: str):
+    write_dataset(tmp_path, 4)
+    assert train.main([*tiny_run(tmp_path, tmp_path, f"tasks={tasks}", "eval.targets=[]", image_size=48), "--check"]) == 1
+    assert WRONG[tasks] in capsys.readouterr().err
+
+
+def test_tasks_are_printed_as_they_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert train.main([*tiny_run(tmp_path, tmp_path, TWO), "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "again.yaml").write_text(printed)
+    assert train.main([str(tmp_path / "again.yaml"), "--print-config"]) == 0
+    assert capsys.readouterr().out == printed
+    first, second = yaml.safe_load(printed)["tasks"]
+    assert first["loss"]["name"] == "cosface" and second["loss"] | {"name": "arcface", "scale": 16.0} == second["loss"]
+    assert first["head"] == second["head"] == yaml.safe_load(printed)["head"]
+
+
+def test_the_example_of_the_page_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (block,) = re.findall(r"```yaml\n(train: .*?)```", (Path(__file__).parents[1] / "docs" / "data.md").read_text(), re.S)
+    (tmp_path / "two.yaml").write_text(block)
+    assert train.main([str(tmp_path / "two.yaml"), "--print-config"]) == 0
+    asia, web = yaml.safe_load(capsys.readouterr().out)["tasks"]
+    assert (asia["name"], asia["batch_size"], asia["weight"], asia["head"]["sample_rate"]) == ("asia", 256, 0.5, 1.0)
+    assert (web["batch_size"], web["weight"], web["head"]["sample_rate"], web["loss"]["name"]) == (0, 1.0, 0.1, "cosface")
+
+
+@pytest.mark.parametrize("value", ["3", '[{"name": "a"}]', '[{"name": 1, "data": {}, "head": {}, "loss": {}}]'])
+def test_hostile_tasks_of_a_manifest_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str):
+    write_dataset(tmp_path, 8)
+    assert run_program(train.main, [tiny_run(tmp_path, tmp_path, "eval.targets=[]", "train.max_steps=1")]).returncode == 0
+    path = list_checkpoints(tmp_path / "tiny")[-1] / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["config"]["tasks"] = json.loads(value)
+    path.write_text(json.dumps(manifest))
+    assert checkpoint_program.main(["verify", str(tmp_path / "tiny")]) == 1
+    assert "config.tasks must be a list of objects with name, data, head and loss" in capsys.readouterr().out

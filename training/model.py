@@ -24,7 +24,7 @@ from backbones.checkpointing import set_checkpointing
 from eval.embed import EmbedSettings, class_means
 from losses import build_margin, margin_arguments
 from partial_fc import PartialFC, check_head_fits, check_loss, head_config
-from partial_fc.init import InitCounts, init_centres
+from partial_fc.init import InitCounts, has_head, init_centres
 from utils.checkpoint.format import BACKBONE, EMA, TRAINER, read_manifest
 from utils.checkpoint.reading import load_initial
 from utils.checkpoint.resume import SavedState, restore
@@ -173,9 +173,11 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
         synchronise_norms(backbone, world)
     backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     dim = config.backbone.embedding_size
-    settings = head_config(config.head, config.loss, config.optimizer, autocast, world)
-    loss = {key: config.loss[key] for key in ("name", *margin_arguments(config.loss.name))}
-    margins = {task.name: build_margin(**loss) for task in setup.tasks}
+    margins, settings = {}, {}
+    for task in setup.tasks:
+        loss = task.config.loss
+        margins[task.name] = build_margin(**{key: loss[key] for key in ("name", *margin_arguments(loss.name))})
+        settings[task.name] = head_config(task.config.head, loss, config.optimizer, autocast, world)
     with raise_on_all_ranks(world):
         with prefix_errors("backbone.freeze"):
             freeze(backbone, config.backbone.freeze)
@@ -191,31 +193,30 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
             optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in _OPTIMIZER_KEYS}, rules=rules)
         memory = backbone_memory(backbone, autocast, copies, config.data.image_size)
         beside = backbone_bytes(memory, config.train, count, world.device.type, free)
-        ranks, samples = world._replace(world_size=count), config.train.batch_size // config.train.accumulation
+        ranks, parts = world._replace(world_size=count), config.train.accumulation
         for task in setup.tasks:
-            margin, classes = margins[task.name], task.dataset.num_classes
-            check_loss(margin, settings)
-            beside += check_head_fits(margin, classes, dim, ranks, settings, samples, config.train.accumulation, beside, free)
-    heads, form, recorded = {}, "", _recorded_form(setup)
-    for number, task in enumerate(setup.tasks):
-        head_seed = seed if number == 0 else derive(seed, "head", task.name)
-        margin, classes = margins[task.name], task.dataset.num_classes
-        heads[task.name] = PartialFC(margin, classes, dim, world.rank, count, head_seed, settings, world.device)
+            margin, classes, how = margins[task.name], task.dataset.num_classes, settings[task.name]
+            check_loss(margin, how)
+            samples = task.order.batch_size // parts
+            beside += check_head_fits(margin, classes, dim, ranks, how, samples, parts, beside, free)
+    heads, recorded = {}, _head_sections({} if setup.resume_from is None else read_manifest(setup.resume_from))
+    for task, facts in zip(setup.tasks, _head_sections(setup.facts), strict=True):
+        margin, classes, how = margins[task.name], task.dataset.num_classes, settings[task.name]
+        heads[task.name] = PartialFC(margin, classes, dim, world.rank, count, task.seed, how, world.device)
         with raise_on_all_ranks(world):  # which communicates, and so raises on all of them or on none
             if world.world_size == count:  # not for --check, where one process stands for all
-                chosen = heads[task.name].choose_form(samples, recorded)
-                form = form or chosen
-    if form:
-        setup.facts["config"]["head"]["kernels"] = form
+                was = str(recorded[len(heads) - 1].get("kernels", "")) if len(heads) <= len(recorded) else ""
+                if form := heads[task.name].choose_form(task.order.batch_size // parts, was):
+                    facts["kernels"] = form
     scaler = LossScaler(enabled=autocast is torch.float16, device=world.device)
     ema = WeightAverage(backbone, config.train.ema) if config.train.ema else None
     return Model(backbone, optimizer, heads, scaler, autocast, ema)
 
 
-def _recorded_form(setup: Setup) -> Any:
-    """Return head.kernels of the checkpoint to resume from, if it has that."""
-    manifest = {} if setup.resume_from is None else read_manifest(setup.resume_from)
-    return manifest.get("config", {}).get("head", {}).get("kernels")
+def _head_sections(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the section `head` of each task of a manifest, or of a part of one."""
+    config = manifest.get("config", {})
+    return [part.get("head", {}) for part in config.get("tasks") or [config]]
 
 
 def backbone_bytes(memory: BackboneMemory, train: Any, processes: int, device: str, free: int) -> int:
@@ -251,18 +252,22 @@ def resume_or_init(config: EasyDict, setup: Setup, model: Model, images: bool = 
 
 
 def _init(config: EasyDict, setup: Setup, model: Model, images: bool) -> InitCounts:
-    """Fill the backbone and the class centres of the first task from another training, as the section `init` says."""
-    init, task = config.init, setup.tasks[0]
+    """Fill the backbone and the class centres from another training, as the section `init` says."""
+    init, counts = config.init, []
     load_initial(model.backbone, Path(init.backbone), config.data.image_size)
     if model.ema is not None:
         model.ema.begin()
-    means = functools.partial(
-        class_means,
-        model.backbone,
-        functools.partial(task.dataset.pixels_and_label, size=config.data.image_size),
-        task.dataset.labels(),
-        per_class=init.images_per_class,
-        device=setup.world.device,
-        settings=EmbedSettings(config.eval.batch_size, model.autocast, config.data.threads, config.data.image_size),
-    )
-    return init_centres(model.heads[task.name], init.head, init.classes, means if images else None)
+    for number, task in enumerate(setup.tasks):
+        means = functools.partial(
+            class_means,
+            model.backbone,
+            functools.partial(task.dataset.pixels_and_label, size=config.data.image_size),
+            task.dataset.labels(),
+            per_class=init.images_per_class,
+            device=setup.world.device,
+            settings=EmbedSettings(config.eval.batch_size, model.autocast, config.data.threads, config.data.image_size),
+        )
+        # labels of another training are those of the first task, unless it had a task of that name
+        source, classes = (init.head, init.classes) if number == 0 or has_head(init.head, task.name) else ("", "")
+        counts.append(init_centres(model.heads[task.name], source, classes, means if images else None, task.name))
+    return InitCounts(*map(sum, zip(*counts, strict=True)))

@@ -1,5 +1,6 @@
 """What a run is set up with: processes, tasks, verification sets, folder. Every mistake is reported before anything trains."""
 
+import contextlib
 import functools
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ import numpy as np
 import torch
 from easydict import EasyDict
 
-from configs import as_plain, dump_config, shared_settings
+from configs import as_plain, dump_config, shared_settings, task_configs
 from data import build_dataset
 from data.augment import Augment
 from data.base import FaceDataset
@@ -25,7 +26,9 @@ from utils.distributed import World, choose_device, init_distributed, raise_on_a
 from utils.distributed.agreement import require_equal, require_same_program
 from utils.distributed.patience import patiently
 from utils.precision import agreed_precision, set_tf32, slow_precision
+from utils.randomness import derive
 from utils.schedule import Schedule
+from utils.text import prefix_errors
 
 
 class Task(NamedTuple):
@@ -33,13 +36,18 @@ class Task(NamedTuple):
 
     Args:
         name: of its head, and of the head's files in a checkpoint.
+        config: of the run, with the sections `data`, `head` and `loss` of the task.
+        dataset: of config.data.
         order: which sample stands at which place of which step.
+        seed: of the order, the augmentation and the head.
         weight: factor on its loss.
     """
 
     name: str
+    config: EasyDict
     dataset: FaceDataset
     order: SampleOrder
+    seed: int
     weight: float = 1.0
 
 
@@ -48,7 +56,7 @@ class Setup(NamedTuple):
 
     world: World
     precision: str  # of the backbone: train.precision, but what this machine is fast at for auto
-    tasks: list[Task]  # steps and epochs are those of the first
+    tasks: list[Task]  # an epoch has as many images as all of them together
     protocols: list[Protocol[Result]]
     share: dict[str, int]  # this rank's part of each global batch
     total_steps: int
@@ -85,47 +93,65 @@ def set_up(config: EasyDict, processes: int = 0, machines: int = 1) -> Setup:
     for first in (True, False):  # one process of each machine parses the data, the others map what it found
         with raise_on_all_ranks(world), patiently(world, "reading the data"):
             if (world.local_rank == 0) is first:
-                dataset, protocols = open_data(config, count)
-    seen = dataset.fingerprint()
+                tasks, protocols = open_data(config, count)
+    seen: dict[str, int | str] = {}
+    prints = {task.name: task.dataset.fingerprint() for task in tasks}
+    for name, found in prints.items():
+        seen |= {key if len(tasks) == 1 else f"{name}: {key}": value for key, value in found.items()}
     for protocol in protocols:
         seen |= protocol.fingerprint()
     require_equal(seen, world, "data.path and eval.path must hold the same data for all processes; copy them again")
-    data, batch_size, seed = config.data, config.train.batch_size, config.run.seed
-    order = SampleOrder(
-        dataset.num_images, batch_size, seed, data.flip, data.shuffle, data.block, data.window, dataset.epoch_indices
-    )
-    facts = {
-        "run_signature": {
-            "backbone": [config.backbone.name, config.backbone.embedding_size, config.backbone.get("width", 1.0)],
-            "num_classes": dataset.num_classes,
-            "num_images": dataset.num_images,
-            "batch_size": batch_size,
-            "seed": seed,
-            "labels": seen["hash of the labels"],
-            "image_size": data.image_size,
-        },
-        "config": settled,
-    }
-    total_steps = config.train.max_steps or max(1, int(config.train.epochs * dataset.num_images / batch_size))
+    batch_size, num_images = config.train.batch_size, sum(task.dataset.num_images for task in tasks)
+    facts = {"run_signature": signature_of(config, tasks, prints), "config": settled}
+    total_steps = config.train.max_steps or max(1, int(config.train.epochs * num_images / batch_size))
     with raise_on_all_ranks(world):
-        schedules = build_schedules(config, total_steps, dataset.num_images / batch_size)
+        schedules = build_schedules(config, total_steps, num_images / batch_size)
     folder = Path(config.run.output) / config.run.name
     text = "" if processes else dump_config(settled)
     plan = prepare_run_folder(folder, config.checkpoint, text, facts["run_signature"], world)
     return Setup(
         world,
         precision,
-        [Task(SOFTMAX, dataset, order)],
+        tasks,
         protocols,
         {"rank": world.rank, "world_size": count, "accumulation": config.train.accumulation},
         total_steps,
-        batch_size / dataset.num_images,
+        batch_size / num_images,
         *schedules,
         folder,
         facts,
         plan.checkpoint,
-        [*dataset.warnings, *unlike, *plan.warnings, *slow_precision("train.precision=", precision, world.device)],
+        [
+            *(line for task in tasks for line in task.dataset.warnings),
+            *unlike,
+            *plan.warnings,
+            *slow_precision("train.precision=", precision, world.device),
+        ],
     )
+
+
+def signature_of(config: EasyDict, tasks: list[Task], prints: dict[str, dict[str, int | str]]) -> dict[str, Any]:
+    """Return what a checkpoint must have been trained on for this run to resume from it.
+
+    Args:
+        prints: the fingerprint of the data of each task.
+    """
+    several = {}
+    for task in tasks:
+        counts = {"num_classes": task.dataset.num_classes, "num_images": task.dataset.num_images}
+        labels = prints[task.name]["hash of the labels"]
+        several[task.name] = {**counts, "batch_size": task.order.batch_size, "seed": task.seed, "labels": labels}
+    first = several[tasks[0].name]
+    return {
+        "backbone": [config.backbone.name, config.backbone.embedding_size, config.backbone.get("width", 1.0)],
+        "num_classes": sum(task["num_classes"] for task in several.values()),
+        "num_images": sum(task["num_images"] for task in several.values()),
+        "batch_size": config.train.batch_size,
+        "seed": config.run.seed,
+        "labels": first["labels"],
+        "image_size": config.data.image_size,
+        **({"tasks": several} if config.tasks else {}),
+    }
 
 
 def build_schedules(config: EasyDict, total_steps: int, steps_per_epoch: float) -> tuple[Schedule, Schedule]:
@@ -158,21 +184,63 @@ def open_loaders(config: EasyDict, setup: Setup, start_step: int) -> list[Loader
     for task in setup.tasks:
         samples = functools.partial(task.order.samples, **share)
         ahead = functools.partial(task.order.read_ahead, first_step=start_step, **share)
-        augment = Augment(config.augment, config.run.seed)
+        augment = Augment(config.augment, task.seed)
         loaders.append(Loader(task.dataset, samples, *steps, ahead, augment, held=2, image_size=data.image_size))
     return loaders
 
 
-def open_data(config: EasyDict, num_processes: int) -> tuple[FaceDataset, list[Protocol[Result]]]:
+def open_data(config: EasyDict, num_processes: int) -> tuple[list[Task], list[Protocol[Result]]]:
     """Return the training data and the verification sets, after checking what can be checked of them before training."""
-    data = config.data
+    data, seed = config.data, config.run.seed
     check_batch(config.train.batch_size, config.train.accumulation, num_processes)
     cache = {"auto": str(Path(config.run.output) / "index_cache"), "off": None}.get(data.index_cache, data.index_cache)
-    dataset = build_dataset(data, config.run.seed, cache)
+    found = []
+    for number, own in enumerate(task_configs(config)):
+        task_seed = derive(seed, "task", own.task.name) if number else seed
+        with prefix_errors(f"tasks: {own.task.name}") if config.tasks else contextlib.nullcontext():
+            found.append((own, build_dataset(own.data, task_seed, cache), task_seed))
+    given = [own.task.batch_size for own, _, _ in found]
+    sizes = batch_sizes(given, [dataset.num_images for _, dataset, _ in found], config.train.batch_size)
+    tasks = []
+    for (own, dataset, task_seed), size in zip(found, sizes, strict=True):
+        with prefix_errors(f"tasks: {own.task.name} has {size} of the images of each step"):
+            check_batch(size, config.train.accumulation, num_processes)
+        how = own.data
+        order = SampleOrder(
+            dataset.num_images, size, task_seed, how.flip, how.shuffle, how.block, how.window, dataset.epoch_indices
+        )
+        weight = own.task.weight * size / config.train.batch_size
+        tasks.append(Task(own.task.name or SOFTMAX, own, dataset, order, task_seed, weight))
     protocols = load_protocols(config.eval.path or data.path, config.eval.targets, open_set)
     check_names(protocols)
     check_metric(protocols, config.eval.metric)
-    return dataset, protocols
+    return tasks, protocols
+
+
+def batch_sizes(given: list[int], num_images: list[int], total: int) -> list[int]:
+    """Return how many images of each step belong to each task.
+
+    What the tasks with a size of their own leave is shared by the others in proportion to their numbers of images, in
+    sixteenths of the whole, or in single images where that is no multiple of 16. The same on any number of processes.
+
+    Args:
+        given: 0 = by the number of images.
+
+    Raises:
+        ValueError: too little is left.
+    """
+    open_ = [number for number, size in enumerate(given) if not size]
+    unit = total // 16 if total % 16 == 0 else 1
+    left, images = (total - sum(given)) // unit, sum(num_images[number] for number in open_)
+    if left < len(open_) or (open_ and (total - sum(given)) % unit):
+        raise ValueError(
+            f"tasks: of train.batch_size={total}, {total - sum(given)} images are left for the {len(open_)} tasks without a "
+            f"batch_size, in parts of {unit}; give each task its batch_size"
+        )
+    shares = dict.fromkeys(open_, 1)  # and the rest one by one, to the task that is furthest below its part
+    for _ in range(left - len(open_)):
+        shares[max(open_, key=lambda number: num_images[number] / images * left - shares[number])] += 1
+    return [size or shares[number] * unit for number, size in enumerate(given)]
 
 
 def decode_sample(dataset: FaceDataset, size: int) -> None:

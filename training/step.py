@@ -105,7 +105,7 @@ def train_step(
     grad_norm = unscale_and_clip_grad_norm_(model.backbone, scale, config.optimizer.clip_norm, config.optimizer.clip_value)
     # the same on all ranks: these are functions of the head's sums and of DDP's averages, whose bits are the same on all ranks
     good = loss.isfinite() & grad_norm.isfinite()
-    updates = [model.heads[task.name].settle(rates[1] * config.head.lr_factor, good) for task in tasks]
+    updates = [model.heads[task.name].settle(rates[1] * task.config.head.lr_factor, good) for task in tasks]
     step_if(model.optimizer, good)  # before the updates: the host needs long to enqueue those, on a stream of their own
     if model.ema is not None:
         model.ema.update(good)

@@ -38,6 +38,13 @@ FORMS: dict[str, Callable[[float], str]] = {
     "memory_gib": "{:.2f} GiB".format,
     "loss_scale": "scale {:.0f}".format,
 }
+
+
+def _shown(name: str, value: float) -> str:
+    form = next(form for form in FORMS if name == form or (name.startswith(f"{form}_") and name not in FORMS))
+    return f"{name[len(form) + 1 :]}: {FORMS[form](value)}" if name != form else FORMS[form](value)
+
+
 _ON_BAR = ("lr", "images_per_second", "data_wait")
 TRAINING = "train"  # the kind of training metrics in metrics.jsonl and TensorBoard; other kinds are names of sets
 _KEPT = "\n\t"  # control characters that are not escaped, because tables have several lines
@@ -153,11 +160,11 @@ class RunLog:
         """Write the training metrics after `step` optimizer steps: in the log, and on the terminal or its progress bar.
 
         Args:
-            numbers: by the names in FORMS.
+            numbers: by the names in FORMS; loss and positive_cosine also with the name of a task: loss_asia.
         """
         if not self.active:
             return
-        shown = {name: FORMS[name](value) for name, value in numbers.items()}
+        shown = {name: _shown(name, value) for name, value in numbers.items()}
         eta = f"eta {format_seconds(eta_seconds)}"
         line = "  ".join([f"step {step}/{self.total_steps}", self._epoch(step), *shown.values(), eta])
         self._line(line)

@@ -39,6 +39,12 @@ def backbone_words(config: Config) -> str:
     return _named(section, "name", [key for key in section if key not in _NOT_OF_THE_BACKBONE])
 
 
+def tasks_of(config: Config) -> list[dict[str, Any]]:
+    """Return the entries of `tasks`, which a checkpoint's manifest was checked for."""
+    found: Any = config.get("tasks")
+    return list(found) if isinstance(found, list) else []
+
+
 def data_facts(config: Config, signature: Mapping[str, Any]) -> Facts:
     """Return the training set: its name, kind, numbers of people and images, and the hash of its labels.
 
@@ -46,9 +52,11 @@ def data_facts(config: Config, signature: Mapping[str, Any]) -> Facts:
         signature: run_signature of the manifest.
     """
     data = config.get("data", {})
-    several: Any = data.get("sources")
-    entries = several if isinstance(several, list) else []
-    paths = [entry.get("path") for entry in entries if isinstance(entry, dict)] or [data.get("path")]
+    paths: list[Any] = []
+    for part in [task["data"] for task in tasks_of(config)] or [data]:
+        several: Any = part.get("sources")
+        entries = several if isinstance(several, list) else []
+        paths += [entry.get("path") for entry in entries if isinstance(entry, dict)] or [part.get("path")]
     names = [PurePath(path).name for path in paths if isinstance(path, str) and path]  # folders above may name the user
     found = [("training set", ", ".join(names)), ("kind", words(data["source"]) if data.get("source") else "")]
     for title, key in (("people (classes)", "num_classes"), ("images", "num_images")):
@@ -59,6 +67,10 @@ def data_facts(config: Config, signature: Mapping[str, Any]) -> Facts:
     labels = signature.get("labels")
     found.append(("hash of the labels", words(labels) if isinstance(labels, str) else ""))
     return _present(found)
+
+
+def _loss_words(loss: Mapping[str, Any]) -> str:
+    return _named(loss, "name", [key for key in loss if key not in _NOT_OF_THE_LOSS])
 
 
 def recipe_facts(config: Config, step: int, signature: Mapping[str, Any]) -> Facts:
@@ -73,7 +85,8 @@ def recipe_facts(config: Config, step: int, signature: Mapping[str, Any]) -> Fac
     kind = schedule.get("kind")
     return _present(
         [
-            ("loss", _named(loss, "name", [key for key in loss if key not in _NOT_OF_THE_LOSS])),
+            ("loss", _loss_words(loss) if not tasks_of(config) else ""),
+            *((f"loss of {one_line(task['name'])}", _loss_words(task["loss"])) for task in tasks_of(config)),
             *((key.replace("_", " "), _unless_off(loss.get(key))) for key in _NOT_OF_THE_LOSS[1:]),
             ("head", _pairs(head, ("sample_rate", "sub_centers", "storage", *sampled))),
             ("optimizer", _optimizer_words(optimizer)),

@@ -205,7 +205,8 @@ def list_jobs(options: argparse.Namespace, settings: Sequence[str]) -> list[Job]
     config = load_config(options.config, program, NAMED)
     if not config.eval.targets:
         raise ValueError(f"--config: {options.config} must name verification sets in eval.targets")
-    dataset, sets = open_data(config, 1)
+    (task,), sets = open_data(config, 1)
+    dataset = task.dataset
     data = [dataset.fingerprint(), _digest_of_images(dataset), [one for pairs in sets for one in pairs.fingerprint().values()]]
     epoch_steps = max(1, dataset.num_images // config.train.batch_size)
     jobs = []

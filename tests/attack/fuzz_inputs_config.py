@@ -40,6 +40,9 @@ def _yaml_tree(sound: Sound, rng: Rng) -> Case:
     tree[section][key] = (
         value(rng) if kind < 0.6 else change_tree(base[section][key], rng) if kind < 0.8 else base[section][key]
     )
+    if rng.random() < 0.1:
+        tasks = [{"name": "a", section: tree[section]}, {"name": "b"}]
+        tree["tasks"] = tasks if rng.random() < 0.5 else change_tree(tasks, rng)
     if rng.random() < 0.2:
         tree = change_tree(tree, rng)
     if rng.random() < 0.2:
@@ -55,6 +58,7 @@ def _yaml_tree(sound: Sound, rng: Rng) -> Case:
 def _keys() -> dict[str, Any]:
     """Return all keys with their defaults, including those of every loss and of the default backbone."""
     base: dict[str, Any] = yaml.safe_load(_BASE.read_text())
+    del base["tasks"]  # a list, which _yaml_tree makes of a section
     for name in list(MARGINS):
         base["loss"] |= margin_arguments(name)
     base["backbone"] |= backbone_arguments(base["backbone"]["name"])

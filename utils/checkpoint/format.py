@@ -19,6 +19,7 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,16 @@ def in_words(key: str, value: Any) -> str:
     """Return a value of a run's signature for people: its backbone is [name, embedding size, width]."""
     named = key == "backbone" and isinstance(value, list) and len(value) == 3
     return f"{value[0]}, {value[1]}-d, width {value[2]}" if named else str(value)
+
+
+def sections(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the sections of a configuration by name; those of a task as, for example, `tasks.asia.head`."""
+    found = {name: values for name, values in config.items() if isinstance(values, dict)}
+    for task in config.get("tasks", ()):
+        name = f"tasks.{task['name']}"
+        found |= {f"{name}.{key}": values for key, values in task.items() if isinstance(values, dict)}
+        found[name] = {key: value for key, value in task.items() if not isinstance(value, dict)}
+    return found
 
 
 def slots_by_head(manifest: dict[str, Any]) -> dict[str, dict[str, tuple[int, int]]]:
@@ -210,9 +221,15 @@ def _manifest_fault(manifest: Any) -> str:
         if not isinstance(manifest.get(key, {} if key != "files" else None), dict):
             return f"{key} must be an object, got {manifest.get(key)!r:.80}"
     for key, value in manifest.get("run_signature", {}).items():
+        if key == "tasks" and not (isinstance(value, dict) and all(isinstance(task, dict) for task in value.values())):
+            return f"run_signature.tasks must be an object of objects, got {value!r:.80}"
         if key in ("num_classes", "num_images", "batch_size", "seed") and not whole(value, 0, 2**63 - 1):
             return f"run_signature.{key} must be a whole number from 0, got {value!r:.80}"
     for key, section in manifest.get("config", {}).items():
+        if key == "tasks":
+            if not (isinstance(section, list) and all(isinstance(task, dict) and _is_task(task) for task in section)):
+                return f"config.tasks must be a list of objects with name, data, head and loss, got {section!r:.80}"
+            continue
         if not isinstance(section, dict):
             return f"config.{key} must be an object, got {section!r:.80}"
         for name in {"eval": ("path", "metric"), "data": ("path",), "backbone": ("name",)}.get(key, ()):
@@ -234,6 +251,11 @@ def _manifest_fault(manifest: Any) -> str:
         if slots[0] >= slots[1]:
             return f"the slots of {name} are {slots[0]} to {slots[1]}"
     return ""
+
+
+def _is_task(task: dict[str, Any]) -> bool:
+    parts = [task.get(key) for key in ("data", "head", "loss")]
+    return isinstance(task.get("name"), str) and all(isinstance(part, dict) for part in parts)
 
 
 def prune(run_folder: Path, keep_last: int, keep_every: int = 0, keep_best: int = 1) -> list[str]:

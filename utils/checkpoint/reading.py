@@ -87,14 +87,27 @@ def slot_faults(ranges: Iterable[tuple[int, int]], start: int, stop: int) -> lis
     return lines
 
 
-def class_order(checkpoint: Path) -> tuple[int, int]:
-    """Return (number of classes, seed), which determine the slot of each class.
+def head_named(checkpoint: Path, name: str = "") -> str:
+    """Return the name of the head of a checkpoint that belongs to the task `name`: its own, or the only one there is.
+
+    Raises:
+        ValueError: there are several, and none has that name.
+    """
+    heads = sorted(slots_by_head(read_manifest(checkpoint)))
+    if name in heads or len(heads) <= 1:
+        return name if name in heads else (heads or [SOFTMAX])[0]
+    raise ValueError(f"checkpoint {checkpoint}: it has the heads {', '.join(heads)}, got {name or 'no name'}; name one of them")
+
+
+def class_order(checkpoint: Path, head: str = SOFTMAX) -> tuple[int, int]:
+    """Return (number of classes, seed) of a head, which determine the slot of each class.
 
     Raises:
         ValueError: the manifest does not have them.
     """
     try:
         signature = read_manifest(checkpoint)["run_signature"]
+        signature = signature.get("tasks", {}).get(head, signature)
         return int(signature["num_classes"]), int(signature["seed"])
     except (KeyError, TypeError):
         raise ValueError(

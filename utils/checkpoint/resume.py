@@ -244,11 +244,10 @@ def changed_keys(checkpoint: Path, config: dict[str, Any]) -> list[str]:
 
     Keys that only one of the two has, such as new keys of a later version, are left out.
     """
-    saved = ckpt.read_manifest(checkpoint).get("config")
-    lines = []
-    for section, values in (saved if isinstance(saved, dict) else {}).items():
-        here = config.get(section)
-        if section == "run" or not (isinstance(values, dict) and isinstance(here, dict)):
+    now, lines = ckpt.sections(config), []
+    for section, values in ckpt.sections(ckpt.read_manifest(checkpoint).get("config", {})).items():
+        here = now.get(section)
+        if section == "run" or here is None:
             continue
         for key, was in values.items():
             if key in here and here[key] != was and (section, key) != ("checkpoint", "resume"):
