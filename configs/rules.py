@@ -12,6 +12,7 @@ SOURCES = ("recordio", "folder", "list", "tar", "synthetic")
 # key of a list -> the keys of its entries, with their defaults
 ENTRIES: dict[str, dict[str, Any]] = {
     "data.sources": {"path": "", "source": "recordio", "repeat": 1.0},
+    "head.stages": {"epochs": 0.0, "steps": 0, "sample_rate": -1.0, "scale": -1.0, "margin": -1.0},
     "optimizer.rules": {"match": "", "lr_factor": 1.0, "weight_decay": -1.0},
 }
 
@@ -193,7 +194,10 @@ def _check_across(tree: dict[str, Any]) -> None:
         raise ValueError(f"init.classes needs init.head, whose labels it maps, got {init['classes']!r} alone")
     if -1 < tree["head"]["weight_decay"] < 0:
         raise ValueError(f"head.weight_decay must be 0 or more, or -1 for the optimizer's, got {tree['head']['weight_decay']}")
-    if tree["head"]["sampling"] == "neighbours" and tree["head"]["sample_rate"] == 1:
+    stages = tree["head"]["stages"]
+    _check_stages(stages)
+    rates = [tree["head"]["sample_rate"], *(stage["sample_rate"] for stage in stages if stage["sample_rate"] != -1)]
+    if tree["head"]["sampling"] == "neighbours" and min(rates) == 1:
         raise ValueError("head.sampling=neighbours needs head.sample_rate below 1; at 1 every class is in every step")
     if tree["head"]["sampling"] == "neighbours" and tree["head"]["sub_centers"] > 1:
         raise ValueError(
@@ -274,6 +278,18 @@ def _check_parameter_rules(rules: list[dict[str, Any]]) -> None:
             raise ValueError(f"{name}.lr_factor must be 0 or more, got {rule['lr_factor']}")
         if decay != -1 and not 0 <= decay <= 1e30:
             raise ValueError(f"{name}.weight_decay must be 0 or more, or -1 for the optimizer's, got {decay}")
+
+
+def _check_stages(stages: list[dict[str, Any]]) -> None:
+    for number, stage in enumerate(stages):
+        name = f"head.stages[{number}]"
+        if not (0 <= stage["epochs"] <= 1e6 and 0 <= stage["steps"] <= 99_999_999) or (stage["epochs"] and stage["steps"]):
+            got = f"{stage['epochs']:g} and {stage['steps']}"
+            raise ValueError(f"{name} must begin after some epochs, or steps, from 0 on, got {got}; set one of the two")
+        if stage["sample_rate"] != -1 and not 0 < stage["sample_rate"] <= 1:
+            raise ValueError(f"{name}.sample_rate must be above 0 and at most 1, got {stage['sample_rate']}")
+        if all(stage[key] == -1 for key in ("sample_rate", "scale", "margin")):
+            raise ValueError(f"{name} must set sample_rate, scale or margin; add one, or take the entry out")
 
 
 def _check_sources(data: dict[str, Any]) -> None:

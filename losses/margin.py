@@ -20,6 +20,7 @@ GRADIENTS = ("exact", "straight_through")
 SCHEDULE = ("margin_start", "margin_steps")  # arguments that a class takes as **schedule and hands on to Margin
 SHARED = ("gradient", *SCHEDULE)  # and those that it takes as **shared
 State = dict[str, Tensor]
+Stages = tuple[tuple[int, Mapping[str, float]], ...]  # the optimizer step, counted from 1, and the arguments from there on
 
 
 class Ranks(Protocol):
@@ -88,7 +89,8 @@ class Margin(nn.Module):
       derivatives are finite for every finite cosine, including rounding errors beyond [-1, 1]. It computes in fp32 or better,
       for any autocast setting and any input dtype.
     - No method makes the host wait for the device: a number that depends on a batch stays a tensor.
-    - For cosines in [-1, 1], no logit of any step is above `logit_bound`, and no negative's is below `lowest_negative`.
+    - For cosines in [-1, 1], no logit of any step is above `logit_bound`, and no negative's is below `lowest_negative`. Both
+      may change with the arguments, which `at_step` sets where a training has stages.
       A cosine that rounding puts beyond 1 may exceed them in proportion.
     - A margin keeps state between steps in buffers, so `state_dict` and `.to(device)` include it. The state is equal on all
       ranks, since all methods get the global batch.
@@ -110,6 +112,7 @@ class Margin(nn.Module):
     link = "softmax"  # or "sum": each class has a loss of its own, softplus(-t) of the target, softplus(z) of a negative
     negative_weight = 1.0  # of the negatives' softplus, in a sum
     target_weight = 1.0  # of the target's softplus, in a sum
+    stages: Stages = ()  # of the training, ascending; the last one that has begun holds. Empty = the arguments never change
 
     def __init__(self, scale: float = 64.0, gradient: str = "exact", margin_start: float = 1.0, margin_steps: int = 0) -> None:
         super().__init__()
@@ -136,9 +139,15 @@ class Margin(nn.Module):
         """
 
     def at_step(self, step: int) -> None:
-        """Set what depends on the number of the optimizer step, counted from 1: here the share of the margin."""
+        """Set what depends on the number of the optimizer step, counted from 1: a stage's arguments, the margin's share."""
+        for name, value in self.arguments_at(step).items():
+            setattr(self, name, value)
         if self.margin_steps:
             self.share = self.margin_start + (1.0 - self.margin_start) * min(1.0, step / self.margin_steps)
+
+    def arguments_at(self, step: int) -> Mapping[str, float]:
+        """Return the arguments that the stages set for an optimizer step, counted from 1."""
+        return next((arguments for first, arguments in reversed(self.stages) if first <= step), {})
 
     def observe(self, cosine: Tensor, norm: Tensor, seed: int = 0, of_class: Mapping[str, Tensor] | None = None) -> State:
         """Return the state of a micro-batch that the other methods need.

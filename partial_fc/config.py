@@ -22,6 +22,7 @@ class HeadConfig:
     are in configs/rules.py.
 
     Args:
+        rates: the first optimizer step, from 0 on, and the sample rate of each stage, ascending; () = sample_rate in all steps.
         optimizer: of the centres.
         matmul_dtype: float32 or bfloat16, of the matrix products; sums are float32.
         wire_dtype: float32 or bfloat16, of the embeddings and their gradients on their way between ranks.
@@ -46,15 +47,25 @@ class HeadConfig:
     cache_mb: int = -1
     kernels: str = "auto"
     sub_centers: int = 1
+    rates: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         assert 1 <= self.sub_centers <= 255  # which of them a sample sees takes one byte
         assert self.sub_centers == 1 or self.sampling == "uniform"  # the graph of neighbours knows one centre for each class
 
+    def rate_at(self, step: int) -> float:
+        """Return the sample rate of an optimizer step, counted from 0."""
+        return next((rate for first, rate in reversed(self.rates) if first <= step), self.sample_rate)
+
+    @property
+    def all_rates(self) -> list[float]:
+        """The sample rates of all stages."""
+        return [rate for _, rate in self.rates] or [self.sample_rate]
+
     @property
     def decays(self) -> bool:
         """Whether rows lag behind and are caught up; at rate 1 every row is updated in every step, so none does."""
-        return self.inactive_rows == "decay" and self.sample_rate < 1
+        return self.inactive_rows == "decay" and min(self.all_rates) < 1
 
     @property
     def has_second_moment(self) -> bool:

@@ -122,6 +122,7 @@ class PartialFC(nn.Module):
         self.positive_cosine = torch.zeros((), device=device)
         self._current: Step | None = None
         self._number = 0  # of the optimizer step begun last
+        self._stage = -1  # the first step of its stage
         self._classes: np.ndarray | None = None  # distinct slots of its batch, all ranks
 
     @property
@@ -171,22 +172,36 @@ class PartialFC(nn.Module):
         """
         if isinstance(prepared, Tensor):
             prepared = self.prepare(prepared, step)
+        news: list[str] = []
         if isinstance(prepared, SharedLabels):
             assert self._graph is not None
-            self.news = ""
-            if self._graph.is_due(step):
-                self._beside.wait()
-                self.news = self._graph.rebuild(self.centre_store, self._passes.dtype, step)
-            prepared = self._plan(prepared, self._graph.near(prepared.classes))
+            near = None
+            if self.config.rate_at(step) < 1:  # where all classes are active, none has to be near
+                if self._graph.is_due(step):
+                    self._beside.wait()
+                    news.append(self._graph.rebuild(self.centre_store, self._passes.dtype, step))
+                near = self._graph.near(prepared.classes)
+            prepared = self._plan(prepared, near)
         self._number, self._classes = step, prepared.labels.classes
         self.margin.at_step(step + 1)
+        self._passes.shift = constant_shift(self.margin, self.num_classes)
+        self.news = "; ".join(filter(None, [*news, self._stage_news(step)]))
         self._current = Step(prepared, [], [], [], {}, [])
+
+    def _stage_news(self, step: int) -> str:
+        """Return a line for the log if the step is the first of a stage, or the first that this process takes in it."""
+        begun = [first for first, _ in self.config.rates if first <= step]
+        if not begun or begun[-1] == self._stage:
+            return ""
+        self._stage = begun[-1]
+        values = {"sample_rate": self.config.rate_at(step), **self.margin.arguments_at(step + 1)}
+        return f"head after step {self._stage}: {', '.join(f'{name} {value:g}' for name, value in values.items())}"
 
     def _plan(self, labels: SharedLabels, near: np.ndarray | None) -> StepPlan:
         classes = labels.classes
         positives = classes[(classes >= self.first_slot) & (classes < self.end_slot)] - self.first_slot
         seed = derive(self.seed, "active", labels.step, self.rank)
-        active = draw_active(positives, self.num_slots, self.config.sample_rate, seed, near)
+        active = draw_active(positives, self.num_slots, self.config.rate_at(labels.step), seed, near)
         slots, weighs = range(self.first_slot, self.end_slot), self.config.logit_correction == "log_r"
         per_class = self.config.sub_centers
         return plan_step(labels, active, slots, self.chunk // per_class, self.workspace.device, weighs, per_class)
@@ -211,7 +226,8 @@ class PartialFC(nn.Module):
         return self._active_for(None, weighted=self.config.logit_correction == "log_r")
 
     def _active_for(self, classes: np.ndarray | None, weighted: bool) -> int:
-        return active_of_all_ranks(classes, self.num_classes, self.world_size, self.config.sample_rate, weighted)
+        rate = self.config.rate_at(0 if classes is None else self._number)
+        return active_of_all_ranks(classes, self.num_classes, self.world_size, rate, weighted)
 
     def forward(self, embeddings: Tensor, micro: int = 0) -> Tensor:
         """Return the scalar mean loss over all ranks' rows of micro-batch number `micro`, equal on all ranks.

@@ -18,7 +18,7 @@ from .config import HeadConfig
 from .kernels import choose_kernels
 from .kernels.plain import auto_chunk, converted_bytes, padded_rows, product_dtype
 from .sampling.planning import num_active, search_bytes
-from .softmax.passes import constant_shift
+from .softmax.passes import constant_shifts
 
 if TYPE_CHECKING:  # parts do not import one another
     from losses.margin import Margin
@@ -95,7 +95,7 @@ class HeadMemory(NamedTuple):
             total += _COPIES * c // several * self.rows * 4
         if config.label_smoothing:
             total += fp32 if size < 4 else 0  # centres, to add them up
-        active = num_active(num_local, min(num_local, self.rows), config.sample_rate) * several
+        active = num_active(num_local, min(num_local, self.rows), max(config.all_rates)) * several
         if config.cache_mb > 0:  # -1 takes only a part of what the rest leaves free
             total += min(config.cache_mb << 20, self.accumulation * padded_rows(active, config.matmul_dtype) * self.rows * size)
         if config.sampling == "neighbours":
@@ -107,7 +107,7 @@ class HeadMemory(NamedTuple):
         config = self.config
         if config.matmul_dtype == torch.bfloat16 or FORMATS[config.storage][0] != config.matmul_dtype:
             return padded_rows(c, config.matmul_dtype)  # those stored in bf16 for padding only, at the end of the shard
-        if config.sample_rate == 1:
+        if min(config.all_rates) == 1:
             return 0
         positives = self.accumulation * self.rows * config.sub_centers  # single rows
         return c if config.sampling == "neighbours" else min(c, positives)
@@ -130,7 +130,7 @@ def loss_memory(margin: "Margin", num_classes: int, dim: int, config: HeadConfig
     moments = 2 if config.has_second_moment else 1
     numbers = margin.class_numbers(dim).values()
     per_class = sum(4 * math.prod(number.shape) * (1 + moments * number.trained) for number in numbers)
-    fast = margin.linear_negatives and margin.constant_scale and constant_shift(margin, num_classes) is not None
+    fast = margin.linear_negatives and margin.constant_scale and None not in constant_shifts(margin, num_classes)
     filtered = config.label_smoothing > 0 and config.interclass_filtering_threshold > 0
     return LossMemory(per_class, not fast or filtered or config.logit_correction != "none")
 

@@ -34,6 +34,8 @@ class Workspace:
         size = math.prod(shape)
         found = self._buffers.get((name, dtype))
         if found is None or found.numel() < size:
+            self._buffers.pop((name, dtype), None)
+            found = None  # free the smaller one before the larger is allocated
             found = self._buffers[name, dtype] = with_huge_pages(torch.empty(size, dtype=dtype, device=self.device))
         return found[:size].view(shape)
 

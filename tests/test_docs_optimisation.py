@@ -45,8 +45,11 @@ def test_every_setting_on_the_page_is_one_that_a_run_takes(tmp_path: Path):
     needed = {  # settings that are valid only beside others
         "schedule.milestone_steps": ["schedule.kind=step"],
         "optimizer.name=lamb": ["head.optimizer=sgd"],
+        "head.sampling=neighbours": ["head.sample_rate=0.1"],
     }
-    found = re.findall(r"`'?([a-z]+\.[a-z_]+=[^`]*?)'?`", PAGE) + re.findall(r"^'(optimizer\.rules=.*)'$", PAGE, re.M)
+    found = re.findall(r"`'?([a-z]+\.[a-z_]+=[^`]*?)'?`", PAGE) + re.findall(
+        r"^'((?:optimizer\.rules|head\.stages)=.*)'$", PAGE, re.M
+    )
     for override in found:
         beside = next((more for begin, more in needed.items() if override.startswith(begin)), [])
         load_config(tmp_path / "run.yaml", [override, *beside], NAMED)

@@ -11,6 +11,7 @@ weights; its counters of batches are copied.
 """
 
 import copy
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from backbones import backbone_arguments, build_backbone
 from backbones.checkpointing import set_checkpointing
 from eval.embed import EmbedSettings, class_means
-from losses import build_margin, margin_arguments
+from losses import margin_arguments
 from partial_fc import PartialFC, check_head_fits, check_loss, head_config
 from partial_fc.init import InitCounts, has_head, init_centres
 from utils.checkpoint.format import BACKBONE, EMA, TRAINER, read_manifest
@@ -40,6 +41,7 @@ from utils.randomness import derive
 from utils.text import prefix_errors
 
 from .setup import Setup
+from .stages import head_stages, staged_margin
 
 
 def compiled(backbone: nn.Module, mode: str) -> nn.Module:
@@ -174,10 +176,14 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     dim = config.backbone.embedding_size
     margins, settings = {}, {}
+    steps_per_epoch = sum(task.dataset.num_images for task in setup.tasks) / config.train.batch_size
     for task in setup.tasks:
-        loss = task.config.loss
-        margins[task.name] = build_margin(**{key: loss[key] for key in ("name", *margin_arguments(loss.name))})
-        settings[task.name] = head_config(task.config.head, loss, config.optimizer, autocast, world)
+        head, loss = task.config.head, task.config.loss
+        with raise_on_all_ranks(world):
+            stages = head_stages(head, loss, steps_per_epoch)
+            margins[task.name] = staged_margin({key: loss[key] for key in ("name", *margin_arguments(loss.name))}, stages)
+        how = head_config(head, loss, config.optimizer, autocast, world)
+        settings[task.name] = dataclasses.replace(how, rates=tuple((stage.first, stage.sample_rate) for stage in stages))
     with raise_on_all_ranks(world):
         with prefix_errors("backbone.freeze"):
             freeze(backbone, config.backbone.freeze)

@@ -88,7 +88,7 @@ def recipe_facts(config: Config, step: int, signature: Mapping[str, Any]) -> Fac
             ("loss", _loss_words(loss) if not tasks_of(config) else ""),
             *((f"loss of {one_line(task['name'])}", _loss_words(task["loss"])) for task in tasks_of(config)),
             *((key.replace("_", " "), _unless_off(loss.get(key))) for key in _NOT_OF_THE_LOSS[1:]),
-            ("head", _pairs(head, ("sample_rate", "sub_centers", "storage", *sampled))),
+            ("head", _pairs(head, ("sample_rate", "stages", "sub_centers", "storage", *sampled))),
             ("optimizer", _optimizer_words(optimizer)),
             ("schedule", _named(schedule, "kind", [*_keys_of(_OF_SCHEDULE, kind), "warmup_epochs", "warmup_steps"])),
             ("batch", f"{batch:,} images" if type(batch) is int else ""),

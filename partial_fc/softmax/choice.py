@@ -57,7 +57,7 @@ def choose_form(passes: TwoPass, config: HeadConfig, chunk: int, samples: int, r
         return ""
     if wanted == "plain":
         return ""
-    classes = min(chunk, num_active(passes.centre_store.num_rows, 1, config.sample_rate))
+    classes = min(chunk, num_active(passes.centre_store.num_rows, 1, max(config.all_rates)))
     for forms in ((wanted,),) if wanted != "auto" else ((recorded,), FORMS) if recorded in FORMS else (FORMS,):
         faults, times = _measured(passes, classes, samples, forms)
         best = torch.tensor(times, device=passes.workspace.device)

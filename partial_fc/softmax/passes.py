@@ -32,6 +32,7 @@ Shapes: B = samples of the global (micro-)batch, D = embedding size, c = classes
 (c, B), so neither product needs a transpose.
 """
 
+import copy
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -137,6 +138,15 @@ def constant_shift(margin: "Margin", num_classes: int) -> float | None:
         return 0.0
     shift = max(0.0, margin.logit_bound + math.log(num_classes) - _LARGEST)
     return shift if margin.lowest_negative - shift > _SMALLEST else None
+
+
+def constant_shifts(margin: "Margin", num_classes: int) -> list[float | None]:
+    """Return what constant_shift returns in each stage of a margin, which stays as it is."""
+    present, shifts = copy.copy(margin), []
+    for first, _ in margin.stages or ((1, {}),):
+        present.at_step(first)
+        shifts.append(constant_shift(present, num_classes))
+    return shifts
 
 
 class TwoPass:
