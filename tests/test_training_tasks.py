@@ -25,6 +25,7 @@ from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowSGD
 from partial_fc.centres.shard import slots_of_classes
 from scripts import checkpoint as checkpoint_program
+from scripts.eval import compare_runs
 from training.ahead import PreparedStep
 from training.model import Model
 from training.setup import Task, batch_sizes
@@ -190,6 +191,9 @@ def test_a_run_on_two_sets_begins_with_the_heads_of_one_that_had_them(tmp_path: 
     assert ended.returncode == 0 and "class centres: 21 kept, 0 from images, 0 at random" in ended.stdout, ended.stderr
     ended = run_program(train.main, [run(TWO.replace("second", "third"), "run.name=third", *old)])
     assert ended.returncode == 0 and "class centres: 12 kept, 0 from images, 9 at random" in ended.stdout, ended.stderr
+    runs = [str(tmp_path / name) for name in ("both", "third")]
+    assert compare_runs.main([*runs, "--out", str(tmp_path / "table")]) == 0
+    assert "tasks.second.head.sample_rate" in (tmp_path / "table" / "comparison.md").read_text()
     ended = run_program(train.main, [run("run.name=alone", *old)])
     assert ended.returncode == 1 and "init.head: " in ended.stderr and "it has the heads first, second" in ended.stderr
 

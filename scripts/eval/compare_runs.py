@@ -20,6 +20,7 @@ import numpy as np
 import yaml
 
 from configs.values import read_yaml
+from utils.checkpoint.format import sections
 from utils.cli import make_parser
 from utils.files import MAX_SMALL_TEXT, read_lines, read_text, shown, write_file
 from utils.program import run_main
@@ -169,8 +170,8 @@ def read_config(path: Path) -> dict[str, str]:
         return {}
     try:
         tree = read_yaml(read_text(path, MAX_SMALL_TEXT, "utf-8"))
-        return {f"{section}.{key}": str(value) for section, keys in tree.items() for key, value in keys.items()}
-    except (yaml.YAMLError, ValueError, AttributeError):
+        return {f"{section}.{key}": str(value) for section, keys in sections(tree).items() for key, value in keys.items()}
+    except (yaml.YAMLError, ValueError, AttributeError, KeyError, TypeError):
         raise ValueError(f"{path}: is not the configuration of a run") from None
 
 
