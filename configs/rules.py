@@ -39,6 +39,7 @@ CHOICES = {
     "head.sampling": ("uniform", "neighbours"),
     "head.neighbours_search": ("auto", "exact", "inverted_lists"),
     "head.storage": ("exact", "lean", "tiny", "mini"),
+    "head.placement": ("device", "host", "disk"),
     "head.optimizer": ("same", "sgd", "adamw"),
     "head.logit_correction": ("none", "log_r"),
     "head.inactive_rows": ("keep", "decay"),
@@ -199,6 +200,11 @@ def _check_across(tree: dict[str, Any]) -> None:
     rates = [tree["head"]["sample_rate"], *(stage["sample_rate"] for stage in stages if stage["sample_rate"] != -1)]
     if tree["head"]["sampling"] == "neighbours" and min(rates) == 1:
         raise ValueError("head.sampling=neighbours needs head.sample_rate below 1; at 1 every class is in every step")
+    if tree["head"]["placement"] == "disk" and tree["checkpoint"]["background"]:
+        raise ValueError(
+            "head.placement=disk needs checkpoint.background=false, got true: a copy of the class centres in memory, to write "
+            "from beside training, would be as large as what does not fit there"
+        )
     if tree["head"]["sampling"] == "neighbours" and tree["head"]["sub_centers"] > 1:
         raise ValueError(
             "head.sampling must be uniform where a class has several centres, got neighbours with head.sub_centers="

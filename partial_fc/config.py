@@ -31,6 +31,7 @@ class HeadConfig:
     sample_rate: float = 1.0
     optimizer: RowOptimizer = field(default_factory=RowSGD)
     storage: str = "exact"
+    placement: str = "device"
     inactive_rows: str = "keep"
     sampling: str = "uniform"
     neighbours: int = 10
@@ -76,6 +77,11 @@ class HeadConfig:
     def counts_updates(self) -> bool:
         """Whether each centre keeps the number of its updates."""
         return self.has_second_moment or self.decays
+
+    @property
+    def fetches(self) -> bool:
+        """Whether the active centres of a step travel to the device before it: where they lie elsewhere, and none lags."""
+        return self.placement == "host" and self.sample_rate < 1 and not self.decays
 
     def searches_lists(self, num_classes: int) -> bool:
         """Return whether the neighbours of so many classes, over all ranks, are searched by inverted lists."""

@@ -17,6 +17,7 @@ Shapes: b = samples of this rank per micro-batch, B = b * world_size, D = embedd
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,7 +57,8 @@ class PartialFC(nn.Module):
         rank, world_size: this process among those that share the classes.
         seed: of the slots, the first centres, the sampling and the rounding.
         config: storage, sampling, arithmetic and optimizer of the centres.
-        device: where the shard lives.
+        device: which computes, and where the shard lives unless config.placement says otherwise.
+        folder: where the file of placement=disk takes its space; None = the folder for temporary files.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class PartialFC(nn.Module):
         seed: int = 0,
         config: HeadConfig | None = None,
         device: torch.device | str = "cpu",
+        folder: Path | None = None,
     ) -> None:
         super().__init__()
         if num_classes < world_size:
@@ -108,6 +111,8 @@ class PartialFC(nn.Module):
             count_updates=config.counts_updates,
             block=self.chunk,
             workspace=self.workspace,
+            placement=config.placement,
+            folder=folder,
         )
         self.centre_store.fill_initial(self.first_slot * per_class, seed)
         margin.prepare(num_classes, self.first_counted)
@@ -141,7 +146,8 @@ class PartialFC(nn.Module):
         size = self.centre_store.num_rows * self.centre_store.bytes_per_row / 2**20
         several = f" of {self.config.sub_centers} sub-centers" if self.config.sub_centers > 1 else ""
         dtype = str(self._passes.dtype).removeprefix("torch.")
-        here = f"{self.num_slots} here in {size:.1f} MiB ({self.centre_store.form})"
+        where = "" if self.config.placement == "device" else f" on the {self.config.placement}"
+        here = f"{self.num_slots} here in {size:.1f} MiB{where} ({self.centre_store.form})"
         return f"head: {self.num_classes} classes{several}, {here}, {dtype} products, {self.kernels.words}"
 
     def prepare(self, labels: Tensor, step: int, flags: Sequence[bool] = ()) -> StepPlan | SharedLabels:
@@ -187,6 +193,10 @@ class PartialFC(nn.Module):
         self._passes.shift = constant_shift(self.margin, self.num_classes)
         self.news = "; ".join(filter(None, [*news, self._stage_news(step)]))
         self._current = Step(prepared, [], [], [], {}, [])
+        if self.config.fetches:  # after the update before, on its stream, and beside the backbone's forward pass
+            self._beside.mark()
+            with self._beside.run(keep=prepared):
+                self._passes.fetch(prepared.chunks)
 
     def _stage_news(self, step: int) -> str:
         """Return a line for the log if the step is the first of a stage, or the first that this process takes in it."""
@@ -204,7 +214,10 @@ class PartialFC(nn.Module):
         active = draw_active(positives, self.num_slots, self.config.rate_at(labels.step), seed, near)
         slots, weighs = range(self.first_slot, self.end_slot), self.config.logit_correction == "log_r"
         per_class = self.config.sub_centers
-        return plan_step(labels, active, slots, self.chunk // per_class, self.workspace.device, weighs, per_class)
+        plan = plan_step(labels, active, slots, self.chunk // per_class, self.workspace.device, weighs, per_class)
+        if self.config.sample_rate < 1:
+            self.centre_store.read_ahead([chunk.select for chunk in plan.chunks])
+        return plan
 
     def num_people(self) -> int:
         """Return how many different classes the images of the step begun last have, over all ranks."""
@@ -285,6 +298,7 @@ class PartialFC(nn.Module):
             pulls = [pull.times(share) for pull in current.pulls]
             for number, gradient in enumerate(self._passes.gradients(pulls, plan.chunks)):
                 self.kernels.update_rows(self.config.optimizer, self.centre_store, gradient, lr, seed + number, apply)
+            self.centre_store.forget()
             if self._decay is not None:
                 self._decay.record(lr)
                 if self._decay.is_long():

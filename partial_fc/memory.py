@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from utils.distributed import World
+from utils.memory import available_bytes
 
+from .centres.placement import is_elsewhere
 from .centres.store import FORMATS
 from .centres.sub_centers import buffer_bytes
 from .config import HeadConfig
@@ -54,14 +56,33 @@ class HeadMemory(NamedTuple):
 
     @property
     def bytes_per_class(self) -> int:
-        """Bytes that every class of a shard takes, whether it is sampled or not."""
+        """Bytes that every class of a shard takes on the device, whether it is sampled or not."""
+        return self._bytes_by_place[0]
+
+    @property
+    def bytes_elsewhere(self) -> int:
+        """Bytes that every class takes in host memory or on the disk, where its centre and moments do not lie on the device."""
+        return self._bytes_by_place[1]
+
+    @property
+    def _bytes_by_place(self) -> tuple[int, int]:
         config = self.config
         formats = FORMATS[config.storage]
-        centre, momentum, variance = (dtype.itemsize for dtype in formats)
-        size = self.dim * (centre + momentum + (variance if config.has_second_moment else 0)) + 4  # 4: 1 / norm
-        size += 4 * formats.count(torch.int8) + (4 if config.counts_updates else 0)
+        placed = self.dim * sum(dtype.itemsize for dtype in formats[: 2 + config.has_second_moment]) * config.sub_centers
+        size = 4 + 4 * formats.count(torch.int8) + (4 if config.counts_updates else 0)  # 4: 1 / norm
         size = size * config.sub_centers + self.loss.per_class
-        return size + (4 * config.neighbours if config.sampling == "neighbours" else 0)
+        size += 4 * config.neighbours if config.sampling == "neighbours" else 0
+        return (size, placed) if is_elsewhere(config.placement, self.device) else (size + placed, 0)
+
+    def traffic(self, num_local: int) -> tuple[int, int]:
+        """Return the bytes that one step reads from where the centres lie, and those that it writes there.
+
+        A centre is read for the products, and with its moments for the update, which writes all of them. Where exponentials are
+        not kept, it is read once more, and what the kernel keeps of a file in memory does not travel: neither is counted.
+        """
+        rows = num_active(num_local, min(num_local, self.accumulation * self.rows), self.config.sample_rate)
+        centre = self.dim * FORMATS[self.config.storage][0].itemsize * self.config.sub_centers
+        return rows * (centre + self.bytes_elsewhere), rows * self.bytes_elsewhere
 
     def shared_bytes(self, num_local: int) -> int:
         """Bytes of buffers and cache of a shard of num_local classes: bounded, but for 40 per class of inverted lists."""
@@ -98,6 +119,8 @@ class HeadMemory(NamedTuple):
         active = num_active(num_local, min(num_local, self.rows), max(config.all_rates)) * several
         if config.cache_mb > 0:  # -1 takes only a part of what the rest leaves free
             total += min(config.cache_mb << 20, self.accumulation * padded_rows(active, config.matmul_dtype) * self.rows * size)
+        if config.fetches and self.device != "cpu":
+            total += padded_rows(active, config.matmul_dtype) * self.dim * size
         if config.sampling == "neighbours":
             total += search_bytes(config, num_local * self.world_size, num_local, self.dim, self.device)
         return total + self.accumulation * _ROWS_KEPT * self.rows * self.dim * 4
@@ -105,6 +128,8 @@ class HeadMemory(NamedTuple):
     def _copied_rows(self, c: int) -> int:
         """Return how many centres are copied at most for the products of a chunk of c; see CentreStore.operand."""
         config = self.config
+        if is_elsewhere(config.placement, self.device) and self.device != "cpu":
+            return padded_rows(c, config.matmul_dtype)
         if config.matmul_dtype == torch.bfloat16 or FORMATS[config.storage][0] != config.matmul_dtype:
             return padded_rows(c, config.matmul_dtype)  # those stored in bf16 for padding only, at the end of the shard
         if min(config.all_rates) == 1:
@@ -161,7 +186,14 @@ def check_head_fits(
     loss = loss_memory(margin, num_classes, embedding_size, config)
     memory = HeadMemory(embedding_size, rows, config, accumulation, kernels, world.world_size, world.device.type, loss)
     check_fits(memory, num_classes, world.world_size, free, others)
-    return memory.bytes_for(-(-num_classes // world.world_size))
+    local = -(-num_classes // world.world_size)
+    here, needed = available_bytes(world._replace(device=torch.device("cpu"))), local * memory.bytes_elsewhere
+    if config.placement == "host" and needed > here:
+        raise ValueError(
+            f"head.placement=host: {num_classes} classes over {world.world_size} process(es) need {_gib(needed)} of host "
+            f"memory each, {_gib(here)} are free; take a smaller head.storage, or more machines"
+        )
+    return memory.bytes_for(local)
 
 
 def check_fits(head: HeadMemory, num_classes: int, world_size: int, budget: int, others: int) -> None:
@@ -180,6 +212,10 @@ def check_fits(head: HeadMemory, num_classes: int, world_size: int, budget: int,
         other = head._replace(config=replace(head.config, storage=storage))
         if other.bytes_per_class < head.bytes_per_class and other.bytes_for(local) <= room:
             fixes.append(f"head.storage={storage} ({_gib(other.bytes_for(local))})")
+    place = "disk" if head.device == "cpu" else "host"
+    other = head._replace(config=replace(head.config, placement=place))
+    if other.bytes_per_class < head.bytes_per_class and other.bytes_for(local) <= room:
+        fixes.append(f"head.placement={place} ({_gib(local * other.bytes_elsewhere)} there)")
     most = head.classes_in(room)
     if most:
         fixes.append(f"{math.ceil(num_classes / most)} processes instead of {world_size}")

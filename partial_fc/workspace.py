@@ -64,7 +64,7 @@ class Workspace:
 
 
 class SideStream:
-    """Runs the update of the centres on CUDA in parallel with the backbone's update and its next forward pass.
+    """Runs the update of the centres on CUDA, and what travels there, beside the backbone's update and its next forward pass.
 
     The backward pass comes before it, because its gradient decides whether anything is updated. On the CPU all runs in order.
     The tensors that the work on it reads must be kept until `wait`: the allocator tracks only the main stream.
@@ -73,7 +73,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ready: torch.cuda.Event | None = None
-        self._kept: object = None
+        self._kept: list[object] = []
 
     def mark(self) -> None:
         """Let the next `run` wait for the work enqueued so far, which makes all that it reads."""
@@ -89,7 +89,7 @@ class SideStream:
         if self._stream is None:
             return contextlib.nullcontext()
         assert self._ready is not None, "mark comes first"
-        self._kept = keep
+        self._kept.append(keep)
         self._stream.wait_event(self._ready)
         return torch.cuda.stream(self._stream)
 
@@ -97,4 +97,4 @@ class SideStream:
         """Make the work enqueued next wait for the work of this stream."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        self._kept = None
+        self._kept.clear()

@@ -1,5 +1,6 @@
 """The memory model against heads that really run, and what a run that cannot fit is told."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,6 +89,30 @@ def test_a_run_that_cannot_fit_is_told_what_would():
     check_fits(memory, 8_000_000, 2, 32 << 30, 6 << 30)
     with pytest.raises(ValueError, match=r"smaller train.batch_size or backbone"):
         check_fits(memory, 1000, 1, 1 << 30, 2 << 30)
+
+
+def test_a_head_that_lies_elsewhere_takes_its_buffers_and_norms_alone(monkeypatch: pytest.MonkeyPatch):
+    for config in (HeadConfig(), HeadConfig(0.1, RowAdamW(), "tiny"), HeadConfig(storage="mini", sub_centers=2)):
+        for device, placement in (("cpu", "disk"), ("cuda", "host")):
+            here = HeadMemory(512, 1024, config, device=device)
+            away = here._replace(config=replace(config, placement=placement))
+            assert away.bytes_per_class + away.bytes_elsewhere == here.bytes_per_class and here.bytes_elsewhere == 0
+            assert away.bytes_per_class <= 24 and away.bytes_elsewhere == config.sub_centers * 512 * sum(
+                dtype.itemsize for dtype in FORMATS[config.storage][: 2 + config.has_second_moment]
+            )
+            copied = away.shared_bytes(100_000) - here.shared_bytes(100_000)  # what is multiplied, but mini copies that anyway
+            assert (copied > 0) == (placement == "host" and config.storage != "mini")
+        on_host = HeadMemory(512, 1024, replace(config, placement="host"))
+        assert on_host.bytes_per_class == HeadMemory(512, 1024, config).bytes_per_class  # a CPU has no other memory
+    with pytest.raises(ValueError, match=r"30000000 classes .* head.placement=disk \(114.44 GiB there\), or 5 processes"):
+        check_fits(HeadMemory(512, 1024), 30_000_000, 1, 32 << 30, 6 << 30)
+    with pytest.raises(ValueError, match=r"head.placement=host \(114.44 GiB there\)"):
+        check_fits(HeadMemory(512, 1024, device="cuda"), 30_000_000, 1, 32 << 30, 6 << 30)
+    margin, world = build_margin("arcface"), World(0, 2, 0, 2, torch.device("cuda"))
+    monkeypatch.setattr("partial_fc.memory.available_bytes", lambda world: 57 << 30 if world.device.type == "cpu" else 0)
+    with pytest.raises(ValueError, match=r"head.placement=host: 30000000 classes over 2 process\(es\) need 57.22 GiB of host"):
+        check_head_fits(margin, 30_000_000, 512, world, HeadConfig(placement="host"), ROWS, 1, 0, 32 << 30)
+    check_head_fits(margin, 29_000_000, 512, world, HeadConfig(placement="host"), ROWS, 1, 0, 32 << 30)
 
 
 def test_the_backbone_probe_counts_what_autograd_keeps_and_moves_nothing():

@@ -93,6 +93,35 @@ def test_capacity_agrees_with_what_is_found_here(tmp_path: Path):
     assert row["found_per_process"] == pytest.approx(row["identities"], rel=0.35)  # the libraries' own share is large here
 
 
+def test_capacity_says_what_moves_in_a_step_where_the_centres_lie_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "capacity.json"
+    shared = ["--backbone", "none", "--batch", "8", "--storage", "tiny", "--sample-rate", "0.1", "--json", str(file)]
+    given = ["--room", "0.1", "--bandwidth", "2", "--placement"]
+    assert capacity.main([*shared, *given, "disk", "--memory", "1", "--device", "cpu"]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    classes = row["identities"]
+    assert classes == int(0.1 * 2**30) // (512 * 3) and row["copy_bytes"] == 0  # bf16 and int8
+    active = round(0.1 * classes)  # read once for the products and once with the momentum for the update, which writes both
+    assert (row["read_bytes"], row["written_bytes"]) == (active * 512 * 5, active * 512 * 3)
+    assert row["seconds"] == pytest.approx(active * 512 * 8 / 2e9)
+    assert capacity.main([*shared, *given, "host", "--gpus", "8", "--card", "h100"]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["identities"] == 8 * classes and row["copy_bytes"] == classes * row["bytes_per_identity"]
+    monkeypatch.setattr(capacity, "_PROBE", 1 << 20)
+    assert capacity.main([*shared, "--placement", "disk", "--memory", "1", "--device", "cpu", "--folder", str(tmp_path)]) == 0
+    assert "GB/s from it" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [file]
+    for wrong, words in (
+        (["--placement", "host", "--card", "h100"], "--bandwidth is needed"),
+        (["--placement", "disk", "--card", "h100"], "--placement disk is for --device cpu"),
+        (["--placement", "disk", "--memory", "1", "--find"], "--find measures --placement device"),
+    ):
+        assert capacity.main([*shared, *wrong]) == 1
+        assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("precision", "backbone", "checkpointing"), [("fp32", "mbf", False), ("bf16", "mbf", False), ("bf16", "vit_t", True)]
 )

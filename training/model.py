@@ -206,9 +206,11 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
             samples = task.order.batch_size // parts
             beside += check_head_fits(margin, classes, dim, ranks, how, samples, parts, beside, free)
     heads, recorded = {}, _head_sections({} if setup.resume_from is None else read_manifest(setup.resume_from))
+    place = next(place for place in (setup.folder, *setup.folder.absolute().parents) if place.is_dir())  # for --check
     for task, facts in zip(setup.tasks, _head_sections(setup.facts), strict=True):
         margin, classes, how = margins[task.name], task.dataset.num_classes, settings[task.name]
-        heads[task.name] = PartialFC(margin, classes, dim, world.rank, count, task.seed, how, world.device)
+        with raise_on_all_ranks(world):
+            heads[task.name] = PartialFC(margin, classes, dim, world.rank, count, task.seed, how, world.device, place)
         with raise_on_all_ranks(world):  # which communicates, and so raises on all of them or on none
             if world.world_size == count:  # not for --check, where one process stands for all
                 was = str(recorded[len(heads) - 1].get("kernels", "")) if len(heads) <= len(recorded) else ""

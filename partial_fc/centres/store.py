@@ -20,15 +20,17 @@ back at once. The lower half of the bits of the centres' scale counts the update
 Shapes: n = classes of the shard, D = embedding size, c = selected rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from utils.allocator import with_huge_pages
+from utils.allocator import read_ahead
 from utils.cli import progress
 
 from ..workspace import Workspace
+from .placement import Memory
 from .shard import initial_blocks
 
 FORMATS = {  # name: dtype of the centres, of the momentum, of AdamW's second moment
@@ -58,22 +60,35 @@ class CentreStore:
         second_moment: also keep AdamW's `variance`.
         count_updates: also keep `updates`, int32, the number of updates of each row (see row_optimizer.py).
         block: the largest number of rows that are loaded or stored at once.
+        placement, folder: where the tensors of n x D numbers lie, see placement.py; all others are on the device.
+
+    Raises:
+        ValueError: there is no room for them.
     """
 
     def __init__(
-        self, num_rows: int, dim: int, form: str, second_moment: bool, count_updates: bool, block: int, workspace: Workspace
+        self,
+        num_rows: int,
+        dim: int,
+        form: str,
+        second_moment: bool,
+        count_updates: bool,
+        block: int,
+        workspace: Workspace,
+        placement: str = "device",
+        folder: Path | None = None,
     ) -> None:
         device = workspace.device
-        centre_dtype, momentum_dtype, variance_dtype = FORMATS[form]
         self.form, self.num_rows, self.dim, self.workspace = form, num_rows, dim, workspace
-        self.tensors = {
-            "centres": with_huge_pages(torch.empty(num_rows, dim, dtype=centre_dtype, device=device)),
-            "momentum": with_huge_pages(torch.zeros(num_rows, dim, dtype=momentum_dtype, device=device)),
-        }
+        dtypes = dict(zip(("centres", "momentum", "variance"), FORMATS[form][: 2 + second_moment], strict=False))
+        size = sum(Memory.padded(num_rows * dim, dtype) for dtype in dtypes.values())
+        self.memory = Memory(placement, device, size, folder)
+        placed = {name: self.memory.zeros((num_rows, dim), dtype) for name, dtype in dtypes.items()}
+        self.tensors = {name: tensor for name, (tensor, _) in placed.items()}
+        self._on_host = placed["centres"][1]
+        self._fetched: list[tuple[Select, Tensor]] = []  # what `fetch` has copied
         for name in [name for name, tensor in self.tensors.items() if tensor.dtype == torch.int8]:
             self.tensors[f"{name}_scale"] = torch.zeros(num_rows, device=device)
-        if second_moment:
-            self.tensors["variance"] = with_huge_pages(torch.zeros(num_rows, dim, dtype=variance_dtype, device=device))
         if count_updates:
             self.tensors["updates"] = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.inverse_norms = torch.empty(num_rows, device=device)
@@ -109,17 +124,50 @@ class CentreStore:
     def operand(self, select: Select, dtype: torch.dtype, num_rows: int) -> Tensor:
         """Return centres for a matrix product, (num_rows, D) in dtype, not normalised: the selected ones first.
 
-        Consecutive rows that are stored in dtype are a view, and finite rows of any value follow those selected. Otherwise they
-        are copied into a buffer that is valid until the next call, and zeros follow.
+        Consecutive rows that are stored in dtype on the device are a view, and finite rows of any value follow those selected.
+        Otherwise they are copied into a buffer that is valid until the next call, and zeros follow, unless `fetch` has them.
         """
         centres = self.tensors["centres"]
-        if isinstance(select, slice) and centres.dtype == dtype and select.start + num_rows <= self.num_rows:
+        for known, rows in self._fetched:
+            if known is select and (rows.dtype, len(rows)) == (dtype, num_rows):
+                return rows
+        is_here = centres.dtype == dtype and not self.memory.is_far
+        if is_here and isinstance(select, slice) and select.start + num_rows <= self.num_rows:
             return centres[select.start : select.start + num_rows]
+        return self._copied(select, self.workspace.buffer("operand", (num_rows, self.dim), dtype))
+
+    def fetch(self, selects: Sequence[tuple[Select, int]], dtype: torch.dtype) -> None:
+        """Copy to the device what `operand` will be asked for with these arguments, unless the centres are there.
+
+        The same objects must be given to it, and nothing else may change these rows before `forget`.
+        """
+        self._fetched = []
+        if not self.memory.is_far:
+            return
+        block = self.workspace.buffer("fetched", (sum(num_rows for _, num_rows in selects), self.dim), dtype)
+        parts = block.split([num_rows for _, num_rows in selects])
+        self._fetched = [(select, self._copied(select, rows)) for (select, _), rows in zip(selects, parts, strict=True)]
+
+    def forget(self) -> None:
+        """Give up what `fetch` has copied: the centres change now."""
+        self._fetched = []
+
+    def read_ahead(self, selects: Sequence[Select]) -> None:
+        """Let the kernel begin to read rows that a coming step needs, if they lie in a file; another thread may call it."""
+        for tensor in [tensor for tensor in self.tensors.values() if self.memory.is_file and tensor.ndim == 2]:
+            for select in selects:
+                for rows in [tensor[select]] if isinstance(select, slice) else (tensor[row] for row in select.tolist()):
+                    read_ahead(rows)
+
+    def _copied(self, select: Select, rows: Tensor) -> Tensor:
+        """Return the buffer of rows, after the selected centres are copied to its beginning, and zeros behind them."""
+        centres = self.tensors["centres"]
         count = len(select) if isinstance(select, Tensor) else select.stop - select.start
-        rows = self.workspace.buffer("operand", (num_rows, self.dim), dtype)
         rows[count:].zero_()
-        if isinstance(select, Tensor) and centres.dtype == dtype:
+        if isinstance(select, Tensor) and centres.dtype == rows.dtype:
             torch.index_select(centres, 0, select, out=rows[:count])
+        elif centres.dtype == rows.dtype:  # from locked memory of the host by the engine for copies, beside the kernels
+            rows[:count].copy_(self._on_host[select], non_blocking=True)
         else:
             rows[:count].copy_(centres[select])
         return rows

@@ -177,6 +177,11 @@ class TwoPass:
             num_micro * sum(padded_rows(chunk.num_rows, self.dtype) * samples * self.dtype.itemsize + 64 for chunk in chunks)
         )
 
+    def fetch(self, chunks: list[Chunk]) -> None:
+        """Copy the centres of a step to the device, if they lie elsewhere."""
+        wanted = [(chunk.select, padded_rows(chunk.num_rows, self.dtype)) for chunk in chunks]
+        self.centre_store.fetch(wanted, self.dtype)
+
     def spreads_evenly(self, batch: Batch) -> bool:
         """Return whether dz/dcos is the same for all negatives of a sample, so that label smoothing is a vector."""
         linear = batch.function is None or batch.function.kind == "linear"

@@ -6,14 +6,22 @@ is the host memory that each process keeps for a copy of its class centres once 
 --card from its data sheet. --find measures how many identities fit: it trains one step per candidate number of identities on
 this device, each in a separate process, until the largest is known to about 2 %.
 
+--placement host or disk also prints what moves to and from there in a step, and how long that takes at most, at --bandwidth, or
+at that of the bus or the disk here, which is measured. The identities then have to fit into --room as well.
+
 Examples:
   python -m scripts.benchmark.capacity --gpus 8 --card v100 --precision fp16 --backbone r50 --batch 128
   python -m scripts.benchmark.capacity --gpus 8 --memory 32 --storage lean
   python -m scripts.benchmark.capacity --memory 2 --backbone mbf --batch 32 --device cpu --find --quick
+  python -m scripts.benchmark.capacity --gpus 8 --card h100 --placement host --room 200 --bandwidth 50 --sample-rate 0.1
 """
 
 import argparse
+import os
+import shutil
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -27,6 +35,7 @@ from backbones import build_backbone, list_backbones
 from backbones.checkpointing import set_checkpointing
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC
+from partial_fc.centres.placement import PLACEMENTS
 from partial_fc.centres.store import FORMATS
 from partial_fc.config import matmul_dtype
 from partial_fc.kernels import choose_kernels
@@ -35,7 +44,7 @@ from utils import distributed
 from utils.allocator import out_of_memory
 from utils.cli import int_in_range, make_parser
 from utils.image import IMAGE_SIZE
-from utils.memory import LIBRARY_BYTES, BackboneMemory, backbone_memory, bytes_beside_heads
+from utils.memory import LIBRARY_BYTES, BackboneMemory, backbone_memory, bytes_beside_heads, free_bytes
 from utils.optim import build_optimizer
 from utils.precision import AUTOCAST, is_fast_in_bf16
 from utils.program import run_main
@@ -44,6 +53,7 @@ from utils.text import prefix_errors
 from .kit import add_common_arguments, peak_bytes, run_ranks, write_json
 
 _GIB = 2**30
+_PROBE = 256 << 20  # bytes with which a bandwidth is measured
 
 
 class Card(NamedTuple):
@@ -88,6 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--image-size", type=int, default=IMAGE_SIZE, help="data.image_size, pixels")
     parser.add_argument("--batch", type=int_in_range(1), default=128, help="images per process and step")
     parser.add_argument("--storage", nargs="+", choices=tuple(FORMATS), default=list(FORMATS), help="a line for each")
+    parser.add_argument("--placement", choices=PLACEMENTS, default="device", help="head.placement; disk: for a CPU")
+    parser.add_argument("--room", type=float, help="GiB of each process there (default: its part of what is free here)")
+    parser.add_argument("--bandwidth", type=float, help="GB/s to and from there (default: measured)")
+    parser.add_argument("--folder", default=".", help="for disk: a folder on it")
     parser.add_argument("--sample-rate", type=float, default=1.0, help="head.sample_rate")
     parser.add_argument("--sub-centers", type=int_in_range(1, 64), default=1, help="head.sub_centers")
     parser.add_argument("--precision", choices=tuple(AUTOCAST), default="bf16", help="of backbone and head")
@@ -111,6 +125,7 @@ def capacity(options: argparse.Namespace) -> None:
     if not 0 < options.sample_rate <= 1:
         raise ValueError(f"--sample-rate must be above 0 and at most 1, got {options.sample_rate}")
     device = distributed.choose_device(options.device, 0)
+    elsewhere = _Elsewhere(options, device) if options.placement != "device" else None
     memory = _backbone(options, device)
     others = bytes_beside_heads(memory, options.batch, "cuda" if is_for_gpu(options, device) else "cpu")
     budget = int(options.memory * _GIB)
@@ -120,25 +135,91 @@ def capacity(options: argparse.Namespace) -> None:
         f"backbone {options.backbone}: {memory.total(options.batch) / _GIB:.2f} GiB, "
         f"{memory.per_image / 2**20:.1f} MiB per image; {max(0, budget - others) / _GIB:.2f} GiB are left for class centres"
     )
-    print(f"\n{'storage':<7} {'B/identity':>10} {'identities':>12} {'copy GiB':>9}" + ("  found here" if options.find else ""))
+    found, moved = (
+        "  found here" if options.find else "",
+        f"  in a step from and to the {options.placement}" if elsewhere else "",
+    )
+    print(f"\n{'storage':<7} {'B/identity':>10} {'identities':>12} {'copy GiB':>9}{found}{moved}")
     rows = []
     for storage in options.storage:
         head = _memory(options, storage, device)
         local = head.classes_in(budget - others)
-        size = head.bytes_per_class
+        size = head.bytes_per_class + head.bytes_elsewhere
+        if elsewhere is not None and head.bytes_elsewhere:
+            local = min(local, elsewhere.room // head.bytes_elsewhere)
         row: dict[str, Any] = {"storage": storage, "bytes_per_identity": size, "identities": local * options.gpus}
-        row["copy_bytes"] = local * size
+        row["copy_bytes"] = 0 if options.placement == "disk" else local * size
         line = f"{storage:<7} {size:>10} {local * options.gpus:>12,} {row['copy_bytes'] / _GIB:>9.2f}"
         if options.find:
             row["found_per_process"] = _find(options, storage, local, device)
             line += (
                 f"  {row['found_per_process']:,} per process ({row['found_per_process'] / max(1, local):.2f} of the model's)"
             )
+        if elsewhere is not None:
+            reads, writes = row["read_bytes"], row["written_bytes"] = head.traffic(local)
+            row["seconds"] = reads / elsewhere.reads + writes / elsewhere.writes
+            line += f"  {reads / _GIB:.2f} and {writes / _GIB:.2f} GiB, {row['seconds']:.3g} s at most"
         rows.append(row)
         print(line, flush=True)
     if not any(row["identities"] for row in rows):
         print(f"nothing fits: all else takes {others / _GIB:.2f} GiB; lower --batch, or use a smaller backbone")
     write_json(options.json, {"backbone_bytes": memory.total(options.batch), "rows": rows})
+
+
+class _Elsewhere:
+    """Where the centres lie instead of on the device: the bytes that one process has there, and bytes per second."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        on_disk = options.placement == "disk"
+        if options.find:
+            raise ValueError("--find measures --placement device; leave one of the two out")
+        if on_disk == is_for_gpu(options, device):
+            raise ValueError("--placement disk is for --device cpu, host for a GPU; on a CPU host is the same as device")
+        if (options.room or 1) <= 0 or (options.bandwidth or 1) <= 0:
+            raise ValueError("--room and --bandwidth must be above 0")
+        if not on_disk and not options.bandwidth and device.type == "cpu":
+            raise ValueError("--bandwidth is needed: GB/s of the bus of that GPU, since none is here to measure it")
+        free = shutil.disk_usage(options.folder).free if on_disk else free_bytes(torch.device("cpu"), 1)
+        self.room = int(options.room * _GIB) if options.room else free // options.gpus
+        self.reads = self.writes = (options.bandwidth or 0) * 1e9
+        if not options.bandwidth:
+            self.reads, self.writes = _of_disk(options.folder) if on_disk else _of_bus(device)
+        source = "given" if options.bandwidth else "measured"
+        print(
+            f"{options.placement}: {self.room / _GIB:.2f} GiB for each process, {self.reads / 1e9:.2f} GB/s from it and "
+            f"{self.writes / 1e9:.2f} to it ({source})"
+        )
+
+
+def _of_disk(folder: str) -> tuple[float, float]:
+    """Return the bytes per second that a disk gives and takes, of a file that is gone afterwards."""
+    block = os.urandom(_PROBE >> 4)
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        begun = time.perf_counter()
+        for _ in range(_PROBE // len(block)):
+            file.write(block)
+        os.fsync(file.fileno())
+        written = time.perf_counter()
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # or it would be read from memory
+        file.seek(0)
+        reading = time.perf_counter()
+        while file.read(len(block)):
+            pass
+        return _PROBE / (time.perf_counter() - reading), _PROBE / (written - begun)
+
+
+def _of_bus(device: torch.device) -> tuple[float, float]:
+    """Return the bytes per second from locked memory of the host to a GPU, and back."""
+    host, there = torch.zeros(_PROBE, dtype=torch.uint8, pin_memory=True), torch.zeros(_PROBE, dtype=torch.uint8, device=device)
+    found = []
+    for target, source in ((there, host), (host, there)):
+        target.copy_(source)
+        torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize(device)
+        found.append(_PROBE / (time.perf_counter() - begun))
+    return found[0], found[1]
 
 
 def _head_config(options: argparse.Namespace, storage: str, device: torch.device) -> HeadConfig:
@@ -147,6 +228,7 @@ def _head_config(options: argparse.Namespace, storage: str, device: torch.device
         storage=storage,
         matmul_dtype=head_dtype(options, device),
         sub_centers=options.sub_centers,
+        placement=options.placement,
     )
 
 
