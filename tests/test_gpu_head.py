@@ -180,6 +180,24 @@ def test_a_loss_that_is_not_finite_changes_no_byte(device: torch.device, storage
     )
 
 
+@pytest.mark.parametrize("sample_rate", [1.0, 0.3])
+@pytest.mark.parametrize("storage", ["exact", "tiny", "mini"])
+def test_centres_in_host_memory_move_by_the_bits_of_those_on_the_device(device: torch.device, storage: str, sample_rate: float):
+    """Rows of one step are active in the next, and are fetched while the update may still write them."""
+    ends = []
+    for placement in ("device", "host"):
+        config = HeadConfig(sample_rate, storage=storage, placement=placement, chunk=256, cache_mb=0)
+        head = PartialFC(build_margin("arcface"), 2000, 128, seed=3, config=config, device=device)
+        generator = torch.Generator().manual_seed(0)
+        losses = []
+        for step in range(6):
+            head.begin_step(torch.randint(2000, (1, 64), generator=generator), step)
+            losses.append(head(torch.randn(64, 128, generator=generator).to(device)))
+            head.step(LR)
+        ends.append({"losses": torch.stack(losses).cpu(), **_state(head)})
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
 @contextlib.contextmanager
 def _centres_drawn_on_the_device() -> Iterator[None]:
     """The host would draw millions of centres for a minute."""

@@ -1,7 +1,9 @@
 """Class centres that lie elsewhere than on the device: the same bits, room that is reserved, and nothing left behind."""
 
+import ctypes
 import errno
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
 from partial_fc.centres.placement import Memory
 from partial_fc.centres.store import FORMATS
+from utils.allocator import out_of_memory
 from utils.checkpoint.format import list_checkpoints
+from utils.checkpoint.tensor_file import read_tensors, write_tensors
 
 OPTIMIZERS = RowSGD(), RowAdamW(), RowSGD(nesterov=True)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -33,6 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain torch": {"sample_rate": 0.5, "kernels": "plain"},
     "sub-centers": {"sample_rate": 0.5, "sub_centers": 3},
 }
+_TOP_PAD = -2  # of malloc.h: bytes by which the memory grows
 ON_DISK = ["head.placement=disk", "checkpoint.background=false"]
 
 
@@ -131,6 +136,43 @@ def test_the_file_has_no_name_and_is_gone_with_the_head(tmp_path: Path):
     assert _mapped(tmp_path) == []
 
 
+@pytest.mark.parametrize("placement", ["disk", "device"])
+def test_a_head_four_times_larger_than_the_memory_limit_trains_and_saves_on_two_ranks(
+    run_ranks: Callable[..., None], tmp_path: Path, placement: str
+):
+    run_ranks(_train_with_little_memory, 2, tmp_path, placement)
+
+
+def _train_with_little_memory(rank: int, world_size: int, folder: Path, placement: str) -> None:
+    """Train with 64 MiB more than the process has before there is a head.
+
+    RLIMIT_DATA (ulimit -d) counts private memory. Pages of a shared file, which the kernel can take back at any time, are not
+    counted. RLIMIT_AS counts every address, and RLIMIT_RSS does nothing on Linux.
+    """
+    libc, limit, dim = ctypes.CDLL(None), 64 << 20, 256
+    libc.mallopt(_TOP_PAD, 1 << 20)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    data = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (data + limit, resource.RLIM_INFINITY))
+    classes = 4 * limit // (3 * 4 * dim)  # centre and two moments
+    config = HeadConfig(0.1, RowAdamW(), placement=placement, chunk=1024, cache_mb=0)
+    arguments = build_margin("arcface"), classes, dim, rank, world_size, SEED, config
+    try:
+        head = PartialFC(*arguments, folder=folder)
+    except RuntimeError as error:
+        assert placement == "device" and out_of_memory(error)
+        return
+    assert placement == "disk"
+    for step in range(3):
+        head.begin_step(torch.randint(classes, (1, B)), step)
+        head(torch.randn(B, dim))
+        head.step(0.05)
+    rows, path = head.shard_state(), folder / f"{rank}.safetensors"
+    assert write_tensors(path, rows)["size"] > 2 * limit - 3 * 4 * dim
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+    assert all(torch.equal(saved, rows[name]) for name, saved in read_tensors(path).items())
+
+
 def test_a_disk_without_room_is_an_error_of_one_line_before_training(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -154,17 +196,18 @@ def test_a_file_for_a_gpu_and_a_copy_of_it_in_memory_are_refused(tmp_path: Path)
         load_config(path, overrides)
 
 
-def test_a_training_on_disk_ends_with_the_bits_of_one_on_the_device_and_moves_between_them(dataset: Path, tmp_path: Path):
-    more = ["head.sample_rate=0.5", "head.storage=mini", "eval.targets=[]", "train.max_steps=8", "schedule.power=0"]
-    assert run_train(2, small_run(dataset, tmp_path, *more, "run.name=whole")).returncode == 0
-    assert run_train(2, small_run(dataset, tmp_path, *more, *ON_DISK, "run.name=disk")).returncode == 0
-    for steps, where in ((4, ON_DISK), (8, [])):
-        arguments = small_run(dataset, tmp_path, *more, *where, f"train.max_steps={steps}", "run.name=moved")
-        assert run_train(2, arguments).returncode == 0
-    for name in ("disk", "moved"):
-        _assert_equal(final_weights(tmp_path / name), final_weights(tmp_path / "whole"))
-    for steps, processes, where in ((2, 2, ON_DISK), (4, 3, []), (8, 1, ON_DISK)):
-        for name, placement in (("resharded", where), ("resharded_whole", [])):
-            arguments = small_run(dataset, tmp_path, *more, *placement, "train.batch_size=12", f"run.name={name}")
-            assert run_train(processes, [*arguments, f"train.max_steps={steps}"]).returncode == 0
-    _assert_equal(final_weights(tmp_path / "resharded"), final_weights(tmp_path / "resharded_whole"))
+def test_a_training_moves_between_placements_and_numbers_of_processes_to_the_same_bits(dataset: Path, tmp_path: Path):
+    more = ["head.sample_rate=0.5", "head.storage=mini", "eval.targets=[]", "schedule.power=0", "train.batch_size=12"]
+    for name, plan in {
+        "whole": ((2, 4, []),),
+        "moved": ((2, 2, ON_DISK), (2, 4, [])),
+        "resharded": ((3, 2, []), (1, 4, [])),
+        "resharded on disk": ((3, 2, ON_DISK), (1, 4, ON_DISK)),
+    }.items():
+        for processes, steps, where in plan:
+            arguments = small_run(dataset, tmp_path, *more, *where, f"train.max_steps={steps}", f"run.name={name}")
+            assert run_train(processes, arguments).returncode == 0
+    _assert_equal(final_weights(tmp_path / "moved"), final_weights(tmp_path / "whole"))
+    _assert_equal(final_weights(tmp_path / "resharded on disk"), final_weights(tmp_path / "resharded"))
+    log = (tmp_path / "moved" / "train.log").read_text()
+    assert "on the disk (mini)" in log and "changed since that checkpoint: head.placement was 'disk', is 'device'" in log
