@@ -80,6 +80,10 @@ def test_the_benchmark_measures_other_losses_beside_arcface(tmp_path: Path, caps
     assert all(row["arcface_ratio"] > 0 and "time_ratio" not in row for row in rows)
     said = capsys.readouterr().out
     assert "circle exact fp32" in said and f"{rows[1]['arcface_ratio']:.2f}" in said
+    arguments = [*small, "--matmul", "fp32", "--json", str(file), "--no-plain", "--placement", "disk"]
+    assert benchmark_head.main(arguments) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["device_ratio"] > 0 and "on the disk" in row["described"] and "arcface_ratio" not in row
 
 
 def test_capacity_agrees_with_what_is_found_here(tmp_path: Path):

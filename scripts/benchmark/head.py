@@ -4,12 +4,14 @@ Every line of the table is a separate process (one per rank): some warm-up steps
 its peak memory. ratio = plain / ours, in time and in memory. busy: the kernels of a step, on a GPU. At sample rate 1 the plain
 head is the dense one of tutorials, below 1 it is Partial FC as in arcface_torch: plain.py. "target-only" is a dense head that
 computes the margin only for the targets, the best plain version. With --loss other losses are measured with their default
-arguments, their steps in turn with those of ArcFace in the same process; arcface x = median of loss / ArcFace.
+arguments, their steps in turn with those of ArcFace in the same process; arcface x = median of loss / ArcFace. With --placement
+the steps are in turn with those of a head on the device; device x = median of placement / device. The file of disk is here.
 
 Examples:
   python -m scripts.benchmark.head --quick
   python -m scripts.benchmark.head --classes 1000000 --sample-rate 0.1 --plot figures
   python -m scripts.benchmark.head --classes 60000 --no-plain --storage exact --matmul fp32 --loss circle sphereface2
+  python -m scripts.benchmark.head --classes 200000 --sample-rate 1 0.1 --no-plain --storage exact --placement disk
 """
 
 import argparse
@@ -27,6 +29,7 @@ import torch
 
 from losses import MARGINS, build_margin
 from partial_fc import HeadConfig, PartialFC
+from partial_fc.centres.placement import PLACEMENTS
 from partial_fc.centres.store import FORMATS
 from partial_fc.kernels import KERNELS
 from partial_fc.kernels.plain import product_dtype
@@ -45,6 +48,7 @@ from .plain import PlainHead
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _OURS = (("exact", "fp32"), ("exact", "bf16"), ("lean", "bf16"), ("tiny", "bf16"), ("mini", "bf16"))
 _DIM = 512
+_COMMON = ("batch", "kernels", "chunk", "cache_mb", "world_size", "steps", "placement")
 _PLAIN_BYTES = {"tutorial": 67_000, "target-only": 40_000, "sampled": 12_000}  # per class; what does not fit is not started
 _COLOURS = {
     **{"plain, tutorial": "tab:red", "plain, target-only": "tab:orange", "plain, sampled": "tab:brown"},
@@ -67,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--world-size", type=int, default=1, help="gloo or NCCL processes on this machine")
     parser.add_argument("--steps", type=int, help="timed steps; the median is reported (default: 5, on a GPU 20)")
     parser.add_argument("--loss", nargs="+", choices=tuple(MARGINS), default=["arcface"], help="default arcface")
+    parser.add_argument("--placement", choices=PLACEMENTS, default="device", help="head.placement")
     parser.add_argument("--no-plain", action="store_true", help="leave the plain heads out")
     add_common_arguments(parser)
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw time and memory over the number of classes there")
@@ -83,14 +88,14 @@ def benchmark(options: argparse.Namespace) -> None:
     pairs = [pair for pair in _OURS if options.kernels not in FORMS or pair[1] == "bf16"]  # the forms are those of bf16
     if options.storage or options.matmul:
         pairs = [(s, m) for s in options.storage or FORMATS for m in options.matmul or ("fp32", "bf16")]
-    common = {key: getattr(options, key) for key in ("batch", "kernels", "chunk", "cache_mb", "world_size", "steps")}
+    common = {key: getattr(options, key) for key in _COMMON}
     common["device"] = device
     bare = {name: _run(common | {"head": "bare", "matmul": name, "classes": 100_000}) for name in {m for _, m in pairs}}
     no_plain = options.no_plain or "arcface" not in options.loss  # the plain heads have no other loss
     rows: list[dict[str, Any]] = []
     print(f"{machine(device)}\nbatch {options.batch}, {options.world_size} process(es), D = {_DIM}; ratios are plain / ours\n")
     names = f"{'classes':>9} {'rate':>5}  {'head':<22} {'step ms':>9} {'range':>18} {'busy ms':>8} {'B/class':>8} {'time x':>7}"
-    print(f"{names} {'memory x':>8} {'of bare':>8} {'arcface x':>9}")
+    print(f"{names} {'memory x':>8} {'of bare':>8} {'arcface x':>9} {'device x':>9}")
     found = {"machine": machine(device), "bare": bare, "rows": rows}
     for classes in options.classes or [100_000, 1_000_000]:
         for rate in options.sample_rate or ([1.0] if classes <= 100_000 else [0.1, 1.0]):
@@ -163,7 +168,13 @@ def _name(row: dict[str, Any]) -> str:
 def _print_row(row: dict[str, Any]) -> None:
     ratios = "".join(
         f"{row[key]:>{width}.2f}" if key in row else " " * width
-        for key, width in (("time_ratio", 8), ("memory_ratio", 9), ("share_of_bare_products", 9), ("arcface_ratio", 10))
+        for key, width in (
+            ("time_ratio", 8),
+            ("memory_ratio", 9),
+            ("share_of_bare_products", 9),
+            ("arcface_ratio", 10),
+            ("device_ratio", 10),
+        )
     )
     span = "{:.2f} to {:.2f}".format(*row["step_ms_range"])
     busy = f"{row['gpu_busy_ms']:.2f}" if "gpu_busy_ms" in row else ""
@@ -198,8 +209,10 @@ def work(rank: int, case: dict[str, Any]) -> dict[str, Any]:
     for number in range(2):
         step(number)
     steps, taken = [step], (peak_bytes(device) - before) * case["ranks"] / case["classes"]
-    if case.get("loss", "arcface") != "arcface":  # beside one with ArcFace, since a machine's speed may change
-        steps.append(_our_step(_our_head(case | {"loss": "arcface"}, rank, device), embeddings, labels))
+    beside = {"arcface_ratio": {"loss": "arcface"}, "device_ratio": {"placement": "device"}}
+    against = next((key for key, usual in beside.items() if head and case | usual != case), "")
+    if against:  # in turn with the usual one, since a machine's speed may change
+        steps.append(_our_step(_our_head(case | beside[against], rank, device), embeddings, labels))
         for number in range(2):
             steps[1](number)
     times = [[1e3 * seconds_of(partial(one, 2 + number), device) for one in steps] for number in range(case["steps"])]
@@ -209,7 +222,7 @@ def work(rank: int, case: dict[str, Any]) -> dict[str, Any]:
     if head:
         figures["described"] = head.describe()
     if len(steps) > 1:
-        figures["arcface_ratio"] = statistics.median(row[0] / row[1] for row in times)
+        figures[against] = statistics.median(row[0] / row[1] for row in times)
     distributed.stop()
     return figures
 
@@ -236,7 +249,9 @@ def _our_head(case: dict[str, Any], rank: int, device: torch.device) -> PartialF
             chunk=case["chunk"],
             cache_mb=case["cache_mb"],
             kernels=case["kernels"],
+            placement=case["placement"],
         ),
+        folder=Path(),
     )
     set_tf32(False)  # the flags of training
     head.choose_form(case["batch"])
