@@ -78,10 +78,9 @@ class HeadConfig:
         """Whether each centre keeps the number of its updates."""
         return self.has_second_moment or self.decays
 
-    @property
-    def fetches(self) -> bool:
-        """Whether the active centres of a step travel to the device before it: where they lie elsewhere, and none lags."""
-        return self.placement == "host" and self.sample_rate < 1 and not self.decays
+    def fetches_at(self, rate: float) -> bool:
+        """Return whether the active centres of a step travel to the device before it: where they lie elsewhere, none lags."""
+        return self.placement == "host" and rate < 1 and not self.decays
 
     def searches_lists(self, num_classes: int) -> bool:
         """Return whether the neighbours of so many classes, over all ranks, are searched by inverted lists."""

@@ -193,8 +193,8 @@ class PartialFC(nn.Module):
         self._passes.shift = constant_shift(self.margin, self.num_classes)
         self.news = "; ".join(filter(None, [*news, self._stage_news(step)]))
         self._current = Step(prepared, [], [], [], {}, [])
-        if self.config.fetches:  # after the update before, on its stream, and beside the backbone's forward pass
-            self._beside.mark()
+        if self.config.fetches_at(self.config.rate_at(step)):
+            self._beside.mark()  # after the update before, on its stream, and beside the backbone's forward pass
             with self._beside.run(keep=prepared):
                 self._passes.fetch(prepared.chunks)
 
@@ -211,11 +211,12 @@ class PartialFC(nn.Module):
         classes = labels.classes
         positives = classes[(classes >= self.first_slot) & (classes < self.end_slot)] - self.first_slot
         seed = derive(self.seed, "active", labels.step, self.rank)
-        active = draw_active(positives, self.num_slots, self.config.rate_at(labels.step), seed, near)
+        rate = self.config.rate_at(labels.step)
+        active = draw_active(positives, self.num_slots, rate, seed, near)
         slots, weighs = range(self.first_slot, self.end_slot), self.config.logit_correction == "log_r"
         per_class = self.config.sub_centers
         plan = plan_step(labels, active, slots, self.chunk // per_class, self.workspace.device, weighs, per_class)
-        if self.config.sample_rate < 1:
+        if rate < 1:
             self.centre_store.read_ahead([chunk.select for chunk in plan.chunks])
         return plan
 

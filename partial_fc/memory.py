@@ -80,7 +80,7 @@ class HeadMemory(NamedTuple):
         A centre is read for the products, and with its moments for the update, which writes all of them. Where exponentials are
         not kept, it is read once more, and what the kernel keeps of a file in memory does not travel: neither is counted.
         """
-        rows = num_active(num_local, min(num_local, self.accumulation * self.rows), self.config.sample_rate)
+        rows = num_active(num_local, min(num_local, self.accumulation * self.rows), max(self.config.all_rates))
         centre = self.dim * FORMATS[self.config.storage][0].itemsize * self.config.sub_centers
         return rows * (centre + self.bytes_elsewhere), rows * self.bytes_elsewhere
 
@@ -119,8 +119,9 @@ class HeadMemory(NamedTuple):
         active = num_active(num_local, min(num_local, self.rows), max(config.all_rates)) * several
         if config.cache_mb > 0:  # -1 takes only a part of what the rest leaves free
             total += min(config.cache_mb << 20, self.accumulation * padded_rows(active, config.matmul_dtype) * self.rows * size)
-        if config.fetches and self.device != "cpu":
-            total += padded_rows(active, config.matmul_dtype) * self.dim * size
+        if self.device != "cpu" and (fetched := [rate for rate in config.all_rates if config.fetches_at(rate)]):
+            rows = num_active(num_local, min(num_local, self.rows), max(fetched)) * several
+            total += padded_rows(rows, config.matmul_dtype) * self.dim * size
         if config.sampling == "neighbours":
             total += search_bytes(config, num_local * self.world_size, num_local, self.dim, self.device)
         return total + self.accumulation * _ROWS_KEPT * self.rows * self.dim * 4
