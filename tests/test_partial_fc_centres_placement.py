@@ -56,7 +56,7 @@ def _train(head: PartialFC, steps: range) -> dict[str, Tensor]:
         x, labels = make_batch(all_centres(C, D, SEED), step)
         head.begin_step(labels[mine].view(2, -1), step)
         fetched = head.centre_store._fetched
-        assert bool(fetched) == (head.centre_store.memory.is_far and head.config.fetches)
+        assert bool(fetched) == (head.centre_store.memory.is_far and head.config.fetches_at(head.config.sample_rate))
         losses += [head(part, micro) for micro, part in enumerate(x[mine].chunk(2))]
         head.step(0.05)
         assert not head.centre_store._fetched
