@@ -169,6 +169,8 @@ def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, 
         log.info(head.describe())
         for line in head.warnings:
             log.warn(line)
+        if head.news:
+            log.info(head.news)
     if setup.resume_from is None and config.init.backbone:
         total = InitCounts(*map(sum, zip(*distributed.all_gather_objects(counts, world), strict=True)))
         log.info(f"starting from {config.init.backbone}; class centres: {total}")
@@ -247,7 +249,7 @@ class Meter:
         self.speed = Speed(config.train.batch_size)
         self._waits: tuple[float, float] | None = waited_for_core()
         self._loss_sum, self._count, self._grad_norm = 0.0, 0, 0.0
-        self._losses: Counter[str] = Counter()  # sums, of the tasks
+        self._losses: Counter[str] = Counter()  # sums, of the tasks and of other terms
 
     def take(self, late: LateValues, before: int) -> None:
         """Note the numbers of the optimizer steps before that number, and judge them; the host waits for them."""
@@ -257,7 +259,8 @@ class Meter:
             self._losses.update(values.losses)
             self.log.advance(values.step + 1, values.loss)
             if values.step == 0 and not self.config.init.backbone:
-                judge_losses(values.losses, self.model, self.config.backbone.embedding_size, self.log)
+                tasks = {task.name: values.losses[task.name] for task in self.setup.tasks}
+                judge_losses(tasks, self.model, self.config.backbone.embedding_size, self.log)
 
     def report(self, done: int, rates: tuple[float, float], waited: float) -> None:
         """Log the numbers since the last report, and what the dataset has to say. A collective call.
@@ -266,20 +269,20 @@ class Meter:
             rates: of the last step, as train_step takes them.
         """
         images_per_second, data_wait = self.speed.lap(waited)
+        heads = self.model.heads
         numbers = {
             "loss": self._loss_sum / self._count,
             "lr": rates[0],
             "grad_norm": self._grad_norm,
-            "positive_cosine": float(torch.stack([head.positive_cosine for head in self.model.heads.values()]).mean()),
+            "positive_cosine": float(torch.stack([heads[task.name].positive_cosine for task in self.setup.tasks]).mean()),
             "images_per_second": images_per_second,
             "data_wait": data_wait,
             "memory_gib": peak_memory_gib(self.setup.world.device),
         }
-        for name, head in self.model.heads.items() if len(self.model.heads) > 1 else []:
-            numbers |= {
-                f"loss_{name}": self._losses[name] / self._count,
-                f"positive_cosine_{name}": float(head.positive_cosine),
-            }
+        for name, total in self._losses.items() if len(self._losses) > 1 else []:
+            numbers[f"loss_{name}"] = total / self._count
+            if name in heads:
+                numbers[f"positive_cosine_{name}"] = float(heads[name].positive_cosine)
         if self.setup.head_schedule != self.setup.schedule:
             numbers["lr_centres"] = rates[1]
         if self.model.scaler.enabled:

@@ -46,6 +46,8 @@ _MAY_DIFFER = {
     "init.backbone",
     "init.head",
     "init.classes",
+    "compatible.path",
+    "compatible.classes",
     "eval.path",
 }
 # keys that hold a word or a path; two different paths count as equal

@@ -80,6 +80,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "augment.cutout": (0, 1),
     "augment.cutout_side": (0.01, 1),
     "init.images_per_class": (1, 100_000),
+    "compatible.weight": (0, 1000),
     "loss.focal": (0, 10),
     "loss.label_smoothing": (0, 0.999),
     "head.sample_rate": (0, 1),
@@ -121,7 +122,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 _LARGEST = {"run.timeout_minutes": 1e6, "train.epochs": 1e6}
 # must be above 0 and at most _LARGEST, or 1e30
-POSITIVE = ("run.timeout_minutes", "head.sample_rate", "optimizer.eps", "train.epochs")
+POSITIVE = ("run.timeout_minutes", "compatible.weight", "head.sample_rate", "optimizer.eps", "train.epochs")
 
 
 def check_rules(tree: dict[str, Any]) -> None:
@@ -156,7 +157,7 @@ def check_tasks(tree: dict[str, Any]) -> None:
         where = f"tasks[{number}]"
         if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", task["name"]):
             raise ValueError(f"{where}.name must be letters a to z, digits and _, as part of a file name, got {task['name']!r}")
-        if names.count(task["name"]) > 1 or task["name"] in ("backbone", "ema", "trainer"):
+        if names.count(task["name"]) > 1 or task["name"] in ("backbone", "ema", "trainer", "compatible"):
             raise ValueError(f"{where}.name must be its own, and no other part of a checkpoint, got {task['name']!r}")
         if not 0 < task["weight"] <= 1e6:
             raise ValueError(f"{where}.weight must be above 0 and at most 1e6, got {task['weight']}")
@@ -169,6 +170,8 @@ def check_tasks(tree: dict[str, Any]) -> None:
                         f"{where}.{section}.{key} must be that of all tasks, {tree[section][key]}, got {task[section][key]}; "
                         f"set {section}.{key}"
                     )
+    if tasks and tree["compatible"]["path"]:
+        raise ValueError(f"compatible.path is for a run without tasks, got {len(tasks)}; take one of the two out")
     given = sum(task["batch_size"] for task in tasks)
     if tasks and (given > total or (given != total and all(task["batch_size"] for task in tasks))):
         raise ValueError(f"tasks: their batch_size add up to {given}, train.batch_size is {total}; make the two equal")
@@ -193,6 +196,7 @@ def _check_across(tree: dict[str, Any]) -> None:
         raise ValueError(f"init.head needs init.backbone: centres mean nothing to another network, got {init['head']!r} alone")
     if init["classes"] and not init["head"]:
         raise ValueError(f"init.classes needs init.head, whose labels it maps, got {init['classes']!r} alone")
+    _check_compatible(tree["compatible"], tree["head"]["sub_centers"])
     if -1 < tree["head"]["weight_decay"] < 0:
         raise ValueError(f"head.weight_decay must be 0 or more, or -1 for the optimizer's, got {tree['head']['weight_decay']}")
     stages = tree["head"]["stages"]
@@ -229,6 +233,15 @@ def _check_across(tree: dict[str, Any]) -> None:
     _check_schedule(schedule, tree)
     if len(set(tree["eval"]["targets"])) != len(tree["eval"]["targets"]):
         raise ValueError(f"eval.targets names a set twice: {', '.join(tree['eval']['targets'])}")
+
+
+def _check_compatible(compatible: dict[str, Any], sub_centers: int) -> None:
+    if compatible["classes"] and not compatible["path"]:
+        raise ValueError(f"compatible.classes needs compatible.path, whose labels it maps, got {compatible['classes']!r} alone")
+    if compatible["path"] and sub_centers > 1:
+        raise ValueError(
+            f"compatible.path needs head.sub_centers=1, got {sub_centers}: an old gallery is near one centre of each person"
+        )
 
 
 def _check_schedule(schedule: dict[str, Any], tree: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """What a head is, beside its margin, its classes and its place among the ranks: one description for the head and its memory."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class HeadConfig:
         optimizer: of the centres.
         matmul_dtype: float32 or bfloat16, of the matrix products; sums are float32.
         wire_dtype: float32 or bfloat16, of the embeddings and their gradients on their way between ranks.
+        frozen: the centres never change, and have no moments.
     """
 
     sample_rate: float = 1.0
@@ -49,6 +50,7 @@ class HeadConfig:
     kernels: str = "auto"
     sub_centers: int = 1
     rates: tuple[tuple[int, float], ...] = ()
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         assert 1 <= self.sub_centers <= 255  # which of them a sample sees takes one byte
@@ -66,12 +68,12 @@ class HeadConfig:
     @property
     def decays(self) -> bool:
         """Whether rows lag behind and are caught up; at rate 1 every row is updated in every step, so none does."""
-        return self.inactive_rows == "decay" and min(self.all_rates) < 1
+        return self.inactive_rows == "decay" and min(self.all_rates) < 1 and not self.frozen
 
     @property
     def has_second_moment(self) -> bool:
         """Whether the optimizer keeps a second moment of each centre."""
-        return isinstance(self.optimizer, RowAdamW)
+        return isinstance(self.optimizer, RowAdamW) and not self.frozen
 
     @property
     def counts_updates(self) -> bool:
@@ -85,6 +87,14 @@ class HeadConfig:
     def searches_lists(self, num_classes: int) -> bool:
         """Return whether the neighbours of so many classes, over all ranks, are searched by inverted lists."""
         return self.neighbours_search == "inverted_lists" or (self.neighbours_search == "auto" and num_classes > EXACT_UP_TO)
+
+    def as_frozen(self) -> "HeadConfig":
+        """Return what `PartialFC.frozen` gives a head: nothing is kept for an update, and the active classes come from outside.
+
+        int8 needs a momentum (centres/store.py), so formats with fewer bits than fp32 become bf16.
+        """
+        storage = "exact" if self.storage == "exact" else "lean"
+        return replace(self, frozen=True, storage=storage, cache_mb=0, sampling="uniform")
 
 
 def head_config(head: Any, loss: Any, optimizer: Any, autocast: torch.dtype | None, world: World) -> HeadConfig:

@@ -15,6 +15,7 @@ multiplies its loss by world_size.
 Shapes: b = samples of this rank per micro-batch, B = b * world_size, D = embedding size, A = micro-batches.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -113,6 +114,7 @@ class PartialFC(nn.Module):
             workspace=self.workspace,
             placement=config.placement,
             folder=folder,
+            frozen=config.frozen,
         )
         self.centre_store.fill_initial(self.first_slot * per_class, seed)
         margin.prepare(num_classes, self.first_counted)
@@ -148,7 +150,23 @@ class PartialFC(nn.Module):
         dtype = str(self._passes.dtype).removeprefix("torch.")
         where = "" if self.config.placement == "device" else f" on the {self.config.placement}"
         here = f"{self.num_slots} here in {size:.1f} MiB{where} ({self.centre_store.form})"
-        return f"head: {self.num_classes} classes{several}, {here}, {dtype} products, {self.kernels.words}"
+        kind = "frozen head" if self.config.frozen else "head"
+        return f"{kind}: {self.num_classes} classes{several}, {here}, {dtype} products, {self.kernels.words}"
+
+    def frozen(self) -> "PartialFC":
+        """Return a head with the same classes in the same slots, whose centres never change; only its margin learns.
+
+        Each of its steps begins with `plan` of this head, so the same classes are active in both.
+        """
+        size, place = (self.num_classes, self.embedding_size), (self.rank, self.world_size, self.seed)
+        head = PartialFC(copy.deepcopy(self.margin), *size, *place, self.config.as_frozen(), self.workspace.device)
+        head.kernels.fused = self.kernels.fused
+        return head
+
+    @property
+    def plan(self) -> StepPlan:
+        """What is active in the step begun."""
+        return self._step().plan
 
     def prepare(self, labels: Tensor, step: int, flags: Sequence[bool] = ()) -> StepPlan | SharedLabels:
         """Share the labels of one optimizer step, check them, and draw the active classes unless that takes a graph.
@@ -290,7 +308,7 @@ class PartialFC(nn.Module):
 
     @torch.no_grad()
     def _update(self, current: Step, lr: float, finite: Tensor, apply: Tensor | None) -> None:
-        if apply is None and not bool(finite):
+        if self.config.frozen or (apply is None and not bool(finite)):
             return
         plan, share = current.plan, 1.0 / len(current.pulls)
         seed = derive(self.seed, "rounding", plan.labels.step, self.rank)

@@ -41,7 +41,12 @@ class InitCounts(NamedTuple):
 
 @torch.no_grad()
 def init_centres(
-    head: PartialFC, source_path: str, class_map: str, class_means: ClassMeans | None, name: str = ""
+    head: PartialFC,
+    source_path: str,
+    class_map: str,
+    class_means: ClassMeans | None,
+    name: str = "",
+    keys: tuple[str, str] = ("init.head", "init.classes"),
 ) -> InitCounts:
     """Fill this rank's centres before the first step; the same centres on any number of ranks.
 
@@ -50,20 +55,21 @@ def init_centres(
     direction, so that it is the dominant one from the start, and the others stay random.
 
     Args:
-        source_path: init.head, a path for open_centres; "" = every class is new.
-        class_map: init.classes, a path for read_class_map; "" = the source has the same labels.
+        source_path: a path for open_centres; "" = every class is new.
+        class_map: a path for read_class_map; "" = the source has the same labels.
         class_means: returns the mean direction of images of new classes; None = they stay random.
         name: of the head, which a checkpoint with several must have.
+        keys: of both paths, for errors.
 
     Raises:
         ValueError: the source does not fit.
     """
     source = old_of_new = None
     if source_path:
-        with prefix_errors("init.head"):
+        with prefix_errors(keys[0]):
             source = open_centres(Path(source_path), name)
         if class_map:
-            with prefix_errors("init.classes"):
+            with prefix_errors(keys[1]):
                 old_of_new = read_class_map(Path(class_map), source.num_classes, head.num_classes)
     labels = head.shard_classes()
     old = np.full(len(labels), -1, dtype=np.int64)
@@ -72,18 +78,18 @@ def init_centres(
     if source is not None:
         if source.embedding_size != head.embedding_size:
             raise ValueError(
-                f"init.head: the class centres of {source.name} have {source.embedding_size} numbers, "
+                f"{keys[0]}: the class centres of {source.name} have {source.embedding_size} numbers, "
                 f"backbone.embedding_size is {head.embedding_size}"
             )
         if old_of_new is None and source.num_classes != head.num_classes:
             raise ValueError(
-                f"init.head: {source.name} has {source.num_classes} classes, the data {head.num_classes}; "
-                "say with init.classes which label there is which label here"
+                f"{keys[0]}: {source.name} has {source.num_classes} classes, the data {head.num_classes}; "
+                f"say with {keys[1]} which label there is which label here"
             )
         if source.sub_centers != head.config.sub_centers:
             raise ValueError(
-                f"init.head: {source.name} has {source.sub_centers} centres for each class, this run has head.sub_centers="
-                f"{head.config.sub_centers}; set head.sub_centers={source.sub_centers}, or leave init.head empty"
+                f"{keys[0]}: {source.name} has {source.sub_centers} centres for each class, this run has head.sub_centers="
+                f"{head.config.sub_centers}; set head.sub_centers={source.sub_centers}, or leave {keys[0]} empty"
             )
         old = labels if old_of_new is None else old_of_new[labels]
         used = np.arange(source.num_classes) if old_of_new is None else old_of_new[old_of_new >= 0]
@@ -98,8 +104,8 @@ def init_centres(
         bad = np.flatnonzero(~((norms > 0) & norms.isfinite()).all(dim=1).numpy())
         if len(bad):
             raise ValueError(
-                f"init.head: in {source.name} the centre of label {old[rows[bad[0]]]} is zero or not finite; leave that label "
-                "out of init.classes, so that its class counts as new, or take an earlier checkpoint"
+                f"{keys[0]}: in {source.name} the centre of label {old[rows[bad[0]]]} is zero or not finite; leave that label "
+                f"out of {keys[1]}, so that its class counts as new, or take an earlier checkpoint"
             )
         store.write_centres(torch.from_numpy(rows_of_slots(rows, several)), values.reshape(-1, head.embedding_size))
     new, filled = np.flatnonzero(old < 0), 0

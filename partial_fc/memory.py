@@ -68,7 +68,8 @@ class HeadMemory(NamedTuple):
     def _bytes_by_place(self) -> tuple[int, int]:
         config = self.config
         formats = FORMATS[config.storage]
-        placed = self.dim * sum(dtype.itemsize for dtype in formats[: 2 + config.has_second_moment]) * config.sub_centers
+        kept = 1 if config.frozen else 2 + config.has_second_moment
+        placed = self.dim * sum(dtype.itemsize for dtype in formats[:kept]) * config.sub_centers
         size = 4 + 4 * formats.count(torch.int8) + (4 if config.counts_updates else 0)  # 4: 1 / norm
         size = size * config.sub_centers + self.loss.per_class
         size += 4 * config.neighbours if config.sampling == "neighbours" else 0

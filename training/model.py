@@ -40,6 +40,7 @@ from utils.precision import AUTOCAST, LossScaler
 from utils.randomness import derive
 from utils.text import prefix_errors
 
+from .compatible import COMPATIBLE, fill_old_centres
 from .setup import Setup
 from .stages import head_stages, staged_margin
 
@@ -128,10 +129,11 @@ class Model(NamedTuple):
 
     backbone: nn.Module
     optimizer: torch.optim.Optimizer
-    heads: dict[str, PartialFC]  # by the name of their task
+    heads: dict[str, PartialFC]  # by the name of their task, and that with the centres of an old network
     scaler: LossScaler
     autocast: torch.dtype | None
     ema: WeightAverage | None = None
+    compatible_weight: float = 1.0  # of the loss with the old centres
 
     def saved_states(self) -> dict[str, SavedState]:
         """Return all parts of a checkpoint by name; what is added here is saved, and loaded by a run that resumes."""
@@ -205,6 +207,8 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
             check_loss(margin, how)
             samples = task.order.batch_size // parts
             beside += check_head_fits(margin, classes, dim, ranks, how, samples, parts, beside, free)
+            if config.compatible.path:
+                check_head_fits(margin, classes, dim, ranks, how.as_frozen(), samples, parts, beside, free)
     heads, recorded = {}, _head_sections({} if setup.resume_from is None else read_manifest(setup.resume_from))
     place = next(place for place in (setup.folder, *setup.folder.absolute().parents) if place.is_dir())  # for --check
     for task, facts in zip(setup.tasks, _head_sections(setup.facts), strict=True):
@@ -216,9 +220,11 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
                 was = str(recorded[len(heads) - 1].get("kernels", "")) if len(heads) <= len(recorded) else ""
                 if form := heads[task.name].choose_form(task.order.batch_size // parts, was):
                     facts["kernels"] = form
+    if config.compatible.path:
+        heads[COMPATIBLE] = heads[setup.tasks[0].name].frozen()
     scaler = LossScaler(enabled=autocast is torch.float16, device=world.device)
     ema = WeightAverage(backbone, config.train.ema) if config.train.ema else None
-    return Model(backbone, optimizer, heads, scaler, autocast, ema)
+    return Model(backbone, optimizer, heads, scaler, autocast, ema, config.compatible.weight)
 
 
 def _head_sections(manifest: dict[str, Any]) -> list[dict[str, Any]]:
@@ -254,6 +260,8 @@ def resume_or_init(config: EasyDict, setup: Setup, model: Model, images: bool = 
     with raise_on_all_ranks(setup.world), patiently(setup.world, "reading weights"):
         if setup.resume_from is not None:
             return restore(setup.resume_from, model.saved_states()), InitCounts(0, 0, 0)
+        if config.compatible.path:
+            fill_old_centres(model.heads[COMPATIBLE], config, setup.tasks[0].dataset, setup.world.device, images)
         if config.init.backbone:
             return 0, _init(config, setup, model, images and config.init.new_classes == "images")
     return 0, InitCounts(0, 0, 0)

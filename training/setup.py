@@ -30,6 +30,8 @@ from utils.randomness import derive
 from utils.schedule import Schedule
 from utils.text import prefix_errors
 
+from .compatible import old_network
+
 
 class Task(NamedTuple):
     """Identities to tell apart, and the images of them: a head of its own is trained on each task.
@@ -101,8 +103,11 @@ def set_up(config: EasyDict, processes: int = 0, machines: int = 1) -> Setup:
     for protocol in protocols:
         seen |= protocol.fingerprint()
     require_equal(seen, world, "data.path and eval.path must hold the same data for all processes; copy them again")
+    with raise_on_all_ranks(world):
+        old = old_network(config.compatible.path)
+    require_equal(old, world, "compatible.path must be the same checkpoint for all processes; copy it again")
     batch_size, num_images = config.train.batch_size, sum(task.dataset.num_images for task in tasks)
-    facts = {"run_signature": signature_of(config, tasks, prints), "config": settled}
+    facts = {"run_signature": {**signature_of(config, tasks, prints), **old}, "config": settled}
     total_steps = config.train.max_steps or max(1, int(config.train.epochs * num_images / batch_size))
     with raise_on_all_ranks(world):
         schedules = build_schedules(config, total_steps, num_images / batch_size)

@@ -19,6 +19,7 @@ from utils.optim import set_learning_rate, step_if, unscale_and_clip_grad_norm_
 from utils.randomness import derive
 
 from .ahead import PreparedStep
+from .compatible import COMPATIBLE
 from .model import Model
 from .setup import Task
 
@@ -64,7 +65,7 @@ class StepResult(NamedTuple):
 
     Args:
         loss: the weighted sum of the terms.
-        losses: the mean loss of each task over the global batch, by its name.
+        losses: the mean loss of each task over the global batch, by its name, and those of other terms.
         embeddings: of each task, those of each micro-batch (b, D), in the order of the batches.
         grad_norm: of the backbone, before it was clipped.
         loss_scale: of fp16, which the step used.
@@ -105,7 +106,9 @@ def train_step(
     grad_norm = unscale_and_clip_grad_norm_(model.backbone, scale, config.optimizer.clip_norm, config.optimizer.clip_value)
     # the same on all ranks: these are functions of the head's sums and of DDP's averages, whose bits are the same on all ranks
     good = loss.isfinite() & grad_norm.isfinite()
-    updates = [model.heads[task.name].settle(rates[1] * task.config.head.lr_factor, good) for task in tasks]
+    factors = {task.name: task.config.head.lr_factor for task in tasks}
+    rate = {name: rates[1] * factors.get(name, config.head.lr_factor) for name in model.heads}
+    updates = [head.settle(rate[name], good) for name, head in model.heads.items()]
     step_if(model.optimizer, good)  # before the updates: the host needs long to enqueue those, on a stream of their own
     if model.ema is not None:
         model.ema.update(good)
@@ -127,9 +130,13 @@ def forward_backward(
     batches = prepared.batches
     for task, plan in zip(tasks, prepared.plans, strict=True):
         model.heads[task.name].begin_step(plan, prepared.number)
+    old = model.heads.get(COMPATIBLE)
+    if old is not None:
+        old.begin_step(model.heads[tasks[0].name].plan, prepared.number)
     begin_gradients(model.optimizer, keep=accumulation > 1 and world.device.type == "cuda")
     zero = torch.zeros((), device=world.device)
-    total, losses = zero, dict.fromkeys((task.name for task in tasks), zero)
+    losses: dict[str, Tensor] = {}
+    total = zero
     outputs: list[list[Tensor]] = [[] for _ in tasks]
     images = [batch.images.chunk(accumulation) for batch in batches]
     mirrored = [batch.mirrored.chunk(accumulation) for batch in batches]
@@ -142,11 +149,14 @@ def forward_backward(
                 loss = model.heads[task.name](given, micro_step)
                 terms.append(LossTerm(task.name, loss, over_all_ranks=True, weight=task.weight))
                 kept.append(given.detach())
+            if old is not None:
+                weight = tasks[0].weight * model.compatible_weight
+                terms.append(LossTerm(COMPATIBLE, old(embeddings[0], micro_step), over_all_ranks=True, weight=weight))
             loss_scale = model.scaler.scale if model.scaler.enabled else 1.0
             values = backward(terms, world.world_size, loss_scale, accumulation)
         for term in terms:
             total = total + term.weight * values[term.name] / accumulation
-        losses = {name: losses[name] + values[name] / accumulation for name in losses}
+        losses = {name: losses.get(name, zero) + value / accumulation for name, value in values.items()}
     return total, losses, outputs
 
 
@@ -174,7 +184,7 @@ class StepValues(NamedTuple):
     """What an optimizer step came to, on the host."""
 
     step: int
-    losses: dict[str, float]  # of the tasks
+    losses: dict[str, float]  # of the tasks, and of other terms
     loss: float
     grad_norm: float
     loss_scale: float

@@ -160,7 +160,7 @@ class RunLog:
         """Write the training metrics after `step` optimizer steps: in the log, and on the terminal or its progress bar.
 
         Args:
-            numbers: by the names in FORMS; loss and positive_cosine also with the name of a task: loss_asia.
+            numbers: by the names in FORMS; loss and positive_cosine also with a name: loss_asia.
         """
         if not self.active:
             return

@@ -61,6 +61,7 @@ class CentreStore:
         count_updates: also keep `updates`, int32, the number of updates of each row (see row_optimizer.py).
         block: the largest number of rows that are loaded or stored at once.
         placement, folder: where the tensors of n x D numbers lie, see placement.py; all others are on the device.
+        frozen: keep no momentum.
 
     Raises:
         ValueError: there is no room for them.
@@ -77,10 +78,13 @@ class CentreStore:
         workspace: Workspace,
         placement: str = "device",
         folder: Path | None = None,
+        frozen: bool = False,
     ) -> None:
         device = workspace.device
         self.form, self.num_rows, self.dim, self.workspace = form, num_rows, dim, workspace
-        dtypes = dict(zip(("centres", "momentum", "variance"), FORMATS[form][: 2 + second_moment], strict=False))
+        dtypes = dict(
+            zip(("centres", "momentum", "variance"), FORMATS[form][: 1 if frozen else 2 + second_moment], strict=False)
+        )
         size = sum(Memory.padded(num_rows * dim, dtype) for dtype in dtypes.values())
         self.memory = Memory(placement, device, size, folder)
         placed = {name: self.memory.zeros((num_rows, dim), dtype) for name, dtype in dtypes.items()}

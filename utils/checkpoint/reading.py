@@ -88,14 +88,15 @@ def slot_faults(ranges: Iterable[tuple[int, int]], start: int, stop: int) -> lis
 
 
 def head_named(checkpoint: Path, name: str = "") -> str:
-    """Return the name of the head of a checkpoint that belongs to the task `name`: its own, or the only one there is.
+    """Return the name of the head of a checkpoint that belongs to the task `name`: its own, or the main one.
 
     Raises:
         ValueError: there are several, and none has that name.
     """
     heads = sorted(slots_by_head(read_manifest(checkpoint)))
-    if name in heads or len(heads) <= 1:
-        return name if name in heads else (heads or [SOFTMAX])[0]
+    found = next((wanted for wanted in (name, SOFTMAX) if wanted in heads), "")
+    if found or len(heads) <= 1:
+        return found or (heads or [SOFTMAX])[0]
     raise ValueError(f"checkpoint {checkpoint}: it has the heads {', '.join(heads)}, got {name or 'no name'}; name one of them")
 
 
