@@ -9,6 +9,7 @@ Shapes: n = pictures, S = size of a crop, D = embedding size.
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -25,6 +26,7 @@ from utils.text import one_line
 from .embed.embedder import open_embedder
 from .faces.detector import add_detector_arguments, open_detector
 from .faces.pictures import Rejected, add_which_argument, crops_of
+from .gallery.adapted import adapted_of
 from .gallery.commands import NO_DIRECTION, require_network, warn_of_other_detector
 from .gallery.search import Match
 from .gallery.store import Gallery
@@ -120,6 +122,8 @@ class FaceNetwork:
             with Gallery(Path(gallery)) as opened:
                 return self.search(opened, pictures, k)
         require_network(gallery, self._embedder)
+        if adapted_of(gallery) is not None:
+            print("warning: the gallery is adapted from another network, so `threshold` does not hold for it", file=sys.stderr)
         warn_of_other_detector(gallery, one_line(self._detector.name) if self._detector else "", self._options.which)
         return gallery.search(self.embed(pictures), k)
 

@@ -38,6 +38,7 @@ VERBS: dict[str, dict[str, str]] = {
         "search": "scripts.deploy.search",
         "verify": "scripts.deploy.verify",
         "gallery": "scripts.deploy.gallery",
+        "adapt": "scripts.deploy.adapt",
         "serve": "scripts.deploy.serve",
         "export": "scripts.deploy.export",
         "card": "scripts.deploy.card",

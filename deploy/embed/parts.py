@@ -320,13 +320,13 @@ def files_of(out: Path) -> list[Path]:
     return [out, out.with_suffix(".csv")] if out.suffix == ".npy" else [out]
 
 
-def write_table(out: Path, plan: Plan, parts: Parts, embedding_size: int, title: str) -> tuple[int, int]:
+def write_table(out: Path, plan: Plan, parts: Parts, embedder: Embedder) -> tuple[int, int]:
     """Write the table and OUT.rejected.csv; return the number of faces and of pictures without one.
 
     Raises:
         ValueError: there is no face, or a part is damaged.
     """
-    rejected_list = out.with_name(f"{out.name}.rejected.csv")
+    rejected_list, size = out.with_name(f"{out.name}.rejected.csv"), embedder.embedding_size
     faces = pictures = 0
     rejected: list[tuple[str, str]] = []
     for part in _all(plan, parts):
@@ -346,14 +346,15 @@ def write_table(out: Path, plan: Plan, parts: Parts, embedding_size: int, title:
                 file.write(csv_bytes(map(_cells, part.rows)))
         with new_file(out) as file:  # last: it says that all is there
             header = io.BytesIO()
-            shape = {"descr": "<f4", "fortran_order": False, "shape": (faces, embedding_size)}
+            shape = {"descr": "<f4", "fortran_order": False, "shape": (faces, size)}
             np.lib.format.write_array_header_1_0(header, shape)
             file.write(header.getvalue())
             for part in _all(plan, parts):
                 file.write(part.vectors.tobytes())
     else:
         with new_file(out) as file:
-            _write_parquet(file, _all(plan, parts), embedding_size, {"network": title, "digest": plan.facts["network"]})
+            facts = {"network": embedder.title, "digest": embedder.digest, "image_size": str(embedder.image_size)}
+            _write_parquet(file, _all(plan, parts), size, facts)
     return faces, len(plan.files) - pictures
 
 

@@ -24,6 +24,7 @@ from ..embed.embedder import Embedder, open_embedder
 from ..faces.detector import Detector, open_detector
 from ..faces.pictures import Crop, Rejected, crops_of, list_pictures
 from ..faces.tracks import Span
+from .adapted import adapted_of
 from .database import Facts
 from .store import Gallery, Image, NewImage, check_person
 
@@ -298,7 +299,7 @@ def _warn_of_other_person(faces: Faces, owners: dict[bytes, str]) -> None:
 
 def require_network(gallery: Gallery, embedder: Embedder) -> None:
     """Raise ValueError unless a gallery was embedded by this network: cosines of different networks mean nothing."""
-    if gallery.facts.digest != embedder.digest:
+    if gallery.facts.network != embedder.digest:
         raise ValueError(
             f"{shown(gallery.path)}: was embedded by {one_line(gallery.facts.title)}, another network than "
             f"{one_line(embedder.title)}; name that one before the gallery, or embed its faces anew: face gallery reembed "
@@ -387,14 +388,15 @@ def show_gallery(options: argparse.Namespace) -> None:
     """Print what a gallery has."""
     with Gallery(options.gallery) as gallery:
         people, images = gallery.people(), gallery.images()
-        facts = gallery.facts
+        facts, adapted = gallery.facts, adapted_of(gallery)
     detector = f"{facts.detector}, {facts.which}" if facts.detector else "none, aligned crops"
     lines = {
         "people": f"{len(people):,}",
         "images": f"{len(images):,}, {sum(bool(image.face_sum) for image in images):,} with their face",
         "network": facts.title,
         "network read from": facts.network_path or "not known",
-        "digest of the network": facts.digest,
+        "digest of the network": facts.network,
+        **({} if adapted is None else {"vectors adapted from": f"{adapted.source}, by the adapter {adapted.adapter}"}),
         "embedding": f"{facts.embedding_size} numbers, from {facts.image_size} x {facts.image_size} pixels",
         "detector": detector,
         "size": f"{options.gallery.stat().st_size / 1e6:.1f} MB",

@@ -25,6 +25,7 @@ _CHECKED = 32 << 20  # bytes of a database that is checked whenever it is opened
 _SMALLEST = 512  # bytes of a database; SQLite takes a shorter file for an empty one
 _LAST_NUMBER = 1 << 53  # of an image or a person; SQLite has no room for new ones after 2^63 - 1
 _COPY = "; the file was left as it is: take a copy of the gallery, or enrol into a new one"
+ADAPTED = " adapted "
 _TABLES = (
     """CREATE TABLE facts (
     id INTEGER PRIMARY KEY CHECK (id = 1),
@@ -67,13 +68,18 @@ class Facts(NamedTuple):
     """What embedded the faces of a gallery."""
 
     title: str  # of the network
-    digest: str  # of the network
+    digest: str  # of the network; of an adapted gallery, ADAPTED and what adapted.py says follow
     embedding_size: int
     image_size: int  # height and width of a face, in pixels
     detector: str  # that found the faces, "" for aligned crops
     which: str  # of the faces in a picture
     network_path: str = ""  # where the network was; "" = not known
     detector_path: str = ""
+
+    @property
+    def network(self) -> str:
+        """The digest of the network whose embeddings can be compared with the gallery's."""
+        return self.digest.partition(ADAPTED)[0]
 
 
 def create_database(path: Path, facts: Facts) -> None:

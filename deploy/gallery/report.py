@@ -23,7 +23,8 @@ from ..faces.detector import Detector, open_detector
 from ..faces.pictures import Crop, Rejected
 from ..faces.tracks import Span, Track, Tracker
 from ..faces.video import SUFFIXES, read_frames
-from ..results import Threshold, threshold_of
+from ..results import Threshold
+from .adapted import threshold_for
 from .commands import (
     NO_DIRECTION,
     EmbeddedFace,
@@ -63,7 +64,7 @@ def search_all(options: argparse.Namespace) -> None:
     """Search the pictures of the command line in the gallery, and report."""
     if options.run is None:
         take_recorded_network(options)
-    threshold = threshold_of(options)
+    threshold = threshold_for(options)
     found = [one for path in options.pictures for one in find_pictures(path)]
     several = len(options.pictures) > 1
     pictures = [Picture(path, str(path) if several else name, "") for path, name in found]

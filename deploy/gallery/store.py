@@ -44,7 +44,7 @@ Embed = Callable[[np.ndarray], np.ndarray]  # crops (n, S, S, 3) uint8 -> raw em
 Wrap = Callable[[Iterable["Image"], int], Iterable["Image"]]  # shows the progress over so many images
 _SILENT = 1.0  # seconds until a waiting process says so
 _HEAVIEST = 1e30  # length of an embedding times score; float32 ends at 3e38, and a person has several images
-_BATCH = 64  # images embedded at once
+_BATCH, _ADAPTED = 64, 4096  # images embedded, or adapted, at once
 _SMALLEST_ROW = 16  # bytes; a damaged tree of pages may seem to have more rows than the file has room for
 _IMAGES = (
     "SELECT images.id, people.name, picture, hash, face, norm, quality, added, vector_sum, ifnull(face_sum, x'') FROM images "
@@ -341,9 +341,35 @@ class Gallery:
                 for image, row in zip(part, raw, strict=True):
                     vector, norm = _unit_vector(row, facts.embedding_size, image.picture)
                     found.append((norm, _checksum(vector), vector, image.number))
-            # only now, because a large transaction may lock readers out
-            database.executemany("UPDATE images SET norm = ?, vector_sum = ?, vector = ? WHERE id = ?", found)
-            database.execute(f"UPDATE facts SET {', '.join(f'{name} = ?' for name in Facts._fields)}", facts)
+            _replace(database, found, facts)  # only now, because a large transaction may lock readers out
+        return len(images)
+
+    def copy_to(self, path: Path) -> None:
+        """Copy the gallery, as it is at one moment, into an empty file."""
+        with self._thread, database_errors(self.path), contextlib.closing(sqlite3.connect(path)) as target:
+            self._database.backup(target)
+
+    def adapt(self, facts: Facts, adapt: Embed, lengths: float) -> int:
+        """Replace the vectors by what a map makes of them; return how many. Faces of another size than the facts' are erased.
+
+        Args:
+            adapt: unit vectors (n, D) float32 -> rows (n, E).
+            lengths: factor on the lengths of the embeddings.
+
+        Raises:
+            ValueError: a vector is damaged, or the map gives no direction for one; nothing changes then.
+        """
+        with self._writing() as database:
+            images, found = self.images(), list[tuple[float, bytes, bytes, int]]()
+            for low in range(0, len(images), _ADAPTED):
+                part = images[low : low + _ADAPTED]
+                rows = adapt(self._vectors(np.array([image.number for image in part])))
+                for image, row in zip(part, rows, strict=True):
+                    vector, _ = _unit_vector(row, facts.embedding_size, image.picture)
+                    found.append((image.norm * lengths, _checksum(vector), vector, image.number))
+            if facts.image_size != self.facts.image_size:
+                database.execute("DELETE FROM faces")
+            _replace(database, found, facts)
         return len(images)
 
     def _require_faces(self, images: list[Image], facts: Facts) -> None:
@@ -403,6 +429,12 @@ class Gallery:
                 if "locked" not in str(error) or seconds is patience:
                     raise
                 print(one_line(f"waiting for another process, which writes to {shown(self.path)}"), file=sys.stderr, flush=True)
+
+
+def _replace(database: sqlite3.Connection, found: list[tuple[float, bytes, bytes, int]], facts: Facts) -> None:
+    """Store (length, checksum, vector, image) for all images, and what they are embedded by."""
+    database.executemany("UPDATE images SET norm = ?, vector_sum = ?, vector = ? WHERE id = ?", found)
+    database.execute(f"UPDATE facts SET {', '.join(f'{name} = ?' for name in Facts._fields)}", facts)
 
 
 def check_person(name: str) -> str:

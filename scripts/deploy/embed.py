@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
             with progress([], len(files), "embedding", "picture") as bar:
                 bar.update(done)
                 embed_parts(options, plan, parts, embedder, detector, count, bar.update)
-            faces, rejected = write_table(out, plan, parts, embedder.embedding_size, embedder.title)
+            faces, rejected = write_table(out, plan, parts, embedder)
             unfinished.unlink()
     if done:
         print(f"{done} of {len(files)} pictures were done already")

@@ -1,8 +1,9 @@
-"""Look after a gallery: python -m scripts.deploy.gallery show|check|remove|reembed [GALLERY]
+"""Look after a gallery: python -m scripts.deploy.gallery show|check|remove|reembed|adapt [GALLERY]
 
 show says what is in it. check reads every byte. remove forgets people or single images and overwrites their vectors, faces and
 rows with zeros. reembed embeds all faces with another network; searches go on with
-the old one until it is done. Each command either happens completely, or changes nothing.
+the old one until it is done. adapt
+writes a copy for another network without pictures. Each command either happens completely, or changes nothing.
 
 Examples:
   python -m scripts.deploy.gallery show people.gallery --people
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deploy.gallery.adapted import adapt_gallery
 from deploy.gallery.commands import DEFAULT, check_gallery, reembed_gallery, remove_from_gallery, show_gallery
 from eval.networks import add_network_arguments
 from utils.cli import int_in_range, make_parser
@@ -42,6 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     part.add_argument("--image", nargs="+", type=int_in_range(1), default=[], metavar="NUMBER", help="single images, by number")
     part = command("reembed", reembed_gallery, "embed all faces of a gallery with another network")
     add_network_arguments(part)
+    part = command(
+        "adapt", adapt_gallery, "write a copy whose vectors are those of another network, by an adapter of `face adapt`"
+    )
+    part.add_argument("--with", type=Path, required=True, dest="adapter", metavar="FILE", help="the adapter")
+    part.add_argument("--out", type=Path, required=True, metavar="GALLERY", help="the copy, a new file")
     options = parser.parse_args(arguments)
     return run_main(options.action, options)
 

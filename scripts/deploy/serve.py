@@ -23,6 +23,7 @@ from pathlib import Path
 
 from deploy.embed.embedder import open_embedder
 from deploy.faces.detector import add_detector_arguments, open_detector
+from deploy.gallery.adapted import result_for_page
 from deploy.gallery.commands import facts_of, recorded_network, require_network, take_recorded_network, warn_of_other_detector
 from deploy.gallery.store import Gallery
 from deploy.serve.answers import WHICH_FACE, Answers, result_of
@@ -83,6 +84,7 @@ def serve_page(options: argparse.Namespace) -> None:
         gallery = Gallery.create(options.gallery, facts, _PATIENCE) if is_new else Gallery(options.gallery, _PATIENCE)
         require_network(gallery, embedder)
         warn_of_other_detector(gallery, facts.detector, WHICH_FACE)
+        result, far = result_for_page(options, gallery, (result, far))
     answers = Answers(embedder, detector, gallery, result, far)
     server = PageServer(options.port, answers, access, options.host, options.tls)
     with contextlib.suppress(KeyboardInterrupt):
