@@ -75,10 +75,21 @@ def test_a_planted_rotation_is_recovered_and_people_are_told_apart_as_before():
     new, adapted = by_name["new and new"], by_name["adapted and new"]
     np.testing.assert_allclose(adapted.genuine, new.genuine, atol=1e-5)
     assert [point.target for point in new.points] == ["1e-1", "1e-2"]  # 4 people of 6 pictures: 432 impostor pairs
-    for far, (cosine, tar) in found.thresholds.items():
-        assert np.mean(1 - adapted.impostor / 2 > cosine) <= float(far) + 1e-12
-        assert np.mean(1 - new.impostor / 2 > cosine) <= float(far) + 1e-12
-        assert tar == pytest.approx(np.mean(1 - adapted.genuine / 2 > cosine))
+
+
+def test_a_threshold_holds_among_adapted_and_new_and_among_new_embeddings():
+    strict = set()
+    pairs = _pairs(_rotation(np.random.default_rng(3), 12), 0.3)
+    for offset in (0.0, 1.0):  # which all new embeddings have in common, and adapted ones show without their noise
+        moved = pairs._replace(new=unit(pairs.new + offset / 12**0.5))
+        found, (new, _, adapted), _ = fit(moved, ["linear"], OLD, NEW)
+        assert set(found.thresholds) == {"1e-1", "1e-2"}
+        for far, (cosine, tar) in found.thresholds.items():
+            shares = [float(np.mean(1 - one.impostor / 2 > cosine)) for one in (new, adapted)]
+            assert max(shares) <= float(far)
+            strict.add(shares[0] < shares[1])
+            assert tar == pytest.approx(np.mean(1 - adapted.genuine / 2 > cosine))
+    assert strict == {True, False}  # each of the two is the stricter one somewhere
 
 
 def test_people_of_the_table_are_in_neither_the_fit_nor_the_choice(monkeypatch: pytest.MonkeyPatch):

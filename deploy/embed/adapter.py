@@ -258,7 +258,7 @@ def read_adapter(path: Path) -> Adapter:
     text = read_metadata(path).get(_KEY, "")
     if not text:
         raise ValueError(f"{shown(path)}: is no adapter; `face adapt` makes one")
-    tensors = {name: value.numpy().astype(np.float32) for name, value in read_tensors(path).items() if name != "none"}
+    tensors = {name: value.float().numpy() for name, value in read_tensors(path).items() if name != "none"}
     try:
         return _checked(json.loads(text), tensors)
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -18,7 +18,7 @@ from utils.text import one_line
 
 from ..embed.adapter import apply, check_thresholds, read_adapter
 from ..results import SetResult, Threshold, threshold_of
-from .database import ADAPTED, Facts
+from .database import ADAPTED, Facts, journal_of
 from .store import Gallery
 
 _LONGEST = 10_000  # characters of a digest
@@ -117,7 +117,8 @@ def adapt_gallery(options: argparse.Namespace) -> None:
             *(facts.detector, facts.which, new.network_path, facts.detector_path),
         )
         out.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.unlink(missing_ok=True)
+        for left in (unfinished, journal_of(unfinished)):  # by a copy that was killed
+            left.unlink(missing_ok=True)
         try:
             gallery.copy_to(unfinished)
             with Gallery(unfinished) as copied:
