@@ -124,7 +124,7 @@ def test_what_would_overwrite_or_mix_is_refused(
     folder, more = place
     file, start = str(folder / "a.safetensors"), ["adapt", str(folder / NAME), "--with"]
     nets = [str(folder / "old.pt"), str(folder / "new.pt")]
-    (tmp_path / "empty").mkdir()
+    write_people(tmp_path / "few", 5, 2)
     for program, words, says in (
         (gallery, [*start, file, "--out", str(adapted)], "exists already; choose another name"),
         (gallery, ["adapt", str(adapted), "--with", file, "--out", str(tmp_path / "b")], "the adapter is for galleries of"),
@@ -138,6 +138,7 @@ def test_what_would_overwrite_or_mix_is_refused(
         ),
         (adapt, [*nets, str(folder / "crops"), "--out", str(tmp_path / "b.safetensors"), *more], "no faces in common"),
         (adapt, [*nets, "--out", str(tmp_path / "b.safetensors")], "is no .parquet of"),
+        (adapt, [*nets, str(tmp_path / "few"), "--out", str(tmp_path / "b.safetensors"), *more], "6 people or more, got 5"),
     ):
         capsys.readouterr()
         assert program.main(words) == 1
