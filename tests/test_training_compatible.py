@@ -160,7 +160,7 @@ def test_a_run_takes_the_old_centres_by_label_and_resumes_on_any_ranks_to_the_sa
     run = functools.partial(_run, place, tmp_path, "more", *_to_old(place))
     assert (ended := run_train(2, run("run.name=whole"))).returncode == 0, ended.stderr
     said = f"compatible with {place / 'old'}: 12 of its class centres, and means of its embeddings for 3 other classes"
-    assert said in ended.stdout and "frozen head: 15 classes" in ended.stdout and "to old centres 0." in ended.stdout
+    assert said in ended.stdout and "frozen head: 15 classes" in ended.stdout and "compatible: cos+ 0." in ended.stdout
     whole = list_checkpoints(tmp_path / "whole")
     old = open_centres(place / "old").read(np.arange(NUM_CLASSES))
     frozen = _by_label(whole[0], 15, COMPATIBLE)
