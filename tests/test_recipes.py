@@ -1,4 +1,4 @@
-"""The recipes of configs/ are those of arcface_torch's files of the same name, and say what batch their figures belong to."""
+"""The recipes of configs/ are those of the files that they name, most of arcface_torch, and say what batch they belong to."""
 
 import re
 from pathlib import Path
@@ -90,11 +90,40 @@ PUBLISHED = {
     "wf42m_pfc02_vit_h": _vit("vit_h", 8, 768, epochs=16, warmup=2, rate=0.5),
     "3millions": Recipe("mbf", COS, 8, 512, epochs=30, warmup=-1, rate=0.1, targets=()),
 }
+NO_DECAY = [
+    {"match": "no_decay_norm_bias", "lr_factor": 1.0, "weight_decay": -1.0},
+    {"match": "*prelu.weight", "lr_factor": 1.0, "weight_decay": 0.0},
+]
+# recipes of other programs: each value that is not our default, typed from their files, which the recipe names
+OTHERS = {
+    # github.com/mk-minchul/CVLface: run_adaface_ir101_webface4m.sh and the files that it names
+    "adaface_wf4m_r100": {
+        "data.num_classes": DATA["wf4m"][0], "data.num_images": DATA["wf4m"][1],
+        "augment.crop": 0.2, "augment.low_resolution": 0.2, "augment.photometric": 0.2,
+        "backbone.name": "r100", "backbone.dropout": 0.4,
+        "loss.name": "adaface", "loss.margin": 0.4, "loss.h": 0.333, "loss.alpha": 0.01,
+        "optimizer.rules": NO_DECAY, "schedule.kind": "step", "schedule.milestones": [12.0, 20.0, 24.0],
+        "schedule.warmup_epochs": 1.0, "train.epochs": 26.0, "train.batch_size": 7 * 256, "train.tf32": True,
+        "eval.targets": ["lfw", "agedb_30", "cfp_fp", "cplfw", "calfw"], "eval.every": 4235242 // (7 * 256),
+    },
+    # github.com/zzzweakman/CVPR24_FRCSyn_ADMIS: recognition_model_training/train.yaml and its program
+    "frcsyn_syn30k_r50": {
+        "data.source": "folder", "data.num_classes": 30_000, "augment.crop": 0.2, "backbone.dropout": 0.4,
+        "schedule.kind": "step", "schedule.milestones": [22.0, 28.0, 32.0], "train.epochs": 40.0, "train.batch_size": 8 * 64,
+        "optimizer.clip_norm": 0.0, "eval.targets": ["lfw", "cfp_fp", "cplfw", "agedb_30", "calfw"],
+    },
+}  # fmt: skip
+# theirs that our defaults already have
+SAME = {
+    "optimizer.lr": 0.1, "optimizer.momentum": 0.9, "optimizer.weight_decay": 5e-4, "schedule.factor": 0.1, "loss.scale": 64.0,
+    "backbone.embedding_size": 512, "head.sample_rate": 1.0, "train.precision": "fp32", "train.accumulation": 1,
+    "data.flip": True, "optimizer.name": "sgd", "optimizer.nesterov": False, "data.image_size": 112, "head.weight_decay": -1.0,
+}  # fmt: skip
 SHIPPED = {path.stem for path in SCHEMA.parent.glob("*.yaml")} - {"base", "demo_cpu", "small"}
 
 
 def test_every_shipped_recipe_is_compared_here():
-    assert set(PUBLISHED) == SHIPPED
+    assert {*PUBLISHED, *OTHERS} == SHIPPED
     assert f"the {len(PUBLISHED)} run files of arcface_torch" in SCHEMA.parents[1].joinpath("README.md").read_text()
 
 
@@ -137,6 +166,29 @@ def test_a_recipe_is_what_the_importer_makes_of_its_source(name: str, tmp_path: 
     assert (ours.schedule.power, ours.schedule.warmup_epochs) == (2.0, max(0, recipe.warmup))
     assert (ours.eval.targets, ours.eval.every) == (recipe.targets, recipe.verbose // recipe.accumulation)
     assert ours.backbone.name == recipe.network.split("_dp")[0]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_recipe_of_another_program_has_its_values_and_no_others(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    (tmp_path / "default.yaml").write_text("")
+    printed = []
+    for config in (name, str(tmp_path / "default.yaml")):
+        assert train.main([config, "--print-config", "run.name=same"]) == 0
+        sections = yaml.safe_load(capsys.readouterr().out)
+        printed.append({f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()})
+    ours, default = printed
+    changed = {key: value for key, value in ours.items() if key not in default or default[key] != value}
+    expected = {key: value for key, value in OTHERS[name].items() if default.get(key) != value}
+    assert changed == expected
+    assert OTHERS[name].items() <= ours.items() and SAME.items() <= ours.items()
+    text = SCHEMA.with_name(f"{name}.yaml").read_text()
+    assert (
+        text.startswith(f"# ./face train {name} ")
+        and f": batch {ours['train.batch_size']}.\n" in text
+        and "Not run here.\n" in text
+    )
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
