@@ -112,11 +112,22 @@ OTHERS = {
         "schedule.kind": "step", "schedule.milestones": [22.0, 28.0, 32.0], "train.epochs": 40.0, "train.batch_size": 8 * 64,
         "optimizer.clip_norm": 0.0, "eval.targets": ["lfw", "cfp_fp", "cplfw", "agedb_30", "calfw"],
     },
+    # github.com/HaiyuWu/Vec2Face/issues/1 and its README, github.com/HaiyuWu/SOTA-Face-Recognition-Train-and-Test
+    "hsface10k_r50_se": {
+        "data.source": "folder", "data.num_classes": 10_000, "data.num_images": 500_000,
+        "augment.crop": 0.3, "augment.low_resolution": 0.3, "augment.photometric": 0.3,
+        "augment.cutout": 0.5, "augment.cutout_side": round(2 * ((0.02 + 0.33) / 2) ** 0.5, 2),  # two sides, on average half
+        "backbone.se": True, "backbone.dropout": 0.4,
+        "optimizer.rules": [{"match": "norms", "lr_factor": 1.0, "weight_decay": 0.0}], "schedule.kind": "step",
+        "schedule.milestones": [epoch - 1.0 for epoch in (12, 20, 24)], "train.epochs": 26.0, "train.batch_size": 4 * 128,
+        "train.precision": "bf16", "eval.targets": ["lfw", "cfp_fp", "agedb_30", "calfw", "cplfw"],
+        "eval.every": 500_000 // (4 * 128),
+    },
 }  # fmt: skip
 # theirs that our defaults already have
 SAME = {
     "optimizer.lr": 0.1, "optimizer.momentum": 0.9, "optimizer.weight_decay": 5e-4, "schedule.factor": 0.1, "loss.scale": 64.0,
-    "backbone.embedding_size": 512, "head.sample_rate": 1.0, "train.precision": "fp32", "train.accumulation": 1,
+    "backbone.embedding_size": 512, "head.sample_rate": 1.0, "train.accumulation": 1,
     "data.flip": True, "optimizer.name": "sgd", "optimizer.nesterov": False, "data.image_size": 112, "head.weight_decay": -1.0,
 }  # fmt: skip
 SHIPPED = {path.stem for path in SCHEMA.parent.glob("*.yaml")} - {"base", "demo_cpu", "small"}
