@@ -19,7 +19,7 @@ from losses import build_margin, margin_arguments
 from losses.margin import Margin
 from partial_fc import HeadConfig, PartialFC, RowSGD
 from partial_fc.memory import HeadMemory, loss_memory
-from partial_fc.sampling.planning import num_active
+from partial_fc.sampling.planning import NeighbourGraph, num_active
 from partial_fc.softmax import choice
 from partial_fc.softmax.passes import constant_shift
 from training.stages import Stage, staged_margin
@@ -45,9 +45,13 @@ def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_to_the_same_bits_from_before_at_and_after_a_change(dataset: Path, tmp_path: Path, kind: str):
-    more = [*KINDS[kind], STAGES, "checkpoint.every=1"]
+def test_a_run_goes_on_to_the_same_bits_from_before_at_and_after_a_change(
+    dataset: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    more, rebuild, rebuilt = [*KINDS[kind], STAGES, "checkpoint.every=1"], NeighbourGraph.rebuild, []
+    monkeypatch.setattr(NeighbourGraph, "rebuild", lambda *given: rebuilt.append(given[-1]) or rebuild(*given))
     whole = _train(dataset, tmp_path, "whole", *more)
+    assert rebuilt == ([1, 2, 3] if kind == "neighbours" else [])
     log = (tmp_path / "whole" / "train.log").read_text()
     for line in (
         "head after step 0: sample_rate 0.4, scale 8, margin 0",

@@ -1,7 +1,7 @@
 """The stages of a training: from given steps on, other classes are sampled, or the loss has another scale or margin.
 
 Source of such a training: You et al., "LVFace", ICCV 2025, https://arxiv.org/abs/2501.13420, which samples the classes first
-and then takes all of them.
+and then takes all of them. Its penalty on the expectation of features, in between, is not here.
 """
 
 from collections.abc import Sequence
