@@ -1,16 +1,20 @@
 """A program keeps the memory that it frees, so that the kernel does not clear it again and again, unless it is told not to."""
 
 import ctypes
+import mmap
 import os
 import re
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts.benchmark.kit import run_ranks
+from utils.allocator import read_ahead
 
 ROOT = Path(__file__).parent.parent
 TENSORS, PAGES = 100, (32 << 20) // 4096
@@ -48,3 +52,27 @@ def test_a_program_keeps_the_memory_that_it_frees_unless_somebody_says_otherwise
     (tmp_path / "backbones.py").write_text(REFERENCE)
     assert usual > 5 * _faults("scripts/benchmark/arcface_torch_loop.py", str(tmp_path), "{}")
     assert usual > 5 * run_ranks(page_faults, 1)[0]
+
+
+def _resident(tensor: torch.Tensor) -> list[bool]:
+    """Return which pages of mapped rows of a page each are in memory."""
+    found = (ctypes.c_ubyte * len(tensor))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), found) == 0
+    return [bool(page & 1) for page in found]
+
+
+def test_rows_of_a_file_are_read_before_they_are_touched(tmp_path: Path):
+    path, rows = tmp_path / "rows", 4096
+    path.write_bytes(bytes(rows * 4096))
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        tensor = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8).view(rows, 4096)
+    if any(_resident(tensor)):
+        pytest.skip("a file system that lies in memory")
+    read_ahead(tensor, 1000, 1500)
+    deadline = time.monotonic() + 30
+    while not all(_resident(tensor[1000:1500])):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not any(_resident(tensor[:900])) and not any(_resident(tensor[2000:]))

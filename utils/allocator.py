@@ -56,14 +56,15 @@ def with_huge_pages(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def read_ahead(tensor: Tensor) -> None:
-    """Let the kernel begin to read a tensor, which is mapped from a file, from the disk; does nothing if unsupported.
+def read_ahead(tensor: Tensor, low: int, high: int) -> None:
+    """Let the kernel begin to read the rows [low, high) of a tensor that is mapped from a file; does nothing if unsupported.
 
     Other threads run meanwhile, as they do not in mmap.madvise of Python.
     """
-    first, madvise = tensor.data_ptr() // _PAGE * _PAGE, _madvise()
+    madvise, row = _madvise(), tensor.nbytes // len(tensor)
+    begin, end = tensor.data_ptr() + low * row, tensor.data_ptr() + high * row
     if madvise is not None:
-        madvise(first, tensor.data_ptr() - first + tensor.nbytes, _ADVISE_NEEDED)
+        madvise(begin // _PAGE * _PAGE, end - begin // _PAGE * _PAGE, _ADVISE_NEEDED)
 
 
 @functools.cache

@@ -160,8 +160,11 @@ class CentreStore:
         """Let the kernel begin to read rows that a coming step needs, if they lie in a file; another thread may call it."""
         for tensor in [tensor for tensor in self.tensors.values() if self.memory.is_file and tensor.ndim == 2]:
             for select in selects:
-                for rows in [tensor[select]] if isinstance(select, slice) else (tensor[row] for row in select.tolist()):
-                    read_ahead(rows)
+                if isinstance(select, slice):
+                    read_ahead(tensor, select.start, select.stop)
+                    continue
+                for row in select.tolist():
+                    read_ahead(tensor, row, row + 1)
 
     def _copied(self, select: Select, rows: Tensor) -> Tensor:
         """Return the buffer of rows, after the selected centres are copied to its beginning, and zeros behind them."""
