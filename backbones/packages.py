@@ -2,7 +2,7 @@
 
 The package builds the network with fresh weights; nothing is downloaded. Its classifier is left out, and dropout, a linear
 layer and a batch normalisation follow the features that it pooled. Images come as they do for all networks here,
-(x - 127.5) / 127.5. The package's own mean and deviation belong to its trained weights, so they are not applied.
+(x - 127.5) / 127.5. The package's own mean and deviation belong to its trained weights; `adopt` puts them into these.
 Shapes: b = images of this rank, H = W = image_size, F = pooled features, D = embedding size.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from utils.image import IMAGE_SIZE
 from utils.text import did_you_mean, pip_install
 
+from .foundations import translate
 from .iresnet import autocast_off, check_head, check_image_size, check_images
 
 
@@ -33,7 +34,7 @@ class PackageNetwork(nn.Module):
         super().__init__()
         check_head(embedding_size, dropout)
         check_image_size(image_size)
-        self.image_size = image_size
+        self.image_size, self.of_timm = image_size, name.startswith("timm:")
         package, inner = check_package(name)
         try:
             with torch.device("cpu"):  # also where the rest is built on meta, as not every network can be
@@ -58,6 +59,23 @@ class PackageNetwork(nn.Module):
             shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
             raise ValueError(f"it must return pooled features (b, F), it returns {shape}")
         return out.shape[1]
+
+    def adopt(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return weights to begin with as a state dict of this network: those of a run, or of a file for timm's network.
+
+        A file for timm's network has no embedding layer, so the one here stays as it is.
+
+        Raises:
+            ValueError: they are not of this network.
+        """
+        if not self.of_timm:
+            return weights
+        weights = {name.removeprefix("module."): value for name, value in weights.items()}  # from a wrapped network
+        inner = {name[8:]: value for name, value in weights.items() if name.startswith("network.")}
+        others = weights if inner else self.state_dict()
+        found = translate(self.network, inner or weights, fold=not inner)
+        rest = {name: value for name, value in others.items() if not name.startswith("network.")}
+        return {**{f"network.{name}": value for name, value in found.items()}, **rest}
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the (b, D) raw embeddings of images (b, 3, H, W), in fp32 even under autocast."""
@@ -94,14 +112,14 @@ def check_package(name: str) -> tuple[Any, str]:
             f"made for torch {torch.__version__}"
         ) from None
     known = package.list_models() if title == "timm" else package.list_models(module=package)
-    if inner not in known:
+    if inner.partition(".")[0] not in known:  # timm: after the point stands whose weights it means, such as openai
         raise ValueError(f"name: {title} has no network {inner!r}.{did_you_mean(inner, known)}")
     return package, inner
 
 
 def _of_timm(package: Any, name: str, image_size: int) -> nn.Module:
     """Return a network of timm without its classifier."""
-    settings = package.get_pretrained_cfg(name)
+    settings = package.get_pretrained_cfg(name)  # an error if nobody published such weights
     fixed = {"img_size": image_size} if settings is not None and settings.fixed_input_size else {}  # transformers
     return package.create_model(name, pretrained=False, num_classes=0, **fixed)
 

@@ -1,0 +1,170 @@
+"""Files of pretrained weights for networks of timm. The files are written by timm and transformers, with random weights."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_timm import timm  # noqa: F401, a fixture
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from backbones import build_backbone
+from utils.checkpoint.reading import load_initial
+
+SMALL = {"embed_dim": 48, "depth": 2, "num_heads": 3}
+DINO, DINO_REGISTERS, SIGLIP = "vit_small_patch14_dinov2", "vit_small_patch14_reg4_dinov2", "vit_base_patch16_siglip_224"
+CLIP = "vit_base_patch16_clip_quickgelu_224.openai"
+
+
+@pytest.fixture
+def small(timm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
+    """Return timm with small networks: the real classes, fewer layers."""
+    monkeypatch.setattr(timm, "create_model", functools.partial(timm.create_model, **SMALL))
+    return timm
+
+
+def _drawn(network: nn.Module) -> nn.Module:
+    """Return a network with numbers in all its weights; initial values leave out whole branches."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return network.eval()
+
+
+def _pixels(size: int) -> Tensor:
+    return torch.randint(0, 256, (3, 3, size, size), generator=torch.Generator().manual_seed(9)).float()
+
+
+def _begun(name: str, path: Path, size: int) -> Any:
+    torch.manual_seed(1)
+    ours = build_backbone(f"timm:{name}", 8, image_size=size).eval()
+    load_initial(ours, path, size)
+    return ours
+
+
+def _assert_same(ours: Any, size: int, expected: Tensor) -> None:
+    with torch.no_grad():
+        found = ours.network((_pixels(size) - 127.5) / 127.5)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def _normalised(pixels: Tensor, mean: Any, std: Any) -> Tensor:
+    return (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("name", [DINO, DINO_REGISTERS, CLIP, SIGLIP, "vit_small_patch16_dinov3", "test_vit"])
+def test_a_file_of_timm_begins_a_network_that_computes_the_same_from_our_input(name: str, small: Any, tmp_path: Path):
+    theirs = _drawn(small.create_model(name, num_classes=7, img_size=112))
+    torch.save(theirs.state_dict(), tmp_path / "weights.pth")
+    ours = _begun(name, tmp_path / "weights.pth", 112)
+    settings = theirs.pretrained_cfg
+    theirs.reset_classifier(0)
+    with torch.no_grad():
+        expected = theirs(_normalised(_pixels(112), settings["mean"], settings["std"]))
+    _assert_same(ours, 112, expected)
+    state = {key: value.clone() for key, value in ours.state_dict().items()}
+    fresh = build_backbone(f"timm:{name}", 8, image_size=112)
+    save_file(state, tmp_path / "run.safetensors")  # weights of a run are not changed again
+    load_initial(fresh, tmp_path / "run.safetensors", 112)
+    assert all(torch.equal(value, state[key]) for key, value in fresh.state_dict().items())
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("name", [DINO, CLIP])
+def test_positions_are_resized_to_the_size_of_the_images_as_timm_does(name: str, small: Any, tmp_path: Path):
+    theirs = _drawn(small.create_model(name, num_classes=0, img_size=224))
+    save_file(theirs.state_dict(), tmp_path / "weights.safetensors")
+    overlay = {"file": str(tmp_path / "weights.safetensors"), "num_classes": 0}
+    loaded = small.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=0, img_size=112).eval()
+    side, old = 112 // theirs.patch_embed.patch_size[0], 224 // theirs.patch_embed.patch_size[0]
+    grid = theirs.pos_embed.detach()[:, 1:].reshape(1, old, old, -1).permute(0, 3, 1, 2)
+    resized = nn.functional.interpolate(grid, (side, side), mode="bicubic", antialias=True).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(loaded.pos_embed.detach()[:, 1:], resized, rtol=0, atol=1e-6)
+    with torch.no_grad():
+        expected = loaded(_normalised(_pixels(112), theirs.pretrained_cfg["mean"], theirs.pretrained_cfg["std"]))
+    _assert_same(_begun(name, tmp_path / "weights.safetensors", 112), 112, expected)
+
+
+def _of_transformers(kind: str, size: int) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": size}
+    inside = {"intermediate_size": 192}
+    if kind == "dinov2":
+        return transformers.Dinov2Model(transformers.Dinov2Config(**sizes, patch_size=14))
+    if kind == "dinov2 with registers":
+        return transformers.Dinov2WithRegistersModel(transformers.Dinov2WithRegistersConfig(**sizes, patch_size=14))
+    if kind == "clip":
+        return transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes, **inside, patch_size=16))
+    text = {key: value for key, value in {**sizes, **inside}.items() if key != "image_size"}
+    vision = {**sizes, **inside, "patch_size": 16, "hidden_act": "quick_gelu" if "clip" in kind else "gelu"}  # as in timm
+    if kind == "clip with text":
+        return transformers.CLIPModel(transformers.CLIPConfig(vision_config=vision, text_config=text))
+    return transformers.SiglipModel(transformers.SiglipConfig(vision_config=vision, text_config=text))
+
+
+@pytest.fixture(scope="module")
+def of_transformers() -> dict[str, Any]:
+    """Return networks of transformers, by what they are."""
+    kinds = ["dinov2", "dinov2 with registers", "clip", "clip with text", "siglip with text"]
+    return {kind: _drawn(_of_transformers(kind, 112)) for kind in kinds}
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("dinov2", DINO), ("dinov2 with registers", DINO_REGISTERS), ("clip", CLIP), ("clip with text", CLIP),
+        ("siglip with text", SIGLIP),
+    ],
+)  # fmt: skip
+def test_a_file_of_transformers_begins_the_same_network(
+    kind: str, name: str, of_transformers: dict[str, Any], small: Any, tmp_path: Path
+):
+    theirs = of_transformers[kind]
+    theirs.save_pretrained(tmp_path)  # under the names of files, which differ from those in the memory
+    torch.save(theirs.state_dict(), tmp_path / "memory.pth")
+    settings = small.get_pretrained_cfg(name)
+    images = _normalised(_pixels(112), settings.mean, settings.std)
+    with torch.no_grad():
+        expected = (theirs.vision_model if "text" in kind else theirs)(pixel_values=images).pooler_output
+    for file in ("model.safetensors", "memory.pth"):
+        _assert_same(_begun(name, tmp_path / file, 112), 112, expected)
+
+
+def test_what_does_not_fit_is_named_in_one_line(small: Any, tmp_path: Path):
+    theirs = small.create_model(DINO, num_classes=7, img_size=112).state_dict()
+    file = tmp_path / "weights.safetensors"
+    for change, words in (
+        ({"norm.bias": None}, "1 names are missing: norm.bias; set backbone.name"),
+        ({"extra": torch.ones(1), "norm.bias": None}, "missing: norm.bias; 1 names are left over: extra; set backbone.name"),
+        ({"patch_embed.proj.weight": torch.ones(48, 3, 16, 16)}, "its patches are of 16 pixels, those of backbone.name of 14"),
+        ({"norm.bias": torch.ones(7)}, r"norm.bias is (7,), in this backbone it is (48,)"),
+        ({"pos_embed": torch.ones(48)}, "timm cannot read it as weights of this network: "),
+        ({"norm.bias": torch.full((48,), torch.nan)}, "holds numbers that are not finite"),
+    ):
+        save_file({name: value for name, value in {**theirs, **change}.items() if value is not None}, file)
+        with pytest.raises(ValueError, match=r"^init\.backbone") as found:
+            _begun(DINO, file, 112)
+        assert words in str(found.value) and "\n" not in str(found.value)
+    torch.save(small.create_model("test_vit3", num_classes=0, img_size=112).state_dict(), tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"3 names are missing: cls_token, .*; \d+ names are left over: .*, \.\.\.; set"):
+        _begun(CLIP, tmp_path / "other.pt", 112)
+
+
+def test_a_first_layer_that_pads_its_images_is_refused_unless_nothing_is_to_be_changed(timm: Any, tmp_path: Path):  # noqa: F811
+    torch.save(timm.create_model("resnet10t", num_classes=0).state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(ValueError, match=r"cannot be put into its first layer, conv1\.0, which pads the images"):
+        _begun("resnet10t", tmp_path / "weights.pt", 112)
+    theirs = timm.create_model("test_convnext", num_classes=0)
+    save_file(theirs.state_dict(), tmp_path / "weights.safetensors")
+    ours = _begun("test_convnext", tmp_path / "weights.safetensors", 112).network
+    assert all(torch.equal(value, ours.state_dict()[name]) for name, value in theirs.state_dict().items())
+
+
+def test_weights_of_which_nobody_knows_the_input_are_refused(timm: Any):  # noqa: F811
+    with pytest.raises(ValueError, match=r"Invalid pretrained tag \(nobody\)"):
+        build_backbone("timm:test_vit.nobody")
