@@ -224,8 +224,10 @@ def load_initial(backbone: nn.Module, path: Path, image_size: int) -> None:
     """
     with prefix_errors("init.backbone"):
         weights = read_weights(path)
-    with prefix_errors(f"init.backbone {path}"):
-        weights = getattr(backbone, "adopt", dict)(weights)  # a network of a package takes files for that network, too
+    if hasattr(backbone, "adopt"):  # a network of a package takes files for that network, too
+        with prefix_errors(f"init.backbone {path}"):
+            adopt: Any = backbone.adopt
+            weights = adopt(weights)
     hint = f"check the section backbone, and data.image_size (here {image_size}), on which the last layers depend"
     load_weights(backbone, weights, f"init.backbone {path}", hint)
     if not is_finite(backbone):
