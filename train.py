@@ -42,7 +42,7 @@ from utils.distributed import SharedError
 from utils.distributed.watchdog import Watchdog
 from utils.log import RunLog, Speed, peak_memory_gib
 from utils.machine import waited_for_core
-from utils.optim import describe_groups, is_finite, set_training
+from utils.optim import describe_groups, frozen_parts, is_finite, set_training
 from utils.program import StoppedError, StopSignal, run_main, untested_torch
 
 
@@ -56,7 +56,8 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     torch.backends.cudnn.benchmark = True  # from here on every batch has the same shape
     parallel = distributed.as_data_parallel(compiled(model.backbone, config.train.compile), world)
     best = distributed.all_gather_objects(best_score(setup.folder, setup.facts) if world.rank == 0 else None, world)[0]
-    set_training(model.backbone, config.backbone.freeze_norm, config.backbone.freeze)
+    frozen = frozen_parts(model.backbone, config.backbone.freeze, config.backbone.train_last)
+    set_training(model.backbone, config.backbone.freeze_norm, frozen)
 
     keep = RetentionPolicy(saving.keep_last, saving.keep_every, saving.keep_best)
     with (

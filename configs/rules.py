@@ -79,6 +79,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "augment.jpeg_quality": (1, 95),
     "augment.cutout": (0, 1),
     "augment.cutout_side": (0.01, 1),
+    "backbone.train_last": (0, 10_000),
+    "backbone.lora_rank": (0, 4096),
     "init.images_per_class": (1, 100_000),
     "compatible.weight": (0, 1000),
     "loss.focal": (0, 10),
@@ -122,7 +124,9 @@ RANGES: dict[str, tuple[float, float]] = {
 
 _LARGEST = {"run.timeout_minutes": 1e6, "train.epochs": 1e6}
 # must be above 0 and at most _LARGEST, or 1e30
-POSITIVE = ("run.timeout_minutes", "compatible.weight", "head.sample_rate", "optimizer.eps", "train.epochs")
+POSITIVE = (
+    "run.timeout_minutes", "backbone.lora_alpha", "compatible.weight", "head.sample_rate", "optimizer.eps", "train.epochs",
+)  # fmt: skip
 
 
 def check_rules(tree: dict[str, Any]) -> None:
@@ -194,6 +198,9 @@ def _check_across(tree: dict[str, Any]) -> None:
     init = tree["init"]
     if init["head"] and not init["backbone"]:
         raise ValueError(f"init.head needs init.backbone: centres mean nothing to another network, got {init['head']!r} alone")
+    for key in ("train_last", "lora_rank"):
+        if tree["backbone"][key] and not init["backbone"]:
+            raise ValueError(f"backbone.{key} needs init.backbone, weights worth keeping, got {tree['backbone'][key]} without")
     if init["classes"] and not init["head"]:
         raise ValueError(f"init.classes needs init.head, whose labels it maps, got {init['classes']!r} alone")
     _check_compatible(tree["compatible"], tree["head"]["sub_centers"])

@@ -41,7 +41,10 @@ Read = TypeVar("Read", bound=Sequence[Protocol[Result]])
 BuildBackbone = Callable[..., nn.Module]
 _HINT = "check --backbone, --embedding-size, --width, --image-size"
 # others are of one backbone alone
-_COMMON_KEYS = ("name", "embedding_size", "width", "dropout", "freeze", "freeze_norm", "sync_norm", "checkpointing")
+_COMMON_KEYS = (
+    "name", "embedding_size", "width", "dropout", "freeze", "freeze_norm", "sync_norm", "checkpointing", "train_last",
+    "lora_rank", "lora_alpha",
+)  # fmt: skip
 
 
 class Network(NamedTuple):

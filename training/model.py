@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from backbones import backbone_arguments, build_backbone
 from backbones.checkpointing import set_checkpointing
+from backbones.lora import add_lora, all_called
 from eval.embed import EmbedSettings, class_means
 from losses import margin_arguments
 from partial_fc import PartialFC, check_head_fits, check_loss, head_config
@@ -35,7 +36,7 @@ from utils.distributed import SharedError, all_gather_objects, raise_on_all_rank
 from utils.distributed.patience import patiently
 from utils.distributed.sync_norm import synchronise_norms
 from utils.memory import BackboneMemory, Undrawn, available_bytes, backbone_memory, bytes_beside_heads
-from utils.optim import ParameterRule, build_optimizer, freeze, layer_numbers
+from utils.optim import ParameterRule, build_optimizer, freeze, frozen_parts, layer_numbers
 from utils.precision import AUTOCAST, LossScaler
 from utils.randomness import derive
 from utils.text import prefix_errors
@@ -163,10 +164,21 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     free = min(all_gather_objects(available_bytes(world), world))
     network = {key: config.backbone[key] for key in ("name", *backbone_arguments(config.backbone.name))}
     copies = (1 if config.optimizer.name == "sgd" else 2) + (config.train.ema > 0)  # of the weights
-    build = prefix_errors("data")(functools.partial(build_backbone, **network, image_size=config.data.image_size))
+
+    def build() -> nn.Module:
+        with prefix_errors("data"):
+            backbone = build_backbone(**network, image_size=config.data.image_size)
+        if config.backbone.lora_rank:
+            with prefix_errors("backbone.lora_rank"):
+                add_lora(backbone, config.backbone.lora_rank, config.backbone.lora_alpha)
+        return backbone
+
     with torch.device("meta"), Undrawn():  # which takes no memory
-        number, each = sum(parameter.numel() for parameter in build().parameters()), 4 * (2 + copies)
-    if number * each > free:
+        counts = {True: 0, False: 0}  # of the numbers that train, and of those that LoRA leaves as they are
+        for parameter in build().parameters():
+            counts[parameter.requires_grad] += parameter.numel()
+    number, each = sum(counts.values()), 4 * (2 + copies)
+    if counts[True] * each + counts[False] * 8 > free:
         raise SharedError(
             f"backbone: its {number / 1e6:,.0f} M parameters need {number * each / 2**30:,.1f} GiB with gradients and moments, "
             f"{free / 2**30:.1f} are free; {free // each / 1e6:,.0f} M would fit: set a smaller backbone.width or backbone.name"
@@ -187,8 +199,10 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
         how = head_config(head, loss, config.optimizer, autocast, world)
         settings[task.name] = dataclasses.replace(how, rates=tuple((stage.first, stage.sample_rate) for stage in stages))
     with raise_on_all_ranks(world):
+        with prefix_errors("backbone.train_last"):
+            frozen = frozen_parts(backbone, config.backbone.freeze, config.backbone.train_last)
         with prefix_errors("backbone.freeze"):
-            freeze(backbone, config.backbone.freeze)
+            freeze(backbone, frozen)
         if config.backbone.checkpointing:
             with prefix_errors("backbone.checkpointing"):
                 set_checkpointing(backbone)
@@ -199,7 +213,8 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
             own = [(rule.match, rule.lr_factor, rule.weight_decay) for rule in config.optimizer.rules]
             rules = [ParameterRule(match, factor, None if decay == -1 else decay) for match, factor, decay in own]
             optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in _OPTIMIZER_KEYS}, rules=rules)
-        memory = backbone_memory(backbone, autocast, copies, config.data.image_size)
+        with prefix_errors("backbone.lora_rank"), all_called(backbone):
+            memory = backbone_memory(backbone, autocast, copies, config.data.image_size)
         beside = backbone_bytes(memory, config.train, count, world.device.type, free)
         ranks, parts = world._replace(world_size=count), config.train.accumulation
         for task in setup.tasks:

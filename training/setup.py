@@ -155,6 +155,7 @@ def signature_of(config: EasyDict, tasks: list[Task], prints: dict[str, dict[str
         "seed": config.run.seed,
         "labels": first["labels"],
         "image_size": config.data.image_size,
+        **({"lora": [config.backbone.lora_rank, config.backbone.lora_alpha]} if config.backbone.lora_rank else {}),
         **({"tasks": several} if config.tasks else {}),
     }
 

@@ -52,10 +52,12 @@ def backbone_memory(
     for module, training in modes.items():
         module.training = training
     per_image = two - one
-    copies = 2 + moments  # weight, gradient, moments
-    size = sum(p.numel() * p.element_size() for p in backbone.parameters())
+    copies = 2 + moments  # weight, gradient, moments; of what is frozen: weight, and perhaps its moving average
+    sizes = {True: 0, False: 0}  # of what trains, and of what is frozen
+    for parameter in backbone.parameters():
+        sizes[parameter.requires_grad] += parameter.numel() * parameter.element_size()
     # the part of `one` beyond per_image are casts of the weights; a tenth more is for gradients in the backward pass
-    return BackboneMemory(copies * size + max(0, one - per_image), round(1.1 * per_image))
+    return BackboneMemory(copies * sizes[True] + 2 * sizes[False] + max(0, one - per_image), round(1.1 * per_image))
 
 
 def forward_operations(network: nn.Module, image_size: int) -> int:

@@ -15,7 +15,9 @@ Config = Mapping[str, Mapping[str, Any]]  # section -> key -> value
 
 _OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", [], {})  # values that say that something is not used
 _NOT_OF_THE_LOSS = ("name", "focal", "label_smoothing")
-_NOT_OF_THE_BACKBONE = ("name", "embedding_size", "freeze", "freeze_norm", "sync_norm", "checkpointing")
+_NOT_OF_THE_BACKBONE = (
+    "name", "embedding_size", "freeze", "freeze_norm", "sync_norm", "checkpointing", "train_last", "lora_rank", "lora_alpha",
+)  # fmt: skip
 _MOMENTS = {"sgd": ("momentum", "nesterov")}
 _OF_ADAM = ("momentum", "beta2", "eps")
 _OF_SCHEDULE = {"poly": ("power", "min_lr"), "cosine": ("min_lr",), "step": ("milestones", "milestone_steps", "factor")}
@@ -94,6 +96,7 @@ def recipe_facts(config: Config, step: int, signature: Mapping[str, Any]) -> Fac
             ("batch", f"{batch:,} images" if type(batch) is int else ""),
             ("length", f"{step:,} optimizer steps{epochs}"),
             ("precision", words(train["precision"]) if train.get("precision") else ""),
+            ("rank of LoRA", _unless_off(config.get("backbone", {}).get("lora_rank"))),
             ("moving average of the weights", _unless_off(train.get("ema"))),
             ("augmentation", "; ".join(filter(None, [*flips, _augment_words(augment)])) or "none"),
             ("initial weights", (PurePath(start).name or "random") if isinstance(start, str) else ""),

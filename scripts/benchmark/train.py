@@ -44,7 +44,7 @@ from utils.distributed import choose_device, init_local
 from utils.image import IMAGE_SIZE
 from utils.machine import num_cores
 from utils.memory import training_operations
-from utils.optim import set_training
+from utils.optim import frozen_parts, set_training
 from utils.precision import AUTOCAST, PRECISIONS, choose_precision, is_fast_in_bf16
 from utils.program import run_main
 
@@ -89,7 +89,8 @@ class OurTraining:
         self.model = build_model(config, setup)
         torch.backends.cudnn.benchmark = True
         self.parallel = distributed.as_data_parallel(compiled(self.model.backbone, config.train.compile), self.world)
-        set_training(self.model.backbone, config.backbone.freeze_norm, config.backbone.freeze)
+        frozen = frozen_parts(self.model.backbone, config.backbone.freeze, config.backbone.train_last)
+        set_training(self.model.backbone, config.backbone.freeze_norm, frozen)
         heads = [self.model.heads[task.name] for task in setup.tasks]
         self.ahead = iter(StepsAhead(open_loaders(config, setup, 0), heads, 0, config.train.accumulation))
         self.late = LateValues()

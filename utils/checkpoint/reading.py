@@ -36,8 +36,8 @@ def read_file(checkpoint: Path, name: str) -> Any:
 
 
 def read_backbone(checkpoint: Path) -> dict[str, Tensor]:
-    """Return the backbone's state dict, on the CPU."""
-    return read_tensors(_file(checkpoint, BACKBONE))
+    """Return the backbone's state dict, on the CPU, with LoRA merged."""
+    return merged(read_tensors(_file(checkpoint, BACKBONE)))
 
 
 def read_trainer(checkpoint: Path) -> dict[str, Any]:
@@ -203,17 +203,34 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str, hint: str) -> nn.Module:
-    """Load the weights into the model, unless it is on meta; if one does not fit, raise ValueError with it and the hint."""
-    expected = model.state_dict()
-    weights = {name.removeprefix("module."): value for name, value in weights.items()}  # from a wrapped network
+    """Load the weights into the model, unless it is on meta; if one does not fit, raise ValueError with it and the hint.
+
+    LoRA in the weights is merged, that of the model stays as it is.
+    """
+    expected = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
+    weights = merged({name.removeprefix("module."): value for name, value in weights.items()})  # from a wrapped network
     for name in [*expected, *weights]:
         if name not in weights or name not in expected or weights[name].shape != expected[name].shape:
             here = tuple(weights[name].shape) if name in weights else "missing"
             wanted = tuple(expected[name].shape) if name in expected else "absent"
             raise ValueError(f"{source}: {name} is {here}, in this backbone it is {wanted}; {hint}")
     if not any(value.is_meta for value in expected.values()):
-        model.load_state_dict(weights)
+        model.load_state_dict(weights, strict=False)
     return model
+
+
+def merged(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights of a network with LoRA as those of the plain network that computes the same: W + (alpha / r) B A.
+
+    Others are returned as they are; so are layers whose parts do not fit together.
+    """
+    plain = {name: value for name, value in weights.items() if ".lora_" not in name}
+    for name in set(plain) & {f"{name[:-6]}weight" for name in weights if name.endswith(".lora_a")}:
+        a, b, scale = (weights.get(f"{name[:-6]}lora_{part}") for part in ("a", "b", "scale"))
+        if a is None or b is None or scale is None or (*b.shape[:1], *a.shape[1:]) != plain[name].shape or scale.numel() != 1:
+            return weights
+        plain[name] = (plain[name].double() + scale.double() * (b.double() @ a.double())).to(plain[name].dtype)
+    return plain
 
 
 def load_initial(backbone: nn.Module, path: Path, image_size: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .lamb import Lamb
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-_EMBEDDING = ("patch_embed", "pos_embed", "cls_token", "mask_token")  # of a vision transformer
+_EMBEDDING = ("patch_embed", "pos_embed", "cls_token", "mask_token", "reg_token", "norm_pre")  # of a vision transformer
 _STEM = ("conv1", "bn1", "prelu")  # of an IResNet
 
 
@@ -103,17 +103,18 @@ def layer_numbers(names: Sequence[str]) -> tuple[dict[str, int], int]:
     """Return the layer of each parameter by its name, and the number L of the last layer.
 
     The embedding (of an IResNet: the stem) is layer 0, block i of a vision transformer is layer i + 1 (of an IResNet: stage i
-    is layer i), and all that follows is layer L. Bao et al., BEiT, https://arxiv.org/abs/2106.08254, Appendix; He et al., MAE,
-    https://arxiv.org/abs/2111.06377, Appendix A.1.
+    is layer i), and all that follows is layer L. Names of a package's network have network. in front. Bao et al., BEiT,
+    https://arxiv.org/abs/2106.08254, Appendix; He et al., MAE, https://arxiv.org/abs/2111.06377, Appendix A.1.
 
     Raises:
         ValueError: the names are those of neither network.
     """
     for pattern, first, offset in ((r"blocks\.(\d+)\.", _EMBEDDING, 1), (r"layer(\d+)\.", _STEM, 0)):
-        inside = {name: int(found[1]) + offset for name in names if (found := re.match(pattern, name))}
+        own = {name: name.removeprefix("network.") for name in names}
+        inside = {name: int(found[1]) + offset for name in names if (found := re.match(pattern, own[name]))}
         if inside:
             last = max(inside.values()) + 1
-            return {name: inside.get(name, 0 if name.split(".")[0] in first else last) for name in names}, last
+            return {name: inside.get(name, 0 if own[name].split(".")[0] in first else last) for name in names}, last
     raise ValueError(
         "this backbone has no layers called blocks.N (a vision transformer) or layerN (IResNet), whose rates could differ; set "
         "it to 1"
@@ -248,6 +249,21 @@ def freeze(module: nn.Module, parts: Sequence[str]) -> None:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError("no parameter is trainable; freeze fewer parts")
+
+
+def frozen_parts(module: nn.Module, parts: Sequence[str], train_last: int) -> list[str]:
+    """Return the parts of a network for `freeze`: those given, and if train_last > 0 all before its last blocks or stages.
+
+    Raises:
+        ValueError: it has no blocks, or not so many.
+    """
+    if not train_last:
+        return [*parts]
+    numbers, last = layer_numbers([path for path, _ in module.named_parameters()])
+    if train_last >= last:
+        raise ValueError(f"this backbone has {last - 1} blocks or stages, got {train_last}; take fewer, or 0 for the whole")
+    names = [re.match(r"(network\.)?(blocks\.\d+|\w+)", path) for path, number in numbers.items() if number < last - train_last]
+    return [*parts, *dict.fromkeys(found[0] for found in names if found)]
 
 
 def unscale_and_clip_grad_norm_(module: nn.Module, scale: Tensor, clip_norm: float, clip_value: float = 0.0) -> Tensor:
