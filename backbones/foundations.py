@@ -50,7 +50,8 @@ def translate(network: Any, weights: Mapping[str, Tensor], fold: bool) -> dict[s
     Raises:
         ValueError: names are missing or left over, the patches have another size, or the normalisation cannot be folded.
     """
-    weights, expected, settings = dict(weights), network.state_dict(), getattr(network, "pretrained_cfg", {})
+    weights, settings = dict(weights), getattr(network, "pretrained_cfg", {})
+    expected = {name: value for name, value in network.state_dict().items() if ".lora_" not in name}
     if any(_TOWER in name for name in weights):
         weights = _from_transformers(weights)
     patch = expected.get("patch_embed.proj.weight")

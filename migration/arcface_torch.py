@@ -286,11 +286,14 @@ def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
 
 def _check_counterpart(checkpoint: Path, config: dict[str, Any]) -> None:
     """Raise ValueError if the network differs from all of arcface_torch's by its input or its blocks."""
-    size, se = config.get("data", {}).get("image_size", IMAGE_SIZE), config.get("backbone", {}).get("se", False)
+    own = config.get("backbone", {})
+    size, se = config.get("data", {}).get("image_size", IMAGE_SIZE), own.get("se", False)
     if size != IMAGE_SIZE:
         found = f"takes images of {size!r:.80} x {size!r:.80} pixels, and those of arcface_torch {IMAGE_SIZE} x {IMAGE_SIZE}"
     elif se:
         found = "has squeeze-and-excitation, and those of arcface_torch have none"
+    elif own.get("lora_rank") or own.get("train_last"):
+        found = "was tuned in part (backbone.lora_rank or backbone.train_last), and arcface_torch trains the whole"
     else:
         return
     raise ValueError(f"checkpoint {checkpoint}: its network {found}. Use its {BACKBONE} with this project")

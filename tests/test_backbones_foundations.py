@@ -2,16 +2,22 @@
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from real_timm import timm  # noqa: F401, a fixture
 from safetensors.torch import save_file
+from tiny_runs import run_train, small_run, write_dataset
 from torch import Tensor, nn
 
+import train
 from backbones import build_backbone
-from utils.checkpoint.reading import load_initial
+from backbones.foundations import translate
+from eval.__main__ import main as evaluate
+from scripts.deploy import export
+from utils.checkpoint.format import BACKBONE, list_checkpoints
+from utils.checkpoint.reading import load_initial, read_file
 
 SMALL = {"embed_dim": 48, "depth": 2, "num_heads": 3}
 DINO, DINO_REGISTERS, SIGLIP = "vit_small_patch14_dinov2", "vit_small_patch14_reg4_dinov2", "vit_base_patch16_siglip_224"
@@ -53,6 +59,45 @@ def _assert_same(ours: Any, size: int, expected: Tensor) -> None:
 
 def _normalised(pixels: Tensor, mean: Any, std: Any) -> Tensor:
     return (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+
+
+class _Toy(nn.Module):
+    """The parts that `translate` looks at, for tests without timm."""
+
+    pretrained_cfg: ClassVar = {
+        "mean": (0.4, 0.5, 0.6),
+        "std": (0.2, 0.3, 0.1),
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+    }
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.patch_embed = nn.Module()
+        self.patch_embed.proj, self.patch_embed.norm = nn.Conv2d(3, 6, 4, stride=4, bias=bias), nn.Identity()
+        self.patch_embed.num_patches = 4
+        self.pos_embed = nn.Parameter(torch.randn(1, 5, 6))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the patches (b, 4, 6), with their positions."""
+        return self.patch_embed.proj(images).flatten(2).transpose(1, 2) + self.pos_embed[:, 1:]
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_normalisation_goes_into_the_first_layer_or_the_positions_and_names_are_strict(bias: bool):
+    torch.manual_seed(2)
+    theirs, ours = _Toy(bias), _Toy(bias)
+    file = {**theirs.state_dict(), "head.weight": torch.ones(2, 6)}
+    ours.load_state_dict(translate(ours, file, fold=True))
+    pixels = _pixels(8)
+    expected = theirs.double()(_normalised(pixels.double(), (0.4, 0.5, 0.6), (0.2, 0.3, 0.1)))
+    torch.testing.assert_close(
+        ours((pixels - 127.5) / 127.5).double(), expected, rtol=0, atol=1e-5 * float(expected.abs().max())
+    )
+    assert torch.equal(ours.pos_embed[:, :1].double(), theirs.pos_embed[:, :1])
+    with pytest.raises(ValueError, match=r"1 names are missing: pos_embed; 1 names are left over: else; set"):
+        translate(ours, {name.replace("pos_embed", "else"): value for name, value in file.items()}, fold=True)
 
 
 @pytest.mark.numeric
@@ -168,3 +213,28 @@ def test_a_first_layer_that_pads_its_images_is_refused_unless_nothing_is_to_be_c
 def test_weights_of_which_nobody_knows_the_input_are_refused(timm: Any):  # noqa: F811
     with pytest.raises(ValueError, match=r"Invalid pretrained tag \(nobody\)"):
         build_backbone("timm:test_vit.nobody")
+
+
+@pytest.mark.numeric
+def test_a_network_of_timm_begins_with_a_file_and_is_tuned_by_lora_on_one_rank_or_two(timm: Any, tmp_path: Path):  # noqa: F811
+    (tmp_path / "data").mkdir()
+    write_dataset(tmp_path / "data", 24)
+    torch.manual_seed(4)
+    theirs = timm.create_model("deit_tiny_patch16_224", num_classes=10)
+    torch.save(theirs.state_dict(), tmp_path / "deit.pth")
+    given = [
+        "backbone.name=timm:deit_tiny_patch16_224", f"init.backbone={tmp_path / 'deit.pth'}", "backbone.lora_rank=2",
+        "optimizer.layer_decay=0.9", "train.max_steps=2", "schedule.power=0", "backbone.freeze_norm=true", "train.batch_size=8",
+    ]  # fmt: skip
+    config = small_run(tmp_path / "data", tmp_path)[0]
+
+    Path(config).write_text(Path(config).read_text().replace("width: 0.125, ", ""))  # which this network lacks
+    assert train.main([config, *given, "run.name=one"]) == 0
+    done = run_train(2, [config, *given, "run.name=two"])
+    assert done.returncode == 0, done.stderr
+    one, two = (read_file(list_checkpoints(tmp_path / name)[-1], BACKBONE) for name in ("one", "two"))
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=0, atol=1e-4)
+    assert torch.equal(one["network.blocks.3.mlp.fc1.weight"], theirs.state_dict()["blocks.3.mlp.fc1.weight"])
+    assert evaluate([str(tmp_path / "two"), "--device", "cpu"]) == 0
+    assert export.main([str(tmp_path / "two"), "--to", "onnx", "--out", str(tmp_path / "model.onnx")]) == 0

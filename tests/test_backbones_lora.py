@@ -134,7 +134,7 @@ def test_two_ranks_and_two_micro_batches_train_as_one(source: Path, tmp_path: Pa
     same = [*LORA, "backbone.freeze_norm=true", "optimizer.layer_decay=0.8", "optimizer.name=sgd", "backbone.train_last=3"]
     same += ["train.batch_size=8"]
     assert train.main(_tuning(source, tmp_path, "one", *same)) == 0
-    done = run_train(2, _tuning(source, tmp_path, "two", *same, "train.accumulation=2"))
+    done = run_train(2, _tuning(source, tmp_path, "two", *same, "train.accumulation=2", "backbone.checkpointing=true"))
     assert done.returncode == 0, done.stderr
     one, two = final_weights(tmp_path / "one"), final_weights(tmp_path / "two")
     one_raw, two_raw = _raw(tmp_path / "one"), _raw(tmp_path / "two")

@@ -190,13 +190,13 @@ def _file(checkpoint: Path, name: str) -> Path:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the backbone's weights at path, which is a run folder (its newest checkpoint), a checkpoint, or a tensor file.
+    """Return a backbone's weights, with LoRA merged, of a run folder (its newest checkpoint), a checkpoint, or a tensor file.
 
     Raises:
         ValueError: there are none.
     """
     if path.is_file():
-        return read_tensors(path)
+        return merged(read_tensors(path))
     if not path.is_dir():
         raise ValueError(f"no run folder, checkpoint or weights file at {path}")
     return read_backbone(find_checkpoint(path))
