@@ -76,21 +76,7 @@ def init_centres(
     store, several = head.centre_store, head.config.sub_centers
     norm = float(torch.linalg.vector_norm(torch.full((head.embedding_size,), INITIAL_STD)))  # that of a random start
     if source is not None:
-        if source.embedding_size != head.embedding_size:
-            raise ValueError(
-                f"{keys[0]}: the class centres of {source.name} have {source.embedding_size} numbers, "
-                f"backbone.embedding_size is {head.embedding_size}"
-            )
-        if old_of_new is None and source.num_classes != head.num_classes:
-            raise ValueError(
-                f"{keys[0]}: {source.name} has {source.num_classes} classes, the data {head.num_classes}; "
-                f"say with {keys[1]} which label there is which label here"
-            )
-        if source.sub_centers != head.config.sub_centers:
-            raise ValueError(
-                f"{keys[0]}: {source.name} has {source.sub_centers} centres for each class, this run has head.sub_centers="
-                f"{head.config.sub_centers}; set head.sub_centers={source.sub_centers}, or leave {keys[0]} empty"
-            )
+        _check_source(source, head, old_of_new is not None, keys)
         old = labels if old_of_new is None else old_of_new[labels]
         used = np.arange(source.num_classes) if old_of_new is None else old_of_new[old_of_new >= 0]
         norm = float(source.read(used[:_SAMPLE]).norm(dim=-1).mean())
@@ -122,6 +108,25 @@ def init_centres(
             filled += int(found.sum())
     store.refresh_norms()
     return InitCounts(len(kept), filled, len(new) - filled)
+
+
+def _check_source(source: "CentreSource", head: PartialFC, is_mapped: bool, keys: tuple[str, str]) -> None:
+    """Raise ValueError unless the centres fit into the head."""
+    if source.embedding_size != head.embedding_size:
+        raise ValueError(
+            f"{keys[0]}: the class centres of {source.name} have {source.embedding_size} numbers, "
+            f"backbone.embedding_size is {head.embedding_size}"
+        )
+    if not is_mapped and source.num_classes != head.num_classes:
+        raise ValueError(
+            f"{keys[0]}: {source.name} has {source.num_classes} classes, the data {head.num_classes}; "
+            f"say with {keys[1]} which label there is which label here"
+        )
+    if source.sub_centers != head.config.sub_centers:
+        raise ValueError(
+            f"{keys[0]}: {source.name} has {source.sub_centers} centres for each class, this run has head.sub_centers="
+            f"{head.config.sub_centers}; set head.sub_centers={source.sub_centers}, or leave {keys[0]} empty"
+        )
 
 
 class CentreSource(NamedTuple):

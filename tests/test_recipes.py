@@ -188,6 +188,7 @@ def test_a_recipe_of_another_program_has_its_values_and_no_others(
     for config in (name, str(tmp_path / "default.yaml")):
         assert train.main([config, "--print-config", "run.name=same"]) == 0
         sections = yaml.safe_load(capsys.readouterr().out)
+        assert sections.pop("tasks") == []
         printed.append({f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()})
     ours, default = printed
     changed = {key: value for key, value in ours.items() if key not in default or default[key] != value}

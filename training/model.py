@@ -25,14 +25,15 @@ from backbones.checkpointing import set_checkpointing
 from backbones.lora import add_lora, all_called
 from eval.embed import EmbedSettings, class_means
 from losses import margin_arguments
-from partial_fc import PartialFC, check_head_fits, check_loss, head_config
+from losses.margin import Margin
+from partial_fc import HeadConfig, PartialFC, check_head_fits, check_loss, head_config
 from partial_fc.init import InitCounts, has_head, init_centres
 from utils.checkpoint.format import BACKBONE, EMA, TRAINER, read_manifest
 from utils.checkpoint.reading import load_initial
 from utils.checkpoint.resume import SavedState, restore
 from utils.checkpoint.trainer import TrainerState, trained_names
 from utils.checkpoint.writer import Shard
-from utils.distributed import SharedError, all_gather_objects, raise_on_all_ranks
+from utils.distributed import SharedError, World, all_gather_objects, raise_on_all_ranks
 from utils.distributed.patience import patiently
 from utils.distributed.sync_norm import synchronise_norms
 from utils.memory import BackboneMemory, Undrawn, available_bytes, backbone_memory, bytes_beside_heads
@@ -159,45 +160,17 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     Raises:
         SharedError: on every rank, if backbone or head do not fit into the memory, with what would.
     """
-    world, autocast, seed, count = setup.world, AUTOCAST[setup.precision], config.run.seed, setup.share["world_size"]
+    world, autocast, count, dim = (
+        setup.world,
+        AUTOCAST[setup.precision],
+        setup.share["world_size"],
+        config.backbone.embedding_size,
+    )
     # before the backbone takes its share; the least of all ranks, so that all say the same
     free = min(all_gather_objects(available_bytes(world), world))
-    network = {key: config.backbone[key] for key in ("name", *backbone_arguments(config.backbone.name))}
     copies = (1 if config.optimizer.name == "sgd" else 2) + (config.train.ema > 0)  # of the weights
-
-    def build() -> nn.Module:
-        with prefix_errors("data"):
-            backbone = build_backbone(**network, image_size=config.data.image_size)
-        if config.backbone.lora_rank:
-            with prefix_errors("backbone.lora_rank"):
-                add_lora(backbone, config.backbone.lora_rank, config.backbone.lora_alpha)
-        return backbone
-
-    with torch.device("meta"), Undrawn():  # which takes no memory
-        counts = {True: 0, False: 0}  # of the numbers that train, and of those that LoRA leaves as they are
-        for parameter in build().parameters():
-            counts[parameter.requires_grad] += parameter.numel()
-    number, each = sum(counts.values()), 4 * (2 + copies)
-    if counts[True] * each + counts[False] * 8 > free:
-        raise SharedError(
-            f"backbone: its {number / 1e6:,.0f} M parameters need {number * each / 2**30:,.1f} GiB with gradients and moments, "
-            f"{free / 2**30:.1f} are free; {free // each / 1e6:,.0f} M would fit: set a smaller backbone.width or backbone.name"
-        )
-    torch.manual_seed(derive(seed, "backbone"))
-    backbone = build()
-    if config.backbone.sync_norm:
-        synchronise_norms(backbone, world)
-    backbone = backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    dim = config.backbone.embedding_size
-    margins, settings = {}, {}
-    steps_per_epoch = sum(task.dataset.num_images for task in setup.tasks) / config.train.batch_size
-    for task in setup.tasks:
-        head, loss = task.config.head, task.config.loss
-        with raise_on_all_ranks(world):
-            stages = head_stages(head, loss, steps_per_epoch)
-            margins[task.name] = staged_margin({key: loss[key] for key in ("name", *margin_arguments(loss.name))}, stages)
-        how = head_config(head, loss, config.optimizer, autocast, world)
-        settings[task.name] = dataclasses.replace(how, rates=tuple((stage.first, stage.sample_rate) for stage in stages))
+    backbone = _new_backbone(config, world, copies, free)
+    margins, settings = _losses_and_heads(config, setup, autocast)
     with raise_on_all_ranks(world):
         with prefix_errors("backbone.train_last"):
             frozen = frozen_parts(backbone, config.backbone.freeze, config.backbone.train_last)
@@ -224,6 +197,62 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
             beside += check_head_fits(margin, classes, dim, ranks, how, samples, parts, beside, free)
             if config.compatible.path:
                 check_head_fits(margin, classes, dim, ranks, how.as_frozen(), samples, parts, beside, free)
+    heads = _build_heads(config, setup, margins, settings)
+    scaler = LossScaler(enabled=autocast is torch.float16, device=world.device)
+    ema = WeightAverage(backbone, config.train.ema) if config.train.ema else None
+    return Model(backbone, optimizer, heads, scaler, autocast, ema, config.compatible.weight)
+
+
+def _new_backbone(config: EasyDict, world: World, copies: int, free: int) -> nn.Module:
+    """Return the network with random weights, after checking that its weights, gradients and `copies` moments fit."""
+    network = {key: config.backbone[key] for key in ("name", *backbone_arguments(config.backbone.name))}
+
+    def build() -> nn.Module:
+        with prefix_errors("data"):
+            backbone = build_backbone(**network, image_size=config.data.image_size)
+        if config.backbone.lora_rank:
+            with prefix_errors("backbone.lora_rank"):
+                add_lora(backbone, config.backbone.lora_rank, config.backbone.lora_alpha)
+        return backbone
+
+    with torch.device("meta"), Undrawn():  # which takes no memory
+        counts = {True: 0, False: 0}  # of the numbers that train, and of those that LoRA leaves as they are
+        for parameter in build().parameters():
+            counts[parameter.requires_grad] += parameter.numel()
+    number, each = sum(counts.values()), 4 * (2 + copies)
+    if counts[True] * each + counts[False] * 8 > free:
+        raise SharedError(
+            f"backbone: its {number / 1e6:,.0f} M parameters need {number * each / 2**30:,.1f} GiB with gradients and moments, "
+            f"{free / 2**30:.1f} are free; {free // each / 1e6:,.0f} M would fit: set a smaller backbone.width or backbone.name"
+        )
+    torch.manual_seed(derive(config.run.seed, "backbone"))
+    backbone = build()
+    if config.backbone.sync_norm:
+        synchronise_norms(backbone, world)
+    return backbone.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def _losses_and_heads(
+    config: EasyDict, setup: Setup, autocast: torch.dtype | None
+) -> tuple[dict[str, Margin], dict[str, HeadConfig]]:
+    """Return the margin of each task, and what its head is."""
+    margins, settings = {}, {}
+    steps_per_epoch = sum(task.dataset.num_images for task in setup.tasks) / config.train.batch_size
+    for task in setup.tasks:
+        head, loss = task.config.head, task.config.loss
+        with raise_on_all_ranks(setup.world):
+            stages = head_stages(head, loss, steps_per_epoch)
+            margins[task.name] = staged_margin({key: loss[key] for key in ("name", *margin_arguments(loss.name))}, stages)
+        how = head_config(head, loss, config.optimizer, autocast, setup.world)
+        settings[task.name] = dataclasses.replace(how, rates=tuple((stage.first, stage.sample_rate) for stage in stages))
+    return margins, settings
+
+
+def _build_heads(
+    config: EasyDict, setup: Setup, margins: dict[str, Margin], settings: dict[str, HeadConfig]
+) -> dict[str, PartialFC]:
+    """Return the head of each task, and that with the centres of an old network. A collective call."""
+    world, count, dim = setup.world, setup.share["world_size"], config.backbone.embedding_size
     heads, recorded = {}, _head_sections({} if setup.resume_from is None else read_manifest(setup.resume_from))
     place = next(place for place in (setup.folder, *setup.folder.absolute().parents) if place.is_dir())  # for --check
     for task, facts in zip(setup.tasks, _head_sections(setup.facts), strict=True):
@@ -233,13 +262,11 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
         with raise_on_all_ranks(world):  # which communicates, and so raises on all of them or on none
             if world.world_size == count:  # not for --check, where one process stands for all
                 was = str(recorded[len(heads) - 1].get("kernels", "")) if len(heads) <= len(recorded) else ""
-                if form := heads[task.name].choose_form(task.order.batch_size // parts, was):
+                if form := heads[task.name].choose_form(task.order.batch_size // config.train.accumulation, was):
                     facts["kernels"] = form
     if config.compatible.path:
         heads[COMPATIBLE] = heads[setup.tasks[0].name].frozen()
-    scaler = LossScaler(enabled=autocast is torch.float16, device=world.device)
-    ema = WeightAverage(backbone, config.train.ema) if config.train.ema else None
-    return Model(backbone, optimizer, heads, scaler, autocast, ema, config.compatible.weight)
+    return heads
 
 
 def _head_sections(manifest: dict[str, Any]) -> list[dict[str, Any]]:
