@@ -81,6 +81,8 @@ def test_the_rate_falls_by_the_decay_from_layer_to_layer_as_in_beit_and_mae():
     assert layer_numbers([name for name, _ in module.named_parameters()]) == (by_hand, 3)
     real, last = layer_numbers([name for name, _ in build_backbone("vit_t", 16, 0.25).named_parameters()])
     assert real["pos_embed"] == 0 and real["blocks.0.norm1.weight"] == 1 and real["norm.weight"] == last == max(real.values())
+    of_package = {**{f"network.{name}": number for name, number in by_hand.items()}, "fc.weight": 3}
+    assert layer_numbers(list(of_package)) == (of_package, 3)
     found = _of_parameters(module, ParameterRule("norm", 0.1), ParameterRule("biases", weight_decay=0.0), layer_decay=0.75)
     for name, (factor, decay) in found.items():
         own = 0.1 if name.startswith("norm.") else 1.0
@@ -93,7 +95,7 @@ def test_the_stages_of_an_iresnet_are_layers_and_another_network_is_refused_in_a
     expected = {"conv1.weight": 5, "bn1.bias": 5, "prelu.weight": 5, "layer1.1.conv2.weight": 4, "layer4.0.bn1.weight": 1}
     expected |= {"bn2.weight": 0, "fc.weight": 0, "features.bias": 0}
     assert {name: found[name][0] for name in expected} == {name: 0.5**power for name, power in expected.items()}
-    with pytest.raises(ValueError, match=r"this backbone has no layers called blocks.N .* set it to 1") as error:
+    with pytest.raises(ValueError, match=r"this backbone has no layers called blocks.N .* take it out") as error:
         _of_parameters(build_backbone("mbf", 16, 0.125), layer_decay=0.5)
     assert "\n" not in str(error.value)
 

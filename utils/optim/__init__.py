@@ -115,10 +115,7 @@ def layer_numbers(names: Sequence[str]) -> tuple[dict[str, int], int]:
         if inside:
             last = max(inside.values()) + 1
             return {name: inside.get(name, 0 if own[name].split(".")[0] in first else last) for name in names}, last
-    raise ValueError(
-        "this backbone has no layers called blocks.N (a vision transformer) or layerN (IResNet), whose rates could differ; set "
-        "it to 1"
-    )
+    raise ValueError("this backbone has no layers called blocks.N (a vision transformer) or layerN (IResNet); take it out")
 
 
 def _matches(match: str, path: str, of_norms: set[str]) -> bool:
