@@ -169,6 +169,13 @@ def test_what_is_evaluated_and_exported_is_the_plain_network_that_computes_the_s
         torch.testing.assert_close(model(images), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("part", ["lora_a", "lora_b", "lora_scale"])
+def test_parts_that_do_not_fit_together_are_left_as_they_are(part: str):
+    weights = {"x.weight": torch.ones(3, 4), "x.lora_a": torch.ones(2, 4), "x.lora_b": torch.ones(3, 2)}
+    weights |= {"x.lora_scale": torch.ones(()), f"x.{part}": torch.ones(5, 4)}
+    assert merged(weights) is weights
+
+
 @pytest.mark.numeric
 def test_other_programs_see_merged_weights(source: Path, tmp_path: Path):
     first, last = list_checkpoints(source / "tuned")[0], list_checkpoints(source / "tuned")[-1]

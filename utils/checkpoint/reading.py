@@ -227,7 +227,9 @@ def merged(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     plain = {name: value for name, value in weights.items() if ".lora_" not in name}
     for name in set(plain) & {f"{name[:-6]}weight" for name in weights if name.endswith(".lora_a")}:
         a, b, scale = (weights.get(f"{name[:-6]}lora_{part}") for part in ("a", "b", "scale"))
-        if a is None or b is None or scale is None or (*b.shape[:1], *a.shape[1:]) != plain[name].shape or scale.numel() != 1:
+        if a is None or b is None or scale is None or scale.numel() != 1 or b.shape[1:] != a.shape[:1]:
+            return weights
+        if (*b.shape[:1], *a.shape[1:]) != plain[name].shape:
             return weights
         plain[name] = (plain[name].double() + scale.double() * (b.double() @ a.double())).to(plain[name].dtype)
     return plain
