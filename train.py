@@ -162,6 +162,8 @@ def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, 
         seen = int(model.ema.updates)
         what = f"goes on after {seen} steps" if seen else "begins with the weights that training begins with"
         log.info(f"moving average of the backbone: decay {config.train.ema:g}; it {what}")
+    if model.teacher is not None:
+        log.info(f"teacher: {model.teacher.describe()}")
     if config.train.compile != "off":
         log.info(f"backbone: torch.compile in mode {config.train.compile}; the first step waits for it, perhaps minutes")
     for task in setup.tasks if len(setup.tasks) > 1 else []:

@@ -51,7 +51,7 @@ _MAY_DIFFER = {
     "eval.path",
 }
 # keys that hold a word or a path; two different paths count as equal
-_WORDS = {"data.labels": ("offset", "same"), "checkpoint.resume": ("auto", "never")}
+_WORDS = {"data.labels": ("offset", "same"), "checkpoint.resume": ("auto", "never"), "teacher.path": ("", "average")}
 
 
 def shared_settings(config: dict[str, Any]) -> dict[str, Any]:

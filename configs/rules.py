@@ -49,6 +49,7 @@ CHOICES = {
     "head.kernels": ("auto", "plain", "separate", "fused_64x128", "fused_128x128", "fused_128x256"),
     "optimizer.name": ("sgd", "adamw", "lamb"),
     "schedule.kind": SCHEDULES,
+    "teacher.embedding_loss": ("cosine", "mse"),
     "train.compile": ("off", "default", "reduce-overhead", "max-autotune"),
     "train.precision": ("fp32", "bf16", "fp16", "auto"),
     "eval.metric": ("accuracy", "auc", "eer", "tar@1e-1", "tar@1e-2", "tar@1e-3", "tar@1e-4", "tar@1e-5", "tar@1e-6", "rank_1"),
@@ -111,6 +112,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "train.ema": (0, 0.99999),
     "train.batch_size": (1, 2**31),
     "train.accumulation": (1, 2**31),
+    "teacher.embedding": (0, 1e6),
+    "teacher.relations": (0, 1e6),
     "eval.every": (0, 2**40),
     "eval.batch_size": (1, 2**31),
     "checkpoint.every": (0, 2**40),
@@ -122,7 +125,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "log.every": (1, 2**40),
 }
 
-_LARGEST = {"run.timeout_minutes": 1e6, "train.epochs": 1e6}
+_LARGEST = {"run.timeout_minutes": 1e6, "train.epochs": 1e6, "backbone.lora_alpha": 1e6}
 # must be above 0 and at most _LARGEST, or 1e30
 POSITIVE = (
     "run.timeout_minutes", "backbone.lora_alpha", "compatible.weight", "head.sample_rate", "optimizer.eps", "train.epochs",
@@ -161,7 +164,8 @@ def check_tasks(tree: dict[str, Any]) -> None:
         where = f"tasks[{number}]"
         if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", task["name"]):
             raise ValueError(f"{where}.name must be letters a to z, digits and _, as part of a file name, got {task['name']!r}")
-        if names.count(task["name"]) > 1 or task["name"] in ("backbone", "ema", "trainer", "compatible"):
+        own = names.count(task["name"]) == 1 and not task["name"].startswith("teacher_")
+        if not own or task["name"] in ("backbone", "ema", "trainer", "compatible"):
             raise ValueError(f"{where}.name must be its own, and no other part of a checkpoint, got {task['name']!r}")
         if not 0 < task["weight"] <= 1e6:
             raise ValueError(f"{where}.weight must be above 0 and at most 1e6, got {task['weight']}")
@@ -238,6 +242,7 @@ def _check_across(tree: dict[str, Any]) -> None:
             f"train.batch_size must be a multiple of train.accumulation, got {train['batch_size']} and {train['accumulation']}"
         )
     _check_schedule(schedule, tree)
+    _check_teacher(tree["teacher"], train["ema"])
     if len(set(tree["eval"]["targets"])) != len(tree["eval"]["targets"]):
         raise ValueError(f"eval.targets names a set twice: {', '.join(tree['eval']['targets'])}")
 
@@ -249,6 +254,20 @@ def _check_compatible(compatible: dict[str, Any], sub_centers: int) -> None:
         raise ValueError(
             f"compatible.path needs head.sub_centers=1, got {sub_centers}: an old gallery is near one centre of each person"
         )
+
+
+def _check_teacher(teacher: dict[str, Any], ema: float) -> None:
+    used = teacher["embedding"] > 0 or teacher["relations"] > 0
+    if teacher["path"] and not used:
+        raise ValueError(
+            f"teacher.path={teacher['path']} needs a weight above 0, got none; set teacher.embedding or teacher.relations"
+        )
+    if used and not teacher["path"]:
+        raise ValueError("teacher.embedding and teacher.relations need teacher.path, got ''; name a network, or set them to 0")
+    if teacher["path"] == "average" and not ema:
+        raise ValueError("teacher.path=average needs train.ema, the decay of that average, got 0; set it, such as 0.999")
+    if teacher["options"] and teacher["path"] in ("", "average"):
+        raise ValueError(f"teacher.options is for a file or a run in teacher.path, got {teacher['options']!r}; take it out")
 
 
 def _check_schedule(schedule: dict[str, Any], tree: dict[str, Any]) -> None:

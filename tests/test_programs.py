@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import io
 import os
 import re
@@ -150,6 +151,8 @@ def test_the_verbs_of_a_page_and_their_arguments_are_taken(page: Path, monkeypat
             except SystemExit as end:
                 status = end.code
         assert status == 0, f"face {command}: {said.getvalue()}"
+        if "timm:" in command and importlib.util.find_spec("timm") is None:
+            continue  # the network's arguments are those of a package that is not here
         if verb == "train" and (config := find_config(Path(arguments[0]))).parent == SCHEMA.parent and config.is_file():
             load_config(config, [word for word in arguments[1:] if "=" in word and not word.startswith("--")], NAMED)
 

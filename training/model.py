@@ -45,6 +45,7 @@ from utils.text import prefix_errors
 from .compatible import COMPATIBLE, fill_old_centres
 from .setup import Setup
 from .stages import head_stages, staged_margin
+from .teachers import Teacher
 
 
 def compiled(backbone: nn.Module, mode: str) -> nn.Module:
@@ -136,6 +137,7 @@ class Model(NamedTuple):
     autocast: torch.dtype | None
     ema: WeightAverage | None = None
     compatible_weight: float = 1.0  # of the loss with the old centres
+    teacher: Teacher | None = None  # which does not change, and is not saved
 
     def saved_states(self) -> dict[str, SavedState]:
         """Return all parts of a checkpoint by name; what is added here is saved, and loaded by a run that resumes."""
@@ -188,6 +190,7 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
             optimizer = build_optimizer(backbone, **{key: config.optimizer[key] for key in _OPTIMIZER_KEYS}, rules=rules)
         with prefix_errors("backbone.lora_rank"), all_called(backbone):
             memory = backbone_memory(backbone, autocast, copies, config.data.image_size)
+        memory = memory if setup.teacher is None else setup.teacher.beside(memory, world.device)
         beside = backbone_bytes(memory, config.train, count, world.device.type, free)
         ranks, parts = world._replace(world_size=count), config.train.accumulation
         for task in setup.tasks:
@@ -200,7 +203,8 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     heads = _build_heads(config, setup, margins, settings)
     scaler = LossScaler(enabled=autocast is torch.float16, device=world.device)
     ema = WeightAverage(backbone, config.train.ema) if config.train.ema else None
-    return Model(backbone, optimizer, heads, scaler, autocast, ema, config.compatible.weight)
+    teacher = None if setup.teacher is None else setup.teacher.on(world.device, None if ema is None else ema.network)
+    return Model(backbone, optimizer, heads, scaler, autocast, ema, config.compatible.weight, teacher)
 
 
 def _new_backbone(config: EasyDict, world: World, copies: int, free: int) -> nn.Module:

@@ -31,6 +31,7 @@ from utils.schedule import Schedule
 from utils.text import prefix_errors
 
 from .compatible import old_network
+from .teachers import Teacher, open_teacher
 
 
 class Task(NamedTuple):
@@ -69,6 +70,7 @@ class Setup(NamedTuple):
     facts: dict[str, Any]  # what its checkpoints tell of it
     resume_from: Path | None
     warnings: list[str]
+    teacher: Teacher | None
 
 
 def set_up(config: EasyDict, processes: int = 0, machines: int = 1) -> Setup:
@@ -96,18 +98,22 @@ def set_up(config: EasyDict, processes: int = 0, machines: int = 1) -> Setup:
         with raise_on_all_ranks(world), patiently(world, "reading the data"):
             if (world.local_rank == 0) is first:
                 tasks, protocols = open_data(config, count)
-    seen: dict[str, int | str] = {}
+    with raise_on_all_ranks(world), patiently(world, "reading the teacher"):
+        teacher = open_teacher(config)
+    seen: dict[str, int | str] = {} if teacher is None else {"hash of the teacher": teacher.identity}
     prints = {task.name: task.dataset.fingerprint() for task in tasks}
     for name, found in prints.items():
         seen |= {key if len(tasks) == 1 else f"{name}: {key}": value for key, value in found.items()}
     for protocol in protocols:
         seen |= protocol.fingerprint()
-    require_equal(seen, world, "data.path and eval.path must hold the same data for all processes; copy them again")
+    require_equal(
+        seen, world, "data.path, eval.path and teacher.path must hold the same files for all processes; copy them again"
+    )
     with raise_on_all_ranks(world):
         old = old_network(config.compatible.path)
     require_equal(old, world, "compatible.path must be the same checkpoint for all processes; copy it again")
     batch_size, num_images = config.train.batch_size, sum(task.dataset.num_images for task in tasks)
-    facts = {"run_signature": {**signature_of(config, tasks, prints), **old}, "config": settled}
+    facts = {"run_signature": {**signature_of(config, tasks, prints, teacher), **old}, "config": settled}
     total_steps = config.train.max_steps or max(1, int(config.train.epochs * num_images / batch_size))
     with raise_on_all_ranks(world):
         schedules = build_schedules(config, total_steps, num_images / batch_size)
@@ -132,10 +138,13 @@ def set_up(config: EasyDict, processes: int = 0, machines: int = 1) -> Setup:
             *plan.warnings,
             *slow_precision("train.precision=", precision, world.device),
         ],
+        teacher,
     )
 
 
-def signature_of(config: EasyDict, tasks: list[Task], prints: dict[str, dict[str, int | str]]) -> dict[str, Any]:
+def signature_of(
+    config: EasyDict, tasks: list[Task], prints: dict[str, dict[str, int | str]], teacher: Teacher | None = None
+) -> dict[str, Any]:
     """Return what a checkpoint must have been trained on for this run to resume from it.
 
     Args:
@@ -157,6 +166,7 @@ def signature_of(config: EasyDict, tasks: list[Task], prints: dict[str, dict[str
         "image_size": config.data.image_size,
         **({"lora": [config.backbone.lora_rank, config.backbone.lora_alpha]} if config.backbone.lora_rank else {}),
         **({"tasks": several} if config.tasks else {}),
+        **({} if teacher is None else {"teacher": teacher.identity}),
     }
 
 

@@ -135,15 +135,17 @@ def forward_backward(
         old.begin_step(model.heads[tasks[0].name].plan, prepared.number)
     begin_gradients(model.optimizer, keep=accumulation > 1 and world.device.type == "cuda")
     zero = torch.zeros((), device=world.device)
+    teacher, total = model.teacher, zero
     losses: dict[str, Tensor] = {}
-    total = zero
     outputs: list[list[Tensor]] = [[] for _ in tasks]
     images = [batch.images.chunk(accumulation) for batch in batches]
     mirrored = [batch.mirrored.chunk(accumulation) for batch in batches]
     for micro_step in range(accumulation):
         with distributed.gradients_shared(parallel, now=micro_step == accumulation - 1):
             with torch.autocast(world.device.type, dtype=model.autocast, enabled=model.autocast is not None):
-                embeddings = _embed(parallel, [(i[micro_step], m[micro_step]) for i, m in zip(images, mirrored, strict=True)])
+                parts = [(i[micro_step], m[micro_step]) for i, m in zip(images, mirrored, strict=True)]
+                taught = None if teacher is None else teacher.embed(parts)
+                embeddings = _embed(parallel, parts)
             terms = []
             for task, given, kept in zip(tasks, embeddings, outputs, strict=True):
                 loss = model.heads[task.name](given, micro_step)
@@ -152,6 +154,10 @@ def forward_backward(
             if old is not None:
                 weight = tasks[0].weight * model.compatible_weight
                 terms.append(LossTerm(COMPATIBLE, old(embeddings[0], micro_step), over_all_ranks=True, weight=weight))
+            if teacher is not None and taught is not None:
+                ranks = model.heads[tasks[0].name].collectives
+                found = teacher.compare(torch.cat(list(embeddings)), taught, ranks)
+                terms += [LossTerm(name, value, over_all_ranks=True, weight=weight) for name, (value, weight) in found.items()]
             loss_scale = model.scaler.scale if model.scaler.enabled else 1.0
             values = backward(terms, world.world_size, loss_scale, accumulation)
         for term in terms:

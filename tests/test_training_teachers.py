@@ -1,0 +1,197 @@
+"""Teachers: each loss against a float64 reference over the whole batch, and whole runs that learn from another network."""
+
+import functools
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rounding import rounding_bound
+from tiny_runs import final_weights, read_metrics, run_program, tiny_run, write_dataset
+from torch import Tensor, nn
+
+import train
+from partial_fc.collectives import Collectives
+from training.step import LossTerm, backward
+from training.teachers import Teacher, largest_output
+from utils import distributed
+from utils.distributed import World
+from utils.memory import BackboneMemory
+
+SAMPLES, DIM, OTHER = 12, 5, 7  # of the global batch
+KINDS = ("cosine", "mse", "relations")
+
+
+def _data() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    sizes = (DIM, DIM, OTHER)
+    images, near, other = (torch.randn(SAMPLES, size, generator=generator, dtype=torch.float64) for size in sizes)
+    return images, near, other
+
+
+def _reference(kind: str, student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the loss of a micro-batch, image by image and pair by pair."""
+
+    def cosine(one: Tensor, two: Tensor) -> Tensor:
+        return (one * two).sum() / (one.norm() * two.norm())
+
+    if kind == "cosine":
+        return torch.stack([1 - cosine(e, f) for e, f in zip(student, teacher, strict=True)]).mean()
+    if kind == "mse":
+        return torch.stack([((e - f) ** 2).sum() / DIM for e, f in zip(student, teacher, strict=True)]).mean()
+    count = range(len(student))
+    pairs = [(cosine(student[i], student[j]) - cosine(teacher[i], teacher[j])) ** 2 for i in count for j in count]
+    return torch.stack(pairs).mean()
+
+
+def _layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(DIM, DIM)
+
+
+def _compare(rank: int, world_size: int, accumulation: int) -> None:
+    world, share = World(rank, world_size, rank, world_size, torch.device("cpu")), SAMPLES // (world_size * accumulation)
+    for kind in KINDS:
+        images, near, other = _data()
+        taught = other if kind == "relations" else near
+        dense, expected = _layer().double(), torch.zeros((), dtype=torch.float64)
+        for part, answers in zip(images.chunk(accumulation), taught.chunk(accumulation), strict=True):
+            expected = expected + 3 * _reference(kind, dense(part), answers) / accumulation
+        expected.backward()
+        name = "teacher_relations" if kind == "relations" else "teacher_embedding"
+        teacher = Teacher(nn.Module(), 1, DIM, "", 0, {name: 3.0}, kind == "mse", "")
+        layer, found = _layer(), 0.0
+        model = distributed.as_data_parallel(layer, world)
+        for micro_step in range(accumulation):
+            rows = slice(begin := (micro_step * world_size + rank) * share, begin + share)
+            with distributed.gradients_shared(model, now=micro_step == accumulation - 1):
+                losses = teacher.compare(model(images[rows].float()), taught[rows].float(), Collectives(world_size))
+                terms = [LossTerm(name, value, over_all_ranks=True, weight=weight) for name, (value, weight) in losses.items()]
+                found += 3 * float(backward(terms, world_size, 1.0, accumulation)[name]) / accumulation
+        gradient, exact = layer.weight.grad, dense.weight.grad
+        assert gradient is not None and exact is not None
+        bound = rounding_bound(torch.float32, SAMPLES * SAMPLES)  # sums over pairs, of products of sums over a few numbers
+        assert found == pytest.approx(float(expected.detach()), rel=bound)
+        assert float((gradient.double() - exact).norm()) < bound * float(exact.norm())
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (1, 3), (2, 1), (3, 2)])
+def test_each_loss_has_the_gradient_of_the_whole_batch(run_ranks: Callable[..., None], world_size: int, accumulation: int):
+    run_ranks(_compare, world_size, accumulation)
+
+
+def _loss(run: Path, step: int = 1, name: str = "embedding") -> float:
+    return read_metrics(run)[step][f"loss_teacher_{name}"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a set and a run of four steps, `old`."""
+    folder = tmp_path_factory.mktemp("teachers")
+    write_dataset(folder)
+    run = tiny_run(folder, folder, "eval.targets=[]", "train.max_steps=4", "run.name=old", image_size=48)
+    assert (ended := run_program(train.main, [run])).returncode == 0, ended.stderr
+    return folder
+
+
+SHARED = ("eval.targets=[]", "checkpoint.every=2", "train.max_steps=4", "teacher.embedding=2", "teacher.relations=3")
+
+
+def test_a_run_with_a_teacher_resumes_to_the_same_bits_and_only_with_this_teacher(place: Path, tmp_path: Path):
+    run = functools.partial(tiny_run, place, tmp_path, *SHARED, f"teacher.path={place / 'old'}", image_size=48)
+    assert (ended := run_program(train.main, [run("run.name=whole")] * 2)).returncode == 0, ended.stderr
+    assert "16 numbers per face; the loss has 2 x cosine of the embeddings, 3 x relations" in ended.stdout
+    shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+    shutil.rmtree(tmp_path / "broken" / "checkpoints" / "step_00000004")
+    assert (ended := run_program(train.main, [run("run.name=broken")] * 2)).returncode == 0, ended.stderr
+    whole, broken = final_weights(tmp_path / "whole"), final_weights(tmp_path / "broken")
+    assert all(torch.equal(broken[name], value) for name, value in whole.items())
+    assert {path.name for path in (tmp_path / "whole" / "checkpoints" / "step_00000004").iterdir()} == {
+        path.name for path in (tmp_path / "broken" / "checkpoints" / "step_00000004").iterdir()
+    }
+    assert "teacher" not in " ".join(path.name for path in (tmp_path / "whole" / "checkpoints" / "step_00000004").iterdir())
+    last = read_metrics(tmp_path / "whole")[1]
+    assert read_metrics(tmp_path / "broken")[4]["loss"] == read_metrics(tmp_path / "whole")[4]["loss"]
+    plain = tiny_run(place, tmp_path, "eval.targets=[]", "train.max_steps=1", "run.name=plain", image_size=48)
+    assert run_program(train.main, [plain] * 2).returncode == 0  # the first loss of the labels alone
+    of_labels = read_metrics(tmp_path / "plain")[1]["loss"]
+    together = of_labels + 2 * last["loss_teacher_embedding"] + 3 * last["loss_teacher_relations"]
+    assert last["loss"] == pytest.approx(together, rel=1e-6) and last["loss_teacher_relations"] > 0
+    other = ["run.name=broken", "train.max_steps=5", f"teacher.path={place / 'old' / 'checkpoints' / 'step_00000004'}"]
+    assert (ended := run_program(train.main, [run(*other)])).returncode == 0, ended.stderr  # the same weights elsewhere
+    other[1:] = ["train.max_steps=6", f"teacher.path={tmp_path / 'plain'}"]
+    ended = run_program(train.main, [run(*other)])
+    assert ended.returncode == 1 and re.search("teacher was [0-9a-f]{32}, this run has [0-9a-f]{32}", ended.stderr)
+
+
+def _first(place: Path, tmp_path: Path, name: str, *more: str, image_size: int = 48) -> float:
+    """Return the embedding loss of the first step."""
+    shared = ("eval.targets=[]", "train.max_steps=1", f"run.name={name}", "teacher.embedding=1", *more)
+    ended = run_program(train.main, [tiny_run(place, tmp_path, *shared, image_size=image_size)])
+    assert ended.returncode == 0, ended.stderr
+    return _loss(tmp_path / name)
+
+
+def test_a_teacher_that_is_the_student_has_nothing_to_say(place: Path, tmp_path: Path):
+    shared = [f"init.backbone={place / 'old'}", "backbone.freeze_norm=true"]
+    assert abs(_first(place, tmp_path, "run", *shared, f"teacher.path={place / 'old'}")) < 1e-6
+    # of which the average of its own weights is one, before the first step
+    average = [*shared, "teacher.path=average", "train.ema=0.9", "teacher.relations=1", "teacher.embedding_loss=mse"]
+    assert abs(_first(place, tmp_path, "average", *average)) < 1e-9 > _loss(tmp_path / "average", name="relations")
+    assert _first(place, tmp_path, "other", *shared[1:], f"teacher.path={place / 'old'}") > 0.1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_same_teacher_as_a_run_and_as_an_onnx_file(place: Path, tmp_path: Path):
+    pytest.importorskip("onnxruntime")
+    from scripts.deploy import export
+
+    assert export.main([str(place / "old"), "--out", str(tmp_path / "teacher.onnx")]) == 0
+    of_run = _first(place, tmp_path, "run", f"teacher.path={place / 'old'}")
+    of_file = _first(place, tmp_path, "file", f"teacher.path={tmp_path / 'teacher.onnx'}")
+    assert of_file == pytest.approx(of_run, abs=1e-4) and of_run > 0.1
+    # it gets images of its size
+    assert _first(place, tmp_path, "larger", f"teacher.path={tmp_path / 'teacher.onnx'}", image_size=64) > 0.1
+
+
+WRONG = {
+    "teacher.path=nowhere": "teacher.path=nowhere needs a weight above 0, got none",
+    "teacher.relations=1": "teacher.embedding and teacher.relations need teacher.path, got ''",
+    "teacher.path=average teacher.relations=1": "teacher.path=average needs train.ema, the decay of that average, got 0",
+    "teacher.path=average teacher.relations=1 train.ema=0.9 teacher.options=--ema": "teacher.options is for a file or a run",
+    "teacher.path=nowhere teacher.relations=1": "teacher.path: no run folder, checkpoint or weights file at nowhere",
+    "teacher.path=OLD teacher.relations=1 teacher.options=--emma": "teacher.path: unrecognized arguments: --emma",
+    "teacher.path=OLD teacher.relations=1 teacher.options=--ema": "has no moving average, because the run had train.ema=0",
+    "teacher.path=OLD teacher.embedding=1 backbone.embedding_size=8": "teacher.embedding needs embeddings of "
+    "backbone.embedding_size=8 numbers",
+    "teacher.path=OLD teacher.embedding=-1": "teacher.embedding must be from 0 to 1e+06, got -1",
+    "teacher.path=OLD teacher.embedding_loss=l1": "teacher.embedding_loss must be one of cosine, mse, got 'l1'",
+    "tasks=[{name:\xa0teacher_relations}]": "tasks[0].name must be its own",
+}
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_wrong_teachers_are_one_line(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str):
+    words = [word.replace("OLD", str(place / "old")).replace("\xa0", " ") for word in given.split(" ")]
+    assert train.main([*tiny_run(place, tmp_path, *words, "eval.targets=[]", image_size=48), "--check"]) == 1
+    assert WRONG[given] in capsys.readouterr().err
+
+
+def test_check_opens_the_teacher_of_another_size(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["teacher.relations=1", f"teacher.path={place / 'old'}", "backbone.embedding_size=8", "eval.targets=[]"]
+    assert train.main([*tiny_run(place, tmp_path, *words, image_size=64), "--check"]) == 0
+    assert "nothing wrong was found" in capsys.readouterr().out
+
+
+def test_the_memory_of_a_teacher_counts():
+    network = nn.Sequential(nn.Conv2d(3, 10, 3, padding=1), nn.Flatten(), nn.Linear(10 * 16 * 16, 4)).requires_grad_(False)
+    with largest_output(network) as largest:
+        network(torch.zeros(1, 3, 16, 16))
+    assert largest == [4 * 10 * 16 * 16]
+    teacher = Teacher(network, 16, 4, "", 300, {}, False, "")
+    weights = sum(parameter.numel() for parameter in network.parameters())
+    assert teacher.beside(BackboneMemory(100, 200), torch.device("cuda")) == BackboneMemory(100 + 4 * weights, 300)
+    assert teacher.beside(BackboneMemory(100, 400), torch.device("cpu")) == BackboneMemory(100, 400)
