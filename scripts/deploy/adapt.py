@@ -72,7 +72,8 @@ def adapt(options: argparse.Namespace) -> None:
     write_adapter(out, adapter)
     write_file(table, f"{text}\n".encode())
     if len(scores) > 1:
-        print("TAR by which the kind was chosen: " + ", ".join(f"{kind} {100 * max(score, 0.0):.2f} %" for kind, score in scores.items()))
+        rates = ", ".join(f"{kind} {100 * max(score, 0.0):.2f} %" for kind, score in scores.items())
+        print(f"TAR by which the kind was chosen: {rates}")
     print(f"{text}\n{shown(out)}: {adapter.kind}, from {len(pairs.people):,} pictures, a part of whose people made the table")
 
 
