@@ -26,6 +26,7 @@ from pictures import jpeg, picture
 from tiny_networks import TIMES_MATRIX, write_onnx
 from tiny_runs import Started
 
+from deploy.gallery.database import Facts
 from deploy.gallery.store import Gallery
 from deploy.serve.access import Access, Origins
 from deploy.serve.answers import Batcher, RefusedError
@@ -400,6 +401,13 @@ def test_a_supervisor_is_answered_while_another_process_holds_the_gallery(place:
 
 def test_a_gallery_that_vanishes_is_told_in_the_terminal(place: Path, tmp_path: Path):
     with _served(place, tmp_path, "--keys", str(place / "keys")) as (started, address):
+        client = _client(address, CHANGE)
+        client.post("/api/people/ann", content=_face(0))
+        assert client.post("/api/search", content=_face(0)).json()["people"][0]["name"] == "ann"
         (tmp_path / "people.gallery").unlink()
-        assert _client(address, CHANGE).get("/api/people").status_code == 500
-        assert "warning: a request failed: FileNotFoundError" in started.said()[1]
+        asked = [client.get("/api/people"), client.post("/api/search", content=_face(0)), client.get("/gallery/1")]
+        assert [reply.status_code for reply in asked] == [500] * 3
+        assert started.said()[1].count("warning: a request failed: FileNotFoundError") == 3
+        with Gallery.create(tmp_path / "people.gallery", Facts("another", "0" * 32, 8, SIZE, "", "largest")):
+            reply = client.post("/api/search", content=_face(0))
+            assert (reply.status_code, "the gallery: is another file" in reply.json()["error"]) == (422, True)

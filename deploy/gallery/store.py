@@ -9,6 +9,7 @@ Shapes: N = images of the gallery, n = images of a call, D = embedding size, S =
 
 import contextlib
 import itertools
+import os
 import sqlite3
 import sys
 import threading
@@ -103,6 +104,7 @@ class Gallery:
         self._searchers: dict[tuple[str, str], tuple[tuple[int, int], Searcher]] = {}
         self._changes = 0  # transactions of this object; SQLite counts those of others
         self._database = open_database(path)
+        self._file = path.stat()
         with self.reading():
             self._digest = self.facts.digest
 
@@ -207,11 +209,19 @@ class Gallery:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Be in a read transaction: nobody commits until its end."""
+        """Be in a read transaction: nobody commits until its end.
+
+        Raises:
+            FileNotFoundError: the file was deleted since it was opened.
+            ValueError: another file is in its place.
+        """
         with self._thread, database_errors(self.path):
             if self._database.in_transaction:  # inside another one of this thread
                 yield
                 return
+            # an open file that was deleted would go on answering
+            if not os.path.samestat(self.path.stat(), self._file):
+                raise ValueError(f"{shown(self.path)}: is another file than the one that was opened; start again")
             self._database.execute("BEGIN")
             try:
                 self.facts = read_facts(self._database, self.path)
