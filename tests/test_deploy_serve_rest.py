@@ -147,6 +147,7 @@ def test_a_person_is_enrolled_found_and_forgotten_and_each_answer_is_as_describe
     cosine = ask("POST", "/api/verify", "verify", one + other, **sizes)["cosine"]
     assert cosine == pytest.approx(wide @ both / np.linalg.norm(wide) / np.linalg.norm(both), abs=1e-5)
     assert ask("GET", "/api/info", "about")["gallery"] == {"people": 2, "images": 2}
+    assert said["about"]["network"] == "face.onnx"  # without its folder
     assert ask("GET", "/api/health", "health") == {"status": "ok"}
     assert ask("DELETE", path, "forget") == {"removed": 1}
     assert client.delete(path).status_code == 404 and client.get(f"/gallery/{image}").status_code == 404
@@ -224,6 +225,17 @@ def test_pictures_and_names_that_cannot_be_enrolled_are_named(address: str):
     ):  # fmt: skip
         reply = client.request("POST" if data else "DELETE", path, content=data)
         assert reply.status_code == status and says in reply.json()["error"], path
+
+
+def test_who_asks_sees_no_path(place: Path, tmp_path: Path):
+    with _served(place, tmp_path, "--keys", str(place / "keys")) as (_, address):
+        client = _client(address, CHANGE)
+        client.post("/api/people/ann", content=_face(0))
+        with Gallery(tmp_path / "people.gallery") as gallery:
+            other = gallery.facts._replace(digest="0" * 32, title="/secret/face.onnx")
+            gallery.reembed(other, lambda crops: np.ones((len(crops), 8)), lambda images, total: images)
+        said = client.get("/api/info").text + client.post("/api/search", content=_face(0)).text
+        assert "was embedded anew by another network" in said and str(place) not in said and "/secret" not in said
 
 
 def test_metrics_count_what_was_answered(place: Path, tmp_path: Path):

@@ -33,7 +33,7 @@ from deploy.gallery.database import Facts
 from deploy.gallery.store import Gallery, NewImage
 from deploy.results import read_results
 from deploy.serve import server as page_server
-from deploy.serve.answers import Answers, Batcher, result_of, score
+from deploy.serve.answers import Answers, Batcher, RefusedError, result_of, score
 from eval.__main__ import main as evaluate
 from eval.pair_sets.bin_file import read_bin, write_bin
 from scripts.deploy import serve as program
@@ -646,6 +646,16 @@ def test_the_page_of_a_moving_average_has_its_numbers(place: Path, tmp_path: Pat
     for options.ema, pairs in ((False, 30), (True, 31)):
         result, _ = result_of(options, answers.embedder)
         assert (result.name, result.num_impostor) == ("tiny", pairs)
+
+
+def test_an_error_of_the_network_has_no_path(answers: Answers):
+    def fail(crops: np.ndarray) -> np.ndarray:
+        raise ValueError(f"{answers.embedder.title}: it cannot run")
+
+    asked = Answers(answers.embedder, None, None, None, "")
+    asked.batcher = Batcher(fail, 4)
+    with pytest.raises(RefusedError, match=r"^The network fails on this picture: face\.onnx: it cannot run$"):
+        asked.embed(_face(0))
 
 
 def test_threads_of_torch_are_left_as_they_are(answers: Answers):

@@ -8,6 +8,7 @@ Shapes: n = crops, S = size of a crop, D = embedding size.
 import argparse
 import sys
 from multiprocessing import parent_process
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class Embedder:
     """A network on its device.
 
     Attributes:
-        title: name and state of the network, in one line.
+        title: name and state of the network, in one line; `public_title` has no path, for those who ask from elsewhere.
         image_size: S of the crops that it takes.
         embedding_size: D.
         digest: of the weights or the file, and of the input: equal digests mean embeddings that can be compared.
@@ -40,6 +41,7 @@ class Embedder:
 
     def __init__(self, network: Network, device: torch.device, batch_size: int, autocast: torch.dtype | None) -> None:
         self.title, self.image_size, self.config = network.title, network.image_size, network.config
+        self.public_title = network._replace(name=Path(network.run or network.name).absolute().name).title
         self.digest, self.device = _digest(network), device
         self._model = network.model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._world, self._autocast = World(0, 1, 0, 1, device), autocast

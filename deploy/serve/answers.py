@@ -110,7 +110,7 @@ class Answers:
         """Return what the page shows before any picture."""
         counts = self.gallery.people() if self.gallery else {}
         return {
-            "network": self.embedder.title,
+            "network": self.embedder.public_title,
             "digest": self.embedder.digest,
             "image_size": self.embedder.image_size,
             "embedding_size": self.embedder.embedding_size,
@@ -188,8 +188,9 @@ class Answers:
         return to_png(pixels)
 
     def _public(self, error: ValueError) -> str:
-        """Return an error of the gallery without its path, which is nothing for those who ask from elsewhere."""
-        return str(error).replace(shown(self._gallery().path), "the gallery")
+        """Return an error of the gallery without paths, which are nothing for those who ask from elsewhere."""
+        gallery = self._gallery()
+        return str(error).replace(shown(gallery.path), "the gallery").replace(gallery.facts.title, "another network")
 
     def _gallery(self) -> Gallery:
         if self.gallery is None:
@@ -222,7 +223,8 @@ class Answers:
         except ValueError as error:
             if len(crops) > 1:
                 return [self._embed(crops[number : number + 1], number)[0] for number in range(len(crops))]
-            raise RefusedError(422, f"The network fails on this picture: {error}", first) from None
+            why = str(error).replace(self.embedder.title, self.embedder.public_title)
+            raise RefusedError(422, f"The network fails on this picture: {why}", first) from None
         found = [(row, float(np.linalg.norm(row))) for row in raw]
         for number, (_, norm) in enumerate(found, first):
             if not math.isfinite(norm) or norm == 0:
