@@ -310,7 +310,9 @@ def test_a_request_without_a_host_or_with_two_is_refused(page: Page):
     close = b"Connection: close\r\n\r\n"
     assert b" 403 " in page.raw(b"GET / HTTP/1.0\r\n" + close).splitlines()[0]
     for hosts in (b"", 2 * host):  # HTTP/1.1 itself forbids these
-        assert b" 400 " in page.raw(b"GET / HTTP/1.1\r\n" + hosts + close).splitlines()[0]
+        head, _, body = page.raw(b"GET / HTTP/1.1\r\n" + hosts + close).partition(b"\r\n\r\n")
+        assert b" 400 " in head.splitlines()[0] and b"content-type: application/json" in head
+        assert json.loads(body) == {"error": "Invalid HTTP request received.", "picture": None}
     assert b" 200 " in page.raw(b"GET / HTTP/1.1\r\n" + host + close).splitlines()[0]
 
 

@@ -156,6 +156,14 @@ class _Connection(H11Protocol):
         self._end_after(_DRAIN_SECONDS if self.conn.their_state is h11.SEND_BODY else _SECONDS)
         super().on_response_complete()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, such as a request with two Host headers, as other errors are."""
+        answer = _error(400, msg)
+        headers = [*answer.raw_headers, (b"connection", b"close")]
+        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=answer.body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
+
     def _end_after(self, seconds: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
