@@ -31,6 +31,7 @@ from deploy.gallery.store import Gallery
 from deploy.serve.access import Access, Origins
 from deploy.serve.answers import Batcher, RefusedError
 from deploy.serve.api import CALLS, openapi, public_path
+from deploy.serve.server import PAGE
 from scripts.deploy import serve as program
 
 SIZE = 48
@@ -191,7 +192,8 @@ def test_a_key_in_another_form_is_none(address: str, header: str):
 
 def test_the_pages_say_what_there_is(address: str):
     client = _client(address)
-    assert "Same person?" in client.get("/").text
+    page = client.get("/").text
+    assert "Same person?" in page and "with --gallery FILE to search" in page
     manual = client.get("/api").text
     assert all(f"{call.method} {public_path(call)}<" in manual for call in CALLS) and "{{" not in manual
 
@@ -236,6 +238,35 @@ def test_who_asks_sees_no_path(place: Path, tmp_path: Path):
             gallery.reembed(other, lambda crops: np.ones((len(crops), 8)), lambda images, total: images)
         said = client.get("/api/info").text + client.post("/api/search", content=_face(0)).text
         assert "was embedded anew by another network" in said and str(place) not in said and "/secret" not in said
+
+
+_IN_NODE = """
+const real = fetch, [address, keys] = JSON.parse(process.argv[1]), prompted = keys.length;
+globalThis.window = { prompt: () => keys.shift() };
+globalThis.fetch = (path, options) => real(address + path, options);
+URL.createObjectURL = (blob) => `blob:${blob.size}`;
+URL.revokeObjectURL = (url) => { revoked.push(url); };
+const revoked = [], image = {};
+"""
+
+
+def test_the_page_asks_for_a_key_until_one_is_right_and_frees_its_pictures(place: Path, tmp_path: Path):
+    """The functions of the page in Node.js, with the service itself; the browser's tests do the rest."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no Node.js here to run the functions of the page")
+    part = PAGE.read_text()
+    part = part[part.index('let key = "";') : part.index("class Question")]
+    asked = "const about = await askAbout(); await showEnrolled(image, 1); const before = revoked.length; image.onload();"
+    said = "console.log(JSON.stringify([about.network, prompted - keys.length, image.src, before, revoked]));"
+    with _served(place, tmp_path, "--keys", str(place / "keys")) as (_, address):
+        _client(address, CHANGE).post("/api/people/ann", content=_face(0))
+        size = len(_client(address, ASK).get("/gallery/1").content)
+        given = json.dumps([address, ["\u0623\u20ac" * 8, "wrong", f" {ASK}\n", "none"]])
+        script = f"{_IN_NODE}{part}(async () => {{ {asked} {said} }})();"
+        done = subprocess.run([node, "-e", script, given], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["face.onnx", 3, f"blob:{size}", 0, [f"blob:{size}"]]
 
 
 def test_metrics_count_what_was_answered(place: Path, tmp_path: Path):
