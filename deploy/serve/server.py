@@ -160,7 +160,7 @@ class _Connection(H11Protocol):
         """Answer what is no HTTP, such as a request with two Host headers, as other errors are."""
         answer = _error(400, msg)
         headers = [*answer.raw_headers, (b"connection", b"close")]
-        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=answer.body), h11.EndOfMessage()):
+        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event))
         self.transport.close()
 
