@@ -114,6 +114,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "train.accumulation": (1, 2**31),
     "teacher.embedding": (0, 1e6),
     "teacher.relations": (0, 1e6),
+    "teacher.logits": (0, 1e6),
+    "teacher.temperature": (0.01, 1000),
     "eval.every": (0, 2**40),
     "eval.batch_size": (1, 2**31),
     "checkpoint.every": (0, 2**40),
@@ -242,7 +244,7 @@ def _check_across(tree: dict[str, Any]) -> None:
             f"train.batch_size must be a multiple of train.accumulation, got {train['batch_size']} and {train['accumulation']}"
         )
     _check_schedule(schedule, tree)
-    _check_teacher(tree["teacher"], train["ema"])
+    _check_teacher(tree)
     if len(set(tree["eval"]["targets"])) != len(tree["eval"]["targets"]):
         raise ValueError(f"eval.targets names a set twice: {', '.join(tree['eval']['targets'])}")
 
@@ -256,16 +258,22 @@ def _check_compatible(compatible: dict[str, Any], sub_centers: int) -> None:
         )
 
 
-def _check_teacher(teacher: dict[str, Any], ema: float) -> None:
-    used = teacher["embedding"] > 0 or teacher["relations"] > 0
+def _check_teacher(tree: dict[str, Any]) -> None:
+    teacher = tree["teacher"]
+    used = any(teacher[key] > 0 for key in ("embedding", "relations", "logits"))
     if teacher["path"] and not used:
         raise ValueError(
-            f"teacher.path={teacher['path']} needs a weight above 0, got none; set teacher.embedding or teacher.relations"
+            f"teacher.path={teacher['path']} needs a weight above 0, got none; set teacher.embedding, relations or logits"
         )
     if used and not teacher["path"]:
-        raise ValueError("teacher.embedding and teacher.relations need teacher.path, got ''; name a network, or set them to 0")
-    if teacher["path"] == "average" and not ema:
+        raise ValueError("teacher.embedding, relations and logits need teacher.path, got ''; name a network, or set them to 0")
+    if teacher["path"] == "average" and not tree["train"]["ema"]:
         raise ValueError("teacher.path=average needs train.ema, the decay of that average, got 0; set it, such as 0.999")
+    if teacher["logits"] and (teacher["path"] == "average" or tree["tasks"] or tree["head"]["sub_centers"] > 1):
+        raise ValueError(
+            "teacher.logits goes without tasks, teacher.path=average and head.sub_centers: each class has one centre of the "
+            f"teacher, got it with {teacher['path']!r}; set teacher.embedding or teacher.relations"
+        )
     if teacher["options"] and teacher["path"] in ("", "average"):
         raise ValueError(f"teacher.options is for a file or a run in teacher.path, got {teacher['options']!r}; take it out")
 

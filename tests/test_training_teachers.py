@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from dense_reference import all_centres
 from rounding import rounding_bound
 from tiny_runs import final_weights, read_metrics, run_program, tiny_run, write_dataset
 from torch import Tensor, nn
 
 import train
+from losses import build_margin
+from partial_fc import HeadConfig, PartialFC, RowSGD
 from partial_fc.collectives import Collectives
+from partial_fc.init import CentreSource
+from training.soft_targets import SoftTargets
 from training.step import LossTerm, backward
 from training.teachers import Teacher, largest_output
 from utils import distributed
@@ -83,6 +88,45 @@ def test_each_loss_has_the_gradient_of_the_whole_batch(run_ranks: Callable[..., 
     run_ranks(_compare, world_size, accumulation)
 
 
+CLASSES, SCALE, TEMPERATURE = 10, 8.0, 2.0
+
+
+def _soft(rank: int, world_size: int, storage: str, embeddings: Tensor, taught: Tensor, matrix: Tensor) -> None:
+    source = CentreSource("", CLASSES, OTHER, lambda labels: matrix[torch.from_numpy(labels)].float())
+    config = HeadConfig(optimizer=RowSGD(0.0, 0.0), chunk=3, storage=storage)
+    head = PartialFC(build_margin("cosface", scale=SCALE, margin=0.2), CLASSES, DIM, rank, world_size, 3, config)
+    rows = slice(rank * SAMPLES // world_size, (rank + 1) * SAMPLES // world_size)
+    given = embeddings[rows].float().requires_grad_()
+    value = SoftTargets(head, source, TEMPERATURE).loss(given, taught[rows].float())
+    value.backward()
+    dense = embeddings.clone().requires_grad_()
+    centres = all_centres(CLASSES, DIM, seed=3).double()
+    centres = centres.bfloat16().double() if storage == "lean" else centres
+    log_q, log_p = (
+        (SCALE / TEMPERATURE * nn.functional.normalize(x) @ nn.functional.normalize(w).t()).log_softmax(1)
+        for x, w in ((dense, centres), (taught, matrix))
+    )
+    expected = TEMPERATURE**2 * nn.functional.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+    expected.backward()
+    assert dense.grad is not None and given.grad is not None
+    bound = SCALE * rounding_bound(torch.float32, CLASSES + DIM)
+    assert float(value.detach()) == pytest.approx(float(expected.detach()), abs=bound) and float(value.detach()) > 0.05
+    assert float((given.grad.double() - dense.grad[rows]).norm()) < bound * float(dense.grad.norm())
+
+
+def _all_soft(rank: int, world_size: int) -> None:
+    images, _, other = _data()
+    matrix = torch.randn(CLASSES, OTHER, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    for storage in ("exact", "lean"):
+        _soft(rank, world_size, storage, images, other, matrix)
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_logits_have_the_gradient_of_all_classes_and_images(run_ranks: Callable[..., None], world_size: int):
+    run_ranks(_all_soft, world_size)
+
+
 def _loss(run: Path, step: int = 1, name: str = "embedding") -> float:
     return read_metrics(run)[step][f"loss_teacher_{name}"]
 
@@ -97,13 +141,20 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SHARED = ("eval.targets=[]", "checkpoint.every=2", "train.max_steps=4", "teacher.embedding=2", "teacher.relations=3")
+SHARED = (
+    "eval.targets=[]",
+    "checkpoint.every=2",
+    "train.max_steps=4",
+    "teacher.embedding=2",
+    "teacher.relations=3",
+    "teacher.logits=0.5",
+)
 
 
 def test_a_run_with_a_teacher_resumes_to_the_same_bits_and_only_with_this_teacher(place: Path, tmp_path: Path):
     run = functools.partial(tiny_run, place, tmp_path, *SHARED, f"teacher.path={place / 'old'}", image_size=48)
     assert (ended := run_program(train.main, [run("run.name=whole")] * 2)).returncode == 0, ended.stderr
-    assert "16 numbers per face; the loss has 2 x cosine of the embeddings, 3 x relations" in ended.stdout
+    assert "16 numbers per face; the loss has 2 x cosine of the embeddings, 3 x relations, 0.5 x logits" in ended.stdout
     shutil.copytree(tmp_path / "whole", tmp_path / "broken")
     shutil.rmtree(tmp_path / "broken" / "checkpoints" / "step_00000004")
     assert (ended := run_program(train.main, [run("run.name=broken")] * 2)).returncode == 0, ended.stderr
@@ -118,7 +169,9 @@ def test_a_run_with_a_teacher_resumes_to_the_same_bits_and_only_with_this_teache
     plain = tiny_run(place, tmp_path, "eval.targets=[]", "train.max_steps=1", "run.name=plain", image_size=48)
     assert run_program(train.main, [plain] * 2).returncode == 0  # the first loss of the labels alone
     of_labels = read_metrics(tmp_path / "plain")[1]["loss"]
-    together = of_labels + 2 * last["loss_teacher_embedding"] + 3 * last["loss_teacher_relations"]
+    together = (
+        of_labels + 2 * last["loss_teacher_embedding"] + 3 * last["loss_teacher_relations"] + 0.5 * last["loss_teacher_logits"]
+    )
     assert last["loss"] == pytest.approx(together, rel=1e-6) and last["loss_teacher_relations"] > 0
     other = ["run.name=broken", "train.max_steps=5", f"teacher.path={place / 'old' / 'checkpoints' / 'step_00000004'}"]
     assert (ended := run_program(train.main, [run(*other)])).returncode == 0, ended.stderr  # the same weights elsewhere
@@ -141,6 +194,10 @@ def test_a_teacher_that_is_the_student_has_nothing_to_say(place: Path, tmp_path:
     # of which the average of its own weights is one, before the first step
     average = [*shared, "teacher.path=average", "train.ema=0.9", "teacher.relations=1", "teacher.embedding_loss=mse"]
     assert abs(_first(place, tmp_path, "average", *average)) < 1e-9 > _loss(tmp_path / "average", name="relations")
+    logits = [*shared, f"init.head={place / 'old'}", f"teacher.path={place / 'old'}", "teacher.logits=1"]
+    assert _first(place, tmp_path, "logits", *logits) < 1e-6 and abs(_loss(tmp_path / "logits", name="logits")) < 1e-5
+    _first(place, tmp_path, "random", *shared[1:], *logits[3:])
+    assert _loss(tmp_path / "random", name="logits") > 0.1
     assert _first(place, tmp_path, "other", *shared[1:], f"teacher.path={place / 'old'}") > 0.1
 
 
@@ -158,8 +215,8 @@ def test_the_same_teacher_as_a_run_and_as_an_onnx_file(place: Path, tmp_path: Pa
 
 
 WRONG = {
-    "teacher.path=nowhere": "teacher.path=nowhere needs a weight above 0, got none",
-    "teacher.relations=1": "teacher.embedding and teacher.relations need teacher.path, got ''",
+    "teacher.path=nowhere": "teacher.path=nowhere needs a weight above 0, got none; set teacher.embedding, relations or logits",
+    "teacher.relations=1": "teacher.embedding, relations and logits need teacher.path, got ''",
     "teacher.path=average teacher.relations=1": "teacher.path=average needs train.ema, the decay of that average, got 0",
     "teacher.path=average teacher.relations=1 train.ema=0.9 teacher.options=--ema": "teacher.options is for a file or a run",
     "teacher.path=nowhere teacher.relations=1": "teacher.path: no run folder, checkpoint or weights file at nowhere",
@@ -167,6 +224,10 @@ WRONG = {
     "teacher.path=OLD teacher.relations=1 teacher.options=--ema": "has no moving average, because the run had train.ema=0",
     "teacher.path=OLD teacher.embedding=1 backbone.embedding_size=8": "teacher.embedding needs embeddings of "
     "backbone.embedding_size=8 numbers",
+    "teacher.path=OLD teacher.logits=1 head.sub_centers=2": "teacher.logits goes without tasks, teacher.path=average",
+    "teacher.path=OLD teacher.logits=1 data.source=synthetic data.num_images=40 data.num_classes=9": "teacher.logits needs a "
+    "teacher of the 9 classes of the data, got 12 in",
+    "teacher.path=FILE teacher.logits=1 teacher.options=HOW": "teacher.logits: needs the class centres of the teacher, of",
     "teacher.path=OLD teacher.embedding=-1": "teacher.embedding must be from 0 to 1e+06, got -1",
     "teacher.path=OLD teacher.embedding_loss=l1": "teacher.embedding_loss must be one of cosine, mse, got 'l1'",
     "tasks=[{name:\xa0teacher_relations}]": "tasks[0].name must be its own",
@@ -175,7 +236,12 @@ WRONG = {
 
 @pytest.mark.parametrize("given", WRONG)
 def test_wrong_teachers_are_one_line(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str):
-    words = [word.replace("OLD", str(place / "old")).replace("\xa0", " ") for word in given.split(" ")]
+    weights = place / "old" / "checkpoints" / "step_00000004" / "backbone.safetensors"
+    how = "--backbone mbf --width 0.125 --embedding-size 16 --image-size 48"
+    known = {"OLD": str(place / "old"), "FILE": str(weights), "HOW": how, "\xa0": " "}
+    words = given.split(" ")
+    for short, text in known.items():
+        words = [word.replace(short, text) for word in words]
     assert train.main([*tiny_run(place, tmp_path, *words, "eval.targets=[]", image_size=48), "--check"]) == 1
     assert WRONG[given] in capsys.readouterr().err
 

@@ -45,7 +45,7 @@ from utils.text import prefix_errors
 from .compatible import COMPATIBLE, fill_old_centres
 from .setup import Setup
 from .stages import head_stages, staged_margin
-from .teachers import Teacher
+from .teachers import Teacher, centre_bytes
 
 
 def compiled(backbone: nn.Module, mode: str) -> nn.Module:
@@ -192,6 +192,7 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
             memory = backbone_memory(backbone, autocast, copies, config.data.image_size)
         memory = memory if setup.teacher is None else setup.teacher.beside(memory, world.device)
         beside = backbone_bytes(memory, config.train, count, world.device.type, free)
+        beside += 0 if setup.teacher is None else centre_bytes(setup.teacher, config, setup.tasks[0], count, world.device)
         ranks, parts = world._replace(world_size=count), config.train.accumulation
         for task in setup.tasks:
             margin, classes, how = margins[task.name], task.dataset.num_classes, settings[task.name]
@@ -203,7 +204,9 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     heads = _build_heads(config, setup, margins, settings)
     scaler = LossScaler(enabled=autocast is torch.float16, device=world.device)
     ema = WeightAverage(backbone, config.train.ema) if config.train.ema else None
-    teacher = None if setup.teacher is None else setup.teacher.on(world.device, None if ema is None else ema.network)
+    with raise_on_all_ranks(world):
+        first, average = heads[setup.tasks[0].name], None if ema is None else ema.network
+        teacher = None if setup.teacher is None else setup.teacher.on(world.device, average, first)
     return Model(backbone, optimizer, heads, scaler, autocast, ema, config.compatible.weight, teacher)
 
 

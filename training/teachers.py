@@ -5,6 +5,7 @@ The losses, each a mean over a micro-batch of all ranks, with embeddings e of th
     embedding: cosine, 1 - cos(e_i, f_i); or mse, the mean over the D numbers of (e_i - f_i)^2 (the hint of FitNets, 2015)
     relations: the mean over all pairs of images i, j of (cos(e_i, e_j) - cos(f_i, f_j))^2 (Tung and Mori, ICCV 2019, eq. 4,
         with cosines; a relational distillation as of Park et al., CVPR 2019)
+    logits: soft_targets.py
 
 Shapes: b = images of this rank in one micro-batch, D = embedding size, which only the embedding loss needs equal.
 """
@@ -12,6 +13,7 @@ Shapes: b = images of this rank in one micro-batch, D = embedding size, which on
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -23,11 +25,16 @@ from backbones import build_backbone
 from data.augment import prepare
 from eval.foreign_networks import ForeignNetwork
 from eval.networks import Network, OtherInput, add_choice_of_network, load_network
+from partial_fc import PartialFC
 from partial_fc.collectives import Collectives
+from partial_fc.init import CentreSource, open_centres
+from partial_fc.kernels.plain import auto_chunk
 from utils.cli import Parser
 from utils.distributed.agreement import digest_tensors
 from utils.memory import BackboneMemory
 from utils.text import prefix_errors
+
+from .soft_targets import SoftTargets, bytes_of
 
 AVERAGE = "average"  # of teacher.path: the moving average of the run's own weights
 PREFIX = "teacher_"  # of the names of the losses
@@ -45,6 +52,9 @@ class Teacher(NamedTuple):
         losses: weight of each loss that is used, by its name.
         mse: whether the embedding loss is mse, not cosine.
         title: for the log.
+        centres: its class centres, for the loss of the logits.
+        temperature: of that loss.
+        soft_targets: of that loss; None until the run has its head.
     """
 
     network: nn.Module
@@ -55,13 +65,22 @@ class Teacher(NamedTuple):
     losses: dict[str, float]
     mse: bool
     title: str
+    centres: CentreSource | None = None
+    temperature: float = 1.0
+    soft_targets: SoftTargets | None = None
 
-    def on(self, device: torch.device, average: nn.Module | None) -> "Teacher":
-        """Return the teacher on the device of the run, or the average of its weights if that is the teacher."""
+    def on(self, device: torch.device, average: nn.Module | None, head: PartialFC) -> "Teacher":
+        """Return the teacher on the device of the run, or the average of its weights if that is the teacher.
+
+        Args:
+            head: of the run, to the classes of which the loss of the logits refers.
+        """
         if self.identity == AVERAGE:
             assert average is not None, "a rule asks for train.ema"
             return self._replace(network=average)
-        return self._replace(network=self.network.to(device, memory_format=torch.channels_last))  # type: ignore[call-overload]
+        network = self.network.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        targets = None if self.centres is None else SoftTargets(head, self.centres, self.temperature)
+        return self._replace(network=network, soft_targets=targets)
 
     def beside(self, memory: BackboneMemory, device: torch.device) -> BackboneMemory:
         """Return the memory of the backbone and of the teacher, whose forward pass is over before that of the backbone."""
@@ -97,6 +116,9 @@ class Teacher(NamedTuple):
         for name, weight in self.losses.items():
             if name == f"{PREFIX}relations":
                 value = relation_loss(student, teacher, collectives)
+            elif name == f"{PREFIX}logits":
+                assert self.soft_targets is not None
+                value = self.soft_targets.loss(student, teacher)
             else:
                 value = embedding_loss(student, teacher, self.mse, collectives)
             found[name] = (value, weight)
@@ -149,7 +171,7 @@ def open_teacher(config: EasyDict) -> Teacher | None:
         ValueError: it cannot be read, or its embeddings do not suit the losses.
     """
     section, size, dim = config.teacher, config.data.image_size, config.backbone.embedding_size
-    losses = {f"{PREFIX}{name}": section[name] for name in ("embedding", "relations") if section[name]}
+    losses = {f"{PREFIX}{name}": section[name] for name in ("embedding", "relations", "logits") if section[name]}
     mse = section.embedding_loss == "mse"
     if section.path == AVERAGE:
         return Teacher(nn.Module(), size, dim, AVERAGE, 0, losses, mse, "the moving average of the weights")
@@ -165,8 +187,21 @@ def open_teacher(config: EasyDict) -> Teacher | None:
             f"teacher.embedding needs embeddings of backbone.embedding_size={dim} numbers, "
             f"those of {section.path} have {given}; set it to 0 and teacher.relations instead, which compares any sizes"
         )
+    with prefix_errors("teacher.logits"):
+        centres = _centres(network, given) if section.logits else None
     # the input and output of a layer, and what goes around it
-    return Teacher(model, network.image_size, given, _identity(model), 3 * largest[0], losses, mse, network.title)
+    memory, kind = 3 * largest[0], (mse, network.title, centres, section.temperature)
+    return Teacher(model, network.image_size, given, _identity(model), memory, losses, *kind)
+
+
+def _centres(network: Network, dim: int) -> CentreSource:
+    """Return the class centres that a teacher was trained with."""
+    if not Path(network.name).is_dir():
+        raise ValueError(f"needs the class centres of the teacher, of a run or checkpoint; {network.name} has none")
+    source = open_centres(Path(network.name))
+    if source.sub_centers > 1 or source.embedding_size != dim:
+        raise ValueError(f"{source.name} must have one centre of {dim} numbers for each class; set teacher.logits=0")
+    return source
 
 
 def _read(path: str, options: str, threads: int) -> Network:
@@ -183,6 +218,24 @@ def _identity(model: nn.Module) -> str:
     if isinstance(model, OtherInput):
         other, model = f" bgr={model.bgr} mean={model.mean} std={model.std}", model.model
     return (model.hash if isinstance(model, ForeignNetwork) else digest_tensors(model.state_dict())) + other
+
+
+def centre_bytes(teacher: Teacher, config: EasyDict, task: Any, count: int, device: torch.device) -> int:
+    """Return the bytes of the loss of the logits in one of `count` processes.
+
+    Raises:
+        ValueError: the teacher was trained on other classes than the task.
+    """
+    if teacher.centres is None:
+        return 0
+    found, own = teacher.centres.num_classes, task.dataset.num_classes
+    if found != own:
+        raise ValueError(
+            f"teacher.logits needs a teacher of the {own} classes of the data, got {found} in {teacher.centres.name}"
+        )
+    chunk = config.head.chunk or auto_chunk(device.type, torch.float32)
+    rows = config.train.batch_size // config.train.accumulation
+    return bytes_of(-(-own // count), rows, teacher.centres, config.backbone.embedding_size, chunk)
 
 
 @contextmanager
