@@ -143,7 +143,7 @@ def set_up(config: EasyDict, processes: int = 0, machines: int = 1) -> Setup:
 
 
 def signature_of(
-    config: EasyDict, tasks: list[Task], prints: dict[str, dict[str, int | str]], teacher: Teacher | None = None
+    config: EasyDict, tasks: list[Task], prints: dict[str, dict[str, int | str]], teacher: Teacher | None
 ) -> dict[str, Any]:
     """Return what a checkpoint must have been trained on for this run to resume from it.
 
