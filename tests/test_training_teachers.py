@@ -180,6 +180,16 @@ def test_a_run_with_a_teacher_resumes_to_the_same_bits_and_only_with_this_teache
     assert ended.returncode == 1 and re.search("teacher was [0-9a-f]{32}, this run has [0-9a-f]{32}", ended.stderr)
 
 
+def test_a_run_that_is_its_own_teacher_does_not_depend_on_when_it_saves(place: Path, tmp_path: Path):
+    """A save gives all processes the statistics of the first one; the teacher of each of two processes has those always."""
+    shared = ["teacher.path=average", "teacher.embedding=5", "train.ema=0.9", "train.max_steps=4", "eval.targets=[]"]
+    for every in (1, 4):
+        run = tiny_run(place, tmp_path, *shared, f"checkpoint.every={every}", f"run.name=every_{every}", image_size=48)
+        assert (ended := run_program(train.main, [run] * 2)).returncode == 0, ended.stderr
+    often, once = final_weights(tmp_path / "every_1"), final_weights(tmp_path / "every_4")
+    assert all(torch.equal(value, once[name]) for name, value in often.items())
+
+
 def _first(place: Path, tmp_path: Path, name: str, *more: str, image_size: int = 48) -> float:
     """Return the embedding loss of the first step."""
     shared = ("eval.targets=[]", "train.max_steps=1", f"run.name={name}", "teacher.embedding=1", *more)

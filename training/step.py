@@ -22,6 +22,7 @@ from .ahead import PreparedStep
 from .compatible import COMPATIBLE
 from .model import Model
 from .setup import Task
+from .teachers import AVERAGE
 
 
 class LossTerm(NamedTuple):
@@ -136,6 +137,10 @@ def forward_backward(
     begin_gradients(model.optimizer, keep=accumulation > 1 and world.device.type == "cuda")
     zero = torch.zeros((), device=world.device)
     teacher, total = model.teacher, zero
+    if (
+        teacher is not None and teacher.identity == AVERAGE
+    ):  # each rank has statistics of its own, but after a save those of rank 0
+        distributed.broadcast_statistics(teacher.network, world)
     losses: dict[str, Tensor] = {}
     outputs: list[list[Tensor]] = [[] for _ in tasks]
     images = [batch.images.chunk(accumulation) for batch in batches]

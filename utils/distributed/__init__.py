@@ -288,6 +288,17 @@ def broadcast_module(module: nn.Module, world: World) -> None:
         dist.broadcast(tensor, src=0)
 
 
+def broadcast_statistics(module: nn.Module, world: World) -> None:
+    """Give every rank the means and variances of rank 0's BatchNorms, and what other buffers have floats, in one message."""
+    buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+    if world.world_size == 1 or not buffers:
+        return
+    together = torch.cat([buffer.flatten() for buffer in buffers])
+    dist.broadcast(together, src=0)
+    for buffer, values in zip(buffers, together.split([buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(values.view_as(buffer))
+
+
 def _from_environment(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     if not text:
