@@ -23,6 +23,8 @@ import cv2
 import numpy as np
 import pytest
 from pictures import jpeg, picture
+from tiny_detectors import picture as photograph
+from tiny_detectors import write_detector
 from tiny_networks import TIMES_MATRIX, write_onnx
 from tiny_runs import Started
 
@@ -32,6 +34,7 @@ from deploy.serve.access import Access, Origins
 from deploy.serve.answers import Batcher, RefusedError
 from deploy.serve.api import CALLS, openapi, public_path
 from deploy.serve.server import PAGE
+from scripts.deploy import enrol
 from scripts.deploy import serve as program
 
 SIZE = 48
@@ -229,6 +232,40 @@ def test_pictures_and_names_that_cannot_be_enrolled_are_named(address: str):
         assert reply.status_code == status and says in reply.json()["error"], path
 
 
+def test_the_gate_is_that_of_face_enrol(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pictures = {}
+    for number, x in enumerate((8, 64, 112, 224)):  # the first and the last face are cut off by the border
+        pixels = photograph(200, 240, (x, 96))
+        pixels[:60] = cv2.resize(picture(number), (240, 60))
+        pictures[f"p{number}"] = cv2.imencode(".png", pixels[..., ::-1])[1].tobytes()
+        (tmp_path / "people" / f"p{number}").mkdir(parents=True)
+        (tmp_path / "people" / f"p{number}" / "1.png").write_bytes(pictures[f"p{number}"])
+    common = [*SETTINGS[:-2], "--detector", str(write_detector(tmp_path / "d.onnx", "scrfd"))]
+
+    def enrolled(name: str, *more: str) -> dict[str, float]:
+        assert enrol.main([str(place / "face.onnx"), str(tmp_path / name), str(tmp_path / "people"), *common, *more]) == 0
+        with Gallery(tmp_path / name) as gallery:
+            return {image.person: image.norm for image in gallery.images()}
+
+    norms = enrolled("all.gallery")
+    gate = ["--min-norm", repr(max(norms["p1"], norms["p2"])), "--max-padding", ".2"]
+    expected = enrolled("good.gallery", *gate)
+    refused = dict(re.findall(r"rejected: (p\d)/1.png: (.+)", capsys.readouterr().out))
+    kinds = {word for reason in refused.values() for word in ("--min-norm", "--max-padding") if word in reason}
+    assert len(expected) + len(refused) == 4 and expected and len(kinds) == 2
+    with _served(place, tmp_path, "--keys", str(place / "keys"), *common, *gate) as (_, address):
+        client = _client(address, CHANGE)
+        for person, data in pictures.items():
+            reply = client.post(f"/api/people/{person}", content=data)
+            if person in refused:
+                reason = refused[person][:1].upper() + refused[person][1:]
+                assert (reply.status_code, reply.json()) == (422, {"error": f"{reason}.", "picture": 0})
+            else:
+                assert reply.status_code == 200, reply.text
+        assert set(client.get("/api/people").json()["people"]) == set(expected)
+        assert client.get("/api/info").json()["gate"] == {"min_norm": float(gate[1]), "max_padding": 0.2}
+
+
 def test_who_asks_sees_no_path(place: Path, tmp_path: Path):
     with _served(place, tmp_path, "--keys", str(place / "keys")) as (_, address):
         client = _client(address, CHANGE)
@@ -250,23 +287,27 @@ const revoked = [], image = {};
 """
 
 
-def test_the_page_asks_for_a_key_until_one_is_right_and_frees_its_pictures(place: Path, tmp_path: Path):
+def test_the_page_asks_for_a_key_until_one_is_right_frees_its_pictures_and_says_the_gate(place: Path, tmp_path: Path):
     """The functions of the page in Node.js, with the service itself; the browser's tests do the rest."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("no Node.js here to run the functions of the page")
-    part = PAGE.read_text()
-    part = part[part.index('let key = "";') : part.index("class Question")]
+    text = PAGE.read_text()
+    part = text[text.index('let key = "";') : text.index("class Question")]
+    gate = text[text.index("const { min_norm") : text.index("for (const [name, value] of facts)")]
     asked = "const about = await askAbout(); await showEnrolled(image, 1); const before = revoked.length; image.onload();"
-    said = "console.log(JSON.stringify([about.network, prompted - keys.length, image.src, before, revoked]));"
-    with _served(place, tmp_path, "--keys", str(place / "keys")) as (_, address):
+    said = "console.log(JSON.stringify([about.network, prompted - keys.length, image.src, before, revoked, facts]));"
+    more = ["--min-norm", "1e-3", "--max-padding", ".25"]
+    with _served(place, tmp_path, "--keys", str(place / "keys"), *more) as (_, address):
         _client(address, CHANGE).post("/api/people/ann", content=_face(0))
         size = len(_client(address, ASK).get("/gallery/1").content)
         given = json.dumps([address, ["\u0623\u20ac" * 8, "wrong", f" {ASK}\n", "none"]])
-        script = f"{_IN_NODE}{part}(async () => {{ {asked} {said} }})();"
+        script = f"{_IN_NODE}{part}(async () => {{ {asked} const facts = []; {gate} {said} }})();"
         done = subprocess.run([node, "-e", script, given], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == ["face.onnx", 3, f"blob:{size}", 0, [f"blob:{size}"]]
+    *shown, ((_, words),) = json.loads(done.stdout)
+    assert shown == ["face.onnx", 3, f"blob:{size}", 0, [f"blob:{size}"]]
+    assert words == "a face whose embedding has at least the length 0.001, with at most 25 % of its crop outside the picture"
 
 
 def test_metrics_count_what_was_answered(place: Path, tmp_path: Path):
@@ -322,6 +363,8 @@ def test_with_a_certificate_it_is_encrypted(place: Path, tmp_path: Path):
         (f"ask {ASK}\n", ["--tls", "{place}/keys", "{place}/keys"], "--tls: the certificate or its key is no PEM file"),
         (f"ask {ASK}\n", ["--tls", "none", "none"], "--tls: the certificate or its key is no PEM file"),
         (f"ask {ASK}\n", [], "no such gallery"),  # only a key that may change makes one
+        (None, ["--min-norm", "1"], "--min-norm is of pictures that are enrolled; give --gallery, and --keys"),
+        (f"ask {ASK}\n", ["--max-padding", "0"], "--max-padding is of pictures that are enrolled"),
         (None, ["--host", "0.0.0.0"], "--host: other machines may ask only with keys"),
         ("\n# none\n", [], "has no key"),
         ("ask short\n", [], "line 1 of"),

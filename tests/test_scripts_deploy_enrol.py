@@ -209,7 +209,10 @@ def test_short_embeddings_and_faces_cut_off_are_rejected_with_the_reason(tmp_pat
         black = (faces.pop(name) == 0).all(axis=2).mean()  # nothing in the pictures is black
         assert abs(float(percent) / 100 - black) < 0.02
     assert set(faces) == {"ada/1.png", "ada/2.png"}
-    assert enrol.main(_words(network, tmp_path / "nan", folder.parent, "--min-norm", "nan", *more)) == 1  # not ignored
+    for length in ("nan", "inf", "-1", "x"):
+        with pytest.raises(SystemExit):
+            enrol.main(_words(network, tmp_path / "nan", folder.parent, "--min-norm", length, *more))
+        assert f"must be a length from 0 on, got {length}" in capsys.readouterr().err
 
 
 def test_the_rules_for_the_person(network: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):

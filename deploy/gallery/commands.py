@@ -26,6 +26,7 @@ from ..faces.pictures import Crop, Rejected, crops_of, list_pictures
 from ..faces.tracks import Span
 from .adapted import adapted_of
 from .database import Facts
+from .gate import gate_of
 from .store import Gallery, Image, NewImage, check_person
 
 _RECORDED = {  # of a network, in a gallery: what load_network reads of the options, --trust-code aside, and their types
@@ -272,14 +273,9 @@ def _enrol(faces: Sequence[EmbeddedFace], gallery: Gallery, options: argparse.Na
 
 def _good(faces: Sequence[EmbeddedFace], options: argparse.Namespace, rejected: list[Rejected]) -> list[EmbeddedFace]:
     """Return the faces that pass --min-norm and --max-padding; the others go to `rejected`."""
-    good = []
+    good, gate = [], gate_of(options)
     for face in faces:
-        reason, norm = "", np.linalg.norm(face.embedding.astype(np.float64))
-        if not norm >= options.min_norm:  # also if that is NaN
-            reason = f"its embedding has length {norm:#.4g}, and --min-norm is {options.min_norm:g}"
-        elif face.crop.padding > options.max_padding:
-            share = f"{100 * face.crop.padding:.1f} %"
-            reason = f"{share} of its crop are outside the picture, and --max-padding is {options.max_padding:g}"
+        reason = gate.reason(float(np.linalg.norm(face.embedding.astype(np.float64))), face.crop.padding)
         if reason:
             rejected.append(Rejected(face.picture.name, reason))
         else:

@@ -24,6 +24,7 @@ from utils.image import check_size, image_size, to_png
 from ..embed.embedder import Embedder
 from ..faces.detector import Detector
 from ..faces.pictures import Crop, Rejected, crops_of
+from ..gallery.gate import EVERY_FACE, Gate
 from ..gallery.store import Gallery, NewImage, check_person
 from ..results import SetResult, find_threshold, parse_results, read_results_of, results_file, set_of
 
@@ -95,12 +96,20 @@ class Answers:
         gallery: to search, if there is one; embedded by this network.
         result: of a verification set, for the thresholds and the histogram, if there is one.
         far: as `result` writes it: the threshold that the page begins with.
+        gate: of enrolment.
     """
 
     def __init__(
-        self, embedder: Embedder, detector: Detector | None, gallery: Gallery | None, result: SetResult | None, far: str
+        self,
+        embedder: Embedder,
+        detector: Detector | None,
+        gallery: Gallery | None,
+        result: SetResult | None,
+        far: str,
+        gate: Gate = EVERY_FACE,
     ) -> None:
         self.embedder, self.detector, self.gallery, self.result, self.far = embedder, detector, gallery, result, far
+        self.gate = gate
         self.batcher = Batcher(embedder.embed, embedder.step)
         self._decoding = threading.BoundedSemaphore(_DECODED)
         points = result.measured() if result else []
@@ -118,6 +127,7 @@ class Answers:
             "gallery": {"people": len(counts), "images": sum(counts.values())} if self.gallery else None,
             "set": _set_of_page(self.result) if self.result else None,
             "far": self.far,
+            "gate": self.gate._asdict(),
         }
 
     def verify(self, first: bytes, second: bytes) -> dict[str, Any]:
@@ -158,7 +168,9 @@ class Answers:
         except ValueError as error:
             raise RefusedError(422, str(error)) from None
         crop = self._crop(picture, 0)
-        row, _ = self._embed(crop.pixels[None])[0]
+        row, norm = self._embed(crop.pixels[None])[0]
+        if reason := self.gate.reason(norm, crop.padding):
+            raise RefusedError(422, _in_words(reason), 0)
         hashed, embedding = hashlib.sha256(picture).digest(), row.astype(np.float32)
         image = NewImage(person, "sent to the service", hashed, crop.number, crop.quality, embedding, crop.pixels)
         try:

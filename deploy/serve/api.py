@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 VERSION = "1"
 _PERSON = {"person": "name of the person"}
 _IMAGE = {"number": "number of the image"}
-_INFO = {"network": "string", "image_size": "integer", "embedding_size": "integer", "max_bytes": "integer", "far": "string"}
+_INFO = {"network": "string", "image_size": "integer", "embedding_size": "integer", "max_bytes": "integer", "far": "string",
+         "gate": {"min_norm": "number", "max_padding": "number"}}  # fmt: skip
 _PEOPLE = {"people": [{"name": "string", "cosine": "number", "image": "integer"}], "match": "string?", "face": "string"}
 
 
@@ -38,15 +39,16 @@ CALLS = (
     Call("GET", "/api/openapi.json", "openapi", "", "This list in the words of OpenAPI 3.1.", {"openapi": "string"}),
     Call("GET", "/api/health", "health", "", "Whether the service answers.", {"status": "string"}),
     Call("GET", "/metrics", "metrics", "ask", "Counts and times for Prometheus.", "text/plain"),
-    Call("GET", "/api/info", "about", "ask", "Network, thresholds, histogram, and how many people and images there are.",
-         _INFO),
+    Call("GET", "/api/info", "about", "ask", "Network, thresholds, histogram, how many people and images there are, and "
+         "what a face must have to be enrolled.", _INFO),
     Call("POST", "/api/verify", "verify", "ask", "Whether two pictures show the same person; null without a threshold.",
          {"cosine": "number", "same": "boolean?", "faces": ["string"]}, 2),
     Call("POST", "/api/search", "search", "ask", "The people who are most like the face of a picture, best first.", _PEOPLE, 1),
     Call("POST", "/api/embed", "embed", "ask", "The unit embedding of the face of a picture, and the length before.",
          {"embedding": ["number"], "norm": "number"}, 1),
     Call("GET", "/api/people", "people", "ask", "The people and their numbers of images.", {"people": {"": "integer"}}),
-    Call("POST", "/api/people/{person:path}", "enrol", "change", "Enrol a picture; null if the person has it already.",
+    Call("POST", "/api/people/{person:path}", "enrol", "change",
+         "Enrol a picture that passes the gate of /api/info, else 422 says why; null if the person has it already.",
          {"person": "string", "image": "integer?"}, 1, _PERSON),
     Call("DELETE", "/api/people/{person:path}", "forget", "change", "Erase a person with all images.",
          {"removed": "integer"}, 0, _PERSON),

@@ -15,9 +15,10 @@ Examples:
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.faces.detector import add_detector_arguments, share
+from deploy.faces.detector import add_detector_arguments
 from deploy.faces.pictures import add_which_argument
 from deploy.gallery.commands import add_person_arguments, choose_words, enrol_all
+from deploy.gallery.gate import add_gate_arguments
 from eval.networks import add_network_arguments
 from utils.cli import make_parser
 from utils.program import run_main
@@ -37,21 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="keep no aligned faces in the gallery: searches then show none, and another network needs the pictures again",
     )
-    parser.add_argument(
-        "--min-norm",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="reject a face whose embedding is shorter. Lengths are those of one network: enrol good and poor pictures with "
-        "--list, which prints them, as python -m scripts.deploy.gallery show --images does, and choose X between them",
-    )
-    parser.add_argument(
-        "--max-padding",
-        type=share,
-        default=1,
-        metavar="P",
-        help="reject a face with a larger share of its crop outside its picture",
-    )
+    add_gate_arguments(parser)
     parser.add_argument("--list", action="store_true", help="print a line for each picture when it is safe in the gallery")
     options = parser.parse_intermixed_args(arguments)
     words = options.words

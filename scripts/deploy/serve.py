@@ -3,11 +3,10 @@
 Drop two photographs on the page: is it the same person, and where does the score lie among genuine and impostor pairs? With
 --gallery drop one: who is it? Programs ask by REST: verify, search, embed, enrol, remove; the page /api lists the requests.
 
-It listens on 127.0.0.1, which no other machine reaches; everybody who is logged in on this machine does. With --keys requests
-need a key of the file, whose lines are `ask KEY` or `change KEY`; only the latter may enrol and remove, and only with
-keys may --host name another address. Without --detector a picture must be an aligned crop. Thresholds and histograms are those
-of the run that is the network, or of --results, the results.json of python -m eval --report; --pairs computes them from a
-verification set instead. Ctrl-C ends it.
+It listens on 127.0.0.1, for all who are logged in on this machine. With --keys requests need a key of the file, whose lines
+are `ask KEY` or `change KEY`; only the latter may enrol and remove, and only with keys may --host name another address.
+Without --detector a picture must be an aligned crop. Thresholds and histograms are those of the run that is the network, or of
+--results, the results.json of python -m eval --report, or of --pairs, a verification set. Ctrl-C ends it.
 
 Examples:
   python -m scripts.deploy.serve work_dirs/demo_cpu
@@ -25,6 +24,7 @@ from deploy.embed.embedder import open_embedder
 from deploy.faces.detector import add_detector_arguments, open_detector
 from deploy.gallery.adapted import result_for_page
 from deploy.gallery.commands import facts_of, recorded_network, require_network, take_recorded_network, warn_of_other_detector
+from deploy.gallery.gate import add_gate_arguments, gate_of
 from deploy.gallery.store import Gallery
 from deploy.serve.answers import WHICH_FACE, Answers, result_of
 from eval.networks import add_network_arguments
@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--gallery", type=Path, metavar="FILE", help="gallery to search in; with keys that may change it, a new one is made"
     )
+    add_gate_arguments(parser)
     numbers = parser.add_mutually_exclusive_group()
     numbers.add_argument("--results", type=Path, metavar="FILE", help="results.json of this network")
     numbers.add_argument("--pairs", type=Path, metavar="SET", help="verification set, such as lfw.bin, to compute them now")
@@ -70,13 +71,13 @@ def serve_page(options: argparse.Namespace) -> None:
     access = Access(options.keys)
     if options.host != LOOPBACK and not options.keys:
         raise ValueError(f"--host: other machines may ask only with keys; give --keys FILE, or leave --host out for {LOOPBACK}")
-    is_new = bool(options.gallery and access.may_change and not options.gallery.exists())
+    may_enrol = bool(options.gallery and access.may_change)
+    gate, is_new = gate_of(options, may_enrol), may_enrol and not options.gallery.exists()
     if options.run is None and options.gallery and not is_new:
         take_recorded_network(options)
     options.run = options.run or newest_run()
     recorded = recorded_network(options)
-    embedder = open_embedder(options)
-    detector = open_detector(options)
+    embedder, detector = open_embedder(options), open_detector(options)
     result, far = result_of(options, embedder)
     gallery = None
     if options.gallery:
@@ -85,7 +86,7 @@ def serve_page(options: argparse.Namespace) -> None:
         require_network(gallery, embedder)
         warn_of_other_detector(gallery, facts.detector, WHICH_FACE)
         result, far = result_for_page(options, gallery, (result, far))
-    answers = Answers(embedder, detector, gallery, result, far)
+    answers = Answers(embedder, detector, gallery, result, far, gate)
     server = PageServer(options.port, answers, access, options.host, options.tls)
     with contextlib.suppress(KeyboardInterrupt):
         print(f"the page is at {server.page} (Ctrl-C ends it)", flush=True)
