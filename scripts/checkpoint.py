@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from partial_fc.centres.shard import shard_range
-from partial_fc.init import open_centres
+from partial_fc.init import has_head, open_centres
 from utils.checkpoint import format as ckpt
 from utils.checkpoint.reading import check_hashes, read_backbone, shard_reader, slot_faults
 from utils.checkpoint.tensor_file import NETWORK, Planned, flush, write_planned, write_tensors
@@ -114,10 +114,11 @@ def check(checkpoint: Path) -> list[str]:
     total = sum(int(entry["size"]) for entry in manifest["files"].values())
     with progress([], total, checkpoint.name, "B") as bar:
         faults = check_hashes(checkpoint, progress=bar.update)
-    for head, files in {ckpt.SOFTMAX: {}, **ckpt.slots_by_head(manifest)}.items():
+    signature = manifest.get("run_signature", {})
+    tasks = signature.get("tasks", {ckpt.SOFTMAX: signature})
+    for head, files in {**{name: {} for name in tasks}, **ckpt.slots_by_head(manifest)}.items():
         slots = max((stop for _, stop in files.values()), default=0)
-        signature = manifest.get("run_signature", {})
-        classes = signature.get("tasks", {head: signature}).get(head, {}).get("num_classes", slots)
+        classes = tasks.get(head, {}).get("num_classes", slots)
         faults += [f"{head}: {line}" for line in slot_faults(files.values(), 0, classes)]
     return faults
 
@@ -181,7 +182,12 @@ def _planned_rows(
 def merge_centres(options: argparse.Namespace) -> None:
     """Write the class centres of all shards as one matrix, row k for label k; for .safetensors some rows at a time."""
     _check_target(options.out, options.overwrite)
-    source = open_centres(ckpt.find_checkpoint(options.path), options.head)
+    checkpoint = ckpt.find_checkpoint(options.path)
+    if options.head and not has_head(str(checkpoint), options.head):
+        raise ValueError(
+            f"--head must be the name of a head of {checkpoint}, got {options.head}; scripts.checkpoint show lists them"
+        )
+    source = open_centres(checkpoint, options.head)
     starts = range(0, source.num_classes, _ROWS_AT_ONCE)
 
     def rows() -> Iterator[Tensor]:

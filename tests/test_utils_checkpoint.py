@@ -153,6 +153,7 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, name: str, dam
         lambda manifest: {key: value for key, value in manifest.items() if key != "step"},
         lambda manifest: {**manifest, "score": "high"},
         lambda manifest: {**manifest, "run_signature": 3},
+        lambda manifest: {**manifest, "run_signature": {"tasks": {"asia": {"num_classes": "x"}}}},
     ],
 )
 def test_a_manifest_that_lies_is_one_line(tmp_path: Path, tampering: Callable[[Any], Any]):

@@ -14,6 +14,7 @@ Old ones are deleted, and the best is found, here.
 
 import contextlib
 import errno
+import itertools
 import json
 import math
 import os
@@ -220,9 +221,11 @@ def _manifest_fault(manifest: Any) -> str:
     for key in ("files", "run_signature", "config"):
         if not isinstance(manifest.get(key, {} if key != "files" else None), dict):
             return f"{key} must be an object, got {manifest.get(key)!r:.80}"
-    for key, value in manifest.get("run_signature", {}).items():
-        if key == "tasks" and not (isinstance(value, dict) and all(isinstance(task, dict) for task in value.values())):
-            return f"run_signature.tasks must be an object of objects, got {value!r:.80}"
+    signature = manifest.get("run_signature", {})
+    tasks = signature.get("tasks", {})
+    if not (isinstance(tasks, dict) and all(isinstance(task, dict) for task in tasks.values())):
+        return f"run_signature.tasks must be an object of objects, got {tasks!r:.80}"
+    for key, value in itertools.chain(signature.items(), *(task.items() for task in tasks.values())):
         if key in ("num_classes", "num_images", "batch_size", "seed") and not whole(value, 0, 2**63 - 1):
             return f"run_signature.{key} must be a whole number from 0, got {value!r:.80}"
     for key, section in manifest.get("config", {}).items():
