@@ -47,20 +47,25 @@ def tasks_of(config: Config) -> list[dict[str, Any]]:
     return list(found) if isinstance(found, list) else []
 
 
+def _data_of(config: Config) -> list[Mapping[str, Any]]:
+    return [task["data"] for task in tasks_of(config)] or [config.get("data", {})]
+
+
 def data_facts(config: Config, signature: Mapping[str, Any]) -> Facts:
     """Return the training set: its name, kind, numbers of people and images, and the hash of its labels.
 
     Args:
         signature: run_signature of the manifest.
     """
-    data = config.get("data", {})
+    data, parts = config.get("data", {}), _data_of(config)
     paths: list[Any] = []
-    for part in [task["data"] for task in tasks_of(config)] or [data]:
+    for part in parts:
         several: Any = part.get("sources")
         entries = several if isinstance(several, list) else []
         paths += [entry.get("path") for entry in entries if isinstance(entry, dict)] or [part.get("path")]
     names = [PurePath(path).name for path in paths if isinstance(path, str) and path]  # folders above may name the user
-    found = [("training set", ", ".join(names)), ("kind", words(data["source"]) if data.get("source") else "")]
+    kinds = [words(part["source"]) for part in parts if part.get("source")]
+    found = [("training set", ", ".join(names)), ("kind", ", ".join(dict.fromkeys(kinds)))]
     for title, key in (("people (classes)", "num_classes"), ("images", "num_images")):
         value = signature.get(key)
         found.append((title, f"{value:,}" if type(value) is int else ""))
@@ -75,22 +80,29 @@ def _loss_words(loss: Mapping[str, Any]) -> str:
     return _named(loss, "name", [key for key in loss if key not in _NOT_OF_THE_LOSS])
 
 
+def _head_facts(name: str, loss: Mapping[str, Any], head: Mapping[str, Any]) -> Facts:
+    """Return the facts of a loss and its head, with ` of TASK` after their titles."""
+    sampled = ("sampling", "neighbours") if head.get("sampling") == "neighbours" else ()
+    return [
+        (f"loss{name}", _loss_words(loss)),
+        *((f"{key.replace('_', ' ')}{name}", _unless_off(loss.get(key))) for key in _NOT_OF_THE_LOSS[1:]),
+        (f"head{name}", _pairs(head, ("sample_rate", "stages", "sub_centers", "storage", *sampled))),
+    ]
+
+
 def recipe_facts(config: Config, step: int, signature: Mapping[str, Any]) -> Facts:
     """Return how the network was trained: loss, head, optimizer, schedule, batch, length, precision, augmentation."""
-    loss, head, optimizer = (config.get(name, {}) for name in ("loss", "head", "optimizer"))
-    schedule, train, augment = (config.get(name, {}) for name in ("schedule", "train", "augment"))
+    parts = [(f" of {one_line(task['name'])}", task["loss"], task["head"]) for task in tasks_of(config)]
+    parts = parts or [("", config.get("loss", {}), config.get("head", {}))]
+    optimizer, schedule, train, augment = (config.get(name, {}) for name in ("optimizer", "schedule", "train", "augment"))
     images, batch = signature.get("num_images"), signature.get("batch_size")
     epochs = f", {step * batch / images:.2f} epochs" if type(images) is int and images and type(batch) is int else ""
-    flips = ["mirrored with probability 1/2"] if config.get("data", {}).get("flip") is True else []
+    flips = ["mirrored with probability 1/2"] if all(part.get("flip") is True for part in _data_of(config)) else []
     start = config.get("init", {}).get("backbone")
-    sampled = ("sampling", "neighbours") if head.get("sampling") == "neighbours" else ()
     kind = schedule.get("kind")
     return _present(
         [
-            ("loss", _loss_words(loss) if not tasks_of(config) else ""),
-            *((f"loss of {one_line(task['name'])}", _loss_words(task["loss"])) for task in tasks_of(config)),
-            *((key.replace("_", " "), _unless_off(loss.get(key))) for key in _NOT_OF_THE_LOSS[1:]),
-            ("head", _pairs(head, ("sample_rate", "stages", "sub_centers", "storage", *sampled))),
+            *(fact for name, loss, head in parts for fact in _head_facts(name, loss, head)),
             ("optimizer", _optimizer_words(optimizer)),
             ("schedule", _named(schedule, "kind", [*_keys_of(_OF_SCHEDULE, kind), "warmup_epochs", "warmup_steps"])),
             ("batch", f"{batch:,} images" if type(batch) is int else ""),
