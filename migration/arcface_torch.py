@@ -228,11 +228,11 @@ def write_files(checkpoint: Path, out: Path, era: str, ranks: int) -> list[str]:
     """Write all files of an era; return notes for the user."""
     manifest = read_manifest(checkpoint)
     step = int(manifest["step"])
+    config = manifest.get("config", {})
+    _check_counterpart(checkpoint, config)
     classes, seed = class_order(checkpoint)
     if ranks > classes:
         raise ValueError(f"--ranks must be at most the number of classes, {classes}, got {ranks}")
-    config = manifest.get("config", {})
-    _check_counterpart(checkpoint, config)
     model = recognise(read_backbone(checkpoint), checkpoint / BACKBONE).model
     backbone = {name: own(value) for name, value in model.state_dict().items()}
     rows = SavedRows(checkpoint, classes)
@@ -288,7 +288,9 @@ def _check_counterpart(checkpoint: Path, config: dict[str, Any]) -> None:
     """Raise ValueError if the network differs from all of arcface_torch's by its input or its blocks."""
     own = config.get("backbone", {})
     size, se = config.get("data", {}).get("image_size", IMAGE_SIZE), own.get("se", False)
-    if size != IMAGE_SIZE:
+    if config.get("tasks"):
+        found = "was trained with tasks, and arcface_torch has one head"
+    elif size != IMAGE_SIZE:
         found = f"takes images of {size!r:.80} x {size!r:.80} pixels, and those of arcface_torch {IMAGE_SIZE} x {IMAGE_SIZE}"
     elif se:
         found = "has squeeze-and-excitation, and those of arcface_torch have none"
