@@ -153,13 +153,13 @@ class PartialFC(nn.Module):
         kind = "frozen head" if self.config.frozen else "head"
         return f"{kind}: {self.num_classes} classes{several}, {here}, {dtype} products, {self.kernels.words}"
 
-    def frozen(self) -> "PartialFC":
+    def frozen(self, folder: Path | None = None) -> "PartialFC":
         """Return a head with the same classes in the same slots, whose centres never change; only its margin learns.
 
-        Each of its steps begins with `plan` of this head, so the same classes are active in both.
+        Each of its steps begins with `plan` of this head, so the same classes are active in both. The folder is as in __init__.
         """
         size, place = (self.num_classes, self.embedding_size), (self.rank, self.world_size, self.seed)
-        head = PartialFC(copy.deepcopy(self.margin), *size, *place, self.config.as_frozen(), self.workspace.device)
+        head = PartialFC(copy.deepcopy(self.margin), *size, *place, self.config.as_frozen(), self.workspace.device, folder)
         head.kernels.fused = self.kernels.fused
         return head
 

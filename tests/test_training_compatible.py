@@ -227,3 +227,10 @@ def test_old_networks_that_do_not_fit_are_named_with_the_key(place: Path, tmp_pa
     ):
         with pytest.raises(ValueError, match=says):
             load_config("configs/base.yaml", words)
+
+
+def test_the_old_centres_on_the_disk_lie_beside_the_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = HeadConfig(optimizer=RowSGD(0.0, 0.0), placement="disk")
+    head = PartialFC(build_margin("cosface"), 5, 4, 0, 1, 3, config, torch.device("cpu"), tmp_path)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "full"))
+    assert head.frozen(tmp_path).centres.shape == (5, 4)

@@ -21,10 +21,12 @@ import train
 from data.datasets import SyntheticDataset
 from data.loader import LoadedBatch
 from data.sampler import SampleOrder
+from deploy.card.facts import data_facts, recipe_facts
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowSGD
 from partial_fc.centres.shard import slots_of_classes
 from scripts import checkpoint as checkpoint_program
+from scripts.arcface_torch import export_checkpoint
 from scripts.eval import compare_runs
 from training.ahead import PreparedStep
 from training.model import Model
@@ -153,6 +155,10 @@ def test_a_run_on_two_sets_saves_both_heads_and_resumes_to_the_same_bits(tmp_pat
     merge = ["merge", str(tmp_path / "whole"), str(tmp_path / "second.pt")]
     assert checkpoint_program.main(merge) == 1
     assert "it has the heads first, second, got no name; name one of them" in capsys.readouterr().err
+    assert export_checkpoint.main([str(tmp_path / "whole"), str(tmp_path / "exported")]) == 1
+    assert "its network was trained with tasks, and arcface_torch has one head" in capsys.readouterr().err
+    assert checkpoint_program.main([*merge, "--head", "third"]) == 1
+    assert "got third; scripts.checkpoint show lists them" in capsys.readouterr().err
     assert checkpoint_program.main([*merge, "--head", "second"]) == 0
     seed = read_manifest(list_checkpoints(tmp_path / "whole")[-1])["run_signature"]["tasks"]["second"]["seed"]
     by_label = whole["second.centres"][torch.from_numpy(slots_of_classes(np.arange(9), 9, seed))]
@@ -166,6 +172,12 @@ def test_a_run_on_two_sets_saves_both_heads_and_resumes_to_the_same_bits(tmp_pat
     assert "second: class slots 3 to 5 are in no file" in capsys.readouterr().out
     ended = run_program(train.main, [run("run.name=again", "train.max_steps=7")])
     assert ended.returncode == 1 and "second: class slots 3 to 5 are in no file" in ended.stderr
+    alone = json.loads(manifest)
+    alone["files"] = {name: entry for name, entry in alone["files"].items() if not name.startswith("second")}
+    (newest / "manifest.json").write_text(json.dumps(alone))
+    assert checkpoint_program.main(["verify", str(newest)]) == 1
+    assert "second: class slots 0 to 8 are in no file" in capsys.readouterr().out
+    assert checkpoint_program.main([*merge[:1], str(newest), str(tmp_path / "none.pt"), "--head", "second"]) == 1
 
 
 def test_one_task_is_a_run_without_tasks_to_the_bit(tmp_path: Path):
@@ -179,6 +191,11 @@ def test_one_task_is_a_run_without_tasks_to_the_bit(tmp_path: Path):
     assert (ended := run_program(train.main, [as_task])).returncode == 0, ended.stderr
     one, other = (_ends(tmp_path / name, {"softmax": 12}) for name in ("alone", "task"))
     assert all(torch.equal(other[name], value) for name, value in one.items())
+    config = read_manifest(list_checkpoints(tmp_path / "task")[-1])["config"]
+    config["data"] = {"source": "folder", "flip": False}  # of no task
+    known = dict([*data_facts(config, {}), *recipe_facts(config, 3, {})])  # of the model card
+    assert "sample_rate=0.5" in known["head of softmax"] and "margin=0.2" in known["loss of softmax"] and "head" not in known
+    assert known["kind"] == "recordio" and "mirrored" in known["augmentation"]
 
 
 def test_a_run_on_two_sets_begins_with_the_heads_of_one_that_had_them(tmp_path: Path):
@@ -188,6 +205,9 @@ def test_a_run_on_two_sets_begins_with_the_heads_of_one_that_had_them(tmp_path: 
     assert run_program(train.main, [run(TWO, "run.name=old")]).returncode == 0
     old = f"init.backbone={tmp_path / 'old'}", f"init.head={tmp_path / 'old'}"
     ended = run_program(train.main, [run(TWO, "run.name=both", *old)])
+    assert ended.returncode == 0 and "class centres: 21 kept, 0 from images, 0 at random" in ended.stdout, ended.stderr
+    (tmp_path / "map").write_text("".join(f"{label} {11 - label}\n" for label in range(12)))  # labels of the first alone
+    ended = run_program(train.main, [run(TWO, "run.name=mapped", *old, f"init.classes={tmp_path / 'map'}", "optimizer.lr=0")])
     assert ended.returncode == 0 and "class centres: 21 kept, 0 from images, 0 at random" in ended.stdout, ended.stderr
     ended = run_program(train.main, [run(TWO.replace("second", "third"), "run.name=third", *old)])
     assert ended.returncode == 0 and "class centres: 12 kept, 0 from images, 9 at random" in ended.stdout, ended.stderr
@@ -225,6 +245,7 @@ WRONG = {
     "[{name: a, heads: {}}]": "tasks[0]: no key 'heads'",
     "[{name: a, head: {sampel_rate: 1}}]": "tasks[0]: no key 'head.sampel_rate'. Did you mean head.sample_rate?",
     "[{name: a, loss: {m2: 0.5}}]": "tasks[0]: no key 'loss.m2'",
+    "[{name: a, head: {stages: [{steps: 1, scale: 0}]}}]": "tasks: a: head.stages: from step 1 on loss.scale must be",
     "[{name: a, head: {sample_rate: 0}}]": "tasks: a: head.sample_rate must be above 0, got 0",
     "[{name: a, data: {path: nowhere}}]": "tasks: a: data.path: ",
     "[{name: a, batch_size: 7}, {name: b, batch_size: 1}]": "tasks: b has 1 of the images of each step: train.batch_size",

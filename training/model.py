@@ -10,6 +10,7 @@ BatchNorm's means and variances are averaged in the same way, since they belong 
 weights; its counters of batches are copied.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -247,7 +248,10 @@ def _losses_and_heads(
     steps_per_epoch = sum(task.dataset.num_images for task in setup.tasks) / config.train.batch_size
     for task in setup.tasks:
         head, loss = task.config.head, task.config.loss
-        with raise_on_all_ranks(setup.world):
+        with (
+            raise_on_all_ranks(setup.world),
+            prefix_errors(f"tasks: {task.name}") if config.tasks else contextlib.nullcontext(),
+        ):
             stages = head_stages(head, loss, steps_per_epoch)
             margins[task.name] = staged_margin({key: loss[key] for key in ("name", *margin_arguments(loss.name))}, stages)
         how = head_config(head, loss, config.optimizer, autocast, setup.world)
@@ -272,7 +276,8 @@ def _build_heads(
                 if form := heads[task.name].choose_form(task.order.batch_size // config.train.accumulation, was):
                     facts["kernels"] = form
     if config.compatible.path:
-        heads[COMPATIBLE] = heads[setup.tasks[0].name].frozen()
+        with raise_on_all_ranks(world):
+            heads[COMPATIBLE] = heads[setup.tasks[0].name].frozen(place)
     return heads
 
 
@@ -332,7 +337,8 @@ def _init(config: EasyDict, setup: Setup, model: Model, images: bool) -> InitCou
             device=setup.world.device,
             settings=EmbedSettings(config.eval.batch_size, model.autocast, config.data.threads, config.data.image_size),
         )
-        # labels of another training are those of the first task, unless it had a task of that name
-        source, classes = (init.head, init.classes) if number == 0 or has_head(init.head, task.name) else ("", "")
+        # labels of another training, and init.classes, are those of the first task, unless it had a task of that name
+        source = init.head if number == 0 or has_head(init.head, task.name) else ""
+        classes = "" if number else init.classes
         counts.append(init_centres(model.heads[task.name], source, classes, means if images else None, task.name))
     return InitCounts(*map(sum, zip(*counts, strict=True)))
