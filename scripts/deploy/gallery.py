@@ -1,9 +1,9 @@
-"""Look after a gallery: python -m scripts.deploy.gallery show|check|remove|reembed|adapt [GALLERY]
+"""Look after a gallery: python -m scripts.deploy.gallery show|check|remove|reembed|adapt|export [GALLERY]
 
 show says what is in it. check reads every byte. remove forgets people or single images and overwrites their vectors, faces and
 rows with zeros. reembed embeds all faces with another network; searches go on with
-the old one until it is done. adapt
-writes a copy for another network without pictures. Each command either happens completely, or changes nothing.
+the old one until it is done. adapt writes a copy for another network without pictures. export copies the vectors into Qdrant,
+a database of vectors. Each command either happens completely, or changes nothing.
 
 Examples:
   python -m scripts.deploy.gallery show people.gallery --people
@@ -18,6 +18,7 @@ from typing import Any
 
 from deploy.gallery.adapted import adapt_gallery
 from deploy.gallery.commands import DEFAULT, check_gallery, reembed_gallery, remove_from_gallery, show_gallery
+from deploy.gallery.engine import export_gallery
 from eval.networks import add_network_arguments
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     part.add_argument("--with", type=Path, required=True, dest="adapter", metavar="FILE", help="the adapter")
     part.add_argument("--out", type=Path, required=True, metavar="GALLERY", help="the copy, a new file")
+    part = command("export", export_gallery, "copy vectors, people's names and the network's fingerprint into Qdrant")
+    part.add_argument("--to", required=True, metavar="PLACE", help="http://HOST:PORT of a server, or a folder of its client")
     options = parser.parse_args(arguments)
     return run_main(options.action, options)
 

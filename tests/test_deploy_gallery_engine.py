@@ -1,0 +1,70 @@
+"""A gallery in a database of vectors: its own client gets the answers of the gallery."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gallery_runs import DIM, FACTS, new_images
+
+from deploy.gallery.store import Gallery
+from scripts.deploy import gallery as program
+
+PEOPLE = [f"Zo\u00eb {number % 17}" for number in range(60)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Return a gallery of 60 images of 17 people."""
+    with Gallery.create(tmp_path / "staff.gallery", FACTS) as gallery:
+        gallery.add(new_images(np.random.default_rng(0), PEOPLE, pixels=False))
+    return tmp_path / "staff.gallery"
+
+
+def test_qdrant_finds_the_same_people_with_the_same_scores(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    qdrant = pytest.importorskip("qdrant_client", reason="needs qdrant-client: pip install qdrant-client")
+    place = str(tmp_path / "database")
+    assert program.main(["export", str(path), "--to", place]) == 0
+    assert "collection 'staff' has 60 vectors of 17 people" in capsys.readouterr().out
+    queries = np.random.default_rng(1).normal(size=(20, DIM)).astype(np.float32)
+    client = qdrant.QdrantClient(path=place)
+    assert client.get_collection("staff").config.metadata == {"network": FACTS.network}
+    with Gallery(path) as gallery:
+        for query, expected in zip(queries, gallery.search(queries, 5), strict=True):
+            groups = client.query_points_groups("staff", "person", query=query.tolist(), limit=5, group_size=1).groups
+            assert [group.id for group in groups] == [match.person for match in expected]
+            assert [group.hits[0].id for group in groups] == [match.image for match in expected]
+            # products of two float32 unit vectors, each normalised again
+            cosines = [match.cosine for match in expected]
+            assert [group.hits[0].score for group in groups] == pytest.approx(cosines, abs=(DIM + 8) * 2.0**-24)
+    client.close()
+    assert program.main(["export", str(path), "--to", place]) == 1
+    assert "has a collection 'staff'; delete that" in capsys.readouterr().err
+
+
+def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    qdrant = pytest.importorskip("qdrant_client", reason="needs qdrant-client: pip install qdrant-client")
+    place = str(tmp_path / "database")
+
+    def fail(*words: object, **more: object) -> None:
+        raise RuntimeError("the disk\nis full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(qdrant.QdrantClient, "upsert", fail)
+        for where, says in ((place, "failed: the disk"), ("http://127.0.0.1:1", "--to: no Qdrant at http://127.0.0.1:1: ")):
+            assert program.main(["export", str(path), "--to", where]) == 1
+            said = capsys.readouterr().err
+            assert says in said and said.splitlines()[-1].startswith("error: ") and "Traceback" not in said
+    client = qdrant.QdrantClient(path=place)
+    assert not client.collection_exists("staff")
+    client.close()
+
+
+def test_without_its_client_the_command_that_brings_it_is_named(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setitem(sys.modules, "qdrant_client", None)
+    assert program.main(["export", str(path), "--to", "database"]) == 1
+    assert "--to: needs qdrant-client: pip install qdrant-client" in capsys.readouterr().err
