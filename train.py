@@ -84,8 +84,9 @@ def train(config: EasyDict, stop: StopSignal) -> None:
             watch.at(step, "training")
             rates = (setup.schedule.rate(step), setup.head_schedule.rate(step))
             late.post(step, train_step(config, setup.tasks, model, parallel, prepared, rates, world))
-            for news in filter(None, [head.news for head in heads]):
-                log.info(news)
+            for task, head in zip(setup.tasks, heads, strict=True):
+                if head.news:
+                    log.info(named(task.name, head.news, model))
             meter.speed.count()
 
             # ---- after the step: `done` optimizer steps are finished
@@ -168,8 +169,8 @@ def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, 
         log.info(f"backbone: torch.compile in mode {config.train.compile}; the first step waits for it, perhaps minutes")
     for task in setup.tasks if len(setup.tasks) > 1 else []:
         log.info(f"task {task.name}: {task.order.batch_size} images of each step, {task.weight:g} of the loss")
-    for head in model.heads.values():
-        log.info(head.describe())
+    for name, head in model.heads.items():
+        log.info(named(name, head.describe(), model))
         for line in head.warnings:
             log.warn(line)
         if head.news:
@@ -181,6 +182,11 @@ def introduce(config: EasyDict, setup: Setup, model: Model, counts: InitCounts, 
         log.info(f"resumed from {setup.resume_from} after step {start_step}")
         for line in changed_keys(setup.resume_from, setup.facts["config"]):
             log.info(line)
+
+
+def named(head: str, text: str, model: Model) -> str:
+    """Return a line about a head, with its name in front if there are several."""
+    return f"{head}: {text}" if len(model.heads) > 1 else text
 
 
 def judge_losses(losses: Mapping[str, float], model: Model, embedding_size: int, log: RunLog) -> None:
@@ -198,7 +204,7 @@ def judge_losses(losses: Mapping[str, float], model: Model, embedding_size: int,
             head.config.sub_centers,
         )
         text, sound = judge_first_loss(loss, head.margin, step)
-        (log.info if sound else log.warn)(text)
+        (log.info if sound else log.warn)(named(name, text, model))
 
 
 def check_finite(values: StepValues, setup: Setup, can_overflow: bool) -> None:

@@ -210,3 +210,9 @@ def test_what_cannot_change_is_refused(
     arguments = small_run(dataset, tmp_path, "head.stages=[{steps: 4, margin: 0.1}]", *overrides)
     assert train.main([*arguments, "--check"]) == 1
     assert re.search(words, capfd.readouterr().err)
+
+
+def test_a_stage_after_the_last_step_is_told(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    stages = "head.stages=[{steps: 3, sample_rate: 0.5}, {steps: 100, sample_rate: 1}]"
+    assert train.main([*small_run(dataset, tmp_path, *SHORT, stages), "--check"]) == 0
+    assert "head.stages: 1 of 3 stages begin after the last step, 8: at step 100" in capsys.readouterr().out

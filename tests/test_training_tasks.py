@@ -136,6 +136,7 @@ def test_a_run_on_two_sets_saves_both_heads_and_resumes_to_the_same_bits(tmp_pat
     run, heads = functools.partial(tiny_run, tmp_path, tmp_path, *shared, image_size=48), {"first": 12, "second": 9}
     assert (ended := run_program(train.main, [run("run.name=whole")] * 2)).returncode == 0, ended.stderr
     assert "task first: 4 images of each step, 0.5 of the loss" in ended.stdout and "21 classes" in ended.stdout
+    assert "first: head: 12 classes" in ended.stdout and "second: first loss " in ended.stdout
     shutil.copytree(tmp_path / "whole", tmp_path / "broken")
     shutil.rmtree(list_checkpoints(tmp_path / "broken")[-1])
     ended = run_program(train.main, [run("run.name=broken")] * 2)

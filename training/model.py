@@ -29,7 +29,7 @@ from losses import margin_arguments
 from losses.margin import Margin
 from partial_fc import HeadConfig, PartialFC, check_head_fits, check_loss, head_config
 from partial_fc.init import InitCounts, has_head, init_centres
-from utils.checkpoint.format import BACKBONE, EMA, TRAINER, read_manifest
+from utils.checkpoint.format import BACKBONE, EMA, SOFTMAX, TRAINER, read_manifest
 from utils.checkpoint.reading import load_initial
 from utils.checkpoint.resume import SavedState, restore
 from utils.checkpoint.trainer import TrainerState, trained_names
@@ -254,6 +254,12 @@ def _losses_and_heads(
         ):
             stages = head_stages(head, loss, steps_per_epoch)
             margins[task.name] = staged_margin({key: loss[key] for key in ("name", *margin_arguments(loss.name))}, stages)
+        late = [stage.first for stage in stages if stage.first >= setup.total_steps]
+        if late:
+            setup.warnings.append(
+                f"head.stages: {len(late)} of {len(stages)} stages begin after the last step, {setup.total_steps}: at step "
+                f"{', '.join(map(str, late))}; they change nothing. Train longer, or take them out"
+            )
         how = head_config(head, loss, config.optimizer, autocast, setup.world)
         settings[task.name] = dataclasses.replace(how, rates=tuple((stage.first, stage.sample_rate) for stage in stages))
     return margins, settings
@@ -264,27 +270,28 @@ def _build_heads(
 ) -> dict[str, PartialFC]:
     """Return the head of each task, and that with the centres of an old network. A collective call."""
     world, count, dim = setup.world, setup.share["world_size"], config.backbone.embedding_size
-    heads, recorded = {}, _head_sections({} if setup.resume_from is None else read_manifest(setup.resume_from))
+    heads, facts = {}, _head_sections(setup.facts)
+    recorded = _head_sections({} if setup.resume_from is None else read_manifest(setup.resume_from))
     place = next(place for place in (setup.folder, *setup.folder.absolute().parents) if place.is_dir())  # for --check
-    for task, facts in zip(setup.tasks, _head_sections(setup.facts), strict=True):
+    for task in setup.tasks:
         margin, classes, how = margins[task.name], task.dataset.num_classes, settings[task.name]
         with raise_on_all_ranks(world):
             heads[task.name] = PartialFC(margin, classes, dim, world.rank, count, task.seed, how, world.device, place)
         with raise_on_all_ranks(world):  # which communicates, and so raises on all of them or on none
             if world.world_size == count:  # not for --check, where one process stands for all
-                was = str(recorded[len(heads) - 1].get("kernels", "")) if len(heads) <= len(recorded) else ""
+                was = str(recorded.get(task.name, {}).get("kernels", ""))
                 if form := heads[task.name].choose_form(task.order.batch_size // config.train.accumulation, was):
-                    facts["kernels"] = form
+                    facts[task.name]["kernels"] = form
     if config.compatible.path:
         with raise_on_all_ranks(world):
             heads[COMPATIBLE] = heads[setup.tasks[0].name].frozen(place)
     return heads
 
 
-def _head_sections(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the section `head` of each task of a manifest, or of a part of one."""
+def _head_sections(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the section `head` of each task of a manifest, or of a part of one, by the name of the task."""
     config = manifest.get("config", {})
-    return [part.get("head", {}) for part in config.get("tasks") or [config]]
+    return {part.get("name", SOFTMAX): part.get("head", {}) for part in config.get("tasks") or [config]}
 
 
 def backbone_bytes(memory: BackboneMemory, train: Any, processes: int, device: str, free: int) -> int:
