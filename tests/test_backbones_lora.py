@@ -19,7 +19,7 @@ from eval.networks import load_network
 from scripts import checkpoint as tool
 from scripts.deploy import export
 from utils.checkpoint.format import BACKBONE, EMA, list_checkpoints
-from utils.checkpoint.reading import merged, read_backbone, read_file
+from utils.checkpoint.reading import load_weights, merged, read_backbone, read_file
 from utils.checkpoint.trainer import trained_names
 from utils.memory import backbone_memory
 
@@ -174,6 +174,19 @@ def test_parts_that_do_not_fit_together_are_left_as_they_are(part: str):
     weights = {"x.weight": torch.ones(3, 4), "x.lora_a": torch.ones(2, 4), "x.lora_b": torch.ones(3, 2)}
     weights |= {"x.lora_scale": torch.ones(()), f"x.{part}": torch.ones(5, 4)}
     assert merged(weights) is weights
+
+
+def test_names_of_other_kinds_of_lora_are_not_left_out_but_refused():
+    plain = nn.Linear(4, 3)
+    for others in ({"lora_A": torch.ones(2, 4), "lora_B": torch.ones(3, 2)}, {"lora_b": torch.ones(3, 2)}):
+        weights = {**plain.state_dict(), **others}
+        with pytest.raises(ValueError, match=r"file: lora_\w is .*, in this backbone it is absent; hint"):
+            load_weights(plain, weights, "file", "hint")
+        nested = {f"x.{name}": value for name, value in weights.items()}
+        with pytest.raises(ValueError, match=r"file: x\.lora_\w is .*, in this backbone it is absent; hint"):
+            load_weights(nn.ModuleDict({"x": plain}), nested, "file", "hint")
+    scalars = {f"x.{name}": torch.ones(()) for name in ("weight", "lora_a", "lora_b", "lora_scale")}
+    assert merged(scalars) is scalars
 
 
 @pytest.mark.numeric

@@ -150,6 +150,7 @@ def test_files_are_read_back_and_damaged_ones_are_refused(tmp_path: Path):
             ({"thresholds": {"1e-2": [7.0, 1.0]}}, good, "threshold at FAR 1e-2 is"),
             ({"thresholds": {"x": [0.0, 1.0]}}, good, "a cosine and a TAR by FAR"),
             ({"old": {"title": "a"}}, good, "damaged adapter"),
+            ({"new": NEW._asdict() | {"image_size": 15}}, good, "its networks are not described"),
             ({}, {"weight": torch.zeros(12, 11), "bias": torch.zeros(12)}, "weight is (12, 11)"),
             ({}, {"weight": torch.zeros(12)}, "weight has 1 dimensions"),
             ({}, {"evil": torch.zeros(12)}, "'evil'"),

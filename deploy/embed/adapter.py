@@ -270,6 +270,8 @@ def _checked(facts: dict[str, Any], tensors: Tensors) -> Adapter:
     for side in (old, new):
         if tuple(map(type, side)) != (str, str, int, int, str) or not 1 <= side.embedding_size <= 65536:
             raise ValueError("its networks are not described")
+    if not 16 <= new.image_size <= 1024:  # as a gallery says it
+        raise ValueError("its networks are not described")
     sizes = {"D": old.embedding_size, "E": new.embedding_size}
     for name, values in sorted(tensors.items()):
         if values.ndim != len(_SHAPES[name]) or not np.isfinite(values).all():

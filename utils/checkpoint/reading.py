@@ -222,16 +222,17 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str, hint
 def merged(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return weights of a network with LoRA as those of the plain network that computes the same: W + (alpha / r) B A.
 
-    Others are returned as they are; so are layers whose parts do not fit together.
+    Others are returned as they are; so are layers whose parts do not fit together, which no network takes then.
     """
-    plain = {name: value for name, value in weights.items() if ".lora_" not in name}
-    for name in set(plain) & {f"{name[:-6]}weight" for name in weights if name.endswith(".lora_a")}:
-        a, b, scale = (weights.get(f"{name[:-6]}lora_{part}") for part in ("a", "b", "scale"))
-        if a is None or b is None or scale is None or scale.numel() != 1 or b.shape[1:] != a.shape[:1]:
+    plain = dict(weights)
+    for layer in [name[:-6] for name in weights if name.endswith(".lora_a")]:
+        a, b, scale = (plain.pop(f"{layer}lora_{part}", None) for part in ("a", "b", "scale"))
+        weight = plain.get(f"{layer}weight")
+        if a is None or b is None or scale is None or scale.numel() != 1 or weight is None:
             return weights
-        if (*b.shape[:1], *a.shape[1:]) != plain[name].shape:
+        if not a.dim() == b.dim() == 2 or b.shape[1] != a.shape[0] or (b.shape[0], a.shape[1]) != weight.shape:
             return weights
-        plain[name] = (plain[name].double() + scale.double() * (b.double() @ a.double())).to(plain[name].dtype)
+        plain[f"{layer}weight"] = (weight.double() + scale.double() * (b.double() @ a.double())).to(weight.dtype)
     return plain
 
 
