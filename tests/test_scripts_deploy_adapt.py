@@ -153,7 +153,9 @@ def test_faces_of_another_size_than_the_networks_go_and_others_stay(
     words = ["adapt", str(folder / "with"), "--out"]
     for end in ("", "-journal"):  # of a copy that was killed
         (tmp_path / f".same.unfinished{end}").write_bytes(b"half")
+    (folder / "with").chmod(0o600)
     assert gallery.main([*words, str(tmp_path / "same"), "--with", str(folder / "a.safetensors")]) == 0
+    assert (tmp_path / "same").stat().st_mode & 0o777 == 0o600  # others may read the copy no more than the gallery
     with Gallery(tmp_path / "same") as same:
         assert same.check() == 48 and not list(tmp_path.glob(".*"))
     # with faces there is a better way than to adapt, also afterwards

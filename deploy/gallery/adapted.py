@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import os
+import stat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,6 +120,7 @@ def adapt_gallery(options: argparse.Namespace) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         for left in (unfinished, journal_of(unfinished)):  # by a copy that was killed
             left.unlink(missing_ok=True)
+        unfinished.touch(0o600 | stat.S_IMODE(Path(options.gallery).stat().st_mode), exist_ok=False)  # no more readers
         try:
             gallery.copy_to(unfinished)
             with Gallery(unfinished) as copied:
