@@ -73,7 +73,7 @@ def translate(network: Any, weights: Mapping[str, Tensor], fold: bool) -> dict[s
             if names
         ]
         raise ValueError(f"{'; '.join(lists)}; set backbone.name to its network")
-    if fold:
+    if fold and all(found[name].shape == value.shape for name, value in expected.items()):  # others are refused when loaded
         _fold_input(network, found, settings)
     return found
 

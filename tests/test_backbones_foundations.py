@@ -17,7 +17,7 @@ from backbones.foundations import translate
 from eval.__main__ import main as evaluate
 from scripts.deploy import export
 from utils.checkpoint.format import BACKBONE, list_checkpoints
-from utils.checkpoint.reading import load_initial, read_file
+from utils.checkpoint.reading import load_initial, load_weights, read_file
 
 SMALL = {"embed_dim": 48, "depth": 2, "num_heads": 3}
 DINO, DINO_REGISTERS, SIGLIP = "vit_small_patch14_dinov2", "vit_small_patch14_reg4_dinov2", "vit_base_patch16_siglip_224"
@@ -98,6 +98,11 @@ def test_the_normalisation_goes_into_the_first_layer_or_the_positions_and_names_
     assert torch.equal(ours.pos_embed[:, :1].double(), theirs.pos_embed[:, :1])
     with pytest.raises(ValueError, match=r"1 names are missing: pos_embed; 1 names are left over: else; set"):
         translate(ours, {name.replace("pos_embed", "else"): value for name, value in file.items()}, fold=True)
+    first = "patch_embed.proj.weight"
+    for channels in (1, 4):  # left to load_weights, which names it
+        others = translate(ours, {**file, first: torch.ones(6, channels, 4, 4)}, fold=True)
+        with pytest.raises(ValueError, match=rf"{first} is \(6, {channels}, 4, 4\), in this backbone it is \(6, 3, 4, 4\)"):
+            load_weights(ours, others, "file", "hint")
 
 
 @pytest.mark.numeric
