@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backbones import build_backbone
 from data.base import FaceDataset
 from eval.embed import EmbedSettings, class_means
-from eval.networks import Network, add_choice_of_network, load_network
+from eval.networks import Network
 from partial_fc import PartialFC
 from partial_fc.init import init_centres, open_centres, read_class_map
 from utils.checkpoint.format import BACKBONE, find_checkpoint, read_manifest
-from utils.cli import make_parser
 from utils.files import HASH
 from utils.text import prefix_errors
+
+from .teachers import read_network
 
 COMPATIBLE = "compatible"  # the name of the head with the old centres
 
@@ -57,11 +57,7 @@ def fill_old_centres(head: PartialFC, config: Any, dataset: FaceDataset, device:
 
     @functools.cache
     def network() -> Network:
-        parser = make_parser("", "")
-        add_choice_of_network(parser, positional=False)
-        options = parser.parse_args([])
-        options.run = Path(old.path)
-        found = load_network(options, build_backbone)
+        found = read_network(old.path, "", config.run.threads)
         return found._replace(model=found.model.to(device))
 
     def means(labels: np.ndarray) -> tuple[Tensor, np.ndarray]:

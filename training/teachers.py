@@ -178,7 +178,7 @@ def open_teacher(config: EasyDict) -> Teacher | None:
     if not section.path:
         return None
     with prefix_errors("teacher.path"):
-        network = _read(section.path, section.options, config.run.threads)
+        network = read_network(section.path, section.options, config.run.threads)
         model = network.model.requires_grad_(False).eval()
         with torch.no_grad(), largest_output(model) as largest:
             given = model(torch.zeros(1, 3, network.image_size, network.image_size)).shape[1]
@@ -204,7 +204,8 @@ def _centres(network: Network, dim: int) -> CentreSource:
     return source
 
 
-def _read(path: str, options: str, threads: int) -> Network:
+def read_network(path: str, options: str, threads: int) -> Network:
+    """Return the network at a path, as `face eval` opens it with these options, on the CPU; threads: 0 = those of torch."""
     parser = _Options(add_help=False)
     add_choice_of_network(parser)
     given = parser.parse_args([*shlex.split(options), "--", path])
