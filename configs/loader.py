@@ -165,11 +165,11 @@ def _task(
 def task_configs(config: EasyDict) -> list[EasyDict]:
     """Return for each task the configuration with its data, head and loss, and its entry as `task`; one without `tasks`."""
     plain = as_plain(config)
-    alone = {**TASK, "name": "", "batch_size": config.train.batch_size}
-    if not plain["tasks"]:
-        return [_to_config({**plain, "task": alone})]
-    parts = [({name: task[name] for name in TASK}, {name: task[name] for name in TASK_SECTIONS}) for task in plain["tasks"]]
-    return [_to_config({**plain, **own, "tasks": [], "task": task}) for task, own in parts]
+    found = []
+    for task in plain["tasks"] or [{**plain, **TASK, "batch_size": config.train.batch_size}]:
+        own, entry = ({name: task[name] for name in names} for names in (TASK_SECTIONS, TASK))
+        found.append(_to_config({**plain, **own, "tasks": [], "task": entry}))
+    return found
 
 
 def find_config(path: Path) -> Path:

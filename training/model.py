@@ -10,7 +10,6 @@ BatchNorm's means and variances are averaged in the same way, since they belong 
 weights; its counters of batches are copied.
 """
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -44,7 +43,7 @@ from utils.randomness import derive
 from utils.text import prefix_errors
 
 from .compatible import COMPATIBLE, fill_old_centres
-from .setup import Setup
+from .setup import Setup, naming_task
 from .stages import head_stages, staged_margin
 from .teachers import Teacher, centre_bytes
 
@@ -163,12 +162,8 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
     Raises:
         SharedError: on every rank, if backbone or head do not fit into the memory, with what would.
     """
-    world, autocast, count, dim = (
-        setup.world,
-        AUTOCAST[setup.precision],
-        setup.share["world_size"],
-        config.backbone.embedding_size,
-    )
+    world, autocast, count = setup.world, AUTOCAST[setup.precision], setup.share["world_size"]
+    dim = config.backbone.embedding_size
     # before the backbone takes its share; the least of all ranks, so that all say the same
     free = min(all_gather_objects(available_bytes(world), world))
     copies = (1 if config.optimizer.name == "sgd" else 2) + (config.train.ema > 0)  # of the weights
@@ -248,10 +243,7 @@ def _losses_and_heads(
     steps_per_epoch = sum(task.dataset.num_images for task in setup.tasks) / config.train.batch_size
     for task in setup.tasks:
         head, loss = task.config.head, task.config.loss
-        with (
-            raise_on_all_ranks(setup.world),
-            prefix_errors(f"tasks: {task.name}") if config.tasks else contextlib.nullcontext(),
-        ):
+        with raise_on_all_ranks(setup.world), naming_task(config, task.name):
             stages = head_stages(head, loss, steps_per_epoch)
             margins[task.name] = staged_margin({key: loss[key] for key in ("name", *margin_arguments(loss.name))}, stages)
         late = [stage.first for stage in stages if stage.first >= setup.total_steps]

@@ -213,7 +213,7 @@ def open_data(config: EasyDict, num_processes: int) -> tuple[list[Task], list[Pr
     found = []
     for number, own in enumerate(task_configs(config)):
         task_seed = derive(seed, "task", own.task.name) if number else seed
-        with prefix_errors(f"tasks: {own.task.name}") if config.tasks else contextlib.nullcontext():
+        with naming_task(config, own.task.name):
             found.append((own, build_dataset(own.data, task_seed, cache), task_seed))
     given = [own.task.batch_size for own, _, _ in found]
     sizes = batch_sizes(given, [dataset.num_images for _, dataset, _ in found], config.train.batch_size)
@@ -231,6 +231,11 @@ def open_data(config: EasyDict, num_processes: int) -> tuple[list[Task], list[Pr
     check_names(protocols)
     check_metric(protocols, config.eval.metric)
     return tasks, protocols
+
+
+def naming_task(config: EasyDict, name: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context that puts the task in front of errors, in a run that has tasks."""
+    return prefix_errors(f"tasks: {name}") if config.tasks else contextlib.nullcontext()
 
 
 def batch_sizes(given: list[int], num_images: list[int], total: int) -> list[int]:
