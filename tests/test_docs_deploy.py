@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deploy.card.card import FIELDS
-from deploy.embed import parts as embed_table
+from deploy.embed import table as embed_table
 from deploy.export import checks as export_checks
 from deploy.export import graph as export_graph
 from deploy.faces import detect as detect_sheet

@@ -18,7 +18,7 @@ import pytest
 from utils.program import TESTED_TORCH
 
 ROOT = Path(__file__).parent.parent
-GLUE = {"deploy", "migration", "scripts", "training", "utils"}
+GLUE = {"analysis", "deploy", "migration", "scripts", "training", "utils"}
 LEAVES = {"backbones", "configs", "data", "eval", "losses", "partial_fc"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = {"configs/base.py", "configs/ms1mv3_r50.py", "configs/mine.yaml"}  # files of arcface_torch, and of a user
@@ -63,6 +63,8 @@ def test_imports_go_one_way():
             assert "train" not in packages, path
         elif home in ("deploy", "migration", "training"):
             assert packages <= LEAVES | {"utils", home}, path
+        elif home == "analysis":
+            assert packages <= LEAVES | {"utils", "deploy", home}, path
         elif home == "utils":
             assert packages <= {"utils"}, path
         elif home == "partial_fc":  # the type of a margin, for type checks alone

@@ -30,11 +30,12 @@ from tiny_networks import MEAN_COLOUR, write_onnx
 from tiny_runs import Started
 
 from backbones import build_backbone
+from data.recordio.image_record import RecordSetWriter
 from deploy.embed import embedder
 from deploy.embed import parts as embed_parts
-from deploy.embed import parts as embed_table
-from deploy.embed import parts as embed_workers
+from deploy.embed import table as embed_table
 from deploy.embed.embedder import open_embedder
+from deploy.embed.table import read_table
 from eval.networks import add_network_arguments
 from scripts.deploy import embed
 from scripts.deploy.embed import main
@@ -182,6 +183,57 @@ def test_two_processes_write_the_bytes_of_one(weights: Path, crops: Path, tmp_pa
         assert _run(weights, crops, tmp_path / folder / "f.parquet", "--processes", 1) == 0
     assert _files(tmp_path / "one" / "f.npy") == _files(tmp_path / "two" / "f.npy")
     assert len(_files(tmp_path / "one" / "f.npy")) == 5
+
+
+@pytest.mark.numeric
+def test_the_images_of_a_training_set_are_embedded_as_those_of_a_folder_and_a_table_is_read_back(
+    weights: Path, crops: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with RecordSetWriter(tmp_path / "set") as writer:
+        for number in sorted(range(COUNT), key=lambda number: number % 4):
+            writer.add(number % 4, _png(_pixels(number)))
+    for count, name in ((1, "one.npy"), (2, "two.npy"), (1, "one.parquet")):
+        assert _run(weights, tmp_path / "set", tmp_path / name, "--processes", count) == 0
+    assert (tmp_path / "one.npy").read_bytes() == (tmp_path / "two.npy").read_bytes()
+    assert _run(weights, crops, tmp_path / "folder.npy") == 0
+    folder = read_table(tmp_path / "folder.npy")
+    of_folder = {Path(name).stem: row for name, row in zip(folder.names, folder.vectors, strict=True)}
+    for name in ("one.npy", "one.parquet"):
+        table = read_table(tmp_path / name)
+        assert table.names == [str(index) for index in range(COUNT)]
+        numbers = sorted(range(COUNT), key=lambda number: number % 4)
+        assert table.people == [str(number % 4) for number in numbers]
+        assert table.labels()[0].tolist() == [number % 4 for number in numbers]
+        assert np.array_equal(table.vectors, np.stack([of_folder[f"{number:02}"] for number in numbers]))
+        assert not table.vectors.flags.writeable and np.isfinite(table.norms).all()
+    with pytest.raises(ValueError, match=r"alone\.png: has no person"):
+        folder.labels()
+    capsys.readouterr()
+    assert _run(weights, tmp_path / "set", tmp_path / "d.npy", "--detector", tmp_path / "none.onnx") == 1
+    assert "is a training set, whose faces are aligned already" in _one_error(capsys)
+
+
+def test_a_table_that_is_none_is_one_line(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(6, 4)).astype(np.float32)
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    rows = "name,person\n" + "".join(f"{n}.png,p\n" for n in range(6))
+    for array, text, reason in (
+        (vectors, rows, "divide each by its length"),
+        (np.where(np.arange(6)[:, None] == 3, np.float32("nan"), unit), rows, "vector 3 has the length nan"),
+        (unit.astype(np.float64), rows, r"must be \(faces, D\) float32, got \(6, 4\) float64"),
+        (unit[:5], rows, "5 vectors, but 6 rows"),
+        (unit, rows.replace("person", "who"), "'person' is not in list"),
+        (np.array([{}] * 6), rows, "no table of `face embed`"),
+    ):
+        np.save(tmp_path / "t.npy", array)
+        (tmp_path / "t.csv").write_text(text)
+        with pytest.raises(ValueError, match=reason):
+            read_table(tmp_path / "t.npy")
+    (tmp_path / "t.parquet").write_bytes(b"PAR1")
+    for name, reason in (("t.parquet", "no table of"), ("none.npy", "No such file"), ("t.csv", "ends in .parquet or .npy")):
+        with pytest.raises(ValueError, match=reason):
+            read_table(tmp_path / name)
 
 
 @pytest.mark.numeric
@@ -494,7 +546,7 @@ def test_a_full_memory_and_failing_arithmetic_are_one_line_and_keep_what_is_done
     shutil.copytree(crops, folder)
     with monkeypatch.context() as patch:
         if processes == 1:
-            patch.setattr(embed_workers, "embed_part", lambda *arguments: _fail(kind))
+            patch.setattr(embed_parts, "embed_part", lambda *arguments: _fail(kind))
         else:  # whose processes have their own copy of the program
             patch.setattr(embed, "Path", Failing)
         assert _run(weights, folder, out, "--processes", processes) == 1
@@ -530,7 +582,7 @@ def test_the_processes_of_the_pool_keep_the_memory_that_they_free(
 @pytest.mark.parametrize("kind", ERRORS)
 def test_errors_of_memory_are_told_from_others(kind: str):
     error, says = ERRORS[kind]
-    said = str(embed_workers.in_words(error))
+    said = str(embed_parts.in_words(error))
     assert said.startswith(says) and "\n" not in said and ("--processes" in said) == (says == "the memory is full")
 
 

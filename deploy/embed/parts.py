@@ -10,9 +10,6 @@ They are embedded in this process, or in several, each with the network in memor
 import argparse
 import contextlib
 import copy
-import hashlib
-import importlib
-import io
 import json
 import multiprocessing
 import os
@@ -22,7 +19,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,27 +27,18 @@ import torch
 from eval.foreign_networks import onnx_hash
 from utils.allocator import keep_freed_memory, out_of_memory
 from utils.distributed import choose_device
-from utils.files import NewFile, csv_bytes, new_file, write_csv
 from utils.machine import num_cores
 from utils.parallel import map_in_order
-from utils.text import pip_install
 
 from ..faces.detector import Detector, open_detector
-from ..faces.pictures import Crop, Rejected, read_crops
+from ..faces.pictures import Crop, Rejected
 from ..journal import Journal
 from .embedder import Embedder, open_embedder
+from .source import Reader, Source, open_reader
 
 # of a part: few on a CPU, where a kill shall lose seconds and all processes shall have work; several batches on a GPU
 PICTURES = {"cpu": 64, "cuda": 1024}
 _DETECTION = ("min_score", "min_size", "overlap", "longest_side", "which")
-
-
-class Stamped(NamedTuple):
-    """A picture, and what changes with its file."""
-
-    name: str
-    size: int  # bytes
-    time: int  # of the last change, ns
 
 
 class Row(NamedTuple):
@@ -77,31 +64,32 @@ class Plan:
 
     Args:
         embedder: the network.
-        files: all pictures, in order.
+        source: the pictures.
     """
 
-    def __init__(self, options: argparse.Namespace, embedder: Embedder, files: Sequence[Stamped]) -> None:
-        self.files = files
+    def __init__(self, options: argparse.Namespace, embedder: Embedder, source: Source) -> None:
+        self.source = source
         self._pictures = PICTURES[embedder.device.type]
         detection = {name: getattr(options, name) for name in _DETECTION} if options.detector else {}
-        pictures = hashlib.sha256(json.dumps(files).encode()).hexdigest()
         self.facts: dict[str, Any] = {
             "network": embedder.digest,
             "precision": options.precision,
             "device": embedder.device.type,
             "detector": onnx_hash(options.detector) if options.detector else None,
             **{name.replace("_", " "): value for name, value in detection.items()},
-            "list of pictures": pictures,
+            "list of pictures": source.digest,
             "number of pictures in a part": self._pictures,
         }
-        self.count = -(-len(files) // self._pictures)
+        self.count = -(-len(source.names) // self._pictures)
 
     def names_of(self, number: int) -> list[str]:
         """Return the pictures of a part."""
-        return [file.name for file in self.files[number * self._pictures : (number + 1) * self._pictures]]
+        return self.source.names[number * self._pictures : (number + 1) * self._pictures]
 
 
-def embed_part(options: argparse.Namespace, embedder: Embedder, detector: Detector | None, names: Sequence[str]) -> Part:
+def embed_part(
+    options: argparse.Namespace, reader: Reader, embedder: Embedder, detector: Detector | None, names: Sequence[str]
+) -> Part:
     """Read and embed some pictures.
 
     Raises:
@@ -117,7 +105,7 @@ def embed_part(options: argparse.Namespace, embedder: Embedder, detector: Detect
             name.encode()
         except UnicodeEncodeError:
             return Rejected(name, "its name is no UTF-8; rename it")
-        return read_crops(options.folder, name, detector, embedder.image_size, options.which)
+        return reader(name, detector, embedder.image_size, options.which)
 
     def embed(crops: list[Crop]) -> None:
         sums = embedder.embed(np.stack([crop.pixels for crop in crops])).astype(np.float64)
@@ -225,7 +213,8 @@ def embed_parts(
         ValueError: the network fails, or a process ends.
     """
     names = {number: plan.names_of(number) for number in parts.missing()}
-    here = ((number, embed_part(options, embedder, detector, part)) for number, part in names.items())
+    reader = open_reader(options.folder)
+    here = ((number, embed_part(options, reader, embedder, detector, part)) for number, part in names.items())
     try:
         with contextlib.closing(here if count == 1 else _in_processes(options, names, count)) as made:
             for number, part in made:
@@ -266,7 +255,7 @@ def _children_killed_on_error() -> Iterator[None]:
 
 
 _options: argparse.Namespace
-_network: tuple[Embedder, Detector | None]  # of a process of the pool
+_network: tuple[Reader, Embedder, Detector | None]  # of a process of the pool
 
 
 def _open(options: argparse.Namespace, ranks: Any) -> None:
@@ -279,7 +268,8 @@ def _open(options: argparse.Namespace, ranks: Any) -> None:
     with ranks.get_lock():
         rank, ranks.value = ranks.value, ranks.value + 1
     _options = options
-    _network = open_network(options, rank % max(1, torch.cuda.device_count())), open_detector(options)
+    embedder = open_network(options, rank % max(1, torch.cuda.device_count()))
+    _network = open_reader(options.folder), embedder, open_detector(options)
 
 
 def _embed(names: list[str]) -> Part:
@@ -300,129 +290,3 @@ def _end_with_parent() -> None:
     assert parent is not None
     wait([parent.sentinel])
     os._exit(1)
-
-
-FORMS = (".parquet", ".npy")
-_ROW_GROUP = 8192  # faces that a .parquet file stores together; readers skip or read whole groups
-_COLUMNS = ("name", "face", "person", "norm", "padding", "score")
-
-
-def check_form(out: Path) -> None:
-    """Raise ValueError unless a table can be written to this file."""
-    if out.suffix not in FORMS:
-        raise ValueError(f"--out: must end in {' or '.join(FORMS)}, got {out}")
-    if out.suffix == ".parquet":
-        _pyarrow()
-
-
-def files_of(out: Path) -> list[Path]:
-    """Return the files of a table: those that a run replaces."""
-    return [out, out.with_suffix(".csv")] if out.suffix == ".npy" else [out]
-
-
-def write_table(out: Path, plan: Plan, parts: Parts, embedder: Embedder) -> tuple[int, int]:
-    """Write the table and OUT.rejected.csv; return the number of faces and of pictures without one.
-
-    Raises:
-        ValueError: there is no face, or a part is damaged.
-    """
-    rejected_list, size = out.with_name(f"{out.name}.rejected.csv"), embedder.embedding_size
-    faces = pictures = 0
-    rejected: list[tuple[str, str]] = []
-    for part in _all(plan, parts):
-        faces += len(part.rows)
-        pictures += len({row.name for row in part.rows})
-        rejected += [(name, reason) for name, reason in part.rejected]
-    rejected_list.unlink(missing_ok=True)
-    if rejected:
-        write_csv(rejected_list, ("name", "reason"), rejected)
-    if not faces:
-        name, reason = rejected[0]
-        raise ValueError(f"no face in any of {len(plan.files)} pictures; the first, {name}, {reason}; all: {rejected_list}")
-    if out.suffix == ".npy":
-        with new_file(files_of(out)[1]) as file:
-            file.write(csv_bytes([_COLUMNS]))
-            for part in _all(plan, parts):
-                file.write(csv_bytes(map(_cells, part.rows)))
-        with new_file(out) as file:  # last: it says that all is there
-            header = io.BytesIO()
-            shape = {"descr": "<f4", "fortran_order": False, "shape": (faces, size)}
-            np.lib.format.write_array_header_1_0(header, shape)
-            file.write(header.getvalue())
-            for part in _all(plan, parts):
-                file.write(part.vectors.tobytes())
-    else:
-        with new_file(out) as file:
-            facts = {"network": embedder.title, "digest": embedder.digest, "image_size": str(embedder.image_size)}
-            _write_parquet(file, _all(plan, parts), size, facts)
-    return faces, len(plan.files) - pictures
-
-
-def _all(plan: Plan, parts: Parts) -> Iterator[Part]:
-    for number in range(plan.count):
-        part = parts.read(number)
-        if part is None:
-            raise ValueError(f"part {number} is damaged; start the same command again with --again")
-        yield part
-
-
-def _person(name: str) -> str:
-    folder, between, _ = name.partition("/")
-    return folder if between else ""
-
-
-def _cells(row: Row) -> tuple[object, ...]:
-    score = "" if row.score is None else f"{row.score:.4f}"
-    return row.name, row.face, _person(row.name), f"{row.norm:.6g}", f"{row.padding:.4f}", score
-
-
-def _write_parquet(file: NewFile, parts: Iterator[Part], embedding_size: int, facts: dict[str, str]) -> None:
-    arrow = _pyarrow()
-    kinds = (arrow.string(), arrow.int32(), arrow.string(), arrow.float32(), arrow.float32(), arrow.float32())
-    fields = [arrow.field(name, kind) for name, kind in zip(_COLUMNS, kinds, strict=True)]
-    fields.append(arrow.field("embedding", arrow.list_(arrow.float32(), embedding_size)))
-    schema = arrow.schema(fields, metadata=facts)
-    with importlib.import_module("pyarrow.parquet").ParquetWriter(_Sink(file), schema) as writer:
-        for part in _joined(parts):
-            rows = [(row.name, row.face, _person(row.name), row.norm, row.padding, row.score) for row in part.rows]
-            columns = [arrow.array(column, kind) for column, kind in zip(zip(*rows, strict=True), kinds, strict=True)]
-            vectors = arrow.FixedSizeListArray.from_arrays(arrow.array(part.vectors.ravel()), embedding_size)
-            writer.write_table(arrow.table([*columns, vectors], schema=schema))
-
-
-def _joined(parts: Iterator[Part]) -> Iterator[Part]:
-    """Yield the faces in parts of at least _ROW_GROUP but for the last, which is not empty either."""
-    rows: list[Row] = []
-    vectors: list[np.ndarray] = []
-    for part in parts:
-        rows += part.rows
-        vectors.append(part.vectors)
-        if len(rows) >= _ROW_GROUP:
-            yield Part(rows, [], np.concatenate(vectors))
-            rows, vectors = [], []
-    if rows:
-        yield Part(rows, [], np.concatenate(vectors))
-
-
-class _Sink(io.RawIOBase):
-    """The file as pyarrow writes to it; closing is left to its owner."""
-
-    def __init__(self, file: NewFile) -> None:
-        super().__init__()
-        self._file = file
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return self._file.write(memoryview(data))
-
-    def tell(self) -> int:
-        return self._file.size
-
-
-def _pyarrow() -> Any:
-    try:
-        return importlib.import_module("pyarrow")
-    except ImportError:
-        raise ValueError(f"--out: a .parquet file needs pyarrow: {pip_install('pyarrow')}; or choose a .npy file") from None

@@ -2,17 +2,17 @@
 
 import argparse
 import copy
-import importlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from utils.files import check_file, reading, shown
-from utils.text import one_line, pip_install
+from utils.files import shown
+from utils.text import one_line
 
 from ..embed.adapter import Pairs, Side, unit
 from ..embed.embedder import open_embedder
+from ..embed.table import read_table
 from ..faces.detector import open_detector
 from ..faces.pictures import Rejected
 from .commands import embed_faces, find_pictures, print_rejected, read_faces, recorded_network, with_people
@@ -69,19 +69,13 @@ def _embed(options: argparse.Namespace, path: Path) -> Embedded:
 
 
 def _table(path: Path) -> Embedded:
+    if path.suffix != ".parquet":
+        raise ValueError(f"{shown(path)}: is no .parquet of `face embed`, which says what network it is of")
+    table = read_table(path)
     try:
-        parquet: Any = importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise ValueError(f"a table is read with pyarrow ({error}): {pip_install('pyarrow')}") from None
-    with reading(path):
-        check_file(path)
-    try:
-        table = parquet.read_table(path)
-        said = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
-        names, numbers, people, norms = (table[key].to_pylist() for key in ("name", "face", "person", "norm"))
-        vectors = np.array(table["embedding"].to_pylist(), dtype=np.float32)
-        side = Side(said["network"], said["digest"], vectors.shape[1], int(said["image_size"]))
-        rows = zip(people, vectors, norms, strict=True)
-        return Embedded(side, dict(zip(zip(names, numbers, strict=True), rows, strict=True)))
-    except Exception as error:  # of many kinds, for a damaged or an older table
+        said = table.facts
+        side = Side(said["network"], said["digest"], table.vectors.shape[1], int(said["image_size"]))
+    except (KeyError, ValueError) as error:
         raise ValueError(f"{shown(path)}: is no .parquet of this version's `face embed` ({one_line(error)[:200]})") from None
+    rows = zip(table.people, table.vectors, table.norms.tolist(), strict=True)
+    return Embedded(side, dict(zip(zip(table.names, table.numbers.tolist(), strict=True), rows, strict=True)))

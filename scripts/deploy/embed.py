@@ -1,10 +1,12 @@
 """Embed a folder of faces: python -m scripts.deploy.embed NETWORK FOLDER --out features.parquet
 
-Every picture below FOLDER becomes a unit vector: the sum of the network's embeddings of the face and its mirror image, divided
-by its norm. Pictures are aligned crops of the network's size, or photographs with --detector. --out decides the form:
+Every picture below FOLDER, or image of a training set (train.rec, *.tar, a list of 'path label'), becomes a unit vector: the
+sum of the network's embeddings of the face and its mirror image, divided by its norm. Pictures are aligned crops of the
+network's size, or photographs with --detector. --out decides the form:
 
 features.parquet   a row for each face: name, face (its number in the picture), person (the first folder of the name), norm,
-                   padding (share of the crop outside the picture), score (of the detector), embedding; needs pyarrow
+                   padding (share of the crop outside the picture), score (of the detector), embedding; needs pyarrow.
+                   In a training set, the name is the index of the image, the person its label
 features.npy       the vectors, (faces, D) float32, and features.csv with the other columns in the same order
 
 OUT.rejected.csv lists pictures without a face or a vector, with the reason. A low norm is a sign of a poor picture.
@@ -18,37 +20,29 @@ Examples:
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.embed.parts import (
-    FORMS,
-    Parts,
-    Plan,
-    Stamped,
-    check_form,
-    default_processes,
-    embed_parts,
-    files_of,
-    one_thread,
-    open_network,
-    write_table,
-)
+from deploy.embed.parts import Parts, Plan, default_processes, embed_parts, one_thread, open_network
+from deploy.embed.source import open_source
+from deploy.embed.table import FORMS, check_form, files_of, write_table
 from deploy.faces.detector import add_detector_arguments, open_detector
-from deploy.faces.pictures import add_which_argument, list_pictures, stamp_of
+from deploy.faces.pictures import add_which_argument
 from deploy.journal import open_journal
 from eval.networks import add_network_arguments
 from utils.cli import int_in_range, make_parser, progress
 from utils.distributed import choose_device
 from utils.precision import choose_precision, is_fast_in_bf16
 from utils.program import run_main
+from utils.text import one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and embed; return the exit status."""
     parser = make_parser("python -m scripts.deploy.embed", __doc__)
     add_network_arguments(parser)
-    parser.add_argument("folder", type=Path, help="folder of pictures, with or without sub-folders")
+    parser.add_argument("folder", type=Path, help="folder of pictures, with or without sub-folders, or a training set")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=f"file to write: {' or '.join(FORMS)}")
     add_detector_arguments(parser)
     add_which_argument(parser)
@@ -65,8 +59,9 @@ def run(options: argparse.Namespace) -> None:
     """Embed the parts that are missing, join all of them, and remove them."""
     out: Path = options.out
     check_form(out)
-    # one that cannot be asked for size and time has zeros, and is rejected when it is read
-    files = [Stamped(name, *stamp_of(options.folder / name)) for name in list_pictures(options.folder)]
+    source = open_source(options.folder, options.detector)
+    for line in source.warnings:
+        print(f"warning: {one_line(line)}", file=sys.stderr)
     unfinished = out.with_name(f"{out.name}.unfinished")
     if out.is_dir():
         raise ValueError(f"--out: {out} is a folder; name a file")
@@ -79,22 +74,22 @@ def run(options: argparse.Namespace) -> None:
         embedder, detector = open_network(options), open_detector(options)  # before anything is written
         out.parent.mkdir(parents=True, exist_ok=True)
         with open_journal(unfinished, str(out)) as journal:
-            plan = Plan(options, embedder, files)
+            plan = Plan(options, embedder, source)
             journal.begin(plan.facts, options.again, str(unfinished), "was begun with")
             parts = Parts(plan, journal)
             missing = parts.missing()
             count = min(options.processes or default_processes(options.device), max(1, len(missing)))
-            done = len(files) - sum(len(plan.names_of(number)) for number in missing)
-            with progress([], len(files), "embedding", "picture") as bar:
+            done = len(source.names) - sum(len(plan.names_of(number)) for number in missing)
+            with progress([], len(source.names), "embedding", "picture") as bar:
                 bar.update(done)
                 embed_parts(options, plan, parts, embedder, detector, count, bar.update)
             faces, rejected = write_table(out, plan, parts, embedder)
             unfinished.unlink()
     if done:
-        print(f"{done} of {len(files)} pictures were done already")
+        print(f"{done} of {len(source.names)} pictures were done already")
     if rejected:
-        print(f"{rejected} of {len(files)} pictures rejected, with the reason in {out.name}.rejected.csv")
-    print(f"{out}: {faces} faces of {len(files) - rejected} pictures, embedded by {embedder.title}")
+        print(f"{rejected} of {len(source.names)} pictures rejected, with the reason in {out.name}.rejected.csv")
+    print(f"{out}: {faces} faces of {len(source.names) - rejected} pictures, embedded by {embedder.title}")
 
 
 if __name__ == "__main__":

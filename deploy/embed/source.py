@@ -1,0 +1,70 @@
+"""The pictures that are embedded: those of a folder, or the images of a training set."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from data.base import FaceDataset
+from data.datasets import open_set
+
+from ..faces.detector import Detector
+from ..faces.pictures import UNREADABLE, Crop, Rejected, crops_of, list_pictures, read_crops, stamp_of
+
+Reader = Callable[[str, Detector | None, int, str], list[Crop] | Rejected]  # (name, detector, image size, which)
+
+
+class Source(NamedTuple):
+    """Pictures by name, in a fixed order."""
+
+    names: list[str]
+    people: list[str]  # the person on each; "" = not known
+    digest: str  # changes with the pictures or their order
+    warnings: tuple[str, ...] = ()  # for the user, from opening a set
+
+
+def open_source(path: Path, detector: Path | None) -> Source:
+    """Return the pictures at a path.
+
+    Those of a training set, a folder with train.rec or *.tar, or a list file, are named by their index in the set, and their
+    person is the label. Those of other folders are named by their path below it, and their person is its first folder.
+
+    Raises:
+        ValueError: there is nothing to embed, or a detector is given for a training set.
+    """
+    if not _is_set(path):
+        names = list_pictures(path)
+        # one that cannot be asked for size and time has zeros, and is rejected when it is read
+        stamps = [(name, *stamp_of(path / name)) for name in names]
+        folders = [name.partition("/") for name in names]
+        people = [folder if between else "" for folder, between, _ in folders]
+        return Source(names, people, hashlib.sha256(json.dumps(stamps).encode()).hexdigest())
+    if detector is not None:
+        raise ValueError(f"--detector: {path} is a training set, whose faces are aligned already; leave it out")
+    dataset = open_set(path)
+    digest = hashlib.sha256(json.dumps(dataset.fingerprint()).encode()).hexdigest()
+    people = [str(person) for person in dataset.people()]
+    return Source([str(index) for index in range(dataset.num_stored)], people, digest, dataset.warnings)
+
+
+def open_reader(path: Path) -> Reader:
+    """Return what reads a picture of a source; each process has its own."""
+    if not _is_set(path):
+        return lambda name, detector, size, which: read_crops(path, name, detector, size, which)
+    dataset = open_set(path)
+    return lambda name, detector, size, which: _read(dataset, name, size)
+
+
+def _is_set(path: Path) -> bool:
+    return path.is_file() or (path / "train.rec").exists() or (path.is_dir() and any(path.glob("*.tar")))
+
+
+def _read(dataset: FaceDataset, name: str, size: int) -> list[Crop] | Rejected:
+    try:
+        image, _ = dataset.sample(int(name))
+    except OSError as error:
+        return Rejected(name, f"{UNREADABLE}{error.strerror}")
+    except ValueError as error:
+        return Rejected(name, str(error))
+    return crops_of(bytes(image), name, None, size, "only")

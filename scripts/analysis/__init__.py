@@ -1,0 +1,1 @@
+"""Know a set and a network: programs that read tables of embeddings."""
