@@ -274,7 +274,13 @@ def _check_teacher(tree: dict[str, Any]) -> None:
             "teacher.logits goes without tasks, teacher.path=average and head.sub_centers: each class has one centre of the "
             f"teacher, got it with {teacher['path']!r}; set teacher.embedding or teacher.relations"
         )
-    if teacher["options"] and teacher["path"] in ("", "average"):
+    table = teacher["path"].endswith(".npy")
+    if table and (tree["tasks"] or teacher["logits"] or tree["data"]["on_bad_record"] == "skip"):
+        raise ValueError(
+            "teacher.path, a table, goes without tasks, teacher.logits and data.on_bad_record=skip: its rows are the images of "
+            f"one set, got {teacher['path']!r}; name a network instead"
+        )
+    if teacher["options"] and (table or teacher["path"] in ("", "average")):
         raise ValueError(f"teacher.options is for a file or a run in teacher.path, got {teacher['options']!r}; take it out")
 
 

@@ -37,6 +37,7 @@ class LoadedBatch(NamedTuple):
     images: Tensor  # (n, H, W, 3) uint8 RGB
     labels: Tensor  # (n,) int64, on the CPU, where the head plans its step
     mirrored: Tensor  # (n,) bool
+    indices: Tensor  # (n,) int64, of the images in the set, on the CPU
 
 
 class _Buffer:
@@ -170,14 +171,15 @@ class _Shipping:
         for part in job.parts:
             part.result()
         labels, mirrored = torch.from_numpy(job.buffer.labels.copy()), torch.from_numpy(job.samples.mirrored)
+        indices = torch.from_numpy(job.samples.indices)
         if self.stream is None:
-            return job, LoadedBatch(job.buffer.images, labels, mirrored)
+            return job, LoadedBatch(job.buffer.images, labels, mirrored, indices)
         with torch.cuda.stream(self.stream):
             images = job.buffer.images.to(self.device, non_blocking=True)
             mirrored = mirrored.pin_memory().to(self.device, non_blocking=True)
             job.buffer.copied = torch.cuda.Event()
             job.buffer.copied.record(self.stream)
-        return job, LoadedBatch(images, labels, mirrored)
+        return job, LoadedBatch(images, labels, mirrored, indices)
 
     def arrive(self, job: _Job, batch: LoadedBatch) -> LoadedBatch:
         """Return the batch for use on the current stream, which waits for the copy.

@@ -35,7 +35,7 @@ from deploy.embed import embedder
 from deploy.embed import parts as embed_parts
 from deploy.embed import table as embed_table
 from deploy.embed.embedder import open_embedder
-from deploy.embed.table import read_table
+from eval.embedding_table import read_table
 from eval.networks import add_network_arguments
 from scripts.deploy import embed
 from scripts.deploy.embed import main

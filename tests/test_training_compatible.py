@@ -53,7 +53,8 @@ def _batch() -> LoadedBatch:
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (ROWS, 32, 32, 3), generator=generator, dtype=torch.uint8)
     images[:, :16, :16] //= 1 + torch.arange(ROWS)[:, None, None, None]
-    return LoadedBatch(images, torch.randint(0, CLASSES, (ROWS,), generator=generator), torch.zeros(ROWS, dtype=torch.bool))
+    labels = torch.randint(0, CLASSES, (ROWS,), generator=generator)
+    return LoadedBatch(images, labels, torch.zeros(ROWS, dtype=torch.bool), torch.arange(ROWS))
 
 
 def _two_steps(rank: int, world_size: int, accumulation: int, loss: str, rate: float, storage: str) -> None:

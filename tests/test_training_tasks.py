@@ -64,7 +64,7 @@ def _batches() -> dict[str, LoadedBatch]:
         images = torch.randint(0, 256, (SAMPLES[name], 112, 112, 3), generator=generator, dtype=torch.uint8)
         images[:, :56, :56] //= 1 + torch.arange(SAMPLES[name])[:, None, None, None]  # means that differ
         labels = torch.randint(0, classes, (SAMPLES[name],), generator=generator)
-        batches[name] = LoadedBatch(images, labels, torch.zeros(SAMPLES[name], dtype=torch.bool))
+        batches[name] = LoadedBatch(images, labels, torch.zeros(SAMPLES[name], dtype=torch.bool), torch.arange(SAMPLES[name]))
     return batches
 
 

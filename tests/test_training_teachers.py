@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from dense_reference import all_centres
@@ -14,13 +15,17 @@ from tiny_runs import final_weights, read_metrics, run_program, tiny_run, write_
 from torch import Tensor, nn
 
 import train
+from data.augment import prepare
+from data.datasets import open_set
+from data.sampler import SampleOrder
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowSGD
 from partial_fc.collectives import Collectives
 from partial_fc.init import CentreSource
+from scripts.deploy import embed
 from training.soft_targets import SoftTargets
 from training.step import LossTerm, backward
-from training.teachers import Teacher, largest_output
+from training.teachers import Teacher, largest_output, read_network
 from utils import distributed
 from utils.distributed import World
 from utils.memory import BackboneMemory
@@ -224,7 +229,48 @@ def test_the_same_teacher_as_a_run_and_as_an_onnx_file(place: Path, tmp_path: Pa
     assert _first(place, tmp_path, "larger", f"teacher.path={tmp_path / 'teacher.onnx'}", image_size=64) > 0.1
 
 
+def test_a_table_of_the_set_teaches_each_image_its_row_and_a_run_with_it_resumes_to_the_same_bits(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    table = tmp_path / "t.npy"
+    assert embed.main([str(place / "old"), str(place), "--out", str(table), "--device", "cpu", "--processes", "1"]) == 0
+    drawn = np.random.default_rng(0).normal(size=np.load(table).shape)  # of a teacher that sees more than the student
+    np.save(table, (drawn / np.linalg.norm(drawn, axis=1, keepdims=True)).astype(np.float32))
+    rows = torch.from_numpy(np.load(table)).double()
+    dataset, model = open_set(place), read_network(str(place / "old"), "", 1).model.eval()
+    pixels = np.stack([dataset.pixels_and_label(index, 48)[0] for index in range(len(rows))])
+    with torch.no_grad():
+        own = model(prepare(torch.from_numpy(pixels), torch.zeros(len(rows), dtype=torch.bool))).double()
+    first = SampleOrder(len(rows), 6, 2048, flip=False).samples(0).indices  # run.seed
+    others = [torch.roll(rows, shift, 0) for shift in range(len(rows))]
+    expected, *wrong = (1 - torch.cosine_similarity(own[first], taught[first]).mean().item() for taught in others)
+    assert min(abs(expected - loss) for loss in wrong) > 1e-4
+    start = [f"init.backbone={place / 'old'}", "backbone.freeze_norm=true", "data.flip=false", "eval.targets=[]"]
+    words = [*start, f"teacher.path={table}", "teacher.embedding=1", "train.max_steps=1"]
+    for count in (1, 2):
+        run = tiny_run(place, tmp_path, *words, f"run.name=once_{count}", image_size=48, batch_size=6)
+        assert (ended := run_program(train.main, [run] * count)).returncode == 0, ended.stderr
+        assert _loss(tmp_path / f"once_{count}") == pytest.approx(expected, abs=1e-5)
+    run = functools.partial(tiny_run, place, tmp_path, *SHARED[:4], f"teacher.path={table}", image_size=48)
+    assert (ended := run_program(train.main, [run("run.name=whole")] * 2)).returncode == 0, ended.stderr
+    shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+    shutil.rmtree(tmp_path / "broken" / "checkpoints" / "step_00000004")
+    assert (ended := run_program(train.main, [run("run.name=broken")] * 2)).returncode == 0, ended.stderr
+    whole, broken = final_weights(tmp_path / "whole"), final_weights(tmp_path / "broken")
+    assert all(torch.equal(broken[name], value) for name, value in whole.items())
+    lines = table.with_suffix(".csv").read_text().splitlines()
+    other = [*lines[:3], re.sub("^2,0,2,", "2,0,3,", lines[3]), *lines[4:]]
+    norms = [*lines[:3], re.sub(",[0-9.]+,0.0000,", ",1.5,0.0000,", lines[3]), *lines[4:]]
+    for text, reason in ((other, "with their labels, got 60 rows"), (norms, "teacher was [0-9a-f]{32}, this run has")):
+        table.with_suffix(".csv").write_text("\n".join(text) + "\n")
+        assert train.main([*run("run.name=broken", "train.max_steps=5")]) == 1
+        assert re.search(reason, capsys.readouterr().err)
+
+
 WRONG = {
+    "teacher.path=t.npy teacher.logits=1": "teacher.path, a table, goes without tasks, teacher.logits",
+    "teacher.path=t.npy teacher.relations=1 teacher.options=--ema": "teacher.options is for a file or a run",
+    "teacher.path=t.npy teacher.relations=1": "teacher.path: t.npy: cannot be read: No such file",
     "teacher.path=nowhere": "teacher.path=nowhere needs a weight above 0, got none; set teacher.embedding, relations or logits",
     "teacher.relations=1": "teacher.embedding, relations and logits need teacher.path, got ''",
     "teacher.path=average teacher.relations=1": "teacher.path=average needs train.ema, the decay of that average, got 0",

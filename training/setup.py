@@ -99,7 +99,7 @@ def set_up(config: EasyDict, processes: int = 0, machines: int = 1) -> Setup:
             if (world.local_rank == 0) is first:
                 tasks, protocols = open_data(config, count)
     with raise_on_all_ranks(world), patiently(world, "reading the teacher"):
-        teacher = open_teacher(config)
+        teacher = open_teacher(config, tasks[0].dataset)
     seen: dict[str, int | str] = {} if teacher is None else {"hash of the teacher": teacher.identity}
     prints = {task.name: task.dataset.fingerprint() for task in tasks}
     for name, found in prints.items():

@@ -145,11 +145,12 @@ def forward_backward(
     outputs: list[list[Tensor]] = [[] for _ in tasks]
     images = [batch.images.chunk(accumulation) for batch in batches]
     mirrored = [batch.mirrored.chunk(accumulation) for batch in batches]
+    indices = batches[0].indices.chunk(accumulation)
     for micro_step in range(accumulation):
         with distributed.gradients_shared(parallel, now=micro_step == accumulation - 1):
             with torch.autocast(world.device.type, dtype=model.autocast, enabled=model.autocast is not None):
                 parts = [(i[micro_step], m[micro_step]) for i, m in zip(images, mirrored, strict=True)]
-                taught = None if teacher is None else teacher.embed(parts)
+                taught = None if teacher is None else teacher.embed(parts, indices[micro_step])
                 embeddings = _embed(parallel, parts)
             terms = []
             for task, given, kept in zip(tasks, embeddings, outputs, strict=True):

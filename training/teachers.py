@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from easydict import EasyDict
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from torch.nn import functional
 
 from backbones import build_backbone
 from data.augment import prepare
+from data.base import FaceDataset
+from eval.embedding_table import read_table
 from eval.foreign_networks import ForeignNetwork
 from eval.networks import Network, OtherInput, add_choice_of_network, load_network
 from partial_fc import PartialFC
@@ -38,6 +41,7 @@ from .soft_targets import SoftTargets, bytes_of
 
 AVERAGE = "average"  # of teacher.path: the moving average of the run's own weights
 PREFIX = "teacher_"  # of the names of the losses
+_SAMPLED = 4096  # vectors of a table that tell it from others, with the norms of all
 
 
 class Teacher(NamedTuple):
@@ -55,6 +59,7 @@ class Teacher(NamedTuple):
         centres: its class centres, for the loss of the logits.
         temperature: of that loss.
         soft_targets: of that loss; None until the run has its head.
+        table: (images of the set, D) float32 in a file, its embeddings of all images as they are stored; None = the network.
     """
 
     network: nn.Module
@@ -68,6 +73,7 @@ class Teacher(NamedTuple):
     centres: CentreSource | None = None
     temperature: float = 1.0
     soft_targets: SoftTargets | None = None
+    table: np.ndarray | None = None
 
     def on(self, device: torch.device, average: nn.Module | None, head: PartialFC) -> "Teacher":
         """Return the teacher on the device of the run, or the average of its weights if that is the teacher.
@@ -95,8 +101,15 @@ class Teacher(NamedTuple):
         return f"{self.title}, {self.embedding_size} numbers per face; the loss has {', '.join(losses)}"
 
     @torch.no_grad()
-    def embed(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return (b, D) float embeddings of the images (., H, W, 3) uint8 and mirrored (.,) bool of all parts together."""
+    def embed(self, parts: Sequence[tuple[Tensor, Tensor]], indices: Tensor) -> Tensor:
+        """Return (b, D) float embeddings of the images (., H, W, 3) uint8 and mirrored (.,) bool of all parts together.
+
+        Args:
+            indices: (b,) int64 on the CPU, of the images in their set. A table is of one set, and so of one part.
+        """
+        if self.table is not None:
+            rows, device = torch.from_numpy(self.table[indices.numpy()]), parts[0][0].device
+            return (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
         images = torch.cat([prepare(*part) for part in parts])
         if images.shape[-1] != self.image_size:
             images = functional.interpolate(images, [self.image_size] * 2, mode="bilinear", antialias=True)
@@ -164,8 +177,11 @@ class _Options(Parser):
         raise ValueError(f"{message}; teacher.options are those that name a network to face eval")
 
 
-def open_teacher(config: EasyDict) -> Teacher | None:
+def open_teacher(config: EasyDict, dataset: FaceDataset) -> Teacher | None:
     """Return the teacher of a configuration, on the CPU; None if there is none.
+
+    Args:
+        dataset: the training set, of which a table must be.
 
     Raises:
         ValueError: it cannot be read, or its embeddings do not suit the losses.
@@ -177,21 +193,43 @@ def open_teacher(config: EasyDict) -> Teacher | None:
         return Teacher(nn.Module(), size, dim, AVERAGE, 0, losses, mse, "the moving average of the weights")
     if not section.path:
         return None
+    if section.path.endswith(".npy"):
+        return _open_table(section, dataset, dim, losses)
     with prefix_errors("teacher.path"):
         network = read_network(section.path, section.options, config.run.threads)
         model = network.model.requires_grad_(False).eval()
         with torch.no_grad(), largest_output(model) as largest:
             given = model(torch.zeros(1, 3, network.image_size, network.image_size)).shape[1]
-    if given != dim and section.embedding:
-        raise ValueError(
-            f"teacher.embedding needs embeddings of backbone.embedding_size={dim} numbers, "
-            f"those of {section.path} have {given}; set it to 0 and teacher.relations instead, which compares any sizes"
-        )
+    _check_size(section, given, dim)
     with prefix_errors("teacher.logits"):
         centres = _centres(network, given) if section.logits else None
     # the input and output of a layer, and what goes around it
     memory, kind = 3 * largest[0], (mse, network.title, centres, section.temperature)
     return Teacher(model, network.image_size, given, _identity(model), memory, losses, *kind)
+
+
+def _open_table(section: EasyDict, dataset: FaceDataset, dim: int, losses: dict[str, float]) -> Teacher:
+    """Return a teacher whose embeddings of the set were written by `face embed`."""
+    with prefix_errors("teacher.path"):
+        faces = read_table(Path(section.path))
+        if faces.names != [str(index) for index in range(dataset.num_stored)] or faces.people != dataset.people().tolist():
+            raise ValueError(
+                f"{section.path} must have a row for each of the {dataset.num_stored} images of data.path, with their labels, "
+                f"got {len(faces.names)} rows; write it with face embed NETWORK SET --out {section.path}"
+            )
+    _check_size(section, faces.vectors.shape[1], dim)
+    some = faces.vectors[:: -(-len(faces.vectors) // _SAMPLED)].copy()
+    identity = digest_tensors({"norms": torch.from_numpy(faces.norms.copy()), "vectors": torch.from_numpy(some)})
+    mse, size = section.embedding_loss == "mse", faces.vectors.shape[1]
+    return Teacher(nn.Module(), 0, size, identity, 0, losses, mse, f"the table {section.path}", table=faces.vectors)
+
+
+def _check_size(section: EasyDict, given: int, dim: int) -> None:
+    if given != dim and section.embedding:
+        raise ValueError(
+            f"teacher.embedding needs embeddings of backbone.embedding_size={dim} numbers, "
+            f"those of {section.path} have {given}; set it to 0 and teacher.relations instead, which compares any sizes"
+        )
 
 
 def _centres(network: Network, dim: int) -> CentreSource:

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from eval.embedding_table import read_table
 from utils.files import shown
 from utils.text import one_line
 
 from ..embed.adapter import Pairs, Side, unit
 from ..embed.embedder import open_embedder
-from ..embed.table import read_table
 from ..faces.detector import open_detector
 from ..faces.pictures import Rejected
 from .commands import embed_faces, find_pictures, print_rejected, read_faces, recorded_network, with_people

@@ -1,0 +1,113 @@
+"""Reads the tables of `face embed`, a row for each face: .parquet, or .npy and .csv. `deploy.embed.table` writes them.
+
+Shapes: n = faces, D = embedding size.
+"""
+
+import csv
+import importlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from utils.files import check_file, reading, shown
+from utils.text import one_line, pip_install
+
+FORMS = (".parquet", ".npy")
+_LENGTH_ERROR = 1e-3  # of a vector of length 1, as float16 leaves it
+_BLOCK = 65_536  # vectors that are checked at once
+
+
+def files_of(table: Path) -> list[Path]:
+    """Return the files of a table."""
+    return [table, table.with_suffix(".csv")] if table.suffix == ".npy" else [table]
+
+
+def pyarrow(part: str = "") -> Any:
+    """Return the package, or a part of it such as ".parquet"; ValueError if it is not installed."""
+    try:
+        return importlib.import_module(f"pyarrow{part}")
+    except ImportError:
+        raise ValueError(f"a .parquet file needs pyarrow: {pip_install('pyarrow')}; or choose a .npy file") from None
+
+
+class Faces(NamedTuple):
+    """What a table holds."""
+
+    names: list[str]  # of the pictures: paths, or indices into a training set
+    numbers: np.ndarray  # (n,) int64, of the faces in their pictures
+    people: list[str]  # "" = not known
+    norms: np.ndarray  # (n,) float64, of the embeddings before they were scaled to length 1; NaN = not known
+    vectors: np.ndarray  # (n, D) float32, of length 1, read-only; of a .npy it is a memory map
+    facts: dict[str, str]  # of a .parquet: network, digest, image_size
+
+    def labels(self) -> tuple[np.ndarray, list[str]]:
+        """Return the number of each face's person, (n,) int64, and the names of the people, sorted.
+
+        Raises:
+            ValueError: a face has no person.
+        """
+        names = sorted(set(self.people))
+        if names and not names[0]:
+            first = self.names[self.people.index("")]
+            raise ValueError(f"{first}: has no person: its picture lies in no sub-folder, whose name would be the person's")
+        number = {name: place for place, name in enumerate(names)}
+        return np.array([number[person] for person in self.people], dtype=np.int64), names
+
+
+def read_table(path: Path) -> Faces:
+    """Return the faces of a table. A .npy of another program will do, beside a .csv with the columns name and person.
+
+    Raises:
+        ValueError: the file cannot be read, or is no table of unit vectors.
+    """
+    if path.suffix not in FORMS:
+        raise ValueError(f"{shown(path)}: a table of `face embed` ends in {' or '.join(FORMS)}")
+    for file in files_of(path):
+        with reading(file):
+            check_file(file)
+    read = _read_parquet if path.suffix == ".parquet" else _read_npy
+    try:
+        faces = read(path)
+        if faces.vectors.ndim != 2 or faces.vectors.dtype != np.float32 or not len(faces.vectors):
+            raise ValueError(f"its vectors must be (faces, D) float32, got {faces.vectors.shape} {faces.vectors.dtype}")
+        if not len(faces.names) == len(faces.people) == len(faces.vectors):
+            raise ValueError(f"{len(faces.vectors)} vectors, but {len(faces.names)} rows in the .csv")
+    except Exception as error:  # of many kinds, for a damaged table
+        raise ValueError(f"{shown(path)}: is no table of `face embed` ({one_line(error)[:200]})") from None
+    for begin in range(0, len(faces.vectors), _BLOCK):
+        lengths = np.linalg.norm(faces.vectors[begin : begin + _BLOCK].astype(np.float64), axis=1)
+        wrong = ~(np.abs(lengths - 1) < _LENGTH_ERROR)  # NaN is wrong, too
+        if wrong.any():
+            row = begin + int(wrong.argmax())
+            raise ValueError(
+                f"{shown(path)}: vector {row} has the length {lengths[row - begin]:.4g}; divide each by its length"
+            )
+    return faces
+
+
+def _read_npy(path: Path) -> Faces:
+    vectors = np.load(path, mmap_mode="r", allow_pickle=False)
+    with open(files_of(path)[1], newline="", encoding="utf-8-sig") as file:
+        rows = csv.reader(file)
+        head = next(rows)
+        name, person = head.index("name"), head.index("person")
+        number, norm = (head.index(key) if key in head else None for key in ("face", "norm"))
+        names, people, numbers, norms = list[str](), list[str](), list[int](), list[float]()
+        for row in rows:
+            names.append(row[name])
+            people.append(row[person])
+            numbers.append(0 if number is None else int(row[number]))
+            norms.append(float("nan") if norm is None else float(row[norm]))
+    return Faces(names, np.array(numbers, dtype=np.int64), people, np.array(norms), vectors, {})
+
+
+def _read_parquet(path: Path) -> Faces:
+    table = pyarrow(".parquet").read_table(path)
+    facts = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
+    column = table["embedding"].combine_chunks()
+    vectors = column.flatten().to_numpy().reshape(len(column), -1)
+    names, people = table["name"].to_pylist(), table["person"].to_pylist()
+    return Faces(
+        names, table["face"].to_numpy().astype(np.int64), people, table["norm"].to_numpy().astype(float), vectors, facts
+    )
