@@ -1,0 +1,264 @@
+"""Counts the cosines of all pairs of faces in a fine histogram, in blocks of matrix products; rates at thresholds from it.
+
+A matrix product of two blocks of rows gives the cosines of their pairs. Rows are sorted by group and person, so the genuine
+pairs of a block are short runs of each row. They are read from the same product, and counted apart, so that no pair is lost or
+counted twice. A cosine is scaled by a power of two, which is exact, and its floor is its bin. So each pair is in the bin of its
+cosine as float32 computes it; the rounding of that, about 1e-7, may depend on the block, and move a pair to the next bin.
+Shapes: n = faces, D = embedding size, G = groups, B = bins, T = thresholds.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from deploy.journal import Journal
+from eval.verification import OperatingPoint
+from utils.parallel import map_in_order
+
+# a bin is 3e-5 wide. Where a small share f of impostor pairs is above a cosine, this share changes by a factor e within about
+# 0.01 (a normal distribution of 512 dimensions at f = 1e-8), so that an edge is within 1 % of any f
+NUM_BINS = 1 << 16
+_MOST_BINS = 1 << 22  # whose numbers are exact in float32
+_LARGEST = 1 << 28  # counts of all groups together: 2 GiB
+_ROWS = {"cpu": 1024, "cuda": 8192}  # of a block; on a processor the bins of a product stay near its cache
+_STRIPE = 8  # blocks that are multiplied with all later ones before the counts are saved
+_BELOW = 2.0**-40  # a threshold is so much below an edge: a pair is accepted above a threshold, and a bin holds its lower edge
+
+
+class Extremes(NamedTuple):
+    """Pairs of one kind, the most wrong first; of equal ones that with the lower rows."""
+
+    cosines: np.ndarray  # (k,) float64
+    first: np.ndarray  # (k,) int64, the lower row
+    second: np.ndarray  # (k,) int64
+
+
+class PairCounts(NamedTuple):
+    """How many pairs have a cosine in each bin."""
+
+    edges: np.ndarray  # (B + 1,) float64, ascending; bin b holds edges[b] <= cosine < edges[b + 1], the last one also its end
+    genuine: np.ndarray  # (G, B) int64, pairs of one person in group g; one person in two groups is counted nowhere
+    impostor: np.ndarray  # (G, G, B) int64, pairs of two people of groups g <= h; the rest is 0
+    lookalikes: Extremes  # impostor pairs of the highest cosines
+    strangers: Extremes  # genuine pairs of the lowest cosines
+
+
+class _Block(NamedTuple):
+    begin: int  # of the sorted rows
+    end: int
+    group: int
+
+
+class _Counter:
+    """Counts the pairs of two blocks at a time; `count` may run in several threads.
+
+    Args:
+        worst: number of extreme pairs of each kind.
+    """
+
+    def __init__(self, vectors: np.ndarray, labels: np.ndarray, groups: np.ndarray, num_bins: int, worst: int) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._vectors, self._num_bins, self._worst = vectors, num_bins, worst
+        self._order = np.lexsort((labels, groups))
+        self._labels, groups = labels[self._order], groups[self._order]
+        ends = np.append(np.flatnonzero(np.diff(groups)) + 1, len(groups)).tolist()
+        rows = _ROWS[self.device.type]
+        self.blocks = [
+            _Block(at, min(at + rows, end), int(groups[at]))
+            for begin, end in zip([0, *ends], ends, strict=False)
+            for at in range(begin, end, rows)
+        ]
+        num_groups = int(groups[-1]) + 1
+        self.genuine = np.zeros((num_groups, num_bins), dtype=np.int64)
+        self.impostor = np.zeros((num_groups, num_groups, num_bins), dtype=np.int64)
+        self.extremes = [np.zeros((0, 3))] * 2  # of impostor and genuine pairs: cosine or its negative, and the two rows
+
+    def load(self, block: _Block, scale: float = 1.0) -> torch.Tensor:
+        """Return the vectors of a block, times a scale."""
+        rows = np.ascontiguousarray(self._vectors[self._order[block.begin : block.end]], dtype=np.float32)
+        return torch.from_numpy(rows).to(self.device).mul_(scale)
+
+    def count(self, stripe: Sequence[tuple[_Block, torch.Tensor]], second: _Block) -> list[tuple]:
+        """Return what `add` takes, for the pairs of a block and of those of a stripe (times B / 2) that are not after it."""
+        right = self.load(second)
+        return [self._count(first, left, second, right) for first, left in stripe if first.begin <= second.begin]
+
+    def _count(self, first: _Block, left: torch.Tensor, second: _Block, right: torch.Tensor) -> tuple:
+        num_bins = self._num_bins
+        cosines = left @ right.T
+        table = cosines.floor().add_(num_bins // 2 + 1).clamp_(1, num_bins).to(torch.int32)
+        if first == second:
+            table.triu_(1)  # bin 0 is for what does not count here
+        cosines, bins = cosines.view(-1), table.view(-1)
+        same = self._genuine_cells(first, second)
+        own, own_bins = cosines[same], bins[same]
+        bins[same] = 0
+        found = torch.bincount(bins, minlength=num_bins + 1)[1:].cpu().numpy()
+        extremes = [np.zeros((0, 3))] * 2
+        if self._worst:
+            limit = self._limit(0)
+            # the bin above which the most similar pairs of this block are, and those that others have found so far
+            enough = num_bins - 1 - int(np.searchsorted(found[::-1].cumsum()[:-1], self._worst))
+            lowest = max(enough, int(np.clip(limit * num_bins / 2 + num_bins // 2, 0, num_bins - 1)))
+            if found[lowest:].any():
+                cells = torch.nonzero(bins > lowest).view(-1)
+                extremes[0] = self._rows(cosines[cells], cells, first, second, limit)
+            if first.group == second.group:
+                extremes[1] = self._rows(-own, same, first, second, self._limit(1))
+        genuine = torch.bincount(own_bins, minlength=num_bins + 1)[1:].cpu().numpy() if len(same) else None
+        return first.group, second.group, found, genuine, extremes
+
+    def _genuine_cells(self, first: _Block, second: _Block) -> torch.Tensor:
+        """Return the places, in the flattened product of two blocks, of pairs of one person."""
+        rows, columns = self._labels[first.begin : first.end], self._labels[second.begin : second.end]
+        if rows[-1] < columns[0] or columns[-1] < rows[0]:
+            return torch.zeros(0, dtype=torch.int64, device=self.device)
+        begins, ends = np.searchsorted(columns, rows, "left"), np.searchsorted(columns, rows, "right")
+        if first == second:
+            begins = np.arange(1, len(rows) + 1)
+        lengths = ends - begins
+        starts = np.cumsum(lengths) - lengths  # of each row's run in the list of all cells
+        cells = np.repeat(np.arange(len(rows)) * len(columns) + begins - starts, lengths) + np.arange(lengths.sum())
+        return torch.from_numpy(cells).to(self.device)
+
+    def _limit(self, kind: int) -> float:
+        """Return what the value of a pair must reach to be among the extreme ones."""
+        known = self.extremes[kind]
+        return float(known[-1, 0]) if len(known) == self._worst else -np.inf
+
+    def _rows(self, values: torch.Tensor, cells: torch.Tensor, first: _Block, second: _Block, limit: float) -> np.ndarray:
+        """Return the most extreme of some cells of a product, as `extremes` has them."""
+        found = values.double().cpu().numpy() * (2 / self._num_bins)
+        kept = found >= limit
+        places = np.divmod(cells.cpu().numpy()[kept], second.end - second.begin)
+        pair = np.stack([self._order[first.begin + places[0]], self._order[second.begin + places[1]]])
+        return self._most(np.stack([found[kept], pair.min(axis=0), pair.max(axis=0)], axis=1))
+
+    def _most(self, rows: np.ndarray) -> np.ndarray:
+        return rows[np.lexsort((rows[:, 2], rows[:, 1], -rows[:, 0]))[: self._worst]]
+
+    def add(self, first: int, second: int, found: np.ndarray, genuine: np.ndarray | None, extremes: list[np.ndarray]) -> None:
+        """Add the counts of two blocks of the groups first <= second."""
+        self.impostor[first, second] += found
+        if genuine is not None and first == second:
+            self.genuine[first] += genuine
+        for kind, rows in enumerate(extremes):
+            if len(rows):
+                self.extremes[kind] = self._most(np.concatenate([self.extremes[kind], rows]))
+
+
+def count_pairs(
+    vectors: np.ndarray,
+    labels: np.ndarray,
+    groups: np.ndarray | None = None,
+    num_bins: int = NUM_BINS,
+    worst: int = 0,
+    journal: Journal | None = None,
+    advance: Callable[[int], object] = int,
+) -> PairCounts:
+    """Count every unordered pair of different rows once. Memory: the counts, and some blocks of rows for each thread.
+
+    Args:
+        vectors: (n, D) float32 of length 1, also a memory map.
+        labels: (n,) int64, the people.
+        groups: (n,) int64 from 0; None = one group.
+        num_bins: between the cosines -1 and 1, a power of two.
+        worst: number of pairs of each kind to keep as `lookalikes` and `strangers`.
+        journal: begun; what it has is not counted again.
+        advance: is called with the number of pairs that were counted, such as `update` of a bar.
+
+    Raises:
+        ValueError: of shapes, groups or bins that do not fit.
+    """
+    groups = np.zeros(len(labels), dtype=np.int64) if groups is None else groups
+    if vectors.ndim != 2 or not len(vectors) or not vectors.shape[:1] == labels.shape == groups.shape or groups.min() < 0:
+        raise ValueError(
+            "all pairs are counted of vectors (n, D), labels (n,) and groups (n,) from 0, "
+            f"got {vectors.shape}, {labels.shape} and {groups.shape}"
+        )
+    if not 2 <= num_bins <= _MOST_BINS or num_bins & (num_bins - 1):
+        raise ValueError(f"the number of bins must be a power of two from 2 to {_MOST_BINS}, got {num_bins}")
+    num_groups = int(groups.max()) + 1
+    if num_groups**2 * num_bins > _LARGEST:
+        most = int((_LARGEST / num_bins) ** 0.5)
+        raise ValueError(f"{num_groups} groups are too many for {num_bins} bins, which {most} may have; join small groups")
+    counter = _Counter(vectors, labels, groups, num_bins, worst)
+    threads = 1 if counter.device.type == "cuda" else torch.get_num_threads()
+    before = torch.get_num_threads()
+    begin = _restore(counter, journal)
+    advance(int(counter.genuine.sum() + counter.impostor.sum()))
+    torch.set_num_threads(1)  # each thread has a product of its own: a histogram takes one thread, and all are to have work
+    try:
+        for start in range(begin, len(counter.blocks), _STRIPE):
+            _count_stripe(counter, start, threads, advance)
+            if journal is not None:
+                _save(counter, journal, start + _STRIPE)
+    finally:
+        torch.set_num_threads(before)
+    nearest, farthest = counter.extremes
+    return PairCounts(
+        np.linspace(-1.0, 1.0, num_bins + 1),
+        counter.genuine,
+        counter.impostor,
+        Extremes(nearest[:, 0], *nearest[:, 1:].T.astype(np.int64)),
+        Extremes(-farthest[:, 0], *farthest[:, 1:].T.astype(np.int64)),
+    )
+
+
+def _count_stripe(counter: _Counter, start: int, threads: int, advance: Callable[[int], object]) -> None:
+    """Count the pairs of _STRIPE blocks from `start` on with themselves and all later ones."""
+    scale = counter.genuine.shape[1] / 2
+    stripe = [(block, counter.load(block, scale)) for block in counter.blocks[start : start + _STRIPE]]
+    for tiles in map_in_order(lambda second: counter.count(stripe, second), counter.blocks[start:], threads, ahead=2):
+        for tile in tiles:
+            counter.add(*tile)
+            advance(int(tile[2].sum()) + (0 if tile[3] is None else int(tile[3].sum())))
+
+
+def _save(counter: _Counter, journal: Journal, blocks: int) -> None:
+    extremes = [rows.tolist() for rows in counter.extremes]
+    data = zlib.compress(counter.genuine.tobytes() + counter.impostor.tobytes(), 1)
+    journal.add({"blocks": blocks, "extremes": extremes}, data)
+
+
+def _restore(counter: _Counter, journal: Journal | None) -> int:
+    """Take the counts that a journal has; return the number of blocks that are done."""
+    for entry in reversed(journal.entries if journal else ()):
+        data = journal.data(entry) if journal else None
+        if data is not None:
+            counts = np.frombuffer(zlib.decompress(data), dtype=np.int64)
+            counter.genuine[:] = counts[: counter.genuine.size].reshape(counter.genuine.shape)
+            counter.impostor[:] = counts[counter.genuine.size :].reshape(counter.impostor.shape)
+            counter.extremes = [np.array(rows).reshape(-1, 3) for rows in entry.record["extremes"]]
+            return int(entry.record["blocks"])
+    return 0
+
+
+def accepted_at(counts: np.ndarray, edges: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
+    """Return how many pairs are above each cosine, (..., T) int64, from counts (..., B) and edges (B + 1,).
+
+    A threshold counts as the next edge that is not below it, so as one that is higher by less than a bin's width.
+    """
+    above = np.append(counts[..., ::-1].cumsum(axis=-1)[..., ::-1], np.zeros((*counts.shape[:-1], 1), dtype=np.int64), axis=-1)
+    return above[..., np.minimum(np.searchsorted(edges, thresholds), len(edges) - 1)]
+
+
+def points_at(genuine: np.ndarray, impostor: np.ndarray, edges: np.ndarray, targets: Sequence[str]) -> list[OperatingPoint]:
+    """Return a point for each FAR, from counts (B,): the lowest edge at which the FAR is not above it.
+
+    So the FAR at the threshold is exact, and lower than the target by at most what one bin holds.
+    """
+    points = []
+    above = accepted_at(np.stack([impostor, genuine]), edges, edges)
+    for target in targets:
+        allowed = int(above[0, 0] * float(target) + 1e-9)  # 1e-9: 10 * 0.1 must not fall below 1
+        if not allowed or not above[1, 0]:
+            points.append(OperatingPoint(target, None, None, None, 0))
+            continue
+        place = int(np.argmax(above[0] <= allowed))
+        far, tar = above[:, place] / above[:, 0]
+        points.append(OperatingPoint(target, float(tar), float(far), 2 - 2 * (edges[place] - _BELOW), int(above[0, place])))
+    return points
