@@ -8,6 +8,7 @@ Shapes: n = images read.
 import hashlib
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,24 +87,37 @@ def _folders(files: list[str], dataset: FaceDataset) -> list[str]:
     return [found[label] for label in range(dataset.num_classes)] if named else []
 
 
-def copy_set(dataset: FaceDataset, indices: np.ndarray, out: Path, overwrite: bool, source: Path | None = None) -> None:
-    """Write the images `indices` (n,) as a RecordIO set in header form, with the old number of each new identity beside it."""
+def copy_set(
+    dataset: FaceDataset,
+    indices: np.ndarray,
+    out: Path,
+    overwrite: bool,
+    source: Path | None = None,
+    labels: np.ndarray | None = None,
+    names: Sequence[str] = (),
+) -> None:
+    """Write the images `indices` (n,) as a RecordIO set in header form, with the old number of each new identity beside it.
+
+    Args:
+        labels: (num_stored,) those to write instead of the set's.
+        names: of the identities from num_classes on, which stand for their old numbers.
+    """
     if source is not None and out.resolve() == source.resolve():
         raise ValueError(f"{out}: the new set must not be written over the old one; choose another folder")
-    labels = np.asarray(dataset.labels())[indices]
-    order = indices[np.argsort(labels, kind="stable")]
-    old = np.unique(labels)
-    new = np.full(dataset.num_classes, -1, dtype=np.int64)
+    labels = np.asarray(dataset.labels() if labels is None else labels)
+    order = indices[np.argsort(labels[indices], kind="stable")]
+    old = np.unique(labels[indices])
+    new = np.full(dataset.num_classes + len(names), -1, dtype=np.int64)
     new[old] = np.arange(len(old))
     with RecordSetWriter(out, overwrite=overwrite) as writer, progress([], len(order), f"writing {out.name}", "image") as bar:
         for begin in range(0, len(order), _AHEAD):
             some = order[begin : begin + _AHEAD]
             dataset.read_ahead(np.sort(some))
             for index in some.tolist():
-                image, label = dataset.sample(index)
-                writer.add(int(new[label]), bytes(image))
+                writer.add(int(new[labels[index]]), bytes(dataset.sample(index)[0]))
             bar.update(len(some))
-    write_csv(out / "classes.csv", ("identity", "old_identity"), enumerate(old.tolist()))
+    known = [*map(str, range(dataset.num_classes)), *names]
+    write_csv(out / "classes.csv", ("identity", "old_identity"), enumerate(known[label] for label in old))
     print(f"{out}: {len(order)} images of {len(old)} identities")
 
 

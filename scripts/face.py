@@ -43,7 +43,7 @@ VERBS: dict[str, dict[str, str]] = {
         "export": "scripts.deploy.export",
         "card": "scripts.deploy.card",
     },
-    "Know your data and your network": {"pairs": "scripts.analysis.pairs"},
+    "Know your data and your network": {"clean": "scripts.analysis.clean", "pairs": "scripts.analysis.pairs"},
     "Make, check and change sets": {"data": "scripts.data.", "demo_data": "scripts.demo.make_data"},
     "Move from and to arcface_torch": {
         "migrate config": "scripts.arcface_torch.import_config",

@@ -4,8 +4,11 @@ The remaining identities are renumbered 0 to C - 1, in their old order; OUT/clas
 change. SET may be any training set; OUT is a RecordIO set.
 
 --drop: a text file whose lines begin with the index of an image to drop, such as drop.csv of scripts.data.inspect.
+--decisions: decisions.csv of scripts.analysis.clean: images to drop or to move, identities to drop, to merge or to split.
 
-Example: python -m scripts.data.filter set cleaned --min-images 3 --drop report/drop.csv
+Examples:
+  python -m scripts.data.filter set cleaned --min-images 3 --drop report/drop.csv
+  python -m scripts.data.filter set cleaned --min-images 3 --decisions report/decisions.csv
 """
 
 import argparse
@@ -14,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.decisions import apply_decisions, read_decisions
 from data.scan import copy_set, open_set_of, parse_classes
 from utils.cli import int_in_range, make_parser
 from utils.files import read_lines
@@ -26,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
     parser.add_argument("out", type=Path, help="folder of the new set")
     parser.add_argument("--drop", type=Path, help="CSV or text file: a line's first column is the index of an image to drop")
+    parser.add_argument(
+        "--decisions", type=Path, help="CSV file: action,image,identity,to, as scripts.analysis.clean writes it"
+    )
     parser.add_argument("--classes", default="", help="identities to keep, A:B for A to B - 1, or a list A,B,C (default: all)")
     parser.add_argument("--min-images", type=int_in_range(1), default=1, help="drop identities with fewer images left")
     parser.add_argument(
@@ -40,19 +47,24 @@ def select(options: argparse.Namespace) -> None:
     """Choose the images and copy them."""
     dataset = open_set_of(options.set)
     labels = np.asarray(dataset.labels())
-    keep = np.ones(dataset.num_stored, dtype=bool)
+    names: list[str] = []
+    if options.decisions:
+        decisions = read_decisions(options.decisions, labels, dataset.num_classes)
+        labels, names = apply_decisions(decisions, labels, dataset.num_classes)
+    count = dataset.num_classes + len(names)
+    keep = labels >= 0
     if options.drop:
         keep[read_indices(options.drop, dataset.num_stored)] = False
-    classes = np.zeros(dataset.num_classes, dtype=bool)
-    classes[parse_classes(options.classes, dataset.num_classes)] = True
+    classes = np.zeros(count, dtype=bool)
+    classes[parse_classes(options.classes, count)] = True
     keep &= classes[labels]
     if options.max_images:
         keep &= _at_most(labels, keep, options.max_images, options.seed)
-    counts = np.bincount(labels[keep], minlength=dataset.num_classes)
+    counts = np.bincount(labels[keep], minlength=count)
     keep &= counts[labels] >= max(1, options.min_images)
     if not keep.any():
-        raise ValueError(f"{options.set}: no image is left; relax --min-images, --classes or --drop")
-    copy_set(dataset, np.flatnonzero(keep), options.out, options.overwrite, options.set)
+        raise ValueError(f"{options.set}: no image is left; relax --min-images, --classes, --decisions or --drop")
+    copy_set(dataset, np.flatnonzero(keep), options.out, options.overwrite, options.set, labels, names)
     print(
         f"the old set has {dataset.num_stored} images of {dataset.num_classes} identities; their old numbers are in "
         f"{options.out / 'classes.csv'}"

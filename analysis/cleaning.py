@@ -1,0 +1,324 @@
+"""Wrong labels of a training set, found in the embeddings of its images.
+
+Each identity gets the centre of its dominant cluster, as Sub-center ArcFace does after training (Deng et al., ECCV 2020: the
+sub-centre of most images is dominant, and images far from it are dropped). Here the cluster is found in the embeddings, so that
+any network will do, and its limits come from the distributions of cosines in the set itself (mixture.py).
+Shapes: n = images, D = embedding size, C = identities, m = images of an identity.
+"""
+
+from collections.abc import Iterator
+from math import comb
+from typing import NamedTuple
+
+import numpy as np
+
+from data.decisions import join
+from eval.embedding_table import Faces
+from utils.cli import progress
+
+from .mixture import BINS, Border, bins, find_border, histogram
+
+FEWEST = 20  # identities with several images, without which there are no distributions
+SMALLEST = 3  # images of a second person under a label; two may be alike by chance
+_SURE = 0.95  # of a merge, a split or an overlap
+_MOST = 2048  # images of one identity that are compared with one another
+_SAMPLE = 4096  # images whose cosines with others make a distribution
+_PAIRS = 1 << 25  # cosines of a distribution
+_CLEAR = 1e-4  # probability of an impostor
+_CELLS = 1 << 23  # cosines at once, 32 MB
+_ROUNDS = 3  # of centres from members, and members from centres
+
+
+class Centres(NamedTuple):
+    """The dominant cluster of each identity."""
+
+    unit: np.ndarray  # (C, D) float32; zeros for an identity without two images that agree
+    size: np.ndarray  # (C,) int64, images in the cluster
+    own: np.ndarray  # (n,) float32, cosine of each image and the centre of its label without this image; -1 without a centre
+    border: Border  # between images of the person and others
+
+
+class Found(NamedTuple):
+    """The findings; positions of images are those of the rows of the vectors, identities are labels."""
+
+    labels: np.ndarray  # (n,) int64, after the merges; the number of a person is the lowest of the labels
+    merges: list[tuple[int, int, float, float]]  # (identity, other identity, cosine of the centres, probability)
+    centres: Centres  # after the merges
+    lead: np.ndarray  # (n,) half of what the own centre is nearer than the nearest other, as cosines; 1 for clear images
+    border: Border  # of the leads
+    impostors: np.ndarray  # (BINS,) leads of images under labels of others
+    wrong: np.ndarray  # (w,) int64, images that are not of their identity
+    other: np.ndarray  # (w,) int64, the identity with the nearest centre
+    other_cosine: np.ndarray  # (w,)
+    other_sure: np.ndarray  # (w,) probability that the image is of this identity
+    splits: list[tuple[int, np.ndarray, float]]  # (identity, images (m,) of another person, probability)
+    pair_border: Border
+
+
+def clean(vectors: np.ndarray, labels: np.ndarray, far: float | None = None) -> Found:
+    """Find wrong images, identities that are one person, and identities that are two.
+
+    Args:
+        vectors: (n, D) float32 of length 1.
+        labels: (n,) int64, 0 to C - 1.
+        far: share of the images of other people that a centre accepts; None = where the errors are fewest.
+
+    Raises:
+        ValueError: fewer than FEWEST identities have several images.
+    """
+    count = int(labels.max()) + 1
+    order = np.argsort(labels, kind="stable")
+    members = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
+    several = sum(len(rows) > 1 for rows in members)
+    if several < FEWEST:
+        raise ValueError(f"distributions need at least {FEWEST} identities with several images, got {several}")
+    sample = _sample(vectors)
+    pair_border, pair_far = _pairs(vectors, labels, members, sample)
+    core = np.zeros(len(labels), dtype=bool)
+    for rows in progress(members, None, "finding clusters", "identity"):
+        core[_dominant(vectors, rows, pair_border.cosine)] = True
+    centres = _refine(vectors, labels, core, count, sample, far, _ROUNDS)
+    there = np.flatnonzero(centres.size)
+    merges = [(int(there[a]), int(there[b]), cosine, sure) for a, b, cosine, sure in near_pairs(centres.unit[there])]
+    if merges:
+        labels = join(count, ((a, b) for a, b, *_ in merges))[labels]
+        centres = _refine(vectors, labels, centres.own > centres.border.cosine, count, sample, far, 1)
+    # far above the border the nearest other centre changes nothing, and finding it for all images would take hours
+    unclear = np.flatnonzero(centres.border.sure(centres.own) > _CLEAR)
+    clear = np.count_nonzero(centres.border.impostor > _CLEAR) * 2 / BINS - 1
+    near = _nearest(vectors, labels, unclear, centres)
+    lead = np.ones(len(labels))
+    lead[unclear] = (centres.own[unclear] - near.cosine) / 2
+    right = sample[centres.own[sample] > centres.border.cosine]
+    others, alone = _impostor_leads(vectors, labels, right, centres, clear)
+    border = find_border(histogram(lead), others, far)
+    wrong = unclear[lead[unclear] <= border.cosine]
+    wrong = wrong[(centres.size > 0)[labels[wrong]] | (np.bincount(labels)[labels[wrong]] > 1)]
+    place = np.searchsorted(unclear, wrong)
+    stay = find_border(histogram(near.lead[place]), alone).sure(near.lead[place])
+    found = Found(
+        labels,
+        merges,
+        centres,
+        lead,
+        border,
+        others,
+        wrong,
+        near.identity[place],
+        near.cosine[place],
+        1 - stay,
+        [],
+        pair_border,
+    )
+    return found._replace(splits=_splits(vectors, found, pair_far))
+
+
+def _sample(vectors: np.ndarray) -> np.ndarray:
+    """Return up to _SAMPLE rows, chosen by a hash of their bits, so that the order of the rows does not matter."""
+    keys = np.empty(len(vectors), dtype=np.uint64)
+    odd = np.random.default_rng(0).integers(0, 1 << 63, vectors.shape[1], dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    for rows in _blocks(np.arange(len(vectors)), vectors.shape[1]):
+        keys[rows] = (np.ascontiguousarray(vectors[rows]).view(np.uint32) * odd).sum(axis=1) >> np.uint64(16)
+    return np.argsort(keys, kind="stable")[:_SAMPLE]
+
+
+def _blocks(rows: np.ndarray, width: int) -> Iterator[np.ndarray]:
+    """Yield the rows in parts, so that a part times `width` has at most _CELLS numbers."""
+    step = max(1, _CELLS // width)
+    for begin in range(0, len(rows), step):
+        yield rows[begin : begin + step]
+
+
+def _pairs(vectors: np.ndarray, labels: np.ndarray, members: list[np.ndarray], sample: np.ndarray) -> tuple[Border, float]:
+    """Return the border of two images of one person, and the share of the pairs of different labels above it."""
+    same, others = np.zeros(BINS), np.zeros(BINS)
+    for rows in progress(members, None, "comparing images", "identity"):
+        if len(rows) > 1:
+            x = vectors[rows[:_MOST]]
+            same += histogram((x @ x.T)[np.triu_indices(len(x), 1)]) / len(x)  # each image counts once, not each pair
+    x = vectors[sample]
+    for part in _blocks(np.arange(len(x)), len(x)):
+        others += histogram((x[part] @ x.T)[labels[sample[part], None] != labels[sample]])
+    border = find_border(same, others)
+    return border, float(others[int(bins(np.array(border.cosine))) :].sum() / others.sum())
+
+
+def _dominant(vectors: np.ndarray, rows: np.ndarray, cosine: float) -> np.ndarray:
+    """Return those of the rows that are near the one with the most neighbours; of equal ones, that with the largest sum."""
+    x = vectors[rows[:_MOST]]
+    likeness = x @ x.T
+    near = likeness > cosine
+    np.fill_diagonal(near, True)
+    return rows[:_MOST][near[np.lexsort((likeness.sum(axis=1), near.sum(axis=1)))[-1]]]
+
+
+def _refine(
+    vectors: np.ndarray, labels: np.ndarray, core: np.ndarray, count: int, sample: np.ndarray, far: float | None, rounds: int
+) -> Centres:
+    """Return the centres of the images (n,) bool in `core`; between two rounds it becomes the images above the border."""
+    for number in range(rounds):
+        size = np.bincount(labels[core], minlength=count)
+        size[size < 2] = 0
+        core = core & (size > 0)[labels]
+        sums = np.zeros((count, vectors.shape[1]), dtype=np.float32)
+        order = np.flatnonzero(core)
+        for rows in _blocks(order[np.argsort(labels[order], kind="stable")], vectors.shape[1]):
+            people, begins = np.unique(labels[rows], return_index=True)
+            sums[people] += np.add.reduceat(vectors[rows], begins, axis=0)
+        own = np.full(len(labels), -1, dtype=np.float32)
+        judged = np.flatnonzero((size > 0)[labels])
+        for rows in _blocks(judged, vectors.shape[1]):
+            x = vectors[rows]
+            rest = sums[labels[rows]] - np.where(core[rows, None], x, 0)
+            own[rows] = (x * rest).sum(axis=1) / np.maximum(np.linalg.norm(rest, axis=1), 1e-6)
+        unit = sums / np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-6)
+        there = np.flatnonzero(size)
+        impostors = np.zeros(BINS, dtype=np.int64)
+        few = sample[: max(256, _PAIRS // max(1, len(there)))]
+        for rows in _blocks(few, len(there)):
+            impostors += histogram((vectors[rows] @ unit[there].T)[labels[rows, None] != there])
+        border = find_border(histogram(own[judged]), impostors, far)
+        if number < rounds - 1:
+            core = own > border.cosine
+    return Centres(unit, size, own, border)
+
+
+class Overlap(NamedTuple):
+    """An identity that is in a test set."""
+
+    identity: int
+    person: str
+    cosine: float  # of the two centres
+    sure: float
+
+
+def find_overlap(found: Found, test: Faces) -> list[Overlap]:
+    """Return the identities whose centre is that of a person of a table of test pictures, the surest first.
+
+    Raises:
+        ValueError: a picture has no person, or the vectors come from another network.
+    """
+    if test.vectors.shape[1] != found.centres.unit.shape[1]:
+        raise ValueError("must come from the network of TABLE, but its vectors have another length")
+    labels, people = test.labels()
+    sums = np.zeros((len(people), test.vectors.shape[1]), dtype=np.float32)
+    np.add.at(sums, labels, test.vectors)
+    there = np.flatnonzero(found.centres.size)
+    pairs = near_pairs(sums / np.linalg.norm(sums, axis=1, keepdims=True), found.centres.unit[there])
+    return [Overlap(int(there[b]), people[a], cosine, sure) for a, b, cosine, sure in pairs]
+
+
+def near_pairs(one: np.ndarray, other: np.ndarray | None = None) -> list[tuple[int, int, float, float]]:
+    """Return (row, row, cosine, probability) of the pairs of centres that are one person, the nearest first.
+
+    Nearly all pairs are of two people. The tail of their cosines is continued as an exponential, and the pairs are accepted by
+    Benjamini and Hochberg's rule (1995): the largest k for which at most 1 - _SURE of the k nearest are expected by chance.
+
+    Args:
+        one, other: (a, D) and (b, D) float32 of length 1; None pairs `one` with itself, each pair once.
+    """
+    right = one if other is None else other
+    total = len(one) * (len(one) - 1) / 2 if other is None else len(one) * len(other)
+    if total < 10:
+        return []
+    counts = np.zeros(BINS, dtype=np.int64)
+    sampled = _sample(one)[: max(256, _PAIRS // len(right))]
+    for rows in _blocks(sampled, len(right)):
+        cosines = one[rows] @ right.T
+        counts += histogram(cosines if other is not None else cosines[rows[:, None] != np.arange(len(right))])
+    share = min(0.1, max(1e-3, 20 / total))
+    above = np.cumsum(counts[::-1])[::-1] / counts.sum()
+    far, near = (int(np.flatnonzero(above >= part)[-1]) * 2 / BINS - 1 for part in (5 * share, share))
+    rate = np.log(5) / max(near - far, 2 / BINS)
+    # pairs below this cosine cannot pass unless a twentieth of all identities are there twice
+    floor = near + np.log(total * share / max(50, len(one) / 20)) / rate
+    found: list[tuple[float, int, int]] = []
+    for rows in progress(list(_blocks(np.arange(len(one)), len(right))), None, "comparing centres", "block"):
+        cosines = one[rows] @ right.T
+        if other is None:
+            cosines[rows[:, None] >= np.arange(len(right))] = -2
+        a, b = np.nonzero(cosines > floor)
+        found += zip(cosines[a, b].tolist(), rows[a].tolist(), b.tolist(), strict=True)
+    found.sort(reverse=True)
+    chance = [total * share * float(np.exp(-rate * (cosine - near))) / k for k, (cosine, _, _) in enumerate(found, 1)]
+    accepted = max((k for k, wrong in enumerate(chance, 1) if wrong <= 1 - _SURE), default=0)
+    return [(a, b, cosine, 1 - wrong) for (cosine, a, b), wrong in zip(found[:accepted], chance, strict=False)]
+
+
+class _Near(NamedTuple):
+    cosine: np.ndarray  # (r,) with the nearest centre of another identity
+    identity: np.ndarray  # (r,) int64, that identity
+    lead: np.ndarray  # (r,) half of the distance to the cosine of the second nearest
+
+
+def _nearest(vectors: np.ndarray, labels: np.ndarray, rows: np.ndarray, centres: Centres) -> _Near:
+    """Return the nearest centres of other identities than the labels of the rows (r,)."""
+    parts = [_Near(*(np.zeros(0, kind) for kind in (np.float32, np.int64, np.float32)))]
+    with progress([], len(rows), "searching centres", "image") as bar:
+        for some, there, likeness in _likeness(vectors, labels, rows, centres):
+            line, best = np.arange(len(some)), likeness.argmax(axis=1)
+            cosine = likeness[line, best]
+            likeness[line, best] = -1
+            parts.append(_Near(cosine, there[best], (cosine - likeness.max(axis=1)) / 2))
+            bar.update(len(some))
+    return _Near(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def _likeness(
+    vectors: np.ndarray, labels: np.ndarray, rows: np.ndarray, centres: Centres
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield some of the rows (r,), the identities with a centre (c,) and the cosines (r, c); -1 with the own identity."""
+    there = np.flatnonzero(centres.size)
+    unit = centres.unit[there]
+    for some in _blocks(rows, max(len(there), vectors.shape[1])):
+        likeness = vectors[some] @ unit.T
+        likeness[labels[some, None] == there] = -1
+        yield some, there, likeness
+
+
+def _impostor_leads(
+    vectors: np.ndarray, labels: np.ndarray, rows: np.ndarray, centres: Centres, clear: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return histograms of what the right images (r,) would be if their own identity were not there.
+
+    The first: their leads under each other label. The second: the lead of the nearest of these.
+    """
+    under, first = np.zeros(BINS, dtype=np.int64), np.zeros(BINS, dtype=np.int64)
+    for some, _, likeness in _likeness(vectors, labels, rows[: max(256, _PAIRS // len(centres.size))], centres):
+        other = likeness > -1
+        line, best = np.arange(len(some)), likeness.argmax(axis=1)
+        cosine = likeness[line, best]
+        likeness[line, best] = -1
+        second = likeness.max(axis=1)
+        likeness[line, best] = cosine
+        lead = np.where(likeness > clear, 1, (likeness - cosine[:, None]) / 2)
+        lead[line, best] = np.where(cosine > clear, 1, (cosine - second) / 2)
+        under += histogram(lead[other])
+        first += histogram((cosine - second) / 2)
+    return under, first
+
+
+def _splits(vectors: np.ndarray, found: Found, pair_far: float) -> list[tuple[int, np.ndarray, float]]:
+    """Return the groups of wrong images of an identity that are one other person without an identity of its own.
+
+    By chance, one of k images has s - 1 or more neighbours with a probability of at most k (k - 1 over s - 1) FAR^(s - 1). All
+    identities are tested, so this is multiplied by their number.
+    """
+    rest = found.wrong[found.other_sure < 0.5]
+    order = rest[np.argsort(found.labels[rest], kind="stable")]
+    groups = np.split(order, np.flatnonzero(np.diff(found.labels[order])) + 1)
+    splits = []
+    for rows in groups:
+        while len(rows) >= SMALLEST:
+            group, k = _dominant(vectors, rows, found.pair_border.cosine), len(rows)
+            total = vectors[group].sum(axis=0)
+            rest_of = total - vectors[group]
+            own = (vectors[group] * rest_of).sum(axis=1) / np.maximum(np.linalg.norm(rest_of, axis=1), 1e-6)
+            group = group[own > found.centres.border.cosine]
+            s = len(group)
+            chance = len(groups) * k * comb(k - 1, s - 1) * pair_far ** (s - 1) if s >= SMALLEST else 1.0
+            if chance > 1 - _SURE:
+                break
+            splits.append((int(found.labels[rows[0]]), np.sort(group), 1 - chance))
+            rows = rows[~np.isin(rows, group)]
+    return splits

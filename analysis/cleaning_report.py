@@ -1,0 +1,167 @@
+"""Decisions and a page with pictures from the findings of cleaning.py.
+
+Shapes: n = rows of the table, h = people of a table of test pictures.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.base import FaceDataset
+from data.decisions import Decision
+from utils.image import decode_rgb
+from utils.report.contact_sheet import captioned_sheet, make_figure, png_of
+from utils.report.page import Page
+
+from .cleaning import Found, Overlap
+from .mixture import BINS, histogram
+
+_WORST, _DOUBTFUL = 24, 12  # rows of a sheet
+_EACH = 3  # pictures of an identity
+_Cell = tuple[np.ndarray | None, Sequence[str]]
+HEADINGS = {
+    "overlap": ("Identities that are in a test set", "A test on people of the training set measures memorisation."),
+    "merge": ("Identities that are one person", "Left and right: the pictures nearest to the centre of each."),
+    "split": ("Labels that hold two people", "Left: pictures of the second person, then those of the identity."),
+    "move": ("Images of another identity", "Left: the image, its identity, then the identity that it moves to."),
+    "drop": ("Images of nobody here", "Left: the image, its identity, then the identity with the nearest centre."),
+}
+
+
+def decide(
+    found: Found, indices: np.ndarray, labels: np.ndarray, overlaps: Mapping[str, Sequence[Overlap]], least: float
+) -> dict[str, list[Decision]]:
+    """Return the decisions of each of HEADINGS, the surest first.
+
+    Args:
+        indices: (n,) int64, of the images in the set.
+        labels: (n,) int64, their labels in the set.
+        overlaps: those with each test set, by its name.
+        least: images that are of another identity with this probability move; other wrong images are dropped.
+    """
+    made: dict[str, list[Decision]] = {kind: [] for kind in HEADINGS}
+    made["overlap"] = [
+        Decision("drop", None, one.identity, "", one.sure, f"{one.person} of {name}, cosine {one.cosine:.3f}")
+        for name, some in overlaps.items()
+        for one in some
+    ]
+    made["merge"] = [
+        Decision("merge", None, b, str(a), sure, f"cosine of the centres {cosine:.3f}") for a, b, cosine, sure in found.merges
+    ]
+    split: set[int] = set()
+    for number, (identity, rows, sure) in enumerate(found.splits, 1):
+        split |= set(rows.tolist())
+        why = f"{len(rows)} images of another person"
+        made["split"] += [
+            Decision("split", int(indices[row]), int(labels[row]), f"{identity}+{number}", sure, why) for row in rows
+        ]
+    wrong_sure = found.border.sure(found.lead[found.wrong])
+    parts = (found.wrong, wrong_sure, found.other, found.other_cosine, found.other_sure)
+    for row, wrong, other, cosine, sure in zip(*(part.tolist() for part in parts), strict=True):
+        if row in split:
+            continue
+        own = float(found.centres.own[row])
+        why = f"cosine {own:.3f}" if found.centres.size[found.labels[row]] else "no two of its images agree"
+        why += f"; nearest other identity {other}, cosine {cosine:.3f}"
+        image = int(indices[row]), int(labels[row])
+        if sure >= least:
+            made["move"].append(Decision("move", *image, str(other), sure, why))
+        else:
+            made["drop"].append(Decision("drop", *image, "", wrong, why))
+    return {kind: sorted(some, key=lambda one: (-one.sure, one.image or 0, one.identity)) for kind, some in made.items()}
+
+
+def write_page(
+    path: Path, title: str, dataset: FaceDataset, found: Found, indices: np.ndarray, made: dict[str, list[Decision]]
+) -> None:
+    """Write the page."""
+    page = Page(title)
+    border, count = found.border, len(indices)
+    page.facts(
+        (
+            ("images", f"{count:,}, of {len(np.unique(found.labels)):,} people"),
+            ("estimated share of wrong labels", f"{100 * border.share:.1f} %"),
+            ("an image is wrong", f"if its own centre is less than {2 * border.cosine:.3f} nearer than any other, as a cosine"),
+        )
+    )
+    page.table(
+        ("found", "lines of decisions.csv", "why it matters"),
+        [(heading, len(made[kind]), text) for kind, (heading, text) in HEADINGS.items()],
+    )
+    page.text(
+        "decisions.csv has a line for each image or identity: change or delete those that you disagree with. "
+        "scripts.data.filter SET OUT --decisions decisions.csv then makes a set without these errors.",
+        note=True,
+    )
+    page.picture(_figure(found), "how much nearer the own centre of an image is than the nearest other")
+    pictures = _Pictures(dataset, found, indices)
+    for kind, (heading, text) in HEADINGS.items():
+        some = _one_a_group(kind, made[kind])
+        if not some:
+            continue
+        page.section(f"{heading}: {len(some):,}")
+        page.text(text)
+        page.picture(captioned_sheet([pictures.row(kind, one) for one in some[:_WORST]]), "the surest")
+        if doubtful := some[_WORST:][-_DOUBTFUL:]:
+            page.picture(captioned_sheet([pictures.row(kind, one) for one in doubtful]), "the most doubtful")
+    page.write(path)
+
+
+def _one_a_group(kind: str, decisions: Sequence[Decision]) -> list[Decision]:
+    """Return the first decision of each new person; all decisions of other kinds."""
+    return list({one.to: one for one in reversed(decisions)}.values())[::-1] if kind == "split" else list(decisions)
+
+
+def _figure(found: Found) -> bytes:
+    figure = make_figure(8.0, 3.4, layout="constrained")
+    axis, at = figure.subplots(), 2 * ((np.arange(BINS).reshape(-1, 10).mean(axis=1) + 0.5) * 2 / BINS - 1)
+    counted = found.lead < 1
+    leads, impostors = (part.reshape(-1, 10).sum(axis=1) for part in (histogram(found.lead[counted]), found.impostors))
+    share = found.border.share * len(found.lead) / max(1, impostors.sum())
+    axis.plot(at, leads, label=f"images, without {np.count_nonzero(~counted):,} that are clearly right")
+    axis.plot(at, impostors * share, color="gray", label="the wrong ones among them, estimated")
+    axis.axvline(2 * found.border.cosine, color="black", linewidth=1, label=f"border {2 * found.border.cosine:.3f}")
+    axis.set(xlabel="cosine with the own centre minus that with the nearest other", ylabel="images", xlim=(-1, 1))
+    axis.legend(fontsize=8)
+    return png_of(figure)
+
+
+class _Pictures:
+    """Rows of sheets."""
+
+    def __init__(self, dataset: FaceDataset, found: Found, indices: np.ndarray) -> None:
+        self._dataset, self._found, self._indices = dataset, found, indices
+        self._labels = np.asarray(dataset.labels())[indices]
+        self._order = np.lexsort((indices, -found.centres.own, self._labels))  # of each label, the nearest to its centre first
+
+    def row(self, kind: str, one: Decision) -> list[_Cell]:
+        """Return the cells of a decision."""
+        own = f"identity {one.identity}"
+        if kind == "overlap":
+            return self._some(self._best(one.identity, 2 * _EACH), own, *one.why.split(", "))
+        if kind == "merge":
+            pair = (self._best(one.identity, _EACH), own), (self._best(int(one.to), _EACH), f"identity {one.to}")
+            return [cell for rows, name in pair for cell in self._some(rows, name, one.why.rpartition("s ")[2])]
+        if kind == "split":
+            number = int(one.to.rpartition("+")[2]) - 1
+            rows = self._found.splits[number][1]
+            return self._some(rows[:_EACH], f"{len(rows)} images", own) + self._some(self._best(one.identity, _EACH), own)
+        row = int(np.flatnonzero(self._indices == one.image)[0])
+        place = int(np.searchsorted(self._found.wrong, row))
+        other, cosine = int(self._found.other[place]), self._found.other_cosine[place]
+        first = self._some([row], f"image {one.image}", f"sure {one.sure:.3f}")
+        near = self._some(self._best(one.identity, _EACH), own, f"cosine {self._found.centres.own[row]:.3f}")
+        return first + near + self._some(self._best(other, _EACH), f"identity {other}", f"cosine {cosine:.3f}")
+
+    def _best(self, identity: int, count: int) -> np.ndarray:
+        begin = int(np.searchsorted(self._labels[self._order], identity))
+        rows = self._order[begin : begin + count]
+        return rows[self._labels[rows] == identity]
+
+    def _some(self, rows: Iterable[int], *texts: str) -> list[_Cell]:
+        return [(self._read(int(self._indices[row])), texts) for row in rows]
+
+    def _read(self, index: int) -> np.ndarray | None:
+        image = self._dataset.sample(index)[0]
+        return image if isinstance(image, np.ndarray) else decode_rgb(image)

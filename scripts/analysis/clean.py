@@ -1,0 +1,109 @@
+"""Find wrong labels of a training set: python -m scripts.analysis.clean TABLE SET --out report
+
+TABLE holds the embeddings of the images of SET: python -m scripts.deploy.embed NETWORK SET --out TABLE. A network that was
+trained on SET itself will do. The report has
+
+report.html    pictures to decide by, the surest decisions and the most doubtful ones
+decisions.csv  action,image,identity,to,sure,why: images to drop or to move to another identity, identities to merge, labels
+               to split, people of test sets to drop; for a person to edit, and for scripts.data.filter --decisions
+
+Example: python -m scripts.analysis.clean set.npy set --out report --tests lfw.npy
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from analysis.cleaning import clean, find_overlap
+from analysis.cleaning_report import HEADINGS, decide, write_page
+from data.base import FaceDataset
+from data.datasets import FolderDataset
+from data.decisions import write_decisions
+from data.scan import SetNames, open_set_of
+from eval.embedding_table import Faces, read_table
+from utils.cli import make_parser, rename_in
+from utils.files import shown
+from utils.program import run_main
+from utils.text import prefix_errors
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and clean; return the exit status."""
+    parser = make_parser("python -m scripts.analysis.clean", __doc__)
+    parser.add_argument("table", type=Path, help="table of scripts.deploy.embed of the images of SET: .npy or .parquet")
+    parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the report")
+    parser.add_argument("--tests", type=Path, nargs="*", default=[], help="tables of test pictures in a folder per person")
+    parser.add_argument(
+        "--far",
+        type=_share,
+        metavar="SHARE",
+        help="of other people's images that pass as an identity's (default: that of the fewest errors)",
+    )
+    parser.add_argument(
+        "--move",
+        type=_share,
+        default=0.95,
+        help="probability from which a wrong image moves to the identity that it shows; 1 = all are dropped",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace decisions.csv in OUT")
+    return run_main(run, parser.parse_args(arguments))
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a share from 0 to 1, got {text}")
+    return value
+
+
+def run(options: argparse.Namespace) -> None:
+    """Find what is wrong and write the report."""
+    target = options.out / "decisions.csv"
+    if target.exists() and not options.overwrite:
+        raise ValueError(f"--out: {shown(target)} exists, and may have been edited; add --overwrite, or choose another folder")
+    faces, dataset = read_table(options.table), open_set_of(options.set)
+    tests = {shown(path.stem): read_table(path) for path in options.tests}
+    indices = _indices(faces, dataset, options)
+    labels = np.asarray(dataset.labels(), dtype=np.int64)[indices]
+    if missing := dataset.num_stored - len(indices):
+        print(f"{missing} of {dataset.num_stored} images are not in {shown(options.table)}, and stay as they are")
+    found = clean(faces.vectors, labels, options.far)
+    overlaps = {}
+    for name, test in tests.items():
+        with prefix_errors(f"--tests: {name}"):
+            overlaps[name] = find_overlap(found, test)
+    made = decide(found, indices, labels, overlaps, options.move)
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_decisions(target, (one for kind in HEADINGS for one in made[kind]))
+    write_page(options.out / "report.html", f"Labels of {shown(options.set)}", dataset, found, indices, made)
+    for kind, (heading, _) in HEADINGS.items():
+        print(f"  {heading:<44}{len(made[kind]):,}")
+    print(f"report: {shown(options.out / 'report.html')}")
+    print(rename_in(f"next: python -m scripts.data.filter {shown(options.set)} OUT --decisions {shown(target)}"))
+
+
+def _indices(faces: Faces, dataset: FaceDataset, options: argparse.Namespace) -> np.ndarray:
+    """Return the index in the set of each row of the table, (n,) int64."""
+    names = SetNames(dataset)
+    number = {names.file(index): index for index in range(dataset.num_stored)} if isinstance(dataset, FolderDataset) else None
+    found = [int(name) if number is None and name.isdigit() else (number or {}).get(name, -1) for name in faces.names]
+    indices, people = np.array(found, dtype=np.int64), dataset.people()
+    wrong = (indices < 0) | (indices >= len(people))
+    wrong[~wrong] = people[indices[~wrong]] != np.array(faces.people)[~wrong]
+    if wrong.any() or len(np.unique(indices)) < len(indices):
+        row = int(wrong.argmax())
+        raise ValueError(
+            f"{shown(options.table)}: must have one row for each image of {shown(options.set)}, with its label; row {row} is "
+            f"{faces.names[row]} of {faces.people[row]}. Make it with `face embed` from this set"
+        )
+    return indices
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,194 @@
+"""Wrong labels are found in planted vectors, whose truth is known, and the parts agree with slow references."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from sklearn.isotonic import IsotonicRegression
+
+from analysis import cleaning, mixture
+from analysis.cleaning import clean, find_overlap, near_pairs
+from analysis.mixture import BINS, find_border, histogram
+from eval.embedding_table import Faces
+
+PEOPLE, EACH, SIZE = 60, 16, 64
+TWICE, TWO = 2, 2  # people with two labels, labels with two people
+
+
+class Planted(NamedTuple):
+    vectors: np.ndarray
+    labels: np.ndarray
+    people: np.ndarray  # (n,) the person on each image
+    owner: np.ndarray  # (C,) the person of each label
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    return (x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32)
+
+
+def planted(share: float, seed: int = 0, twice: int = TWICE, two: int = TWO) -> Planted:
+    """Return people around random directions; of `share` of the images the label, or the person, is another."""
+    rng = np.random.default_rng(seed)
+    people = np.repeat(np.arange(PEOPLE), EACH)
+    owners = np.arange(PEOPLE + twice)
+    labels = people.copy()
+    for k in range(twice):  # every second image gets a label of its own
+        labels[np.flatnonzero(people == k)[1::2]] = PEOPLE + k
+        owners[PEOPLE + k] = k
+    for k in range(two):  # half of one person's images lie under the label of another
+        labels[np.flatnonzero(people == 10 + k)[1::2]] = 20 + k
+    wrong = rng.permutation(len(people))[: round(share * len(people))]
+    flips, outliers = wrong[: len(wrong) // 2], wrong[len(wrong) // 2 :]
+    labels[flips] = (labels[flips] + rng.integers(1, PEOPLE, len(flips))) % PEOPLE
+    people[outliers] = PEOPLE + np.arange(len(outliers))
+    centres = _unit(rng.normal(size=(PEOPLE + len(outliers), SIZE)))
+    noise = rng.normal(size=(len(people), SIZE)) / np.sqrt(SIZE)
+    return Planted(_unit(centres[people] + 0.9 * noise), labels, people, owners)
+
+
+def _rates(made: Planted, found: cleaning.Found, wrong: np.ndarray) -> tuple[float, float]:
+    flagged = np.zeros(len(made.labels), dtype=bool)
+    flagged[found.wrong] = True
+    right = np.count_nonzero(flagged & wrong)
+    return right / np.count_nonzero(flagged), right / np.count_nonzero(wrong)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
+def test_wrong_labels_are_found_whatever_their_share(share: float):
+    made = planted(share, twice=0, two=0)
+    found = clean(made.vectors, made.labels)
+    wrong = made.people != made.labels
+    precision, recall = _rates(made, found, wrong)
+    assert precision >= 0.97 and recall >= 0.97
+    assert abs(found.border.share - share) < 0.05
+    moved = found.other_sure > 0.5
+    assert (found.other[moved] == made.people[found.wrong[moved]]).mean() > 0.97
+    assert np.count_nonzero(moved) > 0.8 * np.count_nonzero(made.people[wrong] < PEOPLE)
+    assert found.merges == [] and found.splits == []
+
+
+def test_a_set_without_wrong_labels_is_left_alone():
+    made = planted(0.0, twice=0, two=0)
+    found = clean(made.vectors, made.labels)
+    assert len(found.wrong) <= 0.005 * len(made.labels) and found.merges == [] and found.splits == []
+
+
+def test_people_with_two_labels_and_labels_with_two_people_are_found():
+    made = planted(0.3)
+    found = clean(made.vectors, made.labels)
+    assert {(a, b) for a, b, *_ in found.merges} == {(k, PEOPLE + k) for k in range(TWICE)}
+    # the half of a person under another label: its other half has a label, where the images belong
+    for k in range(TWO):
+        inside = np.flatnonzero((made.labels == 20 + k) & (made.people == 10 + k))
+        assert np.isin(inside, found.wrong).all()
+        assert (found.other[np.searchsorted(found.wrong, inside)] == 10 + k).all()
+    together = Planted(made.vectors, np.where(made.labels == 10, 20, made.labels), made.people, made.owner)
+    splits = clean(together.vectors, np.unique(together.labels, return_inverse=True)[1]).splits
+    assert len(splits) == 1  # person 10 has no label of its own now
+    identity, rows, sure = splits[0]
+    assert identity == 19 and sure > 0.95  # 20 without label 10
+    minority = set(made.people[rows].tolist())
+    assert minority in ({10}, {20}) and len(rows) >= 0.9 * np.count_nonzero(
+        (together.labels == 20) & np.isin(made.people, list(minority))
+    )
+
+
+def test_the_order_of_images_and_the_numbers_of_identities_do_not_matter(monkeypatch: pytest.MonkeyPatch):
+    made = planted(0.3)
+    first = clean(made.vectors, made.labels)
+    rng = np.random.default_rng(1)
+    order, number = rng.permutation(len(made.labels)), rng.permutation(made.labels.max() + 1)
+    monkeypatch.setattr(cleaning, "_CELLS", 997 * SIZE // 8)  # blocks that cut identities
+    second = clean(made.vectors[order], number[made.labels[order]])
+    assert set(order[second.wrong].tolist()) == set(first.wrong.tolist())
+    pairs = {frozenset((number[a], number[b])) for a, b, *_ in first.merges}
+    assert {frozenset((a, b)) for a, b, *_ in second.merges} == pairs
+    assert first.border.cosine == pytest.approx(second.border.cosine, abs=4 / BINS)
+
+
+def test_the_border_makes_the_fewest_errors_and_its_share_is_the_planted_one():
+    rng = np.random.default_rng(2)
+    impostors, genuine = rng.normal(0, 0.1, 30_000), rng.normal(0.5, 0.12, 70_000)
+    border = find_border(histogram(np.concatenate([impostors, genuine])), histogram(rng.normal(0, 0.1, 100_000)))
+    assert border.share == pytest.approx(0.3, abs=0.01)
+    grid = np.linspace(-1, 1, 401)
+    errors = [np.count_nonzero(impostors > t) + np.count_nonzero(genuine <= t) for t in grid]
+    made = np.count_nonzero(impostors > border.cosine) + np.count_nonzero(genuine <= border.cosine)
+    assert made <= 1.02 * min(errors)
+    # the probability is that of Bayes' rule with the true densities, smoothed by 0.02
+    at = np.array([0.1, 0.2, 0.25, 0.3, 0.4])
+    densities = [w * np.exp(-(((at - m) / s) ** 2) / 2) / s for w, m, s in ((0.3, 0, 0.102), (0.7, 0.5, 0.1217))]
+    np.testing.assert_allclose(border.sure(at), densities[0] / sum(densities), atol=0.05)
+    far = find_border(histogram(genuine), histogram(impostors), 0.01)
+    assert np.mean(impostors > far.cosine) == pytest.approx(0.01, abs=0.002)
+
+
+def test_probabilities_fall_as_isotonic_regression_makes_them():
+    rng = np.random.default_rng(3)
+    values, weights = rng.normal(size=200) - np.linspace(0, 3, 200), rng.uniform(0.1, 2, 200)
+    expected = IsotonicRegression(increasing=False).fit(np.arange(200), values, weights).predict(np.arange(200))
+    np.testing.assert_allclose(mixture._falling(values, weights), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_leads_and_nearest_centres_agree_with_a_slow_loop():
+    made = planted(0.3, twice=0, two=0)
+    found = clean(made.vectors, made.labels)
+    x, unit, size = made.vectors.astype(np.float64), found.centres.unit.astype(np.float64), found.centres.size
+    there = [k for k in range(PEOPLE) if size[k]]
+    for row in found.wrong[:50].tolist():
+        others = {k: float(x[row] @ unit[k]) for k in there if k != made.labels[row]}
+        place = np.searchsorted(found.wrong, row)
+        assert found.other[place] == max(others, key=others.__getitem__)
+        # a wrong image is no member of the cluster, so its own centre is that of all members
+        own = float(x[row] @ unit[made.labels[row]])
+        assert found.lead[row] == pytest.approx((own - max(others.values())) / 2, abs=1e-5)
+    rows = np.arange(5)
+    under, first = cleaning._impostor_leads(made.vectors, made.labels, rows, found.centres, clear=2.0)
+    slow: list[float] = []
+    nearest: list[float] = []
+    for row in rows:
+        cosines = {k: float(made.vectors[row] @ found.centres.unit[k]) for k in there if k != made.labels[row]}
+        for k, cosine in cosines.items():
+            slow.append((cosine - max(c for j, c in cosines.items() if j != k)) / 2)
+        a, b = sorted(cosines.values())[:-3:-1]
+        nearest.append((a - b) / 2)
+    for counts, values in ((under, slow), (first, nearest)):
+        assert counts.sum() == len(values)
+        np.testing.assert_allclose(np.repeat(np.arange(BINS), counts), np.sort(mixture.bins(np.array(values))), atol=1)
+
+
+def test_pairs_of_centres_are_those_that_chance_does_not_explain(monkeypatch: pytest.MonkeyPatch):
+    rng = np.random.default_rng(4)
+    centres = _unit(rng.normal(size=(400, SIZE)))
+    centres[7], centres[9] = (_unit(centres[k] + 0.5 * _unit(rng.normal(size=SIZE))) for k in (300, 301))
+    pairs = near_pairs(centres)
+    assert {(a, b) for a, b, *_ in pairs} == {(7, 300), (9, 301)}
+    assert all(sure > 0.95 for *_, sure in pairs)
+    # random directions alone: at most a twentieth of all sets may have a pair
+    assert sum(bool(near_pairs(_unit(rng.normal(size=(200, SIZE))))) for _ in range(20)) <= 2
+    other = _unit(centres[[7, 8]] + 0.5 * _unit(rng.normal(size=(2, SIZE))))
+    strangers = _unit(rng.normal(size=(50, SIZE)))
+    monkeypatch.setattr(cleaning, "_CELLS", 1000)
+    assert {(a, b) for a, b, *_ in near_pairs(np.concatenate([strangers, other]), centres)} >= {(50, 7), (51, 8)}
+
+
+def test_people_of_a_test_table_are_found_among_the_identities():
+    made = planted(0.1, twice=0, two=0)
+    found = clean(made.vectors, made.labels)
+    rng = np.random.default_rng(5)
+    known = made.people == 33
+    vectors = np.concatenate([made.vectors[known], _unit(rng.normal(size=(200, SIZE)))])
+    people = ["anna"] * int(known.sum()) + [f"stranger{k // 4}" for k in range(200)]
+    table = Faces([str(k) for k in range(len(people))], np.zeros(len(people)), people, np.ones(len(people)), vectors, {})
+    assert [(one.identity, one.person) for one in find_overlap(found, table)] == [(33, "anna")]
+    with pytest.raises(ValueError, match="must come from the network of TABLE"):
+        find_overlap(found, table._replace(vectors=vectors[:, 1:]))
+
+
+def test_a_set_too_small_for_distributions_is_refused_and_the_smallest_is_judged():
+    made = planted(0.1, twice=0, two=0)
+    few = made.labels < 20
+    clean(made.vectors[few], made.labels[few])
+    few = made.labels < 19
+    with pytest.raises(ValueError, match="at least 20 identities with several images, got 19"):
+        clean(made.vectors[few], made.labels[few])

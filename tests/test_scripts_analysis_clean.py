@@ -1,0 +1,164 @@
+"""`face clean` and `face data filter` on a set whose wrong labels are planted: the truth comes out."""
+
+import csv
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pictures import jpeg
+from test_analysis_cleaning import EACH, PEOPLE, SIZE, Planted, planted
+
+from data.datasets import open_set
+from data.decisions import apply_decisions, read_decisions
+from data.recordio.image_record import RecordSetWriter
+from scripts import face
+from utils.files import write_csv
+
+
+def _image(number: int) -> bytes:
+    """Return a JPEG whose colour is a number below 2 ** 15."""
+    digits = [number >> shift & 31 for shift in (0, 5, 10)]
+    return jpeg(np.full((112, 112, 3), [8 * digit + 4 for digit in digits], dtype=np.uint8))
+
+
+def _number(dataset: object, index: int) -> int:
+    colour = dataset.pixels_and_label(index)[0][56, 56].astype(int) // 8  # type: ignore[attr-defined]
+    return int(colour[0] | colour[1] << 5 | colour[2] << 10)
+
+
+def _write(folder: Path, made: Planted) -> np.ndarray:
+    """Write set and table; return the (n,) rows of the vectors in the order of the set."""
+    order = np.argsort(made.labels, kind="stable")
+    with RecordSetWriter(folder / "set") as writer:
+        for row in order.tolist():
+            writer.add(int(made.labels[row]), _image(row))
+    _write_table(folder / "set.npy", made.vectors[order], range(len(order)), made.labels[order])
+    return order
+
+
+def _write_table(path: Path, vectors: np.ndarray, names: object, people: object) -> None:
+    np.save(path, vectors)
+    write_csv(path.with_suffix(".csv"), ("name", "person"), zip(names, people, strict=True))  # type: ignore[call-overload]
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Planted, np.ndarray]:
+    """Return a folder with a set and its table, of which 30 % of the labels are wrong."""
+    folder, made = tmp_path_factory.mktemp("clean"), planted(0.3)
+    return folder, made, _write(folder, made)
+
+
+def _run(*words: object) -> int:
+    return face.main([str(word) for word in words])
+
+
+def test_a_noisy_set_becomes_a_clean_one(
+    there: tuple[Path, Planted, np.ndarray], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder, made, _ = there
+    strangers = np.random.default_rng(8).normal(size=(120, SIZE))
+    vectors = np.concatenate([made.vectors[made.people == 44], strangers / np.linalg.norm(strangers, axis=1, keepdims=True)])
+    known = len(vectors) - 120
+    names = [f"{k}.jpg" for k in range(len(vectors))]
+    _write_table(tmp_path / "lfw.npy", vectors.astype(np.float32), names, ["anna"] * known + [f"s{k // 3}" for k in range(120)])
+    out = tmp_path / "report"
+    words = ("clean", folder / "set.npy", folder / "set", "--out", out, "--tests", tmp_path / "lfw.npy", "--move", 0.5)
+    assert _run(*words) == 0
+    assert "next: face data filter " in capsys.readouterr().out
+    page = (out / "report.html").read_text()
+    for heading in ("in a test set", "are one person", "Images of another identity", "Images of nobody here"):
+        assert re.search(f"<h2[^>]*>[^<]*{heading}", page), heading
+    assert page.count("data:image/png") >= 5
+    with open(out / "decisions.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["identity"], row["why"].split(",")[0]) for row in rows if row["action"] == "drop" and not row["image"]] == [
+        ("44", "anna of lfw")
+    ]
+    assert {(row["to"], row["identity"]) for row in rows if row["action"] == "merge"} == {("0", "60"), ("1", "61")}
+
+    assert _run("data", "filter", folder / "set", tmp_path / "cleaned", "--decisions", out / "decisions.csv") == 0
+    cleaned = open_set(tmp_path / "cleaned")
+    numbers = np.array([_number(cleaned, index) for index in range(cleaned.num_images)])
+    people, labels = made.people[numbers], np.asarray(cleaned.labels())
+    assert len(np.unique(numbers)) == len(numbers)
+    assert cleaned.num_classes == PEOPLE - 1 and 44 not in people  # the merged ones are one, and 44 is in the test set
+    owner = np.array([np.bincount(people[labels == label]).argmax() for label in range(cleaned.num_classes)])
+    assert sorted(owner) == [person for person in range(PEOPLE) if person != 44]
+    assert (people == owner[labels]).mean() >= 0.99
+    right = (made.people < PEOPLE) & (made.people != 44)
+    assert len(numbers) >= 0.97 * np.count_nonzero(right)  # flips moved to their identity, but for the least sure
+
+    # what a person has edited is not replaced
+    assert _run(*words) == 1
+    assert "exists, and may have been edited; add --overwrite" in capsys.readouterr().err
+    assert _run(*words, "--overwrite") == 0
+
+
+def test_a_second_person_under_a_label_gets_an_identity_and_images_stay_if_nothing_moves(tmp_path: Path):
+    made = planted(0.0, twice=0, two=0)
+    joined = np.where(made.labels == 10, 20, made.labels)
+    made = made._replace(labels=np.unique(joined, return_inverse=True)[1])
+    _write(tmp_path, made)
+    assert _run("clean", tmp_path / "set.npy", tmp_path / "set", "--out", tmp_path / "report") == 0
+    assert _run("data", "filter", tmp_path / "set", tmp_path / "cut", "--decisions", tmp_path / "report" / "decisions.csv") == 0
+    cut = open_set(tmp_path / "cut")
+    people = made.people[[_number(cut, index) for index in range(cut.num_images)]]
+    assert cut.num_classes == PEOPLE and cut.num_images >= PEOPLE * EACH - 3
+    for label in range(PEOPLE):
+        assert len(np.unique(people[np.asarray(cut.labels()) == label])) == 1
+    assert (tmp_path / "cut" / "classes.csv").read_text().splitlines()[-1].endswith("19+1")
+
+
+def test_a_table_of_another_set_is_refused(
+    there: tuple[Path, Planted, np.ndarray], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder, made, order = there
+    labels = made.labels[order].tolist()
+    assert labels[17] == 1
+    labels[17] = 2
+    _write_table(tmp_path / "other.npy", made.vectors[order], range(len(order)), labels)
+    assert _run("clean", tmp_path / "other.npy", folder / "set", "--out", tmp_path / "report") == 1
+    assert "with its label; row 17 is 17 of 2" in capsys.readouterr().err
+    assert not (tmp_path / "report").exists()
+
+
+def test_decisions_are_transitive_and_follow_what_they_meet(tmp_path: Path):
+    labels = np.repeat(np.arange(8), 3)
+    lines = [
+        "action,image,identity,to,sure,why",
+        "merge,,4,2,,",
+        "merge,,6,4,,",  # 2, 4 and 6 are one
+        "drop,0,0,,,",
+        "move,1,0,6,,",  # to the merged one
+        "drop,,5,,,",
+        "move,3,1,5,,",  # goes with it
+        "split,21,7,7+1,,",
+        "split,22,7,7+1,,",
+    ]
+    (tmp_path / "d.csv").write_text("\n".join(lines))
+    new, names = apply_decisions(read_decisions(tmp_path / "d.csv", labels, 8), labels, 8)
+    assert names == ["7+1"]
+    assert new.tolist() == [-1, 2, 0, -1, 1, 1, 2, 2, 2, 3, 3, 3, 2, 2, 2, -1, -1, -1, 2, 2, 2, 8, 8, 7]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("remove,1,0,,,", "must begin with drop, move, merge, split"),
+        ("drop,x,0,,,", "must be action,image,identity,to with whole numbers"),
+        ("drop,1", "must be action,image,identity,to"),
+        ("drop,24,7,,,", "must have an image from 0 to 23"),
+        ("drop,1,8,,,", "must name an identity from 0 to 7"),
+        ("move,1,0,8,,", "must have an identity from 0 to 7 in the column to"),
+        ("merge,1,0,2,,", "must leave image empty"),
+        ("split,1,0,3,,", "must have a word that is no number"),
+        ("split,,0,new,,", "must have an image"),
+        ("drop,5,0,,,", "is of another set: image 5 has the label 1 here"),
+        ("drop,1,0,,,\nmove,1,0,2,,", "line 2 is the second about image 1; keep one"),
+    ],
+)
+def test_lines_that_do_not_fit_are_refused(line: str, message: str, tmp_path: Path):
+    (tmp_path / "d.csv").write_text(line)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_decisions(tmp_path / "d.csv", np.repeat(np.arange(8), 3), 8)
