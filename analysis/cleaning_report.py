@@ -58,7 +58,8 @@ def decide(
         ]
     wrong_sure = found.border.sure(found.lead[found.wrong])
     parts = (found.wrong, wrong_sure, found.other, found.other_cosine, found.other_sure)
-    for row, wrong, other, cosine, sure in zip(*(part.tolist() for part in parts), strict=True):
+    worst = np.lexsort((indices[found.wrong], found.lead[found.wrong]))
+    for row, wrong, other, cosine, sure in zip(*(part[worst].tolist() for part in parts), strict=True):
         if row in split:
             continue
         own = float(found.centres.own[row])
@@ -69,7 +70,7 @@ def decide(
             made["move"].append(Decision("move", *image, str(other), sure, why))
         else:
             made["drop"].append(Decision("drop", *image, "", wrong, why))
-    return {kind: sorted(some, key=lambda one: (-one.sure, one.image or 0, one.identity)) for kind, some in made.items()}
+    return {kind: sorted(some, key=lambda one: -one.sure) for kind, some in made.items()}
 
 
 def write_page(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pictures import jpeg
+from pictures import folder_of_people, jpeg
 from test_analysis_cleaning import EACH, PEOPLE, SIZE, Planted, planted
 
 from data.datasets import open_set
@@ -70,12 +70,9 @@ def test_a_noisy_set_becomes_a_clean_one(
     for heading in ("in a test set", "are one person", "Images of another identity", "Images of nobody here"):
         assert re.search(f"<h2[^>]*>[^<]*{heading}", page), heading
     assert page.count("data:image/png") >= 5
-    with open(out / "decisions.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["identity"], row["why"].split(",")[0]) for row in rows if row["action"] == "drop" and not row["image"]] == [
-        ("44", "anna of lfw")
-    ]
-    assert {(row["to"], row["identity"]) for row in rows if row["action"] == "merge"} == {("0", "60"), ("1", "61")}
+    rows = _lines(out)
+    assert [(row[2], row[5].split(",")[0]) for row in rows if row[:2] == ["drop", ""]] == [("44", "anna of lfw")]
+    assert {(row[3], row[2]) for row in rows if row[0] == "merge"} == {("0", "60"), ("1", "61")}
 
     assert _run("data", "filter", folder / "set", tmp_path / "cleaned", "--decisions", out / "decisions.csv") == 0
     cleaned = open_set(tmp_path / "cleaned")
@@ -121,6 +118,47 @@ def test_a_table_of_another_set_is_refused(
     assert _run("clean", tmp_path / "other.npy", folder / "set", "--out", tmp_path / "report") == 1
     assert "with its label; row 17 is 17 of 2" in capsys.readouterr().err
     assert not (tmp_path / "report").exists()
+
+
+def _lines(out: Path) -> list[list[str]]:
+    with open(out / "decisions.csv", newline="") as file:
+        return list(csv.reader(file))[1:]
+
+
+def test_a_share_of_impostors_replaces_the_border_and_nothing_moves_at_1(
+    there: tuple[Path, Planted, np.ndarray], tmp_path: Path
+):
+    folder, made, order = there
+    dropped = []
+    for far in (0.5, 0.05):
+        words = ("clean", folder / "set.npy", folder / "set", "--out", tmp_path / str(far), "--far", far, "--move", 1)
+        assert _run(*words) == 0
+        lines = [line for line in _lines(tmp_path / str(far)) if line[0] in ("drop", "move")]
+        assert {line[0] for line in lines} == {"drop"}
+        dropped.append({int(line[1]) for line in lines})
+    outliers = set(np.flatnonzero(made.people[order] >= PEOPLE).tolist())
+    assert dropped[0] < dropped[1]
+    # images of nobody here are impostors under each label
+    for far, found in zip((0.5, 0.05), dropped, strict=True):
+        error = 4 * np.sqrt(far * (1 - far) / len(outliers))
+        assert abs(len(outliers - found) / len(outliers) - far) < error
+
+
+def test_a_folder_of_pictures_is_cleaned_under_their_names(tmp_path: Path):
+    people = folder_of_people(tmp_path / "people", [6] * 20)
+    rng = np.random.default_rng(9)
+    names = [path.relative_to(people).as_posix() for path in sorted(people.rglob("*.jpg"))]
+    owners = [name.partition("/")[0] for name in names]
+    vectors = rng.normal(size=(20, SIZE))[np.unique(owners, return_inverse=True)[1]] + 0.5 * rng.normal(size=(120, SIZE))
+    wrong = rng.permutation(120)[:12]
+    vectors[wrong] = rng.normal(size=(12, SIZE))
+    order = rng.permutation(120)
+    vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+    _write_table(tmp_path / "t.npy", vectors[order], [names[k] for k in order], [owners[k] for k in order])
+    assert _run("clean", tmp_path / "t.npy", people, "--out", tmp_path / "report") == 0
+    dataset = open_set(people)
+    found = {dataset.key(int(line[1])) for line in _lines(tmp_path / "report") if line[0] == "drop"}
+    assert found == {str(people / names[k]) for k in wrong}
 
 
 def test_decisions_are_transitive_and_follow_what_they_meet(tmp_path: Path):
