@@ -6,7 +6,6 @@ Shapes: n = images of this rank in one optimizer step, H = W = image_size.
 """
 
 import functools
-import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -96,7 +95,6 @@ class Loader:
         self.first_step, self.last_step = first_step, last_step
         self.threads, self.prefetch, self.device, self.augment, self.held = threads, prefetch, device, augment, held
         self.image_size = image_size
-        self.waited = 0.0  # seconds in which the consumer waited for a batch, the first one aside
 
     def __iter__(self) -> Generator[LoadedBatch, None, None]:
         # a decoder thread may wait for the device, and each thread has a device of its own
@@ -130,13 +128,8 @@ class Loader:
             for _ in range(self.prefetch):
                 submit()
             shipped: tuple[_Job, LoadedBatch] | None = None
-            first = True
             while pending or shipped:
-                asked = time.perf_counter()
                 job, batch = shipped or ship.start(pending.popleft())
-                if not first:
-                    self.waited += time.perf_counter() - asked
-                first = False
                 # if the next batch is decoded already, copy it while the consumer works on this one
                 decoded = pending and all(part.done() for part in pending[0].parts)
                 shipped = ship.start(pending.popleft()) if decoded and self.device.type == "cuda" else None

@@ -1,12 +1,10 @@
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from data import loader as loader_module
 from data.augment import prepare
 from data.loader import Loader
 from data.sampler import SampleOrder
@@ -117,50 +115,6 @@ def test_a_broken_read_ahead_ends_the_loop():
     loader = Loader(Broken(slow=0.001), order.samples, 0, 50, 2, 2, CPU, lambda step: np.arange(3))
     with pytest.raises(ValueError, match="the disk is gone"):
         list(loader)
-
-
-class Clock:
-    """Stands in for the clock of the loader: it goes on only where a test says so."""
-
-    def __init__(self) -> None:
-        self.now, self.was_read = 0.0, threading.Event()
-
-    def perf_counter(self) -> float:
-        self.was_read.set()
-        return self.now
-
-
-class Slow(Numbered):
-    """Decoding a batch takes five seconds from the moment at which the loader begins to wait for it."""
-
-    def __init__(self, clock: Clock, batch_size: int) -> None:
-        super().__init__()
-        self.clock, self.batch_size = clock, batch_size
-
-    def decode_into(self, index: int, out: np.ndarray) -> int:
-        if self.decoded % self.batch_size == 0:
-            assert self.clock.was_read.wait(30), "the loader does not look at its clock before it waits"
-            self.clock.now += 5.0
-        return super().decode_into(index, out)
-
-
-def test_what_the_loop_waits_for_the_decoder_is_counted_but_for_the_first_batch(monkeypatch: pytest.MonkeyPatch):
-    clock = Clock()
-    monkeypatch.setattr(loader_module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
-    loader = _loader(Slow(clock, 7), 1, prefetch=1)  # a batch is begun when the one before is given back
-    for _ in loader:
-        clock.now += 60.0  # the work of the consumer is no waiting
-        clock.was_read.clear()
-    assert loader.waited == 5 * 5.0 and clock.now == 6 * 65.0
-
-
-def test_a_loop_that_is_slower_than_the_decoder_waits_for_nothing(monkeypatch: pytest.MonkeyPatch):
-    clock = Clock()
-    monkeypatch.setattr(loader_module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
-    loader = _loader(Numbered(), 1)
-    for _ in loader:
-        clock.now += 60.0
-    assert loader.waited == 0.0 and clock.now == 6 * 60.0
 
 
 @pytest.mark.numeric
