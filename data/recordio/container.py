@@ -15,7 +15,6 @@ import mmap
 import os
 import struct
 from array import array
-from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -162,13 +161,6 @@ class RecordFile:
         if end > limit or (cflag in (1, 2) and length % 4):
             raise ValueError(f"{self.path}: byte {offset}: a part of {length} bytes does not fit here: {_DAMAGE}")
         return cflag, start, start + length, end
-
-    def __iter__(self) -> Iterator[bytes | memoryview]:
-        """Yield all records in the order of the file."""
-        offset = 0
-        while offset < self.size:
-            record, offset = self.read_until(offset)
-            yield record
 
     def scan_offsets(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return the offsets (n,) int64 of the records from byte `start` to `stop`, by following the part headers.

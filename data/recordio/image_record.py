@@ -108,18 +108,17 @@ class IndexedRecordFile:
     next one starts, which detects a wrong length or a wrong index.
     """
 
-    def __init__(self, rec_path: str | os.PathLike[str], idx_path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, rec_path: str | os.PathLike[str], idx_path: str | os.PathLike[str]) -> None:
         self.file = RecordFile(rec_path)
         self.path = self.file.path
-        self.rebuilt = idx_path is None or not Path(idx_path).exists()
-        if idx_path is None or self.rebuilt:
+        self.rebuilt = not Path(idx_path).exists()
+        if self.rebuilt:
             self.offsets = self.file.scan_offsets()
             self.keys = np.arange(len(self.offsets))
         else:
             self.keys, self.offsets = read_index(idx_path)
             self._check_offsets(os.fspath(idx_path))
         self._starts = self.offsets if is_ascending(self.offsets) else np.unique(self.offsets)  # keys may share a record
-        self._by_key: np.ndarray | None = None
 
     def _check_offsets(self, idx_path: str) -> None:
         for begin in range(0, len(self.offsets), _CHUNK):
@@ -135,22 +134,6 @@ class IndexedRecordFile:
 
     def __len__(self) -> int:
         return len(self.keys)
-
-    def positions(self, keys: ArrayLike) -> np.ndarray:
-        """Return the position of each key in the index, -1 for keys that are not in it."""
-        wanted = np.asarray(keys, dtype=np.int64)
-        if self._by_key is None:
-            self._by_key = np.argsort(self.keys, kind="stable")
-        rank = np.searchsorted(self.keys, wanted, sorter=self._by_key)
-        found = self._by_key[np.minimum(rank, len(self.keys) - 1)]
-        return np.where(self.keys[found] == wanted, found, -1)
-
-    def read(self, key: int) -> bytes | memoryview:
-        """Return the record of this key."""
-        position = int(self.positions(key))
-        if position < 0:
-            raise ValueError(f"{self.path}: the index has no record {key}")
-        return self.read_position(position)
 
     def read_position(self, position: int) -> bytes | memoryview:
         """Return the record at this line of the index."""
