@@ -244,11 +244,6 @@ def _explain(result: VerificationResult) -> str:
     )
 
 
-def as_json(results: Results) -> dict[str, Any]:
-    """Return the numbers as plain values, per set."""
-    return {name: result.as_json() for name, result in results.items()}
-
-
 def _rate_rows(results: Results) -> list[tuple[str, str, str]]:
     """Return (set, figure, value in %) for each figure of the sets that are no sets of pairs."""
     others = {name: result for name, result in results.items() if not isinstance(result, VerificationResult)}

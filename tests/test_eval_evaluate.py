@@ -19,7 +19,7 @@ from eval.__main__ import main
 from eval.embed import EmbedSettings, class_means, embed_images
 from eval.monitor import evaluate, load_pair_sets, selection_score
 from eval.pair_sets.bin_file import PairSet, write_bin
-from eval.report import as_json, draw_overview, format_table, write_report
+from eval.report import draw_overview, format_table, write_report
 from eval.verification import fuse_views, roc_curve, verify
 from utils.distributed import World
 from utils.image import normalise
@@ -136,7 +136,7 @@ def test_identical_images_score_perfectly_and_every_report_holds_the_numbers(tmp
         "twins" in table and "cosine threshold" in table and "100.00 +- 0.00" in table and "n/a" in table
     )  # 10 impostor pairs cannot carry FAR 1e-3
     assert format_table(results, markdown=True).splitlines()[1].count("---") == 9
-    assert json.loads(json.dumps(as_json(results)))["twins"]["num_genuine"] == 10
+    assert json.loads(json.dumps(results["twins"].as_json()))["num_genuine"] == 10
     (tmp_path / "figure.png").write_bytes(draw_overview(results, "twins"))
     figure = cv2.imread(str(tmp_path / "figure.png"))
     assert figure is not None and len(np.unique(figure.reshape(-1, 3), axis=0)) > 50

@@ -21,7 +21,6 @@ from saving import save_now
 from backbones import build_backbone
 from deploy.card.card import FIELDS, _multiply_adds
 from eval.foreign_networks import InputContract
-from eval.report import as_json
 from eval.verification import verify
 from scripts.deploy import card
 from utils.checkpoint.tensor_file import write_tensors
@@ -66,7 +65,7 @@ def results() -> dict[str, Any]:
     second = np.where(same[:, None], first, rng.normal(size=(200, 8))) + 0.6 * rng.normal(size=(200, 8))
     rows = [part / np.linalg.norm(part, axis=1, keepdims=True) for part in (first, second)]
     result = verify(*rows, same, xnorm=7.0)
-    found = as_json({"lfw": result})
+    found = {"lfw": result.as_json()}
     found["lfw"]["intervals_95"] = result.intervals()
     return json.loads(json.dumps(found))
 

@@ -8,7 +8,6 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 
-from eval.report import as_json
 from eval.verification import fuse_views, verify
 from scripts.eval import compare_runs
 
@@ -20,7 +19,7 @@ def _run(folder: Path, noise: float, steps: int) -> Path:
     first = fuse_views(rng.normal(size=(200, 8)), np.zeros((200, 8)))
     second = fuse_views(np.where(same[:, None], first, rng.normal(size=(200, 8))), noise * rng.normal(size=(200, 8)))
     result = verify(first, second, same, xnorm=7.0)
-    results = as_json({"lfw": result})
+    results = {"lfw": result.as_json()}
     results["lfw"]["intervals_95"] = result.intervals()
     (folder / "results.json").write_text(json.dumps(results))
     tree = {"run": {"name": folder.name, "output": "o"}, "optimizer": {"lr": noise, "momentum": 0.9}}

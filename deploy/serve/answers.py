@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from eval.monitor import load_pair_sets
-from eval.report import as_json
 from eval.verification import row_norms, verify
 from utils.cli import progress
 from utils.files import shown
@@ -312,4 +311,4 @@ def score(path: Path, embedder: Embedder) -> SetResult:
     norms = row_norms(sums)
     unit = sums / np.where(norms == 0, 1, norms)[:, None]
     result = verify(unit[pair_set.first], unit[pair_set.second], pair_set.same, xnorm=float(norms.mean()))
-    return parse_results(as_json({pair_set.name: result}))[pair_set.name]
+    return parse_results({pair_set.name: result.as_json()})[pair_set.name]
