@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from data.base import FaceDataset
 from data.datasets import SyntheticDataset
 from data.scan import open_set_of
 from eval.embed import EmbedSettings, inference_mode
-from eval.foreign_networks import InputContract, open_foreign
+from eval.foreign_networks import InputContract
 from eval.monitor import evaluate
 from eval.pair_sets.bin_file import PairSet
 from utils.cli import progress
@@ -127,7 +128,7 @@ def to_int8(model: Any, batches: Iterator[Mapping[str, np.ndarray]], folder: Pat
         quantization.quantize_static(
             model,
             path,
-            _Reader(batches),
+            SimpleNamespace(get_next=lambda: next(batches, None)),  # one batch after the other, None at the end
             quant_format=quantization.QuantFormat.QDQ,
             op_types_to_quantize=list(_LAYERS),
             per_channel=True,
@@ -143,17 +144,6 @@ def to_int8(model: Any, batches: Iterator[Mapping[str, np.ndarray]], folder: Pat
     finally:
         logging.disable(before[0])
         tempfile.tempdir = before[1]
-
-
-class _Reader:
-    """Gives onnxruntime one batch after the other."""
-
-    def __init__(self, batches: Iterator[Mapping[str, np.ndarray]]) -> None:
-        self._batches = batches
-
-    def get_next(self) -> Mapping[str, np.ndarray] | None:
-        """Return the next batch, None at the end."""
-        return next(self._batches, None)
 
 
 def check_insightface(contract: InputContract) -> None:
@@ -329,11 +319,6 @@ def accuracies(
     alone = World(0, 1, 0, 1, torch.device("cpu"))
     for name, result in evaluate(model, sets, alone, EmbedSettings(batch_size, None, threads, image_size), shows_progress=True):
         yield name, result.accuracy
-
-
-def opened_for_evaluation(path: Path, threads: int) -> nn.Module:
-    """Return an exported file of our own as python -m eval opens it."""
-    return open_foreign(path, threads, trust_code=path.suffix == ".pt2")
 
 
 class Timing(NamedTuple):

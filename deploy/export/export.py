@@ -21,7 +21,7 @@ import torch
 from backbones import build_backbone
 from data.base import FaceDataset
 from eval.embed import inference_mode
-from eval.foreign_networks import InputContract, check_outside_data
+from eval.foreign_networks import InputContract, check_outside_data, open_foreign
 from eval.monitor import load_pair_sets
 from eval.networks import Network, load_network
 from eval.pair_sets.bin_file import PairSet
@@ -45,7 +45,6 @@ from .checks import (
     images_to_compare,
     measure,
     open_file,
-    opened_for_evaluation,
     to_fp16,
     to_int8,
 )
@@ -210,7 +209,7 @@ class Exporter:
         settings = (source.sets, source.network.image_size, options.batch_size, options.threads)
         models: dict[str, Callable[[], torch.nn.Module]] = {"fp32": lambda: source.network.model}
         for precision in [precision for precision in made if precision != "fp32"]:
-            models[precision] = functools.partial(opened_for_evaluation, made[precision].files[0], options.threads)
+            models[precision] = functools.partial(open_foreign, made[precision].files[0], options.threads, trust_code=False)
         for precision, model in models.items() if source.sets else ():
             self.accuracies[precision] = {}
             for name, accuracy in accuracies(model(), *settings):
