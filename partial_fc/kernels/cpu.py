@@ -1,8 +1,8 @@
 """Builds cpu.c and negatives.c with the system's C compiler at first use, and calls it on tensors.
 
 The library is stored in the user's cache folder under a hash of sources, compiler and processor, so later runs start at once.
-Without a compiler (or outside Linux, or if the build fails), `load` returns None, `why_missing` says why, and the plain torch
-code of plain.py does the same work in more sweeps over memory. The library is not linked to an OpenMP runtime. It uses the one
+Without a compiler (or outside Linux, or if the build fails), `load` returns None and why, and the plain torch code of plain.py
+does the same work in more sweeps over memory. The library is not linked to an OpenMP runtime. It uses the one
 that torch has loaded, so both share their threads.
 """
 
@@ -49,18 +49,9 @@ _ARGUMENTS = {
 }
 
 
-def load() -> ctypes.CDLL | None:
-    """Return the library, and build it if necessary; None if it cannot be built."""
-    return _load()[0]
-
-
-def why_missing() -> str:
-    """Return why `load` returns None, "" if it does not."""
-    return _load()[1]
-
-
 @functools.cache
-def _load() -> tuple[ctypes.CDLL | None, str]:
+def load() -> tuple[ctypes.CDLL | None, str]:
+    """Return the library, which is built if necessary, and ""; or None and why it cannot be built."""
     if sys.platform != "linux":
         return None, f"they are built on Linux only, this is {sys.platform}"
     try:
@@ -97,7 +88,7 @@ def _last_line(error: Exception) -> str:
 
 def why_unsuited(dim: int) -> str:
     """Return why the library cannot be used for rows of this length, "" if it can."""
-    return f"rows of {dim} numbers are longer than {_LARGEST_DIM}" if dim > _LARGEST_DIM else why_missing()
+    return f"rows of {dim} numbers are longer than {_LARGEST_DIM}" if dim > _LARGEST_DIM else load()[1]
 
 
 class CKernels(PlainKernels):
@@ -168,7 +159,7 @@ class CKernels(PlainKernels):
 
 
 def _library() -> ctypes.CDLL:
-    library = load()
+    library, _ = load()
     assert library is not None, "call only where why_unsuited() is empty"
     return library
 
