@@ -62,6 +62,18 @@ class Network(NamedTuple):
         """Name and state in one line."""
         return f"{self.name} ({self.state})" if self.state else self.name
 
+    @property
+    def own(self) -> nn.Module:
+        """The network itself, without the conversion of its input."""
+        return self.model.model if isinstance(self.model, OtherInput) else self.model
+
+    @property
+    def identity(self) -> str:
+        """What tells one network from another: the hash of its weights, or of its file, and the input that it was made for."""
+        other, own = self.model, self.own
+        words = f" bgr={other.bgr} mean={other.mean} std={other.std}" if isinstance(other, OtherInput) else ""
+        return (own.hash if isinstance(own, ForeignNetwork) else digest_tensors(own.state_dict())) + words
+
 
 def add_network_arguments(parser: argparse.ArgumentParser, newest: bool = False, positional: bool = True) -> None:
     """Add the arguments that `load_network` reads, and those of the forward pass; see `add_choice_of_network`."""
@@ -166,9 +178,8 @@ def _require_same_files(network: "Network", protocols: Sequence[Protocol[Result]
     """Compare the network and the sets over all processes; SharedError names each that differs."""
     if world.world_size == 1:
         return
-    model = network.model.model if isinstance(network.model, OtherInput) else network.model
     with raise_on_all_ranks(world):
-        found = {"hash of the network": model.hash if isinstance(model, ForeignNetwork) else digest_tensors(model.state_dict())}
+        found = {"hash of the network": network.identity}
         for protocol in protocols:
             found |= protocol.fingerprint()
     require_equal(found, world, "the network and the sets must be the same files for all processes; copy them again")

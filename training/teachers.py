@@ -26,14 +26,12 @@ from backbones import build_backbone
 from data.augment import prepare
 from data.base import FaceDataset
 from eval.embedding_table import read_table
-from eval.foreign_networks import ForeignNetwork
-from eval.networks import Network, OtherInput, add_choice_of_network, load_network
+from eval.networks import Network, add_choice_of_network, load_network
 from partial_fc import PartialFC
 from partial_fc.collectives import Collectives
 from partial_fc.init import CentreSource, open_centres
 from partial_fc.kernels.plain import auto_chunk
 from utils.cli import Parser
-from utils.distributed.agreement import digest_tensors
 from utils.memory import BackboneMemory
 from utils.text import prefix_errors
 
@@ -205,7 +203,7 @@ def open_teacher(config: EasyDict, dataset: FaceDataset) -> Teacher | None:
         centres = _centres(network, given) if section.logits else None
     # the input and output of a layer, and what goes around it
     memory, kind = 3 * largest[0], (mse, network.title, centres, section.temperature)
-    return Teacher(model, network.image_size, given, _identity(model), memory, losses, *kind)
+    return Teacher(model, network.image_size, given, network.identity, memory, losses, *kind)
 
 
 def _open_table(section: EasyDict, dataset: FaceDataset, dim: int, losses: dict[str, float]) -> Teacher:
@@ -249,14 +247,6 @@ def read_network(path: str, options: str, threads: int) -> Network:
     given = parser.parse_args([*shlex.split(options), "--", path])
     given.threads = threads or torch.get_num_threads()
     return load_network(given, build_backbone)
-
-
-def _identity(model: nn.Module) -> str:
-    """Return what tells one teacher from another."""
-    other = ""
-    if isinstance(model, OtherInput):
-        other, model = f" bgr={model.bgr} mean={model.mean} std={model.std}", model.model
-    return (model.hash if isinstance(model, ForeignNetwork) else digest_tensors(model.state_dict())) + other
 
 
 def centre_bytes(teacher: Teacher, config: EasyDict, task: Any, count: int, device: torch.device) -> int:

@@ -211,7 +211,7 @@ def find_results(options: argparse.Namespace) -> tuple[dict[str, SetResult], Pat
 
 def _network_facts(subject: Subject, options: argparse.Namespace) -> Facts:
     network = subject.network
-    model = _without_input(network)
+    model = network.own
     if isinstance(model, ForeignNetwork):
         facts = [("file", subject.name), ("hash of the file", model.hash)]
         if model.contract is not None:  # of a file that scripts.deploy.export wrote
@@ -227,11 +227,6 @@ def _network_facts(subject: Subject, options: argparse.Namespace) -> Facts:
     facts.append(("parameters", f"{sum(parameter.numel() for parameter in model.parameters()):,}"))
     facts.append(("multiply-adds for one image", f"{_multiply_adds(model, network.image_size) / 1e9:.3g} billion"))
     return facts
-
-
-def _without_input(network: Network) -> nn.Module:
-    """Return the network itself, without the conversion of its input."""
-    return network.model.model if isinstance(network.model, OtherInput) else network.model
 
 
 def _multiply_adds(model: nn.Module, image_size: int) -> int:
@@ -253,7 +248,7 @@ def _add_training(document: Document, subject: Subject) -> None:
 def _add_contract(document: Document, subject: Subject, options: argparse.Namespace) -> None:
     """Add what the network takes and what it returns."""
     network, size = subject.network, subject.network.image_size
-    model = _without_input(network)
+    model = network.own
     document.section("Input and output")
     contract = model.contract if isinstance(model, ForeignNetwork) else None
     if contract is not None:

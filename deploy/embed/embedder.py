@@ -9,17 +9,14 @@ import argparse
 import sys
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from backbones import build_backbone
 from eval.embed import EmbedSettings, embed_images
-from eval.foreign_networks import ForeignNetwork
-from eval.networks import Network, OtherInput, load_network
+from eval.networks import Network, load_network
 from utils.distributed import World, choose_device
-from utils.distributed.agreement import digest_tensors
 from utils.precision import AUTOCAST, choose_precision, is_fast_in_bf16, slow_precision
 
 _CPU_BATCH = 2  # crops; an r50 takes as long for each of 8 (0.34 s of a core), and a single crop costs two
@@ -42,7 +39,7 @@ class Embedder:
     def __init__(self, network: Network, device: torch.device, batch_size: int, autocast: torch.dtype | None) -> None:
         self.title, self.image_size, self.config = network.title, network.image_size, network.config
         self.public_title = network._replace(name=Path(network.run or network.name).absolute().name).title
-        self.digest, self.device = _digest(network), device
+        self.digest, self.device = network.identity, device
         self._model = network.model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._world, self._autocast = World(0, 1, 0, 1, device), autocast
         self._batch, self.step = _CPU_BATCH, min(batch_size, _CPU_STEP)
@@ -72,13 +69,6 @@ class Embedder:
 
         settings = EmbedSettings(self._batch, self._autocast, threads=1, image_size=self.image_size)
         return embed_images(self._model, decode, padded, self._world, settings, summed=True)[0, : len(crops)]
-
-
-def _digest(network: Network) -> str:
-    model: Any = network.model
-    other = f" bgr={model.bgr} mean={model.mean} std={model.std}" if isinstance(model, OtherInput) else ""
-    model = model.model if isinstance(model, OtherInput) else model
-    return (model.hash if isinstance(model, ForeignNetwork) else digest_tensors(model.state_dict())) + other
 
 
 def open_embedder(options: argparse.Namespace, local_rank: int = 0) -> Embedder:
