@@ -8,13 +8,15 @@ Example: python -m scripts.arcface_torch.import_config arcface_torch/configs/ms1
 """
 
 import argparse
-import json
+import math
 import re
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+import yaml
 
 from backbones import list_backbones
 from configs import load_config
@@ -32,29 +34,6 @@ _DROPPED = {
     "dali_aug": "no DALI; the section augment has augmentations",
     "num_workers": "threads decode here: data.threads",
     "dataset": "names a set; data.path does",
-}
-# key here: key there that its value was made of, for those that configs/ may refuse
-_MADE_OF = {
-    "backbone.embedding_size": "embedding_size",
-    "data.num_classes": "num_classes",
-    "data.num_images": "num_image",
-    "data.path": "rec",
-    "eval.every": "verbose",
-    "eval.targets": "val_targets",
-    "head.interclass_filtering_threshold": "interclass_filtering_threshold",
-    "log.every": "frequent",
-    "loss.": "margin_list",
-    "optimizer.lr": "lr",
-    "optimizer.name": "optimizer",
-    "optimizer.weight_decay": "weight_decay",
-    "run.name": "output",
-    "run.output": "output",
-    "run.seed": "seed",
-    "schedule.milestones": "decay_epoch",
-    "schedule.warmup_epochs": "warmup_epoch",
-    "train.accumulation": "gradient_acc",
-    "train.batch_size": "batch_size",
-    "train.epochs": "num_epoch",
 }
 _SECRET = re.compile(r"key|token|secret|password", re.I)
 _OLD_MARGINS = {"arcface": [1.0, 0.5, 0.0], "cosface": [1.0, 0.0, 0.4]}  # the key `loss` of 2021
@@ -94,7 +73,7 @@ def convert(options: argparse.Namespace) -> None:
             load_config(trial, (), NAMED)
         except ValueError as error:
             said = str(error).replace(f"{trial}: ", "").replace(str(trial), name)
-            raise ValueError(f"{_place_of(said, given) or options.file}: cannot be converted: {said}") from None
+            raise ValueError(f"{translation.place_of(said) or options.file}: cannot be converted: {said}") from None
     if options.out is None:
         print(text, end="")
     else:
@@ -103,12 +82,6 @@ def convert(options: argparse.Namespace) -> None:
         print(f"{options.out}: written; start with {translation.command(str(options.out))}")
     for line in [*lost, *filter(None, [translation.advice])]:
         print(f"note: {line}", file=sys.stderr)
-
-
-def _place_of(said: str, given: dict[str, Given]) -> str:
-    """Return line and key there of what an error says of a key here, "" where it names none."""
-    named = [(said.find(ours), theirs) for ours, theirs in _MADE_OF.items() if ours in said and theirs in given]
-    return f"{given[min(named)[1]].place}: config.{min(named)[1]}" if named else ""
 
 
 class Translation:
@@ -120,6 +93,8 @@ class Translation:
 
     def __init__(self, given: dict[str, Given], gpus: int, power: float) -> None:
         self._given, self._used, self.gpus = given, set[str](), gpus
+        self._made_of: dict[str, str] = {}  # key here: key there that its value was made of
+        self._last = ""  # key there that was read last
         self._sections: dict[str, list[tuple[str, Any, str]]] = {
             name: [] for name in ("run", "data", "backbone", "loss", "head", "optimizer", "schedule", "train", "eval", "log")
         }
@@ -130,6 +105,7 @@ class Translation:
     def _get(self, key: str, kinds: tuple[type, ...], what: str) -> Any:
         """Return the value of a required key, of one of these types."""
         self._used.add(key)
+        self._last = key
         entry = self._given.get(key)
         if entry is None:
             raise ValueError(f"config.{key} is not set; it must be {what}")
@@ -146,8 +122,10 @@ class Translation:
             raise ValueError(f"{self._given[key].place}: config.{key} must be a whole number of at least {low}, got {value}")
         return int(value)
 
-    def _put(self, name: str, value: Any, comment: str = "") -> None:
+    def _put(self, name: str, value: Any, comment: str = "", of: str = "") -> None:
+        """Set a key here, which is made of the key `of` there, by default of that which was read last."""
         section, key = name.split(".")
+        self._made_of[name] = of or self._last
         self._sections[section].append((key, value, comment))
 
     def _model(self) -> None:
@@ -161,12 +139,13 @@ class Translation:
             self._put(f"backbone.{key}", value, "whatever the name says: there a mask is always a tenth" if tenth else "")
         self._put("backbone.embedding_size", self._count("embedding_size", 1))
         self._margin()
-        rate, threshold = self._number("sample_rate"), self._number("interclass_filtering_threshold")
+        rate = self._number("sample_rate")
         if rate <= 0:
             self._put("head.sample_rate", 1e-9, "0 there: the classes of the batch alone; to the same effect")
         else:
             comment = "there centres that were not sampled decay and move on too: head.inactive_rows=decay" if rate < 1 else ""
             self._put("head.sample_rate", min(rate, 1.0), comment)
+        threshold = self._number("interclass_filtering_threshold")
         comment = "such negatives are left out; there their logit becomes 0" if threshold else ""
         self._put("head.interclass_filtering_threshold", max(threshold, 0.0), comment)
 
@@ -218,9 +197,11 @@ class Translation:
         steps = f", in optimizer steps, {accumulation} micro-batches each" if accumulation > 1 else ""
         product = f"{per_gpu} x {self.gpus} GPUs" + (f" x {accumulation} micro-batches" if accumulation > 1 else "")
         self._put("train.epochs", self._number("num_epoch"))
-        self._put("train.batch_size", per_gpu * self.gpus * accumulation, f"{product}: images a step, whatever the GPUs")
+        self._put(
+            "train.batch_size", per_gpu * self.gpus * accumulation, f"{product}: images a step, whatever the GPUs", "batch_size"
+        )
         self.advice = self._as_summed(accumulation) if accumulation > 1 else ""
-        self._put("train.accumulation", accumulation, self.advice)
+        self._put("train.accumulation", accumulation, self.advice, "gradient_acc")
         fp16 = self._get("fp16", (bool,), "True or False")
         self._put("train.precision", "fp16" if fp16 else "fp32", "bf16 needs no loss scale, on newer GPUs" if fp16 else "")
         name = self._get("optimizer", (str,), "sgd or adamw")
@@ -235,7 +216,7 @@ class Translation:
         if "decay_epoch" in self._given:
             self._steps()
         else:
-            self._put("schedule.power", power, "2 in the published runs; the last arcface_torch has 1")
+            self._put("schedule.power", power, "2 in the published runs; the last arcface_torch has 1", "--power")
         verbose = self._count("verbose")
         self._put("eval.every", max(min(verbose, 1), verbose // accumulation), f"and after the last step{steps}")
         self._put("log.every", max(1, self._count("frequent", 1) // accumulation), steps.lstrip(", "))
@@ -243,9 +224,9 @@ class Translation:
         self._used.add("output")
         output = self._given["output"].value
         if isinstance(output, str) and PurePosixPath(output).name:
-            self._put("run.name", PurePosixPath(output).name)
+            self._put("run.name", PurePosixPath(output).name, of="output")
             if str(PurePosixPath(output).parent) != ".":
-                self._put("run.output", str(PurePosixPath(output).parent))
+                self._put("run.output", str(PurePosixPath(output).parent), of="output")
 
     def _as_summed(self, parts: int) -> str:
         """Return what gives a mean over micro-batches the update that their sum, `parts` times as large, has there."""
@@ -255,15 +236,20 @@ class Translation:
 
     def _steps(self) -> None:
         """Translate the schedule of 2021: a tenth of the rate after each of these epochs."""
+        last = self._number("num_epoch")
         epochs = self._get("decay_epoch", (list, tuple), "a list of epochs")
         if not all(isinstance(epoch, (int, float)) and not isinstance(epoch, bool) for epoch in epochs):
             raise ValueError(f"{self._given['decay_epoch'].place}: config.decay_epoch must be epochs, got {epochs!a}")
-        last = self._number("num_epoch")
         reached = [float(epoch) for epoch in epochs if epoch < last]
         self._put("schedule.kind", "step" if reached else "constant", "" if reached else "config.decay_epoch is never reached")
         if reached:
             self._put("schedule.milestones", reached)
             self._put("schedule.factor", 0.1)
+
+    def place_of(self, said: str) -> str:
+        """Return line and key there of what an error says of a key here, "" where it names none."""
+        named = [(said.find(ours), theirs) for ours, theirs in self._made_of.items() if ours in said and theirs in self._given]
+        return f"{self._given[min(named)[1]].place}: config.{min(named)[1]}" if named else ""
 
     def lost(self) -> list[str]:
         """Return a line about each key that was set and has no counterpart."""
@@ -294,16 +280,8 @@ class Translation:
 
 
 def _yaml(value: Any) -> str:
-    """Return a value as YAML, with a string in quotes if YAML could read it as something other than text."""
-    if isinstance(value, list):
-        return f"[{', '.join(_yaml(item) for item in value)}]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        other = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
-        plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value) and value.lower() not in other
-        return value if plain else json.dumps(value, ensure_ascii=False)
-    return repr(value)
+    """Return a value as YAML, in one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
 
 
 if __name__ == "__main__":
