@@ -50,13 +50,11 @@ class Batcher:
     Args:
         embed: crops (n, S, S, 3) uint8 -> (n, D).
         limit: of crops in one call.
-        observe: is told the number of crops of each call.
     """
 
-    def __init__(
-        self, embed: Callable[[np.ndarray], np.ndarray], limit: int, observe: Callable[[float], object] = lambda count: None
-    ) -> None:
-        self._embed, self._limit, self.observe = embed, limit, observe
+    def __init__(self, embed: Callable[[np.ndarray], np.ndarray], limit: int) -> None:
+        self._embed, self._limit = embed, limit
+        self.observe: Callable[[float], object] = lambda count: None  # is told the number of crops of each call
         self._waiting: deque[tuple[np.ndarray, Future]] = deque()
         self._thread = ThreadPoolExecutor(1, "embed")  # one, because each thread that computes has helpers of its own
 
