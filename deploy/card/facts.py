@@ -76,15 +76,11 @@ def data_facts(config: Config, signature: Mapping[str, Any]) -> Facts:
     return _present(found)
 
 
-def _loss_words(loss: Mapping[str, Any]) -> str:
-    return _named(loss, "name", [key for key in loss if key not in _NOT_OF_THE_LOSS])
-
-
 def _head_facts(name: str, loss: Mapping[str, Any], head: Mapping[str, Any]) -> Facts:
     """Return the facts of a loss and its head, with ` of TASK` after their titles."""
     sampled = ("sampling", "neighbours") if head.get("sampling") == "neighbours" else ()
     return [
-        (f"loss{name}", _loss_words(loss)),
+        (f"loss{name}", _named(loss, "name", [key for key in loss if key not in _NOT_OF_THE_LOSS])),
         *((f"{key.replace('_', ' ')}{name}", _unless_off(loss.get(key))) for key in _NOT_OF_THE_LOSS[1:]),
         (f"head{name}", _pairs(head, ("sample_rate", "stages", "sub_centers", "storage", *sampled))),
     ]
@@ -99,12 +95,12 @@ def recipe_facts(config: Config, step: int, signature: Mapping[str, Any]) -> Fac
     epochs = f", {step * batch / images:.2f} epochs" if type(images) is int and images and type(batch) is int else ""
     flips = ["mirrored with probability 1/2"] if all(part.get("flip") is True for part in _data_of(config)) else []
     start = config.get("init", {}).get("backbone")
-    kind = schedule.get("kind")
+    of_schedule = _OF_SCHEDULE.get(str(schedule.get("kind")), ())
     return _present(
         [
             *(fact for name, loss, head in parts for fact in _head_facts(name, loss, head)),
             ("optimizer", _optimizer_words(optimizer)),
-            ("schedule", _named(schedule, "kind", [*_keys_of(_OF_SCHEDULE, kind), "warmup_epochs", "warmup_steps"])),
+            ("schedule", _named(schedule, "kind", [*of_schedule, "warmup_epochs", "warmup_steps"])),
             ("batch", f"{batch:,} images" if type(batch) is int else ""),
             ("length", f"{step:,} optimizer steps{epochs}"),
             ("precision", words(train["precision"]) if train.get("precision") else ""),
@@ -141,10 +137,6 @@ def _augment_words(section: Mapping[str, Any]) -> str:
     operations = [key for key in section if not any(key.startswith(f"{other}_") for other in section)]
     used = [key for key in operations if section[key] not in _OFF]
     return _pairs(section, [key for key in section if any(key == one or key.startswith(f"{one}_") for one in used)])
-
-
-def _keys_of(table: Mapping[str, tuple[str, ...]], name: Any) -> tuple[str, ...]:
-    return table.get(name, ()) if isinstance(name, str) else ()
 
 
 def _named(section: Mapping[str, Any], key: str, keys: list[str]) -> str:
