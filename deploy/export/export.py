@@ -315,7 +315,7 @@ def export(options: argparse.Namespace) -> None:
             before.unlink(missing_ok=True)
         flush((hub or options.out).absolute().parent)
     if options.json:
-        _write_json(options.json, {"file": str(options.out), **facts})
+        write_file(options.json, f"{json.dumps({'file': str(options.out), **facts}, indent=1)}\n")
     _report(options, facts)
 
 
@@ -395,13 +395,6 @@ def _verification_sets(options: argparse.Namespace, network: Network) -> list[Pa
     elif options.max_loss is not None:
         raise ValueError(f"--max-loss needs verification sets, and {network.name} names none; name them with --targets SET ...")
     return []
-
-
-def _write_json(path: Path, facts: dict[str, Any]) -> None:
-    try:
-        write_file(path, f"{json.dumps(facts, indent=1)}\n".encode())
-    except OSError as error:
-        raise ValueError(f"--json: {path}: cannot be written: {error.strerror}") from None
 
 
 def _report(options: argparse.Namespace, facts: dict[str, Any]) -> None:
