@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -167,21 +168,15 @@ class _Stopwatch:
         self._turn()
         self._open.pop()
 
-    @contextlib.contextmanager
-    def timed(self, part: str, owner: Any, name: str) -> Iterator[None]:
-        """Count the calls of owner.name to a part, until the context ends."""
-        function, had_own = getattr(owner, name), name in vars(owner)
+    def timed(self, part: str, owner: Any, name: str) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which the calls of owner.name count to a part."""
+        function = getattr(owner, name)
 
         def counted(*arguments: Any, **named: Any) -> Any:
             with self.part(part):
                 return function(*arguments, **named)
 
-        setattr(owner, name, counted)
-        yield
-        if had_own:
-            setattr(owner, name, function)
-        else:
-            delattr(owner, name)
+        return mock.patch.object(owner, name, counted)
 
 
 _DIM = 512
