@@ -32,6 +32,7 @@ from partial_fc.collectives import Collectives
 from partial_fc.init import CentreSource, open_centres
 from partial_fc.kernels.plain import auto_chunk
 from utils.cli import Parser
+from utils.distributed.agreement import digest_tensors
 from utils.memory import BackboneMemory
 from utils.text import prefix_errors
 
