@@ -12,6 +12,7 @@ import pytest
 import torch
 from dense_reference import all_centres
 from head_losses import SEED, B, C, D, make_batch
+from saving import save_now
 from tiny_runs import final_weights, run_train, small_run
 from torch import Tensor
 
@@ -23,7 +24,8 @@ from partial_fc.centres.placement import Memory
 from partial_fc.centres.store import FORMATS
 from utils.allocator import out_of_memory
 from utils.checkpoint.format import list_checkpoints
-from utils.checkpoint.tensor_file import read_tensors, write_tensors
+from utils.checkpoint.reading import shard_reader
+from utils.distributed import World
 
 OPTIMIZERS = RowSGD(), RowAdamW(), RowSGD(nesterov=True)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -136,25 +138,25 @@ def test_the_file_has_no_name_and_is_gone_with_the_head(tmp_path: Path):
 
 
 @pytest.mark.parametrize("placement", ["disk", "device"])
-def test_a_head_four_times_larger_than_the_memory_limit_trains_and_saves_on_two_ranks(
+def test_a_head_four_times_larger_than_the_memory_limit_trains_and_resumes_on_two_ranks(
     run_ranks: Callable[..., None], tmp_path: Path, placement: str
 ):
     run_ranks(_train_with_little_memory, 2, tmp_path, placement)
 
 
 def _train_with_little_memory(rank: int, world_size: int, folder: Path, placement: str) -> None:
-    """Train with 64 MiB more than the process has before there is a head.
+    """Train and resume with 96 MiB more than the process has before there is a head.
 
     RLIMIT_DATA (ulimit -d) counts private memory. Pages of a shared file, which the kernel can take back at any time, are not
     counted. RLIMIT_AS counts every address, and RLIMIT_RSS does nothing on Linux.
     """
-    libc, limit, dim = ctypes.CDLL(None), 64 << 20, 256
+    libc, limit, dim = ctypes.CDLL(None), 96 << 20, 256
     libc.mallopt(_TOP_PAD, 1 << 20)
     lines = Path("/proc/self/status").read_text().splitlines()
     data = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData"))
     resource.setrlimit(resource.RLIMIT_DATA, (data + limit, resource.RLIM_INFINITY))
     classes = 4 * limit // (3 * 4 * dim)  # centre and two moments
-    config = HeadConfig(0.1, RowAdamW(), placement=placement, chunk=1024, cache_mb=0)
+    config = HeadConfig(0.1, RowAdamW(), placement=placement, chunk=512, cache_mb=0)
     arguments = build_margin("arcface"), classes, dim, rank, world_size, SEED, config
     try:
         head = PartialFC(*arguments, folder=folder)
@@ -162,14 +164,27 @@ def _train_with_little_memory(rank: int, world_size: int, folder: Path, placemen
         assert placement == "device" and out_of_memory(error)
         return
     assert placement == "disk"
-    for step in range(3):
-        head.begin_step(torch.randint(classes, (1, B)), step)
-        head(torch.randn(B, dim))
+    batches = [(torch.randint(classes, (1, B)), torch.randn(B, dim)) for _ in range(4)]
+    _few_steps(head, batches, range(3))
+    rows, slots = head.shard_state(), (head.first_slot, head.end_slot)
+    assert sum(each.nbytes for each in rows.values()) > 2 * limit - 3 * 4 * dim
+    alone = World(0, 1, 0, 1, torch.device("cpu"))
+    path = save_now(folder / f"{rank}", 3, {"w": torch.zeros(1)}, rows, slots, {"a": 1}, {}, alone)
+    _few_steps(head, batches, range(3, 4))
+    expected = head.shard_state()
+    del head
+    again = PartialFC(*arguments, folder=folder)
+    again.load_rows(shard_reader(path))
+    _few_steps(again, batches, range(3, 4))
+    _assert_equal(again.shard_state(), expected)
+
+
+def _few_steps(head: PartialFC, batches: list[tuple[Tensor, Tensor]], steps: range) -> None:
+    for step in steps:
+        labels, embeddings = batches[step]
+        head.begin_step(labels, step)
+        head(embeddings)
         head.step(0.05)
-    rows, path = head.shard_state(), folder / f"{rank}.safetensors"
-    assert write_tensors(path, rows)["size"] > 2 * limit - 3 * 4 * dim
-    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
-    assert all(torch.equal(saved, rows[name]) for name, saved in read_tensors(path).items())
 
 
 def test_a_disk_without_room_is_an_error_of_one_line_before_training(

@@ -329,7 +329,7 @@ def test_files_of_another_kind_are_one_line_that_names_the_key(
         ("backbone", tmp_path / "numbered.pth", "but 1 is of type Tensor"),
         ("head", tmp_path / "sparse.pt", "its tensor is no plain one with memory for all its numbers"),
         ("head", tmp_path / "expanded.pt", "its tensor is no plain one with memory for all its numbers"),
-        ("head", tmp_path / "float8.safetensors", "its dtype is F8_E4M3, must be one of F64, F32"),
+        ("head", tmp_path / "float8.safetensors", "weight has the dtype F8_E4M3, must be one of F64, F32"),
         ("head", newest / "backbone.safetensors", "has no tensor 'weight', it has bn1.bias, "),
         ("head", tmp_path / "no_identity", "has no num_classes and seed"),
         ("head", tmp_path / "no_shards", "do not hold each of the 12 class centres once"),

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from utils.optim import is_finite
 from utils.text import prefix_errors
 
 from .format import BACKBONE, SOFTMAX, TRAINER, find_checkpoint, read_manifest, slots_by_head
-from .tensor_file import HASH, file_hash, load_plain, read_tensors
+from .tensor_file import HASH, file_hash, load_plain, read_part, read_tensors, tensor_places
 
 ReadRows = Callable[[int, int], dict[str, Tensor]]  # (first slot, last slot) -> rows of each tensor by name
 
@@ -147,17 +146,15 @@ def _read_rows(checkpoint: Path, name: str, slots: tuple[int, int], first: int, 
     low, high = slots
     found = {}
     try:
-        with safe_open(checkpoint / name, framework="pt") as file:
-            for key in [only] if only else file.keys():
-                rows = file.get_slice(key)
-                shape = rows.get_shape()
-                if shape[:1] != [high - low]:
-                    raise ValueError(
-                        f"checkpoint {checkpoint}: {name} is damaged: its {key} must have {high - low} rows, "
-                        f"got the shape {tuple(shape)}"
-                    )
-                found[key] = rows[first - low : last - low]
-    except (OSError, SafetensorError) as error:
+        places = tensor_places(checkpoint / name)
+        for key in [only] if only else sorted(places):
+            shape = places[key].shape if key in places else ()
+            if shape[:1] != (high - low,):
+                raise ValueError(
+                    f"checkpoint {checkpoint}: {name} is damaged: its {key} must have {high - low} rows, got the shape {shape}"
+                )
+            found[key] = read_part(checkpoint / name, places[key], first - low, last - low)
+    except OSError as error:
         raise ValueError(f"checkpoint {checkpoint}: {name} cannot be read: {error}") from None
     return found
 

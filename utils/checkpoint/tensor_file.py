@@ -6,6 +6,7 @@ the header, little endian; the header, JSON {name: {dtype, shape, data_offsets}}
 then the numbers of all tensors without gaps (https://github.com/huggingface/safetensors#format).
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -231,8 +232,53 @@ def read_metadata(path: Path) -> dict[str, str]:
         return {}
 
 
+class Place(NamedTuple):
+    """Where a tensor lies in a .safetensors file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # byte of the file
+    size: int  # bytes
+
+
+def tensor_places(path: Path) -> dict[str, Place]:
+    """Return where the tensors of a .safetensors file lie, without mapping it.
+
+    The library's own map is private and writable, so that the kernel counts all of it as memory of the process (ulimit -d).
+
+    Raises:
+        ValueError: it is no such file, or has a dtype that no file of ours has.
+    """
+    try:
+        with safe_open(path, framework="pt", backend="pread"), path.open("rb") as file:  # the library checks the whole header
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as safetensors: {error}") from None
+    places = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype = next((key for key, value in _DTYPES.items() if value == entry["dtype"]), None)
+        if dtype is None:
+            raise ValueError(f"{path}: {name} has the dtype {entry['dtype']}, must be one of {', '.join(_DTYPES.values())}")
+        first, last = entry["data_offsets"]
+        places[name] = Place(dtype, tuple(entry["shape"]), 8 + length + first, last - first)
+    return places
+
+
+def read_part(path: Path, place: Place, first: int, last: int) -> Tensor:
+    """Return the rows [first, last) of a tensor of a file in memory of their own; OSError if the file has no such bytes."""
+    rows = torch.empty((last - first, *place.shape[1:]), dtype=place.dtype)
+    with path.open("rb") as file:
+        file.seek(place.start + first * (place.size // max(1, place.shape[0])))
+        if file.readinto(rows.view(torch.uint8).numpy().data) != rows.nbytes:
+            raise OSError(errno.EIO, "it ends too early")
+    return rows
+
+
 def mapped_tensor(path: Path, name: str) -> Tensor:
-    """Return a memory-mapped tensor of a .safetensors file, so that reading a few rows is cheap.
+    """Return a memory-mapped tensor of a .safetensors file, so that reading a few rows is cheap. Nothing may write into it.
 
     Args:
         name: the tensor's name; if the file has only one tensor, its name does not matter.
@@ -240,26 +286,18 @@ def mapped_tensor(path: Path, name: str) -> Tensor:
     Raises:
         ValueError: the tensor does not exist, or the file is not a .safetensors file.
     """
-    try:
-        with safe_open(path, framework="pt") as checked:  # the library checks the whole header
-            names = list(checked.keys())
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-    except (OSError, SafetensorError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as safetensors: {error}") from None
+    places = tensor_places(path)
+    names = sorted(places)
     if name not in names and len(names) != 1:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise ValueError(f"{path}: has no tensor {name!r}, it has {', '.join(names[:5])}{more}")
-    entry = header[name if name in names else names[0]]
-    dtype = next((key for key, value in _DTYPES.items() if value == entry["dtype"]), None)
-    if dtype is None:
-        raise ValueError(f"{path}: its dtype is {entry['dtype']}, must be one of {', '.join(_DTYPES.values())}")
-    first, last = entry["data_offsets"]
-    if first == last:
-        return torch.empty(entry["shape"], dtype=dtype)
-    data = np.memmap(path, np.uint8, "c", offset=8 + length + first, shape=(last - first,))  # "c": torch needs it writable
-    return torch.from_numpy(data).view(dtype).view(entry["shape"])
+    place = places[name if name in names else names[0]]
+    if not place.size:
+        return torch.empty(place.shape, dtype=place.dtype)
+    data = np.memmap(path, np.uint8, "r", offset=place.start, shape=(place.size,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is not writable
+        return torch.from_numpy(data).view(place.dtype).view(place.shape)
 
 
 def file_hash(path: Path, kind: str = HASH, progress: Callable[[int], object] = lambda count: None) -> str:
