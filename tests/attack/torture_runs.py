@@ -45,6 +45,7 @@ eval: {{targets: [tiny], every: {evaluate_every}, batch_size: 12}}
 SETTINGS = {
     "sampled": (),
     "adaface": ("loss.name=adaface",),
+    "disk": ("head.placement=disk", "head.storage=mini", "checkpoint.background=false"),
     "curricularface": ("loss.name=curricularface", "train.ema=0.9"),
     "adamw": ("optimizer.name=adamw", "optimizer.lr=0.002", "train.ema=0.9", "head.storage=lean"),
     "lamb": ("optimizer.name=lamb", "optimizer.lr=0.002", "head.optimizer=sgd"),
