@@ -169,7 +169,8 @@ def test_decisions_are_transitive_and_follow_what_they_meet(tmp_path: Path):
         "merge,,6,4,,",  # 2, 4 and 6 are one
         "drop,0,0,,,",
         "move,1,0,6,,",  # to the merged one
-        "drop,,5,,,",
+        "merge,,5,3,,",
+        "drop,,5,,,",  # takes 3 with it
         "move,3,1,5,,",  # goes with it
         "split,21,7,7+1,,",
         "split,22,7,7+1,,",
@@ -177,7 +178,7 @@ def test_decisions_are_transitive_and_follow_what_they_meet(tmp_path: Path):
     (tmp_path / "d.csv").write_text("\n".join(lines))
     new, names = apply_decisions(read_decisions(tmp_path / "d.csv", labels, 8), labels, 8)
     assert names == ["7+1"]
-    assert new.tolist() == [-1, 2, 0, -1, 1, 1, 2, 2, 2, 3, 3, 3, 2, 2, 2, -1, -1, -1, 2, 2, 2, 8, 8, 7]
+    assert new.tolist() == [-1, 2, 0, -1, 1, 1, 2, 2, 2, -1, -1, -1, 2, 2, 2, -1, -1, -1, 2, 2, 2, 8, 8, 7]
 
 
 @pytest.mark.parametrize(
