@@ -45,6 +45,7 @@ VERBS: dict[str, dict[str, str]] = {
     },
     "Know your data and your network": {"clean": "scripts.analysis.clean", "pairs": "scripts.analysis.pairs"},
     "Make, check and change sets": {"data": "scripts.data.", "demo_data": "scripts.demo.make_data"},
+    "Know your data and your network": {"groups": "scripts.analysis.groups"},
     "Move from and to arcface_torch": {
         "migrate config": "scripts.arcface_torch.import_config",
         "migrate checkpoint": "scripts.arcface_torch.import_checkpoint",

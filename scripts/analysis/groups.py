@@ -1,0 +1,114 @@
+"""Measure the error rates of groups of people: python -m scripts.analysis.groups TABLE --groups FILE.csv --by COLUMN --out DIR
+
+TABLE is a table of `face embed`. FILE.csv has a column name (of a picture) or person, and others such as ethnicity, sex, age or
+camera, of which COLUMN is one; more than ten ages are grouped by tens. All pairs of pictures are compared at one threshold.
+
+With --pairs the pairs of a list are compared instead. It is a .csv with p1, p2, label (1 = the same person), and COLUMN1 and
+COLUMN2, or COLUMN (as of BFW: --by att), or a folder of lists as of LFW: African/African_pairs.txt (RFW), twins_pairs.txt.
+
+DIR then has report.html, results.json, results.csv and pictures. Meanwhile DIR.unfinished keeps what is counted: a run that
+was killed continues when the same command is started again.
+
+Examples:
+  python -m scripts.analysis.groups features.npy --groups people.csv --by ethnicity --out groups
+  python -m scripts.analysis.groups rfw.npy --pairs RFW/test/txts --far 1e-2 --out groups
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import xxhash
+
+from analysis.group_files import read_groups, read_pair_list
+from analysis.groups import Outcome, measure_list, measure_table
+from analysis.groups_report import RULE, summary, write_groups
+from deploy.embed.table import Faces, read_table
+from deploy.journal import open_journal
+from utils.cli import make_parser, progress
+from utils.files import shown
+from utils.program import run_main
+
+_ALIKE = 20  # pairs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and measure; return the exit status."""
+    parser = make_parser("python -m scripts.analysis.groups", __doc__)
+    parser.add_argument("table", type=Path, help="table of `face embed`")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--groups", type=Path, metavar="CSV", help="groups of pictures or people")
+    source.add_argument("--pairs", type=Path, metavar="LIST", help="pairs with groups: a .csv, or a folder of *_pairs.txt")
+    parser.add_argument("--by", metavar="COLUMN", help="column of the .csv that has the group")
+    at = parser.add_mutually_exclusive_group()
+    at.add_argument("--far", type=_far, default=None, metavar="FAR", help="of all groups together (default: 1e-3)")
+    at.add_argument("--threshold", type=_cosine, metavar="COSINE", help="instead: a cosine")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the report")
+    parser.add_argument("--again", action="store_true", help="begin anew, although DIR.unfinished has counts of other groups")
+    return run_main(run, parser.parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, print the table, and write the report."""
+    faces = read_table(options.table)
+    far = 1e-3 if options.far is None and options.threshold is None else options.far
+    outcome, left_out = _of_list(faces, options, far) if options.pairs else _of_table(faces, options, far)
+    facts = [
+        ("table", shown(options.table)),
+        ("groups", f"{shown(options.groups or options.pairs)}{f', column {options.by}' if options.by else ''}"),
+        ("threshold", f"cosine {outcome.threshold:.5f}; all groups: FMR {outcome.pooled[0]:.3g}, FNMR {outcome.pooled[1]:.3g}"),
+        ("left out", left_out),
+    ]
+    print(*(f"{name}: {text}" for name, text in facts), summary(outcome), RULE, sep="\n")
+    write_groups(options.out, f"Groups of {options.table.name}", outcome, faces, facts)
+    print(f"report: {shown(options.out / 'report.html')}")
+
+
+def _of_table(faces: Faces, options: argparse.Namespace, far: float | None) -> tuple[Outcome, str]:
+    if options.by is None:
+        raise ValueError(f"--groups: add --by with the column of {shown(options.groups)} that has the group")
+    groups, names = read_groups(options.groups, options.by, faces)
+    labels, kept = faces.labels()[0], groups >= 0
+    rows = kept.nonzero()[0]
+    vectors = faces.vectors if kept.all() else faces.vectors[kept]
+    unfinished = options.out.with_name(f"{options.out.name}.unfinished")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    inputs = {
+        "table": [shown(options.table.resolve()), options.table.stat().st_mtime_ns],
+        "groups": xxhash.xxh3_128_hexdigest(labels.tobytes() + groups.tobytes()),
+    }
+    with (
+        open_journal(unfinished, str(options.out)) as journal,
+        progress([], len(rows) * (len(rows) - 1) // 2, "comparing", "pair") as bar,
+    ):
+        journal.begin(inputs, options.again, str(unfinished), "was begun with")
+        given = (labels[kept], groups[kept], names, far, options.threshold, _ALIKE)
+        outcome = measure_table(vectors, *given, journal, bar.update)
+        unfinished.unlink()
+    alike = [(cosine, int(rows[one]), int(rows[other])) for cosine, one, other in outcome.alike]
+    return outcome._replace(alike=alike), f"{len(kept) - len(rows):,} of {len(kept):,} pictures, which have no group"
+
+
+def _of_list(faces: Faces, options: argparse.Namespace, far: float | None) -> tuple[Outcome, str]:
+    pairs = read_pair_list(options.pairs, options.by, faces)
+    outcome = measure_list(faces.vectors, pairs, far, options.threshold, _ALIKE)
+    total = pairs.missing + len(pairs.first)
+    return outcome, f"{pairs.missing:,} of {total:,} pairs, of which the table lacks a picture"
+
+
+def _far(text: str) -> float:
+    value = float(text)
+    if not 1e-12 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be a rate between 0 and 1, such as 1e-3, got {text}")
+    return value
+
+
+def _cosine(text: str) -> float:
+    value = float(text)
+    if not -1 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a cosine from -1 to 1, got {text}")
+    return value
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
