@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deploy.embed.table import Faces
+from eval.embedding_table import Faces
 from utils.files import find_files, read_lines, shown
 from utils.text import did_you_mean, one_line
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from deploy.embed.table import Faces
+from eval.embedding_table import Faces
 from utils.files import write_csv, write_file
 from utils.report.contact_sheet import make_figure, png_of, set_colours
 from utils.report.page import Page

@@ -43,9 +43,12 @@ VERBS: dict[str, dict[str, str]] = {
         "export": "scripts.deploy.export",
         "card": "scripts.deploy.card",
     },
-    "Know your data and your network": {"clean": "scripts.analysis.clean", "pairs": "scripts.analysis.pairs"},
+    "Know your data and your network": {
+        "clean": "scripts.analysis.clean",
+        "groups": "scripts.analysis.groups",
+        "pairs": "scripts.analysis.pairs",
+    },
     "Make, check and change sets": {"data": "scripts.data.", "demo_data": "scripts.demo.make_data"},
-    "Know your data and your network": {"groups": "scripts.analysis.groups"},
     "Move from and to arcface_torch": {
         "migrate config": "scripts.arcface_torch.import_config",
         "migrate checkpoint": "scripts.arcface_torch.import_checkpoint",

@@ -23,7 +23,7 @@ import xxhash
 from analysis.group_files import read_groups, read_pair_list
 from analysis.groups import Outcome, measure_list, measure_table
 from analysis.groups_report import RULE, summary, write_groups
-from deploy.embed.table import Faces, read_table
+from eval.embedding_table import Faces, read_table
 from deploy.journal import open_journal
 from utils.cli import make_parser, progress
 from utils.files import shown

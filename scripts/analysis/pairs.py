@@ -46,19 +46,16 @@ def run(options: argparse.Namespace) -> None:
     results, unfinished = options.out / "results.json", options.out / "unfinished"
     if results.exists() and not unfinished.exists() and not options.again:
         raise ValueError(f"--out: {shown(results)} exists already; choose another folder, or --again to replace it")
-    total = len(labels) * (len(labels) - 1) // 2
+    total, shape = len(labels) * (len(labels) - 1) // 2, f"{len(labels):,} faces of {len(people):,} people"
     options.out.mkdir(parents=True, exist_ok=True)
     stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files_of(options.table)]
     with open_journal(unfinished, str(options.out)) as journal, progress([], total, "comparing", "pair") as bar:
         facts = {"table": stamps, "number of bins": NUM_BINS, "worst": options.worst}
         journal.begin(facts, options.again, str(options.out), "was begun with")
         counts = count_pairs(faces.vectors, labels, worst=options.worst, journal=journal, advance=bar.update)
-    shape = f"{len(labels):,} faces of {len(people):,} people"
-    facts_of_page = [("table", shown(options.table)), ("faces", shape), ("pairs", f"{total:,}")]
-    rates = write_pairs(
-        options.out, f"All pairs of {shown(options.table)}", options.table.stem, counts, faces, facts_of_page, read
-    )
-    unfinished.unlink()
+        title, facts_of_page = f"All pairs of {shown(options.table)}", [("faces", shape), ("pairs", f"{total:,}")]
+        rates = write_pairs(options.out, title, options.table.stem, counts, faces, facts_of_page, read)
+        unfinished.unlink()
     print(f"{shape}: {rates.num_genuine:,} genuine and {rates.num_impostor:,} impostor pairs")
     rows = point_rows(options.table.stem, rates.points, dict.fromkeys(FAR_TARGETS))
     print(plain_table([POINT_COLUMNS, *(tuple(map(str, row)) for row in rows)]))
