@@ -23,8 +23,8 @@ import xxhash
 from analysis.group_files import read_groups, read_pair_list
 from analysis.groups import Outcome, measure_list, measure_table
 from analysis.groups_report import RULE, summary, write_groups
-from eval.embedding_table import Faces, read_table
 from deploy.journal import open_journal
+from eval.embedding_table import Faces, read_table
 from utils.cli import make_parser, progress
 from utils.files import shown
 from utils.program import run_main
