@@ -596,11 +596,12 @@ def test_an_interrupted_export_leaves_nothing_and_an_old_file_as_it_was(
 def test_a_full_disk_is_one_line_and_leaves_nothing(toy: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "out").mkdir()
     words = [*toy, "--to", "pt2", "--out", str(tmp_path / "out" / "net.pt2")]
-    with faulty(Disk()) as disk:
-        assert export(words) == 0
+    for _ in range(2):  # in the first export of a process, torch makes folders of its own
+        with faulty(Disk()) as disk:
+            assert export(words) == 0
+        (tmp_path / "out" / "net.pt2").unlink()
     places = {name: number for number, name in enumerate(disk.done) if name in ("write", "fsync", "mkdir")}
     assert set(places) == {"write", "fsync", "mkdir"}
-    (tmp_path / "out" / "net.pt2").unlink()
     for place in (disk.done.index("write"), *places.values()):
         with faulty(Disk(place, errno.ENOSPC)):
             assert export(words) == 1, disk.done[place]
