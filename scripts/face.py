@@ -47,6 +47,7 @@ VERBS: dict[str, dict[str, str]] = {
         "clean": "scripts.analysis.clean",
         "groups": "scripts.analysis.groups",
         "pairs": "scripts.analysis.pairs",
+        "robustness": "scripts.analysis.robustness",
     },
     "Make, check and change sets": {"data": "scripts.data.", "demo_data": "scripts.demo.make_data"},
     "Move from and to arcface_torch": {

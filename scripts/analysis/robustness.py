@@ -1,0 +1,72 @@
+"""Measure networks on hard versions of sets: python -m scripts.analysis.robustness NETWORK ... --targets SET ... --out DIR
+
+The second picture of each pair is degraded on the fly, at some strengths of each kind: masked, eyes, mouth, occluded,
+low_resolution, jpeg, blur, motion, noise, dark, bright, rotated, shifted, scaled. DIR then has report.html, accuracy over
+strength and examples as pictures, results.json and results.csv.
+
+Examples:
+  python -m scripts.analysis.robustness work_dirs/r50 work_dirs/r18 --targets lfw cfp_fp --data /data/val --out hard
+  python -m scripts.analysis.robustness work_dirs/r50 --targets lfw.bin --kinds masked blur=1,2,4 --both --out hard
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from analysis.degrade import KINDS, parse_kind
+from analysis.robustness import Row, count_images, measure, write_robustness
+from backbones import build_backbone
+from eval.monitor import load_pair_sets
+from eval.networks import add_network_arguments, embed_settings, open_network
+from eval.pair_sets.bin_file import PairSet
+from utils.cli import int_in_range, make_parser, progress
+from utils.program import run_main
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and measure; return the exit status."""
+    parser = make_parser("python -m scripts.analysis.robustness", __doc__)
+    parser.add_argument("networks", type=Path, nargs="+", metavar="NETWORK", help="as for python -m eval")
+    add_network_arguments(parser, positional=False)
+    parser.add_argument("--targets", nargs="+", required=True, metavar="SET", help="sets of pairs: names in --data, or paths")
+    parser.add_argument("--data", type=Path, default="", metavar="DIR", help="folder with NAME.bin")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder of the report")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), metavar="KIND[=S,S]", help="kinds, with strengths (all)")
+    parser.add_argument("--both", action="store_true", help="degrade both pictures of a pair, not the second alone")
+    parser.add_argument("--seed", type=int_in_range(0), default=0, help="of places, directions, colours and noise (default 0)")
+    return run_main(run, parser.parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure each network on each set, and write the report on rank 0."""
+    kinds = dict(map(parse_kind, options.kinds))
+    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
+        raise ValueError(f"--out must be a new or an empty folder, but {options.out} has files; name another one")
+    if len(set(options.networks)) < len(options.networks):
+        raise ValueError("a network is named twice; leave one out")
+    rows: list[Row] = []
+    sets: list[PairSet] = []
+    names = [path.name for path in options.networks]
+    if len(set(names)) < len(names):  # checkpoints of several runs
+        names = list(map(str, options.networks))
+    for name, path in zip(names, options.networks, strict=True):
+        options.run = path
+        world, network, sets = open_network(
+            options, build_backbone, lambda _: load_pair_sets(options.data, options.targets, "--targets", "--data")
+        )
+        settings = embed_settings(options, network)
+        total = sum(count_images(pairs, kinds, options.both) for pairs in sets) // world.world_size
+        with progress([], total, "embedding", "image") as bar:
+            for pairs in sets:
+                advance = bar.update if world.rank == 0 else lambda count: None
+                arguments = (pairs, kinds, options.both, options.seed, world, settings, advance)
+                rows += measure(network.model, name, *arguments)
+    if world.rank == 0:
+        write_robustness(options.out, rows, sets, kinds, options.both, options.seed)
+        for row in rows:
+            print(f"{row.network} {row.set} {row.kind} {row.strength:g}: {100 * row.result.accuracy:.2f} %")
+        print(f"report: {options.out / 'report.html'}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,167 @@
+"""Hard versions of faces against slow formulas, and accuracy on them against sets that were degraded beforehand."""
+
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from tiny_runs import face, write_bin
+
+from analysis.degrade import KINDS, degrade, parse_kind
+from backbones import build_backbone
+from eval.__main__ import main as evaluate
+from eval.pair_sets.bin_file import read_pairs
+from scripts.analysis import robustness
+from utils.alignment import TEMPLATE
+from utils.checkpoint.tensor_file import write_tensors
+from utils.image import to_png
+
+RANDOM = ("masked", "occluded", "motion", "noise", "rotated", "shifted", "scaled")
+
+
+def _picture(seed: int, side: int = 112) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return cv2.resize(rng.integers(60, 200, (9, 9, 3), dtype=np.uint8), (side, side), interpolation=cv2.INTER_CUBIC)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_is_a_function_of_picture_and_seed_and_loses_more_with_strength(kind: str):
+    lost = np.zeros(len(KINDS[kind].strengths))
+    for number in range(6):
+        pixels, encoded = _picture(number), bytes([number])
+        before = pixels.copy()
+        assert np.array_equal(degrade(pixels, kind, 0, encoded), before)
+        for place, strength in enumerate(KINDS[kind].strengths):
+            found = degrade(pixels, kind, strength, encoded, 3)
+            assert found.shape == pixels.shape and found.dtype == np.uint8 and np.array_equal(pixels, before)
+            assert np.array_equal(degrade(pixels, kind, strength, encoded, 3), found)
+            lost[place] += np.abs(found.astype(float) - pixels).mean()
+    assert (np.diff(lost) > 0).all() and lost[0] > 0
+    versions = {degrade(before, kind, KINDS[kind].strengths[-1], bytes([n]), n).tobytes() for n in range(12)}
+    assert (len(versions) > 1) == (kind in RANDOM)
+
+
+def _changed(kind: str, strength: float, point: np.ndarray) -> bool:
+    pixels = np.full((112, 112, 3), 99, np.uint8)
+    column, row = np.round(point).astype(int)
+    return bool((degrade(pixels, kind, strength, b"")[row, column] != 99).all())
+
+
+def test_masks_and_boxes_cover_the_landmarks_that_they_are_for():
+    eyes, nose, mouth = TEMPLATE[:2], TEMPLATE[2:3], TEMPLATE[3:]
+    covered = {
+        ("masked", 1.0): (False, True, True),
+        ("masked", 0.5): (False, False, True),
+        ("eyes", 0.6): (True, False, False),
+        ("mouth", 0.6): (False, False, True),
+    }
+    for (kind, strength), expected in covered.items():
+        for points, is_covered in zip((eyes, nose, mouth), expected, strict=True):
+            assert [_changed(kind, strength, point) for point in points] == [is_covered] * len(points), (kind, strength)
+    half = degrade(np.full((56, 56, 3), 99, np.uint8), "masked", 1, b"")
+    whole = degrade(np.full((112, 112, 3), 99, np.uint8), "masked", 1, b"")
+    assert ((half != 99).mean() / (whole != 99).mean()) == pytest.approx(1, abs=0.1)  # the same share of a smaller crop
+
+
+def test_low_resolution_light_and_compression_are_those_of_the_formulas():
+    pixels = _picture(1)
+    blocks = np.rint(pixels.reshape(14, 8, 14, 8, 3).mean(axis=(1, 3))).astype(np.uint8)
+    expected = cv2.resize(blocks, (112, 112), interpolation=cv2.INTER_CUBIC)
+    assert np.abs(degrade(pixels, "low_resolution", 14, b"").astype(int) - expected).max() <= 2  # means of x.5 round either way
+    assert np.array_equal(degrade(pixels, "low_resolution", 112, b""), pixels)
+    for kind, sign in (("dark", -1), ("bright", 1)):
+        linear = (pixels / 255) ** 2.2 * 2.0 ** (sign * 1.5)
+        found = degrade(pixels, kind, 1.5, b"").astype(float)
+        assert np.abs(found - 255 * np.minimum(1, linear) ** (1 / 2.2)).max() <= 1.5
+    jpeg = cv2.imencode(".jpg", pixels[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, 20])[1]
+    assert np.array_equal(degrade(pixels, "jpeg", 20, b""), cv2.imdecode(jpeg, cv2.IMREAD_COLOR)[:, :, ::-1])
+    flat = np.full((112, 112, 3), 128, np.uint8)
+    noise = degrade(flat, "noise", 20, b"").astype(float) - 128
+    assert abs(noise.mean()) < 5 * 20 / 37_632**0.5 and noise.std() == pytest.approx(20, rel=5 / (2 * 37_632) ** 0.5)
+
+
+@pytest.mark.parametrize("name", [b"a", b"b", b"c", b"d"])
+def test_a_line_of_motion_and_a_rotation_are_as_long_as_they_say(name: bytes):
+    point = np.zeros((112, 112, 3), np.uint8)
+    point[55:57, 55:57] = 255
+    line = degrade(point, "motion", 15, name).astype(float).sum(axis=2)
+    rows, columns = np.nonzero(line > 0.2 * line.max())
+    assert np.hypot(np.ptp(rows), np.ptp(columns)) == pytest.approx(15, abs=2.5)
+    dot = np.zeros((112, 112, 3), np.uint8)
+    dot[20:23, 55:57] = 255  # 34.5 pixels above the middle
+    found = degrade(dot, "rotated", 30, name).astype(float).sum(axis=2)
+    centre = (found.sum(axis=0) @ np.arange(112), found.sum(axis=1) @ np.arange(112)) / found.sum()
+    assert np.hypot(*(centre - 55.5)) == pytest.approx(34.5, abs=0.5)
+    angle = np.degrees(np.arctan2(centre[0] - 55.5, 55.5 - centre[1]))
+    assert abs(angle) == pytest.approx(30, abs=1)
+    moved = degrade(dot, "shifted", 0.1, name).astype(float).sum(axis=2)
+    centre = (moved.sum(axis=0) @ np.arange(112), moved.sum(axis=1) @ np.arange(112)) / moved.sum()
+    assert np.hypot(centre[0] - 55.5, centre[1] - 21) == pytest.approx(11.2, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("fog", "there is no kind 'fog'"),
+        ("jpeg=x", "must be 0 or from 1 to 95"),
+        ("jpeg=96", "from 1 to 95"),
+        ("blur=nan", "0 or"),
+    ],
+)
+def test_kinds_that_are_none_are_refused(text: str, reason: str):
+    with pytest.raises(ValueError, match=reason):
+        parse_kind(text)
+    assert parse_kind("jpeg=0,5") == ("jpeg", (0.0, 5.0)) and parse_kind("blur")[1] == KINDS["blur"].strengths
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Return a folder with weights and a set of pairs, `clean`, and the words that name the network."""
+    folder = tmp_path_factory.mktemp("hard")
+    torch.manual_seed(0)
+    write_tensors(folder / "net.safetensors", build_backbone("mbf", 16, 0.125, image_size=48).state_dict())
+    same = [bool(pair % 2) for pair in range(20)]
+    images = [face(50 + pair + (side and not same[pair]), 2 * pair + side) for pair in range(20) for side in (0, 1)]
+    write_bin(folder / "clean.bin", images, same)
+    words = ["--backbone", "mbf", "--width", "0.125", "--embedding-size", "16", "--image-size", "48", "--device", "cpu"]
+    return folder, words
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("both", [False, True])
+def test_the_program_scores_as_sets_that_were_degraded_beforehand(place: tuple[Path, list[str]], tmp_path: Path, both: bool):
+    folder, words = place
+    network, pairs = str(folder / "net.safetensors"), read_pairs(folder / "clean.bin")
+    more = ["--both"] if both else []
+    kinds = ["--kinds", "noise=0,40", "masked=1", "--seed", "5"]
+    targets = ["--targets", "clean", "--data", str(folder)]
+    assert robustness.main([network, *words, *targets, *kinds, *more, "--out", str(tmp_path / "out")]) == 0
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
+    assert [(row["kind"], row["strength"]) for row in rows] == [("clean", 0), ("noise", 0), ("noise", 40), ("masked", 1)]
+    for number, row in enumerate(rows):
+        stored = []
+        for index, encoded in enumerate(pairs.images):
+            pixels = pairs.decode(index, 48)
+            if row["strength"] and (both or index % 2):
+                pixels = degrade(pixels, row["kind"], row["strength"], encoded, 5)
+            stored.append(to_png(pixels))
+        write_bin(tmp_path / f"set{number}.bin", stored, [bool(pair % 2) for pair in range(20)])
+        report = tmp_path / f"report{number}"
+        words_of_eval = ["--targets", str(tmp_path / f"set{number}.bin"), "--report", str(report)]
+        assert evaluate([network, *words, *words_of_eval]) == 0
+        expected = json.loads((report / "results.json").read_text())[f"set{number}"]
+        assert (row["accuracy"], row["eer"]) == pytest.approx((expected["accuracy"], expected["eer"]), abs=1e-9)
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {"report.html", "results.json", "results.csv", "accuracy_clean.png", "pictures_clean.png"}
+
+
+def test_a_folder_with_files_is_refused(place: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder, words = place
+    (tmp_path / "mine.txt").write_text("mine")
+    network = str(folder / "net.safetensors")
+    words = [network, *words, "--targets", str(folder / "clean.bin"), "--out", str(tmp_path)]
+    assert robustness.main(words) == 1 and "--out must be a new or an empty folder" in capsys.readouterr().err
+    assert robustness.main([network, network, *words[1:-1], str(tmp_path / "new")]) == 1
+    assert "a network is named twice" in capsys.readouterr().err
