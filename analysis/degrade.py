@@ -143,7 +143,7 @@ def _misaligned(pixels: np.ndarray, strength: float, numbers: np.ndarray, seed: 
     sign, middle = (1 if numbers[0] < 0.5 else -1), (len(pixels) - 1) / 2
     angle = sign * strength if what == "rotated" else 0.0
     scale = (1 + strength) ** sign if what == "scaled" else 1.0
-    matrix = cv2.getRotationMatrix2D((middle, middle), angle, scale)
+    matrix = cv2.getRotationMatrix2D((middle, middle), angle, scale).astype(np.float64)
     if what == "shifted":
         direction = 2 * math.pi * numbers[1]
         matrix[:, 2] += strength * len(pixels) * np.array([math.cos(direction), math.sin(direction)])
