@@ -65,6 +65,16 @@ class SetNames:
         return self.folders[label] if self.folders else f"identity {label}"
 
 
+def indices_of(names: Sequence[str], dataset: FaceDataset) -> np.ndarray:
+    """Return the index in a set of each name that `face embed` gave its images, (n,) int64; -1 = there is no such image."""
+    files = SetNames(dataset)
+    if isinstance(dataset, FolderDataset):
+        number = {files.file(index): index for index in range(dataset.num_stored)}
+        return np.array([number.get(name, -1) for name in names], dtype=np.int64)
+    count = dataset.num_stored
+    return np.array([int(name) if name.isdecimal() and int(name) < count else -1 for name in names], dtype=np.int64)
+
+
 def _read_list(dataset: RecordDataset) -> list[str]:
     """Return the paths in train.lst if its lines and labels fit the set, otherwise nothing."""
     path = Path(dataset.folder) / "train.lst"

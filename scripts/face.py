@@ -45,6 +45,7 @@ VERBS: dict[str, dict[str, str]] = {
     },
     "Know your data and your network": {
         "clean": "scripts.analysis.clean",
+        "cluster": "scripts.analysis.cluster",
         "groups": "scripts.analysis.groups",
         "pairs": "scripts.analysis.pairs",
         "robustness": "scripts.analysis.robustness",

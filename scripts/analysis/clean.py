@@ -19,9 +19,8 @@ import numpy as np
 from analysis.cleaning import clean, find_overlap
 from analysis.cleaning_report import HEADINGS, decide, write_page
 from data.base import FaceDataset
-from data.datasets import FolderDataset
 from data.decisions import write_decisions
-from data.scan import SetNames, open_set_of
+from data.scan import indices_of, open_set_of
 from eval.embedding_table import Faces, read_table
 from utils.cli import make_parser, rename_in
 from utils.files import shown
@@ -90,11 +89,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _indices(faces: Faces, dataset: FaceDataset, options: argparse.Namespace) -> np.ndarray:
     """Return the index in the set of each row of the table, (n,) int64."""
-    names = SetNames(dataset)
-    number = {names.file(index): index for index in range(dataset.num_stored)} if isinstance(dataset, FolderDataset) else None
-    found = [int(name) if number is None and name.isdigit() else (number or {}).get(name, -1) for name in faces.names]
-    indices, people = np.array(found, dtype=np.int64), dataset.people()
-    wrong = (indices < 0) | (indices >= len(people))
+    indices, people = indices_of(faces.names, dataset), dataset.people()
+    wrong = indices < 0
     wrong[~wrong] = people[indices[~wrong]] != np.array(faces.people)[~wrong]
     if wrong.any() or len(np.unique(indices)) < len(indices):
         row = int(wrong.argmax())

@@ -1,0 +1,194 @@
+"""Groups unlabelled faces into people by average linkage, and measures clusters against known people.
+
+Two clusters are merged while the mean cosine between their faces reaches the threshold, the highest mean first. For vectors of
+length 1 that mean is the product of the two sums over the product of the sizes, so it is exact at any size. It is at most the
+highest single cosine, so only pairs of faces above the threshold, found in blocks of matrix products, make clusters neighbours.
+A chain of similar faces between two people is no reason to merge them, unlike for connected components and single linkage.
+Faces are put into the order of their bits first, so that the order in the table changes nothing.
+Source of BCubed: Amigo et al., "A comparison of extrinsic clustering evaluation metrics", Information Retrieval 2009.
+Shapes: n = faces, D = embedding size, E = pairs above the threshold.
+"""
+
+import heapq
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from deploy.journal import Journal
+
+_ROWS, _COLUMNS = 1024, 8192  # of a block of cosines
+_MOST_PAIRS = 1 << 24  # above the threshold: some GiB as a heap and sets
+
+
+class Clusters(NamedTuple):
+    """A partition of faces."""
+
+    labels: np.ndarray  # (n,) int64, the largest cluster is 0; of equal ones the first by the bits of its faces
+    own: np.ndarray  # (n,) mean cosine with the other faces of the cluster; -1 = alone
+    other: np.ndarray  # (n,) highest mean cosine with another cluster that has a similar face; -1 = there is none
+    threshold: float
+
+    def sure(self) -> np.ndarray:
+        """Return (n,) bool: a face has company, is similar to it on average, and to no other cluster."""
+        return (self.own >= self.threshold) & (self.other < self.threshold)
+
+
+def cluster(
+    vectors: np.ndarray, threshold: float, journal: Journal | None = None, advance: Callable[[int], object] = int
+) -> Clusters:
+    """Return the people of faces.
+
+    Args:
+        vectors: (n, D) float32 of length 1, also a memory map.
+        threshold: a cosine.
+        journal: begun; the pairs that it has are not searched again.
+        advance: is called with the number of faces that were compared with all others.
+
+    Raises:
+        ValueError: too many pairs are above the threshold.
+    """
+    keys = [xxhash.xxh3_64_intdigest(row.tobytes()) for row in vectors]
+    order = np.argsort(np.array(keys, dtype=np.uint64), kind="stable")
+    vectors = np.ascontiguousarray(vectors[order])
+    first, second, cosines = _similar(vectors, threshold, journal, advance)
+    found = _average_linkage(vectors, first, second, cosines, threshold)
+    sizes = np.bincount(found)
+    renumbered = np.empty(len(sizes), dtype=np.int64)
+    renumbered[np.lexsort((np.unique(found, return_index=True)[1], -sizes))] = np.arange(len(sizes))
+    own, other = _means(vectors, found, first, second)
+    back = np.empty(len(order), dtype=np.int64)
+    back[order] = np.arange(len(order))
+    return Clusters(renumbered[found][back], own[back], other[back], threshold)
+
+
+def _similar(
+    vectors: np.ndarray, threshold: float, journal: Journal | None, advance: Callable[[int], object]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the pairs of faces first < second (E,) int32 whose cosine (E,) float32 reaches the threshold."""
+    parts = [np.zeros((0, 3), dtype="<i4")]
+    done = 0
+    for entry in journal.entries if journal else ():
+        data = journal.data(entry) if journal else None
+        if data is None or entry.record["begin"] != done:
+            break
+        parts.append(np.frombuffer(data[:-1], dtype="<i4").reshape(-1, 3))
+        done += _ROWS
+    advance(min(done, len(vectors)))
+    table = torch.from_numpy(vectors)
+    total = sum(map(len, parts))
+    for begin in range(done, len(vectors), _ROWS):
+        rows = table[begin : begin + _ROWS]
+        found = []
+        for start in range(begin, len(vectors), _COLUMNS):
+            cosines = rows @ table[start : start + _COLUMNS].T
+            near = torch.nonzero(cosines >= threshold)
+            near = near[near[:, 1] + start > near[:, 0] + begin]
+            pair = (near + torch.tensor([begin, start])).to(torch.int32)
+            bits = cosines[near[:, 0], near[:, 1]].view(torch.int32)
+            found.append(torch.cat([pair, bits[:, None]], dim=1).numpy())
+        parts.append(np.concatenate(found))
+        total += len(parts[-1])
+        if total > _MOST_PAIRS:
+            raise ValueError(
+                f"more than {_MOST_PAIRS:,} pairs of faces are above the cosine {threshold:.4f}; give a lower --far, or "
+                "a higher --threshold"
+            )
+        if journal is not None:  # an entry without bytes would have no hash
+            journal.add({"begin": begin}, parts[-1].tobytes() + b"\n")
+        advance(len(rows))
+    pairs = np.concatenate(parts)
+    return pairs[:, 0], pairs[:, 1], np.ascontiguousarray(pairs[:, 2]).view(np.float32)
+
+
+def _average_linkage(
+    vectors: np.ndarray, first: np.ndarray, second: np.ndarray, cosines: np.ndarray, threshold: float
+) -> np.ndarray:
+    """Return the cluster of each face, (n,) int64 from 0."""
+    count = len(vectors)
+    sums, sizes = vectors.copy(), np.ones(count)
+    neighbours: list[set[int]] = [set() for _ in range(count)]
+    for one, other in zip(first.tolist(), second.tolist(), strict=True):
+        neighbours[one].add(other)
+        neighbours[other].add(one)
+    version = [0] * count  # of a cluster, which has the number of one of its faces
+    into = np.arange(count)
+    heap = [
+        (-cosine, one, other, 0, 0)
+        for cosine, one, other in zip(cosines.tolist(), first.tolist(), second.tolist(), strict=True)
+    ]
+    heapq.heapify(heap)
+    while heap:
+        _, one, other, *versions = heapq.heappop(heap)
+        if versions != [version[one], version[other]]:
+            continue  # one of them has grown or is gone
+        sums[one] += sums[other]
+        sizes[one] += sizes[other]
+        version[one], version[other], into[other] = version[one] + 1, -1, one
+        for near in neighbours[other]:
+            neighbours[near].discard(other)
+            neighbours[near].add(one)
+        neighbours[one] = (neighbours[one] | neighbours[other]) - {one, other}
+        neighbours[other] = set()
+        near = np.array(sorted(neighbours[one]), dtype=np.int64)
+        means = sums[near] @ sums[one] / (sizes[near] * sizes[one])
+        for mean, place in zip(means[means >= threshold].tolist(), near[means >= threshold].tolist(), strict=True):
+            low, high = min(one, place), max(one, place)
+            heapq.heappush(heap, (-mean, low, high, version[low], version[high]))
+    while (into != into[into]).any():
+        into = into[into]
+    return np.unique(into, return_inverse=True)[1]
+
+
+def _means(vectors: np.ndarray, found: np.ndarray, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return `own` and `other` of `Clusters`."""
+    sizes = np.bincount(found)
+    sums = np.zeros((len(sizes), vectors.shape[1]))
+    np.add.at(sums, found, vectors)
+    own, other = np.full(len(found), -1.0), np.full(len(found), -1.0)
+    for begin in range(0, len(found), _COLUMNS):
+        part = slice(begin, begin + _COLUMNS)
+        wide = vectors[part].astype(np.float64)
+        rest = (wide * (sums[found[part]] - wide)).sum(axis=1)
+        own[part] = np.where(sizes[found[part]] > 1, rest / np.maximum(1, sizes[found[part]] - 1), -1.0)
+    across = found[first] != found[second]
+    rows = np.concatenate([first[across], second[across]])
+    theirs = np.concatenate([found[second[across]], found[first[across]]])
+    for begin in range(0, len(rows), _COLUMNS):
+        row, their = rows[begin : begin + _COLUMNS], theirs[begin : begin + _COLUMNS]
+        np.maximum.at(other, row, (vectors[row] * sums[their]).sum(axis=1) / sizes[their])
+    return own, other
+
+
+class Agreement(NamedTuple):
+    """How clusters agree with people; all are shares."""
+
+    bcubed_precision: float  # of the faces in a face's cluster, those of its person, on average
+    bcubed_recall: float  # of the faces of a face's person, those in its cluster, on average
+    bcubed_f: float
+    pairwise_f: float  # of pairs of faces
+    merging: float  # of the clusters with several faces, those with several people
+
+
+def agreement(labels: np.ndarray, people: np.ndarray) -> Agreement:
+    """Return how a partition agrees with people, from the faces that each cluster and person have in common.
+
+    Args:
+        labels, people: (n,) int64 from 0.
+    """
+    cells, shared = np.unique(np.stack([labels, people]), axis=1, return_counts=True)
+    in_cluster, of_person = np.bincount(labels), np.bincount(people)
+    weights = shared.astype(np.float64) ** 2 / len(labels)
+    precision, recall = float((weights / in_cluster[cells[0]]).sum()), float((weights / of_person[cells[1]]).sum())
+    both, clustered, same = ((counts * (counts - 1.0)).sum() for counts in (shared, in_cluster, of_person))
+    several = in_cluster[in_cluster > 1]
+    merging = np.bincount(cells[0])[in_cluster > 1] > 1
+    return Agreement(
+        precision,
+        recall,
+        2 * precision * recall / (precision + recall),
+        float(2 * both / (clustered + same)) if clustered + same else 1.0,
+        float(merging.mean()) if len(several) else 0.0,
+    )

@@ -1,0 +1,116 @@
+"""Group unlabelled faces into people: python -m scripts.analysis.cluster TABLE --calibrate OTHER --far 1e-4 --out people.csv
+
+TABLE is a table of `face embed`. Two clusters become one while the mean cosine between their faces reaches a threshold: that of
+the FAR of all pairs in OTHER, a table of the same network with labelled pictures of other people, or --threshold. people.csv
+has name, face, cluster, sure and cosine; a face is not sure if it is alone, or as near to another cluster. Where all faces of
+TABLE have a person, the clusters are compared with them. With --to-rec the sure faces become a set, with clusters as labels.
+
+What is done is kept in OUT.unfinished; start the same command again to go on after a kill.
+
+Example: python -m scripts.analysis.cluster new.npy --calibrate lfw.npy --far 1e-4 --out people.csv --set new --to-rec labelled
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from analysis.all_pairs import count_pairs, points_at
+from analysis.clustering import Clusters, agreement, cluster
+from data.scan import copy_set, indices_of, open_set_of
+from deploy.journal import open_journal
+from eval.embedding_table import Faces, files_of, read_table
+from utils.cli import int_in_range, make_parser, progress
+from utils.files import shown, write_csv
+from utils.program import run_main
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and cluster; return the exit status."""
+    parser = make_parser("python -m scripts.analysis.cluster", __doc__)
+    parser.add_argument("table", type=Path, help="table of `face embed`, .npy or .parquet")
+    parser.add_argument("--out", type=Path, required=True, metavar="CSV", help="file to write")
+    parser.add_argument("--calibrate", type=Path, metavar="TABLE", help="labelled faces of other people, for --far")
+    parser.add_argument("--far", metavar="FAR", help="share of the pairs of two people in --calibrate above the threshold")
+    parser.add_argument("--threshold", type=float, metavar="COSINE", help="instead of --calibrate and --far")
+    parser.add_argument("--set", type=Path, help="set or folder that was embedded, for --to-rec")
+    parser.add_argument("--to-rec", type=Path, metavar="DIR", help="folder of a new RecordIO set")
+    parser.add_argument("--min-images", type=int_in_range(2), default=2, help="of a cluster that goes into it (default: 2)")
+    parser.add_argument("--again", action="store_true", help="begin anew, although OUT or a part of it exists")
+    return run_main(run, parser.parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Cluster, and write what was asked for."""
+    if (options.set is None) != (options.to_rec is None):
+        raise ValueError("--set and --to-rec belong together; give both, or none")
+    unfinished = options.out.with_name(f"{options.out.name}.unfinished")
+    if options.out.exists() and not unfinished.exists() and not options.again:
+        raise ValueError(f"--out: {shown(options.out)} exists already; choose another name, or --again to replace it")
+    faces = read_table(options.table)
+    dataset = None if options.set is None else open_set_of(options.set)
+    indices = None if dataset is None else indices_of(faces.names, dataset)
+    if indices is not None and (indices < 0).any():
+        name = faces.names[int((indices < 0).argmax())]
+        raise ValueError(f"--set: {shown(options.set)} has no image {name}; give the set that was embedded")
+    threshold, meaning = _threshold(options)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files_of(options.table)]
+    with open_journal(unfinished, str(options.out)) as journal:
+        journal.begin({"table": stamps, "threshold": threshold}, options.again, str(unfinished), "was begun with")
+        with progress([], len(faces.vectors), "comparing", "face") as bar:
+            found = cluster(faces.vectors, threshold, journal, bar.update)
+        rows = zip(faces.names, faces.numbers, found.labels, found.sure().astype(int), found.own.round(4), strict=True)
+        write_csv(options.out, ("name", "face", "cluster", "sure", "cosine"), rows)
+        unfinished.unlink()
+    _print(faces, found, meaning)
+    print(f"written: {shown(options.out)}")
+    if dataset is not None and indices is not None:
+        kept = found.sure()
+        kept &= np.bincount(found.labels, kept)[found.labels] >= options.min_images
+        if not kept.any():
+            raise ValueError(f"--min-images: no cluster has {options.min_images} sure faces; lower it, or raise --far")
+        labels = np.full(dataset.num_stored, -1, dtype=np.int64)
+        labels[indices[kept]] = dataset.num_classes + found.labels[kept]
+        names = [f"cluster {number}" for number in range(int(found.labels.max()) + 1)]
+        copy_set(dataset, np.sort(indices[kept]), options.to_rec, False, options.set, labels, names)
+
+
+def _threshold(options: argparse.Namespace) -> tuple[float, str]:
+    """Return the threshold, and where it comes from."""
+    if (options.threshold is None) == (options.calibrate is None) or (options.calibrate is None) != (options.far is None):
+        raise ValueError("the threshold comes from --calibrate TABLE with --far FAR, or from --threshold; give one of the two")
+    if options.threshold is not None:
+        if not -1 < options.threshold <= 1:
+            raise ValueError(f"--threshold must be a cosine above -1 and up to 1, got {options.threshold:g}")
+        return options.threshold, f"cosine {options.threshold:g}"
+    try:
+        valid = 0 < float(options.far) < 1
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError(f"--far must be a rate between 0 and 1, such as 1e-4, got {options.far!r}")
+    others = read_table(options.calibrate)
+    counts = count_pairs(others.vectors, others.labels()[0])
+    point = points_at(counts.genuine[0], counts.impostor[0, 0], counts.edges, [options.far])[0]
+    if point.cosine is None:
+        pairs = int(counts.impostor.sum())
+        raise ValueError(f"--far {options.far} needs {1 / float(options.far):,.0f} impostor pairs, --calibrate has {pairs:,}")
+    return point.cosine, f"cosine {point.cosine:.4f}, FAR {options.far} in {shown(options.calibrate)}"
+
+
+def _print(faces: Faces, found: Clusters, meaning: str) -> None:
+    sizes, sure = np.bincount(found.labels), found.sure()
+    print(f"threshold: {meaning}")
+    print(
+        f"{len(faces.names):,} faces: {np.count_nonzero(sizes > 1):,} clusters with several, the largest {sizes.max():,}; "
+        f"{np.count_nonzero(sizes == 1):,} faces alone, {np.count_nonzero(~sure):,} not sure"
+    )
+    if "" not in faces.people and len(set(faces.people)) > 1:
+        for name, value in agreement(found.labels, faces.labels()[0])._asdict().items():
+            print(f"  {name.replace('_', ' '):<18}{100 * value:.2f} %")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
