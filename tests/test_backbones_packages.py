@@ -108,10 +108,8 @@ def get_model(name, weights="DEFAULT", **arguments):
 """
 
 
-def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] in ("timm", "torchvision")]:
-        monkeypatch.delitem(sys.modules, name)
-    importlib.invalidate_caches()
+def _imported() -> list[str]:
+    return [name for name in sys.modules if name.split(".")[0] in ("timm", "torchvision")]
 
 
 @pytest.fixture
@@ -121,11 +119,15 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {"timm/__init__.py": _TIMM, "torchvision/__init__.py": "", "torchvision/models.py": _TORCHVISION}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    _forget(monkeypatch)
+    for name in _imported():
+        monkeypatch.delitem(sys.modules, name)
+    importlib.invalidate_caches()
     monkeypatch.setattr(program, "TESTED_TORCH", "1.2.3")
     monkeypatch.syspath_prepend(str(folder))
     yield folder
-    _forget(monkeypatch)
+    for name in _imported():  # not by monkeypatch, which would put them back
+        del sys.modules[name]
+    importlib.invalidate_caches()
 
 
 @pytest.mark.numeric
@@ -210,7 +212,9 @@ def test_a_package_that_is_missing_or_broken_is_one_line_before_anything_starts(
             monkeypatch.setitem(sys.modules, title, None)
         else:
             (packages / title / "__init__.py").write_text(text)
-            _forget(monkeypatch)
+            for name in _imported():
+                monkeypatch.delitem(sys.modules, name)
+            importlib.invalidate_caches()
         with pytest.raises(ValueError) as found:
             load_config(SCHEMA, [f"backbone.name={title}:convolution"], train.NAMED)
         assert words in str(found.value) and "\n" not in str(found.value)

