@@ -1,12 +1,14 @@
 """Groups unlabelled faces into people by average linkage, and measures clusters against known people.
 
-Two clusters are merged while the mean cosine between their faces reaches the threshold, the highest mean first. For vectors of
-length 1 that mean is the product of the two sums over the product of the sizes, so it is exact at any size. It is at most the
-highest single cosine, so only pairs of faces above the threshold, found in blocks of matrix products, make clusters neighbours.
+Two clusters are merged while the mean cosine between their faces reaches the threshold of their sizes, the one that is furthest
+above it first. A mean of many cosines varies less than one, so that at one FAR its threshold is lower (`thresholds_at`). For
+vectors of length 1 that mean is the product of the two sums over the product of the sizes, so it is exact at any size. It is at
+most the highest single cosine, so only pairs of faces above the lowest threshold, found in blocks of matrix products, make
+clusters neighbours.
 A chain of similar faces between two people is no reason to merge them, unlike for connected components and single linkage.
 Faces are put into the order of their bits first, so that the order in the table changes nothing.
 Source of BCubed: Amigo et al., "A comparison of extrinsic clustering evaluation metrics", Information Retrieval 2009.
-Shapes: n = faces, D = embedding size, E = pairs above the threshold.
+Shapes: n = faces, D = embedding size, E = pairs above the lowest threshold, S = classes of cluster sizes: 1, 2 to 3, from 4 on.
 """
 
 import heapq
@@ -19,8 +21,11 @@ import xxhash
 
 from deploy.journal import Journal
 
+from .all_pairs import count_pairs, points_at
+
+SIZES = (1, 2, 4)  # where the classes of sizes begin; the threshold of 8 faces is hardly below that of 4
 _ROWS, _COLUMNS = 1024, 8192  # of a block of cosines
-_MOST_PAIRS = 1 << 24  # above the threshold: some GiB as a heap and sets
+_MOST_PAIRS = 1 << 24  # above the lowest threshold: some GiB as a heap and sets
 
 
 class Clusters(NamedTuple):
@@ -29,39 +34,82 @@ class Clusters(NamedTuple):
     labels: np.ndarray  # (n,) int64, the largest cluster is 0; of equal ones the first by the bits of its faces
     own: np.ndarray  # (n,) mean cosine with the other faces of the cluster; -1 = alone
     other: np.ndarray  # (n,) highest mean cosine with another cluster that has a similar face; -1 = there is none
-    threshold: float
+    sure: np.ndarray  # (n,) bool: both on the right side of their thresholds, so the face has company, and no other is as near
 
-    def sure(self) -> np.ndarray:
-        """Return (n,) bool: a face has company, is similar to it on average, and to no other cluster."""
-        return (self.own >= self.threshold) & (self.other < self.threshold)
+
+def thresholds_at(vectors: np.ndarray, labels: np.ndarray, far: str) -> np.ndarray:
+    """Return the thresholds of cluster sizes at one FAR of the pairs of two people, (S, S) float64.
+
+    The faces of a person are cut into groups of one, two and four, and all pairs of groups are compared. Sizes from which the
+    FAR cannot be measured are left out, so S is less than 3 for a small table.
+
+    Args:
+        vectors: (n, D) float32 of length 1.
+        labels: (n,) int64, the people.
+
+    Raises:
+        ValueError: there are too few pairs of faces for the FAR.
+    """
+    order = np.lexsort((_keys(vectors), labels))
+    vectors, labels = vectors[order], labels[order]
+    starts = np.flatnonzero(np.diff(labels, prepend=-1))
+    place = np.arange(len(labels)) - np.repeat(starts, np.diff(starts, append=len(labels)))  # among the faces of the person
+    parts, owners = [], []
+    for size in SIZES:
+        last = np.flatnonzero(place % size == size - 1)
+        parts.append(sum(vectors[last - back] for back in range(size)) / np.float32(size))
+        owners.append(labels[last])
+    groups = np.repeat(np.arange(len(SIZES)), list(map(len, owners)))
+    counts = count_pairs(np.concatenate(parts), np.concatenate(owners), groups)
+    found = np.full((len(SIZES), len(SIZES)), np.nan)
+    for low, high in np.argwhere(np.triu(np.ones(found.shape))).tolist() if counts.genuine.any() else []:
+        if high < len(counts.impostor):
+            point = points_at(counts.genuine.sum(axis=0), counts.impostor[low, high], counts.edges, [far])[0]
+            found[low, high] = found[high, low] = np.nan if point.cosine is None else point.cosine
+    for count in range(len(SIZES), 0, -1):
+        if not np.isnan(found[:count, :count]).any():
+            return found[:count, :count]
+    pairs = int(counts.impostor[0, 0].sum())
+    raise ValueError(
+        f"a FAR of {far} needs {1 / float(far):,.0f} pairs of two people, and pairs of one; there are {pairs:,} of two people"
+    )
+
+
+def _keys(vectors: np.ndarray) -> np.ndarray:
+    """Return hashes of vectors, (n,) uint64."""
+    return np.array([xxhash.xxh3_64_intdigest(row.tobytes()) for row in vectors], dtype=np.uint64)
+
+
+def _classes(sizes: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
+    """Return the class of each cluster size."""
+    return np.searchsorted(SIZES[1 : len(thresholds)], sizes, side="right")
 
 
 def cluster(
-    vectors: np.ndarray, threshold: float, journal: Journal | None = None, advance: Callable[[int], object] = int
+    vectors: np.ndarray, thresholds: np.ndarray, journal: Journal | None = None, advance: Callable[[int], object] = int
 ) -> Clusters:
     """Return the people of faces.
 
     Args:
         vectors: (n, D) float32 of length 1, also a memory map.
-        threshold: a cosine.
+        thresholds: (S, S) float64, the mean cosine from which clusters of two classes of sizes are one, symmetric.
         journal: begun; the pairs that it has are not searched again.
         advance: is called with the number of faces that were compared with all others.
 
     Raises:
         ValueError: too many pairs are above the threshold.
     """
-    keys = [xxhash.xxh3_64_intdigest(row.tobytes()) for row in vectors]
-    order = np.argsort(np.array(keys, dtype=np.uint64), kind="stable")
+    order = np.argsort(_keys(vectors), kind="stable")
     vectors = np.ascontiguousarray(vectors[order])
-    first, second, cosines = _similar(vectors, threshold, journal, advance)
-    found = _average_linkage(vectors, first, second, cosines, threshold)
+    first, second, cosines = _similar(vectors, float(thresholds.min()), journal, advance)
+    found = _average_linkage(vectors, first, second, cosines, thresholds)
     sizes = np.bincount(found)
     renumbered = np.empty(len(sizes), dtype=np.int64)
     renumbered[np.lexsort((np.unique(found, return_index=True)[1], -sizes))] = np.arange(len(sizes))
-    own, other = _means(vectors, found, first, second)
+    own, other, sure = _means(vectors, found, first, second, thresholds)
     back = np.empty(len(order), dtype=np.int64)
     back[order] = np.arange(len(order))
-    return Clusters(renumbered[found][back], own[back], other[back], threshold)
+    return Clusters(renumbered[found][back], own[back], other[back], sure[back])
 
 
 def _similar(
@@ -104,7 +152,7 @@ def _similar(
 
 
 def _average_linkage(
-    vectors: np.ndarray, first: np.ndarray, second: np.ndarray, cosines: np.ndarray, threshold: float
+    vectors: np.ndarray, first: np.ndarray, second: np.ndarray, cosines: np.ndarray, thresholds: np.ndarray
 ) -> np.ndarray:
     """Return the cluster of each face, (n,) int64 from 0."""
     count = len(vectors)
@@ -115,9 +163,11 @@ def _average_linkage(
         neighbours[other].add(one)
     version = [0] * count  # of a cluster, which has the number of one of its faces
     into = np.arange(count)
+    above = cosines - thresholds[0, 0]  # float64
+    now = above >= 0
     heap = [
-        (-cosine, one, other, 0, 0)
-        for cosine, one, other in zip(cosines.tolist(), first.tolist(), second.tolist(), strict=True)
+        (-excess, one, other, 0, 0)
+        for excess, one, other in zip(above[now].tolist(), first[now].tolist(), second[now].tolist(), strict=True)
     ]
     heapq.heapify(heap)
     while heap:
@@ -133,18 +183,22 @@ def _average_linkage(
         neighbours[one] = (neighbours[one] | neighbours[other]) - {one, other}
         neighbours[other] = set()
         near = np.array(sorted(neighbours[one]), dtype=np.int64)
-        means = sums[near] @ sums[one] / (sizes[near] * sizes[one])
-        for mean, place in zip(means[means >= threshold].tolist(), near[means >= threshold].tolist(), strict=True):
+        limits = thresholds[_classes(sizes[one], thresholds), _classes(sizes[near], thresholds)]
+        above = sums[near] @ sums[one] / (sizes[near] * sizes[one]) - limits
+        for excess, place in zip(above[above >= 0].tolist(), near[above >= 0].tolist(), strict=True):
             low, high = min(one, place), max(one, place)
-            heapq.heappush(heap, (-mean, low, high, version[low], version[high]))
+            heapq.heappush(heap, (-excess, low, high, version[low], version[high]))
     while (into != into[into]).any():
         into = into[into]
     return np.unique(into, return_inverse=True)[1]
 
 
-def _means(vectors: np.ndarray, found: np.ndarray, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return `own` and `other` of `Clusters`."""
+def _means(
+    vectors: np.ndarray, found: np.ndarray, first: np.ndarray, second: np.ndarray, thresholds: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return `own`, `other` and `sure` of `Clusters`."""
     sizes = np.bincount(found)
+    limits = thresholds[0, _classes(sizes, thresholds)]  # of a face and a cluster
     sums = np.zeros((len(sizes), vectors.shape[1]))
     np.add.at(sums, found, vectors)
     own, other = np.full(len(found), -1.0), np.full(len(found), -1.0)
@@ -153,13 +207,16 @@ def _means(vectors: np.ndarray, found: np.ndarray, first: np.ndarray, second: np
         wide = vectors[part].astype(np.float64)
         rest = (wide * (sums[found[part]] - wide)).sum(axis=1)
         own[part] = np.where(sizes[found[part]] > 1, rest / np.maximum(1, sizes[found[part]] - 1), -1.0)
+    sure = own >= thresholds[0, _classes(sizes[found] - 1, thresholds)]
     across = found[first] != found[second]
     rows = np.concatenate([first[across], second[across]])
     theirs = np.concatenate([found[second[across]], found[first[across]]])
     for begin in range(0, len(rows), _COLUMNS):
         row, their = rows[begin : begin + _COLUMNS], theirs[begin : begin + _COLUMNS]
-        np.maximum.at(other, row, (vectors[row] * sums[their]).sum(axis=1) / sizes[their])
-    return own, other
+        means = (vectors[row] * sums[their]).sum(axis=1) / sizes[their]
+        np.maximum.at(other, row, means)
+        sure[row[means >= limits[their]]] = False
+    return own, other, sure
 
 
 class Agreement(NamedTuple):

@@ -11,7 +11,7 @@ from scipy.sparse.csgraph import connected_components
 from scipy.spatial.distance import squareform
 
 import analysis.clustering
-from analysis.clustering import agreement, cluster
+from analysis.clustering import SIZES, agreement, cluster, thresholds_at
 from data.datasets import open_set
 from data.recordio.image_record import RecordSetWriter
 from deploy.journal import Journal
@@ -42,7 +42,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("threshold", [0.35, 0.6])
 def test_the_partition_is_that_of_average_linkage_over_all_pairs(spread: float, threshold: float):
     vectors, _ = _faces(20, 9, spread)
-    found = cluster(vectors, threshold)
+    found = cluster(vectors, np.array([[threshold]]))
     distances = 1 - vectors.astype(np.float64) @ vectors.T
     np.fill_diagonal(distances, 0)
     tree = linkage(squareform(distances, checks=False), "average")
@@ -62,12 +62,87 @@ def test_the_partition_is_that_of_average_linkage_over_all_pairs(spread: float, 
 def test_the_order_of_the_faces_changes_nothing():
     vectors, _ = _faces(15, 8, 1.0)
     vectors[:6] = vectors[6]  # equal vectors are ties
-    whole = cluster(vectors, 0.4)
+    thresholds = np.array([[0.45, 0.4], [0.4, 0.35]])
+    whole = cluster(vectors, thresholds)
     for seed in range(4):
         order = np.random.default_rng(seed).permutation(len(vectors))
-        other = cluster(vectors[order], 0.4)
-        for one, shuffled in zip(whole[:3], other[:3], strict=True):
+        for one, shuffled in zip(whole, cluster(vectors[order], thresholds), strict=True):
             assert np.array_equal(one[order], shuffled)
+    known, people = _faces(40, 9, 1.0, seed=3)
+    order = np.random.default_rng(0).permutation(len(known))
+    assert np.array_equal(thresholds_at(known, people, "1e-2"), thresholds_at(known[order], people[order], "1e-2"))
+
+
+def _class(size: int) -> int:
+    return 0 if size == 1 else 1 if size < 4 else 2
+
+
+@pytest.mark.parametrize("spread", [0.6, 0.9, 1.2])
+def test_the_partition_is_that_of_a_slow_merge_with_a_threshold_for_each_size(spread: float):
+    vectors, _ = _faces(12, 9, spread)
+    thresholds = np.array([[0.6, 0.55, 0.36], [0.55, 0.45, 0.42], [0.36, 0.42, 0.36]])
+    cosines = vectors.astype(np.float64) @ vectors.T
+    clusters = [[row] for row in range(len(vectors))]
+    nearest = []  # excesses over thresholds, to see that rounding decides nothing
+    while True:
+        best = max(
+            (cosines[np.ix_(a, b)].mean() - thresholds[_class(len(a)), _class(len(b))], i, j)
+            for i, a in enumerate(clusters)
+            for j, b in enumerate(clusters[:i])
+        )
+        nearest.append(abs(best[0]))
+        if best[0] < 0:
+            break
+        clusters[best[2]] += clusters.pop(best[1])
+    assert min(nearest) > 1e-5 and max(map(len, clusters)) >= 4
+    labels = np.empty(len(vectors), dtype=np.int64)
+    for number, rows in enumerate(clusters):
+        labels[rows] = number
+    found = cluster(vectors, thresholds)
+    assert _same(found.labels, labels)
+    assert not _same(cluster(vectors, thresholds[:1, :1]).labels, labels)
+    for row, mine in enumerate(labels):
+        rest = np.flatnonzero((labels == mine) & (np.arange(len(labels)) != row))
+        sure = len(rest) > 0 and cosines[row, rest].mean() >= thresholds[0, _class(len(rest))]
+        others = [rows for number, rows in enumerate(clusters) if number != mine]
+        sure &= all(cosines[row, rows].mean() < thresholds[0, _class(len(rows))] for rows in others)
+        assert found.sure[row] == sure
+    assert 0 < found.sure.sum() < len(labels)
+
+
+def test_a_face_is_compared_with_the_others_of_its_cluster_at_their_size():
+    vectors = np.array([[1, 0]] * 3 + [[0.5, 0.75**0.5]], dtype=np.float32)
+    thresholds = np.array([[0.45, 0.4, 0.6], [0.4, 0.4, 0.6], [0.6, 0.6, 0.6]])
+    found = cluster(vectors, thresholds)
+    assert found.labels.tolist() == [0] * 4 and found.sure.all()  # three others are of the second class, four of the third
+
+
+def test_thresholds_accept_the_share_of_pairs_of_groups_of_two_people():
+    vectors, people = _faces(30, 9, 0.9)
+    found = thresholds_at(vectors, people, "1e-2")
+    assert found.shape == (3, 3) and (np.diff(np.diag(found)) < 0).all() and np.array_equal(found, found.T)
+    order = np.argsort([analysis.clustering._keys(row[None])[0] for row in vectors], kind="stable")
+    groups = [
+        [(person, rows[at : at + size]) for person in range(30) for rows in [[k for k in order if people[k] == person]]
+         for at in range(0, 9 - size + 1, size)]
+        for size in SIZES
+    ]  # fmt: skip
+    wide = vectors.astype(np.float64) @ vectors.T
+    for low in range(3):
+        for high in range(low, 3):
+            pairs = [(a, b) for i, a in enumerate(groups[low]) for b in groups[high][i + 1 if low == high else 0 :]]
+            means = np.array([wide[np.ix_(a[1], b[1])].mean() for a, b in pairs if a[0] != b[0]])
+            allowed = int(1e-2 * len(means))
+            accepted = (means[:, None] >= found[low, high] + np.array([1e-6, -4e-5])).sum(axis=0)
+            assert accepted[0] <= allowed < accepted[1], (low, high)  # a bin is 3e-5 wide
+
+
+def test_sizes_whose_rate_cannot_be_measured_have_the_threshold_of_smaller_ones():
+    vectors, people = _faces(30, 3, 0.9)
+    whole = thresholds_at(vectors, people, "1e-2")
+    assert whole.shape == (2, 2)  # nobody has four faces
+    single = thresholds_at(vectors, people, "1e-3")
+    assert single.shape == (1, 1)  # 435 pairs of groups of two
 
 
 def test_a_chain_between_two_people_does_not_merge_them():
@@ -78,10 +153,10 @@ def test_a_chain_between_two_people_does_not_merge_them():
     vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
     near = vectors @ vectors.T >= 0.7
     assert connected_components(csr_matrix(near))[0] == 1
-    found = cluster(vectors, 0.7)
+    found = cluster(vectors, np.array([[0.7]]))
     people = found.labels[:24].reshape(2, 12)
     assert (people == people[:, :1]).all() and people[0, 0] != people[1, 0]
-    assert found.sure()[:24].all() and not found.sure()[24:].all()  # the middle of the chain is near to both
+    assert found.sure[:24].all() and not found.sure[24:].all()  # the middle of the chain is near to both
 
 
 def test_agreement_is_that_of_slow_loops():
@@ -131,7 +206,7 @@ def test_the_program_labels_a_set_at_a_measured_far(place: tuple[Path, np.ndarra
     said = capsys.readouterr().out
     others, labels = _faces(30, 6, 0.5, seed=1, dim=128)
     cosines = np.sort((others.astype(np.float64) @ others.T)[labels[:, None] < labels])
-    threshold = float(said.partition("cosine ")[2].partition(",")[0])
+    threshold = float(said.partition("two clusters ")[2].partition(" ")[0])
     allowed = int(1e-3 * len(cosines))
     assert cosines[-allowed - 1] - 1e-4 <= threshold <= cosines[-allowed] + 1e-4
     with open(folder / "p.csv", newline="") as file:
@@ -178,7 +253,10 @@ def test_a_run_that_was_killed_goes_on(place: tuple[Path, np.ndarray], monkeypat
         (["--far", "1e-3"], "comes from --calibrate TABLE with --far FAR"),
         (["--threshold", "0.5", "--calibrate", "known.npy", "--far", "1e-3"], "give one of the two"),
         (["--calibrate", "known.npy", "--far", "2"], "--far must be a rate between 0 and 1"),
-        (["--calibrate", "known.npy", "--far", "1e-9"], "needs 1,000,000,000 impostor pairs, --calibrate has"),
+        (
+            ["--calibrate", "known.npy", "--far", "1e-9"],
+            "needs 1,000,000,000 pairs of two people, and pairs of one; there are 15,660",
+        ),
         (["--threshold", "7"], "--threshold must be a cosine"),
         (["--threshold", "0.5", "--set", "new"], "--set and --to-rec belong together"),
         (["--threshold", "0.99999", "--set", "new", "--to-rec", "x"], "no cluster has 2 sure faces"),

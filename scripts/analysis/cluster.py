@@ -1,7 +1,8 @@
 """Group unlabelled faces into people: python -m scripts.analysis.cluster TABLE --calibrate OTHER --far 1e-4 --out people.csv
 
 TABLE is a table of `face embed`. Two clusters become one while the mean cosine between their faces reaches a threshold: that of
-the FAR of all pairs in OTHER, a table of the same network with labelled pictures of other people, or --threshold. people.csv
+the FAR in OTHER, a table of the same network with labelled pictures of other people, measured for clusters of one, two and four
+faces; or --threshold, for all sizes. people.csv
 has name, face, cluster, sure and cosine; a face is not sure if it is alone, or as near to another cluster. Where all faces of
 TABLE have a person, the clusters are compared with them. With --to-rec the sure faces become a set, with clusters as labels.
 
@@ -16,14 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.all_pairs import count_pairs, points_at
-from analysis.clustering import Clusters, agreement, cluster
+from analysis.clustering import SIZES, Clusters, agreement, cluster, thresholds_at
 from data.scan import copy_set, indices_of, open_set_of
 from deploy.journal import open_journal
 from eval.embedding_table import Faces, files_of, read_table
 from utils.cli import int_in_range, make_parser, progress
 from utils.files import shown, write_csv
 from utils.program import run_main
+from utils.text import prefix_errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,20 +55,20 @@ def run(options: argparse.Namespace) -> None:
     if indices is not None and (indices < 0).any():
         name = faces.names[int((indices < 0).argmax())]
         raise ValueError(f"--set: {shown(options.set)} has no image {name}; give the set that was embedded")
-    threshold, meaning = _threshold(options)
+    thresholds, meaning = _thresholds(options)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files_of(options.table)]
     with open_journal(unfinished, str(options.out)) as journal:
-        journal.begin({"table": stamps, "threshold": threshold}, options.again, str(unfinished), "was begun with")
+        journal.begin({"table": stamps, "thresholds": thresholds.tolist()}, options.again, str(unfinished), "was begun with")
         with progress([], len(faces.vectors), "comparing", "face") as bar:
-            found = cluster(faces.vectors, threshold, journal, bar.update)
-        rows = zip(faces.names, faces.numbers, found.labels, found.sure().astype(int), found.own.round(4), strict=True)
+            found = cluster(faces.vectors, thresholds, journal, bar.update)
+        rows = zip(faces.names, faces.numbers, found.labels, found.sure.astype(int), found.own.round(4), strict=True)
         write_csv(options.out, ("name", "face", "cluster", "sure", "cosine"), rows)
         unfinished.unlink()
     _print(faces, found, meaning)
     print(f"written: {shown(options.out)}")
     if dataset is not None and indices is not None:
-        kept = found.sure()
+        kept = found.sure.copy()
         kept &= np.bincount(found.labels, kept)[found.labels] >= options.min_images
         if not kept.any():
             raise ValueError(f"--min-images: no cluster has {options.min_images} sure faces; lower it, or raise --far")
@@ -77,14 +78,14 @@ def run(options: argparse.Namespace) -> None:
         copy_set(dataset, np.sort(indices[kept]), options.to_rec, False, options.set, labels, names)
 
 
-def _threshold(options: argparse.Namespace) -> tuple[float, str]:
-    """Return the threshold, and where it comes from."""
+def _thresholds(options: argparse.Namespace) -> tuple[np.ndarray, str]:
+    """Return the thresholds of cluster sizes, and where they come from."""
     if (options.threshold is None) == (options.calibrate is None) or (options.calibrate is None) != (options.far is None):
         raise ValueError("the threshold comes from --calibrate TABLE with --far FAR, or from --threshold; give one of the two")
     if options.threshold is not None:
         if not -1 < options.threshold <= 1:
             raise ValueError(f"--threshold must be a cosine above -1 and up to 1, got {options.threshold:g}")
-        return options.threshold, f"cosine {options.threshold:g}"
+        return np.array([[options.threshold]]), f"cosine {options.threshold:g}"
     try:
         valid = 0 < float(options.far) < 1
     except ValueError:
@@ -92,16 +93,14 @@ def _threshold(options: argparse.Namespace) -> tuple[float, str]:
     if not valid:
         raise ValueError(f"--far must be a rate between 0 and 1, such as 1e-4, got {options.far!r}")
     others = read_table(options.calibrate)
-    counts = count_pairs(others.vectors, others.labels()[0])
-    point = points_at(counts.genuine[0], counts.impostor[0, 0], counts.edges, [options.far])[0]
-    if point.cosine is None:
-        pairs = int(counts.impostor.sum())
-        raise ValueError(f"--far {options.far} needs {1 / float(options.far):,.0f} impostor pairs, --calibrate has {pairs:,}")
-    return point.cosine, f"cosine {point.cosine:.4f}, FAR {options.far} in {shown(options.calibrate)}"
+    with prefix_errors("--calibrate"):
+        found = thresholds_at(others.vectors, others.labels()[0], options.far)
+    sizes = ", ".join(f"{value:.4f} ({size})" for value, size in zip(np.diag(found), SIZES, strict=False))
+    return found, f"cosine of two clusters {sizes} by their faces, FAR {options.far} in {shown(options.calibrate)}"
 
 
 def _print(faces: Faces, found: Clusters, meaning: str) -> None:
-    sizes, sure = np.bincount(found.labels), found.sure()
+    sizes, sure = np.bincount(found.labels), found.sure
     print(f"threshold: {meaning}")
     print(
         f"{len(faces.names):,} faces: {np.count_nonzero(sizes > 1):,} clusters with several, the largest {sizes.max():,}; "
