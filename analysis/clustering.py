@@ -6,6 +6,7 @@ vectors of length 1 that mean is the product of the two sums over the product of
 most the highest single cosine, so only pairs of faces above the lowest threshold, found in blocks of matrix products, make
 clusters neighbours.
 A chain of similar faces between two people is no reason to merge them, unlike for connected components and single linkage.
+`expand` averages each face with its neighbours beforehand, which removes a part of what differs from picture to picture.
 Faces are put into the order of their bits first, so that the order in the table changes nothing.
 Source of BCubed: Amigo et al., "A comparison of extrinsic clustering evaluation metrics", Information Retrieval 2009.
 Shapes: n = faces, D = embedding size, E = pairs above the lowest threshold, S = classes of cluster sizes: 1, 2 to 3, from 4 on.
@@ -24,6 +25,7 @@ from deploy.journal import Journal
 from .all_pairs import count_pairs, points_at
 
 SIZES = (1, 2, 4)  # where the classes of sizes begin; the threshold of 8 faces is hardly below that of 4
+NEIGHBOURS, POWER = 5, 5  # of `expand`
 _ROWS, _COLUMNS = 1024, 8192  # of a block of cosines
 _MOST_PAIRS = 1 << 24  # above the lowest threshold: some GiB as a heap and sets
 
@@ -35,6 +37,56 @@ class Clusters(NamedTuple):
     own: np.ndarray  # (n,) mean cosine with the other faces of the cluster; -1 = alone
     other: np.ndarray  # (n,) highest mean cosine with another cluster that has a similar face; -1 = there is none
     sure: np.ndarray  # (n,) bool: both on the right side of their thresholds, so the face has company, and no other is as near
+
+
+def expand(vectors: np.ndarray, journal: Journal | None = None, advance: Callable[[int], object] = int) -> np.ndarray:
+    """Return the sums of faces and their NEIGHBOURS nearest others times cosine ** POWER, (n, D) float32 of length 1.
+
+    This is alpha query expansion (Radenovic et al., "Fine-tuning CNN image retrieval with no human annotation", TPAMI 2019) of
+    each face. Others of a cosine below 0 are left out. The neighbours are exact, from blocks of matrix products.
+
+    Args:
+        vectors, journal, advance: of `cluster`; what the journal has is not searched again.
+    """
+    order = np.argsort(_keys(vectors), kind="stable")
+    table = torch.from_numpy(np.ascontiguousarray(vectors[order]))
+    parts = [torch.from_numpy(np.frombuffer(data, dtype="<f8").copy()) for data in _done(journal, "neighbours")]
+    advance(min(len(parts) * _ROWS, len(table)))
+    for begin in range(len(parts) * _ROWS, len(table), _ROWS):
+        rows = table[begin : begin + _ROWS]
+        best = torch.zeros(len(rows), 2, NEIGHBOURS, dtype=torch.float64)  # cosines, and places, which are exact in float64
+        for start in range(0, len(table), _COLUMNS):
+            cosines = rows @ table[start : start + _COLUMNS].T
+            own = range(max(begin, start), min(begin + len(rows), start + cosines.shape[1]))
+            cosines[[row - begin for row in own], [row - start for row in own]] = -1.0
+            near = cosines.topk(min(NEIGHBOURS, cosines.shape[1]))
+            both = torch.cat([best, torch.stack([near.values.double(), near.indices.double() + start], dim=1)], dim=2)
+            chosen = both[:, 0].topk(NEIGHBOURS).indices
+            best = both.gather(2, chosen[:, None].expand(-1, 2, -1))
+        parts.append(best.view(-1))
+        if journal is not None:
+            journal.add({"stage": "neighbours", "begin": begin}, best.numpy().tobytes() + b"\n")
+        advance(len(rows))
+    found = np.empty(vectors.shape, dtype=np.float32)
+    for number, part in enumerate(parts):
+        best = part.view(-1, 2, NEIGHBOURS)
+        begin = number * _ROWS
+        others = table[best[:, 1].long()] * (best[:, 0] ** POWER).float()[:, :, None]
+        total = table[begin : begin + len(best)] + others.sum(dim=1)
+        found[order[begin : begin + len(best)]] = torch.nn.functional.normalize(total).numpy()
+    return found
+
+
+def _done(journal: Journal | None, stage: str) -> list[bytes]:
+    """Return the results of the blocks of a stage that a journal has, in order."""
+    found: list[bytes] = []
+    for entry in journal.entries if journal else ():
+        if entry.record["stage"] == stage:
+            data = journal.data(entry) if journal else None
+            if data is None or entry.record["begin"] != len(found) * _ROWS:
+                break
+            found.append(data[:-1])  # an entry without bytes would have no hash
+    return found
 
 
 def thresholds_at(vectors: np.ndarray, labels: np.ndarray, far: str) -> np.ndarray:
@@ -116,14 +168,9 @@ def _similar(
     vectors: np.ndarray, threshold: float, journal: Journal | None, advance: Callable[[int], object]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the pairs of faces first < second (E,) int32 whose cosine (E,) float32 reaches the threshold."""
-    parts = [np.zeros((0, 3), dtype="<i4")]
-    done = 0
-    for entry in journal.entries if journal else ():
-        data = journal.data(entry) if journal else None
-        if data is None or entry.record["begin"] != done:
-            break
-        parts.append(np.frombuffer(data[:-1], dtype="<i4").reshape(-1, 3))
-        done += _ROWS
+    blocks = _done(journal, "pairs")
+    done = len(blocks) * _ROWS
+    parts = [np.zeros((0, 3), dtype="<i4"), *(np.frombuffer(data, dtype="<i4").reshape(-1, 3) for data in blocks)]
     advance(min(done, len(vectors)))
     table = torch.from_numpy(vectors)
     total = sum(map(len, parts))
@@ -144,8 +191,8 @@ def _similar(
                 f"more than {_MOST_PAIRS:,} pairs of faces are above the cosine {threshold:.4f}; give a lower --far, or "
                 "a higher --threshold"
             )
-        if journal is not None:  # an entry without bytes would have no hash
-            journal.add({"begin": begin}, parts[-1].tobytes() + b"\n")
+        if journal is not None:
+            journal.add({"stage": "pairs", "begin": begin}, parts[-1].tobytes() + b"\n")
         advance(len(rows))
     pairs = np.concatenate(parts)
     return pairs[:, 0], pairs[:, 1], np.ascontiguousarray(pairs[:, 2]).view(np.float32)

@@ -11,7 +11,7 @@ from scipy.sparse.csgraph import connected_components
 from scipy.spatial.distance import squareform
 
 import analysis.clustering
-from analysis.clustering import SIZES, agreement, cluster, thresholds_at
+from analysis.clustering import NEIGHBOURS, POWER, SIZES, agreement, cluster, expand, thresholds_at
 from data.datasets import open_set
 from data.recordio.image_record import RecordSetWriter
 from deploy.journal import Journal
@@ -68,9 +68,28 @@ def test_the_order_of_the_faces_changes_nothing():
         order = np.random.default_rng(seed).permutation(len(vectors))
         for one, shuffled in zip(whole, cluster(vectors[order], thresholds), strict=True):
             assert np.array_equal(one[order], shuffled)
+        assert np.array_equal(expand(vectors)[order], expand(vectors[order]))
     known, people = _faces(40, 9, 1.0, seed=3)
     order = np.random.default_rng(0).permutation(len(known))
     assert np.array_equal(thresholds_at(known, people, "1e-2"), thresholds_at(known[order], people[order], "1e-2"))
+
+
+def _expanded(vectors: np.ndarray) -> np.ndarray:
+    """Return what `expand` does by a slow loop in float64."""
+    wide = vectors.astype(np.float64)
+    rows = []
+    for row, one in enumerate(wide):
+        others = sorted((-float(one @ other), place) for place, other in enumerate(wide) if place != row)[:NEIGHBOURS]
+        total = one + sum(max(0.0, -cosine) ** POWER * wide[place] for cosine, place in others)
+        rows.append(total / np.linalg.norm(total))
+    return np.array(rows)
+
+
+@pytest.mark.parametrize(("people", "each"), [(20, 9), (1, 4), (3, 1)])
+def test_faces_are_averaged_with_their_nearest_others(people: int, each: int):
+    vectors, _ = _faces(people, each, 0.9)
+    # float32 rounds cosines of 24 terms and their powers, and sums of six vectors, by less than 64 units
+    assert np.abs(expand(vectors) - _expanded(vectors)).max() < 64 * np.finfo(np.float32).eps
 
 
 def _class(size: int) -> int:
@@ -205,7 +224,8 @@ def test_the_program_labels_a_set_at_a_measured_far(place: tuple[Path, np.ndarra
     assert program.main([*words, *more]) == 0
     said = capsys.readouterr().out
     others, labels = _faces(30, 6, 0.5, seed=1, dim=128)
-    cosines = np.sort((others.astype(np.float64) @ others.T)[labels[:, None] < labels])
+    others = _expanded(others)
+    cosines = np.sort((others @ others.T)[labels[:, None] < labels])
     threshold = float(said.partition("two clusters ")[2].partition(" ")[0])
     allowed = int(1e-3 * len(cosines))
     assert cosines[-allowed - 1] - 1e-4 <= threshold <= cosines[-allowed] + 1e-4
@@ -230,20 +250,25 @@ def test_the_program_labels_a_set_at_a_measured_far(place: tuple[Path, np.ndarra
 
 
 def test_a_run_that_was_killed_goes_on(place: tuple[Path, np.ndarray], monkeypatch: pytest.MonkeyPatch):
-    folder, _ = place
-    words = [str(folder / "new.npy"), "--threshold", "0.5", "--out"]
+    folder, people = place
+    words = [str(folder / "new.npy"), "--calibrate", str(folder / "known.npy"), "--far", "1e-2", "--out"]
     assert program.main([*words, str(folder / "whole.csv")]) == 0
+    with open(folder / "whole.csv", newline="") as file:
+        kept = np.array([float(row["cosine"]) for row in csv.DictReader(file)])
+    averaged = _expanded(np.load(folder / "new.npy"))
+    others = (people == people[:, None]) & ~np.eye(len(people), dtype=bool)  # the planted people are the clusters
+    assert kept == pytest.approx((averaged @ averaged.T * others).sum(axis=1) / 7, abs=1e-4)
     original, added = Journal.add, []
 
     def add(journal: Journal, record: dict, data: bytes) -> None:
         original(journal, record, data)
-        added.append(record["begin"])
-        if len(added) == 2:
+        added.append((record["stage"], record["begin"]))
+        if len(added) in (2, 4):
             raise ValueError("stopped")
 
     monkeypatch.setattr(Journal, "add", add)
-    assert program.main([*words, str(folder / "p.csv")]) == 1
-    assert program.main([*words, str(folder / "p.csv")]) == 0 and added == [0, 32, 64]
+    assert [program.main([*words, str(folder / "p.csv")]) for _ in range(3)] == [1, 1, 0]
+    assert added == [(stage, begin) for stage in ("neighbours", "pairs") for begin in (0, 32, 64)]
     assert (folder / "p.csv").read_bytes() == (folder / "whole.csv").read_bytes()
 
 

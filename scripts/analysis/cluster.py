@@ -2,7 +2,8 @@
 
 TABLE is a table of `face embed`. Two clusters become one while the mean cosine between their faces reaches a threshold: that of
 the FAR in OTHER, a table of the same network with labelled pictures of other people, measured for clusters of one, two and four
-faces; or --threshold, for all sizes. people.csv
+faces; each face is averaged with its nearest neighbours beforehand, in both tables. Or --threshold, for all sizes, without
+averages. people.csv
 has name, face, cluster, sure and cosine; a face is not sure if it is alone, or as near to another cluster. Where all faces of
 TABLE have a person, the clusters are compared with them. With --to-rec the sure faces become a set, with clusters as labels.
 
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.clustering import SIZES, Clusters, agreement, cluster, thresholds_at
+from analysis.clustering import SIZES, Clusters, agreement, cluster, expand, thresholds_at
 from data.scan import copy_set, indices_of, open_set_of
 from deploy.journal import open_journal
 from eval.embedding_table import Faces, files_of, read_table
@@ -60,8 +61,12 @@ def run(options: argparse.Namespace) -> None:
     stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files_of(options.table)]
     with open_journal(unfinished, str(options.out)) as journal:
         journal.begin({"table": stamps, "thresholds": thresholds.tolist()}, options.again, str(unfinished), "was begun with")
-        with progress([], len(faces.vectors), "comparing", "face") as bar:
-            found = cluster(faces.vectors, thresholds, journal, bar.update)
+        vectors = faces.vectors
+        if options.calibrate is not None:
+            with progress([], len(vectors), "finding neighbours", "face") as bar:
+                vectors = expand(vectors, journal, bar.update)
+        with progress([], len(vectors), "comparing", "face") as bar:
+            found = cluster(vectors, thresholds, journal, bar.update)
         rows = zip(faces.names, faces.numbers, found.labels, found.sure.astype(int), found.own.round(4), strict=True)
         write_csv(options.out, ("name", "face", "cluster", "sure", "cosine"), rows)
         unfinished.unlink()
@@ -94,7 +99,7 @@ def _thresholds(options: argparse.Namespace) -> tuple[np.ndarray, str]:
         raise ValueError(f"--far must be a rate between 0 and 1, such as 1e-4, got {options.far!r}")
     others = read_table(options.calibrate)
     with prefix_errors("--calibrate"):
-        found = thresholds_at(others.vectors, others.labels()[0], options.far)
+        found = thresholds_at(expand(others.vectors), others.labels()[0], options.far)
     sizes = ", ".join(f"{value:.4f} ({size})" for value, size in zip(np.diag(found), SIZES, strict=False))
     return found, f"cosine of two clusters {sizes} by their faces, FAR {options.far} in {shown(options.calibrate)}"
 
