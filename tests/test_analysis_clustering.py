@@ -11,7 +11,8 @@ from scipy.sparse.csgraph import connected_components
 from scipy.spatial.distance import squareform
 
 import analysis.clustering
-from analysis.clustering import NEIGHBOURS, POWER, SIZES, agreement, cluster, expand, thresholds_at
+from analysis import clustering_report
+from analysis.clustering import NEIGHBOURS, POWER, SIZES, Clusters, agreement, cluster, expand, thresholds_at
 from data.datasets import open_set
 from data.recordio.image_record import RecordSetWriter
 from deploy.journal import Journal
@@ -235,6 +236,8 @@ def test_the_program_labels_a_set_at_a_measured_far(place: tuple[Path, np.ndarra
     assert [row["name"] for row in rows] == [str(row) for row in range(len(people))]
     assert _same(found, people)
     sure = np.array([row["sure"] == "1" for row in rows])
+    page = (folder / "p.csv.html").read_text()
+    assert page.count("data:image/png") == 1 and "12 with several faces, the largest 8" in page
     made = open_set(folder / "labelled")
     assert made.num_classes == 12 and made.num_images == sure.sum()
     pixels = [int(made.pixels_and_label(index)[0][0, 0, 0]) // 2 for index in range(made.num_images)]
@@ -247,6 +250,22 @@ def test_the_program_labels_a_set_at_a_measured_far(place: tuple[Path, np.ndarra
     _write(folder / "new.npy", np.load(folder / "new.npy"), [f"p{label}" for label in people])
     capsys.readouterr()
     assert program.main([*words, "--again"]) == 0 and "bcubed f          100.00 %" in capsys.readouterr().out
+
+
+def test_the_page_shows_the_least_alike_of_a_cluster_and_the_least_sure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with RecordSetWriter(tmp_path / "set") as writer:
+        for index in range(7):
+            writer.add(0, to_png(np.full((112, 112, 3), index, np.uint8)) if index != 6 else b"damaged")
+    labels, own = np.array([1, 0, 0, 0, 1, 2, 0]), np.array([0.5, 0.8, 0.9, 0.6, 0.5, -1, 0.7])
+    other = np.array([-1, 0.1, -1, 0.5, 0.49, 0.9, -1])
+    found = Clusters(labels, own, other, np.array([True, True, True, False, False, False, True]))
+    sheets: list = []
+    monkeypatch.setattr(clustering_report, "captioned_sheet", lambda rows: sheets.append(rows) or b"")
+    clustering_report.write_page(tmp_path / "p.html", "t", found, open_set(tmp_path / "set"), np.arange(7), [])
+    indices = [[[int(texts[0]) for _, texts in row] for row in rows] for rows in sheets]
+    assert indices == [[[2, 3, 6, 1], [0, 4], [5]], [[4, 0], [3, 2, 1, 6]]]
+    for picture, texts in (cell for rows in sheets for row in rows for cell in row):
+        assert (picture is None) == (texts[0] == "6") and (picture is None or picture[0, 0, 0] == int(texts[0]))
 
 
 def test_a_run_that_was_killed_goes_on(place: tuple[Path, np.ndarray], monkeypatch: pytest.MonkeyPatch):
@@ -283,7 +302,7 @@ def test_a_run_that_was_killed_goes_on(place: tuple[Path, np.ndarray], monkeypat
             "needs 1,000,000,000 pairs of two people, and pairs of one; there are 15,660",
         ),
         (["--threshold", "7"], "--threshold must be a cosine"),
-        (["--threshold", "0.5", "--set", "new"], "--set and --to-rec belong together"),
+        (["--threshold", "0.5", "--to-rec", "x"], "--to-rec needs --set"),
         (["--threshold", "0.99999", "--set", "new", "--to-rec", "x"], "no cluster has 2 sure faces"),
     ],
 )

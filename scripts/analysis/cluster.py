@@ -3,9 +3,9 @@
 TABLE is a table of `face embed`. Two clusters become one while the mean cosine between their faces reaches a threshold: that of
 the FAR in OTHER, a table of the same network with labelled pictures of other people, measured for clusters of one, two and four
 faces; each face is averaged with its nearest neighbours beforehand, in both tables. Or --threshold, for all sizes, without
-averages. people.csv
-has name, face, cluster, sure and cosine; a face is not sure if it is alone, or as near to another cluster. Where all faces of
-TABLE have a person, the clusters are compared with them. With --to-rec the sure faces become a set, with clusters as labels.
+averages. people.csv has name, face, cluster, sure and cosine; a face is not sure if it is alone, or as near to another cluster.
+Where all faces of TABLE have a person, the clusters are compared with them. With --set, people.csv.html shows pictures. With
+--to-rec the sure faces become a set, with clusters as labels.
 
 What is done is kept in OUT.unfinished; start the same command again to go on after a kill.
 
@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from analysis.clustering import SIZES, Clusters, agreement, cluster, expand, thresholds_at
+from analysis.clustering_report import write_page
 from data.scan import copy_set, indices_of, open_set_of
 from deploy.journal import open_journal
 from eval.embedding_table import Faces, files_of, read_table
@@ -36,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--calibrate", type=Path, metavar="TABLE", help="labelled faces of other people, for --far")
     parser.add_argument("--far", metavar="FAR", help="share of the pairs of two people in --calibrate above the threshold")
     parser.add_argument("--threshold", type=float, metavar="COSINE", help="instead of --calibrate and --far")
-    parser.add_argument("--set", type=Path, help="set or folder that was embedded, for --to-rec")
-    parser.add_argument("--to-rec", type=Path, metavar="DIR", help="folder of a new RecordIO set")
+    parser.add_argument("--set", type=Path, help="set or folder that was embedded: OUT.html shows its pictures")
+    parser.add_argument("--to-rec", type=Path, metavar="DIR", help="folder of a new RecordIO set, from --set")
     parser.add_argument("--min-images", type=int_in_range(2), default=2, help="of a cluster that goes into it (default: 2)")
     parser.add_argument("--again", action="store_true", help="begin anew, although OUT or a part of it exists")
     return run_main(run, parser.parse_args(arguments))
@@ -45,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Cluster, and write what was asked for."""
-    if (options.set is None) != (options.to_rec is None):
-        raise ValueError("--set and --to-rec belong together; give both, or none")
+    if options.set is None and options.to_rec is not None:
+        raise ValueError("--to-rec needs --set, the set that was embedded")
     unfinished = options.out.with_name(f"{options.out.name}.unfinished")
     if options.out.exists() and not unfinished.exists() and not options.again:
         raise ValueError(f"--out: {shown(options.out)} exists already; choose another name, or --again to replace it")
@@ -70,9 +71,14 @@ def run(options: argparse.Namespace) -> None:
         rows = zip(faces.names, faces.numbers, found.labels, found.sure.astype(int), found.own.round(4), strict=True)
         write_csv(options.out, ("name", "face", "cluster", "sure", "cosine"), rows)
         unfinished.unlink()
-    _print(faces, found, meaning)
+    facts = _facts(faces, found, meaning)
+    print("\n".join(f"{name:<18}{value}" for name, value in facts))
     print(f"written: {shown(options.out)}")
     if dataset is not None and indices is not None:
+        page = options.out.with_name(f"{options.out.name}.html")
+        write_page(page, f"Clusters of {shown(options.table)}", found, dataset, indices, facts)
+        print(f"report: {shown(page)}")
+    if options.to_rec is not None and dataset is not None and indices is not None:
         kept = found.sure.copy()
         kept &= np.bincount(found.labels, kept)[found.labels] >= options.min_images
         if not kept.any():
@@ -104,16 +110,17 @@ def _thresholds(options: argparse.Namespace) -> tuple[np.ndarray, str]:
     return found, f"cosine of two clusters {sizes} by their faces, FAR {options.far} in {shown(options.calibrate)}"
 
 
-def _print(faces: Faces, found: Clusters, meaning: str) -> None:
+def _facts(faces: Faces, found: Clusters, meaning: str) -> list[tuple[str, str]]:
     sizes, sure = np.bincount(found.labels), found.sure
-    print(f"threshold: {meaning}")
-    print(
-        f"{len(faces.names):,} faces: {np.count_nonzero(sizes > 1):,} clusters with several, the largest {sizes.max():,}; "
-        f"{np.count_nonzero(sizes == 1):,} faces alone, {np.count_nonzero(~sure):,} not sure"
-    )
+    facts = [
+        ("threshold", meaning),
+        ("faces", f"{len(faces.names):,}: {np.count_nonzero(sizes == 1):,} alone, {np.count_nonzero(~sure):,} not sure"),
+        ("clusters", f"{np.count_nonzero(sizes > 1):,} with several faces, the largest {sizes.max():,}"),
+    ]
     if "" not in faces.people and len(set(faces.people)) > 1:
-        for name, value in agreement(found.labels, faces.labels()[0])._asdict().items():
-            print(f"  {name.replace('_', ' '):<18}{100 * value:.2f} %")
+        values = agreement(found.labels, faces.labels()[0])._asdict()
+        facts += [(name.replace("_", " "), f"{100 * value:.2f} %") for name, value in values.items()]
+    return facts
 
 
 if __name__ == "__main__":
