@@ -221,8 +221,11 @@ class ForeignNetwork(nn.Module):
         return output
 
 
-def open_session(path: Path, threads: int) -> Any:
+def open_session(path: Path, threads: int, model: bytes | None = None) -> Any:
     """Return the session of onnxruntime for an ONNX file, on the CPU.
+
+    Args:
+        model: what is run instead of the file's contents.
 
     Raises:
         ValueError: onnxruntime is not installed, or cannot read the file, or it refers to files elsewhere.
@@ -237,7 +240,7 @@ def open_session(path: Path, threads: int) -> Any:
     settings.log_severity_level = 4  # its warnings are for its developers; errors are raised
     try:
         # without the second attempt of onnxruntime, which is the same and prints a box of stars
-        return runtime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"], enable_fallback=0)
+        return runtime.InferenceSession(model or str(path), settings, providers=["CPUExecutionProvider"], enable_fallback=0)
     except Exception as error:  # onnxruntime has its own exceptions for damage, all of them derived from this
         raise ValueError(f"{path}: onnxruntime cannot read it: {_first_line(error)}") from None
 

@@ -10,13 +10,11 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from tiny_detectors import HALF, OFFSETS, STRIDES, picture, write_detector
+from tiny_detectors import FORMS, HALF, OFFSETS, STRIDES, picture, write_detector
 
 from deploy.faces import detector
 from deploy.faces.detections import Candidates, letterbox, strongest, suppress
 from deploy.faces.detector import Detector, add_detector_arguments, open_detector
-
-FORMS = ("scrfd", "retinaface", "yunet")
 
 
 def _open(path: Path, *words: str) -> Detector:
@@ -55,6 +53,8 @@ def test_coordinates_of_a_shrunk_picture_are_those_of_the_whole_one(files: dict[
     detector = _open(files[form, False], "--longest-side", "160")
     (face,) = detector.detect(picture(360, 640, (256, 160), side=32))  # a quarter of the size: 8 x 8 red pixels
     assert np.abs(face.points - (np.array([271.5, 175.5]) + 4 * OFFSETS)).max() < 8e-3
+    if form == "centerface":
+        return  # whose file names a size that means nothing
     (fitted,) = _open(files[form, True]).detect(picture(192, 320, (64, 80), side=16))  # into 96 x 160
     assert np.abs(fitted.points - (np.array([71.5, 87.5]) + 2 * OFFSETS)).max() < 4e-3
 
@@ -161,6 +161,31 @@ def test_retinaface_is_decoded_as_it_is_defined():
 
 
 @pytest.mark.numeric
+def test_centerface_is_decoded_as_it_is_defined():
+    generator = np.random.default_rng(3)
+    h, w = 8, 16
+    scores, sizes, offsets, landmarks = (generator.normal(0, 0.5, (1, k, h, w)).astype(np.float32) for k in (1, 2, 2, 10))
+    made = object.__new__(detector.CenterFace)
+    made.path = Path("x")
+    made._session = argparse.Namespace(run=lambda images: [scores, sizes, offsets, landmarks])
+    found = made.candidates(np.zeros((4 * h, 4 * w, 3), dtype=np.uint8), 0.2)
+    number = 0
+    for row in range(h):
+        for column in range(w):
+            if scores[0, 0, row, column] < 0.2:
+                continue
+            high, wide = (4 * math.exp(sizes[0, k, row, column]) for k in (0, 1))
+            top = 4 * (row + float(offsets[0, 0, row, column]) + 0.5) - high / 2
+            left = 4 * (column + float(offsets[0, 1, row, column]) + 0.5) - wide / 2
+            assert np.allclose(found.boxes[number], [left, top, left + wide, top + high], atol=1e-4)
+            for k in range(5):
+                y, x = (float(landmarks[0, 2 * k + part, row, column]) for part in (0, 1))
+                assert np.allclose(found.points[number, k], [left + wide * x, top + high * y], atol=1e-4)
+            number += 1
+    assert number == len(found.scores) > 20
+
+
+@pytest.mark.numeric
 def test_retinaface_takes_probabilities_and_logits():
     logits = np.random.default_rng(3).normal(size=(50, 2)).astype(np.float32) * 4
     share = np.exp(logits.astype(np.float64))
@@ -198,7 +223,7 @@ def test_a_file_that_returns_a_million_boxes_is_bounded():
     assert len(suppress(best.boxes, best.scores, 0.4)) == 1000
 
 
-@pytest.mark.parametrize("form", ["scrfd", "retinaface"])
+@pytest.mark.parametrize("form", ["scrfd", "retinaface", "centerface"])
 @pytest.mark.parametrize("name", ["b_score_8", "b_box_8", "b_points_8"])
 def test_numbers_that_are_not_finite_are_an_error(tmp_path: Path, form: str, name: str):
     def change(constants: dict[str, np.ndarray]) -> None:
@@ -215,7 +240,7 @@ def test_boxes_without_area_are_no_faces(tmp_path: Path, form: str):
         if form == "scrfd":
             constants["b_box_8"][:] = -1.0
         else:
-            constants["b_box_8"].reshape(-1, 4)[:, 2:] = -1e4
+            constants["b_box_8"].reshape(-1, 2 if form == "centerface" else 4)[:, -2:] = -1e4
 
     assert _open(write_detector(tmp_path / "flat.onnx", form, change=change)).detect(picture(96, 96, (32, 32))) == []
 
@@ -227,6 +252,8 @@ def test_boxes_without_area_are_no_faces(tmp_path: Path, form: str):
         ("scrfd", 1, "no detector that is known here"),
         ("retinaface", 1, "no detector that is known here"),
         ("yunet", 3, "SCRFD detector returns"),  # nine outputs, but of other widths
+        ("yunet", 8, "CenterFace detector returns"),
+        ("centerface", 1, "RetinaFace detector returns"),
     ],
 )
 def test_a_file_with_other_outputs_is_refused(tmp_path: Path, form: str, drop: int, said: str):
@@ -239,7 +266,7 @@ def test_outputs_without_numbers_are_named_with_the_file():
         detector.by_stride([np.zeros((1, 0), dtype=np.float32)] * 9, Path("x.onnx"))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS[:3])
 def test_a_file_whose_grids_do_not_fit_is_refused_when_it_is_opened(tmp_path: Path, form: str):
     def change(constants: dict[str, np.ndarray]) -> None:
         for name in list(constants):  # the coarsest grid is twice as wide as the strides say
@@ -252,7 +279,7 @@ def test_a_file_whose_grids_do_not_fit_is_refused_when_it_is_opened(tmp_path: Pa
         _open(write_detector(tmp_path / "wide.onnx", form, change=change))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS[:3])
 @pytest.mark.parametrize("size", [(32, 8224), (1 << 33, 32), (40_000, 40_000)])
 def test_a_file_with_a_huge_input_is_refused_before_it_takes_memory(tmp_path: Path, form: str, size: tuple[int, int]):
     path = write_detector(tmp_path / "huge.onnx", form, size)

@@ -13,7 +13,7 @@ from deploy.export import checks as export_checks
 from deploy.export import graph as export_graph
 from deploy.faces import detect as detect_sheet
 from deploy.faces import tracks, video
-from deploy.faces.detector import RetinaFace, Scrfd, YuNet
+from deploy.faces.detector import CenterFace, RetinaFace, Scrfd, YuNet
 from deploy.gallery.database import PATIENCE
 from deploy.serve import answers, server
 from eval.foreign_networks import InputContract
@@ -82,7 +82,8 @@ def test_the_numbers_of_the_page_are_those_of_the_code(monkeypatch: pytest.Monke
         f"may differ from that of torch by {export_checks.PARITY:.0e}".replace("e-0", "e-"),
         f"come from {seen[0].calibration_images} images",
         f"more than {export_graph.LARGEST_FILE / 1e9} GB",
-        f"{Scrfd.own_min_score} for SCRFD, {RetinaFace.own_min_score} for RetinaFace and {YuNet.own_min_score} for YuNet",
+        f"`--min-score` is {CenterFace.own_min_score} for CenterFace, {Scrfd.own_min_score} for SCRFD, "
+        f"{RetinaFace.own_min_score} for RetinaFace and {YuNet.own_min_score} for YuNet",
         f"up to {detect_sheet._FACES} photographs",
         f"up to {detect_sheet._REJECTED} rejected ones",
         f"shows the {counts[answers._TOP]} people",

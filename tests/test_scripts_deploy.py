@@ -28,7 +28,7 @@ def _photograph(person: int, x: int, y: int) -> np.ndarray:
     return pixels
 
 
-@pytest.mark.parametrize("form", ["scrfd", "yunet"])
+@pytest.mark.parametrize("form", ["scrfd", "yunet", "centerface"])
 def test_photographs_become_a_gallery_that_finds_their_people(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words, *more = write_network(tmp_path / "weights.pt")
     more += ["--detector", str(write_detector(tmp_path / "detector.onnx", form))]

@@ -1,4 +1,4 @@
-"""Face detectors of a few convolutions as ONNX files, in the forms of SCRFD, RetinaFace and YuNet: a face is a red square.
+"""Face detectors of a few convolutions as ONNX files, in the forms that are read here: a face is a red square.
 
 Each cell of the finest grid that is pure red is a face of fixed box and landmarks around it, so that what is found, and where,
 can be read off the picture. The coarser grids find nothing.
@@ -18,7 +18,13 @@ HALF = 28.0  # pixels of the detector's input: half the side of a box
 # of the five points from the middle of the face, with eyes 20 pixels apart
 OFFSETS = (TEMPLATE - TEMPLATE.mean(axis=0)) * (20 / (TEMPLATE[1, 0] - TEMPLATE[0, 0]))
 RED = (255, 0, 0)
-_SCORE = {"scrfd": (RED, 127.5, 128.0), "retinaface": (RED[::-1], np.array([104, 117, 123]), 1.0), "yunet": (RED[::-1], 0, 1)}
+FORMS = ("scrfd", "retinaface", "yunet", "centerface")
+_SCORE = {
+    "centerface": (RED, 0, 1),
+    "scrfd": (RED, 127.5, 128.0),
+    "retinaface": (RED[::-1], np.array([104, 117, 123]), 1.0),
+    "yunet": (RED[::-1], 0, 1),
+}
 
 
 def picture(
@@ -43,7 +49,7 @@ def write_detector(
     """Write a detector.
 
     Args:
-        form: scrfd, retinaface or yunet.
+        form: one of FORMS.
         size: fixed (height, width) of the input; None = any.
         change: may change the numbers of the file, by their name.
         points: (5, 2), of the landmarks from the middle of the face, in pixels of the input.
@@ -53,8 +59,8 @@ def write_detector(
     colour, mean, scale = _SCORE[form]
     seen = (np.array(colour, dtype=np.float64) - mean) / scale  # a red pixel as the network gets it
     nodes, constants, outputs = [], {}, []
-    anchors = {"scrfd": 2, "retinaface": 2, "yunet": 1}[form]
-    for stride in STRIDES:
+    anchors = {"scrfd": 2, "retinaface": 2}.get(form, 1)
+    for stride in STRIDES[: 1 if form == "centerface" else None]:
         # the score falls by `slope` for a mean distance to red of one level
         direction = np.where(np.array(colour) > 0, 1.0, -1.0)
         slope = 0.2 * scale
@@ -70,6 +76,10 @@ def write_detector(
             constants[f"w_{name}"] = np.ascontiguousarray(kernel, dtype=np.float32)
             constants[f"b_{name}"] = np.asarray(offset, dtype=np.float32)
             width = len(offset) // anchors
+            if form == "centerface":  # one grid of 4 pixels, of which each cell sees 8
+                sizes = {"strides": [4, 4], "kernel_shape": [8, 8], "pads": [0, 0, 4, 4]}
+                nodes.append(helper.make_node("Conv", ["image", f"w_{name}", f"b_{name}"], [name], **sizes))
+                continue
             constants[f"s_{name}"] = np.array([-1, width] if form == "scrfd" else [1, -1, width], dtype=np.int64)
             inputs = ["image", f"w_{name}", f"b_{name}"]
             nodes += [
@@ -77,7 +87,10 @@ def write_detector(
                 helper.make_node("Transpose", [f"c_{name}"], [f"t_{name}"], perm=[0, 2, 3, 1]),
                 helper.make_node("Reshape", [f"t_{name}", f"s_{name}"], [f"r_{name}"]),
             ]
-    if form == "scrfd":
+    if form == "centerface":
+        nodes.append(helper.make_node("Sigmoid", ["score_8"], ["scores"]))
+        outputs = ["scores", "box_8", "offset_8", "points_8"]
+    elif form == "scrfd":
         for kind in ("score", "box", "points"):
             for stride in STRIDES:
                 if kind == "score":
@@ -113,6 +126,10 @@ def write_detector(
 def _heads(form: str, stride: int, anchors: int, points: np.ndarray) -> dict[str, np.ndarray]:
     """Return the constant numbers of boxes and landmarks of a cell: the face lies around the middle of the cell."""
     middle = stride / 2 - 0.5
+    if form == "centerface":  # from the top left corner of the box, in its sizes, y first
+        offset = np.full(2, middle / 4 - 0.5)
+        points = (points[:, ::-1] + HALF) / (2 * HALF)
+        return {"box": np.full(2, np.log(2 * HALF / 4)), "offset": offset, "points": points.ravel()}
     if form == "scrfd":  # from the corner of the cell, in strides
         box = np.array([HALF - middle, HALF - middle, HALF + middle, HALF + middle]) / stride
         return {"box": np.tile(box, anchors), "points": np.tile((points + middle).ravel() / stride, anchors)}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import cv2
 import numpy as np
 
-from eval.foreign_networks import open_session
+from eval.foreign_networks import open_session, parse_onnx
 from utils.text import one_line
 
 STRIDES = (8, 16, 32)  # pixels of the detector's input for each cell of its three grids
@@ -152,10 +152,15 @@ def to_picture(found: Candidates, factor: np.ndarray, shape: tuple[int, int], mi
 
 
 class Session:
-    """An ONNX graph under onnxruntime, from an input (1, 3, H, W) float32 to all its outputs. Threads may share it."""
+    """An ONNX graph under onnxruntime, from an input (1, 3, H, W) float32 to all its outputs. Threads may share it.
 
-    def __init__(self, path: Path) -> None:
-        self.path, self._session = path, open_session(path, 1)  # pictures are processed at once by several threads
+    Args:
+        any_size: the sizes that the file names are those with which it was written, and no rule.
+    """
+
+    def __init__(self, path: Path, any_size: bool = False) -> None:
+        model = _without_sizes(path) if any_size else None
+        self.path, self._session = path, open_session(path, 1, model)  # pictures are processed at once by several threads
         entries = self._session.get_inputs()
         shape = entries[0].shape if len(entries) == 1 else []
         sides = [side if isinstance(side, int) and side > 0 else None for side in shape[2:]]
@@ -174,6 +179,16 @@ class Session:
         if not all(isinstance(part, np.ndarray) and part.dtype.kind == "f" for part in outputs):
             raise ValueError(f"{self.path}: a detector returns floating-point numbers only")
         return outputs
+
+
+def _without_sizes(path: Path) -> bytes:
+    model = parse_onnx(path)
+    for entry in (*model.graph.input[:1], *model.graph.output):
+        for axis, dim in enumerate(entry.type.tensor_type.shape.dim):
+            if axis != 1:
+                dim.dim_param = f"{entry.name}_{axis}"
+    data: bytes = model.SerializeToString()
+    return data
 
 
 def _last_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The face detectors, ONNX files: YuNet through OpenCV, SCRFD and RetinaFace through onnxruntime. Their outputs tell which.
+"""The face detectors, ONNX files: YuNet through OpenCV, the others through onnxruntime. Their outputs tell which one it is.
 
 Reading ONNX files executes nothing. A file that refers to tensors outside its own folder is refused.
 """
@@ -126,6 +126,7 @@ def _try(path: Path, digest: str, width: int, height: int) -> None:
 _SIZES = ((16, 32), (64, 128), (256, 512))  # pixels, of the two prior boxes of a cell, for each stride
 _MEANS = np.array([104, 117, 123], dtype=np.float32)  # of blue, green, red
 _CENTRE, _SIZE = 0.1, 0.2  # the variances of the source
+_CELL = 4  # pixels of CenterFace's input
 
 
 class _Graph(Detector):
@@ -194,6 +195,36 @@ def decode_priors(priors: np.ndarray, offsets: np.ndarray, landmarks: np.ndarray
         boxes = np.concatenate([centres - halves, centres + halves], axis=1)
         points = places[:, None] + _CENTRE * sides[:, None] * landmarks.reshape(-1, 5, 2)
     return boxes, points
+
+
+class CenterFace(_Graph):
+    """A CenterFace graph with four outputs (1, k, h / 4, w / 4): scores (k = 1), sizes (2), offsets (2) and landmarks (10).
+
+    Source: Xu et al., "CenterFace: Joint Face Detection and Alignment Using Face as Point", 2019; Star-Clouds/CenterFace. All
+    pairs have y first. The box of cell c has centre 4 (c + offset + 0.5) and size 4 exp(size), landmarks are at its top left
+    corner plus landmark times size. Input: RGB from 0 to 255. Its file says 32 x 32, and takes multiples of 32.
+    """
+
+    own_min_score = 0.35  # threshold of the source's demo
+
+    def candidates(self, canvas: np.ndarray, minimum: float) -> Candidates:
+        outputs = self._session.run(np.ascontiguousarray(canvas.astype(np.float32).transpose(2, 0, 1)[None]))
+        height, width = (side // _CELL for side in canvas.shape[:2])
+        if [part.shape for part in outputs] != [(1, numbers, height, width) for numbers in (1, 2, 2, 10)]:
+            raise ValueError(
+                f"{self.path}: a CenterFace detector returns scores, sizes, offsets and landmarks (1, 1 to 10, {height}, "
+                f"{width}) for {canvas.shape[1]} x {canvas.shape[0]} pixels, this returns "
+                f"{', '.join(str(part.shape) for part in outputs)}"
+            )
+        scores, sizes, offsets, landmarks = (part[0].reshape(len(part[0]), -1).T.astype(np.float64) for part in outputs)
+        chosen = np.flatnonzero(~(scores[:, 0] < minimum))
+        cells = np.stack(np.divmod(chosen, width), axis=1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            sides = _CELL * np.exp(sizes[chosen])
+            corners = _CELL * (cells + offsets[chosen] + 0.5) - sides / 2
+            points = corners[:, None] + sides[:, None] * landmarks[chosen].reshape(-1, 5, 2)
+            boxes = np.stack([corners, corners + sides], axis=1)
+        return Candidates(scores[chosen, 0], boxes[:, :, ::-1].reshape(-1, 4), points[:, :, ::-1])
 
 
 _ANCHOR_WIDTHS = (1, 4, 10)  # numbers of an anchor: score, distances, offsets of five points
@@ -271,15 +302,15 @@ def add_detector_arguments(parser: argparse.ArgumentParser, required: bool = Fal
         type=Path,
         required=required,
         metavar="FILE.onnx",
-        help="a face detector: YuNet, SCRFD with landmarks, or RetinaFace"
+        help="a face detector: YuNet, CenterFace, SCRFD with landmarks, or RetinaFace"
         + ("" if required else " (without it, pictures are aligned crops)"),
     )
     parser.add_argument(
         "--min-score",
         type=share,
         metavar="P",
-        help="faces with a lower score do not count (default: 0.5 for SCRFD, 0.6 for RetinaFace, 0.9 for YuNet, as their "
-        "authors have it)",
+        help="faces with a lower score do not count (default: 0.35 for CenterFace, 0.5 for SCRFD, 0.6 for RetinaFace, 0.9 for "
+        "YuNet, as their authors have it)",
     )
     parser.add_argument(
         "--min-size", type=int_in_range(1, 32000), default=20, metavar="PIXELS", help="nor do those with a shorter side"
@@ -309,16 +340,18 @@ def open_detector(options: argparse.Namespace) -> Detector | None:
     names, fixed = _signature(path)
     if names >= OUTPUTS:
         return YuNet(path, settings, fixed)
-    session = Session(path)
+    session = Session(path, any_size=len(names) == 4)
     if len(names) == 3:
         return RetinaFace(path, settings, session)
+    if len(names) == 4:
+        return CenterFace(path, settings, session)
     if len(names) == 9:
         return Scrfd(path, settings, session)
     if len(names) == 6:
         raise ValueError(f"{path}: a detector without landmarks, which align the faces; take the file with keypoints (kps)")
     raise ValueError(
-        f"{path}: no detector that is known here: YuNet has the outputs {', '.join(sorted(OUTPUTS))}, SCRFD nine, RetinaFace "
-        f"three, this has {len(names)}"
+        f"{path}: no detector that is known here: YuNet has the outputs {', '.join(sorted(OUTPUTS))}, SCRFD nine, CenterFace "
+        f"four, RetinaFace three, this has {len(names)}"
     )
 
 

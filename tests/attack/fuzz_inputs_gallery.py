@@ -18,7 +18,7 @@ from deploy.embed.embedder import open_embedder
 from deploy.gallery.store import Gallery
 from deploy.serve.answers import Answers
 from eval.networks import add_network_arguments
-from tests.tiny_detectors import picture, write_detector
+from tests.tiny_detectors import FORMS, picture, write_detector
 from utils.program import run_main
 
 from .fuzz_files import Case, Entry, Fifo, Folder, Link
@@ -143,7 +143,7 @@ def inputs(seeds: Path) -> dict[str, Input]:
         "requests": Input({**run, **crops, **gallery}, [_request], 700, 5),
     }
     with contextlib.suppress(ImportError):  # without the package onnx nothing reads a detector
-        forms = [write_detector(seeds / f"{form}.onnx", form).read_bytes() for form in ("scrfd", "retinaface", "yunet")]
+        forms = [write_detector(seeds / f"{form}.onnx", form).read_bytes() for form in FORMS]
         photograph = {"people/p.png": cv2.imencode(".png", picture(160, 160, (72, 72))[..., ::-1])[1].tobytes()}
         found["detector"] = Input({**crops, **photograph, _DETECTOR: forms[0]}, [_detector(forms)], 700, 5)
     return found
