@@ -25,7 +25,8 @@ from deploy.journal import Journal
 from .all_pairs import count_pairs, points_at
 
 SIZES = (1, 2, 4)  # where the classes of sizes begin; the threshold of 8 faces is hardly below that of 4
-NEIGHBOURS, POWER = 5, 5  # of `expand`
+NEIGHBOURS = (0, 1, 2, 5, 10)  # of a face in `expand`, of which `calibrate` chooses
+POWER = 5
 _ROWS, _COLUMNS = 1024, 8192  # of a block of cosines
 _MOST_PAIRS = 1 << 24  # above the lowest threshold: some GiB as a heap and sets
 
@@ -39,8 +40,10 @@ class Clusters(NamedTuple):
     sure: np.ndarray  # (n,) bool: both on the right side of their thresholds, so the face has company, and no other is as near
 
 
-def expand(vectors: np.ndarray, journal: Journal | None = None, advance: Callable[[int], object] = int) -> np.ndarray:
-    """Return the sums of faces and their NEIGHBOURS nearest others times cosine ** POWER, (n, D) float32 of length 1.
+def expand(
+    vectors: np.ndarray, count: int, journal: Journal | None = None, advance: Callable[[int], object] = int
+) -> np.ndarray:
+    """Return the sums of faces and their `count` nearest others times cosine ** POWER, (n, D) float32 of length 1.
 
     This is alpha query expansion (Radenovic et al., "Fine-tuning CNN image retrieval with no human annotation", TPAMI 2019) of
     each face. Others of a cosine below 0 are left out. The neighbours are exact, from blocks of matrix products.
@@ -54,14 +57,14 @@ def expand(vectors: np.ndarray, journal: Journal | None = None, advance: Callabl
     advance(min(len(parts) * _ROWS, len(table)))
     for begin in range(len(parts) * _ROWS, len(table), _ROWS):
         rows = table[begin : begin + _ROWS]
-        best = torch.zeros(len(rows), 2, NEIGHBOURS, dtype=torch.float64)  # cosines, and places, which are exact in float64
+        best = torch.zeros(len(rows), 2, count, dtype=torch.float64)  # cosines, and places, which are exact in float64
         for start in range(0, len(table), _COLUMNS):
             cosines = rows @ table[start : start + _COLUMNS].T
             own = range(max(begin, start), min(begin + len(rows), start + cosines.shape[1]))
             cosines[[row - begin for row in own], [row - start for row in own]] = -1.0
-            near = cosines.topk(min(NEIGHBOURS, cosines.shape[1]))
+            near = cosines.topk(min(count, cosines.shape[1]))
             both = torch.cat([best, torch.stack([near.values.double(), near.indices.double() + start], dim=1)], dim=2)
-            chosen = both[:, 0].topk(NEIGHBOURS).indices
+            chosen = both[:, 0].topk(count).indices
             best = both.gather(2, chosen[:, None].expand(-1, 2, -1))
         parts.append(best.view(-1))
         if journal is not None:
@@ -69,12 +72,28 @@ def expand(vectors: np.ndarray, journal: Journal | None = None, advance: Callabl
         advance(len(rows))
     found = np.empty(vectors.shape, dtype=np.float32)
     for number, part in enumerate(parts):
-        best = part.view(-1, 2, NEIGHBOURS)
+        best = part.view(-1, 2, count)
         begin = number * _ROWS
         others = table[best[:, 1].long()] * (best[:, 0] ** POWER).float()[:, :, None]
         total = table[begin : begin + len(best)] + others.sum(dim=1)
         found[order[begin : begin + len(best)]] = torch.nn.functional.normalize(total).numpy()
     return found
+
+
+def calibrate(vectors: np.ndarray, labels: np.ndarray, far: str) -> tuple[int, np.ndarray]:
+    """Return the number of neighbours to average, with the thresholds: those with which known people have the best BCubed F.
+
+    Args:
+        vectors, labels, far: of `thresholds_at`, which raises.
+    """
+    best = (-1.0, 0, np.empty(0))
+    for count in NEIGHBOURS:
+        averaged = expand(vectors, count) if count else vectors
+        thresholds = thresholds_at(averaged, labels, far)
+        quality = agreement(cluster(averaged, thresholds).labels, labels).bcubed_f
+        if quality > best[0]:
+            best = quality, count, thresholds
+    return best[1:]
 
 
 def _done(journal: Journal | None, stage: str) -> list[bytes]:

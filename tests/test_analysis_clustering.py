@@ -12,7 +12,7 @@ from scipy.spatial.distance import squareform
 
 import analysis.clustering
 from analysis import clustering_report
-from analysis.clustering import NEIGHBOURS, POWER, SIZES, Clusters, agreement, cluster, expand, thresholds_at
+from analysis.clustering import NEIGHBOURS, POWER, SIZES, Clusters, agreement, calibrate, cluster, expand, thresholds_at
 from data.datasets import open_set
 from data.recordio.image_record import RecordSetWriter
 from deploy.journal import Journal
@@ -69,28 +69,47 @@ def test_the_order_of_the_faces_changes_nothing():
         order = np.random.default_rng(seed).permutation(len(vectors))
         for one, shuffled in zip(whole, cluster(vectors[order], thresholds), strict=True):
             assert np.array_equal(one[order], shuffled)
-        assert np.array_equal(expand(vectors)[order], expand(vectors[order]))
+        assert np.array_equal(expand(vectors, 5)[order], expand(vectors[order], 5))
     known, people = _faces(40, 9, 1.0, seed=3)
     order = np.random.default_rng(0).permutation(len(known))
     assert np.array_equal(thresholds_at(known, people, "1e-2"), thresholds_at(known[order], people[order], "1e-2"))
 
 
-def _expanded(vectors: np.ndarray) -> np.ndarray:
+def _expanded(vectors: np.ndarray, count: int) -> np.ndarray:
     """Return what `expand` does by a slow loop in float64."""
     wide = vectors.astype(np.float64)
     rows = []
     for row, one in enumerate(wide):
-        others = sorted((-float(one @ other), place) for place, other in enumerate(wide) if place != row)[:NEIGHBOURS]
+        others = sorted((-float(one @ other), place) for place, other in enumerate(wide) if place != row)[:count]
         total = one + sum(max(0.0, -cosine) ** POWER * wide[place] for cosine, place in others)
         rows.append(total / np.linalg.norm(total))
     return np.array(rows)
 
 
-@pytest.mark.parametrize(("people", "each"), [(20, 9), (1, 4), (3, 1)])
-def test_faces_are_averaged_with_their_nearest_others(people: int, each: int):
+@pytest.mark.parametrize(("people", "each", "count"), [(20, 9, 5), (20, 9, 1), (1, 4, 5), (3, 1, 5)])
+def test_faces_are_averaged_with_their_nearest_others(people: int, each: int, count: int):
     vectors, _ = _faces(people, each, 0.9)
     # float32 rounds cosines of 24 terms and their powers, and sums of six vectors, by less than 64 units
-    assert np.abs(expand(vectors) - _expanded(vectors)).max() < 64 * np.finfo(np.float32).eps
+    assert np.abs(expand(vectors, count) - _expanded(vectors, count)).max() < 64 * np.finfo(np.float32).eps
+
+
+@pytest.mark.parametrize(("each", "chosen"), [(2, (0, 1)), (12, (2, 5, 10))])
+def test_as_many_neighbours_are_averaged_as_serve_known_people_best(each: int, chosen: tuple[int, ...]):
+    generator = np.random.default_rng(4)
+    # half of what differs between pictures of a person is a path along which neighbours lie, as pose or age
+    middles, paths = generator.normal(size=(2, 40, 1, 32)) / np.sqrt(32)
+    noise = generator.normal(size=(40, each, 32)) / np.sqrt(32)
+    faces = (middles + np.linspace(-1.2, 1.2, each)[:, None] * paths + 0.5 * noise).reshape(-1, 32)
+    vectors = (faces / np.linalg.norm(faces, axis=1, keepdims=True)).astype(np.float32)
+    people = np.repeat(np.arange(40), each)
+    quality = {}
+    for count in NEIGHBOURS:
+        averaged = _expanded(vectors, count).astype(np.float32)
+        quality[count] = agreement(cluster(averaged, thresholds_at(averaged, people, "1e-3")).labels, people).bcubed_f
+    count, thresholds = calibrate(vectors, people, "1e-3")
+    assert count in chosen and quality[count] > max(quality.values()) - 0.01
+    averaged = expand(vectors, count) if count else vectors
+    assert np.array_equal(thresholds, thresholds_at(averaged, people, "1e-3"))
 
 
 def _class(size: int) -> int:
@@ -225,7 +244,7 @@ def test_the_program_labels_a_set_at_a_measured_far(place: tuple[Path, np.ndarra
     assert program.main([*words, *more]) == 0
     said = capsys.readouterr().out
     others, labels = _faces(30, 6, 0.5, seed=1, dim=128)
-    others = _expanded(others)
+    others = _expanded(others, int(said.partition("averaged with ")[2].partition(" ")[0]))
     cosines = np.sort((others @ others.T)[labels[:, None] < labels])
     threshold = float(said.partition("two clusters ")[2].partition(" ")[0])
     allowed = int(1e-3 * len(cosines))
@@ -270,11 +289,12 @@ def test_the_page_shows_the_least_alike_of_a_cluster_and_the_least_sure(tmp_path
 
 def test_a_run_that_was_killed_goes_on(place: tuple[Path, np.ndarray], monkeypatch: pytest.MonkeyPatch):
     folder, people = place
+    monkeypatch.setattr(analysis.clustering, "NEIGHBOURS", (5,))
     words = [str(folder / "new.npy"), "--calibrate", str(folder / "known.npy"), "--far", "1e-2", "--out"]
     assert program.main([*words, str(folder / "whole.csv")]) == 0
     with open(folder / "whole.csv", newline="") as file:
         kept = np.array([float(row["cosine"]) for row in csv.DictReader(file)])
-    averaged = _expanded(np.load(folder / "new.npy"))
+    averaged = _expanded(np.load(folder / "new.npy"), 5)
     others = (people == people[:, None]) & ~np.eye(len(people), dtype=bool)  # the planted people are the clusters
     assert kept == pytest.approx((averaged @ averaged.T * others).sum(axis=1) / 7, abs=1e-4)
     original, added = Journal.add, []

@@ -2,8 +2,8 @@
 
 TABLE is a table of `face embed`. Two clusters become one while the mean cosine between their faces reaches a threshold: that of
 the FAR in OTHER, a table of the same network with labelled pictures of other people, measured for clusters of one, two and four
-faces; each face is averaged with its nearest neighbours beforehand, in both tables. Or --threshold, for all sizes, without
-averages. people.csv has name, face, cluster, sure and cosine; a face is not sure if it is alone, or as near to another cluster.
+faces; each face is averaged with as many neighbours as serve OTHER best beforehand. Or --threshold, for all sizes, without.
+people.csv has name, face, cluster, sure and cosine; a face is not sure if it is alone, or as near to another cluster.
 Where all faces of TABLE have a person, the clusters are compared with them. With --set, people.csv.html shows pictures. With
 --to-rec the sure faces become a set, with clusters as labels.
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.clustering import SIZES, Clusters, agreement, cluster, expand, thresholds_at
+from analysis.clustering import SIZES, Clusters, agreement, calibrate, cluster, expand
 from analysis.clustering_report import write_page
 from data.scan import copy_set, indices_of, open_set_of
 from deploy.journal import open_journal
@@ -57,15 +57,16 @@ def run(options: argparse.Namespace) -> None:
     if indices is not None and (indices < 0).any():
         name = faces.names[int((indices < 0).argmax())]
         raise ValueError(f"--set: {shown(options.set)} has no image {name}; give the set that was embedded")
-    thresholds, meaning = _thresholds(options)
+    count, thresholds, meaning = _thresholds(options)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files_of(options.table)]
     with open_journal(unfinished, str(options.out)) as journal:
-        journal.begin({"table": stamps, "thresholds": thresholds.tolist()}, options.again, str(unfinished), "was begun with")
+        begun = {"table": stamps, "thresholds": thresholds.tolist(), "neighbours": count}
+        journal.begin(begun, options.again, str(unfinished), "was begun with")
         vectors = faces.vectors
-        if options.calibrate is not None:
+        if count:
             with progress([], len(vectors), "finding neighbours", "face") as bar:
-                vectors = expand(vectors, journal, bar.update)
+                vectors = expand(vectors, count, journal, bar.update)
         with progress([], len(vectors), "comparing", "face") as bar:
             found = cluster(vectors, thresholds, journal, bar.update)
         rows = zip(faces.names, faces.numbers, found.labels, found.sure.astype(int), found.own.round(4), strict=True)
@@ -89,14 +90,14 @@ def run(options: argparse.Namespace) -> None:
         copy_set(dataset, np.sort(indices[kept]), options.to_rec, False, options.set, labels, names)
 
 
-def _thresholds(options: argparse.Namespace) -> tuple[np.ndarray, str]:
-    """Return the thresholds of cluster sizes, and where they come from."""
+def _thresholds(options: argparse.Namespace) -> tuple[int, np.ndarray, str]:
+    """Return the number of neighbours to average, the thresholds of cluster sizes, and where they come from."""
     if (options.threshold is None) == (options.calibrate is None) or (options.calibrate is None) != (options.far is None):
         raise ValueError("the threshold comes from --calibrate TABLE with --far FAR, or from --threshold; give one of the two")
     if options.threshold is not None:
         if not -1 < options.threshold <= 1:
             raise ValueError(f"--threshold must be a cosine above -1 and up to 1, got {options.threshold:g}")
-        return np.array([[options.threshold]]), f"cosine {options.threshold:g}"
+        return 0, np.array([[options.threshold]]), f"cosine {options.threshold:g}"
     try:
         valid = 0 < float(options.far) < 1
     except ValueError:
@@ -105,9 +106,10 @@ def _thresholds(options: argparse.Namespace) -> tuple[np.ndarray, str]:
         raise ValueError(f"--far must be a rate between 0 and 1, such as 1e-4, got {options.far!r}")
     others = read_table(options.calibrate)
     with prefix_errors("--calibrate"):
-        found = thresholds_at(expand(others.vectors), others.labels()[0], options.far)
+        count, found = calibrate(others.vectors, others.labels()[0], options.far)
     sizes = ", ".join(f"{value:.4f} ({size})" for value, size in zip(np.diag(found), SIZES, strict=False))
-    return found, f"cosine of two clusters {sizes} by their faces, FAR {options.far} in {shown(options.calibrate)}"
+    words = f"cosine of two clusters {sizes} by their faces, each averaged with {count} neighbours"
+    return count, found, f"{words}; FAR {options.far} in {shown(options.calibrate)}"
 
 
 def _facts(faces: Faces, found: Clusters, meaning: str) -> list[tuple[str, str]]:
