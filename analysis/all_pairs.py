@@ -1,9 +1,10 @@
 """Counts the cosines of all pairs of faces in a fine histogram, in blocks of matrix products; rates at thresholds from it.
 
-A matrix product of two blocks of rows gives the cosines of their pairs. Rows are sorted by group and person, so the genuine
-pairs of a block are short runs of each row. They are read from the same product, and counted apart, so that no pair is lost or
-counted twice. A cosine is scaled by a power of two, which is exact, and its floor is its bin. So each pair is in the bin of its
-cosine as float32 computes it; the rounding of that, about 1e-7, may depend on the block, and move a pair to the next bin.
+A matrix product of two blocks of rows gives the cosines of their pairs. Rows are sorted by group and person, so a product has a
+rectangle for each two groups, which is counted by itself, and the genuine pairs of a rectangle are short runs of each row. They
+are read from the same product, and counted apart, so that no pair is lost or counted twice. A cosine is scaled by a power of
+two, which is exact, and its floor is its bin. So each pair is in the bin of its cosine as float32 computes it; the rounding of
+that, about 1e-7, may depend on the block, and move a pair to the next bin.
 Shapes: n = faces, D = embedding size, G = groups, B = bins, T = thresholds.
 """
 
@@ -46,10 +47,15 @@ class PairCounts(NamedTuple):
     strangers: Extremes  # genuine pairs of the lowest cosines
 
 
-class _Block(NamedTuple):
+class _Part(NamedTuple):
+    """Rows of a block that are of one group."""
+
     begin: int  # of the sorted rows
     end: int
     group: int
+
+
+_Block = list[_Part]  # consecutive parts
 
 
 class _Counter:
@@ -64,13 +70,11 @@ class _Counter:
         self._vectors, self._num_bins, self._worst = vectors, num_bins, worst
         self._order = np.lexsort((labels, groups))
         self._labels, groups = labels[self._order], groups[self._order]
-        ends = np.append(np.flatnonzero(np.diff(groups)) + 1, len(groups)).tolist()
         rows = _ROWS[self.device.type]
-        self.blocks = [
-            _Block(at, min(at + rows, end), int(groups[at]))
-            for begin, end in zip([0, *ends], ends, strict=False)
-            for at in range(begin, end, rows)
-        ]
+        cuts = np.union1d(np.flatnonzero(np.diff(groups)) + 1, np.arange(0, len(groups), rows)).tolist()
+        self.blocks: list[_Block] = [[] for _ in range(0, len(groups), rows)]
+        for begin, end in zip(cuts, [*cuts[1:], len(groups)], strict=True):
+            self.blocks[begin // rows].append(_Part(begin, end, int(groups[begin])))
         num_groups = int(groups[-1]) + 1
         self.genuine = np.zeros((num_groups, num_bins), dtype=np.int64)
         self.impostor = np.zeros((num_groups, num_groups, num_bins), dtype=np.int64)
@@ -78,17 +82,25 @@ class _Counter:
 
     def load(self, block: _Block, scale: float = 1.0) -> torch.Tensor:
         """Return the vectors of a block, times a scale."""
-        rows = np.ascontiguousarray(self._vectors[self._order[block.begin : block.end]], dtype=np.float32)
+        rows = np.ascontiguousarray(self._vectors[self._order[block[0].begin : block[-1].end]], dtype=np.float32)
         return torch.from_numpy(rows).to(self.device).mul_(scale)
 
     def count(self, stripe: Sequence[tuple[_Block, torch.Tensor]], second: _Block) -> list[tuple]:
         """Return what `add` takes, for the pairs of a block and of those of a stripe (times B / 2) that are not after it."""
-        right = self.load(second)
-        return [self._count(first, left, second, right) for first, left in stripe if first.begin <= second.begin]
+        right, found = self.load(second), []
+        for first, left in stripe:
+            if first[0].begin <= second[0].begin:
+                cosines = left @ right.T
+                for one in first:
+                    rows = cosines[one.begin - first[0].begin : one.end - first[0].begin]
+                    for other in second:
+                        if one.begin <= other.begin:
+                            part = rows[:, other.begin - second[0].begin : other.end - second[0].begin].contiguous()
+                            found.append(self._count(part, one, other))
+        return found
 
-    def _count(self, first: _Block, left: torch.Tensor, second: _Block, right: torch.Tensor) -> tuple:
+    def _count(self, cosines: torch.Tensor, first: _Part, second: _Part) -> tuple:
         num_bins = self._num_bins
-        cosines = left @ right.T
         table = cosines.floor().add_(num_bins // 2 + 1).clamp_(1, num_bins).to(torch.int32)
         if first == second:
             table.triu_(1)  # bin 0 is for what does not count here
@@ -108,11 +120,14 @@ class _Counter:
                 extremes[0] = self._rows(cosines[cells], cells, first, second, limit)
             if first.group == second.group:
                 extremes[1] = self._rows(-own, same, first, second, self._limit(1))
-        genuine = torch.bincount(own_bins, minlength=num_bins + 1)[1:].cpu().numpy() if len(same) else None
-        return first.group, second.group, found, genuine, extremes
+        genuine = None
+        if len(same) and first.group == second.group:
+            genuine = torch.bincount(own_bins, minlength=num_bins + 1)[1:].cpu().numpy()
+        filled = np.flatnonzero(found)  # of many small groups, most bins are empty
+        return first.group, second.group, filled, found[filled], genuine, extremes
 
-    def _genuine_cells(self, first: _Block, second: _Block) -> torch.Tensor:
-        """Return the places, in the flattened product of two blocks, of pairs of one person."""
+    def _genuine_cells(self, first: _Part, second: _Part) -> torch.Tensor:
+        """Return the places, in the flattened product of two parts, of pairs of one person."""
         rows, columns = self._labels[first.begin : first.end], self._labels[second.begin : second.end]
         if rows[-1] < columns[0] or columns[-1] < rows[0]:
             return torch.zeros(0, dtype=torch.int64, device=self.device)
@@ -129,7 +144,7 @@ class _Counter:
         known = self.extremes[kind]
         return float(known[-1, 0]) if len(known) == self._worst else -np.inf
 
-    def _rows(self, values: torch.Tensor, cells: torch.Tensor, first: _Block, second: _Block, limit: float) -> np.ndarray:
+    def _rows(self, values: torch.Tensor, cells: torch.Tensor, first: _Part, second: _Part, limit: float) -> np.ndarray:
         """Return the most extreme of some cells of a product, as `extremes` has them."""
         found = values.double().cpu().numpy() * (2 / self._num_bins)
         kept = found >= limit
@@ -140,10 +155,18 @@ class _Counter:
     def _most(self, rows: np.ndarray) -> np.ndarray:
         return rows[np.lexsort((rows[:, 2], rows[:, 1], -rows[:, 0]))[: self._worst]]
 
-    def add(self, first: int, second: int, found: np.ndarray, genuine: np.ndarray | None, extremes: list[np.ndarray]) -> None:
-        """Add the counts of two blocks of the groups first <= second."""
-        self.impostor[first, second] += found
-        if genuine is not None and first == second:
+    def add(
+        self,
+        first: int,
+        second: int,
+        bins: np.ndarray,
+        found: np.ndarray,
+        genuine: np.ndarray | None,
+        extremes: list[np.ndarray],
+    ) -> None:
+        """Add the counts of two parts of the groups first <= second."""
+        self.impostor[first, second, bins] += found
+        if genuine is not None:
             self.genuine[first] += genuine
         for kind, rows in enumerate(extremes):
             if len(rows):
@@ -195,7 +218,7 @@ def count_pairs(
         for start in range(begin, len(counter.blocks), _STRIPE):
             _count_stripe(counter, start, threads, advance)
             if journal is not None:
-                _save(counter, journal, start + _STRIPE)
+                _save(counter, journal, start, start + _STRIPE)
     finally:
         torch.set_num_threads(before)
     nearest, farthest = counter.extremes
@@ -215,26 +238,34 @@ def _count_stripe(counter: _Counter, start: int, threads: int, advance: Callable
     for tiles in map_in_order(lambda second: counter.count(stripe, second), counter.blocks[start:], threads, ahead=2):
         for tile in tiles:
             counter.add(*tile)
-            advance(int(tile[2].sum()) + (0 if tile[3] is None else int(tile[3].sum())))
+            advance(int(tile[3].sum()) + (0 if tile[4] is None else int(tile[4].sum())))
 
 
-def _save(counter: _Counter, journal: Journal, blocks: int) -> None:
+def _save(counter: _Counter, journal: Journal, start: int, end: int) -> None:
+    """Append the counts of the groups of the blocks from `start` to `end`, which are in the first group of their pairs."""
+    first, last = counter.blocks[start][0].group, counter.blocks[start:end][-1][-1].group
+    data = counter.genuine[first : last + 1].tobytes() + counter.impostor[first : last + 1].tobytes()
     extremes = [rows.tolist() for rows in counter.extremes]
-    data = zlib.compress(counter.genuine.tobytes() + counter.impostor.tobytes(), 1)
-    journal.add({"blocks": blocks, "extremes": extremes}, data)
+    journal.add({"blocks": end, "groups": [first, last + 1], "extremes": extremes}, zlib.compress(data, 1))
 
 
 def _restore(counter: _Counter, journal: Journal | None) -> int:
     """Take the counts that a journal has; return the number of blocks that are done."""
-    for entry in reversed(journal.entries if journal else ()):
+    done = 0
+    for entry in journal.entries if journal else ():
+        if "groups" not in entry.record:
+            continue
         data = journal.data(entry) if journal else None
-        if data is not None:
-            counts = np.frombuffer(zlib.decompress(data), dtype=np.int64)
-            counter.genuine[:] = counts[: counter.genuine.size].reshape(counter.genuine.shape)
-            counter.impostor[:] = counts[counter.genuine.size :].reshape(counter.impostor.shape)
-            counter.extremes = [np.array(rows).reshape(-1, 3) for rows in entry.record["extremes"]]
-            return int(entry.record["blocks"])
-    return 0
+        if data is None:
+            break
+        part = slice(*entry.record["groups"])
+        genuine, impostor = counter.genuine[part], counter.impostor[part]  # views
+        counts = np.frombuffer(zlib.decompress(data), dtype=np.int64)
+        genuine[:] = counts[: genuine.size].reshape(genuine.shape)
+        impostor[:] = counts[genuine.size :].reshape(impostor.shape)
+        counter.extremes = [np.array(rows).reshape(-1, 3) for rows in entry.record["extremes"]]
+        done = int(entry.record["blocks"])
+    return done
 
 
 def accepted_at(counts: np.ndarray, edges: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
