@@ -3,104 +3,88 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from eval.embedding_table import Faces
 from utils.files import write_csv, write_file
 from utils.report.contact_sheet import make_figure, png_of, set_colours
 from utils.report.page import Page
 from utils.text import label_text, one_line, plain_table
 
-from .groups import MIN_ERRORS, MIN_PEOPLE, Outcome, Rate, garbe, measures
+from .groups import Outcome
+from .intervals import MIN_ERRORS, MIN_PEOPLE, differences
 
-HEAD = ("group", "people", "impostor pairs", "FMR", "95 %", "/ mean", "genuine pairs", "FNMR", "95 %", "/ mean")
-_COLUMNS = ("people", "pairs", "errors", "rate", "low", "high", "over_geometric_mean")
+_COLUMNS = (
+    "group", "other_group", "kind", "people", "pairs", "errors", "rate", "low", "high", "over_geometric_mean",
+)  # fmt: skip
+_HEAD = ("group", "other group", "kind", "people", "pairs", "errors", "rate", "95 %", "/ mean")
 RULE = (
-    f"A rate is given where {MIN_PEOPLE} people or more take part, and {MIN_ERRORS} errors or more were seen, or would be "
-    "expected at the rate of all groups together. Otherwise it is called too few, with the expected number of errors."
+    f"A rate is given where {MIN_PEOPLE} people or more of each group take part, and {MIN_ERRORS} errors or more were seen, or "
+    "would be expected at the rate of all groups together. Otherwise it is called too few."
 )
 _TERMS = (
     "FMR: the share of pairs of two people that are accepted. FNMR: the share of pairs of one person that are rejected. Both "
     "pictures are of the group. / mean: the rate over the geometric mean of the groups' rates. Intervals count people, not "
     "pairs, as independent; below some thirty people they are too narrow. They do not correct for looking at many groups."
 )
+_MEASURES = (
+    "Of the groups with a rate. Max / min and max / geometric mean: 1 = equal. Gini: 0 = equal, 1 = one group has all errors. "
+    "GARBE is the mean of both Gini coefficients, FDR is 1 - the mean of both max - min."
+)
 
 
-def table_rows(outcome: Outcome) -> list[tuple[str, ...]]:
-    """Return a row below HEAD for each group."""
-    rows = []
-    means = [measures(rates)["geometric_mean"] for rates in (outcome.fmr, outcome.fnmr)]
-    for name, *rates in zip(outcome.names, outcome.fmr, outcome.fnmr, strict=True):
-        row = [one_line(name), f"{max(rate.people for rate in rates):,}"]
-        for rate, mean in zip(rates, means, strict=True):
-            row += [f"{rate.pairs:,}", *_cells(rate, mean)]
-        rows.append(tuple(row))
+def rates_of(outcome: Outcome) -> list[tuple]:
+    """Return a row of _COLUMNS for each kind of rate, of each group and of each two groups with pairs."""
+    rows: list[tuple] = []
+    found = zip(("fmr", "fnmr"), (outcome.fmr, outcome.fnmr), differences(*outcome.within())[:2], strict=True)
+    for kind, cells, measures in found:
+        mean = measures["geometric_mean"]
+        for (one, other), rate in cells.items():
+            names, value = (outcome.names[one], outcome.names[other], kind), rate.value
+            stated = (None,) * 4 if value is None else (value, rate.low, rate.high, value / mean if mean else None)
+            rows.append((*names, rate.people, rate.pairs, rate.errors, *stated))
     return rows
 
 
-def _cells(rate: Rate, mean: float | None) -> tuple[str, str, str]:
-    if rate.value is None:
-        return f"too few ({rate.expected:.2g})", "-", "-"
-    return f"{rate.value:.3g}", f"{rate.low:.2g} to {rate.high:.2g}", f"{rate.value / mean:.2f}" if mean else "-"
+def table_of(rows: Sequence[tuple], within: bool) -> list[tuple[str, ...]]:
+    """Return the rates within groups, or of two groups, as texts below _HEAD."""
+    texts = []
+    for one, other, kind, *numbers, rate, low, high, mean in rows:
+        if (one == other) is within:
+            shown = ("too few", "-") if rate is None else (f"{rate:.3g}", f"{low:.2g} to {high:.2g}")
+            over = "-" if mean is None else f"{mean:.2f}"
+            texts.append((one_line(one), one_line(other), kind.upper(), *(f"{number:,}" for number in numbers), *shown, over))
+    return sorted(texts)
+
+
+def measure_rows(outcome: Outcome) -> list[tuple[str, ...]]:
+    """Return the measures of FMR, of FNMR, and of both, as texts."""
+    fmr, fnmr, both = differences(*outcome.within())
+    rows = [(key.replace("_", " "), value, fnmr[key]) for key, value in fmr.items()]
+    return [
+        (name, *("-" if value is None else f"{value:.3g}" for value in values))
+        for name, *values in [*rows, *((key.upper(), value, value) for key, value in both.items())]
+    ]
 
 
 def summary(outcome: Outcome) -> str:
-    """Return the table for a terminal, and the measures."""
-    lines = [plain_table([HEAD, *table_rows(outcome)])]
-    for name, rates in (("FMR", outcome.fmr), ("FNMR", outcome.fnmr)):
-        found = measures(rates)
-        shown = (f"{key.replace('_', ' ')} {'-' if value is None else f'{value:.3g}'}" for key, value in found.items())
-        lines.append(f"{name}: {', '.join(shown)}")
-    return "\n".join(lines)
-
-
-def as_json(outcome: Outcome) -> dict[str, Any]:
-    """Return all numbers; a rate is null where there are too few people or pairs."""
-    found = {"fmr": measures(outcome.fmr), "fnmr": measures(outcome.fnmr)}
-    groups = {}
-    for name, *rates in zip(outcome.names, outcome.fmr, outcome.fnmr, strict=True):
-        groups[name] = {key: _values(rate, found[key]["geometric_mean"]) for key, rate in zip(found, rates, strict=True)}
-    return {
-        "threshold": outcome.threshold,
-        "pooled_fmr": outcome.pooled[0],
-        "pooled_fnmr": outcome.pooled[1],
-        "groups": groups,
-        "differential_performance": found | {"garbe": garbe(found["fmr"], found["fnmr"])},
-        "across_groups": {
-            "false_matches": outcome.false_matches.tolist(),
-            "impostor_pairs": outcome.impostor_pairs.tolist(),
-            "false_non_matches": outcome.false_non_matches.tolist(),
-            "genuine_pairs": outcome.genuine_pairs.tolist(),
-        },
-    }
-
-
-def _values(rate: Rate, mean: float | None) -> dict[str, Any]:
-    stated = rate.value is not None
-    return {
-        "people": rate.people,
-        "pairs": rate.pairs,
-        "errors": rate.errors,
-        "rate": rate.value,
-        "low": rate.low if stated else None,
-        "high": rate.high if stated else None,
-        "over_geometric_mean": rate.value / mean if rate.value is not None and mean else None,
-    }
+    """Return the tables for a terminal."""
+    tables = [_HEAD, *table_of(rates_of(outcome), True)], [("", "FMR", "FNMR"), *measure_rows(outcome)]
+    return "\n".join((*map(plain_table, tables), RULE))
 
 
 def draw_rates(outcome: Outcome) -> bytes:
     """Draw the rates of the groups with their intervals; groups with too few pairs have none."""
     figure = make_figure(11, 1.4 + 0.3 * len(outcome.names), layout="constrained")
-    for axis, rates, name in zip(figure.subplots(1, 2, sharey=True), (outcome.fmr, outcome.fnmr), ("FMR", "FNMR"), strict=True):
+    drawn = zip(figure.subplots(1, 2, sharey=True), outcome.within(), ("FMR", "FNMR"), outcome.pooled, strict=True)
+    for axis, rates, name, pooled in drawn:
         for place, rate in enumerate(rates):
             if rate.value is None:
                 axis.text(0.02, place, "too few", transform=axis.get_yaxis_transform(), va="center", color="gray")
             else:
                 axis.plot([rate.low, rate.high], [place, place], color="tab:blue")
                 axis.plot(rate.value, place, "o", color="tab:blue")
-        axis.axvline(outcome.pooled[name == "FNMR"], color="gray", linestyle=":", label="all groups")
+        axis.axvline(pooled, color="gray", linestyle=":", label="all groups")
         axis.set(xlabel=f"{name} at cosine {outcome.threshold:.4f}", ylim=(len(rates) - 0.5, -0.5))
         axis.set_yticks(range(len(rates)), [label_text(name) for name in outcome.names])
         axis.set_xlim(left=0)
@@ -112,16 +96,14 @@ def draw_curves(outcome: Outcome) -> bytes:
     """Draw FMR and FNMR of each group over the threshold, down to the rate that its pairs can show."""
     figure = make_figure(11, 4.2, layout="constrained")
     colours = set_colours(outcome.names)
-    for axis, counts, name in zip(figure.subplots(1, 2), (outcome.impostor, outcome.genuine), ("FMR", "FNMR"), strict=True):
-        for group, row in zip(outcome.names, counts, strict=True):
-            if row.sum() < MIN_ERRORS:
-                continue
-            errors = row[::-1].cumsum()[::-1] if name == "FMR" else row.cumsum() - row
-            shown = (errors >= 1) & (errors < row.sum())
-            style = "-" if list(colours).index(group) < 9 else "--"
-            axis.plot(
-                outcome.edges[:-1][shown], errors[shown] / row.sum(), style, color=colours[group], label=label_text(group)
-            )
+    kinds = np.einsum("ggb->gb", outcome.counts.impostor), outcome.counts.genuine
+    for axis, counts, name in zip(figure.subplots(1, 2), kinds, ("FMR", "FNMR"), strict=True):
+        for place, (group, row) in enumerate(zip(outcome.names, counts, strict=True)):
+            if row.sum() >= MIN_ERRORS:
+                errors = row[::-1].cumsum()[::-1] if name == "FMR" else row.cumsum() - row
+                shown = (errors >= 1) & (errors < row.sum())
+                style = {"color": colours[group], "linestyle": "-" if place < 9 else "--", "label": label_text(group)}
+                axis.plot(outcome.counts.edges[:-1][shown], errors[shown] / row.sum(), **style)
         axis.axvline(outcome.threshold, color="gray", linestyle=":")
         axis.set(xlabel="threshold (cosine)", ylabel=name, yscale="log")
         if axis.get_legend_handles_labels()[0]:
@@ -130,76 +112,63 @@ def draw_curves(outcome: Outcome) -> bytes:
 
 
 def draw_across(outcome: Outcome) -> bytes:
-    """Draw the FMR between all groups as a heat map; cells with too few pairs are empty."""
-    errors, pairs = outcome.false_matches.astype(float), outcome.impostor_pairs.astype(float)
-    enough = np.maximum(errors, pairs * outcome.pooled[0]) >= MIN_ERRORS
-    people = np.array([rate.people >= MIN_PEOPLE for rate in outcome.fmr])
-    enough &= people[:, None] & people
-    rates = np.divide(errors, pairs, out=np.full(errors.shape, np.nan), where=enough & (pairs > 0))
-    rates = np.where(np.tri(len(rates), k=-1, dtype=bool), rates.T, rates)
-    count = len(rates)
+    """Draw the FMR between all groups as a heat map."""
+    count = len(outcome.names)
     figure = make_figure(2.5 + 0.75 * count, 1.8 + 0.6 * count, layout="constrained")
-    axis = figure.subplots()
-    image = axis.imshow(np.where(rates > 0, np.log10(np.where(rates > 0, rates, 1)), np.nan), cmap="YlOrRd", alpha=0.6)
-    for row, column in np.ndindex(count, count):
-        value = rates[row, column]
-        axis.text(column, row, "too few" if np.isnan(value) else f"{value:.1e}", ha="center", va="center", fontsize=7)
+    axis, logs = figure.subplots(), np.full((count, count), np.nan)
+    for (one, other), rate in outcome.fmr.items():
+        for row, column in {(one, other), (other, one)}:
+            if rate.value:
+                logs[row, column] = np.log10(rate.value)
+            text = "too few" if rate.value is None else f"{rate.value:.1e}"
+            axis.text(column, row, text, ha="center", va="center", fontsize=7)
+    image = axis.imshow(logs, cmap="YlOrRd", alpha=0.6)
     names = [label_text(name) for name in outcome.names]
     axis.set_xticks(range(count), names, rotation=45, ha="right")
     axis.set_yticks(range(count), names)
-    if (rates > 0).any():
+    if np.isfinite(logs).any():
         figure.colorbar(image, label="log10 FMR")
     return png_of(figure)
 
 
-def write_groups(out: Path, title: str, outcome: Outcome, faces: Faces, facts: Sequence[tuple[str, str]]) -> None:
-    """Write results.json, results.csv, rates.png, curves.png, across.png and report.html into a folder."""
+def write_groups(out: Path, title: str, outcome: Outcome, pictures: Sequence[str], facts: Sequence[tuple[str, str]]) -> None:
+    """Write results.json, results.csv, rates.png, curves.png, across.png and report.html into a folder.
+
+    Args:
+        pictures: names of the rows.
+        facts: for the top of the page.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    found = as_json(outcome)
-    write_file(out / "results.json", json.dumps(found, indent=1) + "\n")
-    rows = [(name, kind, *values.values()) for name, kinds in found["groups"].items() for kind, values in kinds.items()]
-    write_csv(out / "results.csv", ("group", "kind", *_COLUMNS), rows)
+    rows, found = rates_of(outcome), differences(*outcome.within())
+    results = {
+        "threshold": outcome.threshold,
+        "pooled": dict(zip(("fmr", "fnmr"), outcome.pooled, strict=True)),
+        "rates": [dict(zip(_COLUMNS, row, strict=True)) for row in rows],
+        "differences": {"fmr": found[0], "fnmr": found[1], **found[2]},
+    }
+    write_file(out / "results.json", json.dumps(results, indent=1) + "\n")
+    write_csv(out / "results.csv", _COLUMNS, rows)
+    drawn = {"rates": draw_rates(outcome), "across": draw_across(outcome), "curves": draw_curves(outcome)}
+    for name, png in drawn.items():
+        write_file(out / f"{name}.png", png)
     page = Page(title)
     page.facts(facts)
     page.section("Rates of each group")
-    page.text(_TERMS)
-    page.text(RULE)
-    page.table(HEAD, table_rows(outcome))
-    drawn = {"rates": draw_rates(outcome), "across": draw_across(outcome), "curves": draw_curves(outcome)}
+    page.text(f"{_TERMS} {RULE}")
+    page.table(_HEAD, table_of(rows, True))
     page.picture(drawn["rates"], "rates and 95 % intervals at one threshold for all; dotted: all groups together")
-    page.section("Differential performance")
-    page.text(
-        "Of the groups with a rate. Max / min and max / geometric mean: 1 = equal. Gini: 0 = equal, 1 = one group has all."
-    )
-    differences = found["differential_performance"]
-    texts = [(key, *(_text(differences[kind][key]) for kind in ("fmr", "fnmr"))) for key in differences["fmr"]]
-    page.table(
-        ("", "FMR", "FNMR"),
-        [*((key.replace("_", " "), *row) for key, *row in texts), ("GARBE", _text(differences["garbe"]), "")],
-    )
+    page.section("Differences")
+    page.text(_MEASURES)
+    page.table(("", "FMR", "FNMR"), measure_rows(outcome))
     page.section("Between groups")
     page.picture(drawn["across"], "FMR of pairs of two people, one of each group")
-    cells = [
-        (*(one_line(outcome.names[group]) for group in cell), int(outcome.false_non_matches[cell]), int(total))
-        for cell, total in np.ndenumerate(outcome.genuine_pairs)
-        if cell[0] < cell[1] and total
-    ]
-    if cells:
-        page.text("People with pictures in two groups; these pairs count in no group's FNMR.")
-        page.table(("group", "other group", "rejected", "genuine pairs"), cells)
+    page.text("FNMR: people with pictures in two groups. These pairs count in no group's FNMR.")
+    page.table(_HEAD, table_of(rows, False))
     page.section("Over the threshold")
     page.picture(drawn["curves"], "FMR and FNMR of each group; dotted: the threshold of this page")
-    if outcome.alike:
-        page.section("Lookalikes")
-        page.text(
-            "The most similar pictures of two people. Wrong labels come first here: look at them before you believe a rate."
-        )
-        lines = [(f"{cosine:.4f}", *(one_line(faces.names[row]) for row in rows)) for cosine, *rows in outcome.alike]
-        page.table(("cosine", "picture", "other picture"), lines)
-    for name, png in drawn.items():
-        write_file(out / f"{name}.png", png)
+    page.section("Lookalikes")
+    page.text("The most similar pictures of two people. Wrong labels come first here: look at them before you believe a rate.")
+    alike = zip(*(part.tolist() for part in outcome.counts.lookalikes), strict=True)
+    lines = [(f"{cosine:.4f}", *(one_line(pictures[row]) for row in rows)) for cosine, *rows in alike]
+    page.table(("cosine", "picture", "other picture"), lines)
     page.write(out / "report.html")
-
-
-def _text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"

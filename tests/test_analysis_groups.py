@@ -8,7 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from analysis.groups import Rate, Spread, make_rate, measure_table, measures, spreads_of_table, wilson
+import analysis.groups
+from analysis.groups import Grouped, genuine_cells, impostor_spreads, measure_table
+from analysis.intervals import Rate, Spread, differences, make_rate, measures, wilson
+from deploy.journal import Journal
 from scripts.analysis.groups import main
 
 NAMES = ["a", "b", "c"]
@@ -57,15 +60,20 @@ def _results(folder: Path, *arguments: str) -> dict:
     return json.loads((folder / "out" / "results.json").read_text())
 
 
+def _rate(found: dict, kind: str, one: str, other: str | None = None) -> dict:
+    """Return a rate of a group, or of two; {} if it has no pairs."""
+    here = (one, other or one, kind)
+    return next((row for row in found["rates"] if (row["group"], row["other_group"], row["kind"]) == here), {})
+
+
 def _agree(found: dict, expected: np.ndarray) -> None:
-    keys = ("false_matches", "impostor_pairs", "false_non_matches", "genuine_pairs")
-    np.testing.assert_array_equal([found["across_groups"][key] for key in keys], expected)
-    for place, name in enumerate(NAMES):
-        for kind, first in (("fmr", 0), ("fnmr", 2)):
-            errors, pairs = expected[first : first + 2, place, place]
-            assert (found["groups"][name][kind]["errors"], found["groups"][name][kind]["pairs"]) == (errors, pairs)
-            if found["groups"][name][kind]["rate"] is not None:
-                assert found["groups"][name][kind]["rate"] == errors / pairs
+    for first, second in zip(*np.triu_indices(3), strict=True):
+        for kind, place in (("fmr", 0), ("fnmr", 2)):
+            errors, pairs = expected[place : place + 2, first, second]
+            row = _rate(found, kind, NAMES[first], NAMES[second])
+            assert (row.get("errors", 0), row.get("pairs", 0)) == (errors, pairs)
+            if row.get("rate") is not None:
+                assert row["rate"] == errors / pairs and row["low"] <= row["rate"] <= row["high"]
 
 
 def test_every_rate_is_that_of_a_loop_over_all_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -75,18 +83,19 @@ def test_every_rate_is_that_of_a_loop_over_all_pairs(tmp_path: Path, capsys: pyt
     expected = _loop(*faces, found["threshold"])
     _agree(found, expected)
     assert expected[3, 0, 1] and expected[3, 0, 2]  # people in two groups, who count for neither
-    assert found["pooled_fmr"] == expected[0].sum() / expected[1].sum() <= 1e-2
+    assert found["pooled"]["fmr"] == expected[0].sum() / expected[1].sum() <= 1e-2
     below = _loop(*faces, found["threshold"] - 2**-15)  # a bin lower
     assert below[0].sum() / below[1].sum() > 1e-2
     own = expected.diagonal(axis1=1, axis2=2)
-    assert found["pooled_fnmr"] == own[2].sum() / own[3].sum()
-    # the group of noisy pictures was planted
-    assert found["groups"]["c"]["fnmr"]["low"] > found["groups"]["b"]["fnmr"]["errors"] / own[3, 1]
+    assert found["pooled"]["fnmr"] == own[2].sum() / own[3].sum()
+    assert _rate(found, "fnmr", "c")["low"] > own[2, 1] / own[3, 1]  # the group of noisy pictures was planted
+    assert _rate(found, "fmr", "a", "b")["low"] is not None and "/ mean" in capsys.readouterr().out
     page = (tmp_path / "out" / "report.html").read_text()
     assert all((tmp_path / "out" / f"{name}.png").stat().st_size > 5000 for name in ("rates", "curves", "across"))
-    assert "Lookalikes" in page and page.count("<img") == 3 and "too few" in capsys.readouterr().out
+    assert "Lookalikes" in page and page.count("<img") == 3 and "too few" in page
     rows = (tmp_path / "out" / "results.csv").read_text().splitlines()
-    assert rows[0] == "group,kind,people,pairs,errors,rate,low,high,over_geometric_mean" and len(rows) == 7
+    assert rows[0] == "group,other_group,kind,people,pairs,errors,rate,low,high,over_geometric_mean"
+    assert len(rows) == 1 + len(found["rates"])
 
 
 def test_a_run_that_ended_early_goes_on_and_never_with_other_groups(
@@ -99,8 +108,22 @@ def test_a_run_that_ended_early_goes_on_and_never_with_other_groups(
     assert (tmp_path / "out.unfinished").exists()
     assert main([*arguments, "age"]) == 1 and "was begun with another groups" in capsys.readouterr().err
     monkeypatch.setattr("analysis.all_pairs._count_stripe", lambda *_: pytest.fail("counted again"))
+    monkeypatch.setattr("analysis.groups._ROWS", 50)
+    add, blocks = Journal.add, []
+
+    def killed(journal: Journal, record: dict, data: bytes) -> None:
+        add(journal, record, data)
+        blocks.append(record["matches"][1])
+        if len(blocks) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "add", killed)
+    main([*arguments, "camera", "--far", "1e-2"])
     found = _results(tmp_path, *arguments[1:3], "--by", "camera", "--far", "1e-2")
+    assert blocks == [0, 50, 100, 150]  # of 160 pictures
     _agree(found, _loop(*faces, found["threshold"]))
+    monkeypatch.undo()
+    assert found == _results(tmp_path, *arguments[1:3], "--by", "camera", "--far", "1e-2")
     assert not (tmp_path / "out.unfinished").exists()
 
 
@@ -127,27 +150,46 @@ def test_groups_of_people_at_a_given_threshold_and_pictures_without_a_group(tmp_
 def test_ages_are_grouped_by_tens(tmp_path: Path):
     _write(tmp_path, _faces())
     found = _results(tmp_path, "--groups", str(tmp_path / "pictures.csv"), "--by", "age", "--far", "1e-2")
-    assert list(found["groups"]) == [f"{age} to {age + 9}" for age in range(10, 80, 10)]
+    assert sorted({row["group"] for row in found["rates"]}) == [f"{age} to {age + 9}" for age in range(10, 80, 10)]
 
 
 def test_what_each_person_contributes_is_that_of_a_loop(monkeypatch: pytest.MonkeyPatch):
     vectors, labels, groups = _faces()
-    rows = np.lexsort((labels, groups))[: int((groups == 0).sum())]
+    expected = np.zeros((2, 2, 40, 3, 3))  # FMR and FNMR; errors and pairs; person; two groups
+    for one, other in combinations(range(len(labels)), 2):
+        cell, same = tuple(sorted((groups[one], groups[other]))), labels[one] == labels[other]
+        accepted = float(vectors[one].astype(float) @ vectors[other]) >= 0.3
+        for person in {labels[one], labels[other]}:
+            expected[(int(same), slice(None), person, *cell)] += accepted != same, 1
     for block in (1024, 7):
-        monkeypatch.setattr("analysis.groups._ROWS", block)
-        monkeypatch.setattr("analysis.groups._COLUMNS", block + 3)
-        genuine, impostor = spreads_of_table(vectors, labels, rows, 0.3)
-        expected = {int(person): np.zeros(4, dtype=int) for person in np.unique(labels[rows])}
-        for one, other in combinations(rows.tolist(), 2):
-            accepted = float(vectors[one].astype(float) @ vectors[other]) >= 0.3
-            if labels[one] == labels[other]:
-                expected[int(labels[one])] += [0, 0, not accepted, 1]
-            else:
-                for row in (one, other):
-                    expected[int(labels[row])] += [accepted, 1, 0, 0]
-        found = np.stack([impostor.errors, impostor.pairs, genuine.errors, genuine.pairs], axis=1)
-        np.testing.assert_array_equal(found, list(expected.values()))
-        assert impostor.people == len(expected) and genuine.people == sum(row[3] > 0 for row in expected.values())
+        monkeypatch.setattr(analysis.groups, "_ROWS", block)
+        monkeypatch.setattr(analysis.groups, "_COLUMNS", block + 3)
+        spread = impostor_spreads(Grouped(vectors, labels, groups, NAMES), 0.3)
+        cells = genuine_cells(Grouped(vectors, labels, groups, NAMES), 0.3)
+        for first, second in zip(*np.triu_indices(3), strict=True):
+            found = spread(first, second)
+            np.testing.assert_array_equal([found.errors, found.pairs], expected[0, :, :, first, second])
+            assert np.all(found.weights == 1)
+            assert found.people == min(len(np.unique(labels[groups == group])) for group in (first, second))
+            here = cells[(cells[:, 0] == first) & (cells[:, 1] == second), 2:]  # by ascending person
+            wanted = expected[1, :, :, first, second].T
+            np.testing.assert_array_equal(here, wanted[wanted[:, 1] > 0])
+
+
+def test_a_sample_of_people_gives_the_interval_of_all(monkeypatch: pytest.MonkeyPatch):
+    vectors, labels, groups = _faces(900, 2, 16)
+    groups[labels < 870] %= 2  # the last group is small, so that all of its people are in the sample
+    faces = Grouped(vectors, labels, groups, NAMES)
+    whole = impostor_spreads(faces, 0.5)
+    monkeypatch.setattr(analysis.groups, "_SAMPLED", 600)
+    sampled = impostor_spreads(faces, 0.5)
+    for first, second in zip(*np.triu_indices(3), strict=True):
+        one, other = whole(first, second), sampled(first, second)
+        errors, pairs = (int(numbers.sum()) // 2 for numbers in one[:2])
+        exact, found = (make_rate(errors, pairs, 0.1, spread, 1) for spread in (one, other))
+        # half of the people or more; their squares vary by about twice their mean, so the width by some percent
+        assert found.high - found.low == pytest.approx(exact.high - exact.low, rel=0.2)
+        assert (len(one.errors), exact.people) == (900, found.people) and 300 < len(other.errors) < 600
 
 
 def test_the_interval_has_the_width_of_a_bootstrap_over_people():
@@ -182,15 +224,19 @@ def _rates(*values: float) -> list[Rate]:
 
 
 def test_measures_are_those_computed_by_hand():
-    assert measures(_rates(0.01, 0.02, 0.04)) == pytest.approx(
-        {"max_over_min": 4, "max_over_geometric_mean": 2, "geometric_mean": 0.02, "gini": 3 / 7}
+    one = measures(_rates(0.01, 0.02, 0.04))
+    assert one == pytest.approx(
+        {"max_over_min": 4, "max_over_geometric_mean": 2, "geometric_mean": 0.02, "max_minus_min": 0.03, "gini": 3 / 7}
     )
     assert measures(_rates(0.02, 0.02))["gini"] == 0
-    one = measures(_rates(0, 0, 0.3))
-    assert one["gini"] == pytest.approx(1) and one["max_over_min"] is None
+    zero = measures(_rates(0, 0, 0.3))
+    assert zero["gini"] == pytest.approx(1) and zero["max_over_min"] is None and zero["max_minus_min"] == pytest.approx(0.3)
     few = Rate(5, 10, 100, 2.0, 0, 1)
     assert measures([few, *_rates(0.01)])["gini"] is None  # a rate that is not stated counts nowhere
     assert measures([few, *_rates(0.01, 0.03)]) == measures(_rates(0.01, 0.03))
+    both = differences(_rates(0.01, 0.02, 0.04), _rates(0, 0, 0.3))[2]
+    assert both == pytest.approx({"garbe": (3 / 7 + 1) / 2, "fdr": 1 - (0.03 + 0.3) / 2})
+    assert differences(_rates(0.01, 0.02), [few, few])[2] == {"garbe": None, "fdr": None}
 
 
 def test_a_group_that_is_too_small_gets_no_number():
@@ -199,8 +245,8 @@ def test_a_group_that_is_too_small_gets_no_number():
     assert Rate(100, 1000, 9, 100.0, 0, 1).value is None
     vectors, labels, groups = _faces()
     groups = np.where(np.isin(labels, [2, 5]), 1, 0)
-    outcome = measure_table(vectors, labels, groups, NAMES[:2], 1e-2, None, 0)
-    assert outcome.fmr[1].value is outcome.fnmr[1].value is None and outcome.fmr[0].value is not None
+    fmr, fnmr = measure_table(Grouped(vectors, labels, groups, NAMES[:2]), 1e-2, None, 0, None, int).within()
+    assert fmr[1].value is fnmr[1].value is None and fmr[0].value is not None
 
 
 def _listed(labels: np.ndarray) -> list[tuple[int, int]]:
@@ -214,9 +260,14 @@ def test_a_list_with_columns_of_both_pictures_as_that_of_bfw(tmp_path: Path):
     _, labels, groups = faces
     names = _write(tmp_path, faces)
     pairs = _listed(labels)
-    lines = [f"0,{names[i]},{names[j]},{int(labels[i] == labels[j])},{NAMES[groups[i]]},{NAMES[groups[j]]}" for i, j in pairs]
-    lines.append(f"0,{names[0]},p99/absent.jpg,0,a,a")
-    (tmp_path / "bfw.csv").write_text("\n".join(["fold,p1,p2,label,att1,att2", *lines, ""]))
+    kinds = [NAMES[group] for group in groups]
+    lines = [
+        f"1,{names[i]},{names[j]},{int(labels[i] == labels[j])},{labels[i]},{labels[j]},{kinds[i]},{kinds[j]},,,,AF,AM,F,M,A,A"
+        for i, j in pairs
+    ]
+    lines.append(f"1,{names[0]},p99/absent.jpg,0,0,99,a,a,0.8,0.7,0.7,AF,AF,F,F,A,A")
+    head = "fold,p1,p2,label,id1,id2,att1,att2,vgg16,resnet50,senet50,a1,a2,g1,g2,e1,e2"  # of version 0.1.5
+    (tmp_path / "bfw.csv").write_text("\n".join([head, *lines, ""]))
     found = _results(tmp_path, "--pairs", str(tmp_path / "bfw.csv"), "--by", "att", "--far", "1e-2")
     _agree(found, _loop(*faces, found["threshold"], pairs))
     assert f"1 of {len(lines):,} pairs" in (tmp_path / "out" / "report.html").read_text()
@@ -239,7 +290,7 @@ def test_a_folder_of_lists_as_that_of_rfw(tmp_path: Path):
     found = _results(tmp_path, "--pairs", str(tmp_path / "txts"), "--far", "2e-2")
     _agree(found, _loop(vectors, labels, labels % 3, found["threshold"], pairs))
     # a person takes part in many pairs, so the interval is wider than that of independent pairs
-    worst = found["groups"]["c"]["fnmr"]
+    worst = _rate(found, "fnmr", "c")
     naive = wilson(worst["rate"], worst["pairs"])
     assert worst["high"] - worst["low"] > 1.2 * (naive[1] - naive[0])
 

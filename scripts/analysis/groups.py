@@ -3,8 +3,8 @@
 TABLE is a table of `face embed`. FILE.csv has a column name (of a picture) or person, and others such as ethnicity, sex, age or
 camera, of which COLUMN is one; more than ten ages are grouped by tens. All pairs of pictures are compared at one threshold.
 
-With --pairs the pairs of a list are compared instead. It is a .csv with p1, p2, label (1 = the same person), and COLUMN1 and
-COLUMN2, or COLUMN (as of BFW: --by att), or a folder of lists as of LFW: African/African_pairs.txt (RFW), twins_pairs.txt.
+With --pairs the pairs of a list are compared instead: a .csv with p1, p2, label (1 = the same person), and COLUMN1 and COLUMN2,
+or COLUMN (BFW: --by att, a, g or e), or a folder of lists as of LFW, of which each is a group (RFW: African/African_pairs.txt).
 
 DIR then has report.html, results.json, results.csv and pictures. Meanwhile DIR.unfinished keeps what is counted: a run that
 was killed continues when the same command is started again.
@@ -15,16 +15,16 @@ Examples:
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import xxhash
 
 from analysis.group_files import read_groups, read_pair_list
-from analysis.groups import Outcome, measure_list, measure_table
-from analysis.groups_report import RULE, summary, write_groups
+from analysis.groups import Grouped, Outcome, measure_list, measure_table
+from analysis.groups_report import summary, write_groups
 from deploy.journal import open_journal
-from eval.embedding_table import Faces, read_table
+from eval.embedding_table import Faces, files_of, read_table
 from utils.cli import make_parser, progress
 from utils.files import shown
 from utils.program import run_main
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     source.add_argument("--pairs", type=Path, metavar="LIST", help="pairs with groups: a .csv, or a folder of *_pairs.txt")
     parser.add_argument("--by", metavar="COLUMN", help="column of the .csv that has the group")
     at = parser.add_mutually_exclusive_group()
-    at.add_argument("--far", type=_far, default=None, metavar="FAR", help="of all groups together (default: 1e-3)")
-    at.add_argument("--threshold", type=_cosine, metavar="COSINE", help="instead: a cosine")
+    at.add_argument("--far", type=_number(1e-12, 1, "a rate such as 1e-3"), help="of all groups together (default: 1e-3)")
+    at.add_argument("--threshold", type=_number(-1, 1, "a cosine"), metavar="COSINE", help="instead: a cosine")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the report")
     parser.add_argument("--again", action="store_true", help="begin anew, although DIR.unfinished has counts of other groups")
     return run_main(run, parser.parse_args(arguments))
@@ -52,62 +52,56 @@ def run(options: argparse.Namespace) -> None:
     """Measure, print the table, and write the report."""
     faces = read_table(options.table)
     far = 1e-3 if options.far is None and options.threshold is None else options.far
-    outcome, left_out = _of_list(faces, options, far) if options.pairs else _of_table(faces, options, far)
+    outcome, names, left_out = (_of_list if options.pairs else _of_table)(faces, options, far)
     facts = [
         ("table", shown(options.table)),
         ("groups", f"{shown(options.groups or options.pairs)}{f', column {options.by}' if options.by else ''}"),
         ("threshold", f"cosine {outcome.threshold:.5f}; all groups: FMR {outcome.pooled[0]:.3g}, FNMR {outcome.pooled[1]:.3g}"),
         ("left out", left_out),
     ]
-    print(*(f"{name}: {text}" for name, text in facts), summary(outcome), RULE, sep="\n")
-    write_groups(options.out, f"Groups of {options.table.name}", outcome, faces, facts)
+    print(*(f"{name}: {text}" for name, text in facts), summary(outcome), sep="\n")
+    write_groups(options.out, f"Groups of {options.table.name}", outcome, names, facts)
     print(f"report: {shown(options.out / 'report.html')}")
 
 
-def _of_table(faces: Faces, options: argparse.Namespace, far: float | None) -> tuple[Outcome, str]:
+def _of_table(faces: Faces, options: argparse.Namespace, far: float | None) -> tuple[Outcome, list[str], str]:
     if options.by is None:
         raise ValueError(f"--groups: add --by with the column of {shown(options.groups)} that has the group")
     groups, names = read_groups(options.groups, options.by, faces)
-    labels, kept = faces.labels()[0], groups >= 0
-    rows = kept.nonzero()[0]
+    kept, total = groups >= 0, len(groups)
     vectors = faces.vectors if kept.all() else faces.vectors[kept]
+    given = Grouped(vectors, faces.labels()[0][kept], groups[kept], names)
     unfinished = options.out.with_name(f"{options.out.name}.unfinished")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     inputs = {
-        "table": [shown(options.table.resolve()), options.table.stat().st_mtime_ns],
-        "groups": xxhash.xxh3_128_hexdigest(labels.tobytes() + groups.tobytes()),
+        "table": [f"{shown(file.resolve())} {file.stat().st_mtime_ns}" for file in files_of(options.table)],
+        "groups": xxhash.xxh3_128_hexdigest(given.labels.tobytes() + groups.tobytes()),
     }
-    with (
-        open_journal(unfinished, str(options.out)) as journal,
-        progress([], len(rows) * (len(rows) - 1) // 2, "comparing", "pair") as bar,
-    ):
+    count = len(given.labels)
+    with open_journal(unfinished, str(options.out)) as journal:
         journal.begin(inputs, options.again, str(unfinished), "was begun with")
-        given = (labels[kept], groups[kept], names, far, options.threshold, _ALIKE)
-        outcome = measure_table(vectors, *given, journal, bar.update)
+        with progress([], count * (count - 1) // 2, "comparing", "pair") as bar:
+            outcome = measure_table(given, far, options.threshold, _ALIKE, journal, bar.update)
         unfinished.unlink()
-    alike = [(cosine, int(rows[one]), int(rows[other])) for cosine, one, other in outcome.alike]
-    return outcome._replace(alike=alike), f"{len(kept) - len(rows):,} of {len(kept):,} pictures, which have no group"
+    left_out = f"{total - count:,} of {total:,} pictures, which have no group"
+    return outcome, [faces.names[row] for row in kept.nonzero()[0]], left_out
 
 
-def _of_list(faces: Faces, options: argparse.Namespace, far: float | None) -> tuple[Outcome, str]:
+def _of_list(faces: Faces, options: argparse.Namespace, far: float | None) -> tuple[Outcome, list[str], str]:
     pairs = read_pair_list(options.pairs, options.by, faces)
-    outcome = measure_list(faces.vectors, pairs, far, options.threshold, _ALIKE)
     total = pairs.missing + len(pairs.first)
-    return outcome, f"{pairs.missing:,} of {total:,} pairs, of which the table lacks a picture"
+    left_out = f"{pairs.missing:,} of {total:,} pairs, of which the table lacks a picture"
+    return measure_list(faces.vectors, pairs, far, options.threshold, _ALIKE), faces.names, left_out
 
 
-def _far(text: str) -> float:
-    value = float(text)
-    if not 1e-12 <= value < 1:
-        raise argparse.ArgumentTypeError(f"must be a rate between 0 and 1, such as 1e-3, got {text}")
-    return value
+def _number(low: float, high: float, what: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = float(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be {what}, from {low:g} to {high:g}, got {text}")
+        return value
 
-
-def _cosine(text: str) -> float:
-    value = float(text)
-    if not -1 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be a cosine from -1 to 1, got {text}")
-    return value
+    return parse
 
 
 if __name__ == "__main__":
