@@ -68,11 +68,11 @@ def place_of(counts: PairCounts, far: float | None, threshold: float | None) -> 
     above = accepted_at(counts.impostor.sum(axis=(0, 1)), counts.edges, counts.edges)
     if not above[0] or not counts.genuine.any():
         raise ValueError("the groups have no pairs of one person, or none of two people; are the people of the table right?")
-    if far is None:
+    if threshold is not None:
         return int(np.searchsorted(counts.edges[:-1], threshold))
-    allowed = int(above[0] * far + 1e-9)  # 1e-9: 10 * 0.1 must not fall below 1
+    allowed = int(above[0] * float(far or 0) + 1e-9)  # 1e-9: 10 * 0.1 must not fall below 1
     if not allowed:
-        raise ValueError(f"--far {far:g} needs {int(np.ceil(1 / far)):,} impostor pairs, there are {above[0]:,}")
+        raise ValueError(f"--far {far:g} needs {int(np.ceil(1 / float(far or 1))):,} impostor pairs, there are {above[0]:,}")
     return int(np.argmax(above <= allowed))
 
 
@@ -171,14 +171,15 @@ def measure_table(
     place = place_of(counts, far, threshold)
     edge = float(counts.edges[place])
     cells = genuine_cells(faces, edge)
-    across = np.zeros((2, count, count), dtype=np.int64)
-    np.add.at(across, (slice(None), cells[:, 0], cells[:, 1]), cells[:, 2:].T)
+    across = np.zeros((count, count, 2), dtype=np.int64)
+    np.add.at(across, (cells[:, 0], cells[:, 1]), cells[:, 2:])
 
     def genuine_spread(first: int, second: int) -> Spread:
         here = cells[(cells[:, 0] == first) & (cells[:, 1] == second)]
         return Spread(here[:, 2], here[:, 3], len(here))
 
-    return _outcome(faces.names, counts, place, across, (impostor_spreads(faces, edge, journal), genuine_spread))
+    spreads = impostor_spreads(faces, edge, journal), genuine_spread
+    return _outcome(faces.names, counts, place, np.moveaxis(across, -1, 0), spreads)
 
 
 def measure_list(vectors: np.ndarray, pairs: PairList, far: float | None, threshold: float | None, worst: int) -> Outcome:
