@@ -1,7 +1,8 @@
 """Reads which group a picture or a person belongs to, and lists of pairs with groups.
 
 Layouts: RFW has a folder of files such as African/African_pairs.txt, whose lines are `ID N M` or `ID N OTHER M`, as those of
-LFW; the picture is ID/ID_000N. BFW has a .csv with p1, p2, label, att1, att2, and more columns of both pictures.
+LFW; the picture is GROUP/ID/ID_000N (source: bob.bio.face, rfw.py). BFW has a .csv with p1, p2, label, att1, att2, and more
+columns of both pictures; the picture is ATT/ID/NAME (source: visionjo/facerec-bias-bfw, data/README.md).
 """
 
 import csv
