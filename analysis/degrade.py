@@ -11,7 +11,7 @@ Shapes: H = W = size of the crop in pixels.
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -40,6 +40,7 @@ class Kind(NamedTuple):
         unit: of the strength.
         strengths: those that are measured by default, from mild to hard.
         low, high: the smallest and the largest strength but 0.
+        whole: strengths are whole numbers.
     """
 
     change: Change
@@ -47,6 +48,7 @@ class Kind(NamedTuple):
     strengths: tuple[float, ...]
     low: float
     high: float
+    whole: bool = False
 
 
 def degrade(pixels: np.ndarray, kind: str, strength: float, encoded: bytes, seed: int = 0) -> np.ndarray:
@@ -63,22 +65,29 @@ def degrade(pixels: np.ndarray, kind: str, strength: float, encoded: bytes, seed
     return KINDS[kind].change(pixels.copy(), strength, uniform(own, np.arange(3)), own)
 
 
-def parse_kind(text: str) -> tuple[str, tuple[float, ...]]:
-    """Return the kind and the strengths of "KIND" or "KIND=S,S,..."; ValueError if there is no such kind or strength."""
-    name, _, given = text.partition("=")
-    if name not in KINDS:
-        raise ValueError(f"--kinds: there is no kind {name!r:.80}; there are {', '.join(KINDS)}")
-    kind = KINDS[name]
-    try:
-        found = tuple(float(word) for word in given.split(",")) if given else kind.strengths
-    except ValueError:
-        found = (math.nan,)
-    if not all(value == 0 or kind.low <= value <= kind.high for value in found):
-        raise ValueError(
-            f"--kinds: strengths of {name} ({kind.unit}) must be 0 or from {kind.low:g} to {kind.high:g}, separated by commas, "
-            f"got {text!r:.80}"
-        )
-    return name, found
+def parse_kinds(texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    """Return the strengths of each kind of "KIND" or "KIND=S,S,..."; ValueError if there is no such kind or strength."""
+    found: dict[str, tuple[float, ...]] = {}
+    for text in texts:
+        name, _, given = text.partition("=")
+        if name not in KINDS:
+            raise ValueError(f"--kinds: there is no kind {name!r:.80}; there are {', '.join(KINDS)}")
+        if name in found:
+            raise ValueError(
+                f"--kinds: {name} must be named once, with all of its strengths as {name}=S,S, got also {text!r:.80}"
+            )
+        kind = KINDS[name]
+        try:
+            found[name] = tuple(float(word) for word in given.split(",")) if given else kind.strengths
+        except ValueError:
+            found[name] = (math.nan,)
+        fits = [value == 0 or (kind.low <= value <= kind.high and not (kind.whole and value % 1)) for value in found[name]]
+        if not all(fits):
+            raise ValueError(
+                f"--kinds: strengths of {name} ({kind.unit}) must be 0 or {'whole numbers ' if kind.whole else ''}from "
+                f"{kind.low:g} to {kind.high:g}, separated by commas, got {text!r:.80}"
+            )
+    return found
 
 
 def _masked(pixels: np.ndarray, strength: float, numbers: np.ndarray, seed: int) -> np.ndarray:
@@ -159,8 +168,8 @@ KINDS: dict[str, Kind] = {
     "occluded": Kind(
         partial(_augmented, key="cutout_side", drawn=(1.0, 1.0, None, None)), f"box, {_SIDE}", (0.2, 0.4, 0.5, 0.6), 0.01, 0.99
     ),
-    "low_resolution": Kind(_low_resolution, "pixels a side", (56, 28, 20, 14, 10, 7), 1, 1024),
-    "jpeg": Kind(partial(_augmented, key="jpeg_quality", drawn=(0.0,)), "quality", (50, 30, 20, 10, 5), 1, 95),
+    "low_resolution": Kind(_low_resolution, "pixels a side", (56, 28, 20, 14, 10, 7), 1, 1024, True),
+    "jpeg": Kind(partial(_augmented, key="jpeg_quality", drawn=(0.0,)), "quality", (50, 30, 20, 10, 5), 1, 95, True),
     "blur": Kind(partial(_augmented, key="blur_sigma", drawn=(1.0,)), "Gaussian, sigma in pixels", (1, 2, 3, 4, 6), 0.2, 100),
     "motion": Kind(_motion, "length in pixels", (5, 9, 15, 21), 1, 200),
     "noise": Kind(_noise, "sigma in gray levels", (10, 20, 40, 60), 0.1, 255),

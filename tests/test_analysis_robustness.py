@@ -1,6 +1,7 @@
 """Hard versions of faces against slow formulas, and accuracy on them against sets that were degraded beforehand."""
 
 import json
+import re
 from pathlib import Path
 
 import cv2
@@ -9,7 +10,7 @@ import pytest
 import torch
 from tiny_runs import face, write_bin
 
-from analysis.degrade import KINDS, degrade, parse_kind
+from analysis.degrade import KINDS, degrade, parse_kinds
 from backbones import build_backbone
 from eval.__main__ import main as evaluate
 from eval.pair_sets.bin_file import read_pairs
@@ -102,18 +103,25 @@ def test_a_line_of_motion_and_a_rotation_are_as_long_as_they_say(name: bytes):
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("texts", "reason"),
     [
-        ("fog", "there is no kind 'fog'"),
-        ("jpeg=x", "must be 0 or from 1 to 95"),
-        ("jpeg=96", "from 1 to 95"),
-        ("blur=nan", "0 or"),
+        (["fog"], "there is no kind 'fog'"),
+        (["jpeg=x"], r"jpeg \(quality\) must be 0 or whole numbers from 1 to 95"),
+        (["jpeg=96"], "from 1 to 95"),
+        (["jpeg=5.9"], "whole numbers from 1 to 95, .*'jpeg=5.9'"),
+        (["low_resolution=7.5"], "whole numbers from 1 to"),
+        (["blur=nan"], "0 or from 0.2"),
+        (["blur=1,2", "jpeg", "blur=4"], "blur must be named once, with all of its strengths as blur=S,S, got also 'blur=4'"),
     ],
 )
-def test_kinds_that_are_none_are_refused(text: str, reason: str):
-    with pytest.raises(ValueError, match=reason):
-        parse_kind(text)
-    assert parse_kind("jpeg=0,5") == ("jpeg", (0.0, 5.0)) and parse_kind("blur")[1] == KINDS["blur"].strengths
+def test_kinds_that_are_none_are_refused(texts: list[str], reason: str, capsys: pytest.CaptureFixture[str]):
+    assert robustness.main(["net", "--targets", "lfw", "--out", "nowhere", "--kinds", *texts]) == 1
+    assert re.fullmatch(f"error: --kinds: .*{reason}.*\n", capsys.readouterr().err)
+
+
+def test_kinds_have_the_given_or_their_own_strengths():
+    found = parse_kinds(["jpeg=0,5", "blur=1.5", "masked"])
+    assert found == {"jpeg": (0.0, 5.0), "blur": (1.5,), "masked": KINDS["masked"].strengths}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.degrade import KINDS, parse_kind
+from analysis.degrade import KINDS, parse_kinds
 from analysis.robustness import Row, count_images, measure, write_robustness
 from backbones import build_backbone
 from eval.monitor import load_pair_sets
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Measure each network on each set, and write the report on rank 0."""
-    kinds = dict(map(parse_kind, options.kinds))
+    kinds = parse_kinds(options.kinds)
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise ValueError(f"--out must be a new or an empty folder, but {options.out} has files; name another one")
     if len(set(options.networks)) < len(options.networks):
