@@ -83,6 +83,11 @@ def test_low_resolution_light_and_compression_are_those_of_the_formulas():
     assert abs(noise.mean()) < 5 * 20 / 37_632**0.5 and noise.std() == pytest.approx(20, rel=5 / (2 * 37_632) ** 0.5)
 
 
+def test_noise_is_the_same_with_every_version_of_numpy():
+    flat = np.full((112, 112, 3), 128, np.uint8)
+    assert degrade(flat, "noise", 20, b"a", 3).ravel()[:8].tolist() == [114, 131, 154, 118, 140, 144, 193, 137]
+
+
 @pytest.mark.parametrize("name", [b"a", b"b", b"c", b"d"])
 def test_a_line_of_motion_and_a_rotation_are_as_long_as_they_say(name: bytes):
     point = np.zeros((112, 112, 3), np.uint8)
