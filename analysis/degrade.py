@@ -2,11 +2,10 @@
 
 The strength of a kind has the unit that KINDS names; 0 is the picture itself. What is random (place, direction, colour, noise)
 depends on the seed, the kind and the bytes of the image file, not on the strength: along a curve only the strength changes.
-Landmarks are those of the template of aligned crops (utils/alignment.py), so the faces must be aligned.
+Landmarks are those of the template of aligned crops (utils/alignment.py), so the faces must be aligned crops of 112 x 112.
 
 The polygon of a mask follows the idea of MFR2 and MaskTheFace (Anwar and Raychowdhury, 2020): from the bridge of the nose to
 the chin. Exposure is in stops, halvings of the light, with a display gamma of 2.2.
-Shapes: H = W = size of the crop in pixels.
 """
 
 import hashlib
@@ -23,8 +22,8 @@ from utils.alignment import TEMPLATE
 from utils.image import IMAGE_SIZE
 from utils.randomness import derive, uniform
 
-_MASK = np.array([[22, 66], [56, 58], [90, 66], [92, 88], [76, 111], [56, 116], [36, 111], [20, 88]])  # of a crop of 112
-_BRIDGE, _CHIN = 58, 112  # rows of that crop between which a mask lies
+_MASK = np.array([[22, 66], [56, 58], [90, 66], [92, 88], [76, 111], [56, 116], [36, 111], [20, 88]], dtype=np.int32)
+_BRIDGE, _CHIN = 58, 112  # rows between which a mask lies
 _COLOURS = ((150, 190, 215), (235, 235, 235), (40, 40, 45), (190, 60, 70))  # of masks
 _EYES, _MOUTH = slice(0, 2), slice(3, 5)  # rows of TEMPLATE
 _GAMMA = 2.2
@@ -52,7 +51,7 @@ class Kind(NamedTuple):
 
 
 def degrade(pixels: np.ndarray, kind: str, strength: float, encoded: bytes, seed: int = 0) -> np.ndarray:
-    """Return a hard version (H, W, 3) uint8 of an aligned face (H, W, 3) uint8 RGB, which stays as it is.
+    """Return a hard version (112, 112, 3) uint8 of an aligned face (112, 112, 3) uint8 RGB, which stays as it is.
 
     Args:
         kind: of KINDS.
@@ -92,19 +91,17 @@ def parse_kinds(texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
 
 def _masked(pixels: np.ndarray, strength: float, numbers: np.ndarray, seed: int) -> np.ndarray:
     """Draw a mask in one colour over its lower share `strength`: 1 up to the bridge of the nose, 0.5 below the nose."""
-    scale = len(pixels) / IMAGE_SIZE
     covered = np.zeros(pixels.shape[:2], dtype=np.uint8)
-    cv2.fillPoly(covered, [np.round(_MASK * scale).astype(np.int32)], 1)
-    covered[: round((_CHIN - strength * (_CHIN - _BRIDGE)) * scale)] = 0
+    cv2.fillPoly(covered, [_MASK], 1)
+    covered[: round(_CHIN - strength * (_CHIN - _BRIDGE))] = 0
     pixels[covered > 0] = _COLOURS[int(len(_COLOURS) * numbers[0])]
     return pixels
 
 
 def _box(pixels: np.ndarray, strength: float, numbers: np.ndarray, seed: int, points: slice) -> np.ndarray:
     """Cover landmarks with a black box, `strength` eye distances high; it reaches half of that beyond the outer ones."""
-    landmarks = TEMPLATE * (len(pixels) / IMAGE_SIZE)
-    reach = strength * np.ptp(landmarks[_EYES, 0]) / 2
-    (left, top), (right, bottom) = landmarks[points].min(0) - reach, landmarks[points].max(0) + reach
+    reach = strength * np.ptp(TEMPLATE[_EYES, 0]) / 2
+    (left, top), (right, bottom) = TEMPLATE[points].min(0) - reach, TEMPLATE[points].max(0) + reach
     pixels[max(0, round(top)) : round(bottom) + 1, max(0, round(left)) : round(right) + 1] = 0
     return pixels
 
@@ -120,10 +117,8 @@ def _augmented(
 
 
 def _low_resolution(pixels: np.ndarray, strength: float, numbers: np.ndarray, seed: int) -> np.ndarray:
-    """Shrink to `strength` pixels a side by areas, and enlarge by cubic interpolation; a smaller picture stays as it is."""
-    if strength >= len(pixels):
-        return pixels
-    return _augmented(pixels, strength / len(pixels), numbers, seed, "low_resolution_side", (0.0, 0.5, 0.7))
+    """Shrink to `strength` pixels a side by areas, and enlarge by cubic interpolation."""
+    return _augmented(pixels, strength / IMAGE_SIZE, numbers, seed, "low_resolution_side", (0.0, 0.5, 0.7))
 
 
 def _motion(pixels: np.ndarray, strength: float, numbers: np.ndarray, seed: int) -> np.ndarray:
@@ -169,7 +164,7 @@ KINDS: dict[str, Kind] = {
     "occluded": Kind(
         partial(_augmented, key="cutout_side", drawn=(1.0, 1.0, None, None)), f"box, {_SIDE}", (0.2, 0.4, 0.5, 0.6), 0.01, 0.99
     ),
-    "low_resolution": Kind(_low_resolution, "pixels a side", (56, 28, 20, 14, 10, 7), 1, 1024, True),
+    "low_resolution": Kind(_low_resolution, "pixels a side", (56, 28, 20, 14, 10, 7), 1, IMAGE_SIZE, True),
     "jpeg": Kind(partial(_augmented, key="jpeg_quality", drawn=(0.0,)), "quality", (50, 30, 20, 10, 5), 1, 95, True),
     "blur": Kind(partial(_augmented, key="blur_sigma", drawn=(1.0,)), "Gaussian, sigma in pixels", (1, 2, 3, 4, 6), 0.2, 100),
     "motion": Kind(_motion, "length in pixels", (5, 9, 15, 21), 1, 200),

@@ -1,8 +1,9 @@
 """Measures networks on hard versions of verification sets, made on the fly, and reports accuracy over strength.
 
 The clean pictures are embedded once. For each kind and strength the second picture of a pair is degraded and embedded (a probe
-against a clean reference), or both. Besides the usual figures, a row has TAR and FAR at a threshold that was chosen on the
-clean pairs, because who operates a network does not choose another for bad pictures.
+against a clean reference), or both. A picture is degraded at 112 x 112 pixels, and then resized like training images, so that a
+strength means the same for any input size. Besides the usual figures, a row has TAR and FAR at a threshold that was chosen on
+the clean pairs, because who operates a network does not choose another for bad pictures.
 Shapes: N = images of the set, U = degraded images, D = embedding size, P = pairs.
 """
 
@@ -20,6 +21,7 @@ from eval.pair_sets.bin_file import PairSet
 from eval.verification import VerificationResult
 from utils.distributed import World
 from utils.files import write_csv, write_file
+from utils.image import resize_square
 from utils.report.contact_sheet import make_figure, png_of, set_colours, sheet
 from utils.report.page import Page
 from utils.text import label_text
@@ -96,7 +98,8 @@ def measure(
 
             def decode(place: int, kind: str = kind, strength: float = strength) -> np.ndarray:
                 index = int(used[place])
-                return degrade(pairs.decode(index, settings.image_size), kind, strength, pairs.images[index], seed)
+                pixels = degrade(pairs.decode(index), kind, strength, pairs.images[index], seed)
+                return pixels if settings.image_size == len(pixels) else resize_square(pixels, settings.image_size)
 
             hard = embed_images(model, decode, len(used), world, settings, progress)
             yield Row(name, pairs.name, kind, strength, _score(pairs, views, hard, used, both), clean)

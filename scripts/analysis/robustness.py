@@ -1,8 +1,9 @@
 """Measure networks on hard versions of sets: python -m scripts.analysis.robustness NETWORK ... --targets SET ... --out DIR
 
 The second picture of each pair is degraded on the fly, at some strengths of each kind: masked, eyes, mouth, occluded,
-low_resolution, jpeg, blur, motion, noise, dark, bright, rotated, shifted, scaled. DIR then has report.html, accuracy over
-strength and examples as pictures, results.json and results.csv.
+low_resolution, jpeg, blur, motion, noise, dark, bright, rotated, shifted, scaled. That is done at 112 x 112 pixels, whatever
+the network's input size is, to which the picture is then resized. DIR then has report.html, accuracy over strength and examples
+as pictures, results.json and results.csv.
 
 Examples:
   python -m scripts.analysis.robustness work_dirs/r50 work_dirs/r18 --targets lfw cfp_fp --data /data/val --out hard
