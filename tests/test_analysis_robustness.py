@@ -16,7 +16,7 @@ from eval.__main__ import main as evaluate
 from eval.pair_sets.bin_file import read_pairs
 from scripts.analysis import robustness
 from utils.alignment import TEMPLATE
-from utils.checkpoint.tensor_file import write_tensors
+from utils.checkpoint.tensor_file import read_tensors, write_tensors
 from utils.image import to_png
 
 RANDOM = ("masked", "occluded", "motion", "noise", "rotated", "shifted", "scaled")
@@ -104,6 +104,47 @@ def test_a_line_of_motion_and_a_rotation_are_as_long_as_they_say(name: bytes):
     assert np.hypot(centre[0] - 55.5, centre[1] - 21) == pytest.approx(11.2, abs=0.5)
 
 
+@pytest.mark.parametrize("sigma", [1, 2, 3])
+def test_a_blur_is_the_sum_over_a_gaussian(sigma: int):
+    pixels = np.random.default_rng(0).integers(60, 200, (112, 112, 3), dtype=np.uint8)
+    weights = np.exp(-((np.arange(112)[:, None] - np.arange(112)) ** 2) / (2 * sigma**2))
+    weights /= weights.sum(axis=1, keepdims=True)
+    expected = np.einsum("yr,rxc,zx->yzc", weights, pixels.astype(float), weights)
+    inner = slice(4 * sigma, -4 * sigma)  # away from the border, whose pixels are mirrored
+    error = degrade(pixels, "blur", sigma, b"").astype(float)[inner, inner] - expected[inner, inner]
+    # along each axis: weights of 8 fractional bits, and what a Gaussian has beyond three sigma; of half the range
+    assert np.abs(error).max() <= 0.5 + 2 * 70 * ((6 * sigma + 1) / 512 + 2 * 0.0027)
+
+
+def test_an_occlusion_is_a_gray_box_of_its_side_somewhere_inside():
+    pixels, corners = np.full((112, 112, 3), 40, np.uint8), []
+    for number in range(40):
+        found = degrade(pixels, "occluded", 0.4, bytes([number]))
+        rows, columns = np.nonzero((found == 127).all(axis=2))
+        assert np.ptp(rows) == np.ptp(columns) == 44 and len(rows) == 45**2 and (found == 40).sum() == 3 * (112**2 - 45**2)
+        corners.append((rows[0], columns[0]))
+    assert (np.ptp(corners, axis=0) > 34).all()  # of 67; the chance that 40 places are in one half is below 1e-9
+
+
+def test_a_scaled_face_is_larger_or_smaller_about_its_middle_and_black_around_it():
+    dots, sizes = np.full((112, 112, 3), 30, np.uint8), set()
+    dots[26:28, 55:57] = dots[84:86, 55:57] = 255  # 29 pixels above and below the middle
+    for number in range(12):
+        found = degrade(dots, "scaled", 0.25, bytes([number])).astype(float).sum(axis=2)
+        rows = np.where(found > 200, found - 90, 0).sum(axis=1)
+        above, below = (rows[half] @ np.arange(112)[half] / rows[half].sum() for half in (slice(56), slice(56, 112)))
+        assert above + below == pytest.approx(111, abs=0.2)
+        sizes.add(round((below - above) / 58, 2))
+        assert (found[0] == 0).all() == (below - above < 58)
+    assert sorted(sizes) == pytest.approx([1 / 1.25, 1.25], abs=0.01)
+
+
+def test_a_shifted_face_leaves_black_behind():
+    rows, columns = np.nonzero(degrade(np.full((112, 112, 3), 255, np.uint8), "shifted", 0.2, b"a").all(axis=2))
+    moved = 111 - np.ptp(rows), 111 - np.ptp(columns)
+    assert np.hypot(*moved) == pytest.approx(0.2 * 112, abs=1.5) and len(rows) == (112 - moved[0]) * (112 - moved[1])
+
+
 @pytest.mark.parametrize(
     ("texts", "reason"),
     [
@@ -139,6 +180,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, words
 
 
+def _distances(weights: Path, path: Path) -> list[float]:
+    """Return the squared distance of each pair of a set, one picture after the other."""
+    model, pairs = build_backbone("mbf", 16, 0.125, image_size=48).eval(), read_pairs(path)
+    model.load_state_dict(read_tensors(weights))
+
+    def embedded(index: int) -> torch.Tensor:
+        pixels = torch.from_numpy((pairs.decode(index, 48).transpose(2, 0, 1) - 127.5) / 127.5)[None].float()
+        return torch.nn.functional.normalize((model(pixels) + model(pixels.flip(3)))[0].double(), dim=0)
+
+    with torch.inference_mode():
+        return [float((embedded(a) - embedded(b)).square().sum()) for a, b in zip(pairs.first, pairs.second, strict=True)]
+
+
 @pytest.mark.numeric
 @pytest.mark.parametrize("both", [False, True])
 def test_the_program_scores_as_sets_that_were_degraded_beforehand(place: tuple[Path, list[str]], tmp_path: Path, both: bool):
@@ -150,6 +204,7 @@ def test_the_program_scores_as_sets_that_were_degraded_beforehand(place: tuple[P
     assert robustness.main([network, *words, *targets, *kinds, *more, "--out", str(tmp_path / "out")]) == 0
     rows = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
     assert [(row["kind"], row["strength"]) for row in rows] == [("clean", 0), ("noise", 0), ("noise", 40), ("masked", 1)]
+    limit = 0.0
     for number, row in enumerate(rows):
         stored = []
         for index, encoded in enumerate(pairs.images):
@@ -162,9 +217,35 @@ def test_the_program_scores_as_sets_that_were_degraded_beforehand(place: tuple[P
         words_of_eval = ["--targets", str(tmp_path / f"set{number}.bin"), "--report", str(report)]
         assert evaluate([network, *words, *words_of_eval]) == 0
         expected = json.loads((report / "results.json").read_text())[f"set{number}"]
-        assert (row["accuracy"], row["eer"]) == pytest.approx((expected["accuracy"], expected["eer"]), abs=1e-9)
+        point = next(point for point in expected["operating_points"] if point["target"] == "1e-1")  # 10 impostor pairs
+        limit = point["squared_distance_threshold"] if number == 0 else limit
+        accepted = np.array(_distances(folder / "net.safetensors", tmp_path / f"set{number}.bin")) < limit
+        genuine = np.arange(20) % 2 == 1
+        for column, value in {
+            "accuracy": expected["accuracy"],
+            "accuracy_std": expected["accuracy_std"],
+            "eer": expected["eer"],
+            "tar": point["tar"],
+            "tar_at_clean_threshold": accepted[genuine].mean(),
+            "far_at_clean_threshold": accepted[~genuine].mean(),
+        }.items():
+            assert row[column] == pytest.approx(value, abs=1e-9), (number, column)
+        assert row["far"] == "1e-1"
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert files == {"report.html", "results.json", "results.csv", "accuracy_clean.png", "pictures_clean.png"}
+
+
+def test_neither_the_order_of_kinds_nor_threads_change_a_row(place: tuple[Path, list[str]], tmp_path: Path):
+    folder, words = place
+    words = [str(folder / "net.safetensors"), *words, "--targets", str(folder / "clean.bin")]
+    found = []
+    for number, more in enumerate(
+        (["motion=9", "noise=40,20", "--threads", "1"], ["noise=20,40", "motion=9", "--threads", "5"])
+    ):
+        assert robustness.main([*words, "--kinds", *more, "--out", str(tmp_path / str(number))]) == 0
+        rows = json.loads((tmp_path / str(number) / "results.json").read_text())["results"]
+        found.append({(row["kind"], row["strength"]): row for row in rows})
+    assert len(found[0]) == 4 and found[0] == found[1]
 
 
 def test_a_folder_with_files_is_refused(place: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
