@@ -29,35 +29,37 @@ from utils.text import label_text
 from .degrade import KINDS, degrade
 
 Kinds = Mapping[str, Sequence[float]]  # strengths by the name of the kind
-HEAD = (
-    "network", "set", "kind", "strength", "accuracy", "accuracy_std", "far", "tar", "tar_at_clean_threshold",
-    "far_at_clean_threshold", "eer",
-)  # fmt: skip
 
 
 class Row(NamedTuple):
-    """The result of a network on a set at a strength of a kind; in a table its columns are those of HEAD."""
+    """The result of a network on a set at a strength of a kind: a row of the table; None = cannot be measured."""
 
     network: str
     set: str
     kind: str  # "clean" with strength 0: as it is
     strength: float
-    result: VerificationResult
-    clean: VerificationResult
+    accuracy: float
+    accuracy_std: float
+    far: str | None  # the smallest from 1e-3 on that the set can measure
+    tar: float | None
+    tar_at_clean_threshold: float | None
+    far_at_clean_threshold: float | None
+    eer: float | None
 
-    def values(self) -> list[Any]:
-        """Return the cells of a table; TAR is at the smallest FAR from 1e-3 on that the set can measure."""
-        points = [
-            place for place, point in enumerate(self.clean.points) if point.tar is not None and float(point.target) >= 1e-3
-        ]
-        far = tar = kept = false = None
-        if points:
-            point = self.result.points[points[-1]]
-            far, tar, limit = point.target, point.tar, self.clean.points[points[-1]].threshold
-            accepted = self.result.distances < limit
-            kept, false = float(accepted[self.result.same].mean()), float(accepted[~self.result.same].mean())
-        result = self.result
-        return [*self[:4], result.accuracy, result.accuracy_std, far, tar, kept, false, result.eer]
+
+HEAD = Row._fields
+
+
+def _row(name: Sequence[Any], result: VerificationResult, clean: VerificationResult) -> Row:
+    """Return the row of a result; its name has the network, the set, the kind and the strength."""
+    points = [place for place, point in enumerate(clean.points) if point.tar is not None and float(point.target) >= 1e-3]
+    far = tar = kept = false = None
+    if points:
+        point = result.points[points[-1]]
+        far, tar, limit = point.target, point.tar, clean.points[points[-1]].threshold
+        accepted = result.distances < limit
+        kept, false = float(accepted[result.same].mean()), float(accepted[~result.same].mean())
+    return Row(*name, result.accuracy, result.accuracy_std, far, tar, kept, false, result.eer)
 
 
 def count_images(pairs: PairSet, kinds: Kinds, both: bool) -> int:
@@ -76,6 +78,7 @@ def measure(
     world: World,
     settings: EmbedSettings,
     progress: Callable[[int], object],
+    done: Mapping[tuple[str, float], Row],
 ) -> Iterator[Row]:
     """Yield the clean row, then one for each strength of each kind. A collective call, with the same rows on every rank.
 
@@ -83,26 +86,31 @@ def measure(
         name: of the network.
         both: degrade both pictures of a pair, not the second alone.
         progress: called with the number of images that this rank has embedded since the last call.
+        done: rows by kind and strength that are not measured again, the same on every rank.
     """
-    views = embed_images(
-        model, lambda index: pairs.decode(index, settings.image_size), len(pairs.images), world, settings, progress
-    )
-    clean = pairs.verify_views(*views)
-    yield Row(name, pairs.name, "clean", 0.0, clean, clean)
+    wanted = [("clean", 0.0), *((kind, strength) for kind, strengths in kinds.items() for strength in strengths)]
     used = _used(pairs, both)
-    for kind, strengths in kinds.items():
-        for strength in strengths:
-            if not strength:
-                yield Row(name, pairs.name, kind, 0.0, clean, clean)
-                continue
+    views, clean = np.empty(0), None
+    if not all(case in done for case in wanted):
+        views = embed_images(
+            model, lambda index: pairs.decode(index, settings.image_size), len(pairs.images), world, settings, progress
+        )
+        clean = pairs.verify_views(*views)
+    for kind, strength in wanted:
+        if clean is None or (kind, strength) in done:
+            progress(len(used) // world.world_size if strength else 0)
+            yield done[kind, strength]
+            continue
+        result = clean
+        if strength:
 
             def decode(place: int, kind: str = kind, strength: float = strength) -> np.ndarray:
                 index = int(used[place])
                 pixels = degrade(pairs.decode(index), kind, strength, pairs.images[index], seed)
                 return pixels if settings.image_size == len(pixels) else resize_square(pixels, settings.image_size)
 
-            hard = embed_images(model, decode, len(used), world, settings, progress)
-            yield Row(name, pairs.name, kind, strength, _score(pairs, views, hard, used, both), clean)
+            result = _score(pairs, views, embed_images(model, decode, len(used), world, settings, progress), used, both)
+        yield _row((name, pairs.name, kind, strength), result, clean)
 
 
 def _used(pairs: PairSet, both: bool) -> np.ndarray:
@@ -122,9 +130,8 @@ def _score(pairs: PairSet, clean: np.ndarray, hard: np.ndarray, used: np.ndarray
 def write_robustness(folder: Path, rows: Sequence[Row], sets: Sequence[PairSet], kinds: Kinds, both: bool, seed: int) -> None:
     """Write report.html, accuracy_SET.png and pictures_SET.png of each set, results.json and results.csv into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    values = [row.values() for row in rows]
-    write_csv(folder / "results.csv", HEAD, values)
-    found = [dict(zip(HEAD, row, strict=True)) for row in values]
+    write_csv(folder / "results.csv", HEAD, rows)
+    found = [row._asdict() for row in rows]
     facts = {"degraded": "both" if both else "second", "seed": seed, "units": {kind: KINDS[kind].unit for kind in kinds}}
     write_file(folder / "results.json", json.dumps(facts | {"results": found}, indent=1))
     page = Page("Accuracy on hard versions of verification sets")
@@ -142,14 +149,14 @@ def write_robustness(folder: Path, rows: Sequence[Row], sets: Sequence[PairSet],
             page.picture(png, text)
             write_file(folder / f"{what}_{pairs.name}.png", png)
         page.text("TAR and FAR at the clean threshold: it is chosen on the clean pairs, at the FAR of the column before.")
-        page.table([name for name in HEAD if name != "set"], [_cells(row) for row in values if row[1] == pairs.name])
+        page.table([name for name in HEAD if name != "set"], [_cells(row) for row in rows if row.set == pairs.name])
     page.write(folder / "report.html")
 
 
-def _cells(row: Sequence[Any]) -> list[str]:
+def _cells(row: Row) -> list[str]:
     """Return the cells of a table: rates in percent, but for the FAR of a column."""
     rates = ("-" if value is None else value if isinstance(value, str) else f"{100 * value:.2f} %" for value in row[4:])
-    return [row[0], row[2], f"{row[3]:g}", *rates]
+    return [row.network, row.kind, f"{row.strength:g}", *rates]
 
 
 def draw(rows: Sequence[Row], name: str, kinds: Kinds) -> bytes:
@@ -165,7 +172,7 @@ def draw(rows: Sequence[Row], name: str, kinds: Kinds) -> bytes:
     for axis, (kind, strengths) in zip(axes, kinds.items(), strict=False):
         for network in networks:
             of_kind = [row for row in rows if (row.network, row.set) == (network, name) and row.kind in ("clean", kind)]
-            axis.plot([100 * row.result.accuracy for row in of_kind], "o-", markersize=3, color=colours[network])
+            axis.plot([100 * row.accuracy for row in of_kind], "o-", markersize=3, color=colours[network])
         axis.set_xticks(range(1 + len(strengths)), ["clean", *(f"{strength:g}" for strength in strengths)])
         axis.set(title=kind, xlabel=KINDS[kind].unit)
         axis.grid(alpha=0.3)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import cv2
@@ -10,8 +11,10 @@ import pytest
 import torch
 from tiny_runs import face, write_bin
 
+import analysis.robustness
 from analysis.degrade import KINDS, degrade, parse_kinds
 from backbones import build_backbone
+from deploy.journal import Journal
 from eval.__main__ import main as evaluate
 from eval.pair_sets.bin_file import read_pairs
 from scripts.analysis import robustness
@@ -233,6 +236,47 @@ def test_the_program_scores_as_sets_that_were_degraded_beforehand(place: tuple[P
         assert row["far"] == "1e-1"
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert files == {"report.html", "results.json", "results.csv", "accuracy_clean.png", "pictures_clean.png"}
+
+
+def test_a_run_that_was_stopped_goes_on_and_another_seed_does_not_take_its_rows(
+    place: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder, words = place
+    words = [
+        str(folder / "net.safetensors"),
+        *words,
+        "--targets",
+        str(folder / "clean.bin"),
+        "--kinds",
+        "noise=40,60",
+        "dark=4",
+    ]
+    assert robustness.main([*words, "--out", str(tmp_path / "whole")]) == 0
+    measured: list[float] = []
+
+    def counted(pixels: np.ndarray, kind: str, strength: float, encoded: bytes, seed: int) -> np.ndarray:
+        measured.append(strength)
+        return degrade(pixels, kind, strength, encoded, seed)
+
+    def add(journal: Journal, record: dict) -> None:
+        original(journal, record)
+        if len(journal.entries) == 2:
+            raise KeyboardInterrupt
+
+    original, here = Journal.add, [*words, "--out", str(tmp_path / "part")]
+    monkeypatch.setattr(analysis.robustness, "degrade", counted)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", add)
+        assert robustness.main(here) != 0
+    assert set(measured) == {40} and [path.name for path in (tmp_path / "part").iterdir()] == ["unfinished"]
+    shutil.copytree(tmp_path / "part", tmp_path / "seed")
+    measured.clear()
+    assert robustness.main(here) == 0 and set(measured[:40]) == {60, 4}  # the page has pictures of all
+    whole, part = ((tmp_path / name / "results.json").read_text() for name in ("whole", "part"))
+    assert part == whole and not (tmp_path / "part" / "unfinished").exists()
+    measured.clear()
+    assert robustness.main([*words, "--seed", "1", "--out", str(tmp_path / "seed")]) == 0 and measured[0] == 40
+    assert robustness.main(here) == 1 and robustness.main([*here, "--again"]) == 0
 
 
 def test_neither_the_order_of_kinds_nor_threads_change_a_row(place: tuple[Path, list[str]], tmp_path: Path):

@@ -3,7 +3,8 @@
 The second picture of each pair is degraded on the fly, at some strengths of each kind: masked, eyes, mouth, occluded,
 low_resolution, jpeg, blur, motion, noise, dark, bright, rotated, shifted, scaled. That is done at 112 x 112 pixels, whatever
 the network's input size is, to which the picture is then resized. DIR then has report.html, accuracy over strength and examples
-as pictures, results.json and results.csv.
+as pictures, results.json and results.csv. What is done is kept in DIR/unfinished; start the same command again to go on after
+a kill.
 
 Examples:
   python -m scripts.analysis.robustness work_dirs/r50 work_dirs/r18 --targets lfw cfp_fp --data /data/val --out hard
@@ -11,16 +12,19 @@ Examples:
 """
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from analysis.degrade import KINDS, parse_kinds
 from analysis.robustness import Row, count_images, measure, write_robustness
 from backbones import build_backbone
+from deploy.journal import Journal, open_journal
 from eval.monitor import load_pair_sets
 from eval.networks import add_network_arguments, embed_settings, open_network
 from eval.pair_sets.bin_file import PairSet
 from utils.cli import int_in_range, make_parser, progress
+from utils.distributed import all_gather_objects, init_distributed, raise_on_all_ranks
 from utils.program import run_main
 
 
@@ -31,18 +35,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_network_arguments(parser, positional=False)
     parser.add_argument("--targets", nargs="+", required=True, metavar="SET", help="sets of pairs: names in --data, or paths")
     parser.add_argument("--data", type=Path, default="", metavar="DIR", help="folder with NAME.bin")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder of the report")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the report, new or empty")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), metavar="KIND[=S,S]", help="kinds, with strengths (all)")
     parser.add_argument("--both", action="store_true", help="degrade both pictures of a pair, not the second alone")
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="of places, directions, colours and noise (default 0)")
+    parser.add_argument("--again", action="store_true", help="begin anew, although DIR has a report or a part of it")
     return run_main(run, parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure each network on each set, and write the report on rank 0."""
     kinds = parse_kinds(options.kinds)
-    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
-        raise ValueError(f"--out must be a new or an empty folder, but {options.out} has files; name another one")
+    unfinished = options.out / "unfinished"
+    if options.out.is_dir() and any(options.out.iterdir()) and not unfinished.exists() and not options.again:
+        raise ValueError(
+            f"--out must be a new or an empty folder, but {options.out} has files; name another one, or add --again to replace "
+            "a report"
+        )
     if len(set(options.networks)) < len(options.networks):
         raise ValueError("a network is named twice; leave one out")
     rows: list[Row] = []
@@ -50,23 +59,52 @@ def run(options: argparse.Namespace) -> None:
     names = [path.name for path in options.networks]
     if len(set(names)) < len(names):  # checkpoints of several runs
         names = list(map(str, options.networks))
-    for name, path in zip(names, options.networks, strict=True):
-        options.run = path
-        world, network, sets = open_network(
-            options, build_backbone, lambda _: load_pair_sets(options.data, options.targets, "--targets", "--data")
-        )
-        settings = embed_settings(options, network)
-        total = sum(count_images(pairs, kinds, options.both) for pairs in sets) // world.world_size
-        with progress([], total, "embedding", "image") as bar:
-            for pairs in sets:
-                advance = bar.update if world.rank == 0 else lambda count: None
-                arguments = (pairs, kinds, options.both, options.seed, world, settings, advance)
-                rows += measure(network.model, name, *arguments)
-    if world.rank == 0:
-        write_robustness(options.out, rows, sets, kinds, options.both, options.seed)
-        for row in rows:
-            print(f"{row.network} {row.set} {row.kind} {row.strength:g}: {100 * row.result.accuracy:.2f} %")
-        print(f"report: {options.out / 'report.html'}")
+    world = init_distributed(options.device, setting="--device ")
+    with contextlib.ExitStack() as stack:
+        with raise_on_all_ranks(world):
+            journal = stack.enter_context(_begun(unfinished, options.again)) if world.rank == 0 else None
+        kept = all_gather_objects([entry.record for entry in journal.entries] if journal else [], world)[0]
+        for name, path in zip(names, options.networks, strict=True):
+            options.run = path
+            _, network, sets = open_network(
+                options, build_backbone, lambda _: load_pair_sets(options.data, options.targets, "--targets", "--data")
+            )
+            settings = embed_settings(options, network)
+            total = sum(count_images(pairs, kinds, options.both) for pairs in sets) // world.world_size
+            with progress([], total, "embedding", "image") as bar:
+                for pairs in sets:
+                    # all that a row depends on, but for its kind and strength
+                    facts = [
+                        network.identity,
+                        network.image_size,
+                        options.precision,
+                        pairs.digest(),
+                        options.both,
+                        options.seed,
+                    ]
+                    found = [Row(name, pairs.name, *record["row"][2:]) for record in kept if record["facts"] == facts]
+                    done = {(row.kind, row.strength): row for row in found}
+                    advance = bar.update if world.rank == 0 else lambda count: None
+                    arguments = (pairs, kinds, options.both, options.seed, world, settings, advance, done)
+                    for row in measure(network.model, name, *arguments):
+                        rows.append(row)
+                        if journal and (row.kind, row.strength) not in done:
+                            journal.add({"facts": facts, "row": row})
+        if journal:
+            write_robustness(options.out, rows, sets, kinds, options.both, options.seed)
+            unfinished.unlink()
+            for row in rows:
+                print(f"{row.network} {row.set} {row.kind} {row.strength:g}: {100 * row.accuracy:.2f} %")
+            print(f"report: {options.out / 'report.html'}")
+
+
+@contextlib.contextmanager
+def _begun(path: Path, again: bool) -> Iterator[Journal]:
+    """Give the journal of a report, in its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_journal(path, str(path.parent)) as journal:
+        journal.begin({"program": "robustness"}, again, str(path.parent), "was begun with")
+        yield journal
 
 
 if __name__ == "__main__":
