@@ -9,7 +9,7 @@ import numpy as np
 
 from eval.embedding_table import Faces
 from eval.report import POINT_COLUMNS, point_rows
-from eval.verification import OperatingPoint
+from eval.verification import OperatingPoint, equal_rate
 from utils.files import write_file
 from utils.report.contact_sheet import captioned_sheet, make_figure, png_of
 from utils.report.page import Page
@@ -48,9 +48,8 @@ def rates_of(counts: PairCounts) -> Rates:
         return Rates(*totals, points, None, None)
     above = accepted_at(np.stack([genuine, impostor]), counts.edges, counts.edges)
     rejected, accepted = 1 - above[0] / totals[0], above[1] / totals[1]
-    place = int(np.abs(rejected - accepted).argmin())
     auc = (genuine / totals[0] * (1 - above[1, 1:] / totals[1] - impostor / totals[1] / 2)).sum()
-    return Rates(*totals, points, float((rejected[place] + accepted[place]) / 2), float(auc))
+    return Rates(*totals, points, equal_rate(accepted[::-1], rejected[::-1]), float(auc))
 
 
 def as_json(name: str, counts: PairCounts, rates: Rates) -> dict[str, Any]:

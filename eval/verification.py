@@ -347,7 +347,11 @@ def equal_error_rate(genuine: np.ndarray, impostor: np.ndarray) -> float:
     """Return the rate at which FAR = FRR, interpolated linearly on the ROC curve, from sorted distances."""
     thresholds = np.append(np.unique(np.concatenate([genuine, impostor])), np.inf)
     far = np.searchsorted(impostor, thresholds, side="left") / impostor.size
-    frr = 1.0 - np.searchsorted(genuine, thresholds, side="left") / genuine.size
+    return equal_rate(far, 1.0 - np.searchsorted(genuine, thresholds, side="left") / genuine.size)
+
+
+def equal_rate(far: np.ndarray, frr: np.ndarray) -> float:
+    """Return the rate at which FAR = FRR, interpolated linearly, from both (T,) at ever looser thresholds."""
     gap = far - frr  # rises from -1 to 1
     right = int(np.argmax(gap >= 0.0))
     weight = gap[right] / (gap[right] - gap[right - 1])
