@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +17,14 @@ from utils.report.page import Page
 from utils.text import one_line
 
 from .all_pairs import Extremes, PairCounts, accepted_at, points_at
+from .groups import Spread, make_rate
 
 FAR_TARGETS = tuple(f"1e-{power}" for power in range(1, 9))
 _SHOWN_BINS = 64  # of the histogram in results.json
-_NO_INTERVAL = (
-    "There are no intervals: pairs that share a person or a picture depend on one another, and so many pairs say nothing of "
-    "how many people there are. A FAR of a few accepted pairs, or of few people, is a guess."
+_ROWS = 1024  # of a block of cosines
+_INTERVALS = (
+    "The intervals are of the TAR at this threshold, by the variance over people, because pairs share people. The error of the "
+    "threshold itself is not in them: a FAR of a few accepted pairs, or of few people, is a guess."
 )
 _EXTREMES = {
     "lookalikes": "The most similar pictures of two people. Wrong labels come first here: look before you believe a low FAR.",
@@ -37,19 +40,44 @@ class Rates(NamedTuple):
     points: list[OperatingPoint]
     eer: float | None
     auc: float | None  # equal cosines, here those of one bin, count half
+    intervals: dict[str, tuple[float, float] | None]  # 95 %, of the TAR by its target
 
 
-def rates_of(counts: PairCounts) -> Rates:
-    """Return the rates of all groups together."""
+def rates_of(counts: PairCounts, vectors: np.ndarray, labels: np.ndarray) -> Rates:
+    """Return the rates of all groups together, from the counts of vectors (n, D) with labels (n,)."""
     genuine, impostor = counts.genuine.sum(axis=0), counts.impostor.sum(axis=(0, 1))
     totals = int(genuine.sum()), int(impostor.sum())
     points = points_at(genuine, impostor, counts.edges, FAR_TARGETS)
+    intervals: dict[str, tuple[float, float] | None] = dict.fromkeys(FAR_TARGETS)
     if not all(totals):
-        return Rates(*totals, points, None, None)
+        return Rates(*totals, points, None, None, intervals)
     above = accepted_at(np.stack([genuine, impostor]), counts.edges, counts.edges)
     rejected, accepted = 1 - above[0] / totals[0], above[1] / totals[1]
     auc = (genuine / totals[0] * (1 - above[1, 1:] / totals[1] - impostor / totals[1] / 2)).sum()
-    return Rates(*totals, points, equal_rate(accepted[::-1], rejected[::-1]), float(auc))
+    measured = [(point.target, point.cosine, point.tar) for point in points if point.cosine is not None]
+    spreads = genuine_spreads(vectors, labels, [cosine for _, cosine, _ in measured])
+    for (target, _, tar), spread in zip(measured, spreads, strict=True):
+        wrong = round(totals[0] * (1 - (tar or 0.0)))
+        fnmr = make_rate(wrong, totals[0], 0.0, spread, spread.people)
+        intervals[target] = 1 - fnmr.high, 1 - fnmr.low
+    return Rates(*totals, points, equal_rate(accepted[::-1], rejected[::-1]), float(auc), intervals)
+
+
+def genuine_spreads(vectors: np.ndarray, labels: np.ndarray, edges: Sequence[float]) -> list[Spread]:
+    """Return what each person contributes to FNMR at each edge: the pairs of one person whose cosine is below it, and all."""
+    order = np.argsort(labels, kind="stable")
+    _, begins, counts = np.unique(labels[order], return_index=True, return_counts=True)
+    several = np.flatnonzero(counts > 1).tolist()
+    errors = np.zeros((len(edges), len(several)), dtype=np.int64)
+    for place, person in enumerate(several):
+        rows = order[begins[person] : begins[person] + counts[person]]
+        for first, second in combinations_with_replacement(range(0, len(rows), _ROWS), 2):
+            cosines = vectors[rows[first : first + _ROWS]] @ vectors[rows[second : second + _ROWS]].T
+            if first == second:
+                cosines[np.tril_indices(len(cosines))] = np.inf  # each pair once
+            errors[:, place] += [np.count_nonzero(cosines < edge) for edge in edges]
+    pairs = counts[several] * (counts[several] - 1) // 2
+    return [Spread(wrong, pairs, len(several)) for wrong in errors]
 
 
 def as_json(name: str, counts: PairCounts, rates: Rates) -> dict[str, Any]:
@@ -63,6 +91,7 @@ def as_json(name: str, counts: PairCounts, rates: Rates) -> dict[str, Any]:
             "auc": rates.auc,
             "num_genuine": rates.num_genuine,
             "num_impostor": rates.num_impostor,
+            "intervals_95": rates.intervals,
             "operating_points": [point.as_json() for point in rates.points],
             "similarities": {"cosine": counts.edges[::width].tolist(), **histogram},
         }
@@ -103,6 +132,7 @@ def write_pairs(
     name: str,
     counts: PairCounts,
     faces: Faces,
+    labels: np.ndarray,
     facts: Sequence[tuple[str, str]],
     read: Callable[[str], np.ndarray | None] | None,
 ) -> Rates:
@@ -110,16 +140,17 @@ def write_pairs(
 
     Args:
         name: of the set in results.json.
+        labels: (n,) int64, the people of the faces.
         facts: for the top of the page.
         read: the pixels of a picture by its name, for the pairs that are most wrong; None = name them only.
     """
-    rates = rates_of(counts)
+    rates = rates_of(counts, faces.vectors, labels)
     write_file(out / "results.json", json.dumps(as_json(name, counts, rates), indent=1) + "\n")
     page = Page(title)
     page.facts([*facts, ("EER", "-" if rates.eer is None else f"{100 * rates.eer:.3f} %")])
     page.section("TAR at FAR")
-    page.table(POINT_COLUMNS, point_rows(name, rates.points, dict.fromkeys(FAR_TARGETS)))
-    page.text(_NO_INTERVAL, note=True)
+    page.table(POINT_COLUMNS, point_rows(name, rates.points, rates.intervals))
+    page.text(_INTERVALS, note=True)
     if rates.num_genuine or rates.num_impostor:
         png = draw(counts, rates)
         write_file(out / "pairs.png", png)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from analysis.all_pairs import NUM_BINS, count_pairs
-from analysis.pairs_report import FAR_TARGETS, write_pairs
+from analysis.pairs_report import write_pairs
 from deploy.embed.source import open_reader
 from deploy.faces.pictures import Rejected
 from deploy.journal import open_journal
@@ -54,10 +54,10 @@ def run(options: argparse.Namespace) -> None:
         journal.begin(facts, options.again, str(options.out), "was begun with")
         counts = count_pairs(faces.vectors, labels, worst=options.worst, journal=journal, advance=bar.update)
         title, facts_of_page = f"All pairs of {shown(options.table)}", [("faces", shape), ("pairs", f"{total:,}")]
-        rates = write_pairs(options.out, title, options.table.stem, counts, faces, facts_of_page, read)
+        rates = write_pairs(options.out, title, options.table.stem, counts, faces, labels, facts_of_page, read)
         unfinished.unlink()
     print(f"{shape}: {rates.num_genuine:,} genuine and {rates.num_impostor:,} impostor pairs")
-    rows = point_rows(options.table.stem, rates.points, dict.fromkeys(FAR_TARGETS))
+    rows = point_rows(options.table.stem, rates.points, rates.intervals)
     print(plain_table([POINT_COLUMNS, *(tuple(map(str, row)) for row in rows)]))
     if rates.eer is not None and rates.auc is not None:
         print(f"EER {100 * rates.eer:.3f} %, AUC {rates.auc:.6f}")
