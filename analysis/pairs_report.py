@@ -12,7 +12,7 @@ from eval.embedding_table import Faces
 from eval.report import POINT_COLUMNS, point_rows
 from eval.verification import OperatingPoint, equal_rate
 from utils.files import write_file
-from utils.report.contact_sheet import captioned_sheet, make_figure, png_of
+from utils.report.contact_sheet import make_figure, png_of, sheet
 from utils.report.page import Page
 from utils.text import one_line
 
@@ -162,12 +162,13 @@ def write_pairs(
         pairs = zip(extremes.cosines.tolist(), extremes.first.tolist(), extremes.second.tolist(), strict=True)
         rows = [(f"{cosine:.4f}", *(one_line(faces.names[row]) for row in pair)) for cosine, *pair in pairs]
         if read is not None and rows:
-            page.picture(captioned_sheet([_cells(row, read) for row in rows]), f"{kind}: cosine, and names")
+            cells = [(f"{cosine}  {one}  {other}", [_shown(read(one)), _shown(read(other))]) for cosine, one, other in rows]
+            page.picture(sheet(cells, 3, across=min(4, len(cells))), f"{kind}: cosine, and names")
         page.table(("cosine", "picture", "other picture"), rows)
     page.write(out / "report.html")
     return rates
 
 
-def _cells(row: tuple[str, ...], read: Callable[[str], np.ndarray | None]) -> list[tuple[np.ndarray | None, Sequence[str]]]:
-    cosine, *names = row
-    return [(read(name), (name, cosine if place else "")) for place, name in enumerate(names)]
+def _shown(pixels: np.ndarray | None) -> np.ndarray:
+    """Return a picture, white if it cannot be read."""
+    return np.full((1, 1, 3), 255, dtype=np.uint8) if pixels is None else pixels

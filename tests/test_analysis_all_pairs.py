@@ -1,8 +1,11 @@
 """All pairs: counts, extreme pairs and rates against every cosine in one table."""
 
+import base64
 import json
+import re
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 
@@ -184,6 +187,13 @@ def test_the_program_writes_the_rates_of_every_pair_and_galleries_read_its_thres
     page = (tmp_path / "out" / "report.html").read_text()
     nearest = np.lexsort((second[~same], first[~same], -cosines[~same]))[0]
     assert f"<td>{first[~same][nearest]}</td><td>{second[~same][nearest]}</td>" in page.replace(' class="number"', "")
+    pictures = [
+        cv2.imdecode(np.frombuffer(base64.b64decode(data), np.uint8), cv2.IMREAD_COLOR)
+        for data in re.findall(r'base64,([^"]+)', page)
+    ]
+    alike = pictures[1]  # after the curves: five pairs, four of them side by side
+    assert alike.shape[1] > 4 * alike.shape[0] and alike.shape == pictures[2].shape
+    assert (alike[60, [60, 176]] == 2 * np.array([[first[~same][nearest]], [second[~same][nearest]]])).all()
     assert {name.name for name in (tmp_path / "out").iterdir()} == {"report.html", "results.json", "pairs.png"}
     assert all(point.interval[0] <= point.tar <= point.interval[1] for point in found.measured())
     before = json.loads((tmp_path / "out" / "results.json").read_text())

@@ -76,7 +76,7 @@ def sheet(rows: Sequence[tuple[str, Sequence[np.ndarray]]], columns: int, across
     canvas = np.full((-(-len(rows) // across) * height + _GAP, across * width, 3), _WHITE, dtype=np.uint8)
     for number, (caption, pictures) in enumerate(rows):
         top, begin = number // across * height + _CAPTION, number % across * width + _GAP
-        _write(canvas, caption, begin, top - 5, width)
+        _write(canvas, caption, begin, top - 5, width - 3 * _GAP)
         for column, picture in enumerate(pictures[:columns]):
             left = begin + column * (side + _GAP)
             canvas[top : top + side, left : left + side] = _resized(picture, side)
