@@ -32,22 +32,14 @@ Change = Callable[[np.ndarray, float, np.ndarray, int], np.ndarray]  # pixels, s
 
 
 class Kind(NamedTuple):
-    """A kind of damage.
+    """A kind of damage."""
 
-    Args:
-        change: returns the changed picture; may write into its argument.
-        unit: of the strength.
-        strengths: those that are measured by default, from mild to hard.
-        low, high: the smallest and the largest strength but 0.
-        whole: strengths are whole numbers.
-    """
-
-    change: Change
-    unit: str
-    strengths: tuple[float, ...]
-    low: float
+    change: Change  # returns the changed picture; may write into its argument
+    unit: str  # of the strength
+    strengths: tuple[float, ...]  # that are measured by default, from mild to hard
+    low: float  # the smallest strength but 0
     high: float
-    whole: bool = False
+    whole: bool = False  # strengths are whole numbers
 
 
 def degrade(pixels: np.ndarray, kind: str, strength: float, encoded: bytes, seed: int = 0) -> np.ndarray:
@@ -65,27 +57,24 @@ def degrade(pixels: np.ndarray, kind: str, strength: float, encoded: bytes, seed
 
 
 def parse_kinds(texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """Return the strengths of each kind of "KIND" or "KIND=S,S,..."; ValueError if there is no such kind or strength."""
+    """Return the strengths by kind of words KIND or KIND=S,S,...; ValueError if there is no such kind or strength."""
     found: dict[str, tuple[float, ...]] = {}
     for text in texts:
         name, _, given = text.partition("=")
         if name not in KINDS:
             raise ValueError(f"--kinds: there is no kind {name!r:.80}; there are {', '.join(KINDS)}")
-        if name in found:
-            raise ValueError(
-                f"--kinds: {name} must be named once, with all of its strengths as {name}=S,S, got also {text!r:.80}"
-            )
         kind = KINDS[name]
         try:
-            found[name] = tuple(float(word) for word in given.split(",")) if given else kind.strengths
+            own = tuple(float(word) for word in given.split(",")) if given else kind.strengths
         except ValueError:
-            found[name] = (math.nan,)
-        fits = [value == 0 or (kind.low <= value <= kind.high and not (kind.whole and value % 1)) for value in found[name]]
+            own = (math.nan,)
+        fits = [value == 0 or (kind.low <= value <= kind.high and not (kind.whole and value % 1)) for value in own]
         if not all(fits):
             raise ValueError(
                 f"--kinds: strengths of {name} ({kind.unit}) must be 0 or {'whole numbers ' if kind.whole else ''}from "
                 f"{kind.low:g} to {kind.high:g}, separated by commas, got {text!r:.80}"
             )
+        found[name] = tuple(dict.fromkeys([*found.get(name, ()), *own]))
     return found
 
 

@@ -131,17 +131,16 @@ def write_robustness(folder: Path, rows: Sequence[Row], sets: Sequence[PairSet],
     """Write report.html, accuracy_SET.png and pictures_SET.png of each set, results.json and results.csv into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / "results.csv", HEAD, rows)
-    found = [row._asdict() for row in rows]
     facts = {"degraded": "both" if both else "second", "seed": seed, "units": {kind: KINDS[kind].unit for kind in kinds}}
-    write_file(folder / "results.json", json.dumps(facts | {"results": found}, indent=1))
+    write_file(folder / "results.json", json.dumps(facts | {"results": [row._asdict() for row in rows]}, indent=1))
     page = Page("Accuracy on hard versions of verification sets")
     page.contents()
     for pairs in sets:
         page.section(pairs.name)
         which = (
-            "Both pictures of a pair are degraded." if both else "The second picture of a pair is degraded; the first is clean."
+            "Both pictures of a pair are degraded" if both else "The second picture of a pair is degraded, the first is clean"
         )
-        page.text(f"{pairs.describe()}. {which}")
+        page.text(f"{pairs.describe()}. {which}.")
         for what, png, text in (
             ("accuracy", draw(rows, pairs.name, kinds), "Accuracy over strength; the first point is the set as it is."),
             ("pictures", examples(pairs, kinds, seed), "What each strength looks like; the first picture is clean."),

@@ -13,7 +13,7 @@ Examples:
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from analysis.degrade import KINDS, parse_kinds
@@ -48,10 +48,7 @@ def run(options: argparse.Namespace) -> None:
     kinds = parse_kinds(options.kinds)
     unfinished = options.out / "unfinished"
     if options.out.is_dir() and any(options.out.iterdir()) and not unfinished.exists() and not options.again:
-        raise ValueError(
-            f"--out must be a new or an empty folder, but {options.out} has files; name another one, or add --again to replace "
-            "a report"
-        )
+        raise ValueError(f"--out must be a new or an empty folder, but {options.out} has files; name another, or add --again")
     if len(set(options.networks)) < len(options.networks):
         raise ValueError("a network is named twice; leave one out")
     rows: list[Row] = []
@@ -59,10 +56,14 @@ def run(options: argparse.Namespace) -> None:
     names = [path.name for path in options.networks]
     if len(set(names)) < len(names):  # checkpoints of several runs
         names = list(map(str, options.networks))
+    journal: Journal | None = None
     world = init_distributed(options.device, setting="--device ")
     with contextlib.ExitStack() as stack:
         with raise_on_all_ranks(world):
-            journal = stack.enter_context(_begun(unfinished, options.again)) if world.rank == 0 else None
+            if world.rank == 0:
+                options.out.mkdir(parents=True, exist_ok=True)
+                journal = stack.enter_context(open_journal(unfinished, str(options.out)))
+                journal.begin({"program": "robustness"}, options.again, str(options.out), "was begun with")
         kept = all_gather_objects([entry.record for entry in journal.entries] if journal else [], world)[0]
         for name, path in zip(names, options.networks, strict=True):
             options.run = path
@@ -73,15 +74,8 @@ def run(options: argparse.Namespace) -> None:
             total = sum(count_images(pairs, kinds, options.both) for pairs in sets) // world.world_size
             with progress([], total, "embedding", "image") as bar:
                 for pairs in sets:
-                    # all that a row depends on, but for its kind and strength
-                    facts = [
-                        network.identity,
-                        network.image_size,
-                        options.precision,
-                        pairs.digest(),
-                        options.both,
-                        options.seed,
-                    ]
+                    same = (network.image_size, options.precision, options.both, options.seed)
+                    facts = [network.identity, pairs.digest(), *same]  # a row depends on, beside its kind and strength
                     found = [Row(name, pairs.name, *record["row"][2:]) for record in kept if record["facts"] == facts]
                     done = {(row.kind, row.strength): row for row in found}
                     advance = bar.update if world.rank == 0 else lambda count: None
@@ -96,15 +90,6 @@ def run(options: argparse.Namespace) -> None:
             for row in rows:
                 print(f"{row.network} {row.set} {row.kind} {row.strength:g}: {100 * row.accuracy:.2f} %")
             print(f"report: {options.out / 'report.html'}")
-
-
-@contextlib.contextmanager
-def _begun(path: Path, again: bool) -> Iterator[Journal]:
-    """Give the journal of a report, in its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open_journal(path, str(path.parent)) as journal:
-        journal.begin({"program": "robustness"}, again, str(path.parent), "was begun with")
-        yield journal
 
 
 if __name__ == "__main__":
