@@ -115,15 +115,12 @@ def draw(counts: PairCounts, rates: Rates) -> bytes:
         shares.fill_between(centres, share, step="mid", alpha=0.5, color=colour, label=kind)
     for point in (point for point in rates.points if point.cosine is not None):
         shares.axvline(point.cosine, color="black", linewidth=0.7, linestyle=":")
-    shares.set(xlabel="cosine; dotted: the thresholds", ylabel="share of the pairs", xlim=_range(counts), title="Cosines")
+    filled = np.flatnonzero(counts.genuine.sum(axis=0) + counts.impostor.sum(axis=(0, 1)))
+    limits = tuple(counts.edges[filled[[0, -1]]] + [-0.02, 0.02])
+    shares.set(xlabel="cosine; dotted: the thresholds", ylabel="share of the pairs", xlim=limits, title="Cosines")
     shares.set_yscale("log")
     shares.legend(loc="upper right", fontsize=8)
     return png_of(figure)
-
-
-def _range(counts: PairCounts) -> tuple[float, float]:
-    filled = np.flatnonzero(counts.genuine.sum(axis=0) + counts.impostor.sum(axis=(0, 1)))
-    return float(counts.edges[filled[0]]) - 0.02, float(counts.edges[filled[-1] + 1]) + 0.02
 
 
 def write_pairs(
@@ -134,7 +131,7 @@ def write_pairs(
     faces: Faces,
     labels: np.ndarray,
     facts: Sequence[tuple[str, str]],
-    read: Callable[[str], np.ndarray | None] | None,
+    read: Callable[[str], np.ndarray] | None,
 ) -> Rates:
     """Write results.json, pairs.png and report.html into a folder; return the rates.
 
@@ -162,13 +159,8 @@ def write_pairs(
         pairs = zip(extremes.cosines.tolist(), extremes.first.tolist(), extremes.second.tolist(), strict=True)
         rows = [(f"{cosine:.4f}", *(one_line(faces.names[row]) for row in pair)) for cosine, *pair in pairs]
         if read is not None and rows:
-            cells = [(f"{cosine}  {one}  {other}", [_shown(read(one)), _shown(read(other))]) for cosine, one, other in rows]
+            cells = [(f"{cosine}  {one}  {other}", [read(one), read(other)]) for cosine, one, other in rows]
             page.picture(sheet(cells, 3, across=min(4, len(cells))), f"{kind}: cosine, and names")
         page.table(("cosine", "picture", "other picture"), rows)
     page.write(out / "report.html")
     return rates
-
-
-def _shown(pixels: np.ndarray | None) -> np.ndarray:
-    """Return a picture, white if it cannot be read."""
-    return np.full((1, 1, 3), 255, dtype=np.uint8) if pixels is None else pixels

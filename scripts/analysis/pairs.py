@@ -64,13 +64,13 @@ def run(options: argparse.Namespace) -> None:
     print(f"report: {shown(options.out / 'report.html')}")
 
 
-def _reader(pictures: Path) -> Callable[[str], np.ndarray | None]:
-    """Return what reads the pixels of an aligned picture by its name, None if it cannot."""
+def _reader(pictures: Path) -> Callable[[str], np.ndarray]:
+    """Return what reads the pixels of an aligned picture by its name, white if it cannot."""
     read = open_reader(pictures)
 
-    def pixels(name: str) -> np.ndarray | None:
+    def pixels(name: str) -> np.ndarray:
         found = read(name, None, IMAGE_SIZE, "only")
-        return None if isinstance(found, Rejected) else found[0].pixels
+        return np.full((1, 1, 3), 255, dtype=np.uint8) if isinstance(found, Rejected) else found[0].pixels
 
     return pixels
 
