@@ -121,9 +121,8 @@ def _motion(pixels: np.ndarray, strength: float, numbers: np.ndarray, seed: int)
 
 def _noise(pixels: np.ndarray, strength: float, numbers: np.ndarray, seed: int) -> np.ndarray:
     """Add Gaussian noise to each number, of a standard deviation of `strength` gray levels."""
-    # numpy never changes the numbers of RandomState (NEP 19), those of default_rng it may
-    noise = np.random.RandomState([seed >> 32, seed & 0xFFFFFFFF]).standard_normal(pixels.shape)
-    return np.clip(np.rint(pixels + strength * noise), 0, 255).astype(np.uint8)
+    generator = np.random.RandomState([seed >> 32, seed & 0xFFFFFFFF])  # whose numbers numpy never changes (NEP 19)
+    return np.clip(np.rint(pixels + strength * generator.standard_normal(pixels.shape)), 0, 255).astype(np.uint8)
 
 
 def _exposed(pixels: np.ndarray, strength: float, numbers: np.ndarray, seed: int, sign: int) -> np.ndarray:

@@ -159,7 +159,7 @@ def write_pairs(
         pairs = zip(extremes.cosines.tolist(), extremes.first.tolist(), extremes.second.tolist(), strict=True)
         rows = [(f"{cosine:.4f}", *(one_line(faces.names[row]) for row in pair)) for cosine, *pair in pairs]
         if read is not None and rows:
-            cells = [(f"{cosine}  {one}  {other}", [read(one), read(other)]) for cosine, one, other in rows]
+            cells = [("  ".join(row), [read(name) for name in row[1:]]) for row in rows]
             page.picture(sheet(cells, 3, across=min(4, len(cells))), f"{kind}: cosine, and names")
         page.table(("cosine", "picture", "other picture"), rows)
     page.write(out / "report.html")

@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import nn
@@ -47,10 +47,7 @@ class Row(NamedTuple):
     eer: float | None
 
 
-HEAD = Row._fields
-
-
-def _row(name: Sequence[Any], result: VerificationResult, clean: VerificationResult) -> Row:
+def _row(name: tuple[str, str, str, float], result: VerificationResult, clean: VerificationResult) -> Row:
     """Return the row of a result; its name has the network, the set, the kind and the strength."""
     points = [place for place, point in enumerate(clean.points) if point.tar is not None and float(point.target) >= 1e-3]
     far = tar = kept = false = None
@@ -90,7 +87,8 @@ def measure(
     """
     wanted = [("clean", 0.0), *((kind, strength) for kind, strengths in kinds.items() for strength in strengths)]
     used = _used(pairs, both)
-    views, clean = np.empty(0), None
+    views = np.empty(0)
+    clean: VerificationResult | None = None
     if not all(case in done for case in wanted):
         views = embed_images(
             model, lambda index: pairs.decode(index, settings.image_size), len(pairs.images), world, settings, progress
@@ -130,7 +128,7 @@ def _score(pairs: PairSet, clean: np.ndarray, hard: np.ndarray, used: np.ndarray
 def write_robustness(folder: Path, rows: Sequence[Row], sets: Sequence[PairSet], kinds: Kinds, both: bool, seed: int) -> None:
     """Write report.html, accuracy_SET.png and pictures_SET.png of each set, results.json and results.csv into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_csv(folder / "results.csv", HEAD, rows)
+    write_csv(folder / "results.csv", Row._fields, rows)
     facts = {"degraded": "both" if both else "second", "seed": seed, "units": {kind: KINDS[kind].unit for kind in kinds}}
     write_file(folder / "results.json", json.dumps(facts | {"results": [row._asdict() for row in rows]}, indent=1))
     page = Page("Accuracy on hard versions of verification sets")
@@ -148,7 +146,7 @@ def write_robustness(folder: Path, rows: Sequence[Row], sets: Sequence[PairSet],
             page.picture(png, text)
             write_file(folder / f"{what}_{pairs.name}.png", png)
         page.text("TAR and FAR at the clean threshold: it is chosen on the clean pairs, at the FAR of the column before.")
-        page.table([name for name in HEAD if name != "set"], [_cells(row) for row in rows if row.set == pairs.name])
+        page.table([name for name in Row._fields if name != "set"], [_cells(row) for row in rows if row.set == pairs.name])
     page.write(folder / "report.html")
 
 
