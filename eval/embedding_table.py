@@ -5,7 +5,9 @@ Shapes: n = faces, D = embedding size.
 
 import csv
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ from utils.text import one_line, pip_install
 
 FORMS = (".parquet", ".npy")
 _LENGTH_ERROR = 1e-3  # of a vector of length 1, as float16 leaves it
+_QUALITIES = ("padding", "score")
 _BLOCK = 65_536  # vectors that are checked at once
 
 
@@ -40,6 +43,7 @@ class Faces(NamedTuple):
     norms: np.ndarray  # (n,) float64, of the embeddings before they were scaled to length 1; NaN = not known
     vectors: np.ndarray  # (n, D) float32, of length 1, read-only; of a .npy it is a memory map
     facts: dict[str, str]  # of a .parquet: network, digest, image_size
+    qualities: Mapping[str, np.ndarray] = MappingProxyType({})  # (n,) float64: padding and score, if there; NaN = not known
 
     def labels(self) -> tuple[np.ndarray, list[str]]:
         """Return the number of each face's person, (n,) int64, and the names of the people, sorted.
@@ -94,12 +98,16 @@ def _read_npy(path: Path) -> Faces:
         name, person = head.index("name"), head.index("person")
         number, norm = (head.index(key) if key in head else None for key in ("face", "norm"))
         names, people, numbers, norms = list[str](), list[str](), list[int](), list[float]()
+        qualities = {key: (head.index(key), list[float]()) for key in _QUALITIES if key in head}
         for row in rows:
             names.append(row[name])
             people.append(row[person])
             numbers.append(0 if number is None else int(row[number]))
             norms.append(float("nan") if norm is None else float(row[norm]))
-    return Faces(names, np.array(numbers, dtype=np.int64), people, np.array(norms), vectors, {})
+            for place, values in qualities.values():
+                values.append(float(row[place] or "nan"))
+    known = {key: np.array(values) for key, (_, values) in qualities.items()}
+    return Faces(names, np.array(numbers, dtype=np.int64), people, np.array(norms), vectors, {}, known)
 
 
 def _read_parquet(path: Path) -> Faces:
@@ -108,6 +116,6 @@ def _read_parquet(path: Path) -> Faces:
     column = table["embedding"].combine_chunks()
     vectors = column.flatten().to_numpy().reshape(len(column), -1)
     names, people = table["name"].to_pylist(), table["person"].to_pylist()
-    return Faces(
-        names, table["face"].to_numpy().astype(np.int64), people, table["norm"].to_numpy().astype(float), vectors, facts
-    )
+    known = {key: table[key].to_numpy().astype(float) for key in ("norm", *_QUALITIES) if key in table.column_names}
+    norms = known.pop("norm")
+    return Faces(names, table["face"].to_numpy().astype(np.int64), people, norms, vectors, facts, known)

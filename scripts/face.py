@@ -48,6 +48,7 @@ VERBS: dict[str, dict[str, str]] = {
         "cluster": "scripts.analysis.cluster",
         "groups": "scripts.analysis.groups",
         "pairs": "scripts.analysis.pairs",
+        "quality": "scripts.analysis.quality",
         "robustness": "scripts.analysis.robustness",
     },
     "Make, check and change sets": {"data": "scripts.data.", "demo_data": "scripts.demo.make_data"},

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
     """Count the pairs that are not counted yet, and write the report."""
     faces = read_table(options.table)
     labels, people = faces.labels()
-    read = None if options.pictures is None else _reader(options.pictures)
+    read = None if options.pictures is None else reader_of(options.pictures)
     results, unfinished = options.out / "results.json", options.out / "unfinished"
     if results.exists() and not unfinished.exists() and not options.again:
         raise ValueError(f"--out: {shown(results)} exists already; choose another folder, or --again to replace it")
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"report: {shown(options.out / 'report.html')}")
 
 
-def _reader(pictures: Path) -> Callable[[str], np.ndarray]:
+def reader_of(pictures: Path) -> Callable[[str], np.ndarray]:
     """Return what reads the pixels of an aligned picture by its name, white if it cannot."""
     read = open_reader(pictures)
 

@@ -1,0 +1,138 @@
+"""Error versus discard characteristics (EDC) of measures of quality (ISO/IEC 29794-1), and the gates that follow from them.
+
+FNMR at a fixed threshold, over the share of genuine comparisons that are discarded because their quality is lowest. The quality
+of a comparison is the smaller of its two pictures' (Grother and Tabassi, Performance of Biometric Quality Measures, IEEE TPAMI
+29(4), 2007). Equal qualities are discarded together, so a curve is a step function, and the order of pictures changes nothing.
+Shapes: n = pictures, D = embedding size, K = steps of a curve.
+"""
+
+import math
+from collections.abc import Container, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from utils.text import prefix_errors
+
+WITHIN = 0.2  # share of discarded comparisons up to which measures are compared
+_ROWS = 512  # of a person, that are compared with as many at once
+
+
+class Gate(NamedTuple):
+    """A limit of a measure; a picture of this value is kept."""
+
+    limit: float
+    pictures: float  # share that is discarded
+    comparisons: float  # share that is discarded
+    before: float  # FNMR
+    after: float
+
+
+class Discard(NamedTuple):
+    """The curve of a measure. Step k discards the pictures of the k lowest qualities, and ends before no comparison is left."""
+
+    limits: np.ndarray  # (K,) float64, of the measure: the lowest quality that is kept
+    pictures: np.ndarray  # (K,) int64, discarded
+    comparisons: np.ndarray  # (K,) int64, genuine ones that are left
+    errors: np.ndarray  # (K,) int64, false non-matches among those
+    known: int  # pictures that have the measure; comparisons of others are not counted
+
+    @property
+    def fnmr(self) -> np.ndarray:
+        """Return (K,) float64."""
+        return self.errors / self.comparisons
+
+    @property
+    def shares(self) -> np.ndarray:
+        """Return the shares of comparisons that are discarded, (K,) float64, ascending from 0."""
+        return (self.comparisons[0] - self.comparisons) / self.comparisons[0]
+
+    def at(self, share: float) -> float:
+        """Return the FNMR where at most this share of comparisons is discarded."""
+        return float(self.fnmr[np.searchsorted(self.shares, share, side="right") - 1])
+
+    def area(self) -> float:
+        """Return the mean FNMR from 0 to WITHIN, the partial area under the curve over its width; the last step holds on."""
+        edges = np.append(np.minimum(self.shares, WITHIN), WITHIN)
+        return float((np.diff(edges) * self.fnmr).sum() / WITHIN)
+
+    def ideal_area(self) -> float:
+        """Return the integral of `ideal` from 0 to WITHIN, over WITHIN."""
+        start = self.at(0)
+        end = min(start, WITHIN)
+        return (end + (1 - start) * math.log1p(-end)) / WITHIN if start < 1 else 1.0
+
+    def gain(self) -> float | None:
+        """Return 0 if the area is that of discarding at random, 1 if it is the ideal one; None without an error to avoid."""
+        start, ideal = self.at(0), self.ideal_area()
+        return (start - self.area()) / (start - ideal) if start > ideal else None
+
+    def gate(self, share: float) -> Gate | None:
+        """Return the gate that discards most pictures, but at most this share; None if it would discard none."""
+        step = int(np.searchsorted(self.pictures / self.known, share, side="right")) - 1
+        gone, after = float(self.pictures[step] / self.known), float(self.fnmr[step])
+        return Gate(float(self.limits[step]), gone, float(self.shares[step]), self.at(0), after) if step else None
+
+
+def ideal(fnmr: float, shares: np.ndarray) -> np.ndarray:
+    """Return the FNMR if each discarded comparison were a false non-match while there is one, from the FNMR of all."""
+    return np.maximum(0, (fnmr - shares) / (1 - shares))
+
+
+def error_versus_discard(
+    vectors: np.ndarray, labels: np.ndarray, threshold: float, measures: Mapping[str, np.ndarray], lower: Container[str]
+) -> dict[str, Discard]:
+    """Return the curve of each measure. Memory: a block of comparisons, and some numbers for each picture and measure.
+
+    Args:
+        vectors: (n, D) float32 of length 1, also a memory map.
+        labels: (n,) int64, the people.
+        threshold: cosine above which a comparison is a match.
+        measures: (n,) float64 of each, NaN = not known.
+        lower: measures of which a lower value is better.
+
+    Raises:
+        ValueError: a measure is not known for two pictures of one person.
+    """
+    levels, ranks, counts = {}, {}, {}
+    for name, values in measures.items():
+        known = np.isfinite(values)
+        signed = -values[known] if name in lower else values[known]
+        levels[name], places = np.unique(signed, return_inverse=True)
+        ranks[name] = np.zeros(len(values), dtype=np.int64)  # 0 = not known
+        ranks[name][known] = places.reshape(-1) + 1
+        counts[name] = np.zeros((2, len(levels[name]) + 1), dtype=np.int64)
+    for first, second, cosines in _genuine(vectors, labels):
+        wrong = cosines <= threshold
+        for name, rank in ranks.items():
+            quality = np.minimum(rank[first], rank[second])
+            np.add.at(counts[name][0], quality, 1)
+            np.add.at(counts[name][1], quality[wrong], 1)
+    found = {}
+    for name, (comparisons, errors) in counts.items():
+        with prefix_errors(name):
+            limits = -levels[name] if name in lower else levels[name]
+            found[name] = _curve(limits, np.bincount(ranks[name])[1:], comparisons[1:], errors[1:])
+    return found
+
+
+def _curve(limits: np.ndarray, pictures: np.ndarray, comparisons: np.ndarray, errors: np.ndarray) -> Discard:
+    """Return the curve from the numbers of pictures, comparisons and errors of each level of quality, (levels,)."""
+    left = comparisons[::-1].cumsum()[::-1]
+    steps = int((left > 0).sum())
+    if not steps:
+        raise ValueError("no two pictures of one person have it")
+    gone = pictures.cumsum() - pictures
+    return Discard(limits[:steps], gone[:steps], left[:steps], errors[::-1].cumsum()[::-1][:steps], int(pictures.sum()))
+
+
+def _genuine(vectors: np.ndarray, labels: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield blocks of genuine comparisons: rows of the two pictures, int64, and their cosines, float32."""
+    order = np.argsort(labels, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
+        for begin in range(0, len(rows) if len(rows) > 1 else 0, _ROWS):
+            left = rows[begin : begin + _ROWS]
+            for other in range(begin, len(rows), _ROWS):
+                right = rows[other : other + _ROWS]
+                first, second = np.triu_indices(len(left), 1 + begin - other, len(right))  # later rows alone
+                yield left[first], right[second], (vectors[left] @ vectors[right].T)[first, second]
