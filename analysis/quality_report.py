@@ -47,7 +47,7 @@ def gate_rows(found: Mapping[str, Discard], lower: Container[str], share: float)
     for name, one in found.items():
         flag = _FLAGS.get((name, name in lower), "at most" if name in lower else "at least")
         gate = one.gate(share)
-        text = f"none below {share:.1%}" if gate is None else f"{flag} {np.format_float_positional(gate.limit, trim='-')}"
+        text = f"none up to {share:.1%}" if gate is None else f"{flag} {np.format_float_positional(gate.limit, trim='-')}"
         rows.append((name, text, *(_percent(*gate[1:]) if gate else ("",) * 4)))
     return rows
 
