@@ -94,7 +94,7 @@ def error_versus_discard(
     Raises:
         ValueError: a measure is not known for two pictures of one person.
     """
-    levels, ranks, counts = {}, {}, {}
+    levels, ranks, counts = dict[str, np.ndarray](), dict[str, np.ndarray](), dict[str, np.ndarray]()
     for name, values in measures.items():
         known = np.isfinite(values)
         signed = -values[known] if name in lower else values[known]
