@@ -241,8 +241,8 @@ def near_pairs(one: np.ndarray, other: np.ndarray | None = None) -> list[tuple[i
         found += zip(cosines[a, b].tolist(), rows[a].tolist(), b.tolist(), strict=True)
     found.sort(reverse=True)
     chance = [total * share * float(np.exp(-rate * (cosine - near))) / k for k, (cosine, _, _) in enumerate(found, 1)]
-    accepted = max((k for k, wrong in enumerate(chance, 1) if wrong <= 1 - _SURE), default=0)
-    return [(a, b, cosine, 1 - wrong) for (cosine, a, b), wrong in zip(found[:accepted], chance, strict=False)]
+    least = np.minimum.accumulate(chance[::-1])[::-1].tolist()  # of all lists with the pair: the rule, and its q-value
+    return [(a, b, cosine, 1 - wrong) for (cosine, a, b), wrong in zip(found, least, strict=True) if wrong <= 1 - _SURE]
 
 
 class _Near(NamedTuple):

@@ -164,6 +164,14 @@ def test_pairs_of_centres_are_those_that_chance_does_not_explain(monkeypatch: py
     pairs = near_pairs(centres)
     assert {(a, b) for a, b, *_ in pairs} == {(7, 300), (9, 301)}
     assert all(sure > 0.95 for *_, sure in pairs)
+    # sixty pairs of one cosine: the nearest alone would be chance, all of them are not
+    many = _unit(rng.normal(size=(1500, SIZE)))
+    turn = rng.normal(size=(60, SIZE))
+    turn = _unit(turn - many[:60] * (turn * many[:60]).sum(axis=1, keepdims=True))
+    many[-60:] = _unit(0.6 * many[:60] + 0.8 * turn)
+    pairs = near_pairs(many)
+    assert {(k, 1440 + k) for k in range(60)} <= {(a, b) for a, b, *_ in pairs}
+    assert len(pairs) < 66 and all(0.95 <= sure <= 1 for *_, sure in pairs)
     # random directions alone: at most a twentieth of all sets may have a pair
     assert sum(bool(near_pairs(_unit(rng.normal(size=(200, SIZE))))) for _ in range(20)) <= 2
     other = _unit(centres[[7, 8]] + 0.5 * _unit(rng.normal(size=(2, SIZE))))
