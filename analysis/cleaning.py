@@ -7,7 +7,7 @@ Shapes: n = images, D = embedding size, C = identities, m = images of an identit
 """
 
 from collections.abc import Iterator
-from math import comb
+from math import comb, exp, log
 from typing import NamedTuple
 
 import numpy as np
@@ -302,7 +302,7 @@ def _splits(vectors: np.ndarray, found: Found, pair_far: float) -> list[tuple[in
     """Return the groups of wrong images of an identity that are one other person without an identity of its own.
 
     By chance, one of k images has s - 1 or more neighbours with a probability of at most k (k - 1 over s - 1) FAR^(s - 1). All
-    identities are tested, so this is multiplied by their number.
+    identities are tested, so this is multiplied by their number; as logarithms, since the binomial may exceed any float.
     """
     rest = found.wrong[found.other_sure < 0.5]
     order = rest[np.argsort(found.labels[rest], kind="stable")]
@@ -316,9 +316,9 @@ def _splits(vectors: np.ndarray, found: Found, pair_far: float) -> list[tuple[in
             own = (vectors[group] * rest_of).sum(axis=1) / np.maximum(np.linalg.norm(rest_of, axis=1), 1e-6)
             group = group[own > found.centres.border.cosine]
             s = len(group)
-            chance = len(groups) * k * comb(k - 1, s - 1) * pair_far ** (s - 1) if s >= SMALLEST else 1.0
-            if chance > 1 - _SURE:
+            chance = log(len(groups) * k * comb(k - 1, s - 1)) + (s - 1) * log(max(pair_far, 1e-12)) if s >= SMALLEST else 0.0
+            if chance > log(1 - _SURE):
                 break
-            splits.append((int(found.labels[rows[0]]), np.sort(group), 1 - chance))
+            splits.append((int(found.labels[rows[0]]), np.sort(group), 1 - exp(chance)))
             rows = rows[~np.isin(rows, group)]
     return splits

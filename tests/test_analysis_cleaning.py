@@ -93,6 +93,18 @@ def test_people_with_two_labels_and_labels_with_two_people_are_found():
     )
 
 
+def test_a_second_person_among_thousands_of_images_of_one_label_is_found():
+    made, rng = planted(0.0, twice=0, two=0), np.random.default_rng(6)
+    centres = np.linalg.qr(rng.normal(size=(SIZE, SIZE)))[0][:2]
+    people = np.repeat([0, 1], [1500, 600])
+    images = _unit(centres[people] + 0.9 * rng.normal(size=(2100, SIZE)) / np.sqrt(SIZE))
+    vectors = np.concatenate([made.vectors, images, _unit(rng.normal(size=(600, SIZE)))])  # and 600 strangers
+    splits = clean(vectors, np.concatenate([made.labels, np.full(2700, PEOPLE)])).splits
+    assert [identity for identity, *_ in splits] == [PEOPLE]
+    second = len(made.labels) + 1500 + np.arange(600)
+    assert np.isin(splits[0][1], second).all() and len(splits[0][1]) >= 0.9 * 600
+
+
 def test_the_order_of_images_and_the_numbers_of_identities_do_not_matter(monkeypatch: pytest.MonkeyPatch):
     made = planted(0.3)
     first = clean(made.vectors, made.labels)
