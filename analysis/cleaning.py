@@ -64,7 +64,7 @@ def clean(vectors: np.ndarray, labels: np.ndarray, far: float | None = None) -> 
         far: share of the images of other people that a centre accepts; None = where the errors are fewest.
 
     Raises:
-        ValueError: fewer than FEWEST identities have several images.
+        ValueError: fewer than FEWEST identities have several images, or the images of fewer than half as many agree.
     """
     count = int(labels.max()) + 1
     order = np.argsort(labels, kind="stable")
@@ -173,6 +173,8 @@ def _refine(
             own[rows] = (x * rest).sum(axis=1) / np.maximum(np.linalg.norm(rest, axis=1), 1e-6)
         unit = sums / np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-6)
         there = np.flatnonzero(size)
+        if len(there) < FEWEST // 2:
+            raise ValueError("images of one label are no more alike than others: the network cannot judge them, or no label fits")
         impostors = np.zeros(BINS, dtype=np.int64)
         few = sample[: max(256, _PAIRS // max(1, len(there)))]
         for rows in _blocks(few, len(there)):

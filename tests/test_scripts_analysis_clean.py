@@ -126,6 +126,19 @@ def test_a_table_of_another_set_is_refused(
     assert not (tmp_path / "report").exists()
 
 
+def test_labels_that_say_nothing_of_the_vectors_are_one_line(
+    there: tuple[Path, Planted, np.ndarray], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder, made, order = there
+    noise = np.random.default_rng(3).normal(size=made.vectors.shape)
+    noise = (noise / np.linalg.norm(noise, axis=1, keepdims=True)).astype(np.float32)
+    for number, vectors in enumerate((noise, np.repeat(noise[:1], len(noise), axis=0))):
+        _write_table(tmp_path / "t.npy", vectors, range(len(order)), made.labels[order])
+        assert _run("clean", tmp_path / "t.npy", folder / "set", "--out", tmp_path / str(number)) == 1
+        assert "are no more alike than others" in capsys.readouterr().err
+        assert not (tmp_path / str(number)).exists()
+
+
 def _lines(out: Path) -> list[list[str]]:
     with open(out / "decisions.csv", newline="") as file:
         return list(csv.reader(file))[1:]
