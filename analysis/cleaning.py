@@ -67,12 +67,13 @@ def clean(vectors: np.ndarray, labels: np.ndarray, far: float | None = None) -> 
         ValueError: fewer than FEWEST identities have several images, or the images of fewer than half as many agree.
     """
     count = int(labels.max()) + 1
-    order = np.argsort(labels, kind="stable")
+    keys = _keys(vectors)
+    order = np.lexsort((keys, labels))
     members = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
     several = sum(len(rows) > 1 for rows in members)
     if several < FEWEST:
         raise ValueError(f"distributions need at least {FEWEST} identities with several images, got {several}")
-    sample = _sample(vectors)
+    sample = np.argsort(keys, kind="stable")[:_SAMPLE]
     pair_border, pair_far = _pairs(vectors, labels, members, sample)
     core = np.zeros(len(labels), dtype=bool)
     for rows in progress(members, None, "finding clusters", "identity"):
@@ -110,16 +111,16 @@ def clean(vectors: np.ndarray, labels: np.ndarray, far: float | None = None) -> 
         [],
         pair_border,
     )
-    return found._replace(splits=_splits(vectors, found, pair_far))
+    return found._replace(splits=_splits(vectors, keys, found, pair_far))
 
 
-def _sample(vectors: np.ndarray) -> np.ndarray:
-    """Return up to _SAMPLE rows, chosen by a hash of their bits, so that the order of the rows does not matter."""
+def _keys(vectors: np.ndarray) -> np.ndarray:
+    """Return hashes of rows, (n,) uint64. Where not all rows are taken, the first by these are, so that order does not matter."""
     keys = np.empty(len(vectors), dtype=np.uint64)
     odd = np.random.default_rng(0).integers(0, 1 << 63, vectors.shape[1], dtype=np.uint64) * np.uint64(2) + np.uint64(1)
     for rows in _blocks(np.arange(len(vectors)), vectors.shape[1]):
         keys[rows] = (np.ascontiguousarray(vectors[rows]).view(np.uint32) * odd).sum(axis=1) >> np.uint64(16)
-    return np.argsort(keys, kind="stable")[:_SAMPLE]
+    return keys
 
 
 def _blocks(rows: np.ndarray, width: int) -> Iterator[np.ndarray]:
@@ -224,7 +225,7 @@ def near_pairs(one: np.ndarray, other: np.ndarray | None = None) -> list[tuple[i
     if total < 10:
         return []
     counts = np.zeros(BINS, dtype=np.int64)
-    sampled = _sample(one)[: max(256, _PAIRS // len(right))]
+    sampled = np.argsort(_keys(one), kind="stable")[: min(_SAMPLE, max(256, _PAIRS // len(right)))]
     for rows in _blocks(sampled, len(right)):
         cosines = one[rows] @ right.T
         counts += histogram(cosines if other is not None else cosines[rows[:, None] != np.arange(len(right))])
@@ -300,14 +301,14 @@ def _impostor_leads(
     return under, first
 
 
-def _splits(vectors: np.ndarray, found: Found, pair_far: float) -> list[tuple[int, np.ndarray, float]]:
+def _splits(vectors: np.ndarray, keys: np.ndarray, found: Found, pair_far: float) -> list[tuple[int, np.ndarray, float]]:
     """Return the groups of wrong images of an identity that are one other person without an identity of its own.
 
     By chance, one of k images has s - 1 or more neighbours with a probability of at most k (k - 1 over s - 1) FAR^(s - 1). All
     identities are tested, so this is multiplied by their number; as logarithms, since the binomial may exceed any float.
     """
     rest = found.wrong[found.other_sure < 0.5]
-    order = rest[np.argsort(found.labels[rest], kind="stable")]
+    order = rest[np.lexsort((keys[rest], found.labels[rest]))]
     groups = np.split(order, np.flatnonzero(np.diff(found.labels[order])) + 1)
     splits = []
     for rows in groups:

@@ -107,6 +107,7 @@ def test_a_second_person_among_thousands_of_images_of_one_label_is_found():
 
 def test_the_order_of_images_and_the_numbers_of_identities_do_not_matter(monkeypatch: pytest.MonkeyPatch):
     made = planted(0.3)
+    monkeypatch.setattr(cleaning, "_MOST", 4)  # not all images of an identity are compared
     first = clean(made.vectors, made.labels)
     rng = np.random.default_rng(1)
     order, number = rng.permutation(len(made.labels)), rng.permutation(made.labels.max() + 1)
