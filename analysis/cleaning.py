@@ -115,7 +115,7 @@ def clean(vectors: np.ndarray, labels: np.ndarray, far: float | None = None) -> 
 
 
 def _keys(vectors: np.ndarray) -> np.ndarray:
-    """Return hashes of rows, (n,) uint64. Where not all rows are taken, the first by these are, so that order does not matter."""
+    """Return hashes of rows, (n,) uint64. Where some rows are taken, they are the first by these, in any order."""
     keys = np.empty(len(vectors), dtype=np.uint64)
     odd = np.random.default_rng(0).integers(0, 1 << 63, vectors.shape[1], dtype=np.uint64) * np.uint64(2) + np.uint64(1)
     for rows in _blocks(np.arange(len(vectors)), vectors.shape[1]):
@@ -175,7 +175,9 @@ def _refine(
         unit = sums / np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-6)
         there = np.flatnonzero(size)
         if len(there) < FEWEST // 2:
-            raise ValueError("images of one label are no more alike than others: the network cannot judge them, or no label fits")
+            raise ValueError(
+                "images of one label are no more alike than others: the network does not know them, or no label fits"
+            )
         impostors = np.zeros(BINS, dtype=np.int64)
         few = sample[: max(256, _PAIRS // max(1, len(there)))]
         for rows in _blocks(few, len(there)):
@@ -199,10 +201,8 @@ def find_overlap(found: Found, test: Faces) -> list[Overlap]:
     """Return the identities whose centre is that of a person of a table of test pictures, the surest first.
 
     Raises:
-        ValueError: a picture has no person, or the vectors come from another network.
+        ValueError: a picture has no person.
     """
-    if test.vectors.shape[1] != found.centres.unit.shape[1]:
-        raise ValueError("must come from the network of TABLE, but its vectors have another length")
     labels, people = test.labels()
     sums = np.zeros((len(people), test.vectors.shape[1]), dtype=np.float32)
     np.add.at(sums, labels, test.vectors)

@@ -3,7 +3,7 @@
 Shapes: n = rows of the table, h = people of a table of test pictures.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,20 +30,20 @@ HEADINGS = {
 
 
 def decide(
-    found: Found, indices: np.ndarray, labels: np.ndarray, overlaps: Mapping[str, Sequence[Overlap]], least: float
+    found: Found, indices: np.ndarray, labels: np.ndarray, overlaps: Iterable[tuple[str, Sequence[Overlap]]], least: float
 ) -> dict[str, list[Decision]]:
     """Return the decisions of each of HEADINGS, the surest first.
 
     Args:
         indices: (n,) int64, of the images in the set.
         labels: (n,) int64, their labels in the set.
-        overlaps: those with each test set, by its name.
+        overlaps: the name of each test set, and those with it.
         least: images that are of another identity with this probability move; other wrong images are dropped.
     """
     made: dict[str, list[Decision]] = {kind: [] for kind in HEADINGS}
     made["overlap"] = [
         Decision("drop", None, one.identity, "", one.sure, f"{one.person} of {name}, cosine {one.cosine:.3f}")
-        for name, some in overlaps.items()
+        for name, some in overlaps
         for one in some
     ]
     made["merge"] = [

@@ -58,6 +58,12 @@ class Faces(NamedTuple):
         number = {name: place for place, name in enumerate(names)}
         return np.array([number[person] for person in self.people], dtype=np.int64), names
 
+    def check_network(self, other: "Faces") -> None:
+        """Raise ValueError if the other table is of another network, as far as both say."""
+        sizes, digests = ({one.vectors.shape[1] for one in (self, other)}, {one.facts.get("digest") for one in (self, other)})
+        if len(sizes) > 1 or len(digests - {None}) > 1:
+            raise ValueError("must come from the network of TABLE, but its vectors are of another; embed it again")
+
 
 def read_table(path: Path) -> Faces:
     """Return the faces of a table. A .npy of another program will do, beside a .csv with the columns name and person.

@@ -202,8 +202,12 @@ def test_people_of_a_test_table_are_found_among_the_identities():
     people = ["anna"] * int(known.sum()) + [f"stranger{k // 4}" for k in range(200)]
     table = Faces([str(k) for k in range(len(people))], np.zeros(len(people)), people, np.ones(len(people)), vectors, {})
     assert [(one.identity, one.person) for one in find_overlap(found, table)] == [(33, "anna")]
-    with pytest.raises(ValueError, match="must come from the network of TABLE"):
-        find_overlap(found, table._replace(vectors=vectors[:, 1:]))
+    known = table._replace(facts={"digest": "a"})
+    for mine, other in ((table, table), (known, table), (known, known)):
+        mine.check_network(other)
+    for other in (table._replace(vectors=vectors[:, 1:]), known._replace(facts={"digest": "b"})):
+        with pytest.raises(ValueError, match="must come from the network of TABLE"):
+            known.check_network(other)
 
 
 def test_a_set_too_small_for_distributions_is_refused_and_the_smallest_is_judged():

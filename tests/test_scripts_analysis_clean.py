@@ -68,8 +68,11 @@ def test_a_noisy_set_becomes_a_clean_one(
     known = len(vectors) - 120
     names = [f"{k}.jpg" for k in range(len(vectors))]
     _write_table(tmp_path / "lfw.npy", vectors.astype(np.float32), names, ["anna"] * known + [f"s{k // 3}" for k in range(120)])
-    out = tmp_path / "report"
-    words = ("clean", folder / "set.npy", folder / "set", "--out", out, "--tests", tmp_path / "lfw.npy", "--move", 0.5)
+    out, second = tmp_path / "report", tmp_path / "other" / "lfw.npy"
+    second.parent.mkdir()
+    _write_table(second, vectors[known:].astype(np.float32), names[known:], [f"s{k // 3}" for k in range(120)])
+    tests = (tmp_path / "lfw.npy", second)  # of one name
+    words = ("clean", folder / "set.npy", folder / "set", "--out", out, "--tests", *tests, "--move", 0.5)
     assert _run(*words) == 0
     assert "next: face data filter " in capsys.readouterr().out
     page = (out / "report.html").read_text()
@@ -124,6 +127,24 @@ def test_a_table_of_another_set_is_refused(
     assert _run("clean", tmp_path / "other.npy", folder / "set", "--out", tmp_path / "report") == 1
     assert "with its label; row 17 is 17 of 2" in capsys.readouterr().err
     assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize(("columns", "person", "reason"), [(SIZE, "", "has no person"), (SIZE - 1, "p", "network of TABLE")])
+def test_a_test_table_that_does_not_fit_is_refused_before_the_work(
+    columns: int,
+    person: str,
+    reason: str,
+    there: tuple[Path, Planted, np.ndarray],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("scripts.analysis.clean.clean", lambda *arguments: pytest.fail("worked"))
+    _write_table(tmp_path / "t.npy", np.eye(3, columns, dtype=np.float32), range(3), [person] * 3)
+    words = ("clean", there[0] / "set.npy", there[0] / "set", "--out", tmp_path / "report", "--tests", tmp_path / "t.npy")
+    assert _run(*words) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: --tests: t: ") and reason in said
 
 
 def test_labels_that_say_nothing_of_the_vectors_are_one_line(

@@ -67,16 +67,17 @@ def run(options: argparse.Namespace) -> None:
     if target.exists() and not options.overwrite:
         raise ValueError(f"--out: {shown(target)} exists, and may have been edited; add --overwrite, or choose another folder")
     faces, dataset = read_table(options.table), open_set_of(options.set)
-    tests = {shown(path.stem): read_table(path) for path in options.tests}
+    tests = [(shown(path.stem), read_table(path)) for path in options.tests]
+    for name, test in tests:
+        with prefix_errors(f"--tests: {name}"):
+            test.check_network(faces)
+            test.labels()
     indices = _indices(faces, dataset, options)
     labels = np.asarray(dataset.labels(), dtype=np.int64)[indices]
     if missing := dataset.num_stored - len(indices):
         print(f"{missing} of {dataset.num_stored} images are not in {shown(options.table)}, and stay as they are")
     found = clean(faces.vectors, labels, options.far)
-    overlaps = {}
-    for name, test in tests.items():
-        with prefix_errors(f"--tests: {name}"):
-            overlaps[name] = find_overlap(found, test)
+    overlaps = [(name, find_overlap(found, test)) for name, test in tests]
     made = decide(found, indices, labels, overlaps, options.move)
     options.out.mkdir(parents=True, exist_ok=True)
     write_decisions(target, (one for kind in HEADINGS for one in made[kind]))
