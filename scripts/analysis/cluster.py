@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threshold", type=float, metavar="COSINE", help="instead of --calibrate and --far")
     parser.add_argument("--set", type=Path, help="set or folder that was embedded: OUT.html shows its pictures")
     parser.add_argument("--to-rec", type=Path, metavar="DIR", help="folder of a new RecordIO set, from --set")
-    parser.add_argument("--min-images", type=int_in_range(2), default=2, help="of a cluster that goes into it (default: 2)")
+    parser.add_argument("--min-images", type=int_in_range(2), help="of a cluster that goes into it (default: 2)")
     parser.add_argument("--again", action="store_true", help="begin anew, although OUT or a part of it exists")
     return run_main(run, parser.parse_args(arguments))
 
@@ -48,16 +48,23 @@ def run(options: argparse.Namespace) -> None:
     """Cluster, and write what was asked for."""
     if options.set is None and options.to_rec is not None:
         raise ValueError("--to-rec needs --set, the set that was embedded")
-    unfinished = options.out.with_name(f"{options.out.name}.unfinished")
-    if options.out.exists() and not unfinished.exists() and not options.again:
-        raise ValueError(f"--out: {shown(options.out)} exists already; choose another name, or --again to replace it")
+    if options.to_rec is None and options.min_images is not None:
+        raise ValueError("--min-images is of the clusters that --to-rec writes; add that, or take it out")
+    unfinished, page = (options.out.with_name(f"{options.out.name}.{end}") for end in ("unfinished", "html"))
+    there = [path for path in (options.out, page)[: 1 if options.set is None else 2] if path.exists()]
+    if there and not unfinished.exists() and not options.again:
+        raise ValueError(f"--out: {shown(there[0])} exists already; choose another name, or --again to replace it")
+    if options.to_rec is not None and (options.to_rec / "train.rec").exists():
+        raise ValueError(f"--to-rec: {shown(options.to_rec)} holds a train.rec; choose another folder")
     faces = read_table(options.table)
     dataset = None if options.set is None else open_set_of(options.set)
     indices = None if dataset is None else indices_of(faces.names, dataset)
     if indices is not None and (indices < 0).any():
         name = faces.names[int((indices < 0).argmax())]
         raise ValueError(f"--set: {shown(options.set)} has no image {name}; give the set that was embedded")
-    count, thresholds, meaning = _thresholds(options)
+    if options.to_rec is not None and indices is not None and len(np.unique(indices)) < len(indices):
+        raise ValueError(f"--to-rec: a picture of {shown(options.table)} has several faces; embed crops of one face each")
+    count, thresholds, meaning = _thresholds(options, faces)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files_of(options.table)]
     with open_journal(unfinished, str(options.out)) as journal:
@@ -71,26 +78,25 @@ def run(options: argparse.Namespace) -> None:
             found = cluster(vectors, thresholds, journal, bar.update)
         rows = zip(faces.names, faces.numbers, found.labels, found.sure.astype(int), found.own.round(4), strict=True)
         write_csv(options.out, ("name", "face", "cluster", "sure", "cosine"), rows)
-        unfinished.unlink()
-    facts = _facts(faces, found, meaning)
-    print("\n".join(f"{name:<18}{value}" for name, value in facts))
-    print(f"written: {shown(options.out)}")
-    if dataset is not None and indices is not None:
-        page = options.out.with_name(f"{options.out.name}.html")
-        write_page(page, f"Clusters of {shown(options.table)}", found, dataset, indices, facts)
-        print(f"report: {shown(page)}")
-    if options.to_rec is not None and dataset is not None and indices is not None:
-        kept = found.sure.copy()
-        kept &= np.bincount(found.labels, kept)[found.labels] >= options.min_images
-        if not kept.any():
-            raise ValueError(f"--min-images: no cluster has {options.min_images} sure faces; lower it, or raise --far")
-        labels = np.full(dataset.num_stored, -1, dtype=np.int64)
-        labels[indices[kept]] = dataset.num_classes + found.labels[kept]
-        names = [f"cluster {number}" for number in range(int(found.labels.max()) + 1)]
-        copy_set(dataset, np.sort(indices[kept]), options.to_rec, False, options.set, labels, names)
+        facts = _facts(faces, found, meaning)
+        print("\n".join(f"{name:<18}{value}" for name, value in facts))
+        print(f"written: {shown(options.out)}")
+        if dataset is not None and indices is not None:
+            write_page(page, f"Clusters of {shown(options.table)}", found, dataset, indices, facts)
+            print(f"report: {shown(page)}")
+        if options.to_rec is not None and dataset is not None and indices is not None:
+            kept = found.sure.copy()
+            kept &= np.bincount(found.labels, kept)[found.labels] >= (least := options.min_images or 2)
+            if not kept.any():
+                raise ValueError(f"--min-images: no cluster has {least} sure faces; lower it, or raise --far")
+            labels = np.full(dataset.num_stored, -1, dtype=np.int64)
+            labels[indices[kept]] = dataset.num_classes + found.labels[kept]
+            names = [f"cluster {number}" for number in range(int(found.labels.max()) + 1)]
+            copy_set(dataset, np.sort(indices[kept]), options.to_rec, False, options.set, labels, names)
+        unfinished.unlink()  # last: what is done is kept until all is written
 
 
-def _thresholds(options: argparse.Namespace) -> tuple[int, np.ndarray, str]:
+def _thresholds(options: argparse.Namespace, faces: Faces) -> tuple[int, np.ndarray, str]:
     """Return the number of neighbours to average, the thresholds of cluster sizes, and where they come from."""
     if (options.threshold is None) == (options.calibrate is None) or (options.calibrate is None) != (options.far is None):
         raise ValueError("the threshold comes from --calibrate TABLE with --far FAR, or from --threshold; give one of the two")
@@ -106,6 +112,7 @@ def _thresholds(options: argparse.Namespace) -> tuple[int, np.ndarray, str]:
         raise ValueError(f"--far must be a rate between 0 and 1, such as 1e-4, got {options.far!r}")
     others = read_table(options.calibrate)
     with prefix_errors("--calibrate"):
+        others.check_network(faces)
         count, found = calibrate(others.vectors, others.labels()[0], options.far)
     sizes = ", ".join(f"{value:.4f} ({size})" for value, size in zip(np.diag(found), SIZES, strict=False))
     words = f"cosine of two clusters {sizes} by their faces, each averaged with {count} neighbours"
