@@ -81,9 +81,7 @@ class RunLog:
             _keep_steps(folder / "metrics.jsonl", start_step)
         self.metrics_file = open(folder / "metrics.jsonl", "a", 1, "utf-8", opener=open_own)  # noqa: SIM115
         with self.tolerant("TensorBoard"):
-            # TensorBoard reads the files in the order of their names, which begin with the second; this one must be the last
-            while any((folder / "tensorboard").glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
-                time.sleep(0.05)
+            _end_files_of_tensorboard(folder / "tensorboard")
             # hides all numbers from this step on
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else 0)
         self._before = threading.excepthook
@@ -236,6 +234,16 @@ class Speed:
     def eta(self, steps_left: int) -> float:
         """Return the seconds that steps_left steps will take at the mean rate so far."""
         return steps_left * (time.perf_counter() - self.total_started) / max(self.total_steps, 1)
+
+
+def _end_files_of_tensorboard(folder: Path) -> None:
+    """Make the next file the last one: TensorBoard reads files in the order of their names, which begin with the second."""
+    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+        time.sleep(0.05)
+    last = f"events.out.tfevents.{int(time.time()) - 1:010d}."
+    later = sorted(path for path in folder.glob("events.out.tfevents.*") if path.name > f"{last}~")
+    for number, path in enumerate(later):  # the clock was turned back; "~" comes after all other names of that second
+        path.rename(path.with_name(f"{last}~{number:03d}.{path.name.split('.', 4)[-1]}"))
 
 
 def _keep_steps(path: Path, last: int) -> None:
