@@ -15,7 +15,7 @@ import torch
 from saving import save_now
 
 from tests.attack import torture, torture_blows
-from tests.attack.torture_checks import History, check_resumed, check_said
+from tests.attack.torture_checks import History, check_best, check_resumed, check_said
 from tests.attack.torture_runs import Life
 from utils.distributed import World
 
@@ -148,6 +148,15 @@ def test_a_checkpoint_that_is_gone_is_found_unless_the_rule_lets_it_go(tmp_path:
     assert history.check() == ["step 3 is gone, which was one of the newest 2 or the best"]
     _remove(tmp_path, 12)
     assert "the newest checkpoint was step 12, now it is 9" in history.check()
+
+
+def test_a_best_score_without_its_checkpoint_is_found(tmp_path: Path):
+    _seen(tmp_path)
+    scores = ((3, 0.9), (6, 0.5))
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "kind": "tiny", "accuracy": {s}}}\n' for n, s in scores))
+    assert check_best(tmp_path) == []
+    _remove(tmp_path, 3)
+    assert check_best(tmp_path) == ["the best score was 0.9, the checkpoints that are left have [0.5, None]"]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from utils.cli import int_in_range, make_parser, progress
 from utils.program import run_main
 
 from .torture_blows import GOES_ON, KINDS, PHASES, Blow, await_end, await_progress, draw, judge, odd_rank, strike, wait_for
-from .torture_checks import History, check_resumed, check_said, wait_until, weights_of
+from .torture_checks import History, check_best, check_resumed, check_said, wait_until, weights_of
 from .torture_runs import CLASSES, LIMIT_MINUTES, SETTINGS, STEPS, Life, Nest, TorturePlace
 
 _LONGEST = 180.0  # seconds that an undisturbed training run may take
@@ -270,6 +270,7 @@ class Torturer:
             faults += check_resumed(current.log(), newest)
         if current.status() != 0 or history.newest != STEPS:
             faults.append(f"exit status {current.status()} at step {history.newest} of {STEPS}: {current.said()[-400:]!r}")
+        faults += check_best(history.folder) if not faults and not history.may_lack_steps else []
         leftovers = [path.name for path in (history.folder / "checkpoints").glob(".*")]
         if leftovers:
             faults.append(f"leftovers: {leftovers}")

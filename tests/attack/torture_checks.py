@@ -163,6 +163,14 @@ def check_metrics(path: Path, may_lack_steps: bool = False) -> list[str]:
     return faults
 
 
+def check_best(folder: Path) -> list[str]:
+    """Return a line if the best score of a finished run's metrics.jsonl is that of no checkpoint."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    scores = [record["accuracy"] for record in records if record["kind"] == "tiny"]
+    kept = [json.loads(path.read_text()).get("score") for path in sorted((folder / "checkpoints").glob("step_*/manifest.json"))]
+    return [] if max(scores) in kept else [f"the best score was {max(scores)}, the checkpoints that are left have {kept}"]
+
+
 def check_lock(folder: Path) -> list[str]:
     """Return a line if a process still holds the lock of a run folder."""
     try:

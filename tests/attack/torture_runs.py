@@ -55,6 +55,7 @@ SETTINGS = {
         "data.sources=[{{path: {data}}}, {{path: {data}/../other_labels, repeat: 0.5}}]",
         "data.labels=same",
     ),
+    "best": ("eval.every=2", "checkpoint.every=5"),  # saves between the others, whenever a score is the best so far
     "vit": ("backbone.name=vit_t", "backbone.width=0.25", "backbone.mask_ratio=0.2", "optimizer.name=adamw"),
 }
 
