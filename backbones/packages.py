@@ -6,6 +6,7 @@ layer and a batch normalisation follow the features that it pooled. Images come 
 Shapes: b = images of this rank, H = W = image_size, F = pooled features, D = embedding size.
 """
 
+import contextlib
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,9 +38,7 @@ class PackageNetwork(nn.Module):
         self.image_size, self.of_timm = image_size, name.startswith("timm:")
         package, inner = check_package(name)
         try:
-            with torch.device("cpu"):  # also where the rest is built on meta, as not every network can be
-                self.network = _BUILDERS[name.partition(":")[0]](package, inner, image_size)
-                features = self._count_features()
+            self.network, features = _built(_BUILDERS[name.partition(":")[0]], package, inner, image_size)
         except Exception as error:  # of any kind: it is not our code
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(f"name: {name} cannot be built for images of {image_size} x {image_size}: {reason:.300}") from None
@@ -47,18 +46,6 @@ class PackageNetwork(nn.Module):
         self.fc = nn.Linear(features, embedding_size)
         self.features = nn.BatchNorm1d(embedding_size)
         self.features.weight.requires_grad = False  # redundant before the normalisation that follows, as in IResNet
-
-    def _count_features(self) -> int:
-        """Return F, from a forward pass of one black image."""
-        first = next(self.network.parameters())
-        self.network.eval()  # so that no statistics move, and no random number is drawn
-        with torch.no_grad():
-            out = self.network(torch.zeros(1, 3, self.image_size, self.image_size, dtype=first.dtype, device=first.device))
-        self.network.train()
-        if not isinstance(out, Tensor) or out.dim() != 2:
-            shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            raise ValueError(f"it must return pooled features (b, F), it returns {shape}")
-        return out.shape[1]
 
     def adopt(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return weights to begin with as a state dict of this network: those of a run, or of a file for timm's network.
@@ -83,6 +70,30 @@ class PackageNetwork(nn.Module):
         x = self.dropout(self.network(images))
         with autocast_off(x.device.type):
             return self.features(self.fc(x.to(self.fc.weight.dtype)))
+
+
+def _built(builder: "Builder", package: Any, inner: str, image_size: int) -> tuple[nn.Module, int]:
+    """Return a network and its F. On the device meta it takes no memory, but for the few networks that cannot be there."""
+    if torch.empty(0).is_meta:
+        with contextlib.suppress(Exception):
+            network = builder(package, inner, image_size)
+            return network, _count_features(network, image_size)
+    with torch.device("cpu"):
+        network = builder(package, inner, image_size)
+        return network, _count_features(network, image_size)
+
+
+def _count_features(network: nn.Module, image_size: int) -> int:
+    """Return F, from a forward pass of one black image."""
+    first = next(network.parameters())
+    network.eval()  # so that no statistics move, and no random number is drawn
+    with torch.no_grad():
+        out = network(torch.zeros(1, 3, image_size, image_size, dtype=first.dtype, device=first.device))
+    network.train()
+    if not isinstance(out, Tensor) or out.dim() != 2:
+        shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise ValueError(f"it must return pooled features (b, F), it returns {shape}")
+    return out.shape[1]
 
 
 def is_of_package(name: str) -> bool:
@@ -137,4 +148,5 @@ def _of_torchvision(package: Any, name: str, image_size: int) -> nn.Module:
     return network
 
 
-_BUILDERS: Mapping[str, Callable[[Any, str, int], nn.Module]] = {"timm": _of_timm, "torchvision": _of_torchvision}
+Builder = Callable[[Any, str, int], nn.Module]  # of a package, a name and the size of images
+_BUILDERS: Mapping[str, Builder] = {"timm": _of_timm, "torchvision": _of_torchvision}

@@ -57,7 +57,16 @@ class Map(nn.Module):
         return self.conv(x)
 
 
-NETWORKS = {"convolution": Convolution, "transformer": Transformer, "map": Map}
+class Giant(nn.Module):
+    def __init__(self, num_classes=1000):
+        super().__init__()
+        self.fc = nn.Linear(3 * 112 * 112, 1 << 30)  # 147 TiB
+
+    def forward(self, x):
+        return self.fc(x.flatten(1))
+
+
+NETWORKS = {"giant": Giant, "convolution": Convolution, "transformer": Transformer, "map": Map}
 
 
 def list_models():
@@ -194,6 +203,23 @@ def test_what_a_package_lacks_is_one_line(packages: Path, name: str, words: str)
     with pytest.raises(ValueError) as found:
         build_backbone(name)
     assert words in str(found.value) and "\n" not in str(found.value)
+
+
+def test_the_name_of_a_network_beside_small_weights_takes_no_memory(
+    packages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write_dataset(tmp_path)
+    run = tiny_run(tmp_path, tmp_path, "backbone.name=timm:convolution", "train.max_steps=1", "eval.targets=[]")
+    assert train.main(run) == 0
+    (manifest,) = (tmp_path / "tiny" / "checkpoints").glob("*/manifest.json")
+    manifest.write_text(manifest.read_text().replace("timm:convolution", "timm:giant"))
+    capsys.readouterr()
+    assert evaluate([str(tmp_path / "tiny"), "--data", str(tmp_path), "--targets", "tiny", "--device", "cpu"]) == 1
+    said = capsys.readouterr().err
+    assert "network.fc.weight is missing, in this backbone it is (1073741824, 37632)" in said and said.count("\n") == 1
+    assert train.main([*run, "backbone.name=timm:giant", "run.name=other"]) == 1
+    said = capsys.readouterr().err
+    assert "error: backbone: its 40,4" in said and " M would fit: set a smaller" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("title", ["timm", "torchvision"])
