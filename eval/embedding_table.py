@@ -18,7 +18,8 @@ from utils.text import one_line, pip_install
 FORMS = (".parquet", ".npy")
 _LENGTH_ERROR = 1e-3  # of a vector of length 1, as float16 leaves it
 _QUALITIES = ("padding", "score")
-_BLOCK = 65_536  # vectors that are checked at once
+_BLOCK = 1 << 25  # numbers of vectors that are checked at once
+_EXPANSION, _SPARE = 10, 1 << 26  # a .parquet may take so many times its size in memory, and bytes more
 
 
 def files_of(table: Path) -> list[Path]:
@@ -85,8 +86,9 @@ def read_table(path: Path) -> Faces:
             raise ValueError(f"{len(faces.vectors)} vectors, but {len(faces.names)} rows in the .csv")
     except Exception as error:  # of many kinds, for a damaged table
         raise ValueError(f"{shown(path)}: is no table of `face embed` ({one_line(error)[:200]})") from None
-    for begin in range(0, len(faces.vectors), _BLOCK):
-        lengths = np.linalg.norm(faces.vectors[begin : begin + _BLOCK].astype(np.float64), axis=1)
+    step = max(1, _BLOCK // max(1, faces.vectors.shape[1]))
+    for begin in range(0, len(faces.vectors), step):
+        lengths = np.linalg.norm(faces.vectors[begin : begin + step].astype(np.float64), axis=1)
         wrong = ~(np.abs(lengths - 1) < _LENGTH_ERROR)  # NaN is wrong, too
         if wrong.any():
             row = begin + int(wrong.argmax())
@@ -106,6 +108,8 @@ def _read_npy(path: Path) -> Faces:
         names, people, numbers, norms = list[str](), list[str](), list[int](), list[float]()
         qualities = {key: (head.index(key), list[float]()) for key in _QUALITIES if key in head}
         for row in rows:
+            if len(names) == len(vectors):
+                raise ValueError(f"{len(vectors)} vectors, but more rows in the .csv")
             names.append(row[name])
             people.append(row[person])
             numbers.append(0 if number is None else int(row[number]))
@@ -117,11 +121,28 @@ def _read_npy(path: Path) -> Faces:
 
 
 def _read_parquet(path: Path) -> Faces:
-    table = pyarrow(".parquet").read_table(path)
+    file = pyarrow(".parquet").ParquetFile(path, read_dictionary=["name", "person"])  # a repeated text is kept once
+    groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    needed = sum(max(column.total_uncompressed_size, 4 * column.num_values) for column in columns)
+    if needed > _SPARE + _EXPANSION * path.stat().st_size:
+        raise ValueError(f"it takes {needed:,} bytes in memory, over {_EXPANSION} times its size")
+    there = set(file.schema_arrow.names)
+    table = file.read(columns=["name", "face", "person", "norm", "embedding", *(key for key in _QUALITIES if key in there)])
     facts = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
     column = table["embedding"].combine_chunks()
+    if any(table[name].null_count for name in ("name", "face", "person", "embedding")):
+        raise ValueError("a row lacks its name, face, person or embedding")
     vectors = column.flatten().to_numpy().reshape(len(column), -1)
-    names, people = table["name"].to_pylist(), table["person"].to_pylist()
     known = {key: table[key].to_numpy().astype(float) for key in ("norm", *_QUALITIES) if key in table.column_names}
-    norms = known.pop("norm")
-    return Faces(names, table["face"].to_numpy().astype(np.int64), people, norms, vectors, facts, known)
+    norms, numbers = known.pop("norm"), table["face"].to_numpy().astype(np.int64)
+    return Faces(_texts(table["name"]), numbers, _texts(table["person"]), norms, vectors, facts, known)
+
+
+def _texts(column: Any) -> list[str]:
+    """Return the texts of a column with a dictionary, equal ones as one object."""
+    whole = column.unify_dictionaries().combine_chunks()
+    values = whole.dictionary.to_pylist()
+    if not all(isinstance(value, str) for value in values):
+        raise ValueError("a name or person is no text")
+    return [values[index] for index in whole.indices.to_numpy()]

@@ -37,6 +37,7 @@ from deploy.embed import table as embed_table
 from deploy.embed.embedder import open_embedder
 from eval.embedding_table import read_table
 from eval.networks import add_network_arguments
+from scripts.analysis.pairs import main as find_pairs
 from scripts.deploy import embed
 from scripts.deploy.embed import main
 from utils.allocator import keep_freed_memory, out_of_memory
@@ -222,7 +223,7 @@ def test_a_table_that_is_none_is_one_line(tmp_path: Path):
         (vectors, rows, "divide each by its length"),
         (np.where(np.arange(6)[:, None] == 3, np.float32("nan"), unit), rows, "vector 3 has the length nan"),
         (unit.astype(np.float64), rows, r"must be \(faces, D\) float32, got \(6, 4\) float64"),
-        (unit[:5], rows, "5 vectors, but 6 rows"),
+        (unit[:5], rows, "5 vectors, but more rows"),
         (unit, rows.replace("person", "who"), "'person' is not in list"),
         (np.array([{}] * 6), rows, "no table of `face embed`"),
     ):
@@ -234,6 +235,34 @@ def test_a_table_that_is_none_is_one_line(tmp_path: Path):
     for name, reason in (("t.parquet", "no table of"), ("none.npy", "No such file"), ("t.csv", "ends in .parquet or .npy")):
         with pytest.raises(ValueError, match=reason):
             read_table(tmp_path / name)
+
+
+def test_a_small_parquet_file_that_would_take_all_memory_or_lacks_values_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def said(count: int, name: str | None = "x", width: int = 512) -> str:
+        vectors = np.zeros((count, width), dtype=np.float32)
+        vectors[:, 0] = 1
+        column = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(vectors.ravel()), width)
+        columns = {
+            "name": ["0.jpg", *[name] * (count - 1)],
+            "person": ["p"] * count,
+            "face": [0] * count,
+            "norm": [1.0] * count,
+        }
+        path = tmp_path / "t.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({**columns, "embedding": column}), path, compression="zstd")
+        assert path.stat().st_size < 10_000
+        assert find_pairs([str(path), "--out", str(tmp_path / "out")]) == 1
+        return capsys.readouterr().err
+
+    bomb = said(50_000)
+    assert (
+        "t.parquet: is no table of `face embed` (it takes 103," in bomb
+        and "over 10 times its size)" in bomb
+        and bomb.count("\n") == 1
+    )
+    assert "(a row lacks its name, face, person or embedding)" in said(3, None)
 
 
 @pytest.mark.numeric
