@@ -118,14 +118,16 @@ def _serve(request: bytes) -> None:
     try:
         with socket.create_connection(("127.0.0.1", page.port), timeout=10) as connection, contextlib.suppress(ConnectionError):
             connection.sendall(request.replace(b"PORT", str(page.port).encode()))
-            if not select.select([connection], [], [], 1)[0]:
-                connection.shutdown(socket.SHUT_WR)  # it waits for the rest
+            # after a second, also one behind "100 Continue", it waits for the rest
+            while select.select([connection], [], [], 1)[0] and (part := connection.recv(1 << 16)):
+                answer += part
+            connection.shutdown(socket.SHUT_WR)
             while part := connection.recv(1 << 16):
                 answer += part
     finally:
         page.server.should_exit = True
         thread.join()
-    if answer.startswith(b"HTTP/1.1 500 "):
+    if b"HTTP/1.1 500 " in answer:
         raise RuntimeError(answer)
     if not answer.startswith(b"HTTP/1.1 200 "):
         raise ValueError(f"refused: {answer[:20]!r}")
