@@ -3,12 +3,14 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gallery_runs import write_network, write_people
-from tiny_runs import small_run
+from tiny_runs import ROOT, small_run
 
 import train
 from eval.__main__ import main as evaluate
@@ -76,6 +78,23 @@ def test_a_run_folder_with_a_link_out_of_it_or_a_pipe_is_not_resumed_and_nothing
         assert said.startswith(f"error: run.output: the run folder {run} cannot be written: {name} in it is a {what} remove ")
         assert said.count("\n") == 1
     assert _state(run, tmp_path / "mine") == before
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_rank_of_a_launched_training_refuses_a_link_out_of_the_run_folder(
+    dataset: Path, run: Path, tmp_path: Path, ranks: int
+):
+    for name, target in (("metrics.jsonl", "mine/diary"), ("tensorboard", "mine")):
+        _plant(run / name, tmp_path / target)
+        before = _state(run, tmp_path / "mine")
+        arguments = small_run(dataset, tmp_path, "train.max_steps=4", "train.batch_size=6", "eval.targets=[]", "run.device=cpu")
+        command = [sys.executable, "face_training.py", "train", f"--processes={ranks}", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 1 and "Traceback" not in done.stderr
+        assert done.stderr.count("error: run.output: the run folder") == 1
+        assert f"{name} in it is a link out of the folder, to {tmp_path / target}" in done.stderr
+        assert _state(run, tmp_path / "mine") == before
+        (run / name).unlink()
 
 
 def test_links_within_a_run_folder_and_to_it_are_the_users_own(dataset: Path, run: Path, tmp_path: Path):
