@@ -17,7 +17,7 @@ from utils.report.page import Page
 from utils.text import one_line
 
 from .all_pairs import Extremes, PairCounts, accepted_at, points_at
-from .groups import Spread, make_rate
+from .intervals import Spread, make_rate
 
 FAR_TARGETS = tuple(f"1e-{power}" for power in range(1, 9))
 _SHOWN_BINS = 64  # of the histogram in results.json
