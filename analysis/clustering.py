@@ -51,13 +51,20 @@ def expand(
     Args:
         vectors, journal, advance: of `cluster`; what the journal has is not searched again.
     """
-    order = np.argsort(_keys(vectors), kind="stable")
+    order = _order(vectors)
     table = torch.from_numpy(np.ascontiguousarray(vectors[order]))
+    return _averaged(table, order, _neighbours(table, count, journal, advance))
+
+
+def _neighbours(
+    table: torch.Tensor, count: int, journal: Journal | None = None, advance: Callable[[int], object] = int
+) -> torch.Tensor:
+    """Return cosines with, and places of, the nearest others of each row, the nearest first, (n, 2, count) float64."""
     parts = [torch.from_numpy(np.frombuffer(data, dtype="<f8").copy()) for data in _done(journal, "neighbours")]
     advance(min(len(parts) * _ROWS, len(table)))
     for begin in range(len(parts) * _ROWS, len(table), _ROWS):
         rows = table[begin : begin + _ROWS]
-        best = torch.zeros(len(rows), 2, count, dtype=torch.float64)  # cosines, and places, which are exact in float64
+        best = torch.zeros(len(rows), 2, count, dtype=torch.float64)  # in which places are exact
         for start in range(0, len(table), _COLUMNS):
             cosines = rows @ table[start : start + _COLUMNS].T
             own = range(max(begin, start), min(begin + len(rows), start + cosines.shape[1]))
@@ -70,13 +77,17 @@ def expand(
         if journal is not None:
             journal.add({"stage": "neighbours", "begin": begin}, best.numpy().tobytes() + b"\n")
         advance(len(rows))
-    found = np.empty(vectors.shape, dtype=np.float32)
-    for number, part in enumerate(parts):
-        best = part.view(-1, 2, count)
-        begin = number * _ROWS
+    return torch.cat(parts).view(-1, 2, count)
+
+
+def _averaged(table: torch.Tensor, order: np.ndarray, near: torch.Tensor) -> np.ndarray:
+    """Return what `expand` does, from the vectors in an order and their neighbours (n, 2, count)."""
+    found = np.empty(table.shape, dtype=np.float32)
+    for begin in range(0, len(table), _ROWS):
+        best = near[begin : begin + _ROWS]
         others = table[best[:, 1].long()] * (best[:, 0] ** POWER).float()[:, :, None]
-        total = table[begin : begin + len(best)] + others.sum(dim=1)
-        found[order[begin : begin + len(best)]] = torch.nn.functional.normalize(total).numpy()
+        total = table[begin : begin + _ROWS] + others.sum(dim=1)
+        found[order[begin : begin + _ROWS]] = torch.nn.functional.normalize(total).numpy()
     return found
 
 
@@ -86,9 +97,12 @@ def calibrate(vectors: np.ndarray, labels: np.ndarray, far: str) -> tuple[int, n
     Args:
         vectors, labels, far: of `thresholds_at`, which raises.
     """
+    order = _order(vectors)
+    table = torch.from_numpy(np.ascontiguousarray(vectors[order]))
+    near = _neighbours(table, max(NEIGHBOURS))  # the first of which are those of a smaller number
     best = (-1.0, 0, np.empty(0))
     for count in NEIGHBOURS:
-        averaged = expand(vectors, count) if count else vectors
+        averaged = _averaged(table, order, near[:, :, :count]) if count else vectors
         thresholds = thresholds_at(averaged, labels, far)
         quality = agreement(cluster(averaged, thresholds).labels, labels).bcubed_f
         if quality > best[0]:
@@ -151,6 +165,11 @@ def _keys(vectors: np.ndarray) -> np.ndarray:
     return np.array([xxhash.xxh3_64_intdigest(row.tobytes()) for row in vectors], dtype=np.uint64)
 
 
+def _order(vectors: np.ndarray) -> np.ndarray:
+    """Return the order of vectors by their bits, (n,) int64."""
+    return np.argsort(_keys(vectors), kind="stable")
+
+
 def _classes(sizes: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
     """Return the class of each cluster size."""
     return np.searchsorted(SIZES[1 : len(thresholds)], sizes, side="right")
@@ -170,7 +189,7 @@ def cluster(
     Raises:
         ValueError: too many pairs are above the threshold.
     """
-    order = np.argsort(_keys(vectors), kind="stable")
+    order = _order(vectors)
     vectors = np.ascontiguousarray(vectors[order])
     first, second, cosines = _similar(vectors, float(thresholds.min()), journal, advance)
     found = _average_linkage(vectors, first, second, cosines, thresholds)
