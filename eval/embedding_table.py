@@ -27,6 +27,11 @@ def files_of(table: Path) -> list[Path]:
     return [table, table.with_suffix(".csv")] if table.suffix == ".npy" else [table]
 
 
+def stamps_of(table: Path) -> list[str]:
+    """Return a text for each file of a table, which changes when the file does."""
+    return [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files_of(table)]
+
+
 def pyarrow(part: str = "") -> Any:
     """Return the package, or a part of it such as ".parquet"; ValueError if it is not installed."""
     try:

@@ -22,7 +22,7 @@ from analysis.clustering import SIZES, Clusters, agreement, calibrate, cluster, 
 from analysis.clustering_report import write_page
 from data.scan import copy_set, indices_of, open_set_of
 from deploy.journal import open_journal
-from eval.embedding_table import Faces, files_of, read_table
+from eval.embedding_table import Faces, read_table, stamps_of
 from utils.cli import int_in_range, make_parser, progress
 from utils.files import shown, write_csv
 from utils.program import run_main
@@ -66,9 +66,8 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--to-rec: a picture of {shown(options.table)} has several faces; embed crops of one face each")
     count, thresholds, meaning = _thresholds(options, faces)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files_of(options.table)]
     with open_journal(unfinished, str(options.out)) as journal:
-        begun = {"table": stamps, "thresholds": thresholds.tolist(), "neighbours": count}
+        begun = {"table": stamps_of(options.table), "thresholds": thresholds.tolist(), "neighbours": count}
         journal.begin(begun, options.again, str(unfinished), "was begun with")
         vectors = faces.vectors
         if count:

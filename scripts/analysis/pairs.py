@@ -18,7 +18,7 @@ from analysis.pairs_report import write_pairs
 from deploy.embed.source import open_reader
 from deploy.faces.pictures import Rejected
 from deploy.journal import open_journal
-from eval.embedding_table import files_of, read_table
+from eval.embedding_table import read_table, stamps_of
 from eval.report import POINT_COLUMNS, point_rows
 from utils.cli import int_in_range, make_parser, progress
 from utils.files import shown
@@ -48,9 +48,8 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--out: {shown(results)} exists already; choose another folder, or --again to replace it")
     total, shape = len(labels) * (len(labels) - 1) // 2, f"{len(labels):,} faces of {len(people):,} people"
     options.out.mkdir(parents=True, exist_ok=True)
-    stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files_of(options.table)]
     with open_journal(unfinished, str(options.out)) as journal, progress([], total, "comparing", "pair") as bar:
-        facts = {"table": stamps, "number of bins": NUM_BINS, "worst": options.worst}
+        facts = {"table": stamps_of(options.table), "number of bins": NUM_BINS, "worst": options.worst}
         journal.begin(facts, options.again, str(options.out), "was begun with")
         counts = count_pairs(faces.vectors, labels, worst=options.worst, journal=journal, advance=bar.update)
         title, facts_of_page = f"All pairs of {shown(options.table)}", [("faces", shape), ("pairs", f"{total:,}")]

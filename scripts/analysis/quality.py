@@ -21,7 +21,7 @@ from analysis.quality_columns import read_measures
 from analysis.quality_report import COLUMNS, GATE_COLUMNS, gate_rows, rows_of, write_quality
 from deploy.faces.detector import share
 from deploy.journal import Journal, open_journal
-from eval.embedding_table import Faces, files_of, read_table
+from eval.embedding_table import Faces, read_table, stamps_of
 from scripts.analysis.pairs import reader_of
 from utils.cli import make_parser, progress
 from utils.files import shown
@@ -89,9 +89,9 @@ def _measures(faces: Faces, options: argparse.Namespace) -> dict[str, np.ndarray
 
 def _threshold(faces: Faces, labels: np.ndarray, options: argparse.Namespace, journal: Journal) -> float:
     """Return the cosine above which a pair is accepted."""
-    stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files_of(options.table)]
     with progress([], len(labels) * (len(labels) - 1) // 2, "comparing", "pair") as bar:
-        journal.begin({"table": stamps, "number of bins": NUM_BINS}, options.again, str(options.out), "was begun with")
+        facts = {"table": stamps_of(options.table), "number of bins": NUM_BINS}
+        journal.begin(facts, options.again, str(options.out), "was begun with")
         counts = count_pairs(faces.vectors, labels, journal=journal, advance=bar.update)
     impostor = counts.impostor.sum(axis=(0, 1))
     (point,) = points_at(counts.genuine.sum(axis=0), impostor, counts.edges, [str(options.far)])
