@@ -83,7 +83,7 @@ def write_quality(
     measures: Mapping[str, np.ndarray],
     lower: Container[str],
     names: Sequence[str],
-    read: Callable[[str], np.ndarray | None] | None,
+    read: Callable[[str], np.ndarray] | None,
 ) -> None:
     """Write results.json, results.csv, quality.png and report.html into a folder.
 
@@ -108,13 +108,14 @@ def write_quality(
     page.section("Gates")
     page.text(_GATES)
     page.table(GATE_COLUMNS, gate_rows(found, lower, share))
-    for name, values in measures.items() if read else ():
-        known = np.flatnonzero(np.isfinite(values))
-        order = known[np.argsort(values[known] * (-1 if name in lower else 1), kind="stable")]
-        ends = [end.tolist() for end in (order[:_SHOWN], order[: -_SHOWN - 1 : -1])]
-        page.section(f"Pictures: {name}")
-        rows = [[(read(names[row]), (names[row], f"{values[row]:.4g}")) for row in end] for end in ends]  # type: ignore[misc]
-        page.picture(captioned_sheet(rows), f"{name}: the lowest quality above, the highest below")
+    if read is not None:
+        for name, values in measures.items():
+            known = np.flatnonzero(np.isfinite(values))
+            order = known[np.argsort(values[known] * (-1 if name in lower else 1), kind="stable")]
+            ends = [end.tolist() for end in (order[:_SHOWN], order[: -_SHOWN - 1 : -1])]
+            page.section(f"Pictures: {name}")
+            rows = [[(read(names[row]), (names[row], f"{values[row]:.4g}")) for row in end] for end in ends]
+            page.picture(captioned_sheet(rows), f"{name}: the lowest quality above, the highest below")
     page.write(out / "report.html")
 
 

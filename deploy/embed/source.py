@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from data.base import FaceDataset
 from data.datasets import open_set
+from utils.image import IMAGE_SIZE
 
 from ..faces.detector import Detector
 from ..faces.pictures import UNREADABLE, Crop, Rejected, crops_of, list_pictures, read_crops, stamp_of
@@ -54,6 +57,17 @@ def open_reader(path: Path) -> Reader:
         return lambda name, detector, size, which: read_crops(path, name, detector, size, which)
     dataset = open_set(path)
     return lambda name, detector, size, which: _read(dataset, name, size)
+
+
+def open_pixels(path: Path) -> Callable[[str], np.ndarray]:
+    """Return what reads the pixels of an aligned picture of a source by its name, for a page; white if it cannot be read."""
+    read = open_reader(path)
+
+    def pixels(name: str) -> np.ndarray:
+        found = read(name, None, IMAGE_SIZE, "only")
+        return np.full((1, 1, 3), 255, dtype=np.uint8) if isinstance(found, Rejected) else found[0].pixels
+
+    return pixels
 
 
 def _is_set(path: Path) -> bool:

@@ -8,21 +8,17 @@ Example: python -m scripts.analysis.pairs features.npy --out pairs --pictures pe
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
 
 from analysis.all_pairs import NUM_BINS, count_pairs
 from analysis.pairs_report import write_pairs
-from deploy.embed.source import open_reader
-from deploy.faces.pictures import Rejected
+from deploy.embed.source import open_pixels
 from deploy.journal import open_journal
 from eval.embedding_table import read_table, stamps_of
 from eval.report import POINT_COLUMNS, point_rows
 from utils.cli import int_in_range, make_parser, progress
 from utils.files import shown
-from utils.image import IMAGE_SIZE
 from utils.program import run_main
 from utils.text import plain_table
 
@@ -42,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
     """Count the pairs that are not counted yet, and write the report."""
     faces = read_table(options.table)
     labels, people = faces.labels()
-    read = None if options.pictures is None else reader_of(options.pictures)
+    read = None if options.pictures is None else open_pixels(options.pictures)
     results, unfinished = options.out / "results.json", options.out / "unfinished"
     if results.exists() and not unfinished.exists() and not options.again:
         raise ValueError(f"--out: {shown(results)} exists already; choose another folder, or --again to replace it")
@@ -61,17 +57,6 @@ def run(options: argparse.Namespace) -> None:
     if rates.eer is not None and rates.auc is not None:
         print(f"EER {100 * rates.eer:.3f} %, AUC {rates.auc:.6f}")
     print(f"report: {shown(options.out / 'report.html')}")
-
-
-def reader_of(pictures: Path) -> Callable[[str], np.ndarray]:
-    """Return what reads the pixels of an aligned picture by its name, white if it cannot."""
-    read = open_reader(pictures)
-
-    def pixels(name: str) -> np.ndarray:
-        found = read(name, None, IMAGE_SIZE, "only")
-        return np.full((1, 1, 3), 255, dtype=np.uint8) if isinstance(found, Rejected) else found[0].pixels
-
-    return pixels
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from analysis.all_pairs import NUM_BINS, count_pairs, points_at
 from analysis.quality import error_versus_discard
 from analysis.quality_columns import read_measures
 from analysis.quality_report import COLUMNS, GATE_COLUMNS, gate_rows, rows_of, write_quality
+from deploy.embed.source import open_pixels
 from deploy.faces.detector import share
 from deploy.journal import Journal, open_journal
 from eval.embedding_table import Faces, read_table, stamps_of
-from scripts.analysis.pairs import reader_of
 from utils.cli import make_parser, progress
 from utils.files import shown
 from utils.program import run_main
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     if unknown := [name for name in options.lower if name not in measures]:
         raise ValueError(f"--lower: {unknown[0]} is not in --columns.{did_you_mean(unknown[0], measures)}")
     lower = ["padding", *options.lower]
-    read = None if options.pictures is None else reader_of(options.pictures)
+    read = None if options.pictures is None else open_pixels(options.pictures)
     results, unfinished = options.out / "results.json", options.out / "unfinished"
     if results.exists() and not unfinished.exists() and not options.again:
         raise ValueError(f"--out: {shown(results)} exists already; choose another folder, or --again to replace it")
