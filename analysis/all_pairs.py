@@ -9,7 +9,7 @@ Shapes: n = faces, D = embedding size, G = groups, B = bins, T = thresholds.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,8 @@ from utils.parallel import map_in_order
 NUM_BINS = 1 << 16
 _MOST_BINS = 1 << 22  # whose numbers are exact in float32
 _LARGEST = 1 << 28  # counts of all groups together: 2 GiB
-_ROWS = {"cpu": 1024, "cuda": 8192}  # of a block; on a processor the bins of a product stay near its cache
+ROWS = {"cpu": 1024, "cuda": 8192}  # of a block; on a processor the bins of a product stay near its cache
+_PERSON_ROWS = 512  # of a person, that are compared with as many at once, where genuine pairs alone are
 _STRIPE = 8  # blocks that are multiplied with all later ones before the counts are saved
 _BELOW = 2.0**-40  # a threshold is so much below an edge: a pair is accepted above a threshold, and a bin holds its lower edge
 
@@ -70,7 +71,7 @@ class _Counter:
         self._vectors, self._num_bins, self._worst = vectors, num_bins, worst
         self._order = np.lexsort((labels, groups))
         self._labels, groups = labels[self._order], groups[self._order]
-        rows = _ROWS[self.device.type]
+        rows = ROWS[self.device.type]
         cuts = np.union1d(np.flatnonzero(np.diff(groups)) + 1, np.arange(0, len(groups), rows)).tolist()
         self.blocks: list[_Block] = [[] for _ in range(0, len(groups), rows)]
         for begin, end in zip(cuts, [*cuts[1:], len(groups)], strict=True):
@@ -266,6 +267,19 @@ def _restore(counter: _Counter, journal: Journal | None) -> int:
         counter.extremes = [np.array(rows).reshape(-1, 3) for rows in entry.record["extremes"]]
         done = int(entry.record["blocks"])
     return done
+
+
+def genuine_pairs(vectors: np.ndarray, labels: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield blocks of the genuine pairs of one person: rows of the two pictures (k,) int64, and their cosines (k,) float32."""
+    order = np.argsort(labels, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
+        for begin in range(0, len(rows) if len(rows) > 1 else 0, _PERSON_ROWS):
+            left = rows[begin : begin + _PERSON_ROWS]
+            for other in range(begin, len(rows), _PERSON_ROWS):
+                right = rows[other : other + _PERSON_ROWS]
+                first, second = np.triu_indices(len(left), 1 + begin - other, len(right))  # later rows alone
+                if len(first):
+                    yield left[first], right[second], (vectors[left] @ vectors[right].T)[first, second]
 
 
 def accepted_at(counts: np.ndarray, edges: np.ndarray, thresholds: np.ndarray) -> np.ndarray:

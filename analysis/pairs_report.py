@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +15,11 @@ from utils.report.contact_sheet import make_figure, png_of, sheet
 from utils.report.page import Page
 from utils.text import one_line
 
-from .all_pairs import Extremes, PairCounts, accepted_at, points_at
+from .all_pairs import Extremes, PairCounts, accepted_at, genuine_pairs, points_at
 from .intervals import Spread, make_rate
 
 FAR_TARGETS = tuple(f"1e-{power}" for power in range(1, 9))
 _SHOWN_BINS = 64  # of the histogram in results.json
-_ROWS = 1024  # of a block of cosines
 _INTERVALS = (
     "The intervals are of the TAR at this threshold, by the variance over people, because pairs share people. The error of the "
     "threshold itself is not in them: a FAR of a few accepted pairs, or of few people, is a guess."
@@ -65,19 +63,13 @@ def rates_of(counts: PairCounts, vectors: np.ndarray, labels: np.ndarray) -> Rat
 
 def genuine_spreads(vectors: np.ndarray, labels: np.ndarray, edges: Sequence[float]) -> list[Spread]:
     """Return what each person contributes to FNMR at each edge: the pairs of one person whose cosine is below it, and all."""
-    order = np.argsort(labels, kind="stable")
-    _, begins, counts = np.unique(labels[order], return_index=True, return_counts=True)
-    several = np.flatnonzero(counts > 1).tolist()
-    errors = np.zeros((len(edges), len(several)), dtype=np.int64)
-    for place, person in enumerate(several):
-        rows = order[begins[person] : begins[person] + counts[person]]
-        for first, second in combinations_with_replacement(range(0, len(rows), _ROWS), 2):
-            cosines = vectors[rows[first : first + _ROWS]] @ vectors[rows[second : second + _ROWS]].T
-            if first == second:
-                cosines[np.tril_indices(len(cosines))] = np.inf  # each pair once
-            errors[:, place] += [np.count_nonzero(cosines < edge) for edge in edges]
-    pairs = counts[several] * (counts[several] - 1) // 2
-    return [Spread(wrong, pairs, len(several)) for wrong in errors]
+    counts = np.bincount(labels)
+    several = counts > 1
+    errors = np.zeros((len(edges), len(counts)), dtype=np.int64)
+    for first, _, cosines in genuine_pairs(vectors, labels):
+        errors[:, labels[first[0]]] += [np.count_nonzero(cosines < edge) for edge in edges]
+    pairs = counts * (counts - 1) // 2
+    return [Spread(wrong[several], pairs[several], int(several.sum())) for wrong in errors]
 
 
 def as_json(name: str, counts: PairCounts, rates: Rates) -> dict[str, Any]:

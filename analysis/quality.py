@@ -7,15 +7,16 @@ Shapes: n = pictures, D = embedding size, K = steps of a curve.
 """
 
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from utils.text import prefix_errors
 
+from .all_pairs import genuine_pairs
+
 WITHIN = 0.2  # share of discarded comparisons up to which measures are compared
-_ROWS = 512  # of a person, that are compared with as many at once
 
 
 class Gate(NamedTuple):
@@ -102,7 +103,7 @@ def error_versus_discard(
         ranks[name] = np.zeros(len(values), dtype=np.int64)  # 0 = not known
         ranks[name][known] = places.reshape(-1) + 1
         counts[name] = np.zeros((2, len(levels[name]) + 1), dtype=np.int64)
-    for first, second, cosines in _genuine(vectors, labels):
+    for first, second, cosines in genuine_pairs(vectors, labels):
         wrong = cosines <= threshold
         for name, rank in ranks.items():
             quality = np.minimum(rank[first], rank[second])
@@ -124,15 +125,3 @@ def _curve(limits: np.ndarray, pictures: np.ndarray, comparisons: np.ndarray, er
         raise ValueError("no two pictures of one person have it")
     gone = pictures.cumsum() - pictures
     return Discard(limits[:steps], gone[:steps], left[:steps], errors[::-1].cumsum()[::-1][:steps], int(pictures.sum()))
-
-
-def _genuine(vectors: np.ndarray, labels: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield blocks of genuine comparisons: rows of the two pictures, int64, and their cosines, float32."""
-    order = np.argsort(labels, kind="stable")
-    for rows in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
-        for begin in range(0, len(rows) if len(rows) > 1 else 0, _ROWS):
-            left = rows[begin : begin + _ROWS]
-            for other in range(begin, len(rows), _ROWS):
-                right = rows[other : other + _ROWS]
-                first, second = np.triu_indices(len(left), 1 + begin - other, len(right))  # later rows alone
-                yield left[first], right[second], (vectors[left] @ vectors[right].T)[first, second]

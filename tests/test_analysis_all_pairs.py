@@ -39,7 +39,7 @@ def every_pair(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(analysis.all_pairs._ROWS, "cpu", 32)
+    monkeypatch.setitem(analysis.all_pairs.ROWS, "cpu", 32)
     monkeypatch.setattr(analysis.all_pairs, "_STRIPE", 3)
 
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-import analysis.quality
+import analysis.all_pairs
 from analysis.quality import WITHIN, Discard, error_versus_discard, ideal
 
 
@@ -42,7 +42,7 @@ def slow_curve(
 @pytest.mark.parametrize("lower", [False, True])
 @pytest.mark.parametrize("levels", [4, 1000])
 def test_a_curve_is_that_of_a_loop_over_all_pairs(monkeypatch: pytest.MonkeyPatch, levels: int, lower: bool, rows: int):
-    monkeypatch.setattr(analysis.quality, "_ROWS", rows)
+    monkeypatch.setattr(analysis.all_pairs, "_PERSON_ROWS", rows)
     rng = np.random.default_rng(levels)
     vectors, labels = planted(11, 5, levels)
     labels[:2] = 11, 12  # alone

@@ -13,9 +13,8 @@ from scripts.benchmark import pairs
 def test_the_benchmark_states_the_rate_and_its_ratio_to_bare_products(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    assert pairs._ROWS == analysis.all_pairs._ROWS
-    for rows in (pairs._ROWS, analysis.all_pairs._ROWS):
-        monkeypatch.setitem(rows, "cpu", 64)
+    assert pairs.ROWS == analysis.all_pairs.ROWS
+    monkeypatch.setitem(analysis.all_pairs.ROWS, "cpu", 64)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     multiplied: list[int] = []
     original = torch.Tensor.__matmul__

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from analysis.all_pairs import count_pairs
+from analysis.all_pairs import ROWS, count_pairs
 from utils.cli import int_in_range, make_parser
 from utils.program import run_main
 
 from .kit import add_common_arguments, machine, seconds_of, take_turns, write_json
 
 _IMAGES, _SIZE = 10, 512  # of a person; numbers of a vector
-_ROWS = {"cpu": 1024, "cuda": 8192}  # of a block, as in analysis/all_pairs.py
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +57,7 @@ def benchmark(options: argparse.Namespace) -> None:
 
 def _multiply(vectors: np.ndarray, device: torch.device) -> None:
     """Multiply each block of rows with itself and all later ones, as count_pairs does."""
-    blocks = torch.from_numpy(vectors).to(device).split(_ROWS[device.type])
+    blocks = torch.from_numpy(vectors).to(device).split(ROWS[device.type])
     for last, right in enumerate(blocks):
         for block in blocks[: last + 1]:
             block @ right.T
