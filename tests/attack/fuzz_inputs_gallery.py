@@ -118,12 +118,12 @@ def _serve(request: bytes) -> None:
     try:
         with socket.create_connection(("127.0.0.1", page.port), timeout=10) as connection, contextlib.suppress(ConnectionError):
             connection.sendall(request.replace(b"PORT", str(page.port).encode()))
-            # after a second, also one behind "100 Continue", it waits for the rest
-            while select.select([connection], [], [], 1)[0] and (part := connection.recv(1 << 16)):
-                answer += part
-            connection.shutdown(socket.SHUT_WR)
-            while part := connection.recv(1 << 16):
-                answer += part
+            ended = False
+            while not ended:
+                if not select.select([connection], [], [], 1)[0]:
+                    connection.shutdown(socket.SHUT_WR)  # it waits for the rest, also behind "100 Continue"
+                part = connection.recv(1 << 16)
+                answer, ended = answer + part, not part
     finally:
         page.server.should_exit = True
         thread.join()
