@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .plain import FUSED, Tile
 
+_LOG2_E = tl.constexpr(math.log2(math.e))
+
 
 # what changes from call to call is not specialised: each new alignment would be compiled
 @triton.jit(do_not_specialize=["inverse_norms", "num_classes", "begin"])
@@ -59,10 +61,15 @@ def product_exp_kernel(
             w, x = w.to(tl.float32), x.to(tl.float32)
         logits = tl.dot(w, tl.trans(x), logits)
     v = tl.load(inverse_norms + classes, mask=here, other=0.0)[:, None]
-    logits = v * logits
-    target_class = (tl.load(places + samples, mask=inside, other=-1) - begin).to(tl.int32)
-    left_out = (logits > limit) | (classes[:, None] == target_class[None, :]) | (classes >= num_classes)[:, None]
-    exponential = tl.where(left_out, 0.0, tl.exp(logits - shift))
+    exponential = tl.exp2(logits * (v * _LOG2_E) - shift * _LOG2_E)
+    # a condition on each number would take longer than its exponential; few tiles have any to leave out
+    if limit is not None:
+        exponential = tl.where(v * logits > limit, 0.0, exponential)
+    if (row + 1) * class_block > num_classes:
+        exponential = tl.where(here[:, None], exponential, 0.0)
+    target = (tl.load(places + samples, mask=inside, other=-1) - begin).to(tl.int32) - row * class_block
+    if tl.max(((target >= 0) & (target < class_block)).to(tl.int32), axis=0) > 0:
+        exponential = tl.where(tl.arange(0, class_block)[:, None] == target[None, :], 0.0, exponential)
     at = products + classes[:, None].to(tl.int64) * stride + samples[None, :]
     tl.store(at, (v * exponential).to(products.dtype.element_ty), mask=here[:, None] & inside[None, :])
     tl.store(partial + row.to(tl.int64) * num_samples + samples, tl.sum(exponential, axis=0), mask=inside)
@@ -84,7 +91,7 @@ def exponentials_of_product(form: str, tile: Tile, shift: float, z_sum: Tensor) 
     with torch.cuda.device_of(products):
         product_exp_kernel[(rows * triton.cdiv(num_samples, sample_block),)](
             *(centres, unit, tile.inverse_norms, tile.places, products, partial, num_classes, num_samples),
-            *(products.stride(0), tile.begin, float(shift), math.inf if tile.limit is None else float(tile.limit)),
+            *(products.stride(0), tile.begin, float(shift), tile.limit),
             *(centres.shape[1], class_block, sample_block, dim_block),
             products.device.type == "cpu",  # Triton's interpreter would multiply the bits of bf16 numbers
             num_warps=warps,
