@@ -19,7 +19,7 @@ from utils.allocator import keep_freed_memory
 
 _CPU = torch.device("cpu")
 END = "<!-- end -->"  # after the tables on a page
-_CALLS = 20  # of bare work on a GPU between two waits for it
+CALLS = 20  # of bare work on a GPU between two waits for it
 _CLOCKS = "clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active"
 
 
@@ -100,7 +100,7 @@ def bare_seconds(work: Callable[[], object], device: torch.device, rounds: int =
     On a GPU a round is many calls between two waits for the device. After a wait the device is idle until the next launch
     reaches it, which takes about as long as a small product, and would be counted to a single call.
     """
-    calls = _CALLS if device.type == "cuda" else 1
+    calls = CALLS if device.type == "cuda" else 1
     times = [seconds_of(lambda: [work() for _ in range(calls)], device) / calls for _ in range(1 + rounds)]
     return statistics.median(times[1:])
 
@@ -122,7 +122,7 @@ def gpu_figures(work: Callable[[], object], device: torch.device) -> dict[str, A
     query = ["nvidia-smi", f"--query-gpu={_CLOCKS}", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         asked = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        for _ in range(_CALLS):  # as many on all ranks
+        for _ in range(CALLS):  # as many on all ranks
             work()
         said = asked.communicate(timeout=30)[0]
         figures |= {"clocks": said.splitlines()} if asked.returncode == 0 else {}
