@@ -5,7 +5,6 @@ LFW; the picture is GROUP/ID/ID_000N (source: bob.bio.face, rfw.py). BFW has a .
 columns of both pictures; the picture is ATT/ID/NAME (source: visionjo/facerec-bias-bfw, data/README.md).
 """
 
-import csv
 import posixpath
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from eval.embedding_table import Faces
-from utils.files import find_files, read_lines, shown
+from utils.files import find_files, read_csv, read_lines, shown
 from utils.text import did_you_mean, one_line
 
 from .groups import MAX_GROUPS, PairList
@@ -32,7 +31,7 @@ def read_groups(path: Path, column: str, faces: Faces) -> tuple[np.ndarray, list
     Raises:
         ValueError: of the file, or the groups are too many.
     """
-    rows, head = _read_csv(path)
+    rows, head = _read_table(path)
     key = next((one for one in ("name", "person") if one in head), None)
     if key is None:
         raise ValueError(
@@ -61,7 +60,7 @@ def read_pair_list(path: Path, column: str | None, faces: Faces) -> PairList:
         raise ValueError(
             "--by names the column of groups of a .csv, which must be given; groups of a folder have their files' names"
         )
-    found = _read_folder(path) if column is None else _read_table(path, column)
+    found = _read_folder(path) if column is None else _read_bfw(path, column)
     row_of = {posixpath.splitext(name)[0]: row for row, name in enumerate(faces.names)}
     first, second, same, groups = [], [], [], []
     people: list[str] = []
@@ -83,8 +82,8 @@ def read_pair_list(path: Path, column: str | None, faces: Faces) -> PairList:
     return PairList(left, right, np.array(same), numbers.reshape(-1, 2), owners, names, len(found) - len(first))
 
 
-def _read_csv(path: Path) -> tuple[list[list[str]], list[str]]:
-    rows = list(csv.reader(read_lines(path)))
+def _read_table(path: Path) -> tuple[list[list[str]], list[str]]:
+    rows = read_csv(path)
     head = [word.strip() for word in rows[0]] if rows else []
     for number, row in enumerate(rows, 1):
         if row and len(row) != len(head):
@@ -100,8 +99,8 @@ def _column(path: Path, head: Sequence[str], *names: str) -> int:
     raise ValueError(f"{shown(path)}: has no column {names[0]!r}; it has {columns}.{did_you_mean(names[0], head)}")
 
 
-def _read_table(path: Path, column: str) -> list[tuple[str, str, bool, str, str]]:
-    rows, head = _read_csv(path)
+def _read_bfw(path: Path, column: str) -> list[tuple[str, str, bool, str, str]]:
+    rows, head = _read_table(path)
     first, second, label = (_column(path, head, name) for name in ("p1", "p2", "label"))
     own, other = (_column(path, head, f"{column}{number}", column) for number in (1, 2))
     for number, row in enumerate(rows, 2):

@@ -1,13 +1,12 @@
 """Reads measures of quality from .csv files, joined by the names of pictures; among them the table of BSI's OFIQ."""
 
-import csv
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from utils.files import read_lines, shown
+from utils.files import read_csv, shown
 from utils.text import one_line
 
 _NAMES = ("name", "Filename")  # of the column that has the picture; the second is OFIQ's
@@ -26,11 +25,7 @@ def read_measures(path: Path, wanted: Sequence[str], names: Sequence[str]) -> tu
     Raises:
         ValueError: the file cannot be read, has no row of a picture or two of one, or a text where a number must be.
     """
-    lines = read_lines(path)
-    try:
-        rows = list(csv.reader(lines, delimiter=";" if lines and ";" in lines[0] else ","))
-    except csv.Error as error:
-        raise ValueError(f"{shown(path)}: is no table: {one_line(error)}") from None
+    rows = read_csv(path)
     head = [word.strip() for word in rows[0]] if rows else []
     own = next((head.index(name) for name in _NAMES if name in head), None)
     if own is None:

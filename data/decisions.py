@@ -10,14 +10,13 @@ A CSV file with the columns action, image, identity, to, sure, why. Identities a
 Shapes: n = images of the set, C = identities.
 """
 
-import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from utils.files import read_lines, shown, write_csv
+from utils.files import read_csv, shown, write_csv
 
 ACTIONS = ("drop", "move", "merge", "split")
 
@@ -47,7 +46,7 @@ def read_decisions(path: Path, labels: np.ndarray, num_classes: int) -> list[Dec
     """
     found: list[Decision] = []
     seen: set[int] = set()
-    for number, row in enumerate(csv.reader(read_lines(path)), 1):
+    for number, row in enumerate(read_csv(path), 1):
         if not row or (number == 1 and row[:1] == ["action"]):
             continue
         try:

@@ -5,13 +5,29 @@ from pathlib import Path
 
 import pytest
 
-from utils.files import NewFile, new_file, read_lines, read_numbers, unfinished_folder
+from utils.files import NewFile, new_file, read_csv, read_lines, read_numbers, unfinished_folder
 
 
 def test_lines_are_the_same_from_every_editor(tmp_path: Path):
     for data in (b"a 1\n\xc3\xa9 2", b"a 1\n\xc3\xa9 2\n", b"\xef\xbb\xbfa 1\r\n\xc3\xa9 2\r\n", b"a 1\r\xc3\xa9 2\r"):
         (tmp_path / "list.txt").write_bytes(data)
         assert read_lines(tmp_path / "list.txt") == ["a 1", "\u00e9 2"]
+
+
+def test_names_and_cells_keep_characters_at_which_python_ends_lines(tmp_path: Path):
+    names = ["a\u2028b", "c\x0bd", "e\x85f", "g\x1ch"]
+    (tmp_path / "list.txt").write_text("\n".join(["", *names, ""]) + "\n", encoding="utf-8")
+    assert read_lines(tmp_path / "list.txt") == ["", *names, ""]
+    (tmp_path / "empty.txt").touch()
+    assert read_lines(tmp_path / "empty.txt") == read_csv(tmp_path / "empty.txt") == []
+    for between in (",", ";"):
+        rows = [["name", "group"], *([name, "one\ntwo"] for name in names)]
+        text = "".join(between.join(f'"{cell}"' for cell in row) + "\r\n" for row in rows)
+        (tmp_path / "table.csv").write_text(text, encoding="utf-8", newline="")
+        assert read_csv(tmp_path / "table.csv") == rows
+    (tmp_path / "table.csv").write_text("x" * 200_000)
+    with pytest.raises(ValueError, match=r"table\.csv: is no table: field larger than field limit"):
+        read_csv(tmp_path / "table.csv")
 
 
 def test_what_is_no_text_is_an_error_that_names_the_file(tmp_path: Path):

@@ -2,8 +2,8 @@
 Also writes files that appear complete, and gives the hidden folder in which a program makes what it writes.
 
 A pipe in a list would be waited for without end, and /dev/zero read until memory is full. So whatever a user names is looked
-at before it is opened. Errors are OSError with words for a person in `strerror`, like those of the system; `read_lines` and
-`read_numbers` raise ValueError of one line.
+at before it is opened. Errors are OSError with words for a person in `strerror`, like those of the system; `read_lines`,
+`read_csv` and `read_numbers` raise ValueError of one line.
 """
 
 import contextlib
@@ -111,7 +111,22 @@ def read_lines(path: str | os.PathLike[str]) -> list[str]:
         ValueError: the file cannot be read, or is no UTF-8 text.
     """
     with reading(path):
-        return read_text(path).splitlines()
+        text = read_text(path)
+    return text.removesuffix("\n").split("\n") if text else []  # splitlines also cuts names at U+2028 and its like
+
+
+def read_csv(path: str | os.PathLike[str]) -> list[list[str]]:
+    """Return the rows of a UTF-8 table, whose cells are apart by commas, or by semicolons where the first line has some.
+
+    Raises:
+        ValueError: the file cannot be read, or is no such table.
+    """
+    with reading(path):
+        text = read_text(path)
+    try:
+        return list(csv.reader(io.StringIO(text, newline=""), delimiter=";" if ";" in text.partition("\n")[0] else ","))
+    except csv.Error as error:
+        raise ValueError(f"{shown(path)}: is no table: {error}") from None
 
 
 def read_numbers(path: str | os.PathLike[str], columns: str) -> Iterator[tuple[int, list[int]]]:
