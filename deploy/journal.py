@@ -148,6 +148,12 @@ def open_journal(path: Path, meaning: str) -> Iterator[Journal]:
         yield Journal(path, handle)
 
 
+def check_new(results: Path, unfinished: Path, again: bool) -> None:
+    """Raise ValueError if there are results of --out already, unless the journal of new ones is there, or `again` is set."""
+    if results.exists() and not unfinished.exists() and not again:
+        raise ValueError(f"--out: {shown(results)} exists already; choose another name, or --again to replace it")
+
+
 def _parsed(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)

@@ -123,7 +123,8 @@ def test_a_run_that_ended_early_goes_on_and_never_with_other_groups(
     assert blocks == [0, 50, 100, 150]  # of 160 pictures
     _agree(found, _loop(*faces, found["threshold"]))
     monkeypatch.undo()
-    assert found == _results(tmp_path, *arguments[1:3], "--by", "camera", "--far", "1e-2")
+    assert main([*arguments, "camera", "--far", "1e-2"]) == 1 and "results.json exists already" in capsys.readouterr().err
+    assert found == _results(tmp_path, *arguments[1:3], "--by", "camera", "--far", "1e-2", "--again")
     assert not (tmp_path / "out.unfinished").exists()
 
 

@@ -184,7 +184,7 @@ def test_a_share_of_impostors_replaces_the_border_and_nothing_moves_at_1(
         assert abs(len(outliers - found) / len(outliers) - far) < error
 
 
-def test_a_folder_of_pictures_is_cleaned_under_their_names(tmp_path: Path):
+def test_a_folder_of_pictures_is_cleaned_under_their_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     people = folder_of_people(tmp_path / "people", [6] * 20)
     rng = np.random.default_rng(9)
     names = [path.relative_to(people).as_posix() for path in sorted(people.rglob("*.jpg"))]
@@ -194,6 +194,10 @@ def test_a_folder_of_pictures_is_cleaned_under_their_names(tmp_path: Path):
     vectors[wrong] = rng.normal(size=(12, SIZE))
     order = rng.permutation(120)
     vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+    twice = [*order[:9], order[5], *order[9:]]
+    _write_table(tmp_path / "t.npy", vectors[twice], [names[k] for k in twice], [owners[k] for k in twice])
+    assert _run("clean", tmp_path / "t.npy", people, "--out", tmp_path / "report") == 1
+    assert f"row 9 is {names[order[5]]} of" in capsys.readouterr().err
     _write_table(tmp_path / "t.npy", vectors[order], [names[k] for k in order], [owners[k] for k in order])
     assert _run("clean", tmp_path / "t.npy", people, "--out", tmp_path / "report") == 0
     dataset = open_set(people)

@@ -93,7 +93,8 @@ def _indices(faces: Faces, dataset: FaceDataset, options: argparse.Namespace) ->
     indices, people = indices_of(faces.names, dataset), dataset.people()
     wrong = indices < 0
     wrong[~wrong] = people[indices[~wrong]] != np.array(faces.people)[~wrong]
-    if wrong.any() or len(np.unique(indices)) < len(indices):
+    wrong |= ~np.isin(np.arange(len(indices)), np.unique(indices, return_index=True)[1])  # the second row of an image
+    if wrong.any():
         row = int(wrong.argmax())
         raise ValueError(
             f"{shown(options.table)}: must have one row for each image of {shown(options.set)}, with its label; row {row} is "

@@ -21,7 +21,7 @@ import numpy as np
 from analysis.clustering import SIZES, Clusters, agreement, calibrate, cluster, expand
 from analysis.clustering_report import write_page
 from data.scan import copy_set, indices_of, open_set_of
-from deploy.journal import open_journal
+from deploy.journal import check_new, open_journal
 from eval.embedding_table import Faces, read_table, stamps_of
 from utils.cli import int_in_range, make_parser, progress
 from utils.files import shown, write_csv
@@ -51,9 +51,8 @@ def run(options: argparse.Namespace) -> None:
     if options.to_rec is None and options.min_images is not None:
         raise ValueError("--min-images is of the clusters that --to-rec writes; add that, or take it out")
     unfinished, page = (options.out.with_name(f"{options.out.name}.{end}") for end in ("unfinished", "html"))
-    there = [path for path in (options.out, page)[: 1 if options.set is None else 2] if path.exists()]
-    if there and not unfinished.exists() and not options.again:
-        raise ValueError(f"--out: {shown(there[0])} exists already; choose another name, or --again to replace it")
+    for path in (options.out, page)[: 1 if options.set is None else 2]:
+        check_new(path, unfinished, options.again)
     if options.to_rec is not None and (options.to_rec / "train.rec").exists():
         raise ValueError(f"--to-rec: {shown(options.to_rec)} holds a train.rec; choose another folder")
     faces = read_table(options.table)

@@ -23,8 +23,8 @@ import xxhash
 from analysis.group_files import read_groups, read_pair_list
 from analysis.groups import Grouped, Outcome, measure_list, measure_table
 from analysis.groups_report import summary, write_groups
-from deploy.journal import open_journal
-from eval.embedding_table import Faces, files_of, read_table
+from deploy.journal import check_new, open_journal
+from eval.embedding_table import Faces, read_table, stamps_of
 from utils.cli import make_parser, progress
 from utils.files import shown
 from utils.program import run_main
@@ -44,15 +44,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     at.add_argument("--far", type=_number(1e-12, 1, "a rate such as 1e-3"), help="of all groups together (default: 1e-3)")
     at.add_argument("--threshold", type=_number(-1, 1, "a cosine"), metavar="COSINE", help="instead: a cosine")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the report")
-    parser.add_argument("--again", action="store_true", help="begin anew, although DIR.unfinished has counts of other groups")
+    parser.add_argument("--again", action="store_true", help="begin anew, although DIR has a report or a part of it")
     return run_main(run, parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure, print the table, and write the report."""
+    unfinished = options.out.with_name(f"{options.out.name}.unfinished")
+    check_new(options.out / "results.json", unfinished, options.again)
     faces = read_table(options.table)
     far = 1e-3 if options.far is None and options.threshold is None else options.far
-    outcome, names, left_out = (_of_list if options.pairs else _of_table)(faces, options, far)
+    if options.pairs:
+        outcome, names, left_out = _of_list(faces, options, far)
+    else:
+        outcome, names, left_out = _of_table(faces, options, far, unfinished)
     facts = [
         ("table", shown(options.table)),
         ("groups", f"{shown(options.groups or options.pairs)}{f', column {options.by}' if options.by else ''}"),
@@ -64,19 +69,15 @@ def run(options: argparse.Namespace) -> None:
     print(f"report: {shown(options.out / 'report.html')}")
 
 
-def _of_table(faces: Faces, options: argparse.Namespace, far: float | None) -> tuple[Outcome, list[str], str]:
+def _of_table(faces: Faces, options: argparse.Namespace, far: float | None, unfinished: Path) -> tuple[Outcome, list[str], str]:
     if options.by is None:
         raise ValueError(f"--groups: add --by with the column of {shown(options.groups)} that has the group")
     groups, names = read_groups(options.groups, options.by, faces)
     kept, total = groups >= 0, len(groups)
     vectors = faces.vectors if kept.all() else faces.vectors[kept]
     given = Grouped(vectors, faces.labels()[0][kept], groups[kept], names)
-    unfinished = options.out.with_name(f"{options.out.name}.unfinished")
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    inputs = {
-        "table": [f"{shown(file.resolve())} {file.stat().st_mtime_ns}" for file in files_of(options.table)],
-        "groups": xxhash.xxh3_128_hexdigest(given.labels.tobytes() + groups.tobytes()),
-    }
+    inputs = {"table": stamps_of(options.table), "groups": xxhash.xxh3_128_hexdigest(given.labels.tobytes() + groups.tobytes())}
     count = len(given.labels)
     with open_journal(unfinished, str(options.out)) as journal:
         journal.begin(inputs, options.again, str(unfinished), "was begun with")

@@ -14,7 +14,7 @@ from pathlib import Path
 from analysis.all_pairs import NUM_BINS, count_pairs
 from analysis.pairs_report import write_pairs
 from deploy.embed.source import open_pixels
-from deploy.journal import open_journal
+from deploy.journal import check_new, open_journal
 from eval.embedding_table import read_table, stamps_of
 from eval.report import POINT_COLUMNS, point_rows
 from utils.cli import int_in_range, make_parser, progress
@@ -39,9 +39,8 @@ def run(options: argparse.Namespace) -> None:
     faces = read_table(options.table)
     labels, people = faces.labels()
     read = None if options.pictures is None else open_pixels(options.pictures)
-    results, unfinished = options.out / "results.json", options.out / "unfinished"
-    if results.exists() and not unfinished.exists() and not options.again:
-        raise ValueError(f"--out: {shown(results)} exists already; choose another folder, or --again to replace it")
+    unfinished = options.out / "unfinished"
+    check_new(options.out / "results.json", unfinished, options.again)
     total, shape = len(labels) * (len(labels) - 1) // 2, f"{len(labels):,} faces of {len(people):,} people"
     options.out.mkdir(parents=True, exist_ok=True)
     with open_journal(unfinished, str(options.out)) as journal, progress([], total, "comparing", "pair") as bar:

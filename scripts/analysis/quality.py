@@ -21,7 +21,7 @@ from analysis.quality_columns import read_measures
 from analysis.quality_report import COLUMNS, GATE_COLUMNS, gate_rows, rows_of, write_quality
 from deploy.embed.source import open_pixels
 from deploy.faces.detector import share
-from deploy.journal import Journal, open_journal
+from deploy.journal import Journal, check_new, open_journal
 from eval.embedding_table import Faces, read_table, stamps_of
 from utils.cli import make_parser, progress
 from utils.files import shown
@@ -56,9 +56,8 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--lower: {unknown[0]} is not in --columns.{did_you_mean(unknown[0], measures)}")
     lower = ["padding", *options.lower]
     read = None if options.pictures is None else open_pixels(options.pictures)
-    results, unfinished = options.out / "results.json", options.out / "unfinished"
-    if results.exists() and not unfinished.exists() and not options.again:
-        raise ValueError(f"--out: {shown(results)} exists already; choose another folder, or --again to replace it")
+    unfinished = options.out / "unfinished"
+    check_new(options.out / "results.json", unfinished, options.again)
     options.out.mkdir(parents=True, exist_ok=True)
     with open_journal(unfinished, str(options.out)) as journal:
         threshold = _threshold(faces, labels, options, journal)

@@ -29,7 +29,7 @@ from deploy.embed.source import open_source
 from deploy.embed.table import FORMS, check_form, files_of, write_table
 from deploy.faces.detector import add_detector_arguments, open_detector
 from deploy.faces.pictures import add_which_argument
-from deploy.journal import open_journal
+from deploy.journal import check_new, open_journal
 from eval.networks import add_network_arguments
 from utils.cli import int_in_range, make_parser, progress
 from utils.distributed import choose_device
@@ -65,9 +65,8 @@ def run(options: argparse.Namespace) -> None:
     unfinished = out.with_name(f"{out.name}.unfinished")
     if out.is_dir():
         raise ValueError(f"--out: {out} is a folder; name a file")
-    there = [path for path in files_of(out) if path.exists()]
-    if there and not unfinished.exists() and not options.again:
-        raise ValueError(f"--out: {there[0]} exists already; choose another name, or --again to replace it")
+    for path in files_of(out):
+        check_new(path, unfinished, options.again)
     # for all processes, and for the run that goes on: parts of another precision are not mixed with these
     options.precision = choose_precision(options.precision, is_fast_in_bf16(choose_device(options.device, 0)))
     with one_thread():
