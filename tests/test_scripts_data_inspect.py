@@ -67,6 +67,19 @@ def test_what_is_wrong_with_a_set_is_found(tmp_path: Path, people: Path, capsys:
     assert not _table(tmp_path / "again" / "drop.csv")
 
 
+def test_a_picture_that_everybody_has_is_found_in_time_that_grows_as_the_set(
+    tmp_path: Path, people: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of 100,000 people with one picture the page took hours: it looked for the copies across identities for each copy."""
+    for number in range(20):
+        (people / f"person_{number + 4}").mkdir()
+        (people / f"person_{number + 4}" / "0.jpg").write_bytes((people / "person_0" / "0.jpg").read_bytes())
+    calls, whole = [], inspect_data.Findings.across
+    monkeypatch.setattr(inspect_data.Findings, "across", lambda found: calls.append(1) or whole(found))
+    assert inspect_data.main([str(people), "--out", str(tmp_path / "report")]) == 0
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["copies_across_identities"] == 20 > len(calls)
+
+
 def test_the_page_tells_the_worst_first_by_the_names_of_files_and_folders(
     tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]
 ):

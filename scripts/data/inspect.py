@@ -264,7 +264,8 @@ def write_page(path: Path, title: str, found: Findings, rng: np.random.Generator
         _copies(page, found, copies, f"Shared with the test set {name}", where, found.tests[name])
     _copies(page, found, found.across(), "Copies across identities", "One person has two labels, or a label is wrong.")
     _unusable(page, found)
-    within = [copy for copy in found.copies if copy not in set(found.across())]
+    across = set(found.across())
+    within = [copy for copy in found.copies if copy not in across]
     _copies(page, found, within, "Copies within an identity", "drop.csv keeps the first of each.")
     page.section("Some identities, drawn at random")
     page.picture(_contact_sheet(found, rng), "one row per identity. Other people in a row mean wrong labels")
