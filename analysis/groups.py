@@ -154,20 +154,20 @@ def genuine_cells(faces: Grouped, edge: float) -> np.ndarray:
     return np.concatenate(cells)
 
 
-def measure_table(
-    faces: Grouped, far: float | None, threshold: float | None, worst: int, journal: Journal | None, advance: Callable
-) -> Outcome:
+def measure_table(faces: Grouped, far: float | None, threshold: float | None, worst: int, journal: Journal | None) -> Outcome:
     """Return the rates of groups over all pairs of a table.
 
     Args:
         far, threshold: as of `place_of`.
         worst: most similar pictures of two people to return.
-        journal, advance: as of `count_pairs`.
+        journal: as of `count_pairs`.
     """
     num_bins, count = NUM_BINS, len(faces.names)
     while num_bins * count**2 > _COUNTS:
         num_bins //= 2
-    counts = count_pairs(faces.vectors, faces.labels, faces.groups, num_bins, worst, journal, advance)
+    total = len(faces.labels) * (len(faces.labels) - 1) // 2
+    with progress([], total, "comparing", "pair") as bar:
+        counts = count_pairs(faces.vectors, faces.labels, faces.groups, num_bins, worst, journal, bar.update)
     place = place_of(counts, far, threshold)
     edge = float(counts.edges[place])
     cells = genuine_cells(faces, edge)

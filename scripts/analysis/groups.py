@@ -25,7 +25,7 @@ from analysis.groups import Grouped, Outcome, measure_list, measure_table
 from analysis.groups_report import summary, write_groups
 from deploy.journal import check_new, open_journal
 from eval.embedding_table import Faces, read_table, stamps_of
-from utils.cli import make_parser, progress
+from utils.cli import make_parser
 from utils.files import shown
 from utils.program import run_main
 
@@ -78,13 +78,11 @@ def _of_table(faces: Faces, options: argparse.Namespace, far: float | None, unfi
     given = Grouped(vectors, faces.labels()[0][kept], groups[kept], names)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     inputs = {"table": stamps_of(options.table), "groups": xxhash.xxh3_128_hexdigest(given.labels.tobytes() + groups.tobytes())}
-    count = len(given.labels)
     with open_journal(unfinished, str(options.out)) as journal:
         journal.begin(inputs, options.again, str(unfinished), "was begun with")
-        with progress([], count * (count - 1) // 2, "comparing", "pair") as bar:
-            outcome = measure_table(given, far, options.threshold, _ALIKE, journal, bar.update)
+        outcome = measure_table(given, far, options.threshold, _ALIKE, journal)
         unfinished.unlink()
-    left_out = f"{total - count:,} of {total:,} pictures, which have no group"
+    left_out = f"{total - len(given.labels):,} of {total:,} pictures, which have no group"
     return outcome, [faces.names[row] for row in kept.nonzero()[0]], left_out
 
 

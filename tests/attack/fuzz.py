@@ -35,7 +35,14 @@ import tqdm
 from utils.cli import int_in_range, make_parser, progress
 from utils.program import run_main
 
-from . import fuzz_inputs_config, fuzz_inputs_gallery, fuzz_inputs_images, fuzz_inputs_runs, fuzz_inputs_sets
+from . import (
+    fuzz_inputs_config,
+    fuzz_inputs_gallery,
+    fuzz_inputs_images,
+    fuzz_inputs_runs,
+    fuzz_inputs_sets,
+    fuzz_inputs_tables,
+)
 from .fuzz_cases import Outcome, run_cases
 from .fuzz_files import Place
 from .fuzz_finds import keep, minimise, run_one
@@ -135,7 +142,7 @@ def load_inputs(folder: Path, names: Sequence[str] = ()) -> dict[str, Input]:
     make_seeds(seeds)
     inputs = {
         name: entry
-        for part in (fuzz_inputs_sets, fuzz_inputs_images, fuzz_inputs_runs, fuzz_inputs_gallery)
+        for part in (fuzz_inputs_sets, fuzz_inputs_tables, fuzz_inputs_images, fuzz_inputs_runs, fuzz_inputs_gallery)
         for name, entry in part.inputs(seeds).items()
     }
     inputs |= fuzz_inputs_config.inputs()
