@@ -222,13 +222,13 @@ def _similar(
             pair = (near + torch.tensor([begin, start])).to(torch.int32)
             bits = cosines[near[:, 0], near[:, 1]].view(torch.int32)
             found.append(torch.cat([pair, bits[:, None]], dim=1).numpy())
+            total += len(pair)
+            if total > _MOST_PAIRS:
+                raise ValueError(
+                    f"more than {_MOST_PAIRS:,} pairs of faces are above the cosine {threshold:.4f}; give a lower --far, or "
+                    "a higher --threshold"
+                )
         parts.append(np.concatenate(found))
-        total += len(parts[-1])
-        if total > _MOST_PAIRS:
-            raise ValueError(
-                f"more than {_MOST_PAIRS:,} pairs of faces are above the cosine {threshold:.4f}; give a lower --far, or "
-                "a higher --threshold"
-            )
         if journal is not None:
             journal.add({"stage": "pairs", "begin": begin}, parts[-1].tobytes() + b"\n")
         advance(len(rows))

@@ -79,7 +79,7 @@ def _read_list(dataset: RecordDataset) -> list[str]:
     """Return the paths in train.lst if its lines and labels fit the set, otherwise nothing."""
     path = Path(dataset.folder) / "train.lst"
     try:
-        rows = [line.split("\t") for line in read_text(path, encoding="utf-8").splitlines()]
+        rows = [line.split("\t") for line in read_text(path, encoding="utf-8").removesuffix("\n").split("\n")]
     except (OSError, UnicodeDecodeError):
         return []
     labels = [row[2] for row in rows if len(row) >= 3]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from dense_reference import all_centres
+from pictures import folder_of_people
 from rounding import rounding_bound
 from tiny_runs import final_weights, read_metrics, run_program, tiny_run, write_dataset
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from training.step import LossTerm, backward
 from training.teachers import Teacher, largest_output, read_network
 from utils import distributed
 from utils.distributed import World
+from utils.files import write_csv
 from utils.memory import BackboneMemory
 
 SAMPLES, DIM, OTHER = 12, 5, 7  # of the global batch
@@ -265,6 +267,24 @@ def test_a_table_of_the_set_teaches_each_image_its_row_and_a_run_with_it_resumes
         table.with_suffix(".csv").write_text("\n".join(text) + "\n")
         assert train.main([*run("run.name=broken", "train.max_steps=5")]) == 1
         assert re.search(reason, capsys.readouterr().err)
+
+
+def test_a_table_of_a_folder_teaches_by_the_names_of_its_pictures_in_any_order(tmp_path: Path):
+    folder_of_people(tmp_path / "people", [3] * 4)
+    names = [f"person_{person}/{number}.jpg" for person in range(4) for number in range(3)]
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(12, 16))
+    vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+    losses = []
+    for order, rows in ((range(12), range(12)), (turned := rng.permutation(12), turned), (range(12), turned)):
+        np.save(tmp_path / "t.npy", vectors[list(rows)])
+        texts = [(names[number], 0, names[number].partition("/")[0], 1.0) for number in order]
+        write_csv(tmp_path / "t.csv", ("name", "face", "person", "norm"), texts)
+        name = f"run.name={len(losses)}"
+        words = ["data.source=folder", "eval.targets=[]", f"teacher.path={tmp_path / 't.npy'}", "teacher.embedding=1", name]
+        assert train.main(tiny_run(tmp_path / "people", tmp_path, *words, "train.max_steps=1")) == 0
+        losses.append(_loss(tmp_path / f"{len(losses)}"))
+    assert losses[0] == losses[1] and abs(losses[2] - losses[0]) > 1e-3
 
 
 WRONG = {

@@ -25,6 +25,7 @@ from torch.nn import functional
 from backbones import build_backbone
 from data.augment import prepare
 from data.base import FaceDataset
+from data.scan import indices_of
 from eval.embedding_table import read_table
 from eval.networks import Network, add_choice_of_network, load_network
 from partial_fc import PartialFC
@@ -59,6 +60,7 @@ class Teacher(NamedTuple):
         temperature: of that loss.
         soft_targets: of that loss; None until the run has its head.
         table: (images of the set, D) float32 in a file, its embeddings of all images as they are stored; None = the network.
+        rows: (images of the set,) int64, the row of the table that each image has.
     """
 
     network: nn.Module
@@ -73,6 +75,7 @@ class Teacher(NamedTuple):
     temperature: float = 1.0
     soft_targets: SoftTargets | None = None
     table: np.ndarray | None = None
+    rows: np.ndarray | None = None
 
     def on(self, device: torch.device, average: nn.Module | None, head: PartialFC) -> "Teacher":
         """Return the teacher on the device of the run, or the average of its weights if that is the teacher.
@@ -106,8 +109,8 @@ class Teacher(NamedTuple):
         Args:
             indices: (b,) int64 on the CPU, of the images in their set. A table is of one set, and so of one part.
         """
-        if self.table is not None:
-            rows, device = torch.from_numpy(self.table[indices.numpy()]), parts[0][0].device
+        if self.table is not None and self.rows is not None:
+            rows, device = torch.from_numpy(self.table[self.rows[indices.numpy()]]), parts[0][0].device
             return (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
         images = torch.cat([prepare(*part) for part in parts])
         if images.shape[-1] != self.image_size:
@@ -211,7 +214,9 @@ def _open_table(section: EasyDict, dataset: FaceDataset, dim: int, losses: dict[
     """Return a teacher whose embeddings of the set were written by `face embed`."""
     with prefix_errors("teacher.path"):
         faces = read_table(Path(section.path))
-        if faces.names != [str(index) for index in range(dataset.num_stored)] or faces.people != dataset.people().tolist():
+        indices, people = indices_of(faces.names, dataset), dataset.people()
+        rows = indices.argsort()
+        if not np.array_equal(indices[rows], range(len(people))) or faces.people != people[indices].tolist():
             raise ValueError(
                 f"{section.path} must have a row for each of the {dataset.num_stored} images of data.path, with their labels, "
                 f"got {len(faces.names)} rows; write it with face embed NETWORK SET --out {section.path}"
@@ -220,7 +225,7 @@ def _open_table(section: EasyDict, dataset: FaceDataset, dim: int, losses: dict[
     some = faces.vectors[:: -(-len(faces.vectors) // _SAMPLED)].copy()
     identity = digest_tensors({"norms": torch.from_numpy(faces.norms.copy()), "vectors": torch.from_numpy(some)})
     mse, size = section.embedding_loss == "mse", faces.vectors.shape[1]
-    return Teacher(nn.Module(), 0, size, identity, 0, losses, mse, f"the table {section.path}", table=faces.vectors)
+    return Teacher(nn.Module(), 0, size, identity, 0, losses, mse, f"the table {section.path}", table=faces.vectors, rows=rows)
 
 
 def _check_size(section: EasyDict, given: int, dim: int) -> None:
