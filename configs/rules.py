@@ -275,10 +275,11 @@ def _check_teacher(tree: dict[str, Any]) -> None:
             f"teacher, got it with {teacher['path']!r}; set teacher.embedding or teacher.relations"
         )
     table = teacher["path"].endswith(".npy")
-    if table and (tree["tasks"] or teacher["logits"] or tree["data"]["on_bad_record"] == "skip"):
+    data = tree["data"]
+    if table and (tree["tasks"] or teacher["logits"] or data["on_bad_record"] == "skip" or data["sources"]):
         raise ValueError(
-            "teacher.path, a table, goes without tasks, teacher.logits and data.on_bad_record=skip: its rows are the images of "
-            f"one set, got {teacher['path']!r}; name a network instead"
+            "teacher.path, a table, goes without tasks, data.sources, teacher.logits and data.on_bad_record=skip: its rows are "
+            f"the images of one set, got {teacher['path']!r}; name a network instead"
         )
     if teacher["options"] and (table or teacher["path"] in ("", "average")):
         raise ValueError(f"teacher.options is for a file or a run in teacher.path, got {teacher['options']!r}; take it out")

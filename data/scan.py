@@ -7,6 +7,7 @@ Shapes: n = images read.
 
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,12 +68,13 @@ class SetNames:
 
 def indices_of(names: Sequence[str], dataset: FaceDataset) -> np.ndarray:
     """Return the index in a set of each name that `face embed` gave its images, (n,) int64; -1 = there is no such image."""
-    files = SetNames(dataset)
     if isinstance(dataset, FolderDataset):
+        files = SetNames(dataset)
         number = {files.file(index): index for index in range(dataset.num_stored)}
         return np.array([number.get(name, -1) for name in names], dtype=np.int64)
-    count = dataset.num_stored
-    return np.array([int(name) if name.isdecimal() and int(name) < count else -1 for name in names], dtype=np.int64)
+    numbers = [int(name) if re.fullmatch("0|[1-9][0-9]{0,17}", name) else -1 for name in names]
+    found = np.array(numbers, dtype=np.int64)
+    return np.where(found < dataset.num_stored, found, -1)
 
 
 def _read_list(dataset: RecordDataset) -> list[str]:

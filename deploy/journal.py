@@ -148,9 +148,9 @@ def open_journal(path: Path, meaning: str) -> Iterator[Journal]:
         yield Journal(path, handle)
 
 
-def check_new(results: Path, unfinished: Path, again: bool) -> None:
+def check_new(results: Path, unfinished: Path | None, again: bool) -> None:
     """Raise ValueError if there are results of --out already, unless the journal of new ones is there, or `again` is set."""
-    if results.exists() and not unfinished.exists() and not again:
+    if results.exists() and not (unfinished is not None and unfinished.exists()) and not again:
         raise ValueError(f"--out: {shown(results)} exists already; choose another name, or --again to replace it")
 
 

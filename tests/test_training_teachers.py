@@ -1,6 +1,7 @@
 """Teachers: each loss against a float64 reference over the whole batch, and whole runs that learn from another network."""
 
 import functools
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -275,7 +276,7 @@ def test_a_table_of_a_folder_teaches_by_the_names_of_its_pictures_in_any_order(t
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(12, 16))
     vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
-    losses = []
+    losses, teachers = [], []
     for order, rows in ((range(12), range(12)), (turned := rng.permutation(12), turned), (range(12), turned)):
         np.save(tmp_path / "t.npy", vectors[list(rows)])
         texts = [(names[number], 0, names[number].partition("/")[0], 1.0) for number in order]
@@ -284,11 +285,15 @@ def test_a_table_of_a_folder_teaches_by_the_names_of_its_pictures_in_any_order(t
         words = ["data.source=folder", "eval.targets=[]", f"teacher.path={tmp_path / 't.npy'}", "teacher.embedding=1", name]
         assert train.main(tiny_run(tmp_path / "people", tmp_path, *words, "train.max_steps=1")) == 0
         losses.append(_loss(tmp_path / f"{len(losses)}"))
-    assert losses[0] == losses[1] and abs(losses[2] - losses[0]) > 1e-3
+        manifest = json.loads((tmp_path / name[9:] / "checkpoints" / "step_00000001" / "manifest.json").read_text())
+        teachers.append(manifest["run_signature"]["teacher"])
+    assert losses[0] == losses[1] and teachers[0] == teachers[1] != teachers[2] and abs(losses[2] - losses[0]) > 1e-3
 
 
 WRONG = {
-    "teacher.path=t.npy teacher.logits=1": "teacher.path, a table, goes without tasks, teacher.logits",
+    "teacher.path=t.npy teacher.logits=1": "teacher.path, a table, goes without tasks, data.sources, teacher.logits",
+    "teacher.path=t.npy teacher.relations=1 data.path='' data.sources=[{source:\xa0folder,path:\xa0p}]": "a table, goes "
+    "without tasks, data.sources",
     "teacher.path=t.npy teacher.relations=1 teacher.options=--ema": "teacher.options is for a file or a run",
     "teacher.path=t.npy teacher.relations=1": "teacher.path: t.npy: cannot be read: No such file",
     "teacher.path=nowhere": "teacher.path=nowhere needs a weight above 0, got none; set teacher.embedding, relations or logits",

@@ -25,6 +25,8 @@ def test_names_and_cells_keep_characters_at_which_python_ends_lines(tmp_path: Pa
         text = "".join(between.join(f'"{cell}"' for cell in row) + "\r\n" for row in rows)
         (tmp_path / "table.csv").write_text(text, encoding="utf-8", newline="")
         assert read_csv(tmp_path / "table.csv") == rows
+    (tmp_path / "table.csv").write_text("drop,0,blurred; dark")
+    assert read_csv(tmp_path / "table.csv") == [["drop", "0", "blurred; dark"]]
     (tmp_path / "table.csv").write_text("x" * 200_000)
     with pytest.raises(ValueError, match=r"table\.csv: is no table: field larger than field limit"):
         read_csv(tmp_path / "table.csv")

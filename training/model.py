@@ -188,7 +188,9 @@ def build_model(config: EasyDict, setup: Setup) -> Model:
             memory = backbone_memory(backbone, autocast, copies, config.data.image_size)
         memory = memory if setup.teacher is None else setup.teacher.beside(memory, world.device)
         beside = backbone_bytes(memory, config.train, count, world.device.type, free)
-        beside += 0 if setup.teacher is None else centre_bytes(setup.teacher, config, setup.tasks[0], count, world.device)
+        if setup.teacher is not None:
+            taught = setup.tasks[0]
+            beside += centre_bytes(setup.teacher, config, taught, settings[taught.name], count, world.device)
         ranks, parts = world._replace(world_size=count), config.train.accumulation
         for task in setup.tasks:
             margin, classes, how = margins[task.name], task.dataset.num_classes, settings[task.name]

@@ -28,7 +28,7 @@ from data.base import FaceDataset
 from data.scan import indices_of
 from eval.embedding_table import read_table
 from eval.networks import Network, add_choice_of_network, load_network
-from partial_fc import PartialFC
+from partial_fc import HeadConfig, PartialFC
 from partial_fc.collectives import Collectives
 from partial_fc.init import CentreSource, open_centres
 from partial_fc.kernels.plain import auto_chunk
@@ -222,8 +222,8 @@ def _open_table(section: EasyDict, dataset: FaceDataset, dim: int, losses: dict[
                 f"got {len(faces.names)} rows; write it with face embed NETWORK SET --out {section.path}"
             )
     _check_size(section, faces.vectors.shape[1], dim)
-    some = faces.vectors[:: -(-len(faces.vectors) // _SAMPLED)].copy()
-    identity = digest_tensors({"norms": torch.from_numpy(faces.norms.copy()), "vectors": torch.from_numpy(some)})
+    some = faces.vectors[rows[:: -(-len(rows) // _SAMPLED)]]
+    identity = digest_tensors({"norms": torch.from_numpy(faces.norms[rows]), "vectors": torch.from_numpy(some)})
     mse, size = section.embedding_loss == "mse", faces.vectors.shape[1]
     return Teacher(nn.Module(), 0, size, identity, 0, losses, mse, f"the table {section.path}", table=faces.vectors, rows=rows)
 
@@ -255,7 +255,7 @@ def read_network(path: str, options: str, threads: int) -> Network:
     return load_network(given, build_backbone)
 
 
-def centre_bytes(teacher: Teacher, config: EasyDict, task: Any, count: int, device: torch.device) -> int:
+def centre_bytes(teacher: Teacher, config: EasyDict, task: Any, head: HeadConfig, count: int, device: torch.device) -> int:
     """Return the bytes of the loss of the logits in one of `count` processes.
 
     Raises:
@@ -268,7 +268,7 @@ def centre_bytes(teacher: Teacher, config: EasyDict, task: Any, count: int, devi
         raise ValueError(
             f"teacher.logits needs a teacher of the {own} classes of the data, got {found} in {teacher.centres.name}"
         )
-    chunk = config.head.chunk or auto_chunk(device.type, torch.float32)
+    chunk = head.chunk or auto_chunk(device.type, head.matmul_dtype)
     rows = config.train.batch_size // config.train.accumulation
     return bytes_of(-(-own // count), rows, teacher.centres, config.backbone.embedding_size, chunk)
 

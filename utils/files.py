@@ -116,15 +116,16 @@ def read_lines(path: str | os.PathLike[str]) -> list[str]:
 
 
 def read_csv(path: str | os.PathLike[str]) -> list[list[str]]:
-    """Return the rows of a UTF-8 table, whose cells are apart by commas, or by semicolons where the first line has some.
+    """Return the rows of a UTF-8 table, whose cells are apart by commas, or by semicolons if the first line has no comma.
 
     Raises:
         ValueError: the file cannot be read, or is no such table.
     """
     with reading(path):
         text = read_text(path)
+    head = text.partition("\n")[0]
     try:
-        return list(csv.reader(io.StringIO(text, newline=""), delimiter=";" if ";" in text.partition("\n")[0] else ","))
+        return list(csv.reader(io.StringIO(text, newline=""), delimiter=";" if ";" in head and "," not in head else ","))
     except csv.Error as error:
         raise ValueError(f"{shown(path)}: is no table: {error}") from None
 

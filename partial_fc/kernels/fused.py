@@ -62,7 +62,7 @@ def product_exp_kernel(
         logits = tl.dot(w, tl.trans(x), logits)
     v = tl.load(inverse_norms + classes, mask=here, other=0.0)[:, None]
     exponential = tl.exp2(logits * (v * _LOG2_E) - shift * _LOG2_E)
-    # a condition on each number would take longer than its exponential; few tiles have any to leave out
+    # a condition on each number takes longer than its exponential; of many classes few tiles have any to leave out
     if limit is not None:
         exponential = tl.where(v * logits > limit, 0.0, exponential)
     if (row + 1) * class_block > num_classes:

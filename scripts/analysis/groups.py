@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> None:
     """Measure, print the table, and write the report."""
     unfinished = options.out.with_name(f"{options.out.name}.unfinished")
-    check_new(options.out / "results.json", unfinished, options.again)
+    check_new(options.out / "results.json", None if options.pairs else unfinished, options.again)
     faces = read_table(options.table)
     far = 1e-3 if options.far is None and options.threshold is None else options.far
     if options.pairs:

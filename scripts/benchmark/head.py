@@ -1,11 +1,12 @@
 """Measure time and memory of the head against plain heads: python -m scripts.benchmark.head [--json FILE] [--plot FOLDER]
 
-Every line of the table is a separate process (one per rank): some warm-up steps, the median of several steps, and the growth of
-its peak memory. ratio = plain / ours, in time and in memory. busy: the kernels of a step, on a GPU. At sample rate 1 the plain
-head is the dense one of tutorials, below 1 it is Partial FC as in arcface_torch: plain.py. "target-only" is a dense head that
-computes the margin only for the targets, the best plain version. With --loss other losses are measured with their default
-arguments, their steps in turn with those of ArcFace in the same process; arcface x = median of loss / ArcFace. With --placement
-the steps are in turn with those of a head on the device; device x = median of placement / device. The file of disk is here.
+Every line of the table is a separate process (one per rank): some warm-up steps, the median of several steps (on a GPU of turns
+of 20 between two waits), and the growth of its peak memory. ratio = plain / ours, in time and in memory. busy: the kernels of a
+step, on a GPU. At sample rate 1 the plain head is the dense one of tutorials, below 1 Partial FC as in arcface_torch: plain.py.
+"target-only" is a dense head that computes the margin only for the targets, the best plain version. With --loss other losses
+are measured with their default arguments, their steps in turn with those of ArcFace in the same process; arcface x = median of
+loss / ArcFace. With --placement the steps are in turn with those of a head on the device; device x = median of placement /
+device. The file of disk is here.
 
 Examples:
   python -m scripts.benchmark.head --quick
@@ -36,7 +37,7 @@ from partial_fc.kernels.plain import product_dtype
 from partial_fc.sampling.planning import draw_active
 from partial_fc.softmax.choice import FORMS
 from utils import distributed
-from utils.cli import make_parser
+from utils.cli import int_in_range, make_parser
 from utils.memory import free_bytes
 from utils.precision import set_tf32
 from utils.program import run_main
@@ -69,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=0, help="classes at once, 0 = what suits the device")
     parser.add_argument("--cache-mb", type=int, default=-1, help="head.cache_mb")
     parser.add_argument("--world-size", type=int, default=1, help="gloo or NCCL processes on this machine")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps, on a GPU turns of 20; the median counts (default 5)")
+    parser.add_argument(
+        "--steps", type=int_in_range(1), default=5, help="timed, on a GPU turns of 20; the median counts (default 5)"
+    )
     parser.add_argument("--loss", nargs="+", choices=tuple(MARGINS), default=["arcface"], help="default arcface")
     parser.add_argument("--placement", choices=PLACEMENTS, default="device", help="head.placement")
     parser.add_argument("--no-plain", action="store_true", help="leave the plain heads out")

@@ -17,6 +17,7 @@ Examples:
 import argparse
 import contextlib
 import json
+import math
 import os
 import socket
 import statistics
@@ -105,7 +106,7 @@ class OurTraining:
         result = training_step.train_step(self.config, self.setup.tasks, self.model, self.parallel, prepared, rates, self.world)
         self.late.post(prepared.number, result)
         for values in self.late.take(prepared.number):
-            if not values.good and not self.model.scaler.enabled:  # fp16 overflows until it has found its scale
+            if not (values.good or (self.model.scaler.enabled and math.isfinite(values.loss))):  # fp16 looks for its scale
                 raise ValueError(
                     f"step {values.step}: loss {values.loss}, gradient norm {values.grad_norm}: nothing to measure"
                 )
