@@ -220,7 +220,7 @@ def _saved(tree: Any) -> bytes:
 
 
 def _arcface_files(sound: Sound, rng: Rng) -> Case:
-    year = str(pick(rng, ("old", "middle", "new")))
+    year = str(pick(rng, ("old", "middle", "new", "ranks")))
     names = [name for name in sound if name.startswith(f"{year}/")]
     files: dict[str, Entry] = {}
     for name in sorted(set(rng.choice(names, int(rng.integers(1, 3))).tolist())):

@@ -34,9 +34,9 @@ def inputs(seeds: Path) -> dict[str, Input]:
     names = [row[0] for row in csv.reader((seeds / "tables" / "t.csv").read_text().splitlines()[1:])]
     sound |= {f"people/{name}": encoded(number % 3) for number, name in enumerate(names)}
     return {
-        "table": Input(sound, [_table("t.npy"), _table("t.csv"), _arrays], 300, 20),
-        "table-texts": Input(sound, [_table(name) for name in _PROGRAMS if name != "t.npy"], 300, 20),
-        "journal": Input(sound, [lambda sound, rng: _journal(journal, rng)], 300, 20),
+        "table": Input(sound, [_table("t.npy"), _table("t.csv"), _arrays], 300, 10),
+        "table-texts": Input(sound, [_table(name) for name in _PROGRAMS if name != "t.npy"], 300, 10),
+        "journal": Input(sound, [lambda sound, rng: _journal(journal, rng)], 300, 10),
     }
 
 

@@ -150,28 +150,36 @@ def _write_tar(folder: Path) -> None:
 
 
 def _write_arcface(folder: Path) -> None:
-    """Write the files of arcface_torch in the formats of three versions."""
+    """Write the files of arcface_torch in the formats of three versions, the newest of one rank and of two."""
     torch.manual_seed(1)
     model = build_backbone("r18", _DIM, 1 / 64)
     state, weight = model.state_dict(), torch.randn(_CLASSES, _DIM)
     moments = {n: {"momentum_buffer": torch.zeros_like(p)} for n, p in enumerate(model.parameters())}
     groups = [{"lr": 0.05, "weight_decay": 5e-4, "momentum": 0.9, "params": [n]} for n in range(len(moments) + 1)]
     groups = [{**groups[0], "params": list(moments)}, groups[-1]]
-    head = {"momentum_buffer": torch.zeros(_CLASSES, _DIM)}
+
+    def newest(shard: torch.Tensor) -> dict[str, object]:
+        return {
+            "epoch": 2,
+            "global_step": 40,
+            "state_dict_backbone": state,
+            "state_dict_softmax_fc": {"weight": shard},
+            "state_optimizer": {
+                "state": {**moments, len(moments): {"momentum_buffer": torch.zeros_like(shard)}},
+                "param_groups": groups,
+            },
+            "state_lr_scheduler": {"last_epoch": 40},
+        }
+
     years = {
         "old/backbone.pth": {f"module.{name}": value for name, value in state.items()},
         "old/rank_0_softmax_weight.pt": weight,
         "old/rank_0_softmax_weight_mom.pt": weight,
         "middle/model.pt": state,
         "middle/softmax_fc_gpu_0.pt": {"weight": weight},
-        "new/checkpoint_gpu_0.pt": {
-            "epoch": 2,
-            "global_step": 40,
-            "state_dict_backbone": state,
-            "state_dict_softmax_fc": {"weight": weight},
-            "state_optimizer": {"state": {**moments, len(moments): head}, "param_groups": groups},
-            "state_lr_scheduler": {"last_epoch": 40},
-        },
+        "new/checkpoint_gpu_0.pt": newest(weight),
+        "ranks/checkpoint_gpu_0.pt": newest(weight[: _CLASSES // 2].clone()),
+        "ranks/checkpoint_gpu_1.pt": newest(weight[_CLASSES // 2 :].clone()),
     }
     for name, tree in years.items():
         (folder / name).parent.mkdir(exist_ok=True)
