@@ -17,7 +17,7 @@ import cv2
 import numpy as np
 
 from utils.cli import progress
-from utils.files import read_text, write_csv
+from utils.files import read_lines, write_csv
 from utils.image import decode_rgb
 from utils.parallel import map_in_order
 from utils.text import one_line
@@ -81,8 +81,8 @@ def _read_list(dataset: RecordDataset) -> list[str]:
     """Return the paths in train.lst if its lines and labels fit the set, otherwise nothing."""
     path = Path(dataset.folder) / "train.lst"
     try:
-        rows = [line.split("\t") for line in read_text(path, encoding="utf-8").removesuffix("\n").split("\n")]
-    except (OSError, UnicodeDecodeError):
+        rows = [line.split("\t") for line in read_lines(path)]
+    except ValueError:
         return []
     labels = [row[2] for row in rows if len(row) >= 3]
     fits = len(labels) == len(rows) == dataset.num_images and labels == list(map(str, dataset.labels().tolist()))

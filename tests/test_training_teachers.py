@@ -277,15 +277,15 @@ def test_a_table_of_a_folder_teaches_by_the_names_of_its_pictures_in_any_order(t
     vectors = rng.normal(size=(12, 16))
     vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
     losses, teachers = [], []
-    for order, rows in ((range(12), range(12)), (turned := rng.permutation(12), turned), (range(12), turned)):
+    orders = ((range(12), range(12)), (turned := rng.permutation(12), turned), (range(12), turned))
+    for name, (order, rows) in zip("abc", orders, strict=True):
         np.save(tmp_path / "t.npy", vectors[list(rows)])
         texts = [(names[number], 0, names[number].partition("/")[0], 1.0) for number in order]
         write_csv(tmp_path / "t.csv", ("name", "face", "person", "norm"), texts)
-        name = f"run.name={len(losses)}"
-        words = ["data.source=folder", "eval.targets=[]", f"teacher.path={tmp_path / 't.npy'}", "teacher.embedding=1", name]
-        assert train.main(tiny_run(tmp_path / "people", tmp_path, *words, "train.max_steps=1")) == 0
-        losses.append(_loss(tmp_path / f"{len(losses)}"))
-        manifest = json.loads((tmp_path / name[9:] / "checkpoints" / "step_00000001" / "manifest.json").read_text())
+        words = ["data.source=folder", "eval.targets=[]", f"teacher.path={tmp_path / 't.npy'}", "teacher.embedding=1"]
+        assert train.main(tiny_run(tmp_path / "people", tmp_path, *words, "train.max_steps=1", f"run.name={name}")) == 0
+        losses.append(_loss(tmp_path / name))
+        manifest = json.loads((tmp_path / name / "checkpoints" / "step_00000001" / "manifest.json").read_text())
         teachers.append(manifest["run_signature"]["teacher"])
     assert losses[0] == losses[1] and teachers[0] == teachers[1] != teachers[2] and abs(losses[2] - losses[0]) > 1e-3
 

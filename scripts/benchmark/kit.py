@@ -19,7 +19,7 @@ from utils.allocator import keep_freed_memory
 
 _CPU = torch.device("cpu")
 END = "<!-- end -->"  # after the tables on a page
-CALLS = 20  # of bare work on a GPU between two waits for it
+CALLS = 20  # of what is timed on a GPU, between two waits for it
 _CLOCKS = "clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active"
 
 

@@ -262,10 +262,11 @@ def write_page(path: Path, title: str, found: Findings, rng: np.random.Generator
     for name, copies in found.overlaps.items():
         where = "Left: this set, right: the test set."
         _copies(page, found, copies, f"Shared with the test set {name}", where, found.tests[name])
-    _copies(page, found, found.across(), "Copies across identities", "One person has two labels, or a label is wrong.")
+    across = found.across()
+    _copies(page, found, across, "Copies across identities", "One person has two labels, or a label is wrong.")
     _unusable(page, found)
-    across = set(found.across())
-    within = [copy for copy in found.copies if copy not in across]
+    known = set(across)
+    within = [copy for copy in found.copies if copy not in known]
     _copies(page, found, within, "Copies within an identity", "drop.csv keeps the first of each.")
     page.section("Some identities, drawn at random")
     page.picture(_contact_sheet(found, rng), "one row per identity. Other people in a row mean wrong labels")
