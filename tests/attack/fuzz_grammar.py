@@ -225,7 +225,7 @@ def tensor(old: Any, rng: Rng) -> Any:
     )
     try:
         return pick(rng, lies)()
-    except RuntimeError:  # for example an empty tensor, which cannot be expanded
+    except (RuntimeError, MemoryError):  # an empty tensor, which cannot be expanded; a list of 10**9 numbers
         return torch.tensor(0.5)
 
 
