@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -195,10 +196,22 @@ def _run_short_of_memory() -> None:
     raise MemoryError("no memory")
 
 
+def _start_threads_beyond_a_limit() -> None:
+    before, end = resource.getrlimit(resource.RLIMIT_AS), threading.Event()
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, before[1]))
+    try:
+        for _ in range(1000):  # the first may find the stack of an earlier thread
+            threading.Thread(target=end.wait, daemon=True).start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        end.set()
+
+
 _ACTS = {
     "hangs": lambda: time.sleep(100),
     "fails": _fail,
     "no memory": _run_short_of_memory,
+    "no threads": _start_threads_beyond_a_limit,
     "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }
 
@@ -234,6 +247,7 @@ def test_a_rank_that_hangs_ends_the_run_in_time_and_by_name(dataset: Path, tmp_p
     [
         ("fails", "error: rank 1: a bad day"),
         ("no memory", "error: rank 1: the memory is full;"),
+        ("no threads", "error: rank 1: the system starts no further thread: raise the limit"),
         ("dies", "rank 1 was in step"),
     ],
 )

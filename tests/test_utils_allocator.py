@@ -49,6 +49,9 @@ def test_a_program_keeps_the_memory_that_it_frees_unless_somebody_says_otherwise
     assert usual > pages / 600 and usual > 5 * kept
     # whoever has set glibc's own variables has a reason
     assert _faults("-c", PROGRAM, MALLOC_ARENA_MAX="4") > 5 * kept
+    for limit in ("DATA", "AS"):  # kept memory would count
+        limited = f"import resource\nresource.setrlimit(resource.RLIMIT_{limit}, (2**40, 2**40))\n"
+        assert _faults("-c", limited + PROGRAM) > 5 * kept
     (tmp_path / "backbones.py").write_text(REFERENCE)
     assert usual > 5 * _faults("scripts/benchmark/arcface_torch_loop.py", str(tmp_path), "{}")
     assert usual > 5 * run_ranks(page_faults, 1)[0]

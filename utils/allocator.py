@@ -7,6 +7,7 @@ allocated. That took a quarter of the time of a training step on a CPU. These se
 import ctypes
 import functools
 import os
+import resource
 import sys
 from typing import Any
 
@@ -23,10 +24,13 @@ _KEPT, _STEP = (1 << 31) - 1, 256 << 20  # bytes that are free and yet kept; byt
 def keep_freed_memory() -> bool:
     """Set the allocator of this process; return whether that was done.
 
-    It is not done with FACE_ALLOCATOR=system, where somebody has set glibc's own variables, or where the C library is another.
+    It is not done with FACE_ALLOCATOR=system, where somebody has set glibc's own variables, where the C library is another, or
+    where this process has a limit of its own (ulimit -d or -v), which would count the memory that is kept.
     """
     theirs = [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]
     if os.environ.get(SWITCH) == "system" or theirs or not sys.platform.startswith("linux"):
+        return False
+    if any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)):
         return False
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):

@@ -194,6 +194,8 @@ def run_main(run: Callable[..., None], *arguments: Any) -> int:
         text = str(error) if isinstance(error, LostPeerError) else f"rank {rank}: another process ended or cannot be reached"
         if out_of_memory(error):
             text = f"{who}the memory is full; take a smaller network, or fewer images or classes"
+        elif str(error) == "can't start new thread":
+            text = f"{who}the system starts no further thread: raise the limit of memory or of processes (ulimit -d, -v, -u)"
         elif not (several and distributed.is_lost_peer(error)):
             raise
         _say(f"error: {text}")
