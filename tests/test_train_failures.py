@@ -188,12 +188,8 @@ def test_a_start_and_a_resume_on_a_full_disk_are_one_line_and_leave_all_files_as
     assert run_train(1, [*arguments, "train.max_steps=4"]).returncode == 0 and step_of(list_checkpoints(run)[-1]) == 4
 
 
-def _fail() -> None:
-    raise ValueError("a bad day")
-
-
-def _run_short_of_memory() -> None:
-    raise MemoryError("no memory")
+def _fail(error: Exception) -> None:
+    raise error
 
 
 def _start_threads_beyond_a_limit() -> None:
@@ -209,8 +205,8 @@ def _start_threads_beyond_a_limit() -> None:
 
 _ACTS = {
     "hangs": lambda: time.sleep(100),
-    "fails": _fail,
-    "no memory": _run_short_of_memory,
+    "fails": lambda: _fail(ValueError("a bad day")),
+    "no memory": lambda: _fail(MemoryError("no memory")),
     "no threads": _start_threads_beyond_a_limit,
     "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }
