@@ -57,10 +57,10 @@ def expand(
 
 
 def _neighbours(
-    table: torch.Tensor, count: int, journal: Journal | None = None, advance: Callable[[int], object] = int
+    table: torch.Tensor, count: int, journal: Journal | None, advance: Callable[[int], object], stage: str = "neighbours"
 ) -> torch.Tensor:
     """Return cosines with, and places of, the nearest others of each row, the nearest first, (n, 2, count) float64."""
-    parts = [torch.from_numpy(np.frombuffer(data, dtype="<f8").copy()) for data in _done(journal, "neighbours")]
+    parts = [torch.from_numpy(np.frombuffer(data, dtype="<f8").copy()) for data in _done(journal, stage)]
     advance(min(len(parts) * _ROWS, len(table)))
     for begin in range(len(parts) * _ROWS, len(table), _ROWS):
         rows = table[begin : begin + _ROWS]
@@ -75,7 +75,7 @@ def _neighbours(
             best = both.gather(2, chosen[:, None].expand(-1, 2, -1))
         parts.append(best.view(-1))
         if journal is not None:
-            journal.add({"stage": "neighbours", "begin": begin}, best.numpy().tobytes() + b"\n")
+            journal.add({"stage": stage, "begin": begin}, best.numpy().tobytes() + b"\n")
         advance(len(rows))
     return torch.cat(parts).view(-1, 2, count)
 
@@ -91,20 +91,25 @@ def _averaged(table: torch.Tensor, order: np.ndarray, near: torch.Tensor) -> np.
     return found
 
 
-def calibrate(vectors: np.ndarray, labels: np.ndarray, far: str) -> tuple[int, np.ndarray]:
+def calibrate(
+    vectors: np.ndarray, labels: np.ndarray, far: str, journal: Journal | None = None, advance: Callable[[int], object] = int
+) -> tuple[int, np.ndarray]:
     """Return the number of neighbours to average, with the thresholds: those with which known people have the best BCubed F.
 
     Args:
         vectors, labels, far: of `thresholds_at`, which raises.
+        journal: of `cluster`.
+        advance: is called with numbers of faces, which are n for the neighbours and n for each number of NEIGHBOURS in all.
     """
     order = _order(vectors)
     table = torch.from_numpy(np.ascontiguousarray(vectors[order]))
-    near = _neighbours(table, max(NEIGHBOURS))  # the first of which are those of a smaller number
+    # the first of which are those of a smaller number
+    near = _neighbours(table, max(NEIGHBOURS), journal, advance, "neighbours of known people")
     best = (-1.0, 0, np.empty(0))
     for count in NEIGHBOURS:
         averaged = _averaged(table, order, near[:, :, :count]) if count else vectors
         thresholds = thresholds_at(averaged, labels, far)
-        quality = agreement(cluster(averaged, thresholds).labels, labels).bcubed_f
+        quality = agreement(cluster(averaged, thresholds, advance=advance).labels, labels).bcubed_f
         if quality > best[0]:
             best = quality, count, thresholds
     return best[1:]

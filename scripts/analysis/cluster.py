@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.clustering import SIZES, Clusters, agreement, calibrate, cluster, expand
+from analysis.clustering import NEIGHBOURS, SIZES, Clusters, agreement, calibrate, cluster, expand
 from analysis.clustering_report import write_page
 from data.scan import copy_set, indices_of, open_set_of
-from deploy.journal import check_new, open_journal
+from deploy.journal import Journal, check_new, open_journal
 from eval.embedding_table import Faces, read_table, stamps_of
 from utils.cli import int_in_range, make_parser, progress
 from utils.files import shown, write_csv
@@ -63,11 +63,17 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--set: {shown(options.set)} has no image {name}; give the set that was embedded")
     if options.to_rec is not None and indices is not None and len(np.unique(indices)) < len(indices):
         raise ValueError(f"--to-rec: a picture of {shown(options.table)} has several faces; embed crops of one face each")
-    count, thresholds, meaning = _thresholds(options, faces)
+    others = _known(options, faces)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with open_journal(unfinished, str(options.out)) as journal:
-        begun = {"table": stamps_of(options.table), "thresholds": thresholds.tolist(), "neighbours": count}
+        stamps = None if others is None else stamps_of(options.calibrate)
+        begun = {"table": stamps_of(options.table), "threshold": options.threshold, "calibrate": stamps, "far": options.far}
         journal.begin(begun, options.again, str(unfinished), "was begun with")
+        try:
+            count, thresholds, meaning = _thresholds(options, others, journal)
+        except ValueError:  # these words never work, and the next ones may be others
+            unfinished.unlink()
+            raise
         vectors = faces.vectors
         if count:
             with progress([], len(vectors), "finding neighbours", "face") as bar:
@@ -94,14 +100,14 @@ def run(options: argparse.Namespace) -> None:
         unfinished.unlink()  # last: what is done is kept until all is written
 
 
-def _thresholds(options: argparse.Namespace, faces: Faces) -> tuple[int, np.ndarray, str]:
-    """Return the number of neighbours to average, the thresholds of cluster sizes, and where they come from."""
+def _known(options: argparse.Namespace, faces: Faces) -> Faces | None:
+    """Return the faces of --calibrate, None with --threshold."""
     if (options.threshold is None) == (options.calibrate is None) or (options.calibrate is None) != (options.far is None):
         raise ValueError("the threshold comes from --calibrate TABLE with --far FAR, or from --threshold; give one of the two")
     if options.threshold is not None:
         if not -1 < options.threshold <= 1:
             raise ValueError(f"--threshold must be a cosine above -1 and up to 1, got {options.threshold:g}")
-        return 0, np.array([[options.threshold]]), f"cosine {options.threshold:g}"
+        return None
     try:
         valid = 0 < float(options.far) < 1
     except ValueError:
@@ -111,7 +117,15 @@ def _thresholds(options: argparse.Namespace, faces: Faces) -> tuple[int, np.ndar
     others = read_table(options.calibrate)
     with prefix_errors("--calibrate"):
         others.check_network(faces)
-        count, found = calibrate(others.vectors, others.labels()[0], options.far)
+    return others
+
+
+def _thresholds(options: argparse.Namespace, others: Faces | None, journal: Journal) -> tuple[int, np.ndarray, str]:
+    """Return the number of neighbours to average, the thresholds of cluster sizes, and where they come from."""
+    if others is None:
+        return 0, np.array([[options.threshold]]), f"cosine {options.threshold:g}"
+    with prefix_errors("--calibrate"), progress([], (1 + len(NEIGHBOURS)) * len(others.names), "calibrating", "face") as bar:
+        count, found = calibrate(others.vectors, others.labels()[0], options.far, journal, bar.update)
     sizes = ", ".join(f"{value:.4f} ({size})" for value, size in zip(np.diag(found), SIZES, strict=False))
     words = f"cosine of two clusters {sizes} by their faces, each averaged with {count} neighbours"
     return count, found, f"{words}; FAR {options.far} in {shown(options.calibrate)}"
