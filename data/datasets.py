@@ -102,15 +102,19 @@ _NAMED = 5  # folders or endings listed in a message
 
 
 class FolderDataset(FaceDataset):
-    """Image files, one sub-folder per class; classes are numbered in alphabetical order."""
+    """Image files, one sub-folder per class; classes are numbered in alphabetical order.
 
-    def __init__(self, folder: str) -> None:
+    Args:
+        loose: images in the folder itself are a class too, the last one.
+    """
+
+    def __init__(self, folder: str, loose: bool = False) -> None:
         self.root = Path(folder)
         if not self.root.is_dir():
             raise ValueError(f"no folder {folder}. Give a folder with one sub-folder of images per identity")
         with reading(folder):
-            found = find_files(folder, IMAGE_SUFFIXES)
-        if not (found.folders or found.passed):
+            found = find_files(folder, IMAGE_SUFFIXES, loose)
+        if not (found.folders or found.files or found.passed):
             raise ValueError(f"no sub-folder in {folder}. Put the images of each identity into a folder of its own")
         people = found.by_folder()
         self.classes = [name for name, files in people.items() if files]
@@ -261,13 +265,17 @@ def build_dataset(data: Mapping[str, Any], seed: int, cache: str | None) -> Face
     return dataset
 
 
-def open_set(path: str | os.PathLike[str], cache: str | None = None) -> FaceDataset:
-    """Return the set at a path, which may hold train.rec, *.tar or sub-folders of images, or be a list file."""
+def open_set(path: str | os.PathLike[str], cache: str | None = None, loose: bool = False) -> FaceDataset:
+    """Return the set at a path, which may hold train.rec, *.tar or sub-folders of images, or be a list file.
+
+    Args:
+        loose: of FolderDataset.
+    """
     place = Path(path)
     if place.is_dir():
         if (place / "train.rec").exists():
             return RecordDataset(place, cache)
-        return TarDataset(place, cache) if any(place.glob("*.tar")) else FolderDataset(str(place))
+        return TarDataset(place, cache) if any(place.glob("*.tar")) else FolderDataset(str(place), loose)
     if place.suffix == ".rec":
         raise ValueError(f"{place}: give the folder that holds it, with train.rec, train.idx and property")
     if not place.is_file():

@@ -30,9 +30,9 @@ from .recordio.image_record import RecordSetWriter
 _AHEAD = 4096  # images that are prefetched at once
 
 
-def open_set_of(path: str | os.PathLike[str]) -> FaceDataset:
+def open_set_of(path: str | os.PathLike[str], loose: bool = False) -> FaceDataset:
     """Return the set at a path, like data.datasets.open_set; print its warnings to stderr."""
-    dataset = open_set(path)
+    dataset = open_set(path, loose=loose)
     for line in dataset.warnings:
         print(f"warning: {one_line(line)}", file=sys.stderr)
     return dataset

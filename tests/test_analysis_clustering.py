@@ -1,6 +1,7 @@
 """Clusters of faces: against average linkage over all pairs, slow counts, planted chains, and through the program."""
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -218,9 +219,9 @@ def test_agreement_is_that_of_slow_loops():
     assert agreement(people, people)[:4] == (1, 1, 1, 1) and agreement(people, people).merging == 0
 
 
-def _write(path: Path, vectors: np.ndarray, people: list[str]) -> None:
+def _write(path: Path, vectors: np.ndarray, people: list[str], names: Sequence[object] | None = None) -> None:
     np.save(path, vectors)
-    rows = "".join(f"{row},{person}\n" for row, person in enumerate(people))
+    rows = "".join(f"{name},{person}\n" for name, person in zip(names or range(len(people)), people, strict=True))
     path.with_suffix(".csv").write_text(f"name,person\n{rows}")
 
 
@@ -269,6 +270,20 @@ def test_the_program_labels_a_set_at_a_measured_far(place: tuple[Path, np.ndarra
     _write(folder / "new.npy", np.load(folder / "new.npy"), [f"p{label}" for label in people])
     capsys.readouterr()
     assert program.main([*words, "--again"]) == 0 and "bcubed f          100.00 %" in capsys.readouterr().out
+
+
+def test_a_folder_of_loose_pictures_becomes_a_set(place: tuple[Path, np.ndarray]):
+    folder, people = place
+    (folder / "loose" / "below").mkdir(parents=True)
+    names = [f"{'below/' * (row % 2)}{row}.png" for row in range(len(people))]
+    for row, name in enumerate(names):
+        (folder / "loose" / name).write_bytes(to_png(np.full((112, 112, 3), 2 * row, np.uint8)))
+    _write(folder / "new.npy", np.load(folder / "new.npy"), [""] * len(people), names)
+    words = [str(folder / "new.npy"), "--threshold", "0.3", "--out", str(folder / "p.csv"), "--set", str(folder / "loose")]
+    assert program.main([*words, "--to-rec", str(folder / "labelled")]) == 0
+    made = open_set(folder / "labelled")
+    rows = [int(made.pixels_and_label(index)[0][0, 0, 0]) // 2 for index in range(made.num_images)]
+    assert len(rows) > 90 and _same(np.asarray(made.labels()), people[rows])
 
 
 def test_the_page_shows_the_least_alike_of_a_cluster_and_the_least_sure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -163,10 +163,10 @@ class Found(NamedTuple):
     passed: list[str]  # folders that were not entered, with the reason
 
     def by_folder(self) -> dict[str, list[str]]:
-        """Return for each of `folders` the files below it, with paths as in `files`."""
+        """Return for each of `folders` the files below it, as in `files`; for "" those at the top, if there are any."""
         below: dict[str, list[str]] = {name: [] for name in self.folders}
         for file in self.files:
-            below[file.split(os.sep, 1)[0]].append(file)
+            below.setdefault(file.split(os.sep, 1)[0] if os.sep in file else "", []).append(file)
         return {name: sorted(files) for name, files in below.items()}
 
 

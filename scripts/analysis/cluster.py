@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     if options.to_rec is not None and (options.to_rec / "train.rec").exists():
         raise ValueError(f"--to-rec: {shown(options.to_rec)} holds a train.rec; choose another folder")
     faces = read_table(options.table)
-    dataset = None if options.set is None else open_set_of(options.set)
+    dataset = None if options.set is None else open_set_of(options.set, loose=True)
     indices = None if dataset is None else indices_of(faces.names, dataset)
     if indices is not None and (indices < 0).any():
         name = faces.names[int((indices < 0).argmax())]
