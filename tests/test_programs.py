@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -79,6 +80,16 @@ def test_every_option_has_a_help_text_and_shows_its_default(module: str, monkeyp
                 assert "default" in shown, f"{parser.prog}: {action.option_strings}"
 
 
+def _check_taken(program: ModuleType, command: str, arguments: str) -> None:
+    """Check that a program, whose run_main does nothing, takes these arguments."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            status = program.main(shlex.split(arguments, comments=True))
+        except SystemExit as end:
+            status = end.code
+    assert status == 0, f"{command} {arguments}: {said.getvalue()}"
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_the_examples_of_a_program_are_taken_by_its_own_parser(module: str, monkeypatch: pytest.MonkeyPatch):
     command = MODULES[module]
@@ -91,12 +102,7 @@ def test_the_examples_of_a_program_are_taken_by_its_own_parser(module: str, monk
     program = importlib.import_module(module)
     monkeypatch.setattr(program, "run_main", lambda *_: 0, raising=module != "scripts.doctor")  # parse, and do nothing
     for example in examples:
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            try:
-                status = program.main(shlex.split(example, comments=True))
-            except SystemExit as end:
-                status = end.code
-        assert status == 0, f"{command} {example}: {said.getvalue()}"
+        _check_taken(program, command, example)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -108,12 +114,7 @@ def test_the_commands_of_a_page_are_taken_by_the_programs(page: Path, monkeypatc
             continue
         program = importlib.import_module(modules[command])
         monkeypatch.setattr(program, "run_main", lambda *_: 0)  # parse, and do nothing
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            try:
-                status = program.main(shlex.split(arguments, comments=True))
-            except SystemExit as end:
-                status = end.code
-        assert status == 0, f"{command}{arguments}: {said.getvalue()}"
+        _check_taken(program, command, arguments)
 
 
 def _face_commands(text: str) -> list[str]:
@@ -145,12 +146,7 @@ def test_the_verbs_of_a_page_and_their_arguments_are_taken(page: Path, monkeypat
         for module in (program, importlib.import_module("train")):
             if hasattr(module, "run_main"):  # face doctor has none
                 monkeypatch.setattr(module, "run_main", lambda *_: 0)  # parse, and do nothing
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            try:
-                status = program.main(arguments)
-            except SystemExit as end:
-                status = end.code
-        assert status == 0, f"face {command}: {said.getvalue()}"
+        _check_taken(program, f"face {verb}", shlex.join(arguments))
         if "timm:" in command and importlib.util.find_spec("timm") is None:
             continue  # the network's arguments are those of a package that is not here
         if verb == "train" and (config := find_config(Path(arguments[0]))).parent == SCHEMA.parent and config.is_file():

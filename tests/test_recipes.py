@@ -106,16 +106,6 @@ OTHERS = {
         "schedule.warmup_epochs": 1.0, "train.epochs": 26.0, "train.batch_size": 7 * 256, "train.tf32": True,
         "eval.targets": ["lfw", "agedb_30", "cfp_fp", "cplfw", "calfw"], "eval.every": 4235242 // (7 * 256),
     },
-    # the same: run_adaface_ir50_casia.sh
-    "adaface_casia_r50": {
-        "data.num_classes": 10_572, "data.num_images": 490_623,
-        "augment.crop": 0.2, "augment.low_resolution": 0.2, "augment.photometric": 0.2,
-        "backbone.name": "r50", "backbone.dropout": 0.4,
-        "loss.name": "adaface", "loss.margin": 0.4, "loss.h": 0.333, "loss.alpha": 0.01,
-        "optimizer.rules": NO_DECAY, "schedule.kind": "step", "schedule.milestones": [12.0, 20.0, 24.0],
-        "schedule.warmup_epochs": 1.0, "train.epochs": 26.0, "train.batch_size": 7 * 256, "train.tf32": True,
-        "eval.targets": ["lfw", "agedb_30", "cfp_fp", "cplfw", "calfw"], "eval.every": 490_623 // (7 * 256),
-    },
     # github.com/zzzweakman/CVPR24_FRCSyn_ADMIS: recognition_model_training/train.yaml and its program
     "frcsyn_syn30k_r50": {
         "data.source": "folder", "data.num_classes": 30_000, "augment.crop": 0.2, "backbone.dropout": 0.4,
@@ -133,6 +123,10 @@ OTHERS = {
         "train.precision": "bf16", "eval.targets": ["lfw", "cfp_fp", "agedb_30", "calfw", "cplfw"],
         "eval.every": 500_000 // (4 * 128),
     },
+}  # fmt: skip
+# the same: run_adaface_ir50_casia.sh
+OTHERS["adaface_casia_r50"] = OTHERS["adaface_wf4m_r100"] | {
+    "data.num_classes": 10_572, "data.num_images": 490_623, "backbone.name": "r50", "eval.every": 490_623 // (7 * 256)
 }  # fmt: skip
 # theirs that our defaults already have
 SAME = {

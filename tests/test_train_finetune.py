@@ -10,7 +10,7 @@ import pytest
 import torch
 from rounding import FP32_UNIT, network_bound
 from safetensors.torch import load_file, save_file
-from tiny_runs import IRESNET, NUM_CLASSES, NUM_IMAGES, face, read_metrics, run_train, write_dataset
+from tiny_runs import IRESNET, NUM_CLASSES, NUM_IMAGES, face, read_metrics, run_train, write_old_and_new
 from tiny_runs import tiny_run as run_of
 
 import train
@@ -36,16 +36,9 @@ def tiny_run(dataset: Path, output: Path, *overrides: str) -> list[str]:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with `data`, a run `tiny` on it by two processes, and `more`: its people and three new ones."""
     folder = tmp_path_factory.mktemp("source")
-    for name in ("data", "more"):
-        (folder / name).mkdir()
-    write_dataset(folder / "data")
-    with RecordWriter(folder / "more" / "train.rec", folder / "more" / "train.idx") as writer:
-        for key in range(NUM_IMAGES + 15):  # label 14 - k is the old label k, labels 0, 1, 2 are new people
-            label = 14 - key % 15
-            writer.write(key, pack(float(label), key, 0, face(14 - label if label > 2 else 100 + label, key)))
+    write_old_and_new(folder)
     done = run_train(2, tiny_run(folder / "data", folder, "eval.targets=[]"))
     assert done.returncode == 0, done.stderr
-    (folder / "map.txt").write_text("# old new\n" + "".join(f"{old} {14 - old}\n" for old in range(NUM_CLASSES)))
     return folder
 
 

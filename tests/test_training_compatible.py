@@ -13,7 +13,7 @@ import torch
 from dense_reference import active_classes, all_centres, dense_loss, relative
 from easydict import EasyDict
 from rounding import head_bounds, rounding_bound
-from tiny_runs import NUM_CLASSES, face, read_metrics, run_train, tiny_run, write_dataset
+from tiny_runs import NUM_CLASSES, read_metrics, run_train, tiny_run, write_old_and_new
 from torch import nn
 
 import train
@@ -22,7 +22,6 @@ from configs import load_config
 from data import build_dataset
 from data.datasets import SyntheticDataset
 from data.loader import LoadedBatch
-from data.recordio.image_record import RecordWriter, pack
 from data.sampler import SampleOrder
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowSGD
@@ -127,14 +126,7 @@ def test_the_old_centres_are_a_term_of_the_dense_loss_and_keep_their_bits(
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with `data`, a run `old` on it, `more`: its people in reverse order behind three new ones, and a map."""
     folder = tmp_path_factory.mktemp("place")
-    for name in ("data", "more"):
-        (folder / name).mkdir()
-    write_dataset(folder / "data")
-    with RecordWriter(folder / "more" / "train.rec", folder / "more" / "train.idx") as writer:
-        for key in range(75):  # label 14 - k is the old label k, labels 0, 1, 2 are new people
-            label = 14 - key % 15
-            writer.write(key, pack(float(label), key, 0, face(14 - label if label > 2 else 100 + label, key)))
-    (folder / "map.txt").write_text("".join(f"{old} {14 - old}\n" for old in range(NUM_CLASSES)))
+    write_old_and_new(folder)
     assert train.main(_run(folder, folder, "data", "run.name=old", "run.seed=5", "backbone.width=0.25")) == 0
     return folder
 

@@ -51,6 +51,18 @@ def write_dataset(folder: Path, num_images: int = NUM_IMAGES) -> None:
     write_bin(folder / "tiny.bin", images, same)
 
 
+def write_old_and_new(folder: Path) -> None:
+    """Write the sets `data` and `more`, the same people in reverse order behind three new ones, and `map.txt`."""
+    for name in ("data", "more"):
+        (folder / name).mkdir()
+    write_dataset(folder / "data")
+    with RecordWriter(folder / "more" / "train.rec", folder / "more" / "train.idx") as writer:
+        for key in range(NUM_IMAGES + 15):  # label 14 - k is the old label k, labels 0, 1, 2 are new people
+            label = 14 - key % 15
+            writer.write(key, pack(float(label), key, 0, face(14 - label if label > 2 else 100 + label, key)))
+    (folder / "map.txt").write_text("# old new\n" + "".join(f"{old} {14 - old}\n" for old in range(NUM_CLASSES)))
+
+
 def tiny_run(dataset: Path, output: Path, *overrides: str, image_size: int = 112, batch_size: int = 8) -> list[str]:
     """Write the configuration of a run; return the command line of train.py."""
     config = output / "tiny.yaml"
