@@ -67,7 +67,7 @@ def clean(vectors: np.ndarray, labels: np.ndarray, far: float | None = None) -> 
         ValueError: fewer than FEWEST identities have several images, or the images of fewer than half as many agree.
     """
     count = int(labels.max()) + 1
-    keys = _keys(vectors)
+    keys = row_keys(vectors)
     order = np.lexsort((keys, labels))
     members = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
     several = sum(len(rows) > 1 for rows in members)
@@ -114,7 +114,7 @@ def clean(vectors: np.ndarray, labels: np.ndarray, far: float | None = None) -> 
     return found._replace(splits=_splits(vectors, keys, found, pair_far))
 
 
-def _keys(vectors: np.ndarray) -> np.ndarray:
+def row_keys(vectors: np.ndarray) -> np.ndarray:
     """Return hashes of rows, (n,) uint64. Where some rows are taken, they are the first by these, in any order."""
     keys = np.empty(len(vectors), dtype=np.uint64)
     odd = np.random.default_rng(0).integers(0, 1 << 63, vectors.shape[1], dtype=np.uint64) * np.uint64(2) + np.uint64(1)
@@ -225,7 +225,7 @@ def near_pairs(one: np.ndarray, other: np.ndarray | None = None) -> list[tuple[i
     if total < 10:
         return []
     counts = np.zeros(BINS, dtype=np.int64)
-    sampled = np.argsort(_keys(one), kind="stable")[: min(_SAMPLE, max(256, _PAIRS // len(right)))]
+    sampled = np.argsort(row_keys(one), kind="stable")[: min(_SAMPLE, max(256, _PAIRS // len(right)))]
     for rows in _blocks(sampled, len(right)):
         cosines = one[rows] @ right.T
         counts += histogram(cosines if other is not None else cosines[rows[:, None] != np.arange(len(right))])

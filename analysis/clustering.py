@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 
 from deploy.journal import Journal
 
 from .all_pairs import count_pairs, points_at
+from .cleaning import row_keys
 
 SIZES = (1, 2, 4)  # where the classes of sizes begin; the threshold of 8 faces is hardly below that of 4
 NEIGHBOURS = (0, 1, 2, 5, 10)  # of a face in `expand`, of which `calibrate` chooses
@@ -140,7 +140,7 @@ def thresholds_at(vectors: np.ndarray, labels: np.ndarray, far: str) -> np.ndarr
     Raises:
         ValueError: there are too few pairs of faces for the FAR.
     """
-    order = np.lexsort((_keys(vectors), labels))
+    order = np.lexsort((row_keys(vectors), labels))
     vectors, labels = vectors[order], labels[order]
     starts = np.flatnonzero(np.diff(labels, prepend=-1))
     place = np.arange(len(labels)) - np.repeat(starts, np.diff(starts, append=len(labels)))  # among the faces of the person
@@ -165,14 +165,9 @@ def thresholds_at(vectors: np.ndarray, labels: np.ndarray, far: str) -> np.ndarr
     )
 
 
-def _keys(vectors: np.ndarray) -> np.ndarray:
-    """Return hashes of vectors, (n,) uint64."""
-    return np.array([xxhash.xxh3_64_intdigest(row.tobytes()) for row in vectors], dtype=np.uint64)
-
-
 def _order(vectors: np.ndarray) -> np.ndarray:
     """Return the order of vectors by their bits, (n,) int64."""
-    return np.argsort(_keys(vectors), kind="stable")
+    return np.argsort(row_keys(vectors), kind="stable")
 
 
 def _classes(sizes: np.ndarray, thresholds: np.ndarray) -> np.ndarray:

@@ -161,7 +161,7 @@ def test_thresholds_accept_the_share_of_pairs_of_groups_of_two_people():
     vectors, people = _faces(30, 9, 0.9)
     found = thresholds_at(vectors, people, "1e-2")
     assert found.shape == (3, 3) and (np.diff(np.diag(found)) < 0).all() and np.array_equal(found, found.T)
-    order = np.argsort([analysis.clustering._keys(row[None])[0] for row in vectors], kind="stable")
+    order = np.argsort([analysis.clustering.row_keys(row[None])[0] for row in vectors], kind="stable")
     groups = [
         [(person, rows[at : at + size]) for person in range(30) for rows in [[k for k in order if people[k] == person]]
          for at in range(0, 9 - size + 1, size)]
