@@ -32,6 +32,7 @@ import cv2
 import torch
 import tqdm
 
+from partial_fc.kernels import cpu as cpu_kernels
 from utils.cli import int_in_range, make_parser, progress
 from utils.program import run_main
 
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=1.0, help="duration (default 1)")
     parser.add_argument("--cases", type=int_in_range(0), default=0, help="stop after N cases; 0 = when the time is up")
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed (default 0)")
-    parser.add_argument("--inputs", nargs="+", metavar="NAME", default=[], help="attack only these; --inputs help lists them")
+    parser.add_argument("--inputs", nargs="+", metavar="NAME", default=[], help="attack only these; a wrong one lists them")
     parser.add_argument("--only", type=int_in_range(0), metavar="N", help="run only case N of one input, and show its output")
     parser.add_argument("--out", type=Path, default=Path("fuzz_finds"), help="folder for finds (default fuzz_finds)")
     parser.add_argument("--json", type=Path, help="write counts and finds to this file")
@@ -131,6 +132,7 @@ def load_inputs(folder: Path, names: Sequence[str] = ()) -> dict[str, Input]:
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     tqdm.tqdm.monitor_interval = 0  # its thread would not survive a fork
+    cpu_kernels.load()  # asks the compiler, which no case may
     for module in (*_MODULES, *(f"scripts.{program}" for program in _PROGRAMS)):
         try:
             importlib.import_module(module)
