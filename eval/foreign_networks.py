@@ -233,7 +233,7 @@ def open_session(path: Path, threads: int, model: bytes | None = None) -> Any:
     try:
         runtime = importlib.import_module("onnxruntime")
     except ImportError:
-        raise ValueError(f"{path}: an ONNX file needs onnxruntime: {pip_install('onnxruntime')}") from None
+        raise ValueError(f"{path}: an ONNX file needs onnxruntime: {pip_install('onnx', 'onnxruntime')}") from None
     check_outside_data(path)
     settings = runtime.SessionOptions()
     settings.intra_op_num_threads = threads
@@ -312,7 +312,7 @@ def parse_onnx(path: Path) -> Any:
     try:
         onnx = importlib.import_module("onnx")
     except ImportError:
-        raise ValueError(f"{path}: an ONNX file needs the package onnx: {pip_install('onnx')}") from None
+        raise ValueError(f"{path}: an ONNX file needs the package onnx: {pip_install('onnx', 'onnxruntime')}") from None
     model, data = onnx.ModelProto(), read_bytes(path, 1 << 31)
     try:
         model.ParseFromString(data)

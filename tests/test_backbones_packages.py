@@ -258,6 +258,6 @@ def test_a_network_of_a_package_has_no_width(packages: Path):
 def test_the_advice_to_install_leaves_torch_and_is_right_in_any_folder(tmp_path: Path):
     """pip, without an index, takes what is there: the tested version of onnx, and this torch."""
     words = shlex.split(pip_install("onnx"))
-    assert words[:4] == ["pip", "install", "onnx", f"torch=={torch.__version__}"]
-    command = [sys.executable, "-m", *words, "--dry-run", "--no-index"]
+    assert words[:6] == [sys.executable, "-m", "pip", "install", "onnx", f"torch=={torch.__version__}"]
+    command = [*words, "--dry-run", "--no-index"]
     assert "Would install" not in subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout

@@ -171,7 +171,9 @@ def test_blocks_that_are_computed_again_keep_less():
 
 def test_capacity_says_when_nothing_fits(capsys: pytest.CaptureFixture[str]):
     assert capacity.main(["--memory", "0.05", "--backbone", "mbf", "--batch", "64", "--device", "cpu"]) == 0
-    assert "nothing fits" in capsys.readouterr().out
+    assert "or use a smaller backbone\n" in capsys.readouterr().out
+    assert capacity.main(["--memory", "0.7", "--backbone", "none", "--batch", "64"]) == 0
+    assert "--device cpu counts no libraries of CUDA" in capsys.readouterr().out
     assert capacity.main(["--memory", "-1"]) == 1
     assert "--memory must be above 0" in capsys.readouterr().err
 

@@ -9,6 +9,7 @@ import html
 import importlib.metadata
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,7 +50,8 @@ def pip_install(*names: str) -> str:
     with suppress(importlib.metadata.PackageNotFoundError):
         if not names[0].startswith("torch=="):
             names += (f"torch=={importlib.metadata.version('torch')}",)
-    return f"pip install {' '.join(names)} -c {shlex.quote(str(Path(__file__).parents[1] / 'requirements-optional.txt'))}"
+    pip = f"{shlex.quote(sys.executable)} -m pip"  # another pip would install into another environment
+    return f"{pip} install {' '.join(names)} -c {shlex.quote(str(Path(__file__).parents[1] / 'requirements-optional.txt'))}"
 
 
 def plain_table(rows: Sequence[Sequence[str]]) -> str:

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="how often all processes restart after one died; default: 3, or 0 for one process",
     )
-    parser.add_argument("--machines", type=int_in_range(1, 10_000), default=1, metavar="N", help="number of machines")
+    parser.add_argument("--machines", type=int_in_range(1, 10_000), metavar="N", help="number of machines (default: 1)")
     parser.add_argument("--head", metavar="HOST[:PORT]", help=f"one of the machines; its port (default {_PORT}) must be free")
     parser.add_argument("--run-id", metavar="NAME", help="what tells runs on one head apart; default: run.name")
     parser.add_argument("--is-head", choices=("yes", "no"), help="whether this machine is --head; default: by its address")
@@ -90,6 +90,9 @@ def _torchrun_arguments(options: argparse.Namespace) -> list[str]:
     """Return torchrun's options, and set the environment of the processes; [] if one process without restarts will do."""
     run = load_config(options.config, options.overrides).run
     processes = options.processes = options.processes or (1 if run.device == "cpu" else count_gpus())
+    if options.head and options.machines is None:
+        raise ValueError("--head is for several machines; add --machines N, or take --head out")
+    options.machines = options.machines or 1
     if options.machines > 1 and not options.head:
         raise ValueError("--head must be the HOST[:PORT] of one of the machines, the same on all of them")
     if processes == 1 and options.machines == 1 and not options.restarts:

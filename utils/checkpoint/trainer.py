@@ -49,7 +49,10 @@ class TrainerState(NamedTuple):
         margins = saved["margins"] if "margins" in saved else {SOFTMAX: saved.get("margin", {})}  # an older checkpoint has one
         if not isinstance(margins, dict) or set(margins) != set(self.margins):
             found = ", ".join(sorted(map(str, margins))) if isinstance(margins, dict) else type(margins).__name__
-            raise ValueError(f"it has the margins of the heads {found or 'none'}, this run has {', '.join(self.margins)}")
+            raise ValueError(
+                f"it has the margins of the heads {found or 'none'}, this run has {', '.join(self.margins)}; set tasks and "
+                "compatible.path to what they were"
+            )
         for name, margin in self.margins.items():
             _load_margin(margin, margins[name])
         trained = saved.get("trained")  # missing in an imported checkpoint
