@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from utils.checkpoint.format import list_checkpoints, read_manifest
+from utils.cli import COSINE, rate_text
 from utils.files import MAX_SMALL_TEXT, read_bytes, reading, shown
 from utils.text import did_you_mean, one_line, printable
 
@@ -230,9 +231,9 @@ class Threshold(NamedTuple):
 
 def add_threshold_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `threshold_of` reads."""
-    parser.add_argument("--threshold", type=_cosine_option, metavar="COSINE", help="faces above this cosine are of one person")
+    parser.add_argument("--threshold", type=COSINE, metavar="COSINE", help="faces above this cosine are of one person")
     parser.add_argument(
-        "--far", type=_rate_option, metavar="FAR", help="take the threshold from the run's report, at this false accept rate"
+        "--far", type=rate_text, metavar="FAR", help="take the threshold from the run's report, at this false accept rate"
     )
     parser.add_argument(
         "--results",
@@ -334,23 +335,3 @@ def _measurable(sets: dict[str, SetResult], wanted: float) -> str:
 
 def _names(sets: dict[str, SetResult]) -> str:
     return printable(", ".join(sets))[:300] or "no set"
-
-
-def _cosine_option(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not -1 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be a cosine from -1 to 1, got {text}")
-    return value
-
-
-def _rate_option(text: str) -> str:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 1e-12 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be a rate above 0, at most 1, such as 1e-3, got {text}")
-    return text

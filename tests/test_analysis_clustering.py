@@ -332,12 +332,10 @@ def test_a_run_that_was_killed_goes_on(place: tuple[Path, np.ndarray], monkeypat
     [
         (["--far", "1e-3"], "comes from --calibrate TABLE with --far FAR"),
         (["--threshold", "0.5", "--calibrate", "known.npy", "--far", "1e-3"], "give one of the two"),
-        (["--calibrate", "known.npy", "--far", "2"], "--far must be a rate between 0 and 1"),
         (
             ["--calibrate", "known.npy", "--far", "1e-9"],
             "needs 1,000,000,000 pairs of two people, and pairs of one; there are 15,660",
         ),
-        (["--threshold", "7"], "--threshold must be a cosine"),
         (["--threshold", "0.5", "--to-rec", "x"], "--to-rec needs --set"),
         (["--threshold", "0.99999", "--set", "new", "--to-rec", "x"], "no cluster has 2 sure faces"),
         (["--threshold", "0.5", "--min-images", "3"], "--min-images is of the clusters that --to-rec writes"),

@@ -64,6 +64,10 @@ def test_both_programs_print_the_embedding_of_the_network(hub: Path, run: Path, 
     for name in ("example.py", "example_onnx.py"):
         found = _printed(hub / name, tmp_path / "face.png")
         assert np.linalg.norm(found - expected / np.linalg.norm(expected)) < 1e-4, name  # what an exported file may differ by
+    cv2.imwrite(str(tmp_path / "photograph.png"), picture(3, 256))
+    for words in ([], [tmp_path / "photograph.png"]):
+        done = subprocess.run([sys.executable, hub / "example_onnx.py", *words], capture_output=True, text=True)
+        assert done.returncode == 1 and done.stderr.startswith("Prints the embedding of an aligned face of 112 x 112 pixels")
     nodes = ast.parse((hub / "example_onnx.py").read_text()).body
     packages = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
     assert packages == {"sys", "cv2", "numpy", "onnxruntime"}

@@ -1,5 +1,6 @@
 """The sharded, chunked, sampled head against a dense softmax over the joined batch in float64."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -24,17 +25,23 @@ def _margin(name: str) -> Margin:
     return build_margin(name, margin=0.4)
 
 
-def _train_head(rank: int, world_size: int, sample_rate: float, accumulation: int, steps: int = 3) -> PartialFC:
-    centres = all_centres(29, D, 3)
-    head = PartialFC(_margin("arcface"), 29, D, rank, world_size, seed=3, config=HeadConfig(sample_rate=sample_rate, chunk=4))
+def _take_steps(head: PartialFC, rank: int, world_size: int, accumulation: int, steps: int) -> None:
     share = 12 // (world_size * accumulation)
     for step in range(steps):
-        embeddings, labels = near_their_centres(centres, 12, step)
+        embeddings, labels = near_their_centres(all_centres(29, D, 3), 12, step)
         blocks = [slice((a * world_size + rank) * share, (a * world_size + rank + 1) * share) for a in range(accumulation)]
         head.begin_step(torch.stack([labels[block] for block in blocks]), step)
         for micro, block in enumerate(blocks):
+            before = copy.deepcopy(head.margin.state_dict())
             head(embeddings[block], micro)
+            # every micro-batch sees what the last step left
+            assert all(torch.equal(value, before[name]) for name, value in head.margin.state_dict().items())
         head.step(lr=1e-3)
+
+
+def _train_head(rank: int, world_size: int, sample_rate: float, accumulation: int, steps: int = 3) -> PartialFC:
+    head = PartialFC(_margin("arcface"), 29, D, rank, world_size, seed=3, config=HeadConfig(sample_rate=sample_rate, chunk=4))
+    _take_steps(head, rank, world_size, accumulation, steps)
     return head
 
 
@@ -52,19 +59,10 @@ def test_three_steps_equal_torch_sgd_on_the_dense_softmax():
 
 def _statistics(rank: int, world_size: int, accumulation: int, cache_mb: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the two running means of AdaFace after some steps, and the centres in class order as far as this rank has them."""
-    margin, centres = build_margin("adaface", alpha=0.3), all_centres(29, D, 3)
+    margin = build_margin("adaface", alpha=0.3)
     config = HeadConfig(optimizer=RowSGD(0.0, 0.0), chunk=4, cache_mb=cache_mb)
     head = PartialFC(margin, 29, D, rank, world_size, 3, config)
-    share = 12 // (world_size * accumulation)
-    for step in range(steps):
-        embeddings, labels = near_their_centres(centres, 12, step)
-        blocks = [slice((a * world_size + rank) * share, (a * world_size + rank + 1) * share) for a in range(accumulation)]
-        head.begin_step(torch.stack([labels[block] for block in blocks]), step)
-        for micro, block in enumerate(blocks):
-            before = margin.mean.clone()
-            head(embeddings[block], micro)
-            assert torch.equal(margin.mean, before)  # every micro-batch sees what the last step left
-        head.step(lr=1e-3)
+    _take_steps(head, rank, world_size, accumulation, steps)
     return margin.mean.clone(), margin.std.clone(), head.centres
 
 

@@ -113,16 +113,8 @@ def test_the_memory_model_counts_them(
     storage: str, dtype: torch.dtype, sample_rate: float, accumulation: int, cache_mb: int, kernels: str
 ):
     num_classes, dim, rows = 7000, 64, 32
-    config = HeadConfig(
-        sample_rate,
-        storage=storage,
-        inactive_rows="decay",
-        matmul_dtype=dtype,
-        chunk=2000,
-        cache_mb=cache_mb,
-        kernels=kernels,
-        sub_centers=K,
-    )
+    more = {"storage": storage, "inactive_rows": "decay", "chunk": 2000, "cache_mb": cache_mb, "kernels": kernels}
+    config = HeadConfig(sample_rate, matmul_dtype=dtype, sub_centers=K, **more)
     head = PartialFC(build_margin("cosface"), num_classes, dim, config=config)
     for step in range(2):
         head.begin_step(torch.randint(num_classes, (accumulation, rows)), step)

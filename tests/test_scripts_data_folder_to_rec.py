@@ -336,7 +336,7 @@ def test_sampled_pairs_of_a_folder_and_of_its_set_are_the_same(tmp_path: Path):
     people = folder_of_people(tmp_path / "people", [3] * 20)
     _runs(folder_to_rec, people, tmp_path / "set")
     for source, name in ((people, "a"), (tmp_path / "set", "b")):
-        _runs(pairs_to_bin, "sample", source, tmp_path / f"{name}.bin", "--pairs", 40)
+        _runs(pairs_to_bin, "sample", source, tmp_path / f"{name}.bin")
     assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
     label_of = {(people / f"person_{p}" / f"{i}.jpg").read_bytes(): p for p in range(20) for i in range(3)}
     pairs = read_bin(tmp_path / "a.bin")

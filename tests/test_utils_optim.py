@@ -116,16 +116,12 @@ def test_rules_move_the_parameters_as_groups_made_by_hand():
     theirs.load_state_dict(ours.state_dict())
     rules = [ParameterRule("biases", weight_decay=0.0), ParameterRule("0", lr_factor=0.1)]
     optimizer = build_optimizer(ours, "sgd", 0.5, 0.9, 0.01, rules=rules)
-    by_hand = torch.optim.SGD(
-        [
-            {"params": [theirs[0].bias, theirs[1].bias], "weight_decay": 0.0},
-            {"params": [theirs[0].weight], "lr": 0.05},
-            {"params": [theirs[1].weight]},
-        ],
-        lr=0.5,
-        momentum=0.9,
-        weight_decay=0.01,
-    )
+    groups = [
+        {"params": [theirs[0].bias, theirs[1].bias], "weight_decay": 0.0},
+        {"params": [theirs[0].weight], "lr": 0.05},
+        {"params": [theirs[1].weight]},
+    ]
+    by_hand = torch.optim.SGD(groups, 0.5, 0.9, weight_decay=0.01)
     for _ in range(3):
         set_learning_rate(optimizer, 0.5)
         optimizer.step()

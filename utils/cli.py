@@ -1,6 +1,7 @@
 """What the command lines share: a parser whose --help shows docstring and defaults, options, a progress bar, an early end."""
 
 import argparse
+import math
 import os
 import re
 import select
@@ -92,6 +93,32 @@ def int_in_range(low: int, high: int | None = None) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def number_in_range(low: float, high: float = math.inf, what: str = "a number") -> Callable[[str], float]:
+    """Return a parser of finite numbers from `low` to `high`, for argparse's `type`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (low <= value <= high and value < math.inf):
+            end = "on" if high == math.inf else f"to {high:g}"
+            raise argparse.ArgumentTypeError(f"must be {what} from {low:g} {end}, got {text}")
+        return value
+
+    return parse
+
+
+COSINE, SHARE = number_in_range(-1, 1, "a cosine"), number_in_range(0, 1)
+RATE = number_in_range(1e-12, 1, "a rate such as 1e-3")
+
+
+def rate_text(text: str) -> str:
+    """Return the text of a rate as it is, for argparse's `type`; results have it as a key."""
+    RATE(text)
+    return text
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:

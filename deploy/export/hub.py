@@ -38,6 +38,8 @@ from pathlib import Path
 
 from deploy import FaceNetwork
 
+if len(sys.argv) != 2:
+    raise SystemExit(__doc__)
 network = FaceNetwork(Path(__file__).with_name("{_WEIGHTS}"))
 print(*network.embed([sys.argv[1]])[0])
 '''
@@ -51,8 +53,10 @@ import cv2
 import numpy as np
 import onnxruntime
 
+if len(sys.argv) != 2 or (bgr := cv2.imread(sys.argv[1])) is None or bgr.shape != (SIZE, SIZE, 3):
+    raise SystemExit(__doc__)
 session = onnxruntime.InferenceSession(Path(__file__).with_name("{ONNX}"), providers=["CPUExecutionProvider"])
-rgb = cv2.imread(sys.argv[1])[:, :, ::-1]
+rgb = bgr[:, :, ::-1]
 image = ((rgb.astype(np.float32) - 127.5) / 127.5).transpose(2, 0, 1)
 pair = np.stack([image, image[:, :, ::-1]])  # with its mirror image
 embedding = session.run(None, {{"images": pair}})[0].sum(0)

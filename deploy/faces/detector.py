@@ -8,7 +8,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import cv2
 import numpy as np
 
 from eval.foreign_networks import check_outside_data, parse_onnx
-from utils.cli import int_in_range
+from utils.cli import SHARE, int_in_range
 from utils.files import check_file
 from utils.text import one_line
 
@@ -292,7 +291,7 @@ def decode_distances(centres: np.ndarray, distances: np.ndarray, offsets: np.nda
     return boxes, centres[:, None] + offsets.reshape(-1, 5, 2)
 
 
-__all__ = ["Detector", "Face", "add_detector_arguments", "open_detector", "share"]
+__all__ = ["Detector", "Face", "add_detector_arguments", "open_detector"]
 
 
 def add_detector_arguments(parser: argparse.ArgumentParser, required: bool = False) -> None:
@@ -307,7 +306,7 @@ def add_detector_arguments(parser: argparse.ArgumentParser, required: bool = Fal
     )
     parser.add_argument(
         "--min-score",
-        type=share,
+        type=SHARE,
         metavar="P",
         help="faces with a lower score do not count (default: 0.35 for CenterFace, 0.5 for SCRFD, 0.6 for RetinaFace, 0.9 for "
         "YuNet, as their authors have it)",
@@ -315,7 +314,7 @@ def add_detector_arguments(parser: argparse.ArgumentParser, required: bool = Fal
     parser.add_argument(
         "--min-size", type=int_in_range(1, 32000), default=20, metavar="PIXELS", help="nor do those with a shorter side"
     )
-    parser.add_argument("--overlap", type=share, default=0.4, help="of two boxes that overlap more, the weaker is dropped")
+    parser.add_argument("--overlap", type=SHARE, default=0.4, help="of two boxes that overlap more, the weaker is dropped")
     parser.add_argument(
         "--longest-side",
         type=int_in_range(64, LONGEST),
@@ -364,10 +363,3 @@ def _signature(path: Path) -> tuple[set[str], tuple[int, int] | None]:
         if len(sides) == 4:
             return names, (sides[2], sides[3]) if sides[2] > 0 and sides[3] > 0 else None
     return names, None
-
-
-def share(text: str) -> float:
-    """Parse a number from 0 to 1, for argparse's `type`."""
-    if not re.fullmatch(r"0?\.[0-9]+|[01](\.0*)?", text):
-        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text}")
-    return float(text)

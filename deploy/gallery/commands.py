@@ -218,6 +218,8 @@ def enrol_all(options: argparse.Namespace) -> None:
     embedder, detector = open_embedder(options), open_detector(options)
     facts = facts_of(options, embedder, detector, recorded)
     with Gallery.create(options.gallery, facts) as gallery:
+        if gallery.facts != facts:
+            gallery.take_facts(facts)
         require_network(gallery, embedder)
         warn_of_other_detector(gallery, facts.detector, options.which)
         known = gallery.images()

@@ -1,10 +1,9 @@
 """The gate of enrolment: faces that are too poor to be searched for stay out of a gallery."""
 
 import argparse
-import math
 from typing import NamedTuple
 
-from ..faces.detector import share
+from utils.cli import SHARE, number_in_range
 
 
 class Gate(NamedTuple):
@@ -29,7 +28,7 @@ def add_gate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `gate_of` reads."""
     parser.add_argument(
         "--min-norm",
-        type=_length,
+        type=number_in_range(0, what="a length"),
         default=0.0,
         metavar="X",
         help="reject a face whose embedding is shorter. Lengths are those of one network: enrol good and poor pictures, print "
@@ -37,21 +36,11 @@ def add_gate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-padding",
-        type=share,
+        type=SHARE,
         default=1.0,
         metavar="P",
         help="reject a face with a larger share of its crop outside its picture",
     )
-
-
-def _length(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a length from 0 on, got {text}")
-    return value
 
 
 def gate_of(options: argparse.Namespace, may_enrol: bool = True) -> Gate:

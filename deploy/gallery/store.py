@@ -344,8 +344,7 @@ class Gallery:
         with self._writing() as database:
             images = self.images()
             self._require_faces(images, facts)
-            found: list[tuple[float, bytes, bytes, int]] = []
-            waiting = iter(wrap(images, len(images)))
+            found, waiting = list[tuple[float, bytes, bytes, int]](), iter(wrap(images, len(images)))
             while part := list(itertools.islice(waiting, _BATCH)):
                 raw = embed(np.stack([self._face(image.number) for image in part]))
                 for image, row in zip(part, raw, strict=True):
@@ -353,6 +352,13 @@ class Gallery:
                     found.append((norm, _checksum(vector), vector, image.number))
             _replace(database, found, facts)  # only now, because a large transaction may lock readers out
         return len(images)
+
+    def take_facts(self, facts: Facts) -> None:
+        """Record what finds and embeds its faces from now on, if it has none."""
+        with self._writing() as database:
+            if not self.images():
+                _replace(database, [], facts)
+                self.facts, self._digest = facts, facts.digest
 
     def copy_to(self, path: Path) -> None:
         """Copy the gallery, as it is at one moment, into an empty file."""
@@ -463,10 +469,8 @@ def check_person(name: str) -> str:
 
 def _picture_name(name: str) -> str:
     """Return the name of a picture as a gallery keeps it, to be read by people only: printable, and of a bounded length."""
-    text = shown(name)
-    if len(text) > LONGEST_PICTURE:
-        text = f"{text[: LONGEST_PICTURE // 2 - 3]} ... {text[3 - LONGEST_PICTURE // 2 :]}"
-    return text
+    text, half = shown(name), LONGEST_PICTURE // 2
+    return text if len(text) <= LONGEST_PICTURE else f"{text[: half - 3]} ... {text[3 - half :]}"
 
 
 def _checksum(data: bytes) -> bytes:

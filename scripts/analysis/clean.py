@@ -22,7 +22,7 @@ from data.base import FaceDataset
 from data.decisions import write_decisions
 from data.scan import indices_of, open_set_of
 from eval.embedding_table import Faces, read_table
-from utils.cli import make_parser, rename_in
+from utils.cli import SHARE, make_parser, rename_in
 from utils.files import shown
 from utils.program import run_main
 from utils.text import prefix_errors
@@ -37,28 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tests", type=Path, nargs="*", default=[], help="tables of test pictures in a folder per person")
     parser.add_argument(
         "--far",
-        type=_share,
+        type=SHARE,
         metavar="SHARE",
         help="of other people's images that pass as an identity's (default: that of the fewest errors)",
     )
     parser.add_argument(
         "--move",
-        type=_share,
+        type=SHARE,
         default=0.95,
         help="probability from which a wrong image moves to the identity that it shows; 1 = all are dropped",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace decisions.csv in OUT")
     return run_main(run, parser.parse_args(arguments))
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be a share from 0 to 1, got {text}")
-    return value
 
 
 def run(options: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ from analysis.clustering_report import write_page
 from data.scan import copy_set, indices_of, open_set_of
 from deploy.journal import Journal, check_new, open_journal
 from eval.embedding_table import Faces, read_table, stamps_of
-from utils.cli import int_in_range, make_parser, progress
+from utils.cli import COSINE, int_in_range, make_parser, progress, rate_text
 from utils.files import shown, write_csv
 from utils.program import run_main
 from utils.text import prefix_errors
@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("table", type=Path, help="table of `face embed`, .npy or .parquet")
     parser.add_argument("--out", type=Path, required=True, metavar="CSV", help="file to write")
     parser.add_argument("--calibrate", type=Path, metavar="TABLE", help="labelled faces of other people, for --far")
-    parser.add_argument("--far", metavar="FAR", help="share of the pairs of two people in --calibrate above the threshold")
-    parser.add_argument("--threshold", type=float, metavar="COSINE", help="instead of --calibrate and --far")
+    parser.add_argument("--far", type=rate_text, metavar="FAR", help="share of its pairs of two people above the threshold")
+    parser.add_argument("--threshold", type=COSINE, metavar="COSINE", help="instead of --calibrate and --far")
     parser.add_argument("--set", type=Path, help="set or folder that was embedded: OUT.html shows its pictures")
     parser.add_argument("--to-rec", type=Path, metavar="DIR", help="folder of a new RecordIO set, from --set")
     parser.add_argument("--min-images", type=int_in_range(2), help="of a cluster that goes into it (default: 2)")
@@ -105,15 +105,7 @@ def _known(options: argparse.Namespace, faces: Faces) -> Faces | None:
     if (options.threshold is None) == (options.calibrate is None) or (options.calibrate is None) != (options.far is None):
         raise ValueError("the threshold comes from --calibrate TABLE with --far FAR, or from --threshold; give one of the two")
     if options.threshold is not None:
-        if not -1 < options.threshold <= 1:
-            raise ValueError(f"--threshold must be a cosine above -1 and up to 1, got {options.threshold:g}")
         return None
-    try:
-        valid = 0 < float(options.far) < 1
-    except ValueError:
-        valid = False
-    if not valid:
-        raise ValueError(f"--far must be a rate between 0 and 1, such as 1e-4, got {options.far!r}")
     others = read_table(options.calibrate)
     with prefix_errors("--calibrate"):
         others.check_network(faces)

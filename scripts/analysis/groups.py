@@ -15,7 +15,7 @@ Examples:
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import xxhash
@@ -25,7 +25,7 @@ from analysis.groups import Grouped, Outcome, measure_list, measure_table
 from analysis.groups_report import summary, write_groups
 from deploy.journal import check_new, open_journal
 from eval.embedding_table import Faces, read_table, stamps_of
-from utils.cli import make_parser
+from utils.cli import COSINE, RATE, make_parser
 from utils.files import shown
 from utils.program import run_main
 
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     source.add_argument("--pairs", type=Path, metavar="LIST", help="pairs with groups: a .csv, or a folder of *_pairs.txt")
     parser.add_argument("--by", metavar="COLUMN", help="column of the .csv that has the group")
     at = parser.add_mutually_exclusive_group()
-    at.add_argument("--far", type=_number(1e-12, 1, "a rate such as 1e-3"), help="of all groups together (default: 1e-3)")
-    at.add_argument("--threshold", type=_number(-1, 1, "a cosine"), metavar="COSINE", help="instead: a cosine")
+    at.add_argument("--far", type=RATE, help="of all groups together (default: 1e-3)")
+    at.add_argument("--threshold", type=COSINE, metavar="COSINE", help="instead: a cosine")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the report")
     parser.add_argument("--again", action="store_true", help="begin anew, although DIR has a report or a part of it")
     return run_main(run, parser.parse_args(arguments))
@@ -91,16 +91,6 @@ def _of_list(faces: Faces, options: argparse.Namespace, far: float | None) -> tu
     total = pairs.missing + len(pairs.first)
     left_out = f"{pairs.missing:,} of {total:,} pairs, of which the table lacks a picture"
     return measure_list(faces.vectors, pairs, far, options.threshold, _ALIKE), faces.names, left_out
-
-
-def _number(low: float, high: float, what: str) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        value = float(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be {what}, from {low:g} to {high:g}, got {text}")
-        return value
-
-    return parse
 
 
 if __name__ == "__main__":

@@ -20,10 +20,9 @@ from analysis.quality import error_versus_discard
 from analysis.quality_columns import read_measures
 from analysis.quality_report import COLUMNS, GATE_COLUMNS, gate_rows, rows_of, write_quality
 from deploy.embed.source import open_pixels
-from deploy.faces.detector import share
 from deploy.journal import Journal, check_new, open_journal
 from eval.embedding_table import Faces, read_table, stamps_of
-from utils.cli import make_parser, progress
+from utils.cli import RATE, SHARE, make_parser, progress
 from utils.files import shown
 from utils.program import run_main
 from utils.text import did_you_mean, one_line, plain_table, prefix_errors
@@ -37,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lower = "those whose lower values are better, as padding's always are"
     parser.add_argument("--lower", nargs="+", default=[], metavar="NAME", help=lower)
     parser.add_argument("--from", dest="files", nargs="+", type=Path, default=[], metavar="FILE.csv", help="tables of measures")
-    parser.add_argument("--far", type=float, default=1e-3, help="of all impostor pairs; sets the threshold")
-    parser.add_argument("--discard", type=share, default=0.05, metavar="SHARE", help="of the pictures that a gate may discard")
+    parser.add_argument("--far", type=RATE, default=1e-3, help="of all impostor pairs; sets the threshold")
+    parser.add_argument("--discard", type=SHARE, default=0.05, metavar="SHARE", help="of the pictures that a gate may discard")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the report")
     parser.add_argument("--pictures", type=Path, metavar="SET", help="folder or set that was embedded, to show pictures of it")
     parser.add_argument("--again", action="store_true", help="begin anew, although DIR has a report or a part of it")
@@ -47,8 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Count the pairs that are not counted yet, and write the report."""
-    if not 0 < options.far < 1:
-        raise ValueError(f"--far: must be above 0 and below 1, got {options.far:g}")
     faces = read_table(options.table)
     labels, people = faces.labels()
     measures = _measures(faces, options)

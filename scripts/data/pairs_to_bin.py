@@ -24,7 +24,7 @@ import numpy as np
 
 from data.scan import open_set_of
 from eval.pair_sets.bin_file import read_csv, write_bin
-from eval.pair_sets.sample import sample_pairs
+from eval.pair_sets.sample import most_pairs, sample_pairs
 from eval.verification import FOLDS
 from utils.cli import int_in_range, make_parser, progress
 from utils.files import read_bytes, read_lines
@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     csv.add_argument("pairs", type=Path, help="lines 'path1,path2,same'")
     sample = kinds.add_parser("sample", help="draw the pairs")
     sample.add_argument("folder", type=Path, help="folder with a sub-folder per identity, or with train.rec")
-    sample.add_argument("--pairs", type=int_in_range(1), default=6000, help="number of pairs, half of them genuine")
+    sample.add_argument(
+        "--pairs", type=int_in_range(1), help="number of pairs, half of them genuine (default: 6000, or as many as there are)"
+    )
     sample.add_argument("--seed", type=int_in_range(0), default=0, help="another seed draws other pairs (default 0)")
     for kind in (lfw, cfp, csv, sample):
         kind.add_argument("out", type=Path, help="file NAME.bin; NAME is what eval.targets calls the set")
@@ -100,7 +102,9 @@ def _check(image: bytes, name: str, any_size: bool) -> None:
 
 def _sample(options: argparse.Namespace) -> tuple[list[bytes], list[str], list[bool]]:
     dataset = open_set_of(options.folder)
-    first, second, same = sample_pairs(np.asarray(dataset.labels()), options.pairs, FOLDS, options.seed)
+    labels = np.asarray(dataset.labels())
+    pairs = options.pairs or min(6000, most_pairs(labels, FOLDS, options.seed) or 6000)
+    first, second, same = sample_pairs(labels, pairs, FOLDS, options.seed)
     indices = np.stack([first, second], axis=1).reshape(-1).tolist()
     some = progress(dict.fromkeys(indices), None, "reading", "picture")
     stored = {index: bytes(dataset.sample(index)[0]) for index in some}
