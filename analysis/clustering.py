@@ -14,6 +14,7 @@ Shapes: n = faces, D = embedding size, E = pairs above the lowest threshold, S =
 
 import heapq
 from collections.abc import Callable
+from math import isqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -101,6 +102,9 @@ def calibrate(
         journal: of `cluster`.
         advance: is called with numbers of faces, which are n for the neighbours and n for each number of NEIGHBOURS in all.
     """
+    for data in _done(journal, "calibration"):
+        values = np.frombuffer(data, dtype="<f8")
+        return int(values[0]), values[1:].reshape(isqrt(len(values) - 1), -1)
     order = _order(vectors)
     table = torch.from_numpy(np.ascontiguousarray(vectors[order]))
     # the first of which are those of a smaller number
@@ -112,6 +116,9 @@ def calibrate(
         quality = agreement(cluster(averaged, thresholds, advance=advance).labels, labels).bcubed_f
         if quality > best[0]:
             best = quality, count, thresholds
+    if journal is not None:
+        values = np.concatenate([[best[1]], best[2].ravel()]).astype("<f8")
+        journal.add({"stage": "calibration", "begin": 0}, values.tobytes() + b"\n")
     return best[1:]
 
 

@@ -134,7 +134,7 @@ class FolderDataset(FaceDataset):
         self.num_classes = len(self.classes)
 
     def describe(self) -> str:
-        return f"{shown(self.root)}: image files, {self.num_images} images, {self.num_classes} classes (one per sub-folder)"
+        return f"{shown(self.root)}: image files, {self.num_images} images, {self.num_classes} classes (one per folder)"
 
     def key(self, index: int) -> str:
         return shown(self.root / self._files[index])

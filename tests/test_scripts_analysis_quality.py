@@ -132,4 +132,5 @@ def test_values_of_other_files_are_joined_by_name_and_never_guessed(there: Path,
         assert _run(*words) == 1 and reason in capsys.readouterr().err, reason
     with pytest.raises(SystemExit):
         _run(*words[:2], "0", *words[3:])
+    assert "--far: must be a rate such as 1e-3 from 1e-12 to 0.999, got 0" in capsys.readouterr().err
     assert _run(*words[:2], "1e-9", *words[-3:]) == 1 and "impostor pairs is less than one" in capsys.readouterr().err

@@ -251,8 +251,7 @@ def test_another_network_or_detector_is_named(network: list[str], tmp_path: Path
     assert said.count("\n") == 1 and "another network" in said and "face gallery reembed" in said
     with Gallery(tmp_path / "g") as gallery:
         assert gallery.picture(1) is None  # --no-pictures
-    person = folder / "person_0"  # whose pictures lie in no folder of a person: an empty gallery
-    assert enrol.main(_words(network, tmp_path / "new", person)) == 1
+    assert enrol.main(_words(network, tmp_path / "new", folder / "person_0")) == 1  # in no folder of a person: none is enrolled
     assert enrol.main(_words(other, tmp_path / "new", folder)) == 0
     with Gallery(tmp_path / "new") as gallery, Gallery(tmp_path / "g") as before:
         assert len(gallery.images()) == 2 and gallery.facts.digest != before.facts.digest

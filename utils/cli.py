@@ -112,7 +112,7 @@ def number_in_range(low: float, high: float = math.inf, what: str = "a number") 
 
 
 COSINE, SHARE = number_in_range(-1, 1, "a cosine"), number_in_range(0, 1)
-RATE = number_in_range(1e-12, 1, "a rate such as 1e-3")
+RATE = number_in_range(1e-12, 0.999, "a rate such as 1e-3")
 
 
 def rate_text(text: str) -> str:

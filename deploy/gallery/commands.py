@@ -218,11 +218,10 @@ def enrol_all(options: argparse.Namespace) -> None:
     embedder, detector = open_embedder(options), open_detector(options)
     facts = facts_of(options, embedder, detector, recorded)
     with Gallery.create(options.gallery, facts) as gallery:
-        if gallery.facts != facts:
-            gallery.take_facts(facts)
-        require_network(gallery, embedder)
-        warn_of_other_detector(gallery, facts.detector, options.which)
         known = gallery.images()
+        if known:
+            require_network(gallery, embedder)
+            warn_of_other_detector(gallery, facts.detector, options.which)
         there = {(image.person, image.hash) for image in known}
         owners = {image.hash: image.person for image in known}
         counts = {"enrolled": 0, "skipped": 0}
@@ -235,8 +234,10 @@ def enrol_all(options: argparse.Namespace) -> None:
                 yield one
 
         for batch in embed_faces(faces(), len(pictures), "enrolling", embedder, rejected):
-            _enrol(_good(batch, options, rejected), gallery, options, counts)
+            _enrol(_good(batch, options, rejected), gallery, options, counts, facts)
         people = gallery.people()
+        if counts["enrolled"] and not known:  # another program may have been first
+            warn_of_other_detector(gallery, facts.detector, options.which)
     print_rejected(rejected, options.list)
     print(
         f"{shown(options.gallery)}: {counts['enrolled']} pictures enrolled, {counts['skipped']} were there already, "
@@ -260,13 +261,15 @@ def facts_of(options: argparse.Namespace, embedder: Embedder, detector: Detector
     )
 
 
-def _enrol(faces: Sequence[EmbeddedFace], gallery: Gallery, options: argparse.Namespace, counts: dict[str, int]) -> None:
+def _enrol(
+    faces: Sequence[EmbeddedFace], gallery: Gallery, options: argparse.Namespace, counts: dict[str, int], facts: Facts
+) -> None:
     """Add faces in one transaction."""
     images = []
     for picture, found, crop, embedding, _ in faces:
         pixels = None if options.no_pictures else crop.pixels
         images.append(NewImage(picture.person, picture.name, found, crop.number, crop.quality, embedding, pixels))
-    for image, number in zip(images, gallery.add(images), strict=True):
+    for image, number in zip(images, gallery.add(images, facts), strict=True):
         counts["enrolled" if number else "skipped"] += 1
         if options.list and number:
             norm = np.linalg.norm(image.embedding.astype(np.float64))

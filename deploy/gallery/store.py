@@ -278,20 +278,28 @@ class Gallery:
 
     # ---- writing
 
-    def add(self, images: Sequence[NewImage]) -> list[int]:
+    def add(self, images: Sequence[NewImage], facts: Facts | None = None) -> list[int]:
         """Enrol images; return their numbers, 0 for those that were there already. They are safe when this returns.
+
+        Args:
+            facts: what found and embedded them; an empty gallery records it. None = what the gallery records.
 
         Raises:
             ValueError: an embedding is not finite, or zero, or of another size; a name is not allowed; the gallery was embedded
                 by another network since it was opened; the disk is full. Nothing is enrolled.
         """
         names = [check_person(image.person) for image in images]
-        rows = [_unit_vector(image.embedding, self.facts.embedding_size, image.picture) for image in images]
+        rows = [_unit_vector(image.embedding, (facts or self.facts).embedding_size, image.picture) for image in images]
         for image, (_, norm) in zip(images, rows, strict=True):
             _require_weight(norm, image.quality, shown(image.picture))
         faces = [None if image.pixels is None else to_png(image.pixels) for image in images]
         numbers = []
         with self._writing() as database:
+            if facts is not None:
+                self._digest = facts.digest
+                if self.facts != facts and database.execute("SELECT 1 FROM images LIMIT 1").fetchone() is None:
+                    _replace(database, [], facts)
+                    self.facts = facts
             self._require_same_network()
             for image, name, (vector, norm), face in zip(images, names, rows, faces, strict=True):
                 database.execute("INSERT OR IGNORE INTO people (name) VALUES (?)", (name,))
@@ -352,13 +360,6 @@ class Gallery:
                     found.append((norm, _checksum(vector), vector, image.number))
             _replace(database, found, facts)  # only now, because a large transaction may lock readers out
         return len(images)
-
-    def take_facts(self, facts: Facts) -> None:
-        """Record what finds and embeds its faces from now on, if it has none."""
-        with self._writing() as database:
-            if not self.images():
-                _replace(database, [], facts)
-                self.facts, self._digest = facts, facts.digest
 
     def copy_to(self, path: Path) -> None:
         """Copy the gallery, as it is at one moment, into an empty file."""

@@ -162,7 +162,7 @@ def capacity(options: argparse.Namespace) -> None:
         rows.append(row)
         print(line, flush=True)
     if not any(row["identities"] for row in rows):
-        advice = "; --device cpu counts no libraries of CUDA" if is_for_gpu(options, device) else ""
+        advice = "; --device cpu counts no libraries of CUDA" if is_for_gpu(options, device) and not options.card else ""
         print(f"nothing fits: all else takes {others / _GIB:.2f} GiB; lower --batch, or use a smaller backbone{advice}")
     write_json(options.json, {"backbone_bytes": memory.total(options.batch), "rows": rows})
 

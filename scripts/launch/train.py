@@ -90,8 +90,9 @@ def _torchrun_arguments(options: argparse.Namespace) -> list[str]:
     """Return torchrun's options, and set the environment of the processes; [] if one process without restarts will do."""
     run = load_config(options.config, options.overrides).run
     processes = options.processes = options.processes or (1 if run.device == "cpu" else count_gpus())
-    if options.head and options.machines is None:
-        raise ValueError("--head is for several machines; add --machines N, or take --head out")
+    for name, value in (("head", options.head), ("run-id", options.run_id), ("is-head", options.is_head)):
+        if value and options.machines is None:
+            raise ValueError(f"--{name} is for several machines; add --machines N, or take --{name} out")
     options.machines = options.machines or 1
     if options.machines > 1 and not options.head:
         raise ValueError("--head must be the HOST[:PORT] of one of the machines, the same on all of them")
