@@ -100,7 +100,7 @@ def test_without_a_detector_only_crops_of_the_size_pass():
     assert crop.face is None and np.array_equal(crop.pixels, pixels)
     found = crops_of(_png(_scene(112, 120)), "x", None, 112, "all")
     assert isinstance(found, Rejected) and found.reason.startswith(
-        "is 120 x 112 pixels, no aligned crop of 112 x 112: name a --"
+        "is 120 x 112 pixels, no aligned crop of 112 x 112: name a detector"
     )
 
 

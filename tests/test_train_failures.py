@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -192,22 +191,11 @@ def _fail(error: Exception) -> None:
     raise error
 
 
-def _start_threads_beyond_a_limit() -> None:
-    before, end = resource.getrlimit(resource.RLIMIT_AS), threading.Event()
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, before[1]))
-    try:
-        for _ in range(1000):  # the first may find the stack of an earlier thread
-            threading.Thread(target=end.wait, daemon=True).start()
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-        end.set()
-
-
 _ACTS = {
     "hangs": lambda: time.sleep(100),
     "fails": lambda: _fail(ValueError("a bad day")),
     "no memory": lambda: _fail(MemoryError("no memory")),
-    "no threads": _start_threads_beyond_a_limit,
+    "no threads": lambda: _fail(RuntimeError("can't start new thread")),
     "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }
 

@@ -295,11 +295,9 @@ class Gallery:
         faces = [None if image.pixels is None else to_png(image.pixels) for image in images]
         numbers = []
         with self._writing() as database:
-            if facts is not None:
-                self._digest = facts.digest
-                if self.facts != facts and database.execute("SELECT 1 FROM images LIMIT 1").fetchone() is None:
-                    _replace(database, [], facts)
-                    self.facts = facts
+            if facts and self.facts != facts and database.execute("SELECT 1 FROM images LIMIT 1").fetchone() is None:
+                _replace(database, [], facts)
+                self.facts, self._digest = facts, facts.digest
             self._require_same_network()
             for image, name, (vector, norm), face in zip(images, names, rows, faces, strict=True):
                 database.execute("INSERT OR IGNORE INTO people (name) VALUES (?)", (name,))
