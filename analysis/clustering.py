@@ -102,8 +102,8 @@ def calibrate(
         journal: of `cluster`.
         advance: is called with numbers of faces, which are n for the neighbours and n for each number of NEIGHBOURS in all.
     """
-    for data in _done(journal, "calibration"):
-        values = np.frombuffer(data, dtype="<f8")
+    if done := _done(journal, "calibration"):
+        values = np.frombuffer(done[0], dtype="<f8")
         return int(values[0]), values[1:].reshape(isqrt(len(values) - 1), -1)
     order = _order(vectors)
     table = torch.from_numpy(np.ascontiguousarray(vectors[order]))

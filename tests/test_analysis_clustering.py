@@ -363,3 +363,10 @@ def test_wrong_words_are_one_line(
     if "sure faces" in reason:  # what is done is kept, so that other words of the new set need no --again
         assert program.main(["new.npy", "--out", "p.csv", *words[:4]]) == 0
         assert not Path("p.csv.unfinished").exists()
+
+
+@pytest.mark.parametrize(("word", "rule"), [("--far=2", "rate"), ("--threshold=7", "cosine"), ("--threshold=-1", "cosine")])
+def test_a_far_and_a_threshold_have_bounds(word: str, rule: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        program.main(["new.npy", "--out", "p.csv", word])
+    assert f"{word.partition('=')[0]}: must be a {rule}" in capsys.readouterr().err

@@ -67,4 +67,4 @@ def test_without_its_client_the_command_that_brings_it_is_named(
 ):
     monkeypatch.setitem(sys.modules, "qdrant_client", None)
     assert program.main(["export", str(path), "--to", "database"]) == 1
-    assert "-m pip install qdrant-client" in capsys.readouterr().err
+    assert f"--to: needs qdrant-client: {sys.executable} -m pip install qdrant-client" in capsys.readouterr().err

@@ -41,7 +41,8 @@ def test_a_file_that_differs_or_cannot_be_made_does_not_appear(
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "openvino", None)
         assert export(words) == 1
-    assert "-m pip install onnx onnxruntime onnxscript openvino" in exports._only_line(capsys)
+    advice = f"--to openvino needs openvino: {sys.executable} -m pip install onnx onnxruntime onnxscript openvino"
+    assert advice in exports._only_line(capsys)
     pytest.importorskip("openvino", reason=WHERE)
     monkeypatch.setattr(exports.Toy, "wrong", 1.2e-4)
     assert export(words) == 1

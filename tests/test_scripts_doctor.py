@@ -31,8 +31,9 @@ def test_without_any_package_it_names_each_with_its_pinned_version_and_fails():
     required = [pin for pin in doctor.read_pins(ROOT / "requirements.txt")]
     optional = [pin for pin in doctor.read_pins(ROOT / "requirements-optional.txt")]
     assert len(required) >= 10 and len(optional) >= 5
-    for start, pin in [*(("{} +missing", pin) for pin in required), *(("optional +no {}", pin) for pin in optional)]:
-        assert re.search(rf"(?m)^{start.format(pin.package)}.+ -m pip install {pin.package}=={re.escape(pin.version)} -c", said)
+    for start, pin in [*(("{} +missing; ", pin) for pin in required), *(("optional +no {}: .+ ", pin) for pin in optional)]:
+        advice = rf"\S+ -m pip install {pin.package}=={re.escape(pin.version)} -c "
+        assert re.search(f"^{start.format(pin.package)}{advice}", said, re.M)
     assert re.search("^GPU +none with a driver", said, re.M) and re.search("^C compiler +none: the head computes", said, re.M)
 
 

@@ -148,6 +148,8 @@ def test_the_slurm_job_explains_itself_and_names_what_is_missing(config: Path):
     [
         (["--machines", "2"], "error: --head must be the HOST[:PORT]"),
         (["--head", "localhost"], "error: --head is for several machines; add --machines N"),
+        (["--run-id", "mine"], "error: --run-id is for several machines; add --machines N"),
+        (["--is-head", "yes"], "error: --is-head is for several machines; add --machines N"),
         (["--machines", "2", "--head", "localhost:"], "error: --head: the port must be a number"),
         (["--machines", "2", "--head", "no.such.host.invalid"], "error: --head: no address for no.such.host.invalid here"),
         (["train.epoch=3", "--processes", "2"], "Did you mean train.epochs?"),
