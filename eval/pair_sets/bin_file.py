@@ -33,7 +33,7 @@ from utils.text import prefix_errors
 from ..protocol import Embed, Protocol, check_pair_counts
 from ..verification import FOLDS, VerificationResult, fuse_views, mean_norm, pair_distances, row_norms, verify
 from .safe_pickle import Array, UnsafePickleError, load
-from .sample import most_pairs, sample_pairs
+from .sample import USUAL, most_pairs, sample_pairs
 
 _MAX_FILE_SIZE = 1 << 32  # bytes; the published sets have about 10^8
 _IMAGE_STARTS = tuple(IMAGE_STARTS)
@@ -203,7 +203,6 @@ def _encoded(entry: object, index: int) -> bytes:
 
 
 SUFFIXES = (".bin", ".safetensors", ".csv", "")  # the last: a folder of people
-_SAMPLED = 6000  # pairs, as LFW has
 _TYPES = {"bytes": np.uint8, "ends": np.int64, "first": np.int64, "second": np.int64, "same": np.bool_}
 
 
@@ -281,7 +280,7 @@ def read_folder(path: str | os.PathLike[str], name: str | None = None) -> PairSe
     files = [sorted(Path(path) / file for file in found) for found in below.values()]
     labels = np.repeat(np.arange(len(people)), [len(found) for found in files])
     pictures = [file for found in files for file in found]
-    count = min(_SAMPLED, most_pairs(labels, FOLDS, 0)) if len(people) >= 2 * FOLDS else 0
+    count = min(USUAL, most_pairs(labels, FOLDS, 0)) if len(people) >= 2 * FOLDS else 0
     if not count:
         raise ValueError(
             f"{path}: pairs in {FOLDS} folds need {2 * FOLDS} people or more, some with several pictures in each fold; it has "

@@ -7,6 +7,8 @@ import itertools
 
 import numpy as np
 
+USUAL = 6000  # pairs of a set, as LFW has
+
 
 def most_pairs(labels: np.ndarray, folds: int, seed: int) -> int:
     """Return the largest number of pairs that `sample_pairs` can draw from these labels (n,)."""

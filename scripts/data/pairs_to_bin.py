@@ -24,7 +24,7 @@ import numpy as np
 
 from data.scan import open_set_of
 from eval.pair_sets.bin_file import read_csv, write_bin
-from eval.pair_sets.sample import most_pairs, sample_pairs
+from eval.pair_sets.sample import USUAL, most_pairs, sample_pairs
 from eval.verification import FOLDS
 from utils.cli import int_in_range, make_parser, progress
 from utils.files import read_bytes, read_lines
@@ -103,7 +103,7 @@ def _check(image: bytes, name: str, any_size: bool) -> None:
 def _sample(options: argparse.Namespace) -> tuple[list[bytes], list[str], list[bool]]:
     dataset = open_set_of(options.folder)
     labels = np.asarray(dataset.labels())
-    pairs = options.pairs or min(6000, most_pairs(labels, FOLDS, options.seed) or 6000)
+    pairs = options.pairs or min(USUAL, most_pairs(labels, FOLDS, options.seed) or USUAL)
     first, second, same = sample_pairs(labels, pairs, FOLDS, options.seed)
     indices = np.stack([first, second], axis=1).reshape(-1).tolist()
     some = progress(dict.fromkeys(indices), None, "reading", "picture")

@@ -18,7 +18,7 @@ import numpy as np
 
 from data.scan import copy_set, open_set_of
 from eval.pair_sets.bin_file import write_bin
-from eval.pair_sets.sample import most_pairs, sample_pairs
+from eval.pair_sets.sample import USUAL, most_pairs, sample_pairs
 from eval.verification import FOLDS
 from utils.cli import int_in_range, make_parser, rename_in
 from utils.program import run_main
@@ -64,7 +64,7 @@ def split(options: argparse.Namespace) -> None:
     held[order[np.argsort(counts[order] < 2, kind="stable")][:wanted]] = True
     inside = np.flatnonzero(held[labels])
     most = most_pairs(labels[inside], FOLDS, options.seed)
-    pairs = min(6000, most) if options.pairs is None else options.pairs
+    pairs = min(USUAL, most) if options.pairs is None else options.pairs
     if pairs > most or not most:
         several = int(np.count_nonzero(counts[held] > 1))
         raise ValueError(
