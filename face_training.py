@@ -10,9 +10,9 @@ def main() -> int:
     root = str(Path(__file__).resolve().parent)
     sys.path[:] = [root, *(path for path in sys.path if path != root)]
     from scripts.face import main as start
-    from utils.machine import bound_spinning
+    from utils.machine import begin_imports
 
-    bound_spinning()  # before torch is imported
+    begin_imports()
     return start()
 
 

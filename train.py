@@ -7,9 +7,9 @@ One process or many, CPU or CUDA, run the same lines. The optimizer step is the 
 """
 
 if __name__ == "__main__":
-    from utils.machine import bound_spinning
+    from utils.machine import begin_imports
 
-    bound_spinning()  # before torch is imported
+    begin_imports()
 
 import argparse
 import itertools

@@ -15,9 +15,9 @@ Examples:
 """
 
 if __name__ == "__main__":
-    from utils.machine import bound_spinning
+    from utils.machine import begin_imports
 
-    bound_spinning()  # before torch is imported
+    begin_imports()
 
 import argparse
 import errno

@@ -1,6 +1,7 @@
 """Fixtures shared by all tests: several gloo processes, and the optional folder of oracle files."""
 
 import faulthandler
+import gc
 import importlib
 import os
 import signal
@@ -24,6 +25,7 @@ _IMPORTED = (
     "torch.utils.tensorboard",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
+    "tests.frozen",  # after all others
 )
 mp.get_context("forkserver").set_forkserver_preload(list(_IMPORTED))
 # a shell that runs the tests in the background has SIGINT ignored, and so would all programs that the tests interrupt
@@ -49,6 +51,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and pytest -m gpu"))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # no collection walks through all modules and tests again
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -121,6 +121,22 @@ def test_the_kernel_says_how_long_this_thread_has_run_and_waited(tmp_path: Path,
     assert machine.waited_for_core() == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("program", ["face_training.py train", "face_training.py data verify", "train.py", "eval"])
+def test_no_collection_walks_through_what_a_program_imported(program: str, tmp_path: Path):
+    path, *words = program.split()
+    run = "run_path" if path.endswith(".py") else "run_module"
+    look = (
+        "import gc, runpy, sys\n"
+        f"sys.argv = {[path, *words, str(tmp_path / 'none')]}\n"
+        "collected = []\n"
+        "gc.callbacks.append(lambda phase, facts: collected.append(facts['generation']))\n"
+        f"try: runpy.{run}({path!r}, run_name='__main__')\n"
+        "except SystemExit as status: print(status.code, collected.count(2), gc.isenabled(), gc.get_freeze_count() > 50_000)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "1 0 True True" and done.stderr.startswith("error: "), done.stderr
+
+
 @pytest.mark.parametrize(
     ("program", "given", "spins"),
     [

@@ -1,6 +1,7 @@
 """What this machine leaves to its processes, also in containers and jobs (control groups of Linux). Needs no torch."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,19 @@ _GROUPS, _OWN_GROUPS, _OWN_WAITS = Path("/sys/fs/cgroup"), Path("/proc/self/cgro
 # how often an OpenMP thread looks whether the others have finished before it sleeps, below a millisecond. gcc's OpenMP
 # takes 300,000: where other programs want the cores, its threads then spend whole time slices on waiting for one another
 _SPINS = "20000"
+
+
+def begin_imports() -> None:
+    """Prepare this process for importing torch: bound_spinning, and no garbage collection before end_imports."""
+    bound_spinning()
+    gc.disable()  # a third of the start of a program: each collection walks through all that was imported
+
+
+def end_imports() -> None:
+    """Let garbage collections begin after begin_imports, which will pass over what was imported."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
 
 
 def bound_spinning() -> None:

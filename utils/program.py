@@ -17,6 +17,7 @@ from .allocator import keep_freed_memory, out_of_memory
 from .cli import leave_closed_output, rename_in
 from .distributed import LostPeerError, RendezvousError, SharedError
 from .distributed.parent import ask_to_die_with_parent, follow_parent
+from .machine import end_imports
 from .text import PrintableOutput, one_line
 
 REQUEUE = 75  # exit status of a run that saved and stopped on request: EX_TEMPFAIL of sysexits.h, "try again later"
@@ -156,6 +157,7 @@ def run_main(run: Callable[..., None], *arguments: Any) -> int:
     rank = os.environ.get("RANK", "0")
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     who, status = f"rank {rank}: " if several else "", 1
+    end_imports()
     keep_freed_memory()
     if "cv2" in sys.modules:  # its own lines would come before ours, which say what is wrong
         sys.modules["cv2"].utils.logging.setLogLevel(0)
