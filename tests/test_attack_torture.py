@@ -48,7 +48,7 @@ def _seen(run: Path) -> History:
 @needs_processes
 def test_a_short_torture_finds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     report = tmp_path / "report.json"
-    arguments = ["--kills", "3", "--minutes", "0.4", "--processes", "2", "--by-hand", "0", "--seed", "4"]
+    arguments = ["--kills", "2", "--minutes", "0.4", "--processes", "2", "--by-hand", "0", "--seed", "4"]
     status = torture.main([*arguments, "--out", str(tmp_path / "finds"), "--json", str(report)])
     said = capsys.readouterr()
     assert status == 0, said.err

@@ -53,9 +53,9 @@ def _first_loss(margin: Margin, num_classes: int, dim: int, batch: int, alike: f
 )
 def test_sound_labels_are_found_sound_at_any_batch(num_classes: int, dim: int, batch: int, scale: float, alike: float):
     margin = _arcface(scale)
-    losses = [_first_loss(margin, num_classes, dim, batch, alike, seed) for seed in range(20)]
+    losses = [_first_loss(margin, num_classes, dim, batch, alike, seed) for seed in range(12)]
     verdicts = [judge_first_loss(loss, margin, FirstStep(num_classes, dim, batch))[1] for loss in losses]
-    assert sum(verdicts) >= 19  # three standard deviations: one in 370 is beyond them
+    assert sum(verdicts) >= 11  # three standard deviations: one in 370 is beyond them
     expected, tolerance = expected_first_loss(margin, FirstStep(num_classes, dim, batch))
     standard_error = tolerance / 3 / math.sqrt(len(losses))
     assert abs(sum(losses) / len(losses) - expected) < 4 * standard_error
@@ -76,8 +76,8 @@ def test_a_wrong_scale_margin_or_number_of_classes_is_found():
 @pytest.mark.parametrize("several", [1, 3])
 @pytest.mark.parametrize("dim", [64, 512])  # in 64 dimensions few of many negatives dominate the sum
 def test_many_classes_are_estimated_as_if_all_were_drawn(name: str, several: int, dim: int, monkeypatch: pytest.MonkeyPatch):
-    margin, step = build_margin(name), FirstStep(60_000, dim, 1024, sub_centers=several)
-    margin.prepare(60_000, 60_000)
+    margin, step = build_margin(name), FirstStep(30_000, dim, 1024, sub_centers=several)
+    margin.prepare(30_000, 30_000)
     few = expected_first_loss(margin, step)
     monkeypatch.setattr(first_loss, "_NEAREST", 100_000)
     every = expected_first_loss(margin, step)

@@ -21,6 +21,7 @@ from scripts.demo import make_data as demo
 from utils.image import decode_rgb
 
 ROOT = Path(__file__).parent.parent
+PAIRS = 10  # of a fold
 SMALL = ["--identities", "5", "--images-per-identity", "3"]
 
 
@@ -30,7 +31,7 @@ def small_folds() -> None:
     patch = pytest.MonkeyPatch()
     patch.setattr(demo, "IDENTITIES_PER_FOLD", 3)
     patch.setattr(demo, "IMAGES_PER_IDENTITY", 4)
-    patch.setattr(demo, "PAIRS_PER_FOLD", 20)
+    patch.setattr(demo, "PAIRS_PER_FOLD", PAIRS)
     yield
     patch.undo()
 
@@ -63,9 +64,9 @@ def test_the_training_set_reads_back_in_header_form(folder: Path):
 @pytest.mark.parametrize("kind", demo.SETS)
 def test_a_set_has_balanced_folds_of_identities_that_no_other_fold_and_no_training_has(folder: Path, kind: str):
     pairs = read_bin(folder / f"{kind}.bin")
-    assert pairs.same.reshape(10, 20).sum(axis=1).tolist() == [10] * 10
+    assert pairs.same.reshape(10, PAIRS).sum(axis=1).tolist() == [PAIRS // 2] * 10
     chosen = demo.choose_pairs(kind, demo.FIRST_VERIFICATION_IDENTITY, 1, np.random.default_rng(0))
-    people = [{side[0] for pair in chosen[fold * 20 : fold * 20 + 20] for side in pair[:2]} for fold in range(10)]
+    people = [{side[0] for pair in chosen[fold * PAIRS : (fold + 1) * PAIRS] for side in pair[:2]} for fold in range(10)]
     assert all(not (a & b) for i, a in enumerate(people) for b in people[:i])
     assert min(min(fold) for fold in people) >= demo.FIRST_VERIFICATION_IDENTITY
     assert all((first[0] == second[0]) == same for first, second, same in chosen)
