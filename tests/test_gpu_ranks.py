@@ -10,21 +10,13 @@ from typing import Any
 import pytest
 import torch
 from rounding import network_bound
-from tiny_runs import IRESNET, Started, read_metrics, run_train, tiny_run, write_dataset
+from tiny_runs import IRESNET, Started, read_metrics, run_train, tiny_run
 
 import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 STEPS = 20
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a RecordIO set and a verification set of other classes, `tiny`."""
-    folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder)
-    return folder
 
 
 @pytest.mark.numeric

@@ -15,7 +15,7 @@ import pytest
 import torch
 from rounding import network_bound
 from test_training_compiled import _OneBlock
-from tiny_runs import read_metrics, tiny_run, write_dataset
+from tiny_runs import read_metrics, tiny_run
 from torch import Tensor
 
 import train
@@ -34,14 +34,6 @@ from utils.distributed import World
 from utils.precision import LossScaler
 
 PRECISIONS = ["fp32", "bf16", "fp16"]
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a RecordIO set and a verification set of other classes, `tiny`."""
-    folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder)
-    return folder
 
 
 def _run(dataset: Path, output: Path, device: torch.device, *overrides: str) -> list[str]:

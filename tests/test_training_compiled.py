@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from rounding import network_bound
-from tiny_runs import final_weights, read_metrics, run_program, run_train, tiny_run, write_dataset
+from tiny_runs import final_weights, read_metrics, run_program, run_train, tiny_run
 from torch import Tensor, nn
 
 import train
@@ -18,14 +18,6 @@ from training.setup import check_compile
 SETTINGS = [
     "train.max_steps=3", "eval.every=2", "checkpoint.every=0", "optimizer.lr=0.01", "loss.scale=16", "backbone.dropout=0.3",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a RecordIO set and a verification set of other classes, `tiny`."""
-    folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder)
-    return folder
 
 
 class _OneBlock(nn.Module):
@@ -49,13 +41,13 @@ def _train_one_block(arguments: list[str]) -> int:
 
 @pytest.mark.numeric
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
-def test_the_compiled_network_trains_as_the_network_itself(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_compiled_network_trains_as_the_network_itself(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if os.environ.get("FACE_ONE_PROCESS"):
         pytest.skip("FACE_ONE_PROCESS: both sides have the same arithmetic, and compiling takes long")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     runs = []
     for mode in ("off", "default"):
-        arguments = tiny_run(folder, tmp_path, *SETTINGS, f"run.name={mode}", f"train.compile={mode}")
+        arguments = tiny_run(dataset, tmp_path, *SETTINGS, f"run.name={mode}", f"train.compile={mode}")
         done = run_program(_train_one_block, [arguments] * 2, timeout=600)
         assert done.returncode == 0, done.stderr
         assert ("torch.compile in mode default" in done.stdout + done.stderr) == (mode == "default")
@@ -74,11 +66,11 @@ def test_the_compiled_network_trains_as_the_network_itself(folder: Path, tmp_pat
 
 
 def test_a_compiler_that_is_missing_is_reported_in_one_line_before_the_run_has_a_folder(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    done = run_train(1, tiny_run(folder, tmp_path, "train.compile=default"))
+    done = run_train(1, tiny_run(dataset, tmp_path, "train.compile=default"))
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith("error: train.compile=default needs a C++ compiler (g++, or the one that CXX names)")
     assert done.stderr.endswith("install it, or set train.compile=off\n") and not (tmp_path / "tiny").exists()

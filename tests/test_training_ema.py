@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rounding import rounding_bound
-from tiny_runs import read_metrics, run_train, small_run, tiny_run, write_dataset
+from tiny_runs import read_metrics, run_train, small_run, tiny_run
 from torch import Tensor, nn
 
 import train
@@ -26,13 +26,6 @@ pytestmark = pytest.mark.numeric
 
 DECAY = 0.25  # reached after two steps, so that both halves of the formula are tested
 SMALL = ["train.batch_size=6", "checkpoint.every=1", "checkpoint.keep_last=99", f"train.ema={DECAY}"]
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder)
-    return folder
 
 
 def _slow_average(first: dict[str, Tensor], weights: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
