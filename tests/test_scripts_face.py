@@ -57,8 +57,12 @@ def test_it_works_in_any_folder_even_one_with_packages_of_these_names(folder: Pa
     (folder / "bin").mkdir()
     (folder / "bin" / "face").symlink_to(FACE)
     (folder / "bin" / "again").symlink_to("face")
+    (folder / "mine").mkdir()
+    (folder / "mine" / "train.rec").write_bytes(bytes.fromhex("0a23d7ce") + bytes(96))
+    (folder / "mine" / "train.idx").touch()
     done = _start(*starts[how], "data", "verify", "mine", folder=folder, PYTHONPATH=f"{folder}:{ROOT}")
-    assert done.returncode == 1 and done.stderr.startswith("error: 1 of 1 set(s) have faults: mine: no such set"), done.stderr
+    assert done.returncode == 1 and done.stderr.startswith("error: 1 of 1 set(s) have faults: mine"), done.stderr
+    assert "the index is empty. face data repair rebuilds it" in done.stderr  # a program is called by its verb
 
 
 def test_a_name_in_configs_is_found_from_any_folder(folder: Path):

@@ -126,9 +126,7 @@ def test_no_collection_walks_through_what_a_program_imported(program: str, tmp_p
     path, *words = program.split()
     run = "run_path" if path.endswith(".py") else "run_module"
     look = (
-        "import gc, runpy, sys\n"
-        f"sys.argv = {[path, *words, str(tmp_path / 'none')]}\n"
-        "collected = []\n"
+        f"import gc, runpy, sys\nsys.argv, collected = {[path, *words, str(tmp_path / 'none')]}, []\n"
         "gc.callbacks.append(lambda phase, facts: collected.append(facts['generation']))\n"
         f"try: runpy.{run}({path!r}, run_name='__main__')\n"
         "except SystemExit as status: print(status.code, collected.count(2), gc.isenabled(), gc.get_freeze_count() > 50_000)\n"
