@@ -35,7 +35,7 @@ from training.setup import Setup, decode_sample, open_loaders, set_up
 from training.step import LateValues, StepValues, train_step
 from utils import distributed
 from utils.checkpoint.format import best_score
-from utils.checkpoint.resume import changed_keys
+from utils.checkpoint.resume import changed_keys, write_config
 from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
 from utils.cli import make_parser
 from utils.distributed import SharedError
@@ -51,6 +51,7 @@ def train(config: EasyDict, stop: StopSignal) -> None:
     setup = set_up(config)
     model = build_model(config, setup)
     start_step, counts = resume_or_init(config, setup, model)
+    write_config(setup.folder, dump_config(setup.facts["config"]), setup.resume_from, setup.world)  # of a start that was sound
     world, total_steps, saving = setup.world, setup.total_steps, config.checkpoint
     last_evaluation = total_steps if config.eval.at_end else 0
     torch.backends.cudnn.benchmark = True  # from here on every batch has the same shape

@@ -239,6 +239,8 @@ def test_a_resumed_run_says_which_keys_changed_and_keeps_each_configuration(
     assert "changed since" not in capsys.readouterr().out
     changes = ["loss.margin=0.3", "optimizer.lr=0.01", "augment.blur=0.5", "eval.targets=[]"]
     os.truncate(tmp_path / "tiny" / "metrics.jsonl", 40 << 30)  # which is not read
+    assert train.main(small_run(dataset, tmp_path, "train.max_steps=4", "optimizer.name=adamw")) == 1
+    assert "max_steps: 2" in (tmp_path / "tiny" / "config.yaml").read_text()  # a start that is refused changes nothing
     assert train.main(small_run(dataset, tmp_path, "train.max_steps=4", *changes)) == 0
     out, beside = capsys.readouterr()
     lines = [line for line in out.splitlines() if line.startswith("changed since")]

@@ -21,7 +21,7 @@ from saving import as_files, save_now
 from utils.checkpoint import format as ckpt
 from utils.checkpoint import reading
 from utils.checkpoint import writer as checkpoint_writer
-from utils.checkpoint.resume import prepare_run_folder
+from utils.checkpoint.resume import prepare_run_folder, write_config
 from utils.checkpoint.writer import CheckpointWriter, RetentionPolicy
 from utils.distributed import SharedError, World, any_ranks
 
@@ -252,7 +252,9 @@ def test_all_ranks_wait_for_the_disk_if_one_has_no_memory_for_a_copy(run_ranks: 
 
 def _prepare(run: Path) -> Any:
     saving = SimpleNamespace(resume="auto", verify=False)
-    return prepare_run_folder(run, saving, "a: 1\n", {"seed": 1}, ALONE)
+    plan = prepare_run_folder(run, saving, False, {"seed": 1}, ALONE)
+    write_config(run, "a: 1\n", plan.checkpoint, ALONE)
+    return plan
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES, errno.EIO])

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from easydict import EasyDict
 
-from configs import as_plain, dump_config, shared_settings, task_configs
+from configs import as_plain, shared_settings, task_configs
 from data import build_dataset
 from data.augment import Augment
 from data.base import FaceDataset
@@ -118,8 +118,7 @@ def set_up(config: EasyDict, processes: int = 0, machines: int = 1) -> Setup:
     with raise_on_all_ranks(world):
         schedules = build_schedules(config, total_steps, num_images / batch_size)
     folder = Path(config.run.output) / config.run.name
-    text = "" if processes else dump_config(settled)
-    plan = prepare_run_folder(folder, config.checkpoint, text, facts["run_signature"], world)
+    plan = prepare_run_folder(folder, config.checkpoint, bool(processes), facts["run_signature"], world)
     return Setup(
         world,
         precision,

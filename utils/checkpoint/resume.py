@@ -29,19 +29,19 @@ class ResumePlan(NamedTuple):
     warnings: list[str]  # for the user: leftovers removed, damaged checkpoints set aside
 
 
-def prepare_run_folder(folder: Path, saving: Any, config_text: str, run_signature: dict[str, Any], world: World) -> ResumePlan:
-    """Create and lock the run folder, write its config.yaml, and choose the checkpoint to resume from, equal on all ranks.
+def prepare_run_folder(folder: Path, saving: Any, look: bool, run_signature: dict[str, Any], world: World) -> ResumePlan:
+    """Create and lock the run folder, and choose the checkpoint to resume from, equal on all ranks.
 
     Args:
         saving: the section `checkpoint` of the configuration. `resume` is auto, never, or the path of a checkpoint or run
             folder. `verify` also compares the hashes of the chosen checkpoint's files, which are divided among the ranks.
-        config_text: "" = only look, and change nothing on the disk.
+        look: only look, and change nothing on the disk.
         run_signature: must equal the checkpoint's.
 
     Raises:
         SharedError: on every rank.
     """
-    start, holder, look = ResumePlan(None, []), "", not config_text
+    start, holder = ResumePlan(None, []), ""
     with raise_on_all_ranks(world):
         if world.rank == 0:
             holder = _check_place(folder) if look else _hold(folder)
@@ -63,9 +63,6 @@ def prepare_run_folder(folder: Path, saving: Any, config_text: str, run_signatur
         start = all_gather_objects(start, world)[0]
     if look:
         return start
-    with raise_on_all_ranks(world):
-        if world.rank == 0:
-            _write_config(folder, config_text, start.checkpoint)
     with raise_on_all_ranks(world):
         if not (folder / _HOLDER).is_file() or (folder / _HOLDER).read_text() != holder:
             raise ValueError(f"run.output: {folder} is not the same folder as on rank 0; several machines need a shared folder")
@@ -255,13 +252,13 @@ def changed_keys(checkpoint: Path, config: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _write_config(folder: Path, text: str, resumed: Path | None) -> None:
-    """Save the merged configuration. An earlier one that differs is kept under another name."""
+def write_config(folder: Path, text: str, resumed: Path | None, world: World) -> None:
+    """Save the merged configuration on rank 0. An earlier one that differs is kept under another name."""
     path = folder / "config.yaml"
-    with _writing(folder):
+    with raise_on_all_ranks(world), _writing(folder):
+        if world.rank or (path.is_file() and path.read_text() == text):
+            return
         if path.is_file():
-            if path.read_text() == text:
-                return
             until = f"{resumed.name}_" if resumed else ""
             path.rename(folder / f"config_until_{until}{time.strftime('%Y%m%d_%H%M%S')}.yaml")
         write_file(path, text)
