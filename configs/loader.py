@@ -187,16 +187,11 @@ def dump_config(config: EasyDict | dict[str, Any]) -> str:
     return yaml.safe_dump(as_plain(config), sort_keys=False)
 
 
-def as_plain(config: EasyDict | dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration as plain dicts and lists."""
-    return {
-        key: as_plain(value) if isinstance(value, dict) else _plain_list(value) if isinstance(value, (list, tuple)) else value
-        for key, value in config.items()
-    }
-
-
-def _plain_list(values: list[Any] | tuple[Any, ...]) -> list[Any]:
-    return [as_plain(value) if isinstance(value, dict) else value for value in values]
+def as_plain(config: Any) -> Any:
+    """Return a configuration, or a value of it, as plain dicts and lists."""
+    if isinstance(config, dict):
+        return {key: as_plain(value) for key, value in config.items()}
+    return [as_plain(value) for value in config] if isinstance(config, (list, tuple)) else config
 
 
 def _to_config(tree: dict[str, Any]) -> Config:

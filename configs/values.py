@@ -22,8 +22,10 @@ _LONGEST = 1 << 18  # characters of a text; PyYAML takes 10 s for a million
 _DEEPEST = 100  # brackets open at once; PyYAML's time grows with the square
 _COMMENT = re.compile(r"(^|\s)#.*", re.MULTILINE)
 _NOTHING = ("null", "~")
-_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
-_NUMBER = re.compile(r"[-+]?((0|[1-9][0-9_]*)(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?")
+_DIGITS = r"[0-9](_?[0-9])*"  # as Python takes them
+_WHOLE = r"[-+]?(0|[1-9](_?[0-9])*)"
+_INTEGER = re.compile(_WHOLE)
+_NUMBER = re.compile(rf"({_WHOLE}(\.({_DIGITS})?)?|[-+]?\.{_DIGITS})([eE][-+]?[0-9]+)?")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+([.eE].*)?")
 # text keys with the documented value `off`, for which YAML 1.1 has other spellings, such as `no` and `false`
 _OFF = ("data.index_cache",)

@@ -106,6 +106,8 @@ def test_overrides_win_over_the_file_and_the_file_over_its_base(tmp_path: Path):
         ("", ["train.batch_size='8'"], "a whole number, got '8'"),
         ("", ["train.batch_size="], "a whole number, got nothing"),
         ("", ["train.epochs=010"], "a number, got 010; write it without the leading zero"),
+        *(("", [f"train.epochs={word}"], f"train.epochs must be a number, got {word}") for word in ("1_", "1__0")),
+        ("", ["train.batch_size=1_"], "train.batch_size must be a whole number, got 1_"),
         ("", ["optimizer.lr=00.1"], "a number, got 00.1; write it without the leading zero"),
         ("", ["optimizer.lr=off"], "a number, got off"),
         ("", ["data.flip=maybe"], "data.flip must be true or false, got 'maybe'"),

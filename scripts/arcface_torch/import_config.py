@@ -275,13 +275,9 @@ class Translation:
             if entries:
                 lines.append(f"{section}:")
             for key, value, comment in entries:
-                lines.append(f"  {key}: {_yaml(value)}" + (f"  # {comment}" if comment else ""))
+                in_one_line = yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
+                lines.append(f"  {key}: {in_one_line}" + (f"  # {comment}" if comment else ""))
         return "\n".join(lines) + "\n"
-
-
-def _yaml(value: Any) -> str:
-    """Return a value as YAML, in one line."""
-    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
 
 
 if __name__ == "__main__":
