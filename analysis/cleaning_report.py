@@ -92,7 +92,7 @@ def write_page(
     )
     page.text(
         "decisions.csv has a line for each image or identity: change or delete those that you disagree with. "
-        "scripts.data.filter SET OUT --decisions decisions.csv then makes a set without these errors.",
+        "face data filter SET OUT --decisions decisions.csv then makes a set without these errors.",
         note=True,
     )
     page.picture(_figure(found), "how much nearer the own centre of an image is than the nearest other")

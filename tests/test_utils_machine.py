@@ -121,18 +121,18 @@ def test_the_kernel_says_how_long_this_thread_has_run_and_waited(tmp_path: Path,
     assert machine.waited_for_core() == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("program", ["face_training.py train", "face_training.py data verify", "train.py", "eval"])
-def test_no_collection_walks_through_what_a_program_imported(program: str, tmp_path: Path):
-    path, *words = program.split()
-    run = "run_path" if path.endswith(".py") else "run_module"
+@pytest.mark.parametrize("words", ["face_training.py train demo_cpu --print-config", "train.py nothing", "eval nothing"])
+def test_no_collection_walks_through_what_a_program_imported(words: str):
+    program = words.split()[0]
+    run = "run_path" if program.endswith(".py") else "run_module"
     look = (
-        f"import gc, runpy, sys\nsys.argv, collected = {[path, *words, str(tmp_path / 'none')]}, []\n"
+        f"import gc, runpy, sys\nsys.argv, collected = {words.split()}, []\n"
         "gc.callbacks.append(lambda phase, facts: collected.append(facts['generation']))\n"
-        f"try: runpy.{run}({path!r}, run_name='__main__')\n"
-        "except SystemExit as status: print(status.code, collected.count(2), gc.isenabled(), gc.get_freeze_count() > 50_000)\n"
+        f"try: runpy.{run}({program!r}, run_name='__main__')\n"
+        "except SystemExit: print(collected.count(2), gc.isenabled(), gc.get_freeze_count() > 50_000)\n"
     )
     done = subprocess.run([sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "1 0 True True" and done.stderr.startswith("error: "), done.stderr
+    assert done.stdout.splitlines()[-1] == "0 True True", done.stderr
 
 
 @pytest.mark.parametrize(

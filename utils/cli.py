@@ -55,7 +55,9 @@ def rename_commands(commands: Mapping[str, str]) -> None:
 
 def rename_in(text: str) -> str:
     """Return a text in which `python -m MODULE`, `scripts.MODULE` and `python train.py` are the commands of rename_commands."""
-    return re.sub(r"(?:python (?:-m )?|\b(?=scripts\.))(\w+(?:\.\w+)*)", lambda match: _commands.get(match[1], match[0]), text)
+    return re.sub(
+        r"(?:python (?:-m )?|(?<![\w./-])(?=scripts\.))(\w+(?:\.\w+)*)(?!/)", lambda m: _commands.get(m[1], m[0]), text
+    )
 
 
 def progress(items: Iterable, total: int | None, what: str, unit: str) -> "tqdm":

@@ -11,25 +11,30 @@ _GROUPS, _OWN_GROUPS, _OWN_WAITS = Path("/sys/fs/cgroup"), Path("/proc/self/cgro
 # how often an OpenMP thread looks whether the others have finished before it sleeps, below a millisecond. gcc's OpenMP
 # takes 300,000: where other programs want the cores, its threads then spend whole time slices on waiting for one another
 _SPINS = "20000"
+_importing = False  # after begin_imports
 
 
 def begin_imports() -> None:
-    """Prepare this process for importing torch: bound_spinning, and no garbage collection before end_imports."""
-    bound_spinning()
-    gc.disable()  # a third of the start of a program: each collection walks through all that was imported
+    """Prepare this process, and those it starts, for importing torch.
+
+    OpenMP threads will sleep soon when they wait. Until end_imports no garbage is collected, which takes a third of the start
+    of a program, because each collection walks through all that was imported.
+    """
+    global _importing
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+    if gc.isenabled():
+        gc.disable()
+        _importing = True
 
 
 def end_imports() -> None:
-    """Let garbage collections begin after begin_imports, which will pass over what was imported."""
-    if not gc.isenabled():
+    """Let garbage be collected again after begin_imports, but for what was imported."""
+    global _importing
+    if _importing:
         gc.freeze()
         gc.enable()
-
-
-def bound_spinning() -> None:
-    """Let OpenMP threads sleep soon when they wait, in this process, if torch is not imported yet, and in those it starts."""
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+        _importing = False
 
 
 def num_cores() -> int:

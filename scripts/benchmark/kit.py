@@ -73,7 +73,7 @@ def run_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any
         BrokenProcessPool: a process was killed.
     """
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["torch", work.__module__])  # they are imported once, not by each process
+    processes.set_forkserver_preload(["torch"])  # it is imported once, not by each process
     with ProcessPoolExecutor(ranks, processes, keep_freed_memory) as pool:
         return [rank.result() for rank in [pool.submit(work, rank, *arguments) for rank in range(ranks)]]
 

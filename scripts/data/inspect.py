@@ -255,7 +255,7 @@ def write_page(path: Path, title: str, found: Findings, rng: np.random.Generator
     page.section("What is wrong")
     if found.faults():
         page.table(("found", "how many", "why it matters"), found.faults())
-        page.text("drop.csv lists the images to drop; scripts.data.filter --drop drop.csv makes a set without them.", note=True)
+        page.text("drop.csv lists the images to drop; face data filter --drop drop.csv makes a set without them.", note=True)
     else:
         tested = " and with the test sets" if found.tests else "; no test set was given with --bins"
         page.text(f"No faults: every image decodes, and none is a copy within the set{tested}.")

@@ -87,7 +87,7 @@ def repair(options: argparse.Namespace) -> None:
         print(RecordDataset(options.set).describe())
     else:
         print(
-            "ok   the index fits and all records are sound; nothing to mend. scripts.data.verify decodes every image, and "
+            "ok   the index fits and all records are sound; nothing to mend. face data verify decodes every image, and "
             "--out COPY leaves out those that do not decode"
         )
 

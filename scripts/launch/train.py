@@ -28,7 +28,6 @@ from pathlib import Path
 
 from configs import load_config
 from utils.cli import int_in_range, make_parser
-from utils.machine import bound_spinning
 from utils.program import run_main
 
 from . import torchrun
@@ -98,7 +97,6 @@ def _torchrun_arguments(options: argparse.Namespace) -> list[str]:
         raise ValueError("--head must be the HOST[:PORT] of one of the machines, the same on all of them")
     if processes == 1 and options.machines == 1 and not options.restarts:
         return []
-    bound_spinning()
     if processes > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set it too, with a warning; run.threads sets the threads
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "180")  # older versions of torch ignore it and kill after 30 s
