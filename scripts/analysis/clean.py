@@ -1,4 +1,4 @@
-"""Find wrong labels of a training set: python -m scripts.analysis.clean TABLE SET --out report
+"""Find wrong labels of a training set: python -m scripts.analysis.clean TABLE SET --out labels
 
 TABLE holds the embeddings of the images of SET: python -m scripts.deploy.embed NETWORK SET --out TABLE. A network that was
 trained on SET itself will do. The report has
@@ -7,7 +7,7 @@ report.html    pictures to decide by, the surest decisions and the most doubtful
 decisions.csv  action,image,identity,to,sure,why: images to drop or to move to another identity, identities to merge, labels
                to split, people of test sets to drop; for a person to edit, and for scripts.data.filter --decisions
 
-Example: python -m scripts.analysis.clean set.npy set --out report --tests lfw.npy
+Example: python -m scripts.analysis.clean set.npy set --out labels --tests lfw.npy
 """
 
 import argparse

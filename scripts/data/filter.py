@@ -8,7 +8,7 @@ change. SET may be any training set; OUT is a RecordIO set.
 
 Examples:
   python -m scripts.data.filter set cleaned --min-images 3 --drop report/drop.csv
-  python -m scripts.data.filter set cleaned --min-images 3 --decisions report/decisions.csv
+  python -m scripts.data.filter set cleaned --min-images 3 --decisions labels/decisions.csv
 """
 
 import argparse
