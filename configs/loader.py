@@ -63,7 +63,7 @@ def shared_settings(config: dict[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for section, values in sections(config).items():
         for name, value in values.items():
-            key = f"{section}.{name}"
+            key = f"{section.rpartition('.')[2]}.{name}"  # of a task as of the whole run
             if key in _MAY_DIFFER:
                 continue
             if key in _WORDS and value not in _WORDS[key]:
@@ -72,7 +72,7 @@ def shared_settings(config: dict[str, Any]) -> dict[str, Any]:
                 value = [PurePath(str(target)).stem for target in value]
             elif key == "data.sources":
                 value = [{**source, "path": "a path"} for source in value]
-            settings[key] = value
+            settings[f"{section}.{name}"] = value
     return settings
 
 

@@ -139,7 +139,9 @@ def test_a_run_on_two_sets_saves_both_heads_and_resumes_to_the_same_bits(tmp_pat
     assert "first: head: 12 classes" in ended.stdout and "second: first loss " in ended.stdout
     shutil.copytree(tmp_path / "whole", tmp_path / "broken")
     shutil.rmtree(list_checkpoints(tmp_path / "broken")[-1])
-    ended = run_program(train.main, [run("run.name=broken")] * 2)
+    (tmp_path / "copy").mkdir()  # of another machine
+    write_dataset(tmp_path / "copy")
+    ended = run_program(train.main, [run("run.name=broken", *more) for more in ([], [f"data.path={tmp_path}/copy"])])
     assert ended.returncode == 0 and "step_00000003 after step 3" in ended.stdout, ended.stderr
     names = {path.name for path in list_checkpoints(tmp_path / "broken")[-1].iterdir()}
     assert {f"{head}_0000{rank}_of_00002.safetensors" for head in heads for rank in (0, 1)} < names
