@@ -81,7 +81,8 @@ def test_the_rate_falls_by_the_decay_from_layer_to_layer_as_in_beit_and_mae():
     assert layer_numbers([name for name, _ in module.named_parameters()]) == (by_hand, 3)
     real, last = layer_numbers([name for name, _ in build_backbone("vit_t", 16, 0.25).named_parameters()])
     assert real["pos_embed"] == 0 and real["blocks.0.norm1.weight"] == 1 and real["norm.weight"] == last == max(real.values())
-    of_package = {**{f"network.{name}": number for name, number in by_hand.items()}, "fc.weight": 3}
+    of_package = {f"network.{name}": number for name, number in {**by_hand, "conv_stem.weight": 0, "bn1.bias": 0}.items()}
+    of_package["fc.weight"] = 3
     assert layer_numbers(list(of_package)) == (of_package, 3)
     found = _of_parameters(module, ParameterRule("norm", 0.1), ParameterRule("biases", weight_decay=0.0), layer_decay=0.75)
     for name, (factor, decay) in found.items():
