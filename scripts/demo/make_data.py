@@ -187,7 +187,9 @@ def draw_all(pictures: Iterable[DrawnPicture], count: int, processes: int) -> It
                 return
             yield picture
 
-    with multiprocessing.get_context("spawn").Pool(processes, initializer=cv2.setNumThreads, initargs=(1,)) as pool:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["scripts.demo.make_data"])  # imported once for all processes of all sets
+    with context.Pool(processes, initializer=cv2.setNumThreads, initargs=(1,)) as pool:
         try:
             for jpeg in pool.imap(draw_jpeg, admitted(), chunksize=_AT_ONCE):
                 room.release()
