@@ -79,7 +79,7 @@ def test_the_numbers_of_the_page_are_those_of_the_code(monkeypatch: pytest.Monke
     counts = ("no", "one", "two", "three", "four", "five", "six", "seven")
     for words in (
         "in batches of {}, {} and {} images".format(*export_checks.BATCHES),
-        f"may differ from that of torch by {export_checks.PARITY:.0e}".replace("e-0", "e-"),
+        f"may differ from torch's by {export_checks.PARITY:.0e}".replace("e-0", "e-"),
         f"come from {seen[0].calibration_images} images",
         f"more than {export_graph.LARGEST_FILE / 1e9} GB",
         f"`--min-score` is {CenterFace.own_min_score} for CenterFace, {Scrfd.own_min_score} for SCRFD, "
