@@ -1,12 +1,14 @@
 """Fixtures shared by all tests: several gloo processes, and the optional folder of oracle files."""
 
+import contextlib
 import faulthandler
 import gc
 import importlib
 import os
 import signal
+import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ _IMPORTED = (
     "train",
     "pytest",  # which the files of tests import
     "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo",
     "torch.utils.tensorboard",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
@@ -43,6 +46,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before any file of tests imports Triton, whose own library is decorated then
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Let each process of xdist import a part of the tests first: it finds the other parts rewritten by the others."""
+    worker, count = (os.environ.get(f"PYTEST_XDIST_WORKER{name}", "") for name in ("", "_COUNT"))
+    if worker and session.config.args == session.config.getini("testpaths"):
+        for path in sorted(Path(__file__).parent.glob("test_*.py"))[int(worker[2:]) :: int(count)]:
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection itself says so
+                importlib.import_module(path.stem)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -67,6 +79,17 @@ def _forkserver() -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Return the device of a test whose body is the same on both: CI runs it on the CPU, `pytest -m gpu` on a GPU."""
     return torch.device(request.param)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shallow(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Make the networks of tiny runs known to the tests that train them; all others see the real names alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        if any(getattr(value, "__module__", "") == "tiny_runs" for value in vars(request.module).values()):
+            tiny_runs = importlib.import_module("tiny_runs")
+            for name, made in tiny_runs.SHALLOW.items():
+                patch.setitem(tiny_runs.BACKBONES, name, made)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +137,8 @@ def _rank_main(rank: int, world_size: int, rendezvous: str, fn: Callable[..., No
     faulthandler.enable()  # a process that dies of a signal says where it was
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    if tiny_runs := sys.modules.get("tiny_runs"):
+        tiny_runs.BACKBONES.update(tiny_runs.SHALLOW)
     try:
         fn(rank, world_size, *args)
     finally:  # a rank that failed must leave the group, or the others would wait for it

@@ -1,4 +1,4 @@
-"""Slow references of the losses, written from the papers: float64, one sample and one class at a time.
+"""Slow references of the losses, written from the papers: float64, one sample and one class at a time from the cosines on.
 
 They share no code with losses/ or partial_fc/. Each returns (mean loss, state of the next step). Autograd gives the
 gradients for the raw embeddings (B, D), the centres (C, D) of any length, and the learnable parameters. What a paper holds
@@ -72,14 +72,8 @@ class Composition:
 
 def cosines(embeddings: Tensor, centres: Tensor) -> Tensor:
     """Return the (B, C) cosines in float64; of sub-centres (C, K, D) the largest of the K of each class."""
-    rows = []
-    for x in embeddings.double():
-        row = []
-        for w in centres.double():
-            values = [torch.dot(x, v) / (x.norm() * v.norm()) for v in w.view(-1, w.shape[-1])]
-            row.append(torch.stack(values).max())
-        rows.append(torch.stack(row))
-    return torch.stack(rows)
+    x, w = embeddings.double(), centres.double().view(len(centres), -1, centres.shape[-1])
+    return (torch.einsum("bd,ckd->bck", x, w) / (x.norm(dim=-1)[:, None, None] * w.norm(dim=-1))).amax(-1)
 
 
 def softmax_loss(

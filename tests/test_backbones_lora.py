@@ -23,8 +23,9 @@ from utils.checkpoint.reading import load_weights, merged, read_backbone, read_f
 from utils.checkpoint.trainer import trained_names
 from utils.memory import backbone_memory
 
-VIT = ["backbone.name=vit_t", "backbone.width=0.25", "backbone.drop_path=0", "backbone.mask_ratio=0", "optimizer.name=adamw"]
-SHORT = [*VIT, "optimizer.lr=0.003", "eval.targets=[]", "schedule.power=0", "train.max_steps=3", "checkpoint.every=1"]
+VIT = ["backbone.name=shallow_vit", "backbone.width=0.25", "backbone.drop_path=0", "backbone.mask_ratio=0"]
+MORE = ["optimizer.name=adamw", "optimizer.lr=0.003", "schedule.power=0", "eval.targets=[]"]
+SHORT = [*VIT, *MORE, "train.max_steps=3", "checkpoint.every=1"]
 LORA = ["backbone.lora_rank=2", "backbone.lora_alpha=6"]
 
 
@@ -69,12 +70,12 @@ def test_a_layer_computes_and_learns_as_the_dense_one_and_begins_as_it_was():
 
 
 def test_what_trains_is_the_changes_and_what_follows_the_blocks():
-    network = build_backbone("vit_t", 8, 0.25, image_size=48)
+    network = build_backbone("shallow_vit", 8, 0.25, image_size=48)
     before = set(network.state_dict())
     add_lora(network, 2, 4.0)
     parts = {
         f"blocks.{k}.{path}.lora_{x}"
-        for k in range(12)
+        for k in range(4)
         for path in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
         for x in "ab"
     }
@@ -92,7 +93,7 @@ def test_what_trains_is_the_changes_and_what_follows_the_blocks():
 
 
 def test_a_layer_whose_weight_is_read_and_that_is_not_called_is_refused():
-    network = build_backbone("vit_t", 8, 0.25, image_size=48).eval()
+    network = build_backbone("shallow_vit", 8, 0.25, image_size=48).eval()
     add_lora(network, 2, 4.0)
     images = torch.zeros(1, 3, 48, 48)
     with all_called(network):
@@ -110,7 +111,7 @@ def test_a_run_begins_as_the_other_ended_changes_only_what_it_may_and_resumes_to
     first = [read_metrics(run)[1]["loss"] for run in (source / "tuned", tmp_path / "full")]
     assert first[0] == first[1]
     base, tuned = _raw(source / "base"), _raw(source / "tuned")
-    network = build_backbone("vit_t", 16, 0.25, image_size=48)
+    network = build_backbone("shallow_vit", 16, 0.25, image_size=48)
     add_lora(network, 2, 6.0)
     trained = set(trained_names(network))
     assert all(
@@ -138,7 +139,7 @@ def test_two_ranks_and_two_micro_batches_train_as_one(source: Path, tmp_path: Pa
     assert done.returncode == 0, done.stderr
     one, two = final_weights(tmp_path / "one"), final_weights(tmp_path / "two")
     one_raw, two_raw = _raw(tmp_path / "one"), _raw(tmp_path / "two")
-    assert all(bool((one_raw[f"blocks.{k}.attn.qkv.lora_b"] != 0).any()) == (k >= 9) for k in range(12))
+    assert all(bool((one_raw[f"blocks.{k}.attn.qkv.lora_b"] != 0).any()) == (k >= 1) for k in range(4))
     for name in one_raw:
         torch.testing.assert_close(two_raw[name], one_raw[name], rtol=0, atol=2e4 * FP32_UNIT)
     assert set(one) == set(two)
@@ -147,7 +148,7 @@ def test_two_ranks_and_two_micro_batches_train_as_one(source: Path, tmp_path: Pa
 @pytest.mark.numeric
 @pytest.mark.parametrize("name", [BACKBONE, EMA])
 def test_what_is_evaluated_and_exported_is_the_plain_network_that_computes_the_same(name: str, source: Path, tmp_path: Path):
-    network = build_backbone("vit_t", 16, 0.25, image_size=48).eval()
+    network = build_backbone("shallow_vit", 16, 0.25, image_size=48).eval()
     add_lora(network, 2, 6.0)
     network.load_state_dict(_raw(source / "tuned", name))
     images = torch.randn(3, 3, 48, 48, generator=torch.Generator().manual_seed(1))
@@ -195,12 +196,12 @@ def test_other_programs_see_merged_weights(source: Path, tmp_path: Path):
     assert tool.main(["average", str(first), str(last), "--out", str(tmp_path / "mean.pt")]) == 0
     mean, plain = torch.load(tmp_path / "mean.pt"), [read_backbone(path) for path in (first, last)]
     assert set(mean) == set(_raw(source / "base"))
-    expected = (plain[0]["blocks.5.mlp.fc1.weight"].double() + plain[1]["blocks.5.mlp.fc1.weight"].double()) / 2
-    torch.testing.assert_close(mean["blocks.5.mlp.fc1.weight"].double(), expected, rtol=0, atol=FP32_UNIT)
+    expected = (plain[0]["blocks.3.mlp.fc1.weight"].double() + plain[1]["blocks.3.mlp.fc1.weight"].double()) / 2
+    torch.testing.assert_close(mean["blocks.3.mlp.fc1.weight"].double(), expected, rtol=0, atol=FP32_UNIT)
     again = _tuning(source, tmp_path, "again", *LORA, f"init.backbone={source / 'tuned'}", "train.max_steps=1")
     assert train.main(again) == 0
     begun = _raw(tmp_path / "again")
-    assert torch.equal(begun["blocks.5.mlp.fc1.weight"], plain[1]["blocks.5.mlp.fc1.weight"])
+    assert torch.equal(begun["blocks.3.mlp.fc1.weight"], plain[1]["blocks.3.mlp.fc1.weight"])
 
 
 def test_the_last_stages_train_alone_as_with_a_list_of_frozen_parts(source: Path, tmp_path: Path):
@@ -220,11 +221,11 @@ def test_what_cannot_work_is_one_line(source: Path, tmp_path: Path, capsys: pyte
     with pytest.raises(ValueError, match=r"backbone\.lora_rank needs init\.backbone"):
         load_config("small", LORA)
     for more, words in (
-        (["backbone.train_last=13"], "backbone.train_last: this backbone has 12 blocks or stages, got 13; take fewer"),
+        (["backbone.train_last=5"], "backbone.train_last: this backbone has 4 blocks or stages, got 5; take fewer"),
         ([*LORA, "backbone.name=mbf"], "backbone.lora_rank: this backbone has no layers called blocks"),
         (["backbone.train_last=1", "backbone.name=mbf"], "backbone.train_last: this backbone has no layers called blocks"),
     ):
-        begin = [*SHORT[5:], f"init.backbone={source / 'base'}", "run.name=wrong", *([] if "mbf" in str(more) else VIT)]
+        begin = [*SHORT[4:], f"init.backbone={source / 'base'}", "run.name=wrong", *([] if "mbf" in str(more) else VIT)]
         assert train.main(small_run(source / "data", tmp_path, *begin, *more)) != 0
         assert words in capsys.readouterr().err
     other = [*LORA, "train.ema=0.5", "train.max_steps=4", "backbone.lora_alpha=2"]

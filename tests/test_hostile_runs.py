@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from gallery_runs import write_network, write_people
-from tiny_runs import ROOT, small_run
+from tiny_runs import REAL, ROOT, small_run
 
 import train
 from eval.__main__ import main as evaluate
@@ -87,7 +87,7 @@ def test_each_rank_of_a_launched_training_refuses_a_link_out_of_the_run_folder(
     for name, target in (("metrics.jsonl", "mine/diary"), ("tensorboard", "mine")):
         _plant(run / name, tmp_path / target)
         before = _state(run, tmp_path / "mine")
-        arguments = small_run(dataset, tmp_path, "train.max_steps=4", "train.batch_size=6", "eval.targets=[]", "run.device=cpu")
+        arguments = small_run(dataset, tmp_path, REAL, "train.batch_size=6", "eval.targets=[]", "run.device=cpu")
         command = [sys.executable, "face_training.py", "train", f"--processes={ranks}", *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
         assert done.returncode == 1 and "Traceback" not in done.stderr

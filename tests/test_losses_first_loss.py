@@ -53,9 +53,9 @@ def _first_loss(margin: Margin, num_classes: int, dim: int, batch: int, alike: f
 )
 def test_sound_labels_are_found_sound_at_any_batch(num_classes: int, dim: int, batch: int, scale: float, alike: float):
     margin = _arcface(scale)
-    losses = [_first_loss(margin, num_classes, dim, batch, alike, seed) for seed in range(20)]
+    losses = [_first_loss(margin, num_classes, dim, batch, alike, seed) for seed in range(10)]
     verdicts = [judge_first_loss(loss, margin, FirstStep(num_classes, dim, batch))[1] for loss in losses]
-    assert sum(verdicts) >= 19  # three standard deviations: one in 370 is beyond them
+    assert sum(verdicts) >= 9  # three standard deviations: one in 370 is beyond them
     expected, tolerance = expected_first_loss(margin, FirstStep(num_classes, dim, batch))
     standard_error = tolerance / 3 / math.sqrt(len(losses))
     assert abs(sum(losses) / len(losses) - expected) < 4 * standard_error

@@ -11,7 +11,6 @@ from backbones import build_backbone
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD, check_head_fits
 from partial_fc.centres.store import FORMATS
-from partial_fc.kernels import KERNELS
 from partial_fc.kernels.plain import auto_chunk
 from partial_fc.memory import HeadMemory, check_fits
 from partial_fc.sampling.planning import search_bytes
@@ -21,9 +20,11 @@ from utils.memory import backbone_memory
 D, ROWS = 64, 32
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("optimizer", [RowSGD(), RowAdamW()])
-@pytest.mark.parametrize(("sample_rate", "accumulation", "cache_mb"), [(1.0, 1, 1), (0.3, 2, 0), (0.5, 1, 64)])
+@pytest.mark.parametrize(("optimizer", "sub_centers"), [(RowSGD(), 1), (RowAdamW(), 1), (RowSGD(), 3)])
+@pytest.mark.parametrize(
+    ("sample_rate", "accumulation", "cache_mb", "kernels"),
+    [(1.0, 1, 1, "plain"), (1.0, 2, 0, "auto"), (0.3, 2, 0, "plain"), (0.5, 1, 64, "auto")],
+)
 @pytest.mark.parametrize(("dtype", "fast"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("state", FORMATS)
 def test_the_model_is_what_a_head_holds(
@@ -34,24 +35,24 @@ def test_the_model_is_what_a_head_holds(
     accumulation: int,
     cache_mb: int,
     optimizer: RowSGD,
+    sub_centers: int,
     kernels: str,
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr("partial_fc.kernels.plain.is_fast_in_bf16", lambda device: fast)
     torch.manual_seed(0)  # how many rows are read one by one depends on the labels
-    num_classes = 20_000
-    margin = build_margin("cosface", scale=64.0, margin=0.4)
-    config = HeadConfig(
-        sample_rate, optimizer, state, "decay", matmul_dtype=dtype, chunk=2048, cache_mb=cache_mb, kernels=kernels
-    )
-    head = PartialFC(margin, num_classes, D, config=config)
+    num_classes = 20_000 // sub_centers
+    more = {"chunk": 2048, "cache_mb": cache_mb, "kernels": kernels, "sub_centers": sub_centers}
+    config = HeadConfig(sample_rate, optimizer, state, "decay", matmul_dtype=dtype, **more)
+    head = PartialFC(build_margin("cosface"), num_classes, D, config=config)
     for step in range(2):
         head.begin_step(torch.randint(num_classes, (accumulation, ROWS)), step)
         for micro in range(accumulation):
             head(torch.randn(ROWS, D), micro)
         head.step(0.1)
     memory = HeadMemory(D, ROWS, config, accumulation, head.kernels.name)
-    assert memory.bytes_per_class == head.centre_store.bytes_per_row
+    assert memory.bytes_per_class == sub_centers * head.centre_store.bytes_per_row
+    assert (f"{num_classes} classes of 3 sub-centers" in head.describe()) == (sub_centers > 1)
     noise = head.centre_store.noise
     held = bytes_of_workspace(head) + (0 if noise is None else sum(table.nbytes for table in noise._tables.values()))
     model = memory.shared_bytes(num_classes)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dense_reference import all_centres, bytes_of_workspace
+from dense_reference import all_centres
 from head_losses import SEED, B, C, D, make_batch
 from safetensors.torch import load_file
 from tiny_runs import NUM_CLASSES, final_weights, tiny_run, write_dataset
@@ -22,8 +22,6 @@ from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD
 from partial_fc.centres.store import FORMATS
 from partial_fc.init import open_centres
-from partial_fc.kernels import KERNELS
-from partial_fc.memory import HeadMemory
 from scripts import checkpoint as tool
 from scripts.arcface_torch import export_checkpoint as export
 from utils.checkpoint.format import list_checkpoints
@@ -103,30 +101,6 @@ def test_a_checkpoint_of_another_number_is_refused(was: int, now: int):
     said = f"has {was} centres for each class, .* head.sub_centers={now}. Set head.sub_centers={was}"
     with pytest.raises(ValueError, match=said):
         _load(_head(sub_centers=now), saved)
-
-
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize(("sample_rate", "accumulation", "cache_mb"), [(1.0, 1, 1), (0.3, 2, 0), (0.5, 1, 64)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("storage", FORMATS)
-def test_the_memory_model_counts_them(
-    storage: str, dtype: torch.dtype, sample_rate: float, accumulation: int, cache_mb: int, kernels: str
-):
-    num_classes, dim, rows = 7000, 64, 32
-    more = {"storage": storage, "inactive_rows": "decay", "chunk": 2000, "cache_mb": cache_mb, "kernels": kernels}
-    config = HeadConfig(sample_rate, matmul_dtype=dtype, sub_centers=K, **more)
-    head = PartialFC(build_margin("cosface"), num_classes, dim, config=config)
-    for step in range(2):
-        head.begin_step(torch.randint(num_classes, (accumulation, rows)), step)
-        for micro in range(accumulation):
-            head(torch.randn(rows, dim), micro)
-        head.step(0.1)
-    memory = HeadMemory(dim, rows, config, accumulation, head.kernels.name)
-    assert memory.bytes_per_class == K * head.centre_store.bytes_per_row and head.centre_store.num_rows == K * num_classes
-    noise = head.centre_store.noise
-    held = bytes_of_workspace(head) + (0 if noise is None else sum(table.nbytes for table in noise._tables.values()))
-    assert 0.75 * memory.shared_bytes(num_classes) < held <= memory.shared_bytes(num_classes)
-    assert f"{num_classes} classes of {K} sub-centers" in head.describe()
 
 
 @pytest.fixture(scope="module")

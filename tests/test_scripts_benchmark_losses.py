@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from tiny_runs import FORKS, ROOT, tiny_run, write_dataset
+from tiny_runs import FORKS, REAL, ROOT, tiny_run, write_dataset
 
 from backbones import build_backbone
 from configs import load_config
@@ -39,7 +39,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("losses")
     (folder / "set").mkdir()
     write_dataset(folder / "set")
-    return Path(tiny_run(folder / "set", folder)[0])
+    return Path(tiny_run(folder / "set", folder, REAL)[0])
 
 
 class Done(NamedTuple):

@@ -27,10 +27,10 @@ SMALL = ["--identities", "5", "--images-per-identity", "3"]
 
 @pytest.fixture(scope="module", autouse=True)
 def small_folds() -> None:
-    """Draw 360 faces instead of 1800 for the verification sets."""
+    """Draw 270 faces instead of 1800 for the verification sets."""
     patch = pytest.MonkeyPatch()
     patch.setattr(demo, "IDENTITIES_PER_FOLD", 3)
-    patch.setattr(demo, "IMAGES_PER_IDENTITY", 4)
+    patch.setattr(demo, "IMAGES_PER_IDENTITY", 3)
     patch.setattr(demo, "PAIRS_PER_FOLD", PAIRS)
     yield
     patch.undo()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_runs import NUM_CLASSES, NUM_IMAGES, ROOT, command_of, face, run_train, small_run, write_dataset
+from tiny_runs import NUM_CLASSES, NUM_IMAGES, REAL, ROOT, command_of, face, run_train, small_run, write_dataset
 
 import train
 from data.recordio.image_record import RecordWriter, pack
@@ -117,7 +117,7 @@ def test_another_version_of_the_program_on_one_machine_is_one_line(dataset: Path
         "sys.path[0] = os.path.dirname(place)\n"
         "runpy.run_path(place, run_name='__main__')\n"
     )
-    command = command_of(2, small_run(dataset, tmp_path, "train.max_steps=4", "eval.targets=[]"))
+    command = command_of(2, small_run(dataset, tmp_path, REAL, "train.max_steps=4", "eval.targets=[]"))
     command[command.index(str(ROOT / "train.py"))] = str(start)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
     assert done.returncode != 0

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from saving import save_now
-from tiny_runs import ROOT, command_of, descendants, read_metrics, run_program, run_train, small_run
+from tiny_runs import REAL, ROOT, command_of, descendants, read_metrics, run_program, run_train, small_run
 
 import train
 from data.record_dataset import RecordDataset
@@ -154,7 +154,7 @@ sys.exit(train.main(sys.argv[1:]))
 def test_a_full_disk_under_tensorboard_is_one_warning_and_no_traceback_of_its_thread(dataset: Path, tmp_path: Path):
     program = tmp_path / "full_board.py"
     program.write_text(_FULL_BOARD.format(root=str(ROOT)))
-    arguments = small_run(dataset, tmp_path, "train.max_steps=5", "log.every=1")
+    arguments = small_run(dataset, tmp_path, REAL, "train.max_steps=5", "log.every=1")
     done = subprocess.run([sys.executable, str(program), *arguments], capture_output=True, text=True, timeout=120, cwd="/")
     assert done.returncode == 0
     assert "Traceback" not in done.stderr and "Exception in thread" not in done.stderr, done.stderr
@@ -163,7 +163,7 @@ def test_a_full_disk_under_tensorboard_is_one_warning_and_no_traceback_of_its_th
 
 
 def test_a_start_and_a_resume_on_a_full_disk_are_one_line_and_leave_all_files_as_they_are(dataset: Path, tmp_path: Path):
-    arguments = small_run(dataset, tmp_path, "train.max_steps=2", "eval.targets=[]")
+    arguments = small_run(dataset, tmp_path, REAL, "train.max_steps=2", "eval.targets=[]")
     assert run_train(1, arguments).returncode == 0
     run = tmp_path / "tiny"
 
@@ -248,7 +248,7 @@ def test_a_rank_that_fails_or_dies_ends_the_others_long_before_a_collective_woul
 
 def test_workers_of_a_killed_torchrun_save_and_end(dataset: Path, tmp_path: Path):
     """Without the request for a signal they would train on as orphans, and hold the run folder against the next start."""
-    overrides = ["train.epochs=400", "eval.targets=[]", "checkpoint.every=0"]
+    overrides = [REAL, "train.epochs=400", "eval.targets=[]", "checkpoint.every=0"]
     arguments = small_run(dataset, tmp_path, *overrides)
     with subprocess.Popen(command_of(2, arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/") as process:
         deadline = time.monotonic() + 60

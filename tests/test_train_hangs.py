@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import ROOT, Started, command_of, descendants, run_file, run_program, run_train, small_run
+from tiny_runs import REAL, ROOT, Started, command_of, descendants, run_file, run_program, run_train, small_run
 
 import train
 from training import setup
@@ -127,7 +127,7 @@ while os.getppid() == parent:
 
 @pytest.mark.parametrize("doing", _DEAF)
 def test_workers_that_cannot_be_told_end_with_torchrun(dataset: Path, tmp_path: Path, doing: str):
-    arguments = small_run(dataset, tmp_path, "train.epochs=400", "eval.targets=[]")
+    arguments = small_run(dataset, tmp_path, REAL, "train.epochs=400", "eval.targets=[]")
     marker = tmp_path / "there"
     command = command_of(2, arguments)
     command[command.index(str(ROOT / "train.py"))] = _program(tmp_path, _DEAF[doing].format(marker=str(marker)))
@@ -143,7 +143,7 @@ def test_workers_that_cannot_be_told_end_with_torchrun(dataset: Path, tmp_path: 
 
 
 def test_torchrun_killed_at_any_moment_of_the_start_leaves_no_process_and_no_lock(dataset: Path, tmp_path: Path):
-    arguments = small_run(dataset, tmp_path, "train.epochs=400", "eval.targets=[]", "checkpoint.every=0")
+    arguments = small_run(dataset, tmp_path, REAL, "train.epochs=400", "eval.targets=[]", "checkpoint.every=0")
     started, metrics = time.monotonic(), tmp_path / "whole" / "metrics.jsonl"
     with _start(2, [*arguments, "run.name=whole"]) as process:
         while not metrics.exists() and time.monotonic() < started + 60:

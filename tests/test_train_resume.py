@@ -18,6 +18,7 @@ from rounding import network_bound
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import (
     IRESNET,
+    REAL,
     ROOT,
     Started,
     command_of,
@@ -146,7 +147,7 @@ def test_a_run_that_is_told_to_stop_saves_within_two_steps_and_goes_on_to_the_sa
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(dataset: Path, tmp_path: Path, num_processes: int):
     """A terminal sends SIGINT to what it started; torchrun passes it on to its workers."""
-    overrides = ["head.sample_rate=0.5", "train.epochs=2.5", "eval.targets=[]", "checkpoint.every=0"]
+    overrides = [REAL, "head.sample_rate=0.5", "train.epochs=2.5", "eval.targets=[]", "checkpoint.every=0"]
     assert run_train(num_processes, small_run(dataset, tmp_path, *overrides, "run.name=whole")).returncode == 0
     stopped = small_run(dataset, tmp_path, *overrides, "run.name=stopped")
     with subprocess.Popen(command_of(num_processes, stopped), stderr=subprocess.PIPE, text=True, cwd="/") as process:
@@ -316,7 +317,7 @@ def test_a_checkpoint_of_other_data_or_architecture_is_refused_and_kept(
     assert train.main(small_run(dataset, tmp_path, *short)) == 0
     before = {path: path.read_bytes() for path in (tmp_path / "tiny" / "checkpoints").rglob("*") if path.is_file()}
     for overrides, message in [
-        (["backbone.width=0.25"], "backbone was mbf, 16-d, width 0.125, this run has mbf, 16-d, width 0.25;"),
+        (["backbone.width=0.25"], "backbone was shallow, 16-d, width 0.125, this run has shallow, 16-d, width 0.25;"),
         ([IRESNET], "backbone was"),
         (["run.seed=1"], "seed was"),
         (["train.batch_size=16"], "batch_size was 4, this run has 16"),
@@ -368,7 +369,7 @@ def _whole_steps(run: Path) -> list[int]:
 
 def test_kills_at_random_moments_lose_no_checkpoint(dataset: Path, tmp_path: Path):
     """Every other kill waits for a save to begin, and strikes within it. Two of six find the class centres in a file."""
-    overrides = ["head.sample_rate=0.5", "checkpoint.every=1", "eval.targets=[]", "schedule.power=0", *AUGMENTED[:2]]
+    overrides = [REAL, "head.sample_rate=0.5", "checkpoint.every=1", "eval.targets=[]", "schedule.power=0", *AUGMENTED[:2]]
     context = mp.get_context("forkserver")
     arguments = small_run(dataset, tmp_path, *overrides, "train.epochs=1000", "run.name=killed")
     run, luck = tmp_path / "killed", random.Random(time.time_ns())

@@ -159,7 +159,7 @@ def test_a_run_takes_the_old_centres_by_label_and_resumes_on_any_ranks_to_the_sa
     frozen = _by_label(whole[0], 15, COMPATIBLE)
     assert torch.equal(frozen[3:].flip(0), old)
     # by hand: the first three images of each new person, one at a time, in the old network
-    network = build_backbone("mbf", 16, 0.25, image_size=48)
+    network = build_backbone("shallow", 16, 0.25, image_size=48)
     network.load_state_dict(read_backbone(find_checkpoint(place / "old")))
     network.eval()
     found = build_dataset(train.load_config(run()[0]).data, 0, None)

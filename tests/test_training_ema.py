@@ -42,7 +42,7 @@ def _check_average(run: Path, steps: int) -> None:
     found = list_checkpoints(run)
     assert len(found) == steps
     torch.manual_seed(derive(2048, "backbone"))
-    first = build_backbone("mbf", 16, 0.125, image_size=48).state_dict()
+    first = build_backbone("shallow", 16, 0.125, image_size=48).state_dict()
     weights = [read_backbone(path) for path in found]
     expected, average = _slow_average(first, weights), read_file(found[-1], EMA)
     assert average.keys() == weights[-1].keys() and int(read_trainer(found[-1])["ema_updates"]) == steps
@@ -126,7 +126,7 @@ def test_the_average_is_evaluated_beside_the_weights_and_ranks_the_checkpoints(
         assert found["xnorm"] == pytest.approx(numbers["xnorm"], rel=0.01)
         said = capsys.readouterr().out
         assert ("(moving average, step 3" in said) == bool(flags) and "saved with a mean auc of the moving average of" in said
-    of_file = [str(newest / EMA), "--backbone", "mbf", "--width", "0.125", "--embedding-size", "16", "--data", str(dataset)]
+    of_file = [str(newest / EMA), "--backbone", "shallow", "--width", "0.125", "--embedding-size", "16", "--data", str(dataset)]
     assert eval_program.main([*of_file, "--targets", "tiny"]) == 0
     assert re.search(rf"^tiny .* {averaged['xnorm']:.2f}$", capsys.readouterr().out, re.M)
 

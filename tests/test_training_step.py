@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rounding import rounding_bound
-from tiny_runs import small_run, tiny_run, write_dataset
+from tiny_runs import REAL, small_run, tiny_run, write_dataset
 from torch import Tensor, nn
 
 import train
@@ -88,7 +88,7 @@ def test_images_and_weights_are_channels_last_from_the_first_convolution_to_the_
 
     monkeypatch.setattr(training_model, "build_backbone", watched)
     write_dataset(tmp_path)
-    settings = ("train.max_steps=1", "eval.targets=[]", "train.batch_size=4", f"train.accumulation={accumulation}")
+    settings = ("train.max_steps=1", "eval.targets=[]", "train.batch_size=4", f"train.accumulation={accumulation}", REAL)
     assert train.main(tiny_run(tmp_path, tmp_path, *settings)) == 0
     images, _, _ = seen[0]
     b = 4 // accumulation

@@ -318,7 +318,7 @@ WRONG = {
 @pytest.mark.parametrize("given", WRONG)
 def test_wrong_teachers_are_one_line(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str):
     weights = place / "old" / "checkpoints" / "step_00000004" / "backbone.safetensors"
-    how = "--backbone mbf --width 0.125 --embedding-size 16 --image-size 48"
+    how = "--backbone shallow --width 0.125 --embedding-size 16 --image-size 48"
     known = {"OLD": str(place / "old"), "FILE": str(weights), "HOW": how, "\xa0": " "}
     words = given.split(" ")
     for short, text in known.items():
