@@ -24,13 +24,13 @@ _IMPORTED = (
     "train",
     "pytest",  # which the files of tests import
     "torch.fx.experimental.symbolic_shapes",
-    "torch._dynamo",
     "torch.utils.tensorboard",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
     "tests.frozen",  # after all others
 )
 mp.get_context("forkserver").set_forkserver_preload(list(_IMPORTED))
+_LONG = ("test_training_compiled", "test_partial_fc_kernels_cuda", "test_docs_data", "test_utils_allocator")  # a minute each
 # a shell that runs the tests in the background has SIGINT ignored, and so would all programs that the tests interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -58,10 +58,9 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    items.sort(key=lambda item: item.path.stem not in _LONG)  # the last would have all cores to itself
     for item in items:
-        if "gpu" in item.keywords:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and pytest -m gpu"))
 
 
