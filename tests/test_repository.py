@@ -114,15 +114,15 @@ def test_the_rooms_of_the_head_import_downwards_in_the_order_that_its_docstring_
 def test_torch_distributed_has_few_homes():
     for path in SOURCES:
         uses = {name for name in _imports(path) if name.startswith("torch.distributed")}
-        homes = (
-            "utils/distributed/__init__.py",
-            "utils/distributed/patience.py",
-            "utils/distributed/sync_norm.py",
-            "partial_fc/collectives.py",
-            "scripts/launch/torchrun.py",  # starts torchrun itself
-            "scripts/benchmark/arcface_torch_loop.py",  # may import nothing of this project
-        )
-        assert not uses or path.relative_to(ROOT).as_posix() in homes, path
+        homes = r"utils/distributed/(__init__|patience|sync_norm)|partial_fc/collectives|"
+        homes += r"scripts/(launch/torchrun|benchmark/arcface_torch_loop)"  # torchrun itself; no import of this project
+        assert not uses or re.fullmatch(rf"({homes})\.py", path.relative_to(ROOT).as_posix()), path
+
+
+def test_what_processes_are_forked_from_imports_torch_alone():
+    """It begins in the folder of the user, which may have packages with the names of ours."""
+    calls = [line for path in SOURCES for line in path.read_text().splitlines() if "set_forkserver_preload(" in line]
+    assert len(calls) == 3 and all('set_forkserver_preload(["torch"])' in line for line in calls), calls
 
 
 def test_nothing_happens_on_import():

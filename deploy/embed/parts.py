@@ -231,7 +231,7 @@ def _in_processes(
 ) -> Generator[tuple[int, Part], None, None]:
     """Yield the parts as they are done."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # torch is imported once, not by each process
+    context.set_forkserver_preload(["torch"])  # it is imported once, not by each process
     ranks = context.Value("i", 0)
     with ProcessPoolExecutor(count, context, _open, (options, ranks)) as pool, _children_killed_on_error():
         futures = {pool.submit(_embed, part): number for number, part in names.items()}

@@ -188,7 +188,7 @@ def draw_all(pictures: Iterable[DrawnPicture], count: int, processes: int) -> It
             yield picture
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["scripts.demo.make_data"])  # imported once for all processes of all sets
+    context.set_forkserver_preload(["torch"])  # imported once for all processes of all sets
     with context.Pool(processes, initializer=cv2.setNumThreads, initargs=(1,)) as pool:
         try:
             for jpeg in pool.imap(draw_jpeg, admitted(), chunksize=_AT_ONCE):
