@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a trained network, its evaluation and an answered search on a laptop CPU, in three to five minutes after downloads:
+# From nothing to a trained network, its evaluation and an answered search on a laptop CPU, in minutes after downloads:
 #   bash scripts/quickstart.sh
 # Needs Python >= 3.10 and pip. Run again, it reuses the environment, the data, the checkpoints and what was made of the newest one.
 set -euo pipefail

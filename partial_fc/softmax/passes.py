@@ -22,9 +22,9 @@ The products take the centres as they are stored, not unit centres, which saves 
 = 1 / length of a stored centre, the cosine is v_j times the product. W_ij v_j takes the place of W_ij: times stored centres it
 gives U, and in update the gradient of w_j times v_j, which the chain rule of normalisation asks for. Only Z needs E itself.
 
-Label smoothing also pulls every logit of a sample with the same strength S_i (loss.py). For linear negatives without a filter
-that is a vector for all classes together. Otherwise the forward pass takes two more products, and the update subtracts S_i
-from E.
+Label smoothing also pulls every logit of a sample with the same strength S_i (loss.py). For linear negatives without filter or
+sub-centers that is a vector for all classes together. Otherwise the forward pass takes two more products, and the update
+subtracts S_i from E.
 
 A class may have several centres (sub_centers.py). The products then have that many times c rows, which become those of the c
 classes before a kernel takes them, and again rows of all centres after it.
