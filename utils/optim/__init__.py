@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from .lamb import Lamb
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-# of a vision transformer; the last two are the stem of an EfficientNet, whose stages are called blocks too
-_EMBEDDING = ("patch_embed", "pos_embed", "cls_token", "mask_token", "reg_token", "norm_pre", "conv_stem", "bn1")
+_EMBEDDING = ("patch_embed", "pos_embed", "cls_token", "mask_token", "reg_token", "norm_pre", "conv_stem", "bn1")  # or stem
 _STEM = ("conv1", "bn1", "prelu")  # of an IResNet
 
 
