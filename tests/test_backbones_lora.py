@@ -22,6 +22,7 @@ from utils.checkpoint.format import BACKBONE, EMA, list_checkpoints
 from utils.checkpoint.reading import load_weights, merged, read_backbone, read_file
 from utils.checkpoint.trainer import trained_names
 from utils.memory import backbone_memory
+from utils.optim import freeze, frozen_parts
 
 VIT = ["backbone.name=shallow_vit", "backbone.width=0.25", "backbone.drop_path=0", "backbone.mask_ratio=0"]
 MORE = ["optimizer.name=adamw", "optimizer.lr=0.003", "schedule.power=0", "eval.targets=[]"]
@@ -81,6 +82,10 @@ def test_what_trains_is_the_changes_and_what_follows_the_blocks():
     }
     after = {name for name, _ in network.named_parameters() if name.startswith(("norm.", "feature."))}
     assert set(trained_names(network)) == parts | after and before <= set(network.state_dict())
+    last = build_backbone("vit_t", 8, 0.25, image_size=48)
+    freeze(last, frozen_parts(last, [], 3))
+    blocks = {name.split(".")[1] for name in trained_names(last) if name.startswith("blocks")}
+    assert blocks == {"9", "10", "11"} and {name.split(".")[0] for name in trained_names(last)} == {"blocks", "norm", "feature"}
     sizes = {True: 0, False: 0}
     for parameter in network.parameters():
         sizes[parameter.requires_grad] += parameter.numel() * 4

@@ -433,10 +433,11 @@ def test_the_end_of_torchrun_is_quiet_while_its_keep_alive_thread_works(monkeypa
     keep_until_exit(kind)
     agent = kind()
     agent.run()
-    may_end, reference = agent.may_end, weakref.ref(agent)
+    at_work, may_end, reference = agent.at_work, agent.may_end, weakref.ref(agent)
     del agent
+    at_work.clear()
     may_end.set()
-    assert reference() is not None  # torch alone would join the thread in itself, and say that it cannot
+    assert at_work.wait(5)  # a second time: it lives. torch alone would join the thread in itself, and say that it cannot
     reference().timer.cancel()
     assert said == []
 

@@ -80,7 +80,8 @@ def test_the_rate_falls_by_the_decay_from_layer_to_layer_as_in_beit_and_mae():
     module = _Transformer()
     assert layer_numbers([name for name, _ in module.named_parameters()]) == (by_hand, 3)
     real, last = layer_numbers([name for name, _ in build_backbone("vit_t", 16, 0.25).named_parameters()])
-    assert real["pos_embed"] == 0 and real["blocks.0.norm1.weight"] == 1 and real["norm.weight"] == last == max(real.values())
+    assert real["pos_embed"] == 0 and [real[f"blocks.{k}.norm1.weight"] for k in (0, 1, 11)] == [1, 2, 12]
+    assert real["norm.weight"] == last == max(real.values()) == 13
     of_package = {f"network.{name}": number for name, number in {**by_hand, "conv_stem.weight": 0, "bn1.bias": 0}.items()}
     of_package["fc.weight"] = 3
     assert layer_numbers(list(of_package)) == (of_package, 3)

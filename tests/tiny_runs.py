@@ -18,9 +18,11 @@ import cv2
 import numpy as np
 import torch
 import torch.multiprocessing as mp
+from torch import Tensor, nn
 
 import train
 from backbones import BACKBONES
+from backbones.iresnet import Block, autocast_off
 from backbones.mobilefacenet import MobileFaceNet
 from backbones.vit import VisionTransformer
 from data.recordio.image_record import RecordWriter, pack
@@ -33,8 +35,25 @@ NUM_CLASSES, NUM_IMAGES = 12, 60
 FEW_IMAGES = 30  # of small runs, which have as many steps in an epoch
 IRESNET = "backbone.name=r18"  # for what concerns its layers; the network of the other runs is faster
 REAL = "backbone.name=mbf"  # for programs that are no forks: they do not know of `shallow`
+
+
+class OneBlock(nn.Module):
+    """A network that compiles in seconds."""
+
+    def __init__(self, embedding_size: int = 512, width: float = 1.0, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Conv2d(3, 16, 16, 16, bias=False), Block(16, 16, 1)
+        self.dropout, self.fc = nn.Dropout(dropout), nn.Linear(16 * 7 * 7, embedding_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.dropout(self.block(self.stem(images)).flatten(1))
+        with autocast_off(x.device.type):
+            return self.fc(x.to(self.fc.weight.dtype))
+
+
 SHALLOW = {  # a quarter of the layers of mbf, and half of the time; a third of those of vit_t
     "shallow": functools.partial(MobileFaceNet, (1, 0, 0, 0), 2),
+    "one_block": OneBlock,
     "shallow_vit": functools.partial(VisionTransformer, 256, 4, drop_path=0.1, mask_ratio=0.1),
 }
 
