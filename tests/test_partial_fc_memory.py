@@ -11,6 +11,7 @@ from backbones import build_backbone
 from losses import build_margin
 from partial_fc import HeadConfig, PartialFC, RowAdamW, RowSGD, check_head_fits
 from partial_fc.centres.store import FORMATS
+from partial_fc.kernels import KERNELS
 from partial_fc.kernels.plain import auto_chunk
 from partial_fc.memory import HeadMemory, check_fits
 from partial_fc.sampling.planning import search_bytes
@@ -20,11 +21,9 @@ from utils.memory import backbone_memory
 D, ROWS = 64, 32
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(("optimizer", "sub_centers"), [(RowSGD(), 1), (RowAdamW(), 1), (RowSGD(), 3)])
-@pytest.mark.parametrize(
-    ("sample_rate", "accumulation", "cache_mb", "kernels"),
-    [(1.0, 1, 1, "plain"), (1.0, 2, 0, "auto"), (0.3, 2, 0, "plain"), (0.5, 1, 64, "auto")],
-)
+@pytest.mark.parametrize(("sample_rate", "accumulation", "cache_mb"), [(1.0, 1, 1), (0.3, 2, 0), (0.5, 1, 64)])
 @pytest.mark.parametrize(("dtype", "fast"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("state", FORMATS)
 def test_the_model_is_what_a_head_holds(
