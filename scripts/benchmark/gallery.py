@@ -1,4 +1,4 @@
-"""Measure the search in a gallery against float32 vectors in memory: python -m scripts.benchmark.gallery
+"""Measure the search in a gallery against float32 products with all vectors: python -m scripts.benchmark.gallery
 
 The people are random, each with four images, whose cosine is 0.5. Every second query shows one of them. Both ways must find the
 same cosines. Bytes are what a new process needs at most to load the gallery, for each image. TMPDIR needs 4.5 kB an image.
