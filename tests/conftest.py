@@ -6,7 +6,6 @@ import gc
 import importlib
 import os
 import signal
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import forkserver
@@ -84,7 +83,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def _shallow(request: pytest.FixtureRequest) -> Iterator[None]:
     """Make the networks of tiny runs known to the tests that train them; all others see the real names alone."""
     with pytest.MonkeyPatch.context() as patch:
-        if any(getattr(value, "__module__", "") == "tiny_runs" for value in vars(request.module).values()):
+        used = {getattr(value, "__module__", "") for value in vars(request.module).values()}
+        if used & {"tiny_runs", "gallery_runs"} or "SHALLOW" in vars(request.module):
             tiny_runs = importlib.import_module("tiny_runs")
             for name, made in tiny_runs.SHALLOW.items():
                 patch.setitem(tiny_runs.BACKBONES, name, made)
@@ -136,8 +136,6 @@ def _rank_main(rank: int, world_size: int, rendezvous: str, fn: Callable[..., No
     faulthandler.enable()  # a process that dies of a signal says where it was
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
-    if tiny_runs := sys.modules.get("tiny_runs"):
-        tiny_runs.BACKBONES.update(tiny_runs.SHALLOW)
     try:
         fn(rank, world_size, *args)
     finally:  # a rank that failed must leave the group, or the others would wait for it

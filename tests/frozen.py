@@ -2,4 +2,7 @@
 
 import gc
 
+from tests.tiny_runs import BACKBONES, SHALLOW
+
+BACKBONES.update(SHALLOW)
 gc.freeze()

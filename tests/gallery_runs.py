@@ -12,14 +12,14 @@ from deploy.gallery.database import Facts
 from deploy.gallery.store import NewImage
 
 SIZE, DIM = 48, 16
-NETWORK = ["--backbone", "mbf", "--width", "0.125", "--embedding-size", str(DIM), "--threads", "1"]
+NETWORK = ["--backbone", "shallow", "--width", "0.125", "--embedding-size", str(DIM), "--threads", "1"]
 FACTS = Facts("a network", "0123", DIM, SIZE, "", "largest")
 
 
 def write_network(path: Path, seed: int = 0, size: int = SIZE) -> list[str]:
     """Write the weights of an untrained network; return the words of a command line that name it."""
     torch.manual_seed(seed)
-    torch.save(build_backbone("mbf", DIM, 0.125, image_size=size).state_dict(), path)
+    torch.save(build_backbone("shallow", DIM, 0.125, image_size=size).state_dict(), path)
     return [str(path), *NETWORK, "--image-size", str(size)]
 
 

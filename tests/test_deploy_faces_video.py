@@ -107,7 +107,7 @@ def test_tracks_and_answers_are_those_of_a_slow_search(
         assert search.main([str(folder / "p.gallery"), str(clip), *words]) == 0
     said = capsys.readouterr()
     assert outs[0].read_bytes() == outs[1].read_bytes() and "53/53" in said.err
-    sizes = {"backbone": "mbf", "width": 0.125, "embedding_size": 16, "image_size": 112}
+    sizes = {"backbone": "shallow", "width": 0.125, "embedding_size": 16, "image_size": 112}
     reference = FaceNetwork(network[0], **sizes, device="cpu", detector=detector)
     with Gallery(folder / "p.gallery") as gallery, gallery.reading():
         rows = np.concatenate(list(gallery.searcher().vectors())).astype(float)

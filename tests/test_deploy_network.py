@@ -11,21 +11,22 @@ import cv2
 import numpy as np
 import pytest
 from gallery_runs import SIZE, png, write_network, write_people
-from test_scripts_deploy_card import _save, results  # noqa: F401
+from test_scripts_deploy_card import CONFIG, _save, results  # noqa: F401
 from tiny_detectors import picture, write_detector
 from tiny_runs import ROOT
 
 from deploy import FaceNetwork, Gallery
 from scripts.deploy import embed, enrol
 
-WEIGHTS = {"backbone": "mbf", "width": 0.125, "embedding_size": 16, "image_size": SIZE, "threads": 1}
+WEIGHTS = {"backbone": "shallow", "width": 0.125, "embedding_size": 16, "image_size": SIZE, "threads": 1}
 
 
 def test_the_lines_of_the_readme_run_from_any_folder(
     tmp_path: Path,
     results: dict[str, object],  # noqa: F811
 ):
-    run = _save(tmp_path / "work_dirs" / "demo_cpu")
+    known = {**CONFIG, "backbone": {**CONFIG["backbone"], "name": "mbf"}}  # to another program too
+    run = _save(tmp_path / "work_dirs" / "demo_cpu", known, name="mbf")
     (run / "results.json").write_text(json.dumps(results))
     (tmp_path / "people" / "ada").mkdir(parents=True)
     for path in ("one.png", "other.png", "visitor.png", "people/ada/0.png"):

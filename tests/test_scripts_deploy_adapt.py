@@ -70,7 +70,7 @@ def test_the_copy_has_the_adapted_vectors_and_the_old_gallery_stays(
     assert (
         search.main([str(adapted), str(folder / "crops"), "--k", "100", "--json", str(tmp_path / "found.json"), "--quiet"]) == 0
     )
-    network = FaceNetwork(folder / "new.pt", backbone="mbf", width=0.125, embedding_size=DIM, image_size=SIZE)
+    network = FaceNetwork(folder / "new.pt", backbone="shallow", width=0.125, embedding_size=DIM, image_size=SIZE)
     cosines = network.embed([folder / "crops" / "0.png"])[0] @ found.T
     result = next(one for one in json.loads((tmp_path / "found.json").read_text())["queries"] if one["picture"] == "0.png")
     assert result["matches"][0]["cosine"] == pytest.approx(cosines.max(), abs=1e-5)
@@ -109,7 +109,7 @@ def test_only_thresholds_of_the_adapter_decide_in_an_adapted_gallery(
         with pytest.raises(ValueError, match=r"--far: .* the page has no threshold for it"):
             result_for_page(argparse.Namespace(**{**nothing, "far": "1e-2"}), opened, (None, ""))
         assert result_for_page(argparse.Namespace(**nothing), old, ("a result", "1e-2")) == ("a result", "1e-2")
-    network = FaceNetwork(folder / "new.pt", backbone="mbf", width=0.125, embedding_size=DIM, image_size=SIZE)
+    network = FaceNetwork(folder / "new.pt", backbone="shallow", width=0.125, embedding_size=DIM, image_size=SIZE)
     network.search(adapted, [folder / "crops" / "0.png"])
     assert "adapted from another network, so `threshold` does not hold" in capsys.readouterr().err
     with sqlite3.connect(adapted) as database:  # hostile

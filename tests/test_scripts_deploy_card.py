@@ -17,6 +17,7 @@ import torch
 from faulty_disk import Disk, faulty
 from onnx import TensorProto, helper
 from saving import save_now
+from tiny_runs import SHALLOW
 
 from backbones import build_backbone
 from deploy.card.card import FIELDS, _multiply_adds
@@ -32,7 +33,7 @@ MARKUP = "a|b <img src=x onerror=alert(1)> `c` [d](javascript:e) **f** \x1b[31m\
 CONFIG = {
     "run": {"name": "small", "seed": 3},
     "data": {"source": "recordio", "path": "/home/somebody/ms1mv3", "image_size": 112, "flip": True},
-    "backbone": {"name": "mbf", "embedding_size": 16, "width": 0.125, "dropout": 0.0},
+    "backbone": {"name": "shallow", "embedding_size": 16, "width": 0.125, "dropout": 0.0},
     "loss": {"name": "cosface", "margin": 0.25, "scale": 32.0, "focal": 0.0, "label_smoothing": 0.125},
     "head": {"sample_rate": 0.5, "sub_centers": 1, "storage": "exact"},
     "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "beta2": 0.999, "weight_decay": 0.0005, "layer_decay": 1.0},
@@ -48,9 +49,9 @@ LAST = 5  # int(2 epochs * 20 images / 8)
 PNG = cv2.imencode(".png", np.zeros((8, 8, 3), np.uint8))[1].tobytes()
 
 
-def _save(folder: Path, config: dict[str, Any] = CONFIG, step: int = LAST, **signature: Any) -> Path:
+def _save(folder: Path, config: dict[str, Any] = CONFIG, step: int = LAST, name: str = "shallow", **signature: Any) -> Path:
     torch.manual_seed(signature.get("seed", 0))
-    weights = build_backbone("mbf", 16, 0.125).state_dict()
+    weights = build_backbone(name, 16, 0.125).state_dict()
     known = {"config": config, "run_signature": {**SIGNATURE, **signature}, "score": 0.75}
     save_now(folder, step, weights, {"centres": torch.ones(2, 16)}, (0, 2), {}, known, ALONE)
     return folder
@@ -99,11 +100,11 @@ def test_a_card_says_what_the_checkpoint_says(run: Path, tmp_path: Path, capsys:
     assert _card(run, "--out", tmp_path) == 0
     text = (tmp_path / "card.md").read_text()
     facts = {row[0]: row[1] for row in _cells(text) if len(row) == 2}
-    network = build_backbone("mbf", 16, 0.125)
+    network = SHALLOW["shallow"](16, 0.125)
     torch.manual_seed(0)
-    assert facts["hash of the weights"] == digest_tensors(build_backbone("mbf", 16, 0.125).state_dict())
+    assert facts["hash of the weights"] == digest_tensors(build_backbone("shallow", 16, 0.125).state_dict())
     assert facts["parameters"] == f"{sum(p.numel() for p in network.parameters()):,}"
-    assert facts["backbone"] == "mbf: width=0.125" and facts["checkpoint"] == f"step {LAST}"
+    assert facts["backbone"] == "shallow: width=0.125" and facts["checkpoint"] == f"step {LAST}"
     assert facts["training set"] == "ms1mv3" and facts["people (classes)"] == "1,234"
     assert facts["hash of the labels"] == "abc123"
     assert facts["loss"] == "cosface: margin=0.25, scale=32" and facts["label smoothing"] == "0.125"
@@ -322,8 +323,8 @@ def test_results_of_the_moving_average_describe_the_moving_average(
 def test_a_file_of_weights_has_a_card_without_a_training(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     weights = tmp_path / "face.safetensors"
     torch.manual_seed(0)
-    write_tensors(weights, build_backbone("mbf", 16, 0.125).state_dict())
-    named = ("--backbone", "mbf", "--embedding-size", "16", "--width", "0.125", "--colour", "bgr", "--input-std", "128")
+    write_tensors(weights, build_backbone("shallow", 16, 0.125).state_dict())
+    named = ("--backbone", "shallow", "--embedding-size", "16", "--width", "0.125", "--colour", "bgr", "--input-std", "128")
     assert _card(weights, *named, "--out", tmp_path) == 0
     text = (tmp_path / "card.md").read_text()
     assert "# Model card: face.safetensors" in text and "no configuration of a training" in text and "## Recipe" not in text

@@ -44,12 +44,12 @@ from utils.allocator import keep_freed_memory, out_of_memory
 from utils.checkpoint.tensor_file import write_tensors
 
 SIZE, DIM, COUNT = 48, 16, 22
-FLAGS = ["--backbone", "mbf", "--width", "0.125", "--embedding-size", str(DIM), "--image-size", str(SIZE), "--device", "cpu"]
+FLAGS = ["--backbone", "shallow", "--width", "0.125", "--embedding-size", str(DIM), "--image-size", str(SIZE), "--device", "cpu"]
 
 
-def _network() -> torch.nn.Module:
+def _network(name: str = "shallow") -> torch.nn.Module:
     torch.manual_seed(3)
-    model = build_backbone("mbf", DIM, 0.125, image_size=SIZE).eval()
+    model = build_backbone(name, DIM, 0.125, image_size=SIZE).eval()
     for module in model.modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):  # as after a training, so that faces differ
             module.running_mean.normal_(0, 0.1)
@@ -615,8 +615,9 @@ def test_errors_of_memory_are_told_from_others(kind: str):
     assert said.startswith(says) and "\n" not in said and ("--processes" in said) == (says == "the memory is full")
 
 
-def test_when_the_run_is_killed_its_processes_end(weights: Path, many: Path, tmp_path: Path):
-    words = [str(weights), str(many), "--out", str(tmp_path / "f.npy"), *FLAGS, "--processes", "2"]
+def test_when_the_run_is_killed_its_processes_end(many: Path, tmp_path: Path):
+    write_tensors(weights := tmp_path / "weights.safetensors", _network("mbf").state_dict())
+    words = [str(weights), str(many), "--out", str(tmp_path / "f.npy"), *FLAGS, "--backbone", "mbf", "--processes", "2"]
     started = Started(main, [words], tmp_path)
     own = started.processes[0].pid
     assert own is not None

@@ -273,7 +273,6 @@ FORKS = SimpleNamespace(**{**vars(subprocess), "Popen": Forked, "run": _run_fork
 
 
 def _run(main: Callable[[list[str]], int], arguments: list[str], environment: dict[str, str], folder: str, place: str) -> None:
-    BACKBONES.update(SHALLOW)
     os.chdir(place)
     os.environ.clear()
     os.environ.update(environment)
