@@ -283,7 +283,8 @@ def _build(section: dict[str, Any], image_size: Any, source: str, build_backbone
 def _fitting(build: Callable[[], nn.Module], read: Callable[[], Any], source: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """Return what `build` and `read` return; if network and weights do not fit, raise ValueError before it takes memory."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"), Undrawn():  # networks of packages draw, too
-        load_weights(build(), weights := read(), source, _HINT)
+        empty = build()
+    load_weights(empty, weights := read(), source, _HINT)
     return build(), weights
 
 

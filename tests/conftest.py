@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ import torch.multiprocessing as mp
 _IMPORTED = (
     "train",
     "pytest",  # which the files of tests import
-    "torch.fx.experimental.symbolic_shapes",
     "torch.utils.tensorboard",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
@@ -82,12 +82,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(scope="module", autouse=True)
 def _shallow(request: pytest.FixtureRequest) -> Iterator[None]:
     """Make the networks of tiny runs known to the tests that train them; all others see the real names alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        used = {getattr(value, "__module__", "") for value in vars(request.module).values()}
-        if used & {"tiny_runs", "gallery_runs"} or "SHALLOW" in vars(request.module):
-            tiny_runs = importlib.import_module("tiny_runs")
-            for name, made in tiny_runs.SHALLOW.items():
-                patch.setitem(tiny_runs.BACKBONES, name, made)
+    names = {getattr(value, "__module__", "") for value in vars(request.module).values()}
+    used = names & {"tiny_runs", "gallery_runs"} or "SHALLOW" in vars(request.module)
+    with mock.patch.dict("backbones.BACKBONES", importlib.import_module("tiny_runs").SHALLOW if used else {}):
         yield
 
 

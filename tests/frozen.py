@@ -2,7 +2,8 @@
 
 import gc
 
-from tests.tiny_runs import BACKBONES, SHALLOW
+from backbones import BACKBONES
+from tests.tiny_runs import SHALLOW
 
 BACKBONES.update(SHALLOW)
 gc.freeze()

@@ -31,6 +31,7 @@ from utils.image import normalise
 
 pytestmark = pytest.mark.numeric
 run, results, toy = cards.run, cards.results, exports.toy
+TRAINED = "mbf"  # of `run`, which the programs of the folder know
 NAMES = "README.md card_verification.png config.json example.py example_onnx.py model.onnx model.safetensors"
 FILES = set(NAMES.split())
 

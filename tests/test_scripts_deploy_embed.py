@@ -44,7 +44,7 @@ from utils.allocator import keep_freed_memory, out_of_memory
 from utils.checkpoint.tensor_file import write_tensors
 
 SIZE, DIM, COUNT = 48, 16, 22
-FLAGS = ["--backbone", "shallow", "--width", "0.125", "--embedding-size", str(DIM), "--image-size", str(SIZE), "--device", "cpu"]
+FLAGS = ["--backbone=shallow", "--width=0.125", f"--embedding-size={DIM}", f"--image-size={SIZE}", "--device=cpu"]
 
 
 def _network(name: str = "shallow") -> torch.nn.Module:

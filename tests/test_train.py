@@ -65,7 +65,7 @@ def test_training_learns_evaluates_and_leaves_a_complete_run_folder(dataset: Pat
 def _train_and_look_for_the_compiler(arguments: list[str]) -> int:
     """Train in a process that has imported nothing but what a training needs."""
     status = train.main(arguments)
-    return status or int(any(name in sys.modules for name in ("torch._dynamo", "torch._inductor")))
+    return status or int(any(name in sys.modules for name in ("torch._dynamo", "torch._inductor", "sympy")))
 
 
 @pytest.mark.parametrize(("num_processes", "optimizer"), [(2, "sgd"), (1, "adamw")])

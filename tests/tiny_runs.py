@@ -21,7 +21,6 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import train
-from backbones import BACKBONES
 from backbones.iresnet import Block, autocast_off
 from backbones.mobilefacenet import MobileFaceNet
 from backbones.vit import VisionTransformer

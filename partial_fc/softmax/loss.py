@@ -105,27 +105,22 @@ def sample_losses(
         lse = torch.logaddexp(sums.log_z, t)
         if config.focal == config.label_smoothing == 0.0:
             loss = (lse - t).mean()
-            by_logit = -torch.exp(sums.log_z - lse) / count  # (p - 1) / B without cancellation
+            by_logit = torch.exp(sums.log_z - lse) / -count  # (p - 1) / B without cancellation
         else:
             loss, by_logit, by_negatives, spread = _bent(sums, lse, t, config)
+    with torch.enable_grad():  # a sum, not grad_outputs: for those torch imports sympy, half a second of each process
+        total = torch.dot(logit, by_logit)
+        if offset is not None:
+            total = total + offset * ((margin.negative_weight / count) * sums.others[0].sum())
+        if penalty is not None:
+            total = total + penalty.mean()
+            loss = loss + penalty.detach().mean()
     wanted = (cosine, norm, *leaves.values())
-    grads = torch.autograd.grad(logit, wanted, by_logit, allow_unused=True)
-    by_cosine, by_norm = grads[0], grads[1]
-    by_trained = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    for name, grad in zip(leaves, grads[2:], strict=True):
-        if grad is not None:
-            by_trained[name] += grad
-    if offset is not None:
-        pull = (margin.negative_weight / count) * sums.others[0].sum()
-        for name, grad in zip(
-            leaves, torch.autograd.grad(offset, tuple(leaves.values()), pull, allow_unused=True), strict=True
-        ):
-            if grad is not None:
-                by_trained[name] += grad
-    if penalty is not None:
-        loss = loss + penalty.detach().mean()
-        (grad,) = torch.autograd.grad(penalty, (norm,), torch.full_like(penalty, 1.0 / count))
-        by_norm = grad if by_norm is None else by_norm + grad
+    by_cosine, by_norm, *grads = torch.autograd.grad(total, wanted, allow_unused=True)
+    by_trained = {
+        name: torch.zeros_like(leaf) if grad is None else grad.clone()  # it may be the memory of another gradient
+        for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
+    }
     by_target = torch.zeros_like(t) if by_cosine is None else by_cosine
     return SampleLosses(loss, state, by_negatives, by_target, by_norm, by_trained, lse, spread)
 
@@ -169,7 +164,9 @@ def norm_gradient(margin: "Margin", batch: Batch, losses: SampleLosses, along: T
         scale = margin.negative_scale(norm, batch.state)
     if not isinstance(scale, Tensor) or not scale.requires_grad:
         return by_norm
-    (slope,) = torch.autograd.grad(scale, (norm,), torch.ones_like(scale))
+    with torch.enable_grad():
+        total = scale.sum()
+    (slope,) = torch.autograd.grad(total, (norm,))
     negatives = along - losses.by_target[mine] * batch.target_cosine[mine]
     added = negatives * slope / scale.detach()
     return added if by_norm is None else by_norm + added
