@@ -17,7 +17,7 @@ from scripts.benchmark.kit import run_ranks
 from utils.allocator import read_ahead
 
 ROOT = Path(__file__).parent.parent
-TENSORS, PAGES = 20, (32 << 20) // 4096
+TENSORS, PAGES = 60, (32 << 20) // 4096
 LIMITS = (resource.RLIMIT_DATA, resource.RLIMIT_AS)  # -1 = none
 COUNT = "from test_utils_allocator import page_faults\n"
 # as every program runs, train.py too; and as arcface_torch does beside ours in a benchmark
