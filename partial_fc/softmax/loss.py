@@ -113,8 +113,8 @@ def sample_losses(
         if offset is not None:
             total = total + offset * ((margin.negative_weight / count) * sums.others[0].sum())
         if penalty is not None:
-            total = total + penalty.mean()
-            loss = loss + penalty.detach().mean()
+            total = total + (mean := penalty.mean())
+            loss = loss + mean.detach()
     wanted = (cosine, norm, *leaves.values())
     by_cosine, by_norm, *grads = torch.autograd.grad(total, wanted, allow_unused=True)
     by_trained = {
