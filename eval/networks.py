@@ -285,6 +285,7 @@ def _fitting(build: Callable[[], nn.Module], read: Callable[[], Any], source: st
     with torch.random.fork_rng(devices=[]), torch.device("meta"), Undrawn():  # networks of packages draw, too
         empty = build()
     load_weights(empty, weights := read(), source, _HINT)
+    del empty  # some networks of packages take memory even so
     return build(), weights
 
 

@@ -69,8 +69,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _forkserver() -> None:
-    """Start the server before any test changes the environment, which its forks inherit."""
-    forkserver.ensure_running()
+    """Start the server before any test changes the environment, which its forks inherit, in the folder that it imports from."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(Path(__file__).parent.parent)
+        forkserver.ensure_running()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -47,12 +47,9 @@ class Composition:
 
     def negatives(self, cosine: Tensor, label: int) -> list[int]:
         """Return the other classes in the sum of a sample with these cosines (C,)."""
-        classes = [j for j in range(len(cosine)) if j != label]
-        if self.active is not None:
-            classes = [j for j in classes if self.active[j]]
-        if self.limit is not None:
-            classes = [j for j in classes if cosine[j] <= self.limit]
-        return classes
+        active, limit = self.active, self.limit
+        classes = (j for j in range(len(cosine)) if j != label and (active is None or active[j]))
+        return [j for j in classes if limit is None or cosine[j] <= limit]
 
     def log_weight(self, j: int) -> float:
         """Return what is added to the logit of class j where it is a negative."""

@@ -174,17 +174,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """Return a folder with weights and a set of pairs, `clean`, and the words that name the network."""
     folder = tmp_path_factory.mktemp("hard")
     torch.manual_seed(0)
-    write_tensors(folder / "net.safetensors", build_backbone("shallow", 16, 0.125, image_size=48).state_dict())
+    write_tensors(folder / "net.safetensors", build_backbone("mbf", 16, 0.125, image_size=48).state_dict())
     same = [bool(pair % 2) for pair in range(20)]
     images = [face(50 + pair + (side and not same[pair]), 2 * pair + side) for pair in range(20) for side in (0, 1)]
     write_bin(folder / "clean.bin", images, same)
-    words = ["--backbone", "shallow", "--width", "0.125", "--embedding-size", "16", "--image-size", "48", "--device", "cpu"]
+    words = ["--backbone", "mbf", "--width", "0.125", "--embedding-size", "16", "--image-size", "48", "--device", "cpu"]
     return folder, words
 
 
 def _distances(weights: Path, path: Path) -> list[float]:
     """Return the squared distance of each pair of a set, one picture after the other."""
-    model, pairs = build_backbone("shallow", 16, 0.125, image_size=48).eval(), read_pairs(path)
+    model, pairs = build_backbone("mbf", 16, 0.125, image_size=48).eval(), read_pairs(path)
     model.load_state_dict(read_tensors(weights))
 
     def embedded(index: int) -> torch.Tensor:

@@ -128,7 +128,7 @@ def test_vectors_are_those_of_the_plain_forward_pass(
         image = (torch.from_numpy(_pixels(number)).permute(2, 0, 1)[None].float() - 127.5) / 127.5
         with torch.inference_mode():
             plain = (model(image) + model(image.flip(3)))[0].double().numpy()
-        # a forward pass of a hundred layers in float32
+        # a forward pass in float32
         assert abs(float(row["norm"]) / np.linalg.norm(plain) - 1) < 1e-4
         assert np.abs(vector - plain / np.linalg.norm(plain)).max() < 1e-4
     assert np.abs(np.linalg.norm(vectors.astype(np.float64), axis=1) - 1).max() < 1e-6
