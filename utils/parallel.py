@@ -1,5 +1,6 @@
-"""Processes many items in threads, with results in order and a bounded number of items in flight."""
+"""Processes many items in threads, with results in order and a bounded number of items in flight; starts processes."""
 
+import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,6 +9,13 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def forks_of_torch() -> multiprocessing.context.BaseContext:
+    """Return a context whose processes are forks of one that has imported torch, which each would import otherwise."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    return context
 
 
 def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int, ahead: int = 16) -> Iterator[Result]:

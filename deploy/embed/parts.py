@@ -28,7 +28,7 @@ from eval.foreign_networks import onnx_hash
 from utils.allocator import keep_freed_memory, out_of_memory
 from utils.distributed import choose_device
 from utils.machine import num_cores
-from utils.parallel import map_in_order
+from utils.parallel import forks_of_torch, map_in_order
 
 from ..faces.detector import Detector, open_detector
 from ..faces.pictures import Crop, Rejected
@@ -230,8 +230,7 @@ def _in_processes(
     options: argparse.Namespace, names: dict[int, list[str]], count: int
 ) -> Generator[tuple[int, Part], None, None]:
     """Yield the parts as they are done."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])  # it is imported once, not by each process
+    context = forks_of_torch()
     ranks = context.Value("i", 0)
     with ProcessPoolExecutor(count, context, _open, (options, ranks)) as pool, _children_killed_on_error():
         futures = {pool.submit(_embed, part): number for number, part in names.items()}

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import multiprocessing
 import platform
 import statistics
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from utils.allocator import keep_freed_memory
+from utils.parallel import forks_of_torch
 
 _CPU = torch.device("cpu")
 END = "<!-- end -->"  # after the tables on a page
@@ -72,9 +72,7 @@ def run_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any
     Raises:
         BrokenProcessPool: a process was killed.
     """
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["torch"])  # it is imported once, not by each process
-    with ProcessPoolExecutor(ranks, processes, keep_freed_memory) as pool:
+    with ProcessPoolExecutor(ranks, forks_of_torch(), keep_freed_memory) as pool:
         return [rank.result() for rank in [pool.submit(work, rank, *arguments) for rank in range(ranks)]]
 
 

@@ -18,7 +18,6 @@ Examples:
 
 import argparse
 import json
-import multiprocessing
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +35,7 @@ from eval.pair_sets.bin_file import write_bin
 from eval.verification import FOLDS
 from utils.cli import make_parser
 from utils.machine import num_cores
+from utils.parallel import forks_of_torch
 from utils.program import run_main
 
 SETS = ("demo_wild", "demo_profile", "demo_aged")
@@ -187,9 +187,7 @@ def draw_all(pictures: Iterable[DrawnPicture], count: int, processes: int) -> It
                 return
             yield picture
 
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])  # imported once for all processes of all sets
-    with context.Pool(processes, initializer=cv2.setNumThreads, initargs=(1,)) as pool:
+    with forks_of_torch().Pool(processes, initializer=cv2.setNumThreads, initargs=(1,)) as pool:
         try:
             for jpeg in pool.imap(draw_jpeg, admitted(), chunksize=_AT_ONCE):
                 room.release()
