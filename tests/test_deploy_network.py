@@ -26,7 +26,7 @@ def test_the_lines_of_the_readme_run_from_any_folder(
     results: dict[str, object],  # noqa: F811
 ):
     known = {**CONFIG, "backbone": {**CONFIG["backbone"], "name": "mbf"}}  # to another program too
-    run = _save(tmp_path / "work_dirs" / "demo_cpu", known, name="mbf")
+    run = _save(tmp_path / "work_dirs" / "demo_cpu", known)
     (run / "results.json").write_text(json.dumps(results))
     (tmp_path / "people" / "ada").mkdir(parents=True)
     for path in ("one.png", "other.png", "visitor.png", "people/ada/0.png"):

@@ -49,9 +49,9 @@ LAST = 5  # int(2 epochs * 20 images / 8)
 PNG = cv2.imencode(".png", np.zeros((8, 8, 3), np.uint8))[1].tobytes()
 
 
-def _save(folder: Path, config: dict[str, Any] = CONFIG, step: int = LAST, name: str = "shallow", **signature: Any) -> Path:
+def _save(folder: Path, config: dict[str, Any] = CONFIG, step: int = LAST, **signature: Any) -> Path:
     torch.manual_seed(signature.get("seed", 0))
-    weights = build_backbone(name, 16, 0.125).state_dict()
+    weights = build_backbone(config.get("backbone", CONFIG["backbone"])["name"], 16, 0.125).state_dict()
     known = {"config": config, "run_signature": {**SIGNATURE, **signature}, "score": 0.75}
     save_now(folder, step, weights, {"centres": torch.ones(2, 16)}, (0, 2), {}, known, ALONE)
     return folder
@@ -74,8 +74,8 @@ def results() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, results: dict[str, Any], request: pytest.FixtureRequest) -> Path:
     """Return a run that has ended, with its results, of the network that the file of the test names."""
-    config = {**CONFIG, "backbone": {**CONFIG["backbone"], "name": (name := getattr(request.module, "TRAINED", "shallow"))}}
-    folder = _save(tmp_path_factory.mktemp("runs") / "small", config, name=name)
+    config = {**CONFIG, "backbone": {**CONFIG["backbone"], "name": getattr(request.module, "TRAINED", "shallow")}}
+    folder = _save(tmp_path_factory.mktemp("runs") / "small", config)
     (folder / "results.json").write_text(json.dumps(results))
     (folder / "verification.png").write_bytes(PNG)
     return folder
