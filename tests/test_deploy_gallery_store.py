@@ -14,7 +14,7 @@ from gallery_runs import DIM, FACTS, SIZE, new_images
 
 from deploy.gallery import database as gallery_database
 from deploy.gallery import store as gallery_store
-from deploy.gallery.store import Gallery
+from deploy.gallery.store import Gallery, NewImage
 from utils.image import to_png
 
 PEOPLE = [f"p{number % 23:02d}" for number in range(150)]
@@ -82,6 +82,14 @@ def test_a_template_is_the_weighted_mean_of_a_persons_images(gallery: Gallery, w
     np.testing.assert_allclose([match.cosine for match in found], [expected[match.person] for match in found], atol=3e-6)
     nearest = {match.person: match.image for match in gallery.search(query, k=99)[0]}
     assert all(match.image == nearest[match.person] for match in found)  # the picture that is shown
+
+
+def test_an_image_takes_little_more_room_than_its_vector(tmp_path: Path):
+    vectors = np.random.default_rng(0).normal(size=(700, 512)).astype(np.float32)
+    images = [NewImage(f"{number}", "", bytes([number % 256]) * 32, 0, 1.0, row, None) for number, row in enumerate(vectors)]
+    with Gallery.create(tmp_path / "g", FACTS._replace(embedding_size=512)) as gallery:
+        gallery.add(images)
+    assert vectors.nbytes < (tmp_path / "g").stat().st_size < 1.3 * vectors.nbytes
 
 
 def test_a_gallery_is_the_same_after_it_is_opened_again(gallery: Gallery):
@@ -500,14 +508,14 @@ def test_an_embedding_without_a_direction_is_refused_and_nobody_is_enrolled(gall
 
 
 def test_a_full_disk_names_the_gallery_and_loses_nothing(gallery: Gallery):
-    images = new_images(np.random.default_rng(0), ["a", "b"])
+    images = new_images(np.random.default_rng(0), ["a", *"bbbbbbbb"])  # more than a page
     gallery.add(images[:1])
     pages = gallery._database.execute("PRAGMA page_count").fetchone()[0]
     gallery._database.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(ValueError, match=f"{gallery.path}: database or disk is full; make room"):
         gallery.add(images[1:])
     gallery._database.execute("PRAGMA max_page_count = 1000000")
-    assert gallery.people() == {"a": 1} and gallery.add(images[1:]) == [2] and gallery.check() == 2
+    assert gallery.people() == {"a": 1} and gallery.add(images[1:]) == [*range(2, 10)] and gallery.check() == 9
 
 
 def test_a_file_or_folder_of_others_is_no_place_for_a_gallery(tmp_path: Path):
