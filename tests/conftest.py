@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import os
@@ -30,6 +31,12 @@ _IMPORTED = (
 )
 mp.get_context("forkserver").set_forkserver_preload(list(_IMPORTED))
 _LONG = ("test_training_compiled", "test_partial_fc_kernels_cuda", "test_docs_data", "test_utils_allocator")  # a minute each
+# of pictures: matplotlib would draw 700 of them in the others, most of an evaluation
+_DRAWN = (
+    "analysis_all_pairs analysis_groups analysis_robustness docs_data eval_evaluate eval_main scripts_analysis_clean "
+    "scripts_analysis_quality scripts_benchmark_backbones scripts_benchmark_head scripts_benchmark_losses_curves "
+    "scripts_data_inspect scripts_eval_compare_runs utils_report_contact_sheet utils_text"
+)
 # a shell that runs the tests in the background has SIGINT ignored, and so would all programs that the tests interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -82,11 +89,24 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _shallow(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Make the networks of tiny runs known to the tests that train them; all others see the real names alone."""
+def _substitutes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Give each file what it does not test: tiny networks where it trains or embeds, blank pictures if it is not in _DRAWN."""
     names = {getattr(value, "__module__", "") for value in vars(request.module).values()}
     used = names & {"tiny_runs", "gallery_runs"} or "SHALLOW" in vars(request.module)
-    with mock.patch.dict("backbones.BACKBONES", importlib.import_module("tiny_runs").SHALLOW if used else {}):
+    tiny_runs, drawn = importlib.import_module("tiny_runs"), request.path.stem.removeprefix("test_") in _DRAWN.split()
+    with (
+        mock.patch.dict("backbones.BACKBONES", tiny_runs.SHALLOW if used else {}),
+        mock.patch.object(tiny_runs, "DRAWN", drawn),
+        contextlib.nullcontext() if drawn else tiny_runs.blank_pictures(),
+    ):
+        yield
+
+
+@pytest.fixture(scope="session")
+def onnx_operators() -> Iterator[None]:
+    """Let the exporter of torch list the operators of ONNX once: half a second for every file otherwise."""
+    registry = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
+    with mock.patch.object(registry, "from_torchlib", staticmethod(functools.cache(registry.from_torchlib))):
         yield
 
 

@@ -76,12 +76,13 @@ def cosines(embeddings: Tensor, centres: Tensor) -> Tensor:
 def softmax_loss(
     cosine: Tensor,
     labels: Tensor,
-    target: OfPair,
-    negative: OfPair,
+    target: OfPair | float,
+    negative: OfPair | float,
     composition: Composition,
     penalty: list[Tensor] | None = None,
 ) -> Tensor:
-    """Return the mean cross entropy; `penalty` is added to each sample's loss."""
+    """Return the mean cross entropy; `penalty` is added to each sample's loss; a number for a logit scales the cosine."""
+    target, negative = (f if callable(f) else lambda i, c, f=f: f * c for f in (target, negative))
     losses = []
     for i, y in enumerate(labels.tolist()):
         others = [negative(i, cosine[i, j]) + composition.log_weight(j) for j in composition.negatives(cosine[i], y)]
@@ -119,11 +120,7 @@ def normface(
     embeddings: Tensor, centres: Tensor, labels: Tensor, *, scale: float = 64.0, **composition: Any
 ) -> tuple[Tensor, State]:
     """s cos theta for all classes. Wang et al., "NormFace", https://arxiv.org/abs/1704.06369; "COCO", 1710.00870."""
-
-    def logit(i: int, c: Tensor) -> Tensor:
-        return scale * c
-
-    return softmax_loss(cosines(embeddings, centres), labels, logit, logit, Composition(**composition)), {}
+    return softmax_loss(cosines(embeddings, centres), labels, scale, scale, Composition(**composition)), {}
 
 
 def cosface(
@@ -134,10 +131,7 @@ def cosface(
     def target(i: int, c: Tensor) -> Tensor:
         return scale * (c - margin)
 
-    def negative(i: int, c: Tensor) -> Tensor:
-        return scale * c
-
-    return softmax_loss(cosines(embeddings, centres), labels, target, negative, Composition(**composition)), {}
+    return softmax_loss(cosines(embeddings, centres), labels, target, scale, Composition(**composition)), {}
 
 
 def arcface(
@@ -160,10 +154,7 @@ def arcface(
         value = scale * cos_of_sum(c, margin)
         return straight(value, scale * c) if straight_through else value
 
-    def negative(i: int, c: Tensor) -> Tensor:
-        return scale * c
-
-    return softmax_loss(cosines(embeddings, centres), labels, target, negative, Composition(**composition)), {}
+    return softmax_loss(cosines(embeddings, centres), labels, target, scale, Composition(**composition)), {}
 
 
 def combined(
@@ -184,10 +175,7 @@ def combined(
         value = scale * (psi(m1 * torch.acos(c) + m2) - m3)
         return straight(value, scale * c) if straight_through else value
 
-    def negative(i: int, c: Tensor) -> Tensor:
-        return scale * c
-
-    return softmax_loss(cosines(embeddings, centres), labels, target, negative, Composition(**composition)), {}
+    return softmax_loss(cosines(embeddings, centres), labels, target, scale, Composition(**composition)), {}
 
 
 def sphereface(

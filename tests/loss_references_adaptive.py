@@ -192,10 +192,7 @@ def adaface(
         z = min(max(h * (norms[i] - mean) / (std + eps), -1.0), 1.0)
         return scale * (cos_of_sum(c, -margin * z) - (margin + margin * z))
 
-    def negative(i: int, c: Tensor) -> Tensor:
-        return scale * c
-
-    loss = softmax_loss(cosines(embeddings, centres), labels, target, negative, Composition(**composition))
+    loss = softmax_loss(cosines(embeddings, centres), labels, target, scale, Composition(**composition))
     return loss, {"mean": mean, "std": std}
 
 
@@ -222,8 +219,5 @@ def magface(
     def target(i: int, c: Tensor) -> Tensor:
         return scale * cos_of_sum(c, (u_m - l_m) / (u_a - l_a) * (norms[i] - l_a) + l_m)
 
-    def negative(i: int, c: Tensor) -> Tensor:
-        return scale * c
-
     penalty = [weight * (1 / a + a / u_a**2) for a in norms]
-    return softmax_loss(cosines(embeddings, centres), labels, target, negative, Composition(**composition), penalty), {}
+    return softmax_loss(cosines(embeddings, centres), labels, target, scale, Composition(**composition), penalty), {}

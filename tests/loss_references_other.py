@@ -35,10 +35,7 @@ def elasticface(
     def target(i: int, c: Tensor) -> Tensor:
         return scale * (cos_of_sum(c, margins[i]) if kind == "arc" else c - margins[i])
 
-    def negative(i: int, c: Tensor) -> Tensor:
-        return scale * c
-
-    return softmax_loss(cosine, labels, target, negative, Composition(**composition)), {}
+    return softmax_loss(cosine, labels, target, scale, Composition(**composition)), {}
 
 
 def adaptiveface(
@@ -61,10 +58,7 @@ def adaptiveface(
     def target(i: int, c: Tensor) -> Tensor:
         return scale * (c - m[labels[i]])
 
-    def negative(i: int, c: Tensor) -> Tensor:
-        return scale * c
-
-    loss = softmax_loss(cosines(embeddings, centres), labels, target, negative, Composition(**composition))
+    loss = softmax_loss(cosines(embeddings, centres), labels, target, scale, Composition(**composition))
     return loss + weight * (1 - m.mean()), {"margins": m.detach()}
 
 
@@ -93,10 +87,7 @@ def kappaface(
     def target(i: int, c: Tensor) -> Tensor:
         return scale * cos_of_sum(c, margin * psi[labels[i]].item())
 
-    def negative(i: int, c: Tensor) -> Tensor:
-        return scale * c
-
-    loss = softmax_loss(cosines(embeddings, centres), labels, target, negative, Composition(**composition))
+    loss = softmax_loss(cosines(embeddings, centres), labels, target, scale, Composition(**composition))
     return loss, {"sums": new_sums, "counts": new_counts}
 
 

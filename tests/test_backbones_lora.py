@@ -152,6 +152,7 @@ def test_two_ranks_and_two_micro_batches_train_as_one(source: Path, tmp_path: Pa
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("name", [BACKBONE, EMA])
+@pytest.mark.usefixtures("onnx_operators")
 def test_what_is_evaluated_and_exported_is_the_plain_network_that_computes_the_same(name: str, source: Path, tmp_path: Path):
     network = build_backbone("shallow_vit", 16, 0.25, image_size=48).eval()
     add_lora(network, 2, 6.0)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_runs import ROOT
+from tiny_runs import ROOT, one_line
 
 import train
 from configs.rules import POSITIVE, RANGES
@@ -56,17 +56,11 @@ WORDS = {
 }
 
 
-def _only_line(capsys: pytest.CaptureFixture[str]) -> str:
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1 and len(said) < 1000, said[:2000]
-    return said
-
-
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_hostile_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str):
     (tmp_path / "run.yaml").write_text(TEXTS[name], encoding="utf-8")
     assert train.main([str(tmp_path / "run.yaml"), "--print-config"]) == 1
-    assert WORDS.get(name, "run.yaml") in _only_line(capsys)
+    assert WORDS.get(name, "run.yaml") in one_line(capsys)
 
 
 def test_a_billion_laughs_end_within_seconds(tmp_path: Path):
@@ -86,4 +80,4 @@ def test_a_number_beyond_all_use_is_one_line(tmp_path: Path, capsys: pytest.Capt
     fits = fits and name != "schedule.min_lr"  # which optimizer.lr bounds
     assert train.main([str(tmp_path / "run.yaml"), f"{name}={value}", "--print-config"]) == (0 if fits else 1)
     if not fits:
-        assert name in _only_line(capsys)
+        assert name in one_line(capsys)

@@ -29,7 +29,7 @@ from utils.checkpoint.reading import read_backbone
 from utils.checkpoint.tensor_file import NETWORK
 from utils.image import normalise
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("onnx_operators")]
 run, results, toy = cards.run, cards.results, exports.toy
 TRAINED = "mbf"  # of `run`, which the programs of the folder know
 NAMES = "README.md card_verification.png config.json example.py example_onnx.py model.onnx model.safetensors"

@@ -23,7 +23,7 @@ from backbones import build_backbone
 from scripts.deploy.export import main as export
 from utils.image import normalise
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("onnx_operators")]
 NETWORKS = {"mbf": 0.125, "r18": 0.25, "r50": 0.25, "ghostfacenet_v2_2": 1.0, "edgeface_xs": 1.0, "vit_t": 1.0}
 PYTHON = os.environ.get("FACE_INSIGHTFACE")
 _THEIRS = """

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from saving import save_now
+from tiny_runs import one_line
 from torch import nn
 
 from backbones import build_backbone
@@ -193,8 +194,7 @@ def test_the_program_takes_runs_checkpoints_and_bare_weights(tmp_path: Path, cap
         ([str(tmp_path), "--targets", "nothing"], "nothing.bin"),
     ]:
         assert main([*arguments, "--device", "cpu"]) == 1
-        error = capsys.readouterr().err
-        assert message in error and len(error.strip().splitlines()) == 1
+        assert message in one_line(capsys)
 
 
 def _check_report(folder: Path) -> None:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from pictures import jpeg, picture
 from saving import save_now
 from tiny_networks import MEAN_COLOUR, TIMES_MATRIX, write_onnx
-from tiny_runs import read_metrics, small_run, write_dataset
+from tiny_runs import one_line, read_metrics, small_run, write_dataset
 
 import train
 from backbones import build_backbone
@@ -131,8 +131,7 @@ def test_the_best_of_a_run_without_scores_is_an_error(tmp_path: Path, capsys: py
         (weights, "holds one network"),
     ]:
         assert main([str(path), "--best", *CPU]) == 1
-        error = capsys.readouterr().err
-        assert message in error and len(error.splitlines()) == 1
+        assert message in one_line(capsys)
 
 
 def test_the_best_of_a_run_that_changed_its_metric_is_best_in_the_last_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -167,8 +166,8 @@ def test_errors_name_the_flags_of_the_program_and_no_keys(tmp_path: Path, capsys
         cases.append(([network, "--targets", "twins", *data, "--device", "cuda"], "--device cuda", "--device cpu"))
     for arguments, *messages in cases:
         assert main([*CPU, *arguments]) == 1, arguments
-        error = capsys.readouterr().err
-        assert all(message in error for message in messages) and len(error.splitlines()) == 1, error
+        error = one_line(capsys)
+        assert all(message in error for message in messages)
         assert not re.search(r"\b(eval|checkpoint|data|run|optimizer)\.\w+", error.replace(str(tmp_path), "")), error
 
 

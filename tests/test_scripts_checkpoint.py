@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from saving import save_now
-from tiny_runs import FEW_IMAGES, write_dataset
+from tiny_runs import FEW_IMAGES, one_line, write_dataset
 
 from backbones import build_backbone
 from eval import __main__ as evaluation
@@ -174,8 +174,7 @@ def test_a_path_that_is_easily_mistaken_is_one_line(run_folder: Path, tmp_path: 
         (["reshard", run_folder, 2, step], "step_00000007 is a checkpoint itself; choose a run folder"),
     ]:
         assert checkpoint.main([str(word) for word in arguments]) == 1
-        error = capsys.readouterr().err
-        assert message in error and len(error.strip().splitlines()) == 1, error
+        assert message in one_line(capsys)
     assert not (step / "checkpoints").exists()
     shutil.copytree(run_folder / "checkpoints", tmp_path / "copy")
     (tmp_path / "copy").rename(step / "checkpoints")  # what lies in a checkpoint does not hide it

@@ -17,7 +17,7 @@ import torch
 from faulty_disk import Disk, faulty
 from onnx import TensorProto, helper
 from saving import save_now
-from tiny_runs import SHALLOW
+from tiny_runs import SHALLOW, one_line
 
 from backbones import build_backbone
 from deploy.card.card import FIELDS, _multiply_adds
@@ -83,12 +83,6 @@ def run(tmp_path_factory: pytest.TempPathFactory, results: dict[str, Any], reque
 
 def _card(*arguments: object) -> int:
     return card.main([*map(str, arguments), "--device", "cpu"])
-
-
-def _one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and len(said.splitlines()) == 1, said
-    return said
 
 
 def _cells(text: str) -> list[list[str]]:
@@ -177,7 +171,7 @@ def test_what_a_person_wrote_stays(tmp_path: Path, capsys: pytest.CaptureFixture
     assert _card(run, "--out", tmp_path) == 0 and (tmp_path / "card.md").read_text() == text
     (tmp_path / "card.md").write_text(text.replace("cosface", "our own loss"))
     assert _card(run, "--out", tmp_path) == 1
-    assert "was changed by hand" in _one_line(capsys) and "our own loss" in (tmp_path / "card.md").read_text()
+    assert "was changed by hand" in one_line(capsys) and "our own loss" in (tmp_path / "card.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -193,12 +187,12 @@ def test_what_a_person_wrote_stays(tmp_path: Path, capsys: pytest.CaptureFixture
         ("\xff", "no UTF-8 text"),
     ],
 )
-def test_fields_that_are_none_are_named_in_one_line(
+def test_fields_that_are_none_are_named_inone_line(
     run: Path, tmp_path: Path, text: str, says: str, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "card.yaml").write_bytes(text.encode("latin-1"))
     assert _card(run, "--out", tmp_path) == 1
-    said = _one_line(capsys)
+    said = one_line(capsys)
     assert says in said and str(tmp_path / "card.yaml") in said and not (tmp_path / "card.md").exists()
 
 
@@ -246,12 +240,12 @@ def test_no_text_of_a_file_becomes_markup(results: dict[str, Any], tmp_path: Pat
         (" " * (1 << 24) + "{}", "16,777,218 bytes"),
     ],
 )
-def test_results_that_are_none_are_named_in_one_line(
+def test_results_that_are_none_are_named_inone_line(
     run: Path, tmp_path: Path, text: str, says: str, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "r.json").write_bytes(text.encode("latin-1"))
     assert _card(run, "--out", tmp_path / "out", "--results", tmp_path / "r.json") == 1
-    said = _one_line(capsys)
+    said = one_line(capsys)
     assert says in said and str(tmp_path / "r.json") in said
 
 
@@ -270,7 +264,7 @@ def test_a_full_disk_is_one_line_that_names_the_file_and_leaves_what_was_there(
     def files(out: Path, fail_at: int = -1, error: int = 0) -> tuple[dict[str, bytes], list[str]]:
         with faulty(Disk(fail_at, error)) as disk:
             assert _card(run, "--out", out) == (fail_at >= 0)
-        said = _one_line(capsys) if error else ""
+        said = one_line(capsys) if error else ""
         assert not error or (os.strerror(error) in said and any(f"{out}/{name}: " in said for name in names)), said
         return {path.name: path.read_bytes() for path in out.iterdir()}, disk.done
 
@@ -318,7 +312,7 @@ def test_results_of_the_moving_average_describe_the_moving_average(
     assert row[0] == "lfw" and row[3] == f"{100 * results['lfw']['accuracy']:.2f}"
     (tmp_path / "r.json").write_text(json.dumps({"ema/lfw": other}))
     assert _card(run, "--out", tmp_path / "other", "--results", tmp_path / "r.json") == 1
-    assert "add --ema" in _one_line(capsys)
+    assert "add --ema" in one_line(capsys)
 
 
 def test_a_file_of_weights_has_a_card_without_a_training(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -330,8 +324,8 @@ def test_a_file_of_weights_has_a_card_without_a_training(run: Path, tmp_path: Pa
     text = (tmp_path / "card.md").read_text()
     assert "# Model card: face.safetensors" in text and "no configuration of a training" in text and "## Recipe" not in text
     assert "No results: there is no results.json of the network." in text and "BGR" in text and "(x - 127.5) / 128" in text
-    assert _card(run, "--untrained", "--out", tmp_path) == 1 and "--untrained" in _one_line(capsys)
-    assert _card(tmp_path / "none", "--out", tmp_path / "new") == 1 and "no run folder" in _one_line(capsys)
+    assert _card(run, "--untrained", "--out", tmp_path) == 1 and "--untrained" in one_line(capsys)
+    assert _card(tmp_path / "none", "--out", tmp_path / "new") == 1 and "no run folder" in one_line(capsys)
     assert not (tmp_path / "new").exists()
 
 
@@ -368,4 +362,4 @@ def test_a_checkpoint_with_an_arbitrary_configuration_is_one_line_or_a_card(
     odd = {**sections, "backbone": CONFIG["backbone"], "run": {"seed": 3}, "data": {"path": "", "source": [1], "sources": 3}}
     assert _card(_save(tmp_path / "odd", odd), "--out", tmp_path / "out") == 0
     assert _card(_save(tmp_path / "none", {}), "--out", tmp_path / "out") == 1
-    assert "its configuration lacks" in _one_line(capsys)
+    assert "its configuration lacks" in one_line(capsys)

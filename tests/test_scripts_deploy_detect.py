@@ -14,6 +14,7 @@ import pytest
 from faulty_disk import Disk, faulty
 from test_deploy_faces_crops import _jpeg, _png
 from tiny_detectors import picture, write_detector
+from tiny_runs import one_line
 
 from deploy.faces.landmarks import read_landmarks
 from scripts.data.align import main as align_faces
@@ -183,7 +184,7 @@ def test_files_of_others_are_not_overwritten(folder: Path, detector: Path, tmp_p
     (out / "anna" / "one.jpg").write_text("mine")
     for again in ([], ["--again"]):
         assert _run(folder, out, "--detector", detector, *again) == 1
-        assert "holds anna and no detect.jsonl" in _one_error(capsys)
+        assert "holds anna and no detect.jsonl" in one_line(capsys)
     assert [path.relative_to(out).as_posix() for path in sorted(out.rglob("*"))] == ["anna", "anna/one.jpg"]
     assert (out / "anna" / "one.jpg").read_text() == "mine"
 
@@ -232,12 +233,6 @@ def test_names_that_attack_are_shown_escaped_or_rejected(detector: Path, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "photographs"]
 
 
-def _one_error(capsys: pytest.CaptureFixture[str]) -> str:
-    said = [line for line in capsys.readouterr().err.splitlines() if line and not line.startswith("detecting")]
-    assert len(said) == 1 and said[0].startswith("error: "), said
-    return said[0]
-
-
 def test_folders_that_cannot_be_meant(folder: Path, detector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "empty").mkdir()
     for first, second, said in (
@@ -248,21 +243,21 @@ def test_folders_that_cannot_be_meant(folder: Path, detector: Path, tmp_path: Pa
         (folder, detector, "File exists"),
     ):
         assert _run(first, second, "--detector", detector) == 1
-        assert said in _one_error(capsys)
+        assert said in one_line(capsys)
     _photograph(folder / "none.jpg")
     assert _run(folder, tmp_path / "out", "--detector", detector) == 1
-    assert "its face and the face of none.jpg would be the same file" in _one_error(capsys)
+    assert "its face and the face of none.jpg would be the same file" in one_line(capsys)
     (folder / "none.jpg").unlink()
     for sheet, said in ((tmp_path / "out" / "s.png", "must not be below"), (tmp_path / "no" / "s.png", "a folder that exists")):
         assert _run(folder, tmp_path / "out", "--detector", detector, "--sheet", sheet) == 1
-        assert "--sheet: must" in (line := _one_error(capsys)) and said in line
+        assert "--sheet: must" in (line := one_line(capsys)) and said in line
     assert not (tmp_path / "out").exists()
 
 
 def test_no_face_anywhere_is_an_error_that_names_the_list(detector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     _photograph(tmp_path / "in" / "a.png")
     assert _run(tmp_path / "in", tmp_path / "out", "--detector", detector, "--sheet", tmp_path / "s.png") == 1
-    assert "no face in any of 1 pictures; the first, a.png, no face found; all are in" in _one_error(capsys)
+    assert "no face in any of 1 pictures; the first, a.png, no face found; all are in" in one_line(capsys)
     assert _rows(tmp_path / "out" / "rejected.csv")[1] == ["a.png", "no face found"]
 
 
@@ -273,7 +268,7 @@ def test_a_second_run_into_the_same_folder_is_refused(
     with open(tmp_path / "out" / "detect.jsonl", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert _run(folder, tmp_path / "out", "--detector", detector) == 1
-        assert "out is in use by another run" in _one_error(capsys)
+        assert "out is in use by another run" in one_line(capsys)
     assert _run(folder, tmp_path / "out", "--detector", detector) == 0
 
 
@@ -290,7 +285,7 @@ def test_a_full_disk_ends_in_one_line_and_the_run_can_go_on(
         with faulty(Disk(number, errno.ENOSPC)) as broken:
             status = _run(folder, out, "--detector", detector)
         if len(broken.done) > number and status:
-            assert "No space left on device" in _one_error(capsys)
+            assert "No space left on device" in one_line(capsys)
         assert _run(folder, out, "--detector", detector) == 0
         assert (_crops(out), (out / "landmarks.csv").read_bytes()) == expected
         assert not [path for path in out.rglob("*") if "unfinished" in path.name]

@@ -12,8 +12,6 @@ import resource
 import shutil
 import signal
 import threading
-import time
-from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -27,7 +25,7 @@ from faulty_disk import Disk, faulty
 from test_deploy_faces_crops import _bomb, _png
 from tiny_detectors import picture, write_detector
 from tiny_networks import MEAN_COLOUR, write_onnx
-from tiny_runs import Started
+from tiny_runs import Started, one_line, wait_for
 
 from backbones import build_backbone
 from data.recordio.image_record import RecordSetWriter
@@ -100,12 +98,6 @@ def _files(out: Path) -> dict[str, bytes]:
 def _rows(path: Path) -> list[dict[str, str]]:
     with open(path, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
-
-
-def _one_error(capsys: pytest.CaptureFixture[str]) -> str:
-    said = [line for line in capsys.readouterr().err.splitlines() if line and not line.startswith("embedding")]
-    assert len(said) == 1 and said[0].startswith("error: "), said
-    return said[0]
 
 
 @pytest.mark.numeric
@@ -211,7 +203,7 @@ def test_the_images_of_a_training_set_are_embedded_as_those_of_a_folder_and_a_ta
         folder.labels()
     capsys.readouterr()
     assert _run(weights, tmp_path / "set", tmp_path / "d.npy", "--detector", tmp_path / "none.onnx") == 1
-    assert "is a training set, whose faces are aligned already" in _one_error(capsys)
+    assert "is a training set, whose faces are aligned already" in one_line(capsys)
 
 
 def test_a_table_that_is_none_is_one_line(tmp_path: Path):
@@ -369,13 +361,13 @@ def test_parts_of_another_run_are_not_mixed(
         (folder / f"{number}.png").write_bytes(_png(_pixels(number)))
     with faulty(Disk(12, errno.ENOSPC)):
         assert _run(weights, folder, out) == 1
-    assert "No space left on device" in _one_error(capsys) and (tmp_path / "f.npy.unfinished").exists()
+    assert "No space left on device" in one_line(capsys) and (tmp_path / "f.npy.unfinished").exists()
     if not words:
         (folder / "2.png").write_bytes(_png(_pixels(2)))
     assert _run(weights, folder, out, *words, "--processes", 1) == 1
     assert (
         f"f.npy.unfinished: was begun with another {what}; go on with that one, choose another --out, or add --again"
-        in _one_error(capsys)
+        in one_line(capsys)
     )
     assert _run(weights, folder, out, *words, "--again", "--processes", 1) == (1 if "--detector" in words else 0)
 
@@ -386,27 +378,27 @@ def test_a_result_is_replaced_only_with_again_and_a_folder_that_is_not_ours_neve
     out = tmp_path / "f.npy"
     out.write_text("mine")
     assert _run(weights, crops, out) == 1
-    assert "f.npy exists already; choose another name, or --again to replace it" in _one_error(capsys)
+    assert "f.npy exists already; choose another name, or --again to replace it" in one_line(capsys)
     (tmp_path / "f.npy.unfinished").write_text("mine\n")
     assert _run(weights, crops, out, "--again") == 1
-    assert "f.npy.unfinished: is no file of this program" in _one_error(capsys)
+    assert "f.npy.unfinished: is no file of this program" in one_line(capsys)
     assert out.read_text() == "mine" and (tmp_path / "f.npy.unfinished").read_text() == "mine\n"
     (tmp_path / "f.npy.unfinished").unlink()
     for again in (["--again"], []):  # a run that fails at once does not make the next one replace the result
         assert _run(tmp_path / "missing", crops, out, *again) == 1
-        assert "missing" in _one_error(capsys) if again else "exists already" in _one_error(capsys)
+        assert "missing" in one_line(capsys) if again else "exists already" in one_line(capsys)
     assert out.read_text() == "mine" and not (tmp_path / "f.npy.unfinished").exists()
     (tmp_path / "k.csv").write_text("mine")  # where the other columns of k.npy would go
     assert _run(weights, crops, tmp_path / "k.npy") == 1
-    assert "k.csv exists already; choose another name" in _one_error(capsys)
+    assert "k.csv exists already; choose another name" in one_line(capsys)
     assert (tmp_path / "k.csv").read_text() == "mine" and not (tmp_path / "k.npy").exists()
     assert _run(weights, crops, tmp_path / "f.txt") == 1
-    assert "must end in .parquet or .npy" in _one_error(capsys)
+    assert "must end in .parquet or .npy" in one_line(capsys)
     (tmp_path / "g.npy").mkdir()
     assert _run(weights, crops, tmp_path / "g.npy") == 1
-    assert "g.npy is a folder; name a file" in _one_error(capsys)
+    assert "g.npy is a folder; name a file" in one_line(capsys)
     assert _run(weights, tmp_path / "missing", tmp_path / "h.npy") == 1
-    assert "no such folder" in _one_error(capsys) and not (tmp_path / "h.npy.unfinished").exists()
+    assert "no such folder" in one_line(capsys) and not (tmp_path / "h.npy.unfinished").exists()
 
 
 def test_a_second_run_on_the_same_file_is_refused(
@@ -415,7 +407,7 @@ def test_a_second_run_on_the_same_file_is_refused(
     with open(tmp_path / "f.npy.unfinished", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert _run(weights, crops, tmp_path / "f.npy") == 1
-        assert "f.npy is in use by another run" in _one_error(capsys)
+        assert "f.npy is in use by another run" in one_line(capsys)
     assert _run(weights, crops, tmp_path / "f.npy") == 0
 
 
@@ -446,7 +438,7 @@ def test_embeddings_that_are_not_finite_or_zero_are_rejected(tmp_path: Path, cro
     for number, bias in enumerate((float("nan"), float("inf"), 0.0)):
         network = _onnx(tmp_path / f"{number}.onnx", bias)
         assert _run(network, crops, tmp_path / f"f{number}.npy", "--processes", 1, flags=[]) == 1
-        said = _one_error(capsys)
+        said = one_line(capsys)
         assert "no face in any of 26 pictures; the first, alone.png, the network has no finite embedding of face 0" in said
         assert not (tmp_path / f"f{number}.npy").exists()
     assert _run(_onnx(tmp_path / "sound.onnx", 2.0), crops, tmp_path / "f.npy", "--processes", 1, flags=[]) == 0
@@ -482,13 +474,6 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def _wait_for(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def many(crops: Path, tmp_path: Path) -> Path:
     """Return a folder of 900 crops, which take longer than it takes to end the run."""
@@ -507,7 +492,7 @@ def test_a_process_that_dies_and_ctrl_c_end_the_run_in_one_line_and_all_processe
     before, workers, out = set(_children(server)), [], tmp_path / "f.npy"
 
     def strike() -> None:
-        _wait_for(lambda: (path := tmp_path / "f.npy.unfinished").exists() and b'{"part"' in path.read_bytes())
+        wait_for(lambda: (path := tmp_path / "f.npy.unfinished").exists() and b'{"part"' in path.read_bytes())
         workers.extend(sorted(set(_children(server)) - before))
         os.kill(workers[0] if how == "child" else os.getpid(), signal.SIGKILL if how == "child" else signal.SIGINT)
 
@@ -579,7 +564,7 @@ def test_a_full_memory_and_failing_arithmetic_are_one_line_and_keep_what_is_done
         else:  # whose processes have their own copy of the program
             patch.setattr(embed, "Path", Failing)
         assert _run(weights, folder, out, "--processes", processes) == 1
-    said = _one_error(capsys)
+    said = one_line(capsys)
     assert said.startswith(f"error: {ERRORS[kind][1]}") and "start the same command again" in said
     assert not out.exists() and (tmp_path / "f.npy.unfinished").exists()
     assert _run(weights, folder, out) == 0
@@ -604,7 +589,7 @@ def test_the_processes_of_the_pool_keep_the_memory_that_they_free(
     run = embed.run
     monkeypatch.setattr(embed, "run", lambda options: run(argparse.Namespace(**vars(options) | {"threads": Allocating(2)})))
     assert _run(weights, crops, tmp_path / "f.npy", "--processes", 2) == 1
-    first, later = map(int, _one_error(capsys).partition("faults: ")[2].partition(";")[0].split())
+    first, later = map(int, one_line(capsys).partition("faults: ")[2].partition(";")[0].split())
     assert later < 5 * first or not keep_freed_memory()  # of 20 tensors, and of one
 
 
@@ -621,9 +606,9 @@ def test_when_the_run_is_killed_its_processes_end(many: Path, tmp_path: Path):
     started = Started(main, [words], tmp_path)
     own = started.processes[0].pid
     assert own is not None
-    _wait_for(lambda: (path := tmp_path / "f.npy.unfinished").exists() and b'{"part"' in path.read_bytes())
+    wait_for(lambda: (path := tmp_path / "f.npy.unfinished").exists() and b'{"part"' in path.read_bytes())
     workers = [pid for server in _children(own) for pid in _children(server)]
     assert len(workers) == 2
     os.kill(own, signal.SIGKILL)
-    _wait_for(lambda: not any(map(_is_running, workers)))
+    wait_for(lambda: not any(map(_is_running, workers)))
     assert started.wait().returncode == -signal.SIGKILL

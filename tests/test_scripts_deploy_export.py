@@ -5,6 +5,7 @@ The networks of CI have the layers of the named ones, but few of them; FACE_ALL_
 
 import csv
 import errno
+import functools
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from conftest import some
 from faulty_disk import Disk, faulty
 from pictures import jpeg, picture
 from safetensors.torch import load_file
-from tiny_runs import ROOT, small_run, write_dataset
+from tiny_runs import ROOT, one_line, small_run, write_dataset
 from torch import Tensor, nn
 
 import backbones
@@ -46,8 +47,9 @@ from utils.checkpoint.tensor_file import write_tensors
 from utils.distributed.agreement import digest_tensors
 from utils.image import normalise
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("onnx_operators")]
 SIZE, DIM = 48, 16
+_only_line = functools.partial(one_line, passed=("warning: ", "embedding"))
 BATCHES = (1, 2, 7)
 TINY: dict[str, tuple[Callable[..., nn.Module], float]] = {  # with its width
     "r18": (partial(IResNet, (1, 1, 1, 1), se=True), 0.125),
@@ -134,13 +136,6 @@ def _by_onnx(path: Path, pixels: np.ndarray) -> list[np.ndarray]:
 def _distance(found: np.ndarray, expected: np.ndarray) -> float:
     """Return the largest difference of an embedding, relative to its length."""
     return float((np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)).max())
-
-
-def _only_line(capsys: pytest.CaptureFixture[str]) -> str:
-    said = capsys.readouterr().err
-    lines = [line for line in said.splitlines() if line and not line.startswith(("warning: ", "embedding: "))]
-    assert len(lines) == 1 and lines[0].startswith("error: "), said
-    return lines[0]
 
 
 def _left(folder: Path) -> list[str]:

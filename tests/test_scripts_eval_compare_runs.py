@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import yaml
 from matplotlib.figure import Figure
+from tiny_runs import one_line
 
 from eval.verification import fuse_views, verify
 from scripts.eval import compare_runs
@@ -106,8 +107,7 @@ def test_a_folder_without_results_is_named(tmp_path: Path, capsys: pytest.Captur
 def test_results_that_are_none_are_named_in_one_line(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "results.json").write_bytes(text.encode("latin-1"))
     assert compare_runs.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {tmp_path / 'results.json'}: is not the results") and len(said.splitlines()) == 1
+    assert one_line(capsys).startswith(f"error: {tmp_path / 'results.json'}: is not the results")
 
 
 HUGE = '{"step": 1, "kind": "train", "loss": 1' + "0" * 400 + "}"
@@ -117,8 +117,7 @@ HUGE = '{"step": 1, "kind": "train", "loss": 1' + "0" * 400 + "}"
 def test_metrics_that_are_none_are_named_in_one_line(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "metrics.jsonl").write_bytes(line.encode("latin-1"))
     assert compare_runs.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {tmp_path / 'metrics.jsonl'}") and len(said.splitlines()) == 1
+    assert one_line(capsys).startswith(f"error: {tmp_path / 'metrics.jsonl'}")
 
 
 def test_the_terminal_shows_a_plain_table_and_the_files_go_to_work_dirs(

@@ -27,6 +27,7 @@ from tiny_runs import (
     Started,
     face,
     final_weights,
+    one_line,
     read_metrics,
     run_program,
     run_train,
@@ -150,8 +151,7 @@ def test_a_mistake_is_one_line_and_leaves_no_checkpoint(
     begin = time.process_time()
     assert train.main(small_run(dataset, tmp_path, *overrides)) == 1
     assert time.process_time() - begin < 60
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error and len(error.strip().splitlines()) == 1
+    assert message in one_line(capsys)
     assert not list_checkpoints(tmp_path / "tiny")
 
 
@@ -306,9 +306,8 @@ def test_a_head_that_does_not_fit_ends_before_training_with_what_would(
 ):
     free = available_bytes(World(0, 1, 0, 1, torch.device("cpu")))
     assert train.main(small_run(dataset, tmp_path, *_classes(int(1.3 * free / BYTES_PER_CLASS)))) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("error: head: ") and len(said.splitlines()) == 1
-    assert re.search(
+    said = one_line(capsys)
+    assert said.startswith("error: head: ") and re.search(
         r"in head.storage=exact need [\d.]+ GiB each beside [\d.]+ GiB of the backbone, but [\d.]+ GiB are free", said
     )
     assert "What would fit: head.storage=lean" in said and "or 2 processes instead of 1" in said

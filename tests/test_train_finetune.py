@@ -10,7 +10,7 @@ import pytest
 import torch
 from rounding import FP32_UNIT, network_bound
 from safetensors.torch import load_file, save_file
-from tiny_runs import IRESNET, NUM_CLASSES, NUM_IMAGES, face, read_metrics, run_train, write_old_and_new
+from tiny_runs import IRESNET, NUM_CLASSES, NUM_IMAGES, face, one_line, read_metrics, run_train, write_old_and_new
 from tiny_runs import tiny_run as run_of
 
 import train
@@ -273,8 +273,7 @@ def test_a_mistake_is_one_line(
 ):
     words = [text.replace("RUN", str(source / "tiny")).replace("MORE", str(source / "more")) for text in overrides]
     assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *words)) == 1
-    error = capsys.readouterr().err
-    assert message in error and len(error.strip().splitlines()) == 1, error
+    assert message in one_line(capsys)
 
 
 def test_weights_that_are_no_numbers_and_centres_without_direction_are_refused(
@@ -294,8 +293,7 @@ def test_weights_that_are_no_numbers_and_centres_without_direction_are_refused(
         ([f"init.backbone={run}", f"init.head={tmp_path / 'inf.pt'}"], "inf.pt the centre of label 7 is zero or not finite"),
     ]:
         assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init)) == 1
-        error = capsys.readouterr().err
-        assert message in error and len(error.strip().splitlines()) == 1, error
+        assert message in one_line(capsys)
 
 
 def test_files_of_another_kind_are_one_line_that_names_the_key(
@@ -330,8 +328,8 @@ def test_files_of_another_kind_are_one_line_that_names_the_key(
     ]:
         init = [f"init.{key}={value}"] + ([f"init.backbone={run}"] if key == "head" else [])
         assert train.main(tiny_run(source / "data", tmp_path, *SHORT, *init)) == 1
-        error = capsys.readouterr().err
-        assert error.startswith(f"error: init.{key}: ") and message in error and len(error.strip().splitlines()) == 1, error
+        error = one_line(capsys)
+        assert error.startswith(f"error: init.{key}: ") and message in error, error
         assert len(error) < 600, error
     assert tool.main(["merge", str(tmp_path / "no_identity"), str(tmp_path / "out.pt")]) == 1
     assert "has no num_classes and seed" in capsys.readouterr().err

@@ -23,6 +23,7 @@ from tiny_runs import (
     Started,
     command_of,
     final_weights,
+    one_line,
     read_metrics,
     run_file,
     run_program,
@@ -325,8 +326,7 @@ def test_a_checkpoint_of_other_data_or_architecture_is_refused_and_kept(
         (["checkpoint.resume=never"], "holds 1 checkpoint(s)"),
     ]:
         assert train.main(small_run(dataset, tmp_path, "train.max_steps=8", "eval.targets=[]", *overrides)) == 1
-        error = capsys.readouterr().err
-        assert message in error and len(error.strip().splitlines()) == 1, error
+        assert message in one_line(capsys)
     assert before == {path: path.read_bytes() for path in (tmp_path / "tiny" / "checkpoints").rglob("*") if path.is_file()}
 
 

@@ -24,6 +24,7 @@ def test_the_compiled_network_trains_as_the_network_itself(dataset: Path, tmp_pa
     if os.environ.get("FACE_ONE_PROCESS"):
         pytest.skip("FACE_ONE_PROCESS: both sides have the same arithmetic, and compiling takes long")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # both processes compile already, and would start more for it
     runs = []
     for mode in ("off", "default"):
         arguments = tiny_run(dataset, tmp_path, *SETTINGS, f"run.name={mode}", f"train.compile={mode}")

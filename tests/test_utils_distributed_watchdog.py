@@ -3,10 +3,10 @@
 import threading
 import time
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
+from tiny_runs import wait_for
 
 from utils.distributed import SharedError, World, watchdog
 from utils.distributed.watchdog import Watchdog
@@ -53,13 +53,6 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def _wait(until: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not until():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize(
     ("silence", "said"), [(SILENCE, "rank 1 has been silent"), (60.0, "for 0.1 minutes (run.timeout_minutes=0.05)")]
@@ -68,12 +61,12 @@ def test_a_store_that_stops_answering_is_silence_and_hinders_nothing(ended: list
     store = _Store(fails)
     watch = Watchdog(World(0, 2, 0, 2, torch.device("cpu"), store), timeout_minutes=0.05, silence=silence)
     with watch:
-        _wait(lambda: watch._heard_at)
+        wait_for(lambda: watch._heard_at)
         watch.at(7, "training")
         time.sleep(1.2 * SILENCE)
         assert not ended  # it lives
         store.frozen.set()
-        _wait(lambda: ended)
+        wait_for(lambda: ended)
         assert "rank 0 in step 7, training" in ended[0] and said in ended[0]
     assert watch._stopped.is_set()  # leaving does not wait for the store either
 

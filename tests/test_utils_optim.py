@@ -39,10 +39,14 @@ def test_nesterovs_momentum_is_torchs_and_rates_and_decay_are_those_of_the_rules
     optimizer = build_optimizer(ours, "sgd", 0.5, 0.9, 0.01, rules=[ParameterRule("0", 0.1)], nesterov=True)
     groups = [{"params": theirs[0].parameters(), "lr": 0.05}, {"params": theirs[1].parameters()}]
     by_torch = torch.optim.SGD(groups, 0.5, 0.9, weight_decay=0.01, nesterov=True)
+    _three_steps_are_alike(ours, optimizer, theirs, by_torch)
+
+
+def _three_steps_are_alike(ours: nn.Module, optimizer: torch.optim.Optimizer, theirs: nn.Module, expected: torch.optim.SGD):
     for _ in range(3):
         set_learning_rate(optimizer, 0.5)
         optimizer.step()
-        by_torch.step()
+        expected.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -114,13 +118,7 @@ def test_rules_move_the_parameters_as_groups_made_by_hand():
         {"params": [theirs[0].weight], "lr": 0.05},
         {"params": [theirs[1].weight]},
     ]
-    by_hand = torch.optim.SGD(groups, 0.5, 0.9, weight_decay=0.01)
-    for _ in range(3):
-        set_learning_rate(optimizer, 0.5)
-        optimizer.step()
-        by_hand.step()
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
+    _three_steps_are_alike(ours, optimizer, theirs, torch.optim.SGD(groups, 0.5, 0.9, weight_decay=0.01))
 
 
 @pytest.mark.numeric
@@ -136,10 +134,7 @@ def test_moments_that_were_saved_in_another_layout_go_on_alike(name: str):
             if number == 2:
                 state = optimizer.state_dict()
                 if contiguous:
-                    state = {
-                        **state,
-                        "state": {k: {n: v.contiguous() for n, v in m.items()} for k, m in state["state"].items()},
-                    }
+                    state["state"] = {k: {n: v.contiguous() for n, v in m.items()} for k, m in state["state"].items()}
                 optimizer = build_optimizer(module, name, 0.1, 0.9, 0.0)
                 load_optimizer(optimizer, state, module)
             module.zero_grad()

@@ -1,6 +1,8 @@
 """Trainings that take a second or two: their data, their command line, and what they leave behind."""
 
+import contextlib
 import functools
+import importlib
 import json
 import os
 import runpy
@@ -13,9 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import cv2
 import numpy as np
+import pytest
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
@@ -159,6 +163,18 @@ def run_module(arguments: list[str]) -> int:
     return 0
 
 
+DRAWN = True  # whether matplotlib draws, see conftest.py
+
+
+def blank_pictures() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which pictures of matplotlib, where it is installed, have no contents."""
+    try:
+        importlib.import_module("matplotlib.figure")
+    except ImportError:
+        return contextlib.nullcontext()
+    return mock.patch("matplotlib.figure.Figure.draw", lambda *_: None)
+
+
 class Started:
     """A program in a process for each of these command lines, which are the ranks of one group.
 
@@ -189,7 +205,7 @@ class Started:
         for rank in range(count):
             own = {**several, "RANK": rank, "LOCAL_RANK": rank} if count > 1 else {}
             variables = {**(os.environ if environment is None else environment), **{k: str(value) for k, value in own.items()}}
-            given = (main, arguments[rank], variables, str(folder), place)
+            given = (main, arguments[rank], variables, str(folder), place, DRAWN)
             self.processes.append(context.Process(target=_run, args=given))
             self.processes[-1].start()
 
@@ -271,14 +287,31 @@ def _run_forked(command: Sequence[str], **given: Any) -> subprocess.CompletedPro
 FORKS = SimpleNamespace(**{**vars(subprocess), "Popen": Forked, "run": _run_forked})
 
 
-def _run(main: Callable[[list[str]], int], arguments: list[str], environment: dict[str, str], folder: str, place: str) -> None:
+def _run(
+    main: Callable[[list[str]], int], arguments: list[str], environment: dict[str, str], folder: str, place: str, drawn: bool
+) -> None:
     os.chdir(place)
     os.environ.clear()
     os.environ.update(environment)
     for name, number in (("out", 1), ("err", 2)):
         os.dup2(os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
     sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    raise SystemExit(main(arguments))
+    with contextlib.nullcontext() if drawn else blank_pictures():
+        raise SystemExit(main(arguments))
+
+
+def one_line(capsys: pytest.CaptureFixture[str], passed: tuple[str, ...] = ("embedding", "detecting")) -> str:
+    """Return the one line of an error that a program said on stderr, beside progress, which begins with these words."""
+    said = [line for line in capsys.readouterr().err.splitlines() if line and not line.startswith(passed)]
+    assert len(said) == 1 and said[0].startswith("error: ") and len(said[0]) < 1000, said
+    return said[0]
+
+
+def wait_for(holds: Callable[[], object], timeout: float = 60) -> None:
+    end = time.monotonic() + timeout
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def descendants(pid: int) -> list[int]:
