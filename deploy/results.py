@@ -232,9 +232,7 @@ class Threshold(NamedTuple):
 def add_threshold_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `threshold_of` reads."""
     parser.add_argument("--threshold", type=COSINE, metavar="COSINE", help="faces above this cosine are of one person")
-    parser.add_argument(
-        "--far", type=rate_text, metavar="FAR", help="take the threshold from the run's report, at this false accept rate"
-    )
+    parser.add_argument("--far", type=rate_text, help="take the threshold from the run's report, at this false accept rate")
     parser.add_argument(
         "--results",
         type=Path,

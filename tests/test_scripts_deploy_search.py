@@ -186,9 +186,11 @@ def test_errors_are_one_line(place: tuple[list[str], Path], tmp_path: Path, caps
         ([*start, str(tmp_path / "x.png"), *network[1:]], "no such picture or folder"),
         ([*start, str(tmp_path / "large.png"), *network[1:]], "none of 1 pictures has a face to search"),
         ([*start, query, *network[1:], "--far", "1e-3"], "name others with --results"),
-        ([*start, query, *network[1:], "--sheet", str(tmp_path / "no" / "s.png")], "No such file or directory"),
+        ([*start, query, *network[1:], "--sheet", str(tmp_path / "no" / "s.png")], "--sheet: there is no folder"),
+        ([*start, query, *network[1:], "--json", str(tmp_path / "no" / "s.json")], "--json: there is no folder"),
     ):
         capsys.readouterr()
         assert search.main(words) == 1, words
-        said = [line for line in capsys.readouterr().err.splitlines() if line and "picture/s" not in line]
-        assert len(said) == 1 and says in said[0]
+        out, err = capsys.readouterr()
+        said = [line for line in err.splitlines() if line and "picture/s" not in line]
+        assert len(said) == 1 and says in said[0] and ("no folder" in says) <= (out == "" and len(err.splitlines()) == 1)

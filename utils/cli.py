@@ -125,9 +125,4 @@ def rate_text(text: str) -> str:
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
     """Add --threads, the threads that read and decode."""
-    parser.add_argument(
-        "--threads",
-        type=int_in_range(1, 1024),
-        default=num_cores(),
-        help="threads that read and decode (default: one per core)",
-    )
+    parser.add_argument("--threads", type=int_in_range(1, 1024), default=num_cores(), help="that decode (default: one a core)")

@@ -420,6 +420,12 @@ def write_file(path: Path, data: bytes | str, durable: bool = True) -> None:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
+def check_folder_of(path: Path | None, option: str) -> None:
+    """Raise ValueError if the folder of a file that is to be written at the end does not exist; None is no file."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"{option}: there is no folder {shown(path.absolute().parent)}; create it, or name another file")
+
+
 def csv_bytes(rows: Iterable[Sequence[object]]) -> bytes:
     """Return rows as the bytes of a CSV file; names that are no UTF-8 keep their bytes."""
     text = io.StringIO(newline="")

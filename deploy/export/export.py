@@ -27,7 +27,7 @@ from eval.networks import Network, load_network
 from eval.pair_sets.bin_file import PairSet
 from utils.checkpoint.format import newest_run
 from utils.checkpoint.tensor_file import NETWORK, flush, read_metadata
-from utils.files import shown, unfinished_folder, write_file
+from utils.files import check_folder_of, shown, unfinished_folder, write_file
 from utils.image import normalise
 from utils.text import one_line, plain_table
 
@@ -342,8 +342,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--results and --fields are for --pack hub; leave them out")
     if options.json is not None and options.json.absolute() == options.out.absolute():
         raise ValueError(f"--json must be another file than --out, got {options.json}")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise ValueError(f"--json: there is no folder {options.json.absolute().parent}; create it, or name another file")
+    check_folder_of(options.json, "--json")
     if options.to != "onnx" and options.precision != "fp32":
         raise ValueError(f"--precision {options.precision} is for --to onnx; a {suffix} file has fp32 weights")
     if options.max_loss is not None and (options.precision == "fp32" or not 0 <= options.max_loss <= 100):

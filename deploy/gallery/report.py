@@ -13,7 +13,7 @@ import numpy as np
 
 from eval.identification import identify
 from utils.cli import progress
-from utils.files import shown, write_file
+from utils.files import check_folder_of, shown, write_file
 from utils.parallel import map_in_order
 from utils.report.contact_sheet import captioned_sheet
 from utils.text import one_line
@@ -62,6 +62,8 @@ class Query(NamedTuple):
 
 def search_all(options: argparse.Namespace) -> None:
     """Search the pictures of the command line in the gallery, and report."""
+    for option, file in (("--sheet", options.sheet), ("--json", options.json)):
+        check_folder_of(file, option)
     if options.run is None:
         take_recorded_network(options)
     threshold = threshold_for(options)

@@ -21,7 +21,6 @@ Examples:
 
 import argparse
 import datetime
-import json
 import os
 import re
 import signal
@@ -41,7 +40,7 @@ from utils.cli import make_parser
 from utils.program import run_main
 from utils.text import pip_install
 
-from .kit import machine
+from .kit import machine, write_json
 
 _ROOT = Path(__file__).parents[2]
 
@@ -104,8 +103,7 @@ def benchmark(options: argparse.Namespace) -> None:
         begun = time.monotonic()
         parts[name] = _run(name, options, seconds) if seconds > 1 else {"status": "not started: --minutes were over"}
         parts[name]["seconds"] = round(time.monotonic() - begun, 1)
-        (new := options.out / "summary.json.new").write_text(json.dumps(summary, indent=1) + "\n")
-        new.replace(options.out / "summary.json")  # which is complete at any time
+        write_json(options.out / "summary.json", summary)
         print(f"{name:<11}{', '.join(map(str, parts[name].values()))} s", flush=True)
     status = {name: part["status"].partition(":")[0] for name, part in parts.items()}
     failed = [name for name in status if status[name] not in ("complete", "skipped")]

@@ -36,7 +36,8 @@ def add_common_arguments(
 def write_json(path: Path | None, found: Mapping[str, Any]) -> None:
     """Write the figures, if --json names a file."""
     if path:
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        (new := path.with_name(f"{path.name}.new")).write_text(json.dumps(found, indent=1) + "\n")
+        new.replace(path)  # the file is complete at any time
 
 
 def machine(device: str) -> str:

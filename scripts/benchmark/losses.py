@@ -48,7 +48,7 @@ from training.setup import open_data
 from utils import distributed
 from utils.cli import int_in_range, make_parser, progress
 from utils.distributed.agreement import digest
-from utils.files import read_text, shown, write_file
+from utils.files import check_folder_of, read_text, shown, write_file
 from utils.machine import num_cores
 from utils.precision import choose_precision, is_fast_in_bf16
 from utils.program import run_main
@@ -140,8 +140,7 @@ def benchmark(options: argparse.Namespace) -> None:
         return
     if options.page:  # now, since the end may be days away
         split_page(options.page, BEGIN)
-    if not options.json.resolve().parent.is_dir():
-        raise ValueError(f"--json: {shown(options.json.parent)} is no folder")
+    check_folder_of(options.json, "--json")
     jobs = list_jobs(options, chosen_settings(options.losses))
     known = {row["run"] for row in read_results(options.json)}
     failed = _train(options, [job for job in jobs if job.folder.name not in known], len(jobs))

@@ -50,8 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--weights",
         choices=("norm", "equal"),
         default="norm",
-        help="of images in a template: by the length of the embedding times the detector's score, as IJB-C is scored, or equal "
-        "",
+        help="of images in a template: by the length of the embedding times the detector's score, as for IJB-C, or equal",
     )
     add_threshold_arguments(parser)
     add_detector_arguments(parser)
