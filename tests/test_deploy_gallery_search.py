@@ -96,9 +96,8 @@ def test_memory_holds_532_bytes_an_image_and_a_search_reads_few_vectors():
     numbers = np.arange(5000)
     searcher = Searcher(Entries([f"{n}" for n in numbers], numbers.astype(np.int32), numbers, np.ones(5000), 512), vectors)
     held = [value for value in vars(searcher).values() if isinstance(value, np.ndarray)]
-    assert sum(value.nbytes for value in held) == 532 * 5000 and all(
-        value.base is None or value.base.nbytes < 1e6 for value in held
-    )
+    assert sum(value.nbytes for value in held) == 532 * 5000 + 4 * 512  # and the mean
+    assert all(value.base is None or value.base.nbytes <= 17 / 16 * value.nbytes for value in held)
     assert sorted(read) == numbers.tolist()
     read.clear()
     searcher.search(rows[:10], 5)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -90,6 +91,26 @@ def test_an_image_takes_little_more_room_than_its_vector(tmp_path: Path):
     with Gallery.create(tmp_path / "g", FACTS._replace(embedding_size=512)) as gallery:
         gallery.add(images)
     assert vectors.nbytes < (tmp_path / "g").stat().st_size < 1.3 * vectors.nbytes
+
+
+def test_a_search_follows_enrolments_and_removals_without_reading_all_vectors_again(tmp_path: Path):
+    rng, made = np.random.default_rng(0), mock.Mock(side_effect=gallery_store.Searcher)
+    path = str(tmp_path / "g")
+    with mock.patch.object(gallery_store, "Searcher", made), Gallery.create(path, FACTS) as gallery:
+        for step in range(60):
+            people, images = list(gallery.people()), gallery.images()
+            if step % 4 == 2 and len(people) > 3:
+                gallery.remove([people[rng.integers(len(people))]])
+            elif step % 4 == 3:
+                gallery.remove(numbers=[images[k].number for k in rng.permutation(len(images))[: len(images) // 3]])
+            else:
+                gallery.add(new_images(rng, [f"p{number}" for number in rng.integers(12, size=rng.integers(1, 60))], False))
+            queries = rng.normal(size=(5, DIM))
+            found, times = gallery.search(queries, 4), made.call_count
+            with Gallery(path) as opened:
+                assert found == opened.search(queries, 4)
+            assert times == step + 1  # one, and those of the galleries that were opened
+    assert len(images) > 100
 
 
 def test_a_gallery_is_the_same_after_it_is_opened_again(gallery: Gallery):

@@ -25,9 +25,9 @@ from ..faces.detector import Detector, open_detector
 from ..faces.pictures import Crop, Rejected, crops_of, list_pictures
 from ..faces.tracks import Span
 from .adapted import adapted_of
-from .database import Facts
+from .database import Facts, check_person
 from .gate import gate_of
-from .store import Gallery, Image, NewImage, check_person
+from .store import Gallery, Image, NewImage
 
 _RECORDED = {  # of a network, in a gallery: what load_network reads of the options, --trust-code aside, and their types
     **{"path": str, "best": bool, "untrained": bool, "ema": bool, "backbone": str, "embedding_size": int, "width": float},

@@ -11,14 +11,17 @@ commit survives a power cut.
 import os
 import sqlite3
 import stat
+import unicodedata
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from utils.files import shown
+from utils.text import printable
 
 PATIENCE = 60.0  # seconds for which a process waits for another one
+LONGEST_PERSON, LONGEST_PICTURE = 256, 1000  # characters of a name
 MAX_FACE = 1 << 23  # bytes of a stored face
 _APPLICATION, _FORMAT = 0x46616365, 2  # of the file's header
 _CHECKED = 32 << 20  # bytes of a database that is checked whenever it is opened: 0.2 s
@@ -176,6 +179,26 @@ def read_facts(database: sqlite3.Connection, path: Path) -> Facts:
     if not sound or not 1 <= facts.embedding_size <= 65536 or not 16 <= facts.image_size <= 1024:
         raise ValueError(f"{shown(path)}: its facts are not those of a gallery{_COPY}")
     return facts
+
+
+def check_person(name: str) -> str:
+    """Return a person's name in Unicode's composed form, so that it is the same from every file system.
+
+    Raises:
+        ValueError: the name is empty, too long, or has characters that cannot be printed.
+    """
+    name = unicodedata.normalize("NFC", name).strip()
+    if not name or not name.isprintable():
+        raise ValueError(f"a person's name must be printable text without line ends, got {printable(name)[:80]!r}; rename it")
+    if len(name) > LONGEST_PERSON:
+        raise ValueError(f"a person's name has up to {LONGEST_PERSON} letters, {name[:40]!r}... has {len(name):,}; shorten it")
+    return name
+
+
+def picture_name(name: str) -> str:
+    """Return the name of a picture as a gallery keeps it, to be read by people only: printable, and of a bounded length."""
+    text, half = shown(name), LONGEST_PICTURE // 2
+    return text if len(text) <= LONGEST_PICTURE else f"{text[: half - 3]} ... {text[3 - half :]}"
 
 
 def _connect(path: Path) -> sqlite3.Connection:

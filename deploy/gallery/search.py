@@ -11,7 +11,7 @@ Shapes: N = images of the gallery, P = people, E = entries (images or templates)
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -75,15 +75,42 @@ class Searcher:
             self.owner, self.numbers = np.arange(len(self.people)), entries.numbers[order]
             lengths = entries.lengths[order].astype(np.float32)
             self.factors = lengths if weights == "norm" else np.ones_like(lengths)
-        self.codes = np.empty((len(self.owner), entries.size), dtype=np.int8)
-        self.scales, self.errors = np.empty((2, len(self.owner)), dtype=np.float32)
-        begin, self.spread, centre = 0, 0.0, np.zeros(entries.size, dtype=np.float32)
+        count = len(self.owner)
+        room = count + count // 16  # what nobody wrote into takes no memory
+        self.codes = np.empty((room, entries.size), dtype=np.int8)[:count]
+        self.scales, self.errors = (np.empty(room, dtype=np.float32)[:count] for _ in range(2))
+        begin, self.spread, self._centre = 0, 0.0, np.zeros(entries.size, dtype=np.float32)
         for rows in self.vectors():
             if len(rows) and begin == 0:
-                centre = rows.mean(0)
-            part, moved = slice(begin, begin := begin + len(rows)), rows - centre
-            self.codes[part], self.scales[part], self.errors[part] = _rounded(moved)
-            self.spread = float(np.linalg.norm(moved, axis=1).max(initial=self.spread))
+                self._centre = rows.mean(0)
+            part = slice(begin, begin := begin + len(rows))
+            self.codes[part], self.scales[part], self.errors[part] = self._moved(rows)
+
+    def _moved(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the codes, scales and errors of unit vectors (n, D)."""
+        moved = rows - self._centre
+        self.spread = float(np.linalg.norm(moved, axis=1).max(initial=self.spread))
+        return _rounded(moved)
+
+    def append(self, images: list[tuple[str, int, int, bytes]]) -> None:
+        """Take new images into a search by image: person, number, number of the person's first image, unit vector."""
+        for person, number, first, _ in images:
+            place = int(np.searchsorted(self.numbers, first))
+            owner = self.owner[place] if place < len(self.numbers) else len(self.people)
+            if place == len(self.numbers):
+                self.people.append(person)
+            self.owner, self.numbers = _behind(self.owner, [owner]), _behind(self.numbers, [number])
+        rows = np.frombuffer(b"".join(image[3] for image in images), dtype="<f4").reshape(-1, self.codes.shape[1])
+        for name, new in zip(("codes", "scales", "errors"), self._moved(rows), strict=True):
+            setattr(self, name, _behind(getattr(self, name), new))
+
+    def remove(self, numbers: list[int]) -> None:
+        """Forget images of a search by image."""
+        keep = ~np.isin(self.numbers, numbers)
+        parts = (self.owner, self.numbers, self.codes, self.scales, self.errors)
+        self.owner, self.numbers, self.codes, self.scales, self.errors = (_kept(part, keep) for part in parts)
+        people, owner = np.unique(self.owner, return_inverse=True)
+        self.people, self.owner = [self.people[person] for person in people], owner.astype(np.int32)
 
     def vectors(self) -> Iterator[np.ndarray]:
         """Yield the unit vectors (n, D) float32 of all entries, in blocks."""
@@ -167,6 +194,27 @@ class Searcher:
             if len(some):
                 _, pooled = pool_templates(images, self.factors[rows], owner, np.arange(len(rows)))
                 yield pooled.astype(np.float32), images, owner, self.numbers[rows]
+
+
+def _behind(old: np.ndarray, new: Sequence | np.ndarray) -> np.ndarray:
+    """Return an array with new rows behind the old ones, which move only if the memory they lie in has no room."""
+    count, memory = len(old), old if old.base is None else old.base
+    if len(memory) < count + len(new):
+        memory = np.empty((count + len(new) + count // 16, *old.shape[1:]), dtype=old.dtype)
+        memory[:count] = old
+    memory[count : count + len(new)] = new
+    return memory[: count + len(new)]
+
+
+def _kept(array: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    """Return the rows of an array that are kept, in its own memory."""
+    count = 0
+    for begin in range(0, len(array), _ROWS):
+        part = array[begin : begin + _ROWS][keep[begin : begin + _ROWS]]
+        array[count : count + len(part)] = part
+        count += len(part)
+    array[count:] = 0  # nothing is left of a person who was removed
+    return array[:count]
 
 
 def exact_products(rows: np.ndarray, query: np.ndarray) -> np.ndarray:

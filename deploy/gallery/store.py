@@ -14,7 +14,6 @@ import sqlite3
 import sys
 import threading
 import time
-import unicodedata
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,22 +24,23 @@ import xxhash
 
 from utils.files import shown
 from utils.image import decode_rgb, to_png
-from utils.text import did_you_mean, one_line, prefix_errors, printable
+from utils.text import did_you_mean, one_line, prefix_errors
 
 from .database import (
     MAX_FACE,
     PATIENCE,
     Facts,
     check_pages,
+    check_person,
     create_database,
     database_errors,
     open_database,
     overwrite_journal,
+    picture_name,
     read_facts,
 )
 from .search import Entries, Match, Searcher
 
-LONGEST_PERSON, LONGEST_PICTURE = 256, 1000  # characters of a name
 Embed = Callable[[np.ndarray], np.ndarray]  # crops (n, S, S, 3) uint8 -> raw embeddings (n, D)
 Wrap = Callable[[Iterable["Image"], int], Iterable["Image"]]  # shows the progress over so many images
 _SILENT = 1.0  # seconds until a waiting process says so
@@ -93,29 +93,29 @@ class Gallery:
         facts: what embedded its faces, when the gallery was opened or last read by this object.
     """
 
-    def __init__(self, path: Path, patience: float = PATIENCE) -> None:
+    def __init__(self, path: str | Path, patience: float = PATIENCE) -> None:
         """Open an existing gallery.
 
         Raises:
             ValueError: there is none, or it is damaged or hostile.
         """
-        self.path, self.patience = path, patience
+        self.path, self.patience = Path(path), patience
         self._thread = threading.RLock()
         self._searchers: dict[tuple[str, str], tuple[tuple[int, int], Searcher]] = {}
         self._changes = 0  # transactions of this object; SQLite counts those of others
-        self._database = open_database(path)
-        self._file = path.stat()
+        self._database = open_database(self.path)
+        self._file = self.path.stat()
         with self.reading():
             self._digest = self.facts.digest
 
     @classmethod
-    def create(cls, path: Path, facts: Facts, patience: float = PATIENCE) -> "Gallery":
+    def create(cls, path: str | Path, facts: Facts, patience: float = PATIENCE) -> "Gallery":
         """Make an empty gallery, or open the one that is there.
 
         Raises:
             ValueError: another file is there, or a damaged gallery.
         """
-        create_database(path, facts)
+        create_database(Path(path), facts)
         return cls(path, patience)
 
     def close(self) -> None:
@@ -293,8 +293,8 @@ class Gallery:
         for image, (_, norm) in zip(images, rows, strict=True):
             _require_weight(norm, image.quality, shown(image.picture))
         faces = [None if image.pixels is None else to_png(image.pixels) for image in images]
-        numbers = []
-        with self._writing() as database:
+        numbers, new = list[int](), list[tuple[str, int, int, bytes]]()
+        with self._writing(lambda searcher: searcher.append(new)) as database:
             if facts and self.facts != facts and database.execute("SELECT 1 FROM images LIMIT 1").fetchone() is None:
                 _replace(database, [], facts)
                 self.facts, self._digest = facts, facts.digest
@@ -302,7 +302,7 @@ class Gallery:
             for image, name, (vector, norm), face in zip(images, names, rows, faces, strict=True):
                 database.execute("INSERT OR IGNORE INTO people (name) VALUES (?)", (name,))
                 person = database.execute("SELECT id FROM people WHERE name = ?", (name,)).fetchone()[0]
-                values = (person, image.hash, image.face, _picture_name(image.picture), norm, float(image.quality))
+                values = (person, image.hash, image.face, picture_name(image.picture), norm, float(image.quality))
                 done = database.execute(
                     "INSERT OR IGNORE INTO images (person, hash, face, picture, norm, quality, added, vector_sum, vector) "
                     "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -312,6 +312,9 @@ class Gallery:
                 numbers.append(int(done.lastrowid or 0) if is_new else 0)
                 if is_new and face is not None:
                     database.execute("INSERT INTO faces VALUES (?, ?, ?)", (numbers[-1], _checksum(face), face))
+                if is_new:
+                    first = database.execute("SELECT min(id) FROM images WHERE person = ?", (person,)).fetchone()[0]
+                    new.append((name, numbers[-1], first, vector))
         return numbers
 
     def remove(self, people: Sequence[str] = (), numbers: Sequence[int] = ()) -> int:
@@ -320,20 +323,20 @@ class Gallery:
         Raises:
             ValueError: somebody or an image is not in the gallery; nothing is removed then.
         """
-        with self._writing() as database:
-            images = self.images()
-            names, there = {image.person for image in images}, {image.number for image in images}
+        gone: set[int] = set()
+        with self._writing(lambda searcher: searcher.remove([*gone])) as database:
             for name in people:
-                if name not in names:
-                    raise ValueError(f"{shown(self.path)}: nobody is called {name!r:.300}.{did_you_mean(name, names)}")
+                query = "SELECT images.id FROM images JOIN people ON people.id = images.person WHERE name = ?"
+                if not (found := database.execute(query, (name,)).fetchall()):
+                    raise ValueError(f"{shown(self.path)}: nobody is called {name!r:.300}.{did_you_mean(name, self.people())}")
+                gone.update(number for (number,) in found)
             for number in numbers:
-                if number not in there:
+                if number >> 63 or not database.execute("SELECT 1 FROM images WHERE id = ?", (number,)).fetchone():
                     raise ValueError(f"{shown(self.path)}: has no image {number}")
-            all_of, single = set(people), set(numbers)
-            gone = [(one.number,) for one in images if one.person in all_of or one.number in single]
-            database.executemany("DELETE FROM faces WHERE image = ?", gone)
-            database.executemany("DELETE FROM images WHERE id = ?", gone)
-            database.execute("DELETE FROM people WHERE id NOT IN (SELECT person FROM images)")
+            gone.update(numbers)
+            database.executemany("DELETE FROM faces WHERE image = ?", zip(gone))
+            database.executemany("DELETE FROM images WHERE id = ?", zip(gone))
+            database.execute("DELETE FROM people WHERE NOT EXISTS (SELECT 1 FROM images WHERE person = people.id)")
         return len(gone)
 
     def reembed(self, facts: Facts, embed: Embed, wrap: Wrap) -> int:
@@ -403,9 +406,10 @@ class Gallery:
             )
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
+    def _writing(self, follow: Callable[[Searcher], None] | None = None) -> Iterator[sqlite3.Connection]:
         """Be the only writer, in a transaction that is committed at the end, or rolled back if there is an error.
 
+        `follow` takes the change over into a search by image; without it, the next search reads all vectors again.
         PERSIST keeps the journal after the transaction, so that it can be overwritten before it is deleted.
         """
         database = self._database
@@ -419,6 +423,8 @@ class Gallery:
                     yield database
                     self._changes += 1
                     database.execute("COMMIT")
+                    with contextlib.suppress(MemoryError):  # the change is safe; the next search then reads all
+                        self._let_follow(follow)
                 finally:
                     if database.in_transaction:
                         database.execute("ROLLBACK")
@@ -431,6 +437,15 @@ class Gallery:
                     if database.in_transaction:
                         database.execute("ROLLBACK")
                     database.execute("PRAGMA query_only = ON")
+
+    def _let_follow(self, follow: Callable[[Searcher], None] | None) -> None:
+        """Take a change of this object over into the searches that were right before it."""
+        before, self._searchers = self._searchers, {}
+        for key, ((changes, version), searcher) in before.items():
+            fits = changes == self._changes - 1 and searcher.codes.shape[1] == self.facts.embedding_size
+            if follow and fits and searcher.by == "image":
+                follow(searcher)
+                self._searchers[key] = (self._changes, version), searcher
 
     def _begin(self) -> None:
         """Take the lock of the writer; say so if that takes a while."""
@@ -450,26 +465,6 @@ def _replace(database: sqlite3.Connection, found: list[tuple[float, bytes, bytes
     """Store (length, checksum, vector, image) for all images, and what they are embedded by."""
     database.executemany("UPDATE images SET norm = ?, vector_sum = ?, vector = ? WHERE id = ?", found)
     database.execute(f"UPDATE facts SET {', '.join(f'{name} = ?' for name in Facts._fields)}", facts)
-
-
-def check_person(name: str) -> str:
-    """Return a person's name in Unicode's composed form, so that it is the same from every file system.
-
-    Raises:
-        ValueError: the name is empty, too long, or has characters that cannot be printed.
-    """
-    name = unicodedata.normalize("NFC", name).strip()
-    if not name or not name.isprintable():
-        raise ValueError(f"a person's name must be printable text without line ends, got {printable(name)[:80]!r}; rename it")
-    if len(name) > LONGEST_PERSON:
-        raise ValueError(f"a person's name has up to {LONGEST_PERSON} letters, {name[:40]!r}... has {len(name):,}; shorten it")
-    return name
-
-
-def _picture_name(name: str) -> str:
-    """Return the name of a picture as a gallery keeps it, to be read by people only: printable, and of a bounded length."""
-    text, half = shown(name), LONGEST_PICTURE // 2
-    return text if len(text) <= LONGEST_PICTURE else f"{text[: half - 3]} ... {text[3 - half :]}"
 
 
 def _checksum(data: bytes) -> bytes:

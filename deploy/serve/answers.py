@@ -23,8 +23,9 @@ from utils.image import check_size, image_size, to_png
 from ..embed.embedder import Embedder
 from ..faces.detector import Detector
 from ..faces.pictures import Crop, Rejected, crops_of
+from ..gallery.database import check_person
 from ..gallery.gate import EVERY_FACE, Gate
-from ..gallery.store import Gallery, NewImage, check_person
+from ..gallery.store import Gallery, NewImage
 from ..results import SetResult, find_threshold, parse_results, read_results_of, results_file, set_of
 
 _MAX_PIXELS = 64_000_000  # of an upload: 0.6 GB while it is decoded; phones have 12 to 50 million
