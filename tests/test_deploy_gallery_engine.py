@@ -53,7 +53,8 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(qdrant.QdrantClient, "upsert", fail)
-        for where, says in ((place, "failed: the disk"), ("http://127.0.0.1:1", "--to: no Qdrant at http://127.0.0.1:1: ")):
+        servers = [(where, f"--to: no Qdrant at {where}: ") for where in ("http://127.0.0.1:1", "127.0.0.1:1")]
+        for where, says in [(place, "failed: the disk"), *servers]:
             assert program.main(["export", str(path), "--to", where]) == 1
             said = capsys.readouterr().err
             assert says in said and said.splitlines()[-1].startswith("error: ") and "Traceback" not in said

@@ -21,7 +21,7 @@ def export_gallery(options: argparse.Namespace) -> None:
     with Gallery(options.gallery) as gallery, gallery.reading():
         searcher = gallery.searcher()  # checks all vectors
         try:
-            client = qdrant_client.QdrantClient(**{"url" if re.match("https?://", place) else "path": place})
+            client = qdrant_client.QdrantClient(**{"url" if re.match("https?://|[^/]+:[0-9]+$", place) else "path": place})
             is_there = client.collection_exists(name)
         except Exception as error:  # it raises those of its libraries
             raise ValueError(f"--to: no Qdrant at {shown(place)}: {one_line(error)}") from None
