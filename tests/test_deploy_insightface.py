@@ -89,8 +89,10 @@ def _by_servers(path: Path, image: np.ndarray) -> Iterator[np.ndarray]:
     yield session.run(None, {entry: scaled[None]})[0]
 
 
-@pytest.mark.parametrize("name", list(NETWORKS) if PYTHON else ["mbf"])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_insightface_computes_the_embeddings_of_the_network(tmp_path: Path, name: str):
+    if not PYTHON and name != "mbf":
+        pytest.skip("FACE_INSIGHTFACE names no environment with insightface; its rules are followed for one network")
     model, status = _export(tmp_path, name, NETWORKS[name], 112)
     assert status == 0
     pixels = picture(3, 112)
