@@ -237,7 +237,7 @@ def add_threshold_arguments(parser: argparse.ArgumentParser) -> None:
         "--results",
         type=Path,
         metavar="JSON",
-        help="results.json of a run, or of `python -m eval RUN --report DIR`; default: that of the run that is the network",
+        help="results.json of an evaluation; default: that of the run that is the network",
     )
     parser.add_argument("--set", metavar="NAME", help="verification set of the threshold; default: that of the highest one")
 

@@ -52,10 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with NAME.bin; default: that of the run's config")
     parser.add_argument(
-        "--report",
-        type=Path,
-        metavar="DIR",
-        help="write report.html there, its pictures, results.json and results.md (default: RUN/evaluation, if RUN is a run)",
+        "--report", type=Path, metavar="DIR", help="for page, pictures and results (default: RUN/evaluation, if RUN is a run)"
     )
     return run_main(run, parser.parse_args(arguments))
 

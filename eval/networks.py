@@ -79,10 +79,7 @@ def add_network_arguments(parser: argparse.ArgumentParser, newest: bool = False,
     """Add the arguments that `load_network` reads, and those of the forward pass; see `add_choice_of_network`."""
     add_choice_of_network(parser, newest, positional)
     parser.add_argument(
-        "--precision",
-        choices=PRECISIONS,
-        default="fp32",
-        help="of the forward pass (default fp32); auto: bf16 if all devices are fast at it",
+        "--precision", choices=PRECISIONS, default="fp32", help="default fp32; auto: bf16 where all devices are fast at it"
     )
     parser.add_argument("--batch-size", type=int_in_range(1), default=256, help="images per forward pass and process")
     parser.add_argument("--threads", type=int_in_range(1, 1024), default=2, help="decoder threads per process")
@@ -115,16 +112,9 @@ def add_choice_of_network(parser: argparse.ArgumentParser, newest: bool = False,
     parser.add_argument("--embedding-size", type=int, default=512, metavar="D", help="for a weights file")
     parser.add_argument("--width", type=float, default=1.0, help="for a weights file: its backbone.width")
     parser.add_argument(
-        "--image-size",
-        type=int_in_range(16, 1024),
-        metavar="S",
-        help=f"height and width of the images, for a file that does not say (default {IMAGE_SIZE})",
+        "--image-size", type=int_in_range(16, 1024), metavar="S", help=f"for a file that does not say (default {IMAGE_SIZE})"
     )
-    parser.add_argument(
-        "--colour",
-        choices=("rgb", "bgr"),
-        help="channel order in which the network was trained (default: what the file says, or rgb)",
-    )
+    parser.add_argument("--colour", choices=("rgb", "bgr"), help="order of the channels (default: what the file says, or rgb)")
     parser.add_argument("--input-mean", type=float, help="trained on (x - mean) / std (default: what the file says, or 127.5)")
     parser.add_argument("--input-std", type=float, help="the std of this formula (default: what the file says, or 127.5)")
 

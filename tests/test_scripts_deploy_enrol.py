@@ -18,7 +18,7 @@ from gallery_runs import DIM, SIZE, png, write_network, write_people
 from onnx import helper, numpy_helper
 from test_scripts_deploy_card import _save
 from tiny_detectors import picture, write_detector
-from tiny_runs import Started
+from tiny_runs import Started, one_line
 
 from deploy.gallery import commands as gallery_enrol
 from deploy.gallery.store import Gallery
@@ -326,8 +326,7 @@ def test_short_commands_take_the_newest_run_and_what_the_gallery_was_enrolled_wi
         assert capsys.readouterr().err.endswith("it does not say how its network is read; name that before the gallery\n")
     (tmp_path / "weights.pt").unlink()
     assert search.main(["../staff.gallery", query]) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"is not at {tmp_path / 'weights.pt'}; name it before the gallery" in said
+    assert f"is not at {tmp_path / 'weights.pt'}; name it before the gallery" in one_line(capsys)
     with pytest.raises(SystemExit):
         enrol.main(["a.gallery", "people", "more", "most"])
     assert "one folder is enrolled at a time" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from gallery_runs import FACTS, png, write_network, write_people
+from tiny_runs import one_line
 
 from deploy.gallery.store import Gallery, _checksum
 from scripts.deploy import enrol, gallery, search
@@ -56,8 +57,7 @@ def test_remove_and_check(copied: Path, capsys: pytest.CaptureFixture[str]):
     assert "3 vectors and 3 faces are sound" in capsys.readouterr().out
     for words, says in (([], "name whom to forget"), (["--person", "person_7"], "nobody is called 'person_7'")):
         assert gallery.main(["remove", str(copied), *words]) == 1
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and says in said
+        assert says in one_line(capsys)
 
 
 def test_reembed_gives_what_enrolling_with_the_new_network_gives(
@@ -91,8 +91,7 @@ def test_reembed_that_cannot_be_done_changes_nothing(
     ):
         capsys.readouterr()
         assert gallery.main(["reembed", str(copied), *words]) == 1
-        said = capsys.readouterr().err
-        assert says in said and said.count("\n") == 1
+        assert says in one_line(capsys)
         assert copied.read_bytes() == before and [path.name for path in tmp_path.iterdir() if "-" in path.name] == []
 
 
@@ -117,5 +116,4 @@ def test_an_empty_or_missing_gallery_is_one_line(tmp_path: Path, capsys: pytest.
     for command in (["show"], ["check"], ["remove", "--image", "1"]):
         capsys.readouterr()
         assert gallery.main([command[0], str(tmp_path / "g"), *command[1:]]) == 1
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and "is empty; `face enrol` makes a gallery" in said
+        assert "is empty; `face enrol` makes a gallery" in one_line(capsys)

@@ -312,7 +312,7 @@ def add_detector_arguments(parser: argparse.ArgumentParser, required: bool = Fal
         "YuNet, as their authors have it)",
     )
     parser.add_argument(
-        "--min-size", type=int_in_range(1, 32000), default=20, metavar="PIXELS", help="nor do those with a shorter side"
+        "--min-size", type=int_in_range(1, 32000), default=20, metavar="PIXELS", help="nor those of a shorter side"
     )
     parser.add_argument("--overlap", type=SHARE, default=0.4, help="of two boxes that overlap more, the weaker is dropped")
     parser.add_argument(

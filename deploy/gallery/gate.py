@@ -34,13 +34,7 @@ def add_gate_arguments(parser: argparse.ArgumentParser) -> None:
         help="reject a face whose embedding is shorter. Lengths are those of one network: enrol good and poor pictures, print "
         "theirs by python -m scripts.deploy.gallery show --images, and choose X between them",
     )
-    parser.add_argument(
-        "--max-padding",
-        type=SHARE,
-        default=1.0,
-        metavar="P",
-        help="reject a face with a larger share of its crop outside its picture",
-    )
+    parser.add_argument("--max-padding", type=SHARE, default=1.0, metavar="P", help="most of a crop outside its picture")
 
 
 def gate_of(options: argparse.Namespace, may_enrol: bool = True) -> Gate:

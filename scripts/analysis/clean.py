@@ -35,18 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
     parser.add_argument("--out", type=Path, required=True, help="folder of the report")
     parser.add_argument("--tests", type=Path, nargs="*", default=[], help="tables of test pictures in a folder per person")
-    parser.add_argument(
-        "--far",
-        type=SHARE,
-        metavar="SHARE",
-        help="of other people's images that pass as an identity's (default: that of the fewest errors)",
-    )
-    parser.add_argument(
-        "--move",
-        type=SHARE,
-        default=0.95,
-        help="probability from which a wrong image moves to the identity that it shows; 1 = all are dropped",
-    )
+    parser.add_argument("--far", type=SHARE, help="share of other people's images that pass (default: that of fewest errors)")
+    parser.add_argument("--move", type=SHARE, default=0.95, help="probability from which an image moves; 1 = all are dropped")
     parser.add_argument("--overwrite", action="store_true", help="replace decisions.csv in OUT")
     return run_main(run, parser.parse_args(arguments))
 

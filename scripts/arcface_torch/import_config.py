@@ -44,13 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("python -m scripts.arcface_torch.import_config", __doc__)
     parser.add_argument("file", type=Path, help="configuration of arcface_torch, a .py file")
     parser.add_argument("--base", type=Path, help="its configs/base.py (default: the keys of the last published one)")
-    parser.add_argument(
-        "--gpus",
-        type=int_in_range(1),
-        required=True,
-        metavar="N",
-        help="number of processes of the original run, on all machines",
-    )
+    parser.add_argument("--gpus", type=int_in_range(1), required=True, metavar="N", help="of the original run, on all machines")
     parser.add_argument("--power", type=float, default=2.0, help="power of the schedule (default 2, as in the published runs)")
     parser.add_argument("--out", type=Path, help="YAML file to write (default: print it)")
     return run_main(convert, parser.parse_args(arguments))

@@ -70,9 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=0, help="classes at once, 0 = what suits the device")
     parser.add_argument("--cache-mb", type=int, default=-1, help="head.cache_mb")
     parser.add_argument("--world-size", type=int, default=1, help="gloo or NCCL processes on this machine")
-    parser.add_argument(
-        "--steps", type=int_in_range(1), default=5, help="timed, on a GPU turns of 20; the median counts (default 5)"
-    )
+    parser.add_argument("--steps", type=int_in_range(1), default=5, help="timed, on a GPU turns of 20 (default 5)")
     parser.add_argument("--loss", nargs="+", choices=tuple(MARGINS), default=["arcface"], help="default arcface")
     parser.add_argument("--placement", choices=PLACEMENTS, default="device", help="head.placement")
     parser.add_argument("--no-plain", action="store_true", help="leave the plain heads out")

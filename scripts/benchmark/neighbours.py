@@ -41,9 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     positive = int_in_range(1)
     parser = make_parser("python -m scripts.benchmark.neighbours", __doc__)
     parser.add_argument("--classes", type=int_in_range(2), nargs="+", default=[100_000], help="numbers of identities")
-    parser.add_argument(
-        "--centres", nargs="+", choices=("random", "clustered"), default=["random", "clustered"], help="how drawn"
-    )
+    parser.add_argument("--centres", nargs="+", choices=("random", "clustered"), default=["random", "clustered"], help="drawn")
     parser.add_argument("--cosine", type=float, default=0.4, help="expected cosine within a group of clustered centres")
     parser.add_argument("--dim", type=positive, default=512, help="embedding size")
     parser.add_argument("--probes", type=positive, nargs="+", default=[8, 32, 128], help="values of head.neighbours_probes")

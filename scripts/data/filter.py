@@ -30,14 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("set", type=Path, help="folder with train.rec, *.tar or a folder per person; or a list of 'path label'")
     parser.add_argument("out", type=Path, help="folder of the new set")
     parser.add_argument("--drop", type=Path, help="CSV or text file: a line's first column is the index of an image to drop")
-    parser.add_argument(
-        "--decisions", type=Path, help="CSV file: action,image,identity,to, as scripts.analysis.clean writes it"
-    )
+    parser.add_argument("--decisions", type=Path, help="CSV: action,image,identity,to, as scripts.analysis.clean writes it")
     parser.add_argument("--classes", default="", help="identities to keep, A:B for A to B - 1, or a list A,B,C (default: all)")
     parser.add_argument("--min-images", type=int_in_range(1), default=1, help="drop identities with fewer images left")
-    parser.add_argument(
-        "--max-images", type=int_in_range(0), default=0, help="keep at most N images of an identity, drawn at random; 0 = all"
-    )
+    parser.add_argument("--max-images", type=int_in_range(0), default=0, help="of an identity, drawn at random; 0 = all")
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed of --max-images")
     parser.add_argument("--overwrite", action="store_true", help="replace a set in OUT")
     return run_main(select, parser.parse_args(arguments))

@@ -50,9 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     csv.add_argument("pairs", type=Path, help="lines 'path1,path2,same'")
     sample = kinds.add_parser("sample", help="draw the pairs")
     sample.add_argument("folder", type=Path, help="folder with a sub-folder per identity, or with train.rec")
-    sample.add_argument(
-        "--pairs", type=int_in_range(1), help="number of pairs, half of them genuine (default: 6000, or as many as there are)"
-    )
+    sample.add_argument("--pairs", type=int_in_range(1), help="half of them genuine (default: 6000, or as many as there are)")
     sample.add_argument("--seed", type=int_in_range(0), default=0, help="another seed draws other pairs (default 0)")
     for kind in (lfw, cfp, csv, sample):
         kind.add_argument("out", type=Path, help="file NAME.bin; NAME is what eval.targets calls the set")

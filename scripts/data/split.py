@@ -35,11 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="number of identities, or below 1 their share (default: 2 %% of them, but at least 30, or 30 %% if the set has "
         "fewer than 100, and never fewer than 20)",
     )
-    parser.add_argument(
-        "--pairs",
-        type=int_in_range(1),
-        help="pairs in held_out.bin, half of them genuine (default: 6000, or as many different pairs as there are)",
-    )
+    parser.add_argument("--pairs", type=int_in_range(1), help="half of them genuine (default: 6000, or as many as there are)")
     parser.add_argument("--seed", type=int_in_range(0), default=0, help="random seed of the choice (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace the files in OUT")
     return run_main(split, parser.parse_args(arguments))

@@ -34,9 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_detector_arguments(parser)
     add_which_argument(parser, one=True)
     parser.add_argument(
-        "--no-pictures",
-        action="store_true",
-        help="keep no aligned faces in the gallery: searches then show none, and another network needs the pictures again",
+        "--no-pictures", action="store_true", help="keep no faces; another network then needs the pictures again"
     )
     add_gate_arguments(parser)
     parser.add_argument("--list", action="store_true", help="print a line for each picture when it is safe in the gallery")

@@ -54,12 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--calibration-images", type=int_in_range(1, 100_000), default=256, metavar="N", help="images of it")
     parser.add_argument("--targets", nargs="+", metavar="SET", help="verification sets; default: those of the run's config")
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with NAME.bin; default: that of the run's config")
-    parser.add_argument(
-        "--max-loss",
-        type=float,
-        metavar="POINTS",
-        help="write no fp16 or int8 file that loses more accuracy, in percent points",
-    )
+    parser.add_argument("--max-loss", type=float, metavar="POINTS", help="write no file that loses more accuracy, in percent")
     parser.add_argument("--measure", action="store_true", help="print a table of sizes, accuracies and times of all precisions")
     parser.add_argument("--measure-batch", type=int_in_range(2, 1024), default=16, metavar="B", help="its larger batch")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what is printed as JSON")

@@ -36,15 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("words", type=Path, nargs="*", metavar="[[NETWORK] GALLERY] PICTURES", help="pictures, videos, folders")
     parser.add_argument("--camera", type=int_in_range(0, 99), metavar="N", help="search what this camera sees, until Ctrl-C")
     parser.add_argument(
-        "--every", type=int_in_range(1, 10**6), default=1, metavar="N", help="look at one of N frames of a video"
+        "--every", type=int_in_range(1, 10**6), default=1, metavar="N", help="look at one frame in N of a video"
     )
     add_network_arguments(parser, positional=False)
     parser.add_argument("--k", type=int_in_range(1, 1000), default=5, help="people shown for each face")
     parser.add_argument(
-        "--by",
-        choices=("image", "template"),
-        default="image",
-        help="compare with every image of a person, or with one vector a person, pooled from them",
+        "--by", choices=("image", "template"), default="image", help="a person's images, or one vector pooled from them"
     )
     parser.add_argument(
         "--weights",

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_network_arguments(parser, newest=True)
     add_detector_arguments(parser)
     parser.add_argument(
-        "--gallery", type=Path, metavar="FILE", help="gallery to search in; with keys that may change it, a new one is made"
+        "--gallery", type=Path, metavar="FILE", help="to search in; with keys that may change it, a new one is made"
     )
     add_gate_arguments(parser)
     numbers = parser.add_mutually_exclusive_group()
