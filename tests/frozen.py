@@ -1,5 +1,6 @@
 """Imported last by the server that test processes are forked from: they share its objects, which no collection touches."""
 
+import contextlib
 import gc
 
 from backbones import BACKBONES
@@ -9,8 +10,9 @@ from utils.report.contact_sheet import make_figure, png_of
 
 BACKBONES.update(SHALLOW)
 load_config("demo_cpu")  # the first configuration and the first picture of a process take long
-_figure = make_figure(4, 3)
-_figure.subplots().semilogx([0.1, 1], [0, 1], label="ROC")
-_figure.legend()
-png_of(_figure)
+with contextlib.suppress(ImportError):  # of matplotlib
+    _figure = make_figure(4, 3)
+    _figure.subplots().semilogx([0.1, 1], [0, 1], label="ROC")
+    _figure.legend()
+    png_of(_figure)
 gc.freeze()

@@ -15,7 +15,7 @@ from gallery_runs import DIM, FACTS, SIZE, new_images
 
 from deploy.gallery import database as gallery_database
 from deploy.gallery import store as gallery_store
-from deploy.gallery.store import Gallery, NewImage
+from deploy.gallery.store import Gallery
 from utils.image import to_png
 
 PEOPLE = [f"p{number % 23:02d}" for number in range(150)]
@@ -83,14 +83,6 @@ def test_a_template_is_the_weighted_mean_of_a_persons_images(gallery: Gallery, w
     np.testing.assert_allclose([match.cosine for match in found], [expected[match.person] for match in found], atol=3e-6)
     nearest = {match.person: match.image for match in gallery.search(query, k=99)[0]}
     assert all(match.image == nearest[match.person] for match in found)  # the picture that is shown
-
-
-def test_an_image_takes_little_more_room_than_its_vector(tmp_path: Path):
-    vectors = np.random.default_rng(0).normal(size=(700, 512)).astype(np.float32)
-    images = [NewImage(f"{number}", "", bytes([number % 256]) * 32, 0, 1.0, row, None) for number, row in enumerate(vectors)]
-    with Gallery.create(tmp_path / "g", FACTS._replace(embedding_size=512)) as gallery:
-        gallery.add(images)
-    assert vectors.nbytes < (tmp_path / "g").stat().st_size < 1.3 * vectors.nbytes
 
 
 def test_a_search_follows_enrolments_and_removals_without_reading_all_vectors_again(tmp_path: Path):

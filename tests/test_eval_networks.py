@@ -84,12 +84,12 @@ def test_torchscript_runs_only_with_trust_code_whatever_its_name(
     marker = tmp_path / "marker"
     path = _torchscript(tmp_path / name, marker)
     assert evaluate([str(path), *faces]) == 1 and not marker.exists()
-    said = one_line(capsys)
+    said = one_line(capsys, "embedding: ")
     assert str(path) in said and "TorchScript" in said and "--trust-code" in said and "your rights" in said
     assert evaluate([str(path), *faces, *SMALL]) == 1 and not marker.exists()  # --backbone: weights, never a program
-    assert str(path) in one_line(capsys)
+    assert str(path) in one_line(capsys, "embedding: ")
     assert evaluate([str(path), *faces, *SMALL, "--trust-code"]) == 1 and not marker.exists()
-    assert "--trust-code" in one_line(capsys)
+    assert "--trust-code" in one_line(capsys, "embedding: ")
     if name in ("net.pt", "net.onnx"):
         run_program(evaluate, [[str(path), *faces, "--trust-code"]])
         assert marker.exists()  # it is a real one
@@ -99,10 +99,10 @@ def test_an_exported_program_runs_only_with_trust_code(tmp_path: Path, faces: li
     marker = tmp_path / "marker"
     path = _exported(tmp_path / "net.pt2", marker)
     assert evaluate([str(path), *faces]) == 1 and not marker.exists()
-    said = one_line(capsys)
+    said = one_line(capsys, "embedding: ")
     assert str(path) in said and "torch.export" in said and "--trust-code" in said
     assert evaluate([str(path), *faces, *SMALL]) == 1 and not marker.exists()
-    assert str(path) in one_line(capsys)
+    assert str(path) in one_line(capsys, "embedding: ")
     path.rename(tmp_path / "net.pth")  # under another name it is no program, and no weights either
     assert evaluate([str(tmp_path / "net.pth"), *faces, *SMALL]) == 1 and not marker.exists()
     (tmp_path / "net.pth").rename(path)
@@ -174,7 +174,7 @@ def test_an_onnx_file_may_hide_its_tensors_anywhere(
         data += onnx.ModelProto(graph=graph).SerializeToString()
     (tmp_path / "net" / "net.onnx").write_bytes(data)
     assert evaluate([str(tmp_path / "net" / "net.onnx"), *faces]) == 1
-    assert "its tensors are in '" in one_line(capsys)
+    assert "its tensors are in '" in one_line(capsys, "embedding: ")
 
 
 @pytest.mark.parametrize("fault", ["compressed", "one part many times", "tuples in tuples", "common memory"])
@@ -193,7 +193,7 @@ def test_a_small_file_of_weights_takes_no_more_than_its_size(
             target.filelist += [target.getinfo("sound/data/0")] * 100
     assert evaluate([str(tmp_path / "w.pt"), *faces, *SMALL]) == 1
     says = {"tuples in tuples": "it holds a tuple of more", "common memory": "its tensors have their memory in common"}
-    assert says.get(fault, "it is compressed, or") in one_line(capsys)
+    assert says.get(fault, "it is compressed, or") in one_line(capsys, "embedding: ")
 
 
 class Wrong(nn.Module):
@@ -265,7 +265,7 @@ def test_a_program_that_fails_or_gives_no_embeddings_is_one_line(
     trust = [] if kind == "onnx" else ["--trust-code"]
     path = _foreign(tmp_path, kind, fault)
     assert evaluate([str(path), *trust, *faces]) == 1
-    said = one_line(capsys)
+    said = one_line(capsys, "embedding: ")
     assert f"net.{kind}: " in said and what in said, said
 
 
@@ -325,7 +325,9 @@ def test_an_onnx_file_reads_no_file_outside_its_folder(
     (folder / "net.onnx").write_bytes(model.SerializeToString())
     assert onnx.load(str(folder / "net.onnx"), load_external_data=False).graph.name == "reads"
     assert evaluate([str(folder / "net.onnx"), *faces]) == 1
-    assert f"net.onnx: its tensors are in {where.format(tmp_path)!r}, not a file in its own folder" in one_line(capsys)
+    assert f"net.onnx: its tensors are in {where.format(tmp_path)!r}, not a file in its own folder" in one_line(
+        capsys, "embedding: "
+    )
     # the same network with the same numbers in its own folder is read
     (folder / "link.bin").unlink()
     (tmp_path / "secret.bin").rename(folder / "link.bin")

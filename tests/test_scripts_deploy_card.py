@@ -187,7 +187,7 @@ def test_what_a_person_wrote_stays(tmp_path: Path, capsys: pytest.CaptureFixture
         ("\xff", "no UTF-8 text"),
     ],
 )
-def test_fields_that_are_none_are_named_inone_line(
+def test_fields_that_are_none_are_named_in_one_line(
     run: Path, tmp_path: Path, text: str, says: str, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "card.yaml").write_bytes(text.encode("latin-1"))
@@ -240,7 +240,7 @@ def test_no_text_of_a_file_becomes_markup(results: dict[str, Any], tmp_path: Pat
         (" " * (1 << 24) + "{}", "16,777,218 bytes"),
     ],
 )
-def test_results_that_are_none_are_named_inone_line(
+def test_results_that_are_none_are_named_in_one_line(
     run: Path, tmp_path: Path, text: str, says: str, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "r.json").write_bytes(text.encode("latin-1"))

@@ -184,7 +184,7 @@ def test_files_of_others_are_not_overwritten(folder: Path, detector: Path, tmp_p
     (out / "anna" / "one.jpg").write_text("mine")
     for again in ([], ["--again"]):
         assert _run(folder, out, "--detector", detector, *again) == 1
-        assert "holds anna and no detect.jsonl" in one_line(capsys)
+        assert "holds anna and no detect.jsonl" in one_line(capsys, "detecting")
     assert [path.relative_to(out).as_posix() for path in sorted(out.rglob("*"))] == ["anna", "anna/one.jpg"]
     assert (out / "anna" / "one.jpg").read_text() == "mine"
 
@@ -243,21 +243,21 @@ def test_folders_that_cannot_be_meant(folder: Path, detector: Path, tmp_path: Pa
         (folder, detector, "File exists"),
     ):
         assert _run(first, second, "--detector", detector) == 1
-        assert said in one_line(capsys)
+        assert said in one_line(capsys, "detecting")
     _photograph(folder / "none.jpg")
     assert _run(folder, tmp_path / "out", "--detector", detector) == 1
-    assert "its face and the face of none.jpg would be the same file" in one_line(capsys)
+    assert "its face and the face of none.jpg would be the same file" in one_line(capsys, "detecting")
     (folder / "none.jpg").unlink()
     for sheet, said in ((tmp_path / "out" / "s.png", "must not be below"), (tmp_path / "no" / "s.png", "a folder that exists")):
         assert _run(folder, tmp_path / "out", "--detector", detector, "--sheet", sheet) == 1
-        assert "--sheet: must" in (line := one_line(capsys)) and said in line
+        assert "--sheet: must" in (line := one_line(capsys, "detecting")) and said in line
     assert not (tmp_path / "out").exists()
 
 
 def test_no_face_anywhere_is_an_error_that_names_the_list(detector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     _photograph(tmp_path / "in" / "a.png")
     assert _run(tmp_path / "in", tmp_path / "out", "--detector", detector, "--sheet", tmp_path / "s.png") == 1
-    assert "no face in any of 1 pictures; the first, a.png, no face found; all are in" in one_line(capsys)
+    assert "no face in any of 1 pictures; the first, a.png, no face found; all are in" in one_line(capsys, "detecting")
     assert _rows(tmp_path / "out" / "rejected.csv")[1] == ["a.png", "no face found"]
 
 
@@ -268,7 +268,7 @@ def test_a_second_run_into_the_same_folder_is_refused(
     with open(tmp_path / "out" / "detect.jsonl", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert _run(folder, tmp_path / "out", "--detector", detector) == 1
-        assert "out is in use by another run" in one_line(capsys)
+        assert "out is in use by another run" in one_line(capsys, "detecting")
     assert _run(folder, tmp_path / "out", "--detector", detector) == 0
 
 
@@ -285,7 +285,7 @@ def test_a_full_disk_ends_in_one_line_and_the_run_can_go_on(
         with faulty(Disk(number, errno.ENOSPC)) as broken:
             status = _run(folder, out, "--detector", detector)
         if len(broken.done) > number and status:
-            assert "No space left on device" in one_line(capsys)
+            assert "No space left on device" in one_line(capsys, "detecting")
         assert _run(folder, out, "--detector", detector) == 0
         assert (_crops(out), (out / "landmarks.csv").read_bytes()) == expected
         assert not [path for path in out.rglob("*") if "unfinished" in path.name]

@@ -203,7 +203,7 @@ def test_the_images_of_a_training_set_are_embedded_as_those_of_a_folder_and_a_ta
         folder.labels()
     capsys.readouterr()
     assert _run(weights, tmp_path / "set", tmp_path / "d.npy", "--detector", tmp_path / "none.onnx") == 1
-    assert "is a training set, whose faces are aligned already" in one_line(capsys)
+    assert "is a training set, whose faces are aligned already" in one_line(capsys, "embedding")
 
 
 def test_a_table_that_is_none_is_one_line(tmp_path: Path):
@@ -361,13 +361,13 @@ def test_parts_of_another_run_are_not_mixed(
         (folder / f"{number}.png").write_bytes(_png(_pixels(number)))
     with faulty(Disk(12, errno.ENOSPC)):
         assert _run(weights, folder, out) == 1
-    assert "No space left on device" in one_line(capsys) and (tmp_path / "f.npy.unfinished").exists()
+    assert "No space left on device" in one_line(capsys, "embedding") and (tmp_path / "f.npy.unfinished").exists()
     if not words:
         (folder / "2.png").write_bytes(_png(_pixels(2)))
     assert _run(weights, folder, out, *words, "--processes", 1) == 1
     assert (
         f"f.npy.unfinished: was begun with another {what}; go on with that one, choose another --out, or add --again"
-        in one_line(capsys)
+        in one_line(capsys, "embedding")
     )
     assert _run(weights, folder, out, *words, "--again", "--processes", 1) == (1 if "--detector" in words else 0)
 
@@ -378,27 +378,27 @@ def test_a_result_is_replaced_only_with_again_and_a_folder_that_is_not_ours_neve
     out = tmp_path / "f.npy"
     out.write_text("mine")
     assert _run(weights, crops, out) == 1
-    assert "f.npy exists already; choose another name, or --again to replace it" in one_line(capsys)
+    assert "f.npy exists already; choose another name, or --again to replace it" in one_line(capsys, "embedding")
     (tmp_path / "f.npy.unfinished").write_text("mine\n")
     assert _run(weights, crops, out, "--again") == 1
-    assert "f.npy.unfinished: is no file of this program" in one_line(capsys)
+    assert "f.npy.unfinished: is no file of this program" in one_line(capsys, "embedding")
     assert out.read_text() == "mine" and (tmp_path / "f.npy.unfinished").read_text() == "mine\n"
     (tmp_path / "f.npy.unfinished").unlink()
     for again in (["--again"], []):  # a run that fails at once does not make the next one replace the result
         assert _run(tmp_path / "missing", crops, out, *again) == 1
-        assert "missing" in one_line(capsys) if again else "exists already" in one_line(capsys)
+        assert "missing" in one_line(capsys, "embedding") if again else "exists already" in one_line(capsys, "embedding")
     assert out.read_text() == "mine" and not (tmp_path / "f.npy.unfinished").exists()
     (tmp_path / "k.csv").write_text("mine")  # where the other columns of k.npy would go
     assert _run(weights, crops, tmp_path / "k.npy") == 1
-    assert "k.csv exists already; choose another name" in one_line(capsys)
+    assert "k.csv exists already; choose another name" in one_line(capsys, "embedding")
     assert (tmp_path / "k.csv").read_text() == "mine" and not (tmp_path / "k.npy").exists()
     assert _run(weights, crops, tmp_path / "f.txt") == 1
-    assert "must end in .parquet or .npy" in one_line(capsys)
+    assert "must end in .parquet or .npy" in one_line(capsys, "embedding")
     (tmp_path / "g.npy").mkdir()
     assert _run(weights, crops, tmp_path / "g.npy") == 1
-    assert "g.npy is a folder; name a file" in one_line(capsys)
+    assert "g.npy is a folder; name a file" in one_line(capsys, "embedding")
     assert _run(weights, tmp_path / "missing", tmp_path / "h.npy") == 1
-    assert "no such folder" in one_line(capsys) and not (tmp_path / "h.npy.unfinished").exists()
+    assert "no such folder" in one_line(capsys, "embedding") and not (tmp_path / "h.npy.unfinished").exists()
 
 
 def test_a_second_run_on_the_same_file_is_refused(
@@ -407,7 +407,7 @@ def test_a_second_run_on_the_same_file_is_refused(
     with open(tmp_path / "f.npy.unfinished", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert _run(weights, crops, tmp_path / "f.npy") == 1
-        assert "f.npy is in use by another run" in one_line(capsys)
+        assert "f.npy is in use by another run" in one_line(capsys, "embedding")
     assert _run(weights, crops, tmp_path / "f.npy") == 0
 
 
@@ -438,7 +438,7 @@ def test_embeddings_that_are_not_finite_or_zero_are_rejected(tmp_path: Path, cro
     for number, bias in enumerate((float("nan"), float("inf"), 0.0)):
         network = _onnx(tmp_path / f"{number}.onnx", bias)
         assert _run(network, crops, tmp_path / f"f{number}.npy", "--processes", 1, flags=[]) == 1
-        said = one_line(capsys)
+        said = one_line(capsys, "embedding")
         assert "no face in any of 26 pictures; the first, alone.png, the network has no finite embedding of face 0" in said
         assert not (tmp_path / f"f{number}.npy").exists()
     assert _run(_onnx(tmp_path / "sound.onnx", 2.0), crops, tmp_path / "f.npy", "--processes", 1, flags=[]) == 0
@@ -564,7 +564,7 @@ def test_a_full_memory_and_failing_arithmetic_are_one_line_and_keep_what_is_done
         else:  # whose processes have their own copy of the program
             patch.setattr(embed, "Path", Failing)
         assert _run(weights, folder, out, "--processes", processes) == 1
-    said = one_line(capsys)
+    said = one_line(capsys, "embedding")
     assert said.startswith(f"error: {ERRORS[kind][1]}") and "start the same command again" in said
     assert not out.exists() and (tmp_path / "f.npy.unfinished").exists()
     assert _run(weights, folder, out) == 0
@@ -589,7 +589,7 @@ def test_the_processes_of_the_pool_keep_the_memory_that_they_free(
     run = embed.run
     monkeypatch.setattr(embed, "run", lambda options: run(argparse.Namespace(**vars(options) | {"threads": Allocating(2)})))
     assert _run(weights, crops, tmp_path / "f.npy", "--processes", 2) == 1
-    first, later = map(int, one_line(capsys).partition("faults: ")[2].partition(";")[0].split())
+    first, later = map(int, one_line(capsys, "embedding").partition("faults: ")[2].partition(";")[0].split())
     assert later < 5 * first or not keep_freed_memory()  # of 20 tensors, and of one
 
 

@@ -5,7 +5,6 @@ The networks of CI have the layers of the named ones, but few of them; FACE_ALL_
 
 import csv
 import errno
-import functools
 import json
 import os
 import re
@@ -49,7 +48,7 @@ from utils.image import normalise
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("onnx_operators")]
 SIZE, DIM = 48, 16
-_only_line = functools.partial(one_line, passed=("warning: ", "embedding"))
+PROGRESS = ("warning: ", "embedding: ")
 BATCHES = (1, 2, 7)
 TINY: dict[str, tuple[Callable[..., nn.Module], float]] = {  # with its width
     "r18": (partial(IResNet, (1, 1, 1, 1), se=True), 0.125),
@@ -257,7 +256,7 @@ def test_a_file_that_takes_bytes_has_the_scores_of_its_run(source: Path, capsys:
     assert json.loads((source / "ema.json").read_text())["contract"]["step"] == "45 (moving average)"
     for flag, value in (("--colour", "bgr"), ("--input-mean", "127.5"), ("--input-std", "128"), ("--image-size", "112")):
         assert evaluate([str(source / "bytes.onnx"), *sets, flag, value]) == 1
-        assert f"{flag} must be " in _only_line(capsys)
+        assert f"{flag} must be " in one_line(capsys, *PROGRESS)
 
 
 def test_a_file_knows_its_colour_order_and_scale(toy: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -286,7 +285,7 @@ def test_a_scale_is_read_back_as_it_was_written_or_no_file_appears(
     weights = Path(toy[0]).rename(tmp_path / "checkpoints" / "net.safetensors")
     words, facts = [str(weights), *toy[1:], "--to", "pt2", "--out", str(tmp_path / "net.pt2")], tmp_path / "f.json"
     assert export([*words, "--input-mean", "1e7"]) == 1
-    assert "face.mean of its metadata must be a number, got '10000000.0'" in _only_line(capsys)
+    assert "face.mean of its metadata must be a number, got '10000000.0'" in one_line(capsys, *PROGRESS)
     assert _left(tmp_path) == ["checkpoints"]
     write_dataset(tmp_path)
     sets, mean = ["--targets", str(tmp_path / "tiny.bin")], "0.00012345678901234567"
@@ -340,7 +339,9 @@ def test_a_file_that_differs_from_torch_does_not_appear(
         assert export([*toy, "--to", form, "--out", str(tmp_path / "out" / f"{status}.{form}")]) == status
         if status:
             by = "inf" if wrong != wrong else "0.00012"
-            assert f"differs from torch by {by} of the length of an embedding in batches of 1, 2, 7" in _only_line(capsys)
+            assert f"differs from torch by {by} of the length of an embedding in batches of 1, 2, 7" in one_line(
+                capsys, *PROGRESS
+            )
     assert _left(tmp_path / "out") == (["0.pt2"] if form == "pt2" else [])
 
 
@@ -372,7 +373,7 @@ def test_a_file_that_does_not_run_does_not_appear(
 
     monkeypatch.setattr(export_files, "open_file", lambda *arguments: fails)
     assert export([*toy, "--to", "pt2", "--out", str(tmp_path / "out" / "net.pt2")]) == 1
-    assert _only_line(capsys).endswith("the exported network does not run: [ONNXRuntimeError] : no kernel")
+    assert one_line(capsys, *PROGRESS).endswith("the exported network does not run: [ONNXRuntimeError] : no kernel")
     assert _left(tmp_path / "out") == []
 
 
@@ -410,7 +411,7 @@ def test_a_smaller_file_that_loses_too_much_accuracy_does_not_appear(
     monkeypatch.setattr(export_files, "accuracies", lambda *arguments: iter([("lfw", next(scores))]))
     words = [str(source / "run"), "--to", "onnx", "--out", str(tmp_path / "out" / "net.onnx")]
     assert export([*words, "--precision", "fp16", "--max-loss", "4.9"]) == 1
-    assert "fp16 loses 5.00 percent points of accuracy on lfw, 90.00 -> 85.00 %" in _only_line(capsys)
+    assert "fp16 loses 5.00 percent points of accuracy on lfw, 90.00 -> 85.00 %" in one_line(capsys, *PROGRESS)
     assert _left(tmp_path / "out") == []
     scores = iter([0.92, 0.915])  # whose difference is computed as a little more than half a point
     assert export([*words, "--precision", "fp16", "--max-loss", "0.5"]) == 0
@@ -429,7 +430,7 @@ def test_weights_of_more_than_a_file_may_have_lie_beside_it(
     data.parent.mkdir()
     data.write_bytes(b"mine")
     assert export(words) == 1
-    assert f"{data} exists; add --overwrite" in _only_line(capsys)
+    assert f"{data} exists; add --overwrite" in one_line(capsys, *PROGRESS)
     assert _left(tmp_path / "out") == ["net.onnx.data"] and data.read_bytes() == b"mine"
     assert export([*words, "--overwrite"]) == 0
     assert _left(tmp_path / "out") == ["net.onnx", "net.onnx.data"]
@@ -485,13 +486,13 @@ def test_metadata_that_is_wrong_or_hostile_is_one_line(
         path = tmp_path / f"{number}.onnx"
         path.write_bytes(model.SerializeToString())
         assert evaluate([str(path), "--targets", str(source / "tiny.bin")]) == 1, value[:80]
-        line = _only_line(capsys)
+        line = one_line(capsys, *PROGRESS)
         assert str(path) in line and "metadata" in line and line.isprintable() and len(line) < 500
     model.metadata_props.remove(entry)
     (tmp_path / "none.onnx").write_bytes(model.SerializeToString())
     assert evaluate([str(tmp_path / "none.onnx"), "--targets", str(source / "tiny.bin")]) == 1
     # without the mark of a contract it is a file of others, whose input is no image of this project
-    assert ("its input must be (batch, 3, S, S)" if key == "face.contract" else f"lacks {key}") in _only_line(capsys)
+    assert ("its input must be (batch, 3, S, S)" if key == "face.contract" else f"lacks {key}") in one_line(capsys, *PROGRESS)
 
 
 @pytest.mark.parametrize(
@@ -505,7 +506,7 @@ def test_the_extra_file_of_a_program_may_hold_anything(
         for name in sound.namelist():
             target.writestr(name, text if name.endswith(CONTRACT_FILE) else sound.read(name))
     assert evaluate([str(path), "--trust-code", "--targets", str(source / "tiny.bin")]) == 1
-    assert str(path) in _only_line(capsys)
+    assert str(path) in one_line(capsys, *PROGRESS)
 
 
 @pytest.mark.parametrize(
@@ -541,7 +542,7 @@ def test_what_cannot_be_done_is_one_line_before_any_file_appears(
     (tmp_path / "there.pt2").write_bytes(b"mine")
     before = _left(tmp_path)
     assert export([*toy, *(word.format(tmp_path) for word in words)]) == 1
-    assert said.format(tmp_path) in _only_line(capsys)
+    assert said.format(tmp_path) in one_line(capsys, *PROGRESS)
     assert _left(tmp_path) == before and (tmp_path / "there.pt2").read_bytes() == b"mine"
 
 
@@ -558,15 +559,15 @@ def test_what_is_no_network_of_this_project_is_one_line(
         ([str(source / "tiny.bin"), "--backbone", "r17"], "r17"),
     ):
         assert export([*words, *out]) == 1
-        assert said in _only_line(capsys)
+        assert said in one_line(capsys, *PROGRESS)
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     assert export([str(source / "run"), *out]) == 1
-    assert f"--to onnx needs onnxscript: {sys.executable} -m pip install" in _only_line(capsys)
+    assert f"--to onnx needs onnxscript: {sys.executable} -m pip install" in one_line(capsys, *PROGRESS)
     monkeypatch.setitem(sys.modules, "timm", None)
     assert (
         export([str(source / "tiny.bin"), "--backbone", "timm:resnet18", *out[:1], str(tmp_path / "a.pt2"), "--to", "pt2"]) == 1
     )
-    assert f"needs the package timm: {sys.executable} -m pip install timm" in _only_line(capsys)
+    assert f"needs the package timm: {sys.executable} -m pip install timm" in one_line(capsys, *PROGRESS)
     assert _left(tmp_path) == ["run"]
 
 
@@ -600,6 +601,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(toy: list[str], tmp_path: Pa
     for place in (disk.done.index("write"), *places.values()):
         with faulty(Disk(place, errno.ENOSPC)):
             assert export(words) == 1, disk.done[place]
-        assert "No space left on device" in _only_line(capsys)
+        assert "No space left on device" in one_line(capsys, *PROGRESS)
         assert _left(tmp_path / "out") in ([], ["net.pt2"])  # complete, if the folder alone could not be flushed
         (tmp_path / "out" / "net.pt2").unlink(missing_ok=True)

@@ -212,7 +212,6 @@ def _connect(path: Path) -> sqlite3.Connection:
     if hasattr(database, "setlimit"):  # from Python 3.11 on
         database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_FACE + (1 << 16))
     for setting in (
-        "page_size = 16384",  # of a new gallery. A page of 4096 bytes has room for one vector of 512 numbers
         "trusted_schema = OFF",
         "cell_size_check = ON",
         "mmap_size = 0",

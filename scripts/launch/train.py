@@ -18,7 +18,6 @@ Examples:
 
 import argparse
 import importlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -71,17 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _start(several: Sequence[str], arguments: Sequence[str], check: Sequence[str]) -> int:
-    """Check once, in a process of its own, then train in several; return the exit status."""
-    # so that a mistake is one line, and not one for each process and restart; a fork need not import torch
-    process = multiprocessing.get_context("fork").Process(target=_check, args=(check,))
-    process.start()
-    process.join()
-    return 1 if process.exitcode else torchrun.main([*several, str(_ROOT / "train.py"), *arguments])
-
-
-def _check(arguments: Sequence[str]) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    raise SystemExit(main(arguments))
+    """Check once, by this program with other arguments, then train in several processes; return the exit status."""
+    # so that a mistake is one line, and not one for each process and restart
+    command = [sys.executable, str(_ROOT / "face_training.py"), "train", *check]
+    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+        return 1
+    return torchrun.main([*several, str(_ROOT / "train.py"), *arguments])
 
 
 def _torchrun_arguments(options: argparse.Namespace) -> list[str]:
