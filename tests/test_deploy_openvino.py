@@ -42,9 +42,9 @@ def test_a_file_that_differs_or_cannot_be_made_does_not_appear(
         patch.setitem(sys.modules, "openvino", None)
         assert export(words) == 1
     advice = f"--to openvino needs openvino: {sys.executable} -m pip install onnx onnxruntime onnxscript openvino"
-    assert advice in exports._only_line(capsys)
+    assert advice in exports.one_line(capsys, *exports.PROGRESS)
     pytest.importorskip("openvino", reason=WHERE)
     monkeypatch.setattr(exports.Toy, "wrong", 1.2e-4)
     assert export(words) == 1
-    assert "differs from torch by 0.00012 of the length of an embedding" in exports._only_line(capsys)
+    assert "differs from torch by 0.00012 of the length of an embedding" in exports.one_line(capsys, *exports.PROGRESS)
     assert exports._left(tmp_path / "out") == []
