@@ -199,6 +199,7 @@ class Gallery:
         Raises:
             ValueError: something is damaged.
         """
+        self._searchers.clear()  # one that followed changes has not read what it holds from the file
         self.searcher()  # reads and checks all vectors
         with self.reading():
             check_pages(self._database, self.path, "integrity_check")
