@@ -135,15 +135,9 @@ def cosface(
 
 
 def arcface(
-    embeddings: Tensor,
-    centres: Tensor,
-    labels: Tensor,
-    *,
-    scale: float = 64.0,
-    margin: float = 0.5,
-    straight_through: bool = False,
-    **composition: Any,
-) -> tuple[Tensor, State]:
+    embeddings: Tensor, centres: Tensor, labels: Tensor, *, scale: float = 64.0, margin: float = 0.5,
+    straight_through: bool = False, **composition: Any
+) -> tuple[Tensor, State]:  # fmt: skip
     """s cos(theta_y + m). Deng et al., "ArcFace", https://arxiv.org/abs/1801.07698, Eq. 3.
 
     With centres (C, K, D) this is Sub-center ArcFace (ECCV 2020): the K sub-centres of a class give one cosine, their
@@ -158,17 +152,9 @@ def arcface(
 
 
 def combined(
-    embeddings: Tensor,
-    centres: Tensor,
-    labels: Tensor,
-    *,
-    scale: float = 64.0,
-    m1: float = 1.0,
-    m2: float = 0.3,
-    m3: float = 0.2,
-    straight_through: bool = False,
-    **composition: Any,
-) -> tuple[Tensor, State]:
+    embeddings: Tensor, centres: Tensor, labels: Tensor, *, scale: float = 64.0, m1: float = 1.0, m2: float = 0.3,
+    m3: float = 0.2, straight_through: bool = False, **composition: Any
+) -> tuple[Tensor, State]:  # fmt: skip
     """s (cos(m1 theta_y + m2) - m3), with psi for the cosine. "ArcFace", https://arxiv.org/abs/1801.07698, Eq. 4."""
 
     def target(i: int, c: Tensor) -> Tensor:
@@ -179,16 +165,9 @@ def combined(
 
 
 def sphereface(
-    embeddings: Tensor,
-    centres: Tensor,
-    labels: Tensor,
-    *,
-    margin: float = 4.0,
-    annealed: bool = True,
-    steps: int = 0,
-    straight_through: bool = False,
-    **composition: Any,
-) -> tuple[Tensor, State]:
+    embeddings: Tensor, centres: Tensor, labels: Tensor, *, margin: float = 4.0, annealed: bool = True, steps: int = 0,
+    straight_through: bool = False, **composition: Any
+) -> tuple[Tensor, State]:  # fmt: skip
     """a (lambda cos theta_y + psi(m theta_y)) / (1 + lambda), and a cos theta_j; a = |x| has a gradient.
 
     Liu et al., "SphereFace", https://arxiv.org/abs/1704.08063, Eq. 7. lambda = max(5, 1000 / (1 + 0.12 n)) in the n-th
@@ -210,15 +189,9 @@ def sphereface(
 
 
 def sphereface_r(
-    embeddings: Tensor,
-    centres: Tensor,
-    labels: Tensor,
-    *,
-    scale: float = 30.0,
-    margin: float = 1.7,
-    straight_through: bool = True,
-    **composition: Any,
-) -> tuple[Tensor, State]:
+    embeddings: Tensor, centres: Tensor, labels: Tensor, *, scale: float = 30.0, margin: float = 1.7,
+    straight_through: bool = True, **composition: Any
+) -> tuple[Tensor, State]:  # fmt: skip
     """s psi(m theta_y) with the derivative s: Liu et al., "SphereFace Revived", https://arxiv.org/abs/2109.05565.
 
     Characteristic gradient detachment holds psi(m theta_y) - cos theta_y constant.

@@ -17,16 +17,9 @@ def target_cosines(cosine: Tensor, labels: Tensor) -> list[float]:
 
 
 def curricularface(
-    embeddings: Tensor,
-    centres: Tensor,
-    labels: Tensor,
-    *,
-    scale: float = 64.0,
-    margin: float = 0.5,
-    alpha: float = 0.01,
-    t: float = 0.0,
-    **composition: Any,
-) -> tuple[Tensor, State]:
+    embeddings: Tensor, centres: Tensor, labels: Tensor, *, scale: float = 64.0, margin: float = 0.5, alpha: float = 0.01,
+    t: float = 0.0, **composition: Any
+) -> tuple[Tensor, State]:  # fmt: skip
     """s cos(theta_y + m); s c_j (t + c_j) for hard negatives, c_j > cos(theta_y + m). State: t, the mean target cosine.
 
     Huang et al., "CurricularFace", https://arxiv.org/abs/2004.00288. The comparison takes cos(theta_y + m) without the
@@ -47,16 +40,9 @@ def curricularface(
 
 
 def mv_softmax(
-    embeddings: Tensor,
-    centres: Tensor,
-    labels: Tensor,
-    *,
-    kind: str = "am",
-    scale: float = 32.0,
-    margin: float = 0.35,
-    t: float = 0.2,
-    **composition: Any,
-) -> tuple[Tensor, State]:
+    embeddings: Tensor, centres: Tensor, labels: Tensor, *, kind: str = "am", scale: float = 32.0, margin: float = 0.35,
+    t: float = 0.2, **composition: Any
+) -> tuple[Tensor, State]:  # fmt: skip
     """Hard negatives become s ((t + 1) c_j + t). Wang et al., "Mis-classified Vector Guided Softmax", 1912.00833.
 
     Kind "am": target s (c_y - m), hard c_j > c_y - m. Kind "arc": target s cos(theta_y + m), hard c_j > cos(theta_y + m).
@@ -75,16 +61,9 @@ def mv_softmax(
 
 
 def arcnegface(
-    embeddings: Tensor,
-    centres: Tensor,
-    labels: Tensor,
-    *,
-    scale: float = 64.0,
-    margin: float = 0.5,
-    alpha: float = 1.2,
-    sigma: float = 2.0,
-    **composition: Any,
-) -> tuple[Tensor, State]:
+    embeddings: Tensor, centres: Tensor, labels: Tensor, *, scale: float = 64.0, margin: float = 0.5, alpha: float = 1.2,
+    sigma: float = 2.0, **composition: Any
+) -> tuple[Tensor, State]:  # fmt: skip
     """s (q c_j + q - 1) with q = alpha exp(-(c_j - cos(theta_y + m))^2 / sigma), detached.
 
     Liu et al., "Towards Flops-constrained Face Recognition", https://arxiv.org/abs/1909.00632. The cosine in q is that of
@@ -104,18 +83,9 @@ def arcnegface(
 
 
 def npcface(
-    embeddings: Tensor,
-    centres: Tensor,
-    labels: Tensor,
-    *,
-    scale: float = 64.0,
-    margin: float = 0.5,
-    m0: float = 0.4,
-    m1: float = 0.2,
-    t: float = 1.1,
-    a: float = 0.2,
-    **composition: Any,
-) -> tuple[Tensor, State]:
+    embeddings: Tensor, centres: Tensor, labels: Tensor, *, scale: float = 64.0, margin: float = 0.5, m0: float = 0.4,
+    m1: float = 0.2, t: float = 1.1, a: float = 0.2, **composition: Any
+) -> tuple[Tensor, State]:  # fmt: skip
     """s cos(theta_y + m_i), m_i = m0 + m1 mean(c_j of hard j), detached; s (t c_j + a) for hard j, c_j > cos(theta_y + m).
 
     Zeng et al., "NPCFace", https://arxiv.org/abs/2007.10172. Without hard negatives the mean is 0. It is over the negatives
@@ -163,19 +133,9 @@ def adacos(
 
 
 def adaface(
-    embeddings: Tensor,
-    centres: Tensor,
-    labels: Tensor,
-    *,
-    scale: float = 64.0,
-    margin: float = 0.4,
-    h: float = 0.333,
-    alpha: float = 0.01,
-    mean: float = 20.0,
-    std: float = 100.0,
-    eps: float = 1e-3,
-    **composition: Any,
-) -> tuple[Tensor, State]:
+    embeddings: Tensor, centres: Tensor, labels: Tensor, *, scale: float = 64.0, margin: float = 0.4, h: float = 0.333,
+    alpha: float = 0.01, mean: float = 20.0, std: float = 100.0, eps: float = 1e-3, **composition: Any
+) -> tuple[Tensor, State]:  # fmt: skip
     """s (cos(theta_y - m z) - (m + m z)), z = clip(h (a - mean) / (std + eps), -1, 1).
 
     a = |x| clipped to [0.001, 100], detached. Kim et al., "AdaFace", https://arxiv.org/abs/2204.00964. State: mean and std
@@ -197,18 +157,9 @@ def adaface(
 
 
 def magface(
-    embeddings: Tensor,
-    centres: Tensor,
-    labels: Tensor,
-    *,
-    scale: float = 64.0,
-    l_a: float = 10.0,
-    u_a: float = 110.0,
-    l_m: float = 0.45,
-    u_m: float = 0.8,
-    weight: float = 35.0,
-    **composition: Any,
-) -> tuple[Tensor, State]:
+    embeddings: Tensor, centres: Tensor, labels: Tensor, *, scale: float = 64.0, l_a: float = 10.0, u_a: float = 110.0,
+    l_m: float = 0.45, u_m: float = 0.8, weight: float = 35.0, **composition: Any
+) -> tuple[Tensor, State]:  # fmt: skip
     """s cos(theta_y + m(a)), m(a) = (u_m - l_m) / (u_a - l_a) (a - l_a) + l_m, plus weight (1 / a + a / u_a^2) for each sample.
 
     Meng et al., "MagFace", https://arxiv.org/abs/2103.06627. a = |x| clipped to [l_a, u_a] has a gradient, through both

@@ -10,16 +10,9 @@ from torch import Tensor
 
 
 def elasticface(
-    embeddings: Tensor,
-    centres: Tensor,
-    labels: Tensor,
-    *,
-    draws: Tensor,
-    kind: str = "arc",
-    plus: bool = False,
-    scale: float = 64.0,
-    **composition: Any,
-) -> tuple[Tensor, State]:
+    embeddings: Tensor, centres: Tensor, labels: Tensor, *, draws: Tensor, kind: str = "arc", plus: bool = False,
+    scale: float = 64.0, **composition: Any
+) -> tuple[Tensor, State]:  # fmt: skip
     """s cos(theta_y + m_i) or s (c_y - m_i), with draws (B,) of m_i from a normal distribution.
 
     Boutros et al., "ElasticFace", https://arxiv.org/abs/2109.09416. With `plus` the sample with the k-th largest target
@@ -39,15 +32,9 @@ def elasticface(
 
 
 def adaptiveface(
-    embeddings: Tensor,
-    centres: Tensor,
-    labels: Tensor,
-    *,
-    margins: Tensor,
-    scale: float = 30.0,
-    weight: float = 70.0,
-    **composition: Any,
-) -> tuple[Tensor, State]:
+    embeddings: Tensor, centres: Tensor, labels: Tensor, *, margins: Tensor, scale: float = 30.0, weight: float = 70.0,
+    **composition: Any
+) -> tuple[Tensor, State]:  # fmt: skip
     """s (c_y - m_y) with learnable m (C,) in [0, 1], plus weight (1 - mean m) over all classes. State: the clipped margins.
 
     Liu et al., "AdaptiveFace", CVPR 2019. Margins beyond [0, 1] are clipped before the step; their gradient is that at the
@@ -63,17 +50,9 @@ def adaptiveface(
 
 
 def kappaface(
-    embeddings: Tensor,
-    centres: Tensor,
-    labels: Tensor,
-    *,
-    psi: Tensor,
-    sums: Tensor,
-    counts: Tensor,
-    scale: float = 64.0,
-    margin: float = 0.8,
-    **composition: Any,
-) -> tuple[Tensor, State]:
+    embeddings: Tensor, centres: Tensor, labels: Tensor, *, psi: Tensor, sums: Tensor, counts: Tensor, scale: float = 64.0,
+    margin: float = 0.8, **composition: Any
+) -> tuple[Tensor, State]:  # fmt: skip
     """s cos(theta_y + psi_y m), psi (C,) from `kappaface_psi`. State: sums (C, D), counts (C,) of unit embeddings.
 
     Oinar et al., "KappaFace", https://arxiv.org/abs/2201.07394. psi is constant within an epoch, so this batch changes only
@@ -92,15 +71,9 @@ def kappaface(
 
 
 def kappaface_psi(
-    lengths: Tensor,
-    sizes: Tensor,
-    dim: int,
-    *,
-    temperature: float = 0.4,
-    gamma: float = 0.7,
-    largest: float = 1.05,
-    unbiased: bool = True,
-) -> Tensor:
+    lengths: Tensor, sizes: Tensor, dim: int, *, temperature: float = 0.4, gamma: float = 0.7, largest: float = 1.05,
+    unbiased: bool = True
+) -> Tensor:  # fmt: skip
     """Return psi (C,) = gamma w_k + (1 - gamma) w_s, from r (C,) = |mean unit embedding| and n (C,) images of each class.
 
     kappa = r (d - r^2) / (1 - r^2), w_k = 1 - sigmoid(T (kappa - mean) / std), w_s = (cos(pi n / K) + 1) / 2, and
@@ -133,18 +106,9 @@ def _sum_loss(cosine: Tensor, labels: Tensor, terms: Any, composition: Compositi
 
 
 def sphereface2(
-    embeddings: Tensor,
-    centres: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor,
-    scale: float = 40.0,
-    margin: float = 0.4,
-    t: float = 3.0,
-    balance: float = 0.7,
-    straight_through: bool = False,
-    **composition: Any,
-) -> tuple[Tensor, State]:
+    embeddings: Tensor, centres: Tensor, labels: Tensor, *, bias: Tensor, scale: float = 40.0, margin: float = 0.4,
+    t: float = 3.0, balance: float = 0.7, straight_through: bool = False, **composition: Any
+) -> tuple[Tensor, State]:  # fmt: skip
     """l softplus(-s (g(c_y) - m) - b) + (1 - l) sum_j softplus(s (g(c_j) + m) + b), g(z) = 2 ((z + 1) / 2)^t - 1.
 
     b is learnable. Wen et al., "SphereFace2", https://arxiv.org/abs/2108.01513. Straight through means that g has the
@@ -182,16 +146,9 @@ def sphereface2_bias(
 
 
 def uniface(
-    embeddings: Tensor,
-    centres: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor,
-    scale: float = 64.0,
-    margin: float = 0.4,
-    weight: float = 1.0,
-    **composition: Any,
-) -> tuple[Tensor, State]:
+    embeddings: Tensor, centres: Tensor, labels: Tensor, *, bias: Tensor, scale: float = 64.0, margin: float = 0.4,
+    weight: float = 1.0, **composition: Any
+) -> tuple[Tensor, State]:  # fmt: skip
     """softplus(-(s (c_y - m) - b)) + l sum_j softplus(s c_j - b), b learnable, at first ln(10 C rate) for C classes.
 
     Zhou et al., "UniFace", ICCV 2023. The authors' program clips s c - b to [-s, s], which stops gradients beyond; this

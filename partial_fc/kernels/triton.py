@@ -239,27 +239,9 @@ def _arcsine(x):
 
 @triton.jit(do_not_specialize=["class_index", "sample_index", "num_targets", "start", "seed"])
 def sgd_kernel(
-    centres,
-    momentum,
-    centre_scale,
-    scale,
-    gradient,
-    class_index,
-    sample_index,
-    values,
-    num_targets,
-    inverse_norms,
-    index,
-    apply,
-    start,
-    seed,
-    lr,
-    factor,
-    decay,
-    dim,
-    block: tl.constexpr,
-    nesterov: tl.constexpr,
-):
+    centres, momentum, centre_scale, scale, gradient, class_index, sample_index, values, num_targets, inverse_norms, index,
+    apply, start, seed, lr, factor, decay, dim, block: tl.constexpr, nesterov: tl.constexpr
+):  # fmt: skip
     """Take one step of SGD with the centre of this program."""
     if tl.load(apply) != 0:
         columns = tl.arange(0, block)
@@ -286,33 +268,10 @@ def sgd_kernel(
 
 @triton.jit(do_not_specialize=["class_index", "sample_index", "num_targets", "start", "seed"])
 def adamw_kernel(
-    centres,
-    momentum,
-    centre_scale,
-    scale,
-    variance,
-    updates,
-    gradient,
-    class_index,
-    sample_index,
-    values,
-    num_targets,
-    inverse_norms,
-    index,
-    apply,
-    start,
-    seed,
-    lr,
-    rate1,
-    beta2,
-    rate2,
-    log_beta1,
-    log_beta2,
-    eps,
-    keep,
-    dim,
-    block: tl.constexpr,
-):
+    centres, momentum, centre_scale, scale, variance, updates, gradient, class_index, sample_index, values, num_targets,
+    inverse_norms, index, apply, start, seed, lr, rate1, beta2, rate2, log_beta1, log_beta2, eps, keep, dim,
+    block: tl.constexpr
+):  # fmt: skip
     """Take one step of AdamW with the centre of this program."""
     if tl.load(apply) != 0:
         columns = tl.arange(0, block)
