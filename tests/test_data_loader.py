@@ -4,6 +4,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from tiny_runs import wait_for
 
 from data.augment import prepare
 from data.loader import Loader
@@ -36,10 +37,7 @@ class Numbered:
 
     def settle(self) -> None:
         """Wait until every image that was begun is decoded; for one decoder thread."""
-        deadline = time.monotonic() + 30
-        while self.decoded < len(self.prefetched):
-            assert time.monotonic() < deadline, "an image was begun and never decoded"
-            time.sleep(0.0005)
+        wait_for(lambda: self.decoded >= len(self.prefetched), 30)
 
 
 def _loader(dataset: Numbered, threads: int, first: int = 0, last: int = 6, prefetch: int = 3) -> Loader:

@@ -9,14 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from tiny_runs import FORKS, REAL, ROOT, one_line, tiny_run, write_dataset
+from tiny_runs import FORKS, REAL, ROOT, one_line, tiny_run, wait_for, write_dataset
 
 from backbones import build_backbone
 from configs import load_config
@@ -245,10 +244,8 @@ def test_an_interrupted_program_lets_its_training_save_and_goes_on_from_there(co
     arguments = ["--losses", "cosface", "--seeds", "1", "--rates", "1", "--config", str(config), "--out", str(tmp_path)]
     command = [sys.executable, "-m", "scripts.benchmark.losses", *arguments, "--set", "log.every=1", "train.max_steps=400"]
     program = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 100
-    while not any(log.read_text().count('"train"') >= 3 for log in (tmp_path / "runs").glob("*/metrics.jsonl")):
-        assert time.monotonic() < end and program.poll() is None
-        time.sleep(0.1)
+    logs = (tmp_path / "runs").glob
+    wait_for(lambda: any(log.read_text().count('"train"') >= 3 for log in logs("*/metrics.jsonl")), 100, program)
     program.send_signal(signal.SIGTERM)
     assert program.wait(60) != 0
     folder = next((tmp_path / "runs").glob("cosface_*"))

@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import functools
 import http.client
 import importlib
 import json
@@ -16,7 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import pytest
 import torch
 from pictures import jpeg, picture
 from tiny_networks import TIMES_MATRIX, write_onnx
+from tiny_runs import wait_for
 
 from deploy.embed.embedder import open_embedder
 from deploy.faces.detector import Detector, Face
@@ -120,9 +121,7 @@ def _served(answers: Any) -> Iterator[Page]:
     page = page_server.PageServer(0, answers)
     thread = threading.Thread(target=page.serve, daemon=True)
     thread.start()
-    until = time.monotonic() + 10
-    while not page.server.started and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_for(lambda: page.server.started, 10)
     try:
         yield Page(page)
     finally:
@@ -352,6 +351,9 @@ def test_no_other_method_does_anything(page: Page, method: str):
     assert b" 501 " in page.raw(host).splitlines()[0]
 
 
+FORMS = ("multipart/form-data; boundary=x", "text/plain")
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -359,17 +361,10 @@ def test_no_other_method_does_anything(page: Page, method: str):
         ({"Content_Length": str(page_server.MAX_PICTURE + 1), "Picture_Sizes": f"{page_server.MAX_PICTURE + 1}, 0"}, 413),
         ({"Content_Length": "9" * 12}, 413),
         ({"Content_Length": "9" * 13}, 411),
-        ({"Content_Length": "-1"}, 400),  # by the parser
-        ({"Content_Length": "x"}, 400),
+        *(({"Content_Length": length}, 400) for length in ("-1", "x", "8")),  # the parser refuses two of them
         ({"Content_Length": "8", "Transfer_Encoding": "chunked"}, 411),
-        ({"Content_Length": "8", "Picture_Sizes": "4,5"}, 400),
-        ({"Content_Length": "8", "Picture_Sizes": "8"}, 400),
-        ({"Content_Length": "8", "Picture_Sizes": "2,2,4"}, 400),
-        ({"Content_Length": "8", "Picture_Sizes": "-4,12"}, 400),
-        ({"Content_Length": "8", "Picture_Sizes": "4;4"}, 400),
-        ({"Content_Length": "8"}, 400),
-        ({"Content_Length": "8", "Picture_Sizes": "4,4", "Content_Type": "multipart/form-data; boundary=x"}, 415),
-        ({"Content_Length": "8", "Picture_Sizes": "4,4", "Content_Type": "text/plain"}, 415),
+        *(({"Content_Length": "8", "Picture_Sizes": sizes}, 400) for sizes in ("4,5", "8", "2,2,4", "-4,12", "4;4")),
+        *(({"Content_Length": "8", "Picture_Sizes": "4,4", "Content_Type": kind}, 415) for kind in FORMS),
     ],
 )
 def test_a_body_is_refused_before_it_is_read(page: Page, headers: dict[str, str], status: int):
@@ -434,34 +429,16 @@ class _Slow:
         return None
 
 
-def _in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
-    """Call all at once; return what they return."""
-    results: list[Any] = [None] * len(calls)
-    threads = [
-        threading.Thread(target=lambda place=place, call=call: results.__setitem__(place, call()))
-        for place, call in enumerate(calls)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
 def test_few_requests_may_be_in_memory_and_each_gets_its_own_answer():
     slow, count = _Slow(), 2 * page_server.MAX_WAITING
     with _served(slow) as page:
-        calls: list[Any] = [functools.partial(page.send, "/api/verify", b"a" * number, b"b") for number in range(count)]
-
-        def release() -> None:
+        with ThreadPoolExecutor(count) as pool:
+            calls = [pool.submit(page.send, "/api/verify", b"a" * number, b"b") for number in range(count)]
             assert slow.started.acquire(timeout=10)
-            until = time.monotonic() + 10
-            while page.server.routes.waiting < page_server.MAX_WAITING and time.monotonic() < until:  # for all places
-                time.sleep(0.01)
+            wait_for(lambda: page.server.routes.waiting >= page_server.MAX_WAITING, 10)  # for all places
             time.sleep(0.3)
             slow.go.set()
-
-        found = _in_threads([*calls, release])[:-1]
+        found = [call.result() for call in calls]
         done = [(number, answer["cosine"]) for number, (status, answer) in enumerate(found) if status == 200]
         assert slow.most <= page_server.MAX_WAITING <= len(done) and all(cosine == n + 1 for n, cosine in done)
         refused = [answer for status, answer in found if status == 503]
@@ -490,10 +467,7 @@ def test_a_slow_client_is_cut_off(monkeypatch: pytest.MonkeyPatch):
         start = f"POST /api/verify HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nContent-Type: application/octet-stream\r\n"
         said = page.raw(f"{start}Content-Length: 8\r\nPicture-Sizes: 4, 4\r\n\r\nabc".encode())
         assert b" 200 " not in said
-        until = time.monotonic() + 10
-        while page.server.routes.waiting and time.monotonic() < until:
-            time.sleep(0.02)
-        assert page.server.routes.waiting == 0
+        wait_for(lambda: page.server.routes.waiting == 0, 10)
 
 
 def test_too_many_connections_are_closed_and_the_page_goes_on():
@@ -504,9 +478,7 @@ def test_too_many_connections_are_closed_and_the_page_goes_on():
         with contextlib.suppress(ConnectionError):
             assert page.raw(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\n\r\n".encode()) == b""
         stack.close()
-        until = time.monotonic() + 10
-        while page.server.server.server_state.connections and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_for(lambda: not page.server.server.server_state.connections, 10)
         assert page.ask("GET", "/")[0] == 200
 
 

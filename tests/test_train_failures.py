@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from saving import save_now
-from tiny_runs import REAL, ROOT, command_of, descendants, read_metrics, run_program, run_train, small_run
+from tiny_runs import REAL, ROOT, command_of, descendants, read_metrics, run_program, run_train, small_run, wait_for
 
 import train
 from data.record_dataset import RecordDataset
@@ -251,15 +251,11 @@ def test_workers_of_a_killed_torchrun_save_and_end(dataset: Path, tmp_path: Path
     overrides = [REAL, "train.epochs=400", "eval.targets=[]", "checkpoint.every=0"]
     arguments = small_run(dataset, tmp_path, *overrides)
     with subprocess.Popen(command_of(2, arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/") as process:
-        deadline = time.monotonic() + 60
         metrics = tmp_path / "tiny" / "metrics.jsonl"
-        while not metrics.is_file() or len(metrics.read_text().splitlines()) < 3:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 3, 60, process)
         workers = descendants(process.pid)
         process.kill()
-    while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
     (saved,) = list_checkpoints(tmp_path / "tiny")
     assert step_of(saved) >= 3
     again = run_train(1, small_run(dataset, tmp_path, *overrides, f"train.max_steps={step_of(saved) + 1}"))

@@ -29,6 +29,7 @@ from tiny_runs import (
     run_program,
     run_train,
     small_run,
+    wait_for,
 )
 
 import train
@@ -152,10 +153,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(dataset: Path, tmp_pa
     assert run_train(num_processes, small_run(dataset, tmp_path, *overrides, "run.name=whole")).returncode == 0
     stopped = small_run(dataset, tmp_path, *overrides, "run.name=stopped")
     with subprocess.Popen(command_of(num_processes, stopped), stderr=subprocess.PIPE, text=True, cwd="/") as process:
-        deadline = time.monotonic() + 120
-        while _count_lines(tmp_path / "stopped" / "metrics.jsonl") < 3:
-            assert process.poll() is None and time.monotonic() < deadline, "the run ended, or did nothing, before the signal"
-            time.sleep(0.01)
+        wait_for(lambda: _count_lines(tmp_path / "stopped" / "metrics.jsonl") >= 3, 120, process)
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=120)[1]
     (saved,) = list_checkpoints(tmp_path / "stopped")

@@ -308,10 +308,11 @@ def one_line(capsys: pytest.CaptureFixture[str], *passed: str) -> str:
     return said[0]
 
 
-def wait_for(holds: Callable[[], object], timeout: float = 60) -> None:
+def wait_for(holds: Callable[[], object], timeout: float = 60, process: "subprocess.Popen | None" = None) -> None:
+    """Wait for what a process is to do, if one is given, while it runs."""
     end = time.monotonic() + timeout
     while not holds():
-        assert time.monotonic() < end
+        assert time.monotonic() < end and (process is None or process.poll() is None)
         time.sleep(0.01)
 
 
