@@ -236,6 +236,8 @@ def _act(gallery: Gallery, action: str, seed: int) -> None:
         gallery.add(new_images(np.random.default_rng(seed), ["x", "y"]))
     elif action == "remove":
         gallery.remove(people=["x"])
+    elif action == "compact":
+        gallery.compact()
     else:
         gallery.reembed(FACTS._replace(digest="new"), _other_network, lambda images, total: images)
 
@@ -244,7 +246,7 @@ def _other_network(crops: np.ndarray) -> np.ndarray:
     return crops.reshape(len(crops), -1)[:, :DIM].astype(np.float32) + 1
 
 
-_MOMENTS = {"add": (12, 16), "remove": (9, 13), "reembed": (9, 12)}
+_MOMENTS = {"add": (12, 16), "remove": (9, 13), "reembed": (9, 12), "compact": (9, 12)}
 
 
 @pytest.mark.parametrize("action", _MOMENTS)

@@ -50,6 +50,19 @@ def test_names_of_a_hostile_gallery_stay_in_their_lines(
     assert said.count("person_0\\r    1   0.9999  Alice\\n\\x1b") == 1 + 2 + 2
 
 
+def test_compact_leaves_nothing_in_the_unused_bytes_of_a_page(copied: Path, capsys: pytest.CaptureFixture[str]):
+    assert gallery.main(["remove", str(copied), "--person", "person_1"]) == 0
+    data, size = bytearray(copied.read_bytes()), copied.stat().st_size
+    page = next(at for at in range(4096, size, 4096) if data[at] == 13)  # a leaf of a table; its rows are at its end
+    data[page + 100 : page + 106] = b"Alice!"
+    copied.write_bytes(data)
+    assert gallery.main(["check", str(copied)]) == 0 and b"Alice!" in copied.read_bytes()
+    assert gallery.main(["compact", str(copied)]) == 0
+    assert f" {size / 1e6:.1f} MB before, now {copied.stat().st_size / 1e6:.1f} MB" in capsys.readouterr().out
+    assert b"Alice!" not in copied.read_bytes() and copied.stat().st_size < size
+    assert gallery.main(["show", str(copied)]) == 0 and "4, 4 with their face" in capsys.readouterr().out
+
+
 def test_remove_and_check(copied: Path, capsys: pytest.CaptureFixture[str]):
     assert gallery.main(["remove", str(copied), "--person", "person_1", "--image", "1"]) == 0
     assert "3 image(s) removed and overwritten; 3 images of 2 people are left" in capsys.readouterr().out

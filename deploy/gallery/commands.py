@@ -444,6 +444,14 @@ def remove_from_gallery(options: argparse.Namespace) -> None:
     )
 
 
+def compact_gallery(options: argparse.Namespace) -> None:
+    """Write the file of a gallery anew."""
+    before = options.gallery.stat().st_size if options.gallery.exists() else 0
+    with Gallery(options.gallery) as gallery:
+        gallery.compact()
+    print(f"{shown(options.gallery)}: {before / 1e6:,.1f} MB before, now {options.gallery.stat().st_size / 1e6:,.1f} MB")
+
+
 def reembed_gallery(options: argparse.Namespace) -> None:
     """Embed the faces of a gallery with another network."""
     with Gallery(options.gallery) as gallery:

@@ -2,7 +2,8 @@
 
 What is enrolled survives a kill or a power cut, because SQLite commits it. Readers see one state from first to last: a commit
 waits until they have read what they need. What is removed is overwritten: SQLite zeroes deleted rows, and the journal with the
-old contents is zeroed before the call returns. If a process is killed between the two, the next writer does it.
+old contents is zeroed before the call returns. If a process is killed between the two, the next writer does it. Where SQLite
+had moved rows, unused bytes of a page may keep pieces of them, until `compact` writes the file anew.
 
 Shapes: N = images of the gallery, n = images of a call, D = embedding size, S = size of a face.
 """
@@ -363,6 +364,12 @@ class Gallery:
             _replace(database, found, facts)  # only now, because a large transaction may lock readers out
         return len(images)
 
+    def compact(self) -> None:
+        """Write the file anew, with what is in the gallery and nothing else. It needs the room of two copies, one in TMPDIR."""
+        with self._writing(lambda searcher: None) as database:
+            database.executescript("PRAGMA temp_store = FILE; VACUUM; PRAGMA temp_store = MEMORY")  # commits first
+            self._begin()
+
     def copy_to(self, path: Path) -> None:
         """Copy the gallery, as it is at one moment, into an empty file."""
         with self._thread, database_errors(self.path), contextlib.closing(sqlite3.connect(path)) as target:
@@ -399,8 +406,7 @@ class Gallery:
                 f"{shown(self.path)}: its faces have {size} x {size} pixels, and the network takes {other} x {other}; enrol "
                 "the pictures into a new gallery"
             )
-        without = next((image for image in images if not image.face_sum), None)
-        if without:
+        if without := next((image for image in images if not image.face_sum), None):
             raise ValueError(
                 f"{shown(self.path)}: has no face of image {without.number}, which was enrolled with --no-pictures; enrol the "
                 "pictures into a new gallery"

@@ -1,9 +1,10 @@
-"""Look after a gallery: python -m scripts.deploy.gallery show|check|remove|reembed|adapt|export [GALLERY]
+"""Look after a gallery: python -m scripts.deploy.gallery COMMAND [GALLERY]
 
 show says what is in it. check reads every byte. remove forgets people or single images and overwrites their vectors, faces and
-rows with zeros. reembed embeds all faces with another network; searches go on with
-the old one until it is done. adapt writes a copy for another network without pictures. export copies the vectors into Qdrant,
-a database of vectors. Each command either happens completely, or changes nothing.
+rows with zeros; compact then writes the file anew, smaller, and without pieces of them that SQLite may have left. reembed
+embeds all faces with another network; searches go on with the old one until it is done. adapt writes a copy for another network
+without pictures. export copies the vectors into Qdrant, a database of vectors. Each command either happens completely, or
+changes nothing.
 
 Examples:
   python -m scripts.deploy.gallery show people.gallery --people
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.gallery.adapted import adapt_gallery
-from deploy.gallery.commands import DEFAULT, check_gallery, reembed_gallery, remove_from_gallery, show_gallery
+from deploy.gallery.commands import DEFAULT, check_gallery, compact_gallery, reembed_gallery, remove_from_gallery, show_gallery
 from deploy.gallery.engine import export_gallery
 from eval.networks import add_network_arguments
 from utils.cli import int_in_range, make_parser
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     part = command("remove", remove_from_gallery, "forget people or images")
     part.add_argument("--person", nargs="+", default=[], metavar="NAME", help="people, with all their images")
     part.add_argument("--image", nargs="+", type=int_in_range(1), default=[], metavar="NUMBER", help="single images, by number")
+    command("compact", compact_gallery, "write the file anew, without the room of what was removed")
     part = command("reembed", reembed_gallery, "embed all faces of a gallery with another network")
     add_network_arguments(part)
     part = command(
