@@ -1,6 +1,8 @@
 """A gallery in a database of vectors: its own client gets the answers of the gallery."""
 
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +63,33 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
     client = qdrant.QdrantClient(path=place)
     assert not client.collection_exists("staff")
     client.close()
+
+
+class _Refusing(BaseHTTPRequestHandler):
+    """A server that notes the key of each request, and refuses it."""
+
+    keys: list[str | None] = []  # noqa: RUF012
+
+    def do_GET(self) -> None:
+        self.keys.append(self.headers["api-key"])
+        self.send_error(403)
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:Api key is used with an insecure connection")
+def test_a_server_gets_the_key_of_the_environment(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("qdrant_client", reason="needs qdrant-client: pip install qdrant-client")
+    monkeypatch.setenv("QDRANT_API_KEY", "a secret")
+    with HTTPServer(("127.0.0.1", 0), _Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert program.main(["export", str(path), "--to", f"http://127.0.0.1:{server.server_port}"]) == 1
+        server.shutdown()
+    said = capsys.readouterr().err
+    assert set(_Refusing.keys) == {"a secret"} and "403" in said and "a secret" not in said
 
 
 def test_without_its_client_the_command_that_brings_it_is_named(

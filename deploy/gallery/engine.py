@@ -1,6 +1,7 @@
 """Copies a gallery into Qdrant, a database of vectors, for programs that ask that one."""
 
 import argparse
+import os
 import re
 from typing import Any
 
@@ -21,7 +22,9 @@ def export_gallery(options: argparse.Namespace) -> None:
     with Gallery(options.gallery) as gallery, gallery.reading():
         searcher = gallery.searcher()  # checks all vectors
         try:
-            client = qdrant_client.QdrantClient(**{"url" if re.match("https?://|[^/]+:[0-9]+$", place) else "path": place})
+            is_server = re.match("https?://|[^/]+:[0-9]+$", place)
+            there = {"url": place, "api_key": os.environ.get("QDRANT_API_KEY")} if is_server else {"path": place}
+            client = qdrant_client.QdrantClient(**there)
             is_there = client.collection_exists(name)
         except Exception as error:  # it raises those of its libraries
             raise ValueError(f"--to: no Qdrant at {shown(place)}: {one_line(error)}") from None
