@@ -96,18 +96,19 @@ class FaceNetwork:
         one, other = self.embed([first, second]).astype(np.float64)
         return float(np.clip(one @ other, -1, 1))
 
-    def threshold(self, far: str | float, name: str | None = None) -> float:
-        """Return the cosine above which only a share `far` of the impostor pairs lies, by the run's results.json.
+    def threshold(self, far: str | float, name: str | None = None, results: str | os.PathLike[str] | None = None) -> float:
+        """Return the cosine above which only a share `far` of the impostor pairs lies.
 
         Args:
             name: of the verification set; None = the set with the highest threshold.
+            results: what `face eval --report` wrote of this network; None = the results.json of the run.
 
         Raises:
             ValueError: there are no results of this network, or they have too few pairs for this rate.
         """
         if not 0 < float(far) <= 1:
             raise ValueError(f"far is a share of the impostor pairs, above 0 and at most 1, got {far}")
-        wanted = {"far": str(far), "set": name, "results": None, "threshold": None}
+        wanted = {"far": str(far), "set": name, "results": results and Path(results), "threshold": None}
         found = threshold_of(argparse.Namespace(**{**vars(self._options), **wanted}))
         assert found is not None
         return found.cosine

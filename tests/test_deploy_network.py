@@ -41,6 +41,14 @@ def test_the_lines_of_the_readme_run_from_any_folder(
     assert all(re.fullmatch(r"\[\[Match\(person='ada', cosine=(1.0|0.99999\d+), image=1\)\]\]", line) for line in found)
 
 
+def test_a_file_that_hides_a_package_is_named(tmp_path: Path):
+    (tmp_path / "utils.py").write_text("")
+    places = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", "from deploy import Gallery"]
+    done = subprocess.run(words, cwd=tmp_path, env=places, capture_output=True, text=True)
+    assert done.returncode == 1 and f"{tmp_path / 'utils.py'} hides the package 'utils' that deploy needs" in done.stderr
+
+
 @pytest.mark.numeric
 def test_embeddings_are_those_of_face_embed_from_files_bytes_and_arrays(tmp_path: Path):
     words = write_network(tmp_path / "weights.pt")
@@ -61,7 +69,9 @@ def test_embeddings_are_those_of_face_embed_from_files_bytes_and_arrays(tmp_path
 
 
 def test_a_photograph_is_aligned_by_the_detector_and_the_gallery_of_another_network_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    results: dict[str, object],  # noqa: F811
 ):
     words = write_network(tmp_path / "weights.pt")
     folder, path = write_people(tmp_path / "people", 2, 1), tmp_path / "g"
@@ -81,6 +91,8 @@ def test_a_photograph_is_aligned_by_the_detector_and_the_gallery_of_another_netw
         network.threshold(0)
     with pytest.raises(ValueError, match=r"there is no results.json of the network"):
         network.threshold(1e-3)
+    (tmp_path / "of_another.json").write_text(json.dumps(results))
+    assert -1 < network.threshold(1e-2, results=tmp_path / "of_another.json") < 1
     other = FaceNetwork(write_network(tmp_path / "other.pt", seed=1)[0], **WEIGHTS)
     with Gallery(path) as opened, pytest.raises(ValueError, match="embedded by "):
         other.search(opened, [folder / "person_0" / "0.png"])
