@@ -10,6 +10,7 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -26,7 +27,7 @@ from pictures import jpeg, picture
 from tiny_detectors import picture as photograph
 from tiny_detectors import write_detector
 from tiny_networks import TIMES_MATRIX, write_onnx
-from tiny_runs import Started
+from tiny_runs import ROOT, Started, wait_for
 
 from deploy.gallery.database import Facts
 from deploy.gallery.store import Gallery
@@ -310,18 +311,35 @@ def test_the_page_asks_for_a_key_until_one_is_right_frees_its_pictures_and_says_
     assert words == "a face whose embedding has at least the length 0.001, with at most 25 % of its crop outside the picture"
 
 
-def test_metrics_count_what_was_answered(place: Path, tmp_path: Path):
+def _samples(client: Any) -> dict[tuple[str, ...], float]:
+    """Return the metrics by name and values of the labels."""
     parser = importlib.import_module("prometheus_client.parser")
+    families = parser.text_string_to_metric_families(client.get("/metrics").text)
+    return {(one.name, *sorted(one.labels.values())): one.value for family in families for one in family.samples}
+
+
+def test_faces_of_requests_that_come_together_are_embedded_together(place: Path, tmp_path: Path):
+    slow = ("MaxPool", {"kernel_shape": [31, 31], "pads": [15] * 4})  # so that others come while it computes
+    chain = [slow] * 12 + [("AveragePool", {"kernel_shape": [12, 12], "strides": [12, 12]}), ("Flatten", {}), TIMES_MATRIX]
+    write_onnx(tmp_path / "face.onnx", chain, 8, SIZE, matrix=np.eye(8, 48, dtype=np.float32))
+    with _served(tmp_path, tmp_path, "--keys", str(place / "keys")) as (_, address), ThreadPoolExecutor(6) as pool:
+        client = _client(address, ASK)
+
+        def are_fewer_calls() -> bool:
+            done = list(pool.map(lambda person: client.post("/api/embed", content=_face(person)).status_code, range(6)))
+            found = _samples(client)
+            return done == [200] * 6 and found["face_batch_crops_count",] < found["face_batch_crops_sum",]
+
+        wait_for(are_fewer_calls, 30)
+
+
+def test_metrics_count_what_was_answered(place: Path, tmp_path: Path):
     with _served(place, tmp_path, "--keys", str(place / "keys")) as (_, address):
         client = _client(address, ASK)
         for data in (_face(0), _face(1), b"x"):
             client.post("/api/embed", content=data)
         _client(address).get("/nothing")
-        samples = {
-            (sample.name, *sorted(sample.labels.values())): sample.value
-            for family in parser.text_string_to_metric_families(client.get("/metrics").text)
-            for sample in family.samples
-        }
+        samples = _samples(client)
     assert samples["face_requests_total", "200", "embed"] == 2 and samples["face_requests_total", "422", "embed"] == 1
     assert samples["face_requests_total", "404", "nothing"] == 1 and samples["face_request_seconds_count", "embed"] == 3
     assert samples["face_batch_crops_sum",] == 2 and samples["face_waiting",] == 0
@@ -421,6 +439,12 @@ def test_what_was_confirmed_before_a_kill_is_there(place: Path, tmp_path: Path):
     with Gallery(tmp_path / "people.gallery") as gallery:
         people = {image.person: image.number for image in gallery.images()}
         assert gallery.check() == len(people) and confirmed.items() <= people.items() and len(confirmed) >= 4 * rounds
+
+
+def test_a_short_attack_finds_nothing():
+    words = [sys.executable, "-m", "tests.attack.service", "--minutes", "0.05"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "") and "; 0 finds" in done.stdout, done
 
 
 # ---- parts
