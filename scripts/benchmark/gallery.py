@@ -1,7 +1,7 @@
 """Measure the search in a gallery against float32 products with all vectors: python -m scripts.benchmark.gallery
 
 The people are random, each with four images, whose cosine is 0.5. Every second query shows one of them. Both ways must find the
-same cosines. Bytes are what a new process needs at most to load the gallery, for each image. TMPDIR needs 4.5 kB an image.
+same cosines. Bytes are what a new process needs at most to load the gallery, for each image. TMPDIR needs 6.3 kB an image.
 
 Example: python -m scripts.benchmark.gallery --quick
 """
@@ -18,7 +18,7 @@ import torch
 
 from deploy.gallery.database import Facts
 from deploy.gallery.store import Gallery, NewImage
-from utils.cli import int_in_range, make_parser
+from utils.cli import int_in_range, make_parser, progress
 from utils.program import run_main
 
 from .kit import add_common_arguments, machine, peak_bytes, run_ranks, seconds_of, take_turns, write_json
@@ -44,7 +44,7 @@ def benchmark(options: argparse.Namespace) -> None:
         path, shape = Path(folder) / "people.gallery", (_IMAGES * people, _SIZE)
         rows = np.memmap(Path(folder) / "rows", np.float32, "w+", shape=shape)
         with Gallery.create(path, Facts("random", "0", _SIZE, 112, "", "largest")) as gallery:
-            for begin in range(0, people, _BLOCK):
+            for begin in progress(range(0, people, _BLOCK), None, "enrolling", "block"):
                 names = np.repeat(np.arange(begin, min(begin + _BLOCK, people)), _IMAGES)
                 drawn = rng.standard_normal((len(names), _SIZE), dtype=np.float32)
                 drawn += np.repeat(rng.standard_normal((len(names) // _IMAGES, _SIZE), dtype=np.float32), _IMAGES, axis=0)
