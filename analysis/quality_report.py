@@ -16,7 +16,8 @@ from .quality import WITHIN, Discard, ideal
 
 COLUMNS = ("measure", "pictures", "missing", "FNMR", f"mean to {WITHIN:.0%}", "random", "ideal", "gain")
 GATE_COLUMNS = ("measure", "gate", "pictures discarded", "comparisons discarded", "FNMR before", "FNMR after")
-_FLAGS = {("norm", False): "--min-norm", ("padding", True): "--max-padding"}  # of face enrol and face serve
+# of face enrol; the last two of face detect too
+_FLAGS = {("norm", False): "--min-norm", ("padding", True): "--max-padding", ("score", False): "--min-score"}
 _SHOWN = 8  # pictures of each end of a measure
 _DRAWN = 0.5  # largest share
 _MEANING = (
@@ -38,7 +39,7 @@ def rows_of(found: Mapping[str, Discard], num_pictures: int) -> list[tuple[str, 
 
 
 def gate_rows(found: Mapping[str, Discard], lower: Container[str], share: float) -> list[tuple[str, ...]]:
-    """Return a row of GATE_COLUMNS for each measure, with the flag of `face enrol` if it has one.
+    """Return a row of GATE_COLUMNS for each measure, with the flag of `face enrol` and `face detect` if it has one.
 
     Args:
         share: of the pictures that a gate may discard.

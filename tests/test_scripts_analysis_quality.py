@@ -86,6 +86,8 @@ def test_measures_are_compared_and_the_gates_are_those_of_enrolment(there: Path,
         assert 0 < 1 - np.mean(kept) == pytest.approx(found["pictures"]) and found["pictures"] <= 0.25
         assert 1 - len(left) / len(genuine) == pytest.approx(found["comparisons"])
         assert found["after"] == pytest.approx(np.mean(left)) and np.mean(left) < results[name]["fnmr"] / 2
+    (line,) = (line for line in said.splitlines() if line.split()[:2] == ["score", "--min-score"])
+    assert float(line.split()[2]) == results["score"]["gate"]["limit"]
     page = (out / "report.html").read_text()
     assert all(f"Pictures: {name}" in page for name in columns)
     head, *rows = (out / "results.csv").read_text().splitlines()

@@ -109,6 +109,22 @@ def test_all_faces_are_numbered_and_only_rejects_pictures_with_several(folder: P
     assert np.abs(points.mean(axis=0) - [107.5, 59.5]).max() < 2e-3  # the centre of the picture is at 79.5, 55.5
 
 
+def test_faces_with_too_much_outside_their_picture_are_left_out(folder: Path, detector: Path, tmp_path: Path):
+    _photograph(folder / "edge.png", (8, 8))
+    _photograph(folder / "both.png", (8, 8), (88, 40))
+    words = (folder, "--detector", detector, "--which", "all")
+    assert _run(words[0], tmp_path / "every", *words[1:]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "every" / "detect.jsonl").read_text().splitlines()[1:]]
+    shares = {line["name"]: sorted(face["padding"] for face in line["faces"]) for line in lines}
+    assert shares["edge.png"][0] > 0.2 and len(shares["both.png"]) == 2 and shares["both.png"][0] < 0.2 < shares["both.png"][1]
+    assert _run(words[0], tmp_path / "gate", *words[1:], "--max-padding", ".2") == 0
+    reasons = dict(_rows(tmp_path / "gate" / "rejected.csv"))
+    assert reasons["edge.png"].endswith("outside the picture, and --max-padding is 0.2") and "both.png" not in reasons
+    crops = _crops(tmp_path / "gate")
+    assert "edge_1.jpg" not in crops and "both_1.jpg" in crops and "both_2.jpg" not in crops
+    assert crops["both_1.jpg"] in {data for name, data in _crops(tmp_path / "every").items() if name.startswith("both")}
+
+
 def test_a_run_goes_on_where_it_was(folder: Path, detector: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert _run(folder, whole, "--detector", detector) == 0

@@ -19,6 +19,7 @@ from utils.image import MAX_PHOTO_PIXELS, decode_rgb
 from utils.parallel import map_in_order
 from utils.report.contact_sheet import sheet
 
+from ..gallery.gate import Gate
 from ..journal import Journal, open_journal
 from .detections import Face
 from .detector import Detector, open_detector
@@ -247,7 +248,8 @@ def _check_sheet(options: argparse.Namespace) -> None:
 
 def _facts(options: argparse.Namespace) -> dict[str, object]:
     """Return what the crops depend on, beside the pictures."""
-    settings = ("min_score", "min_size", "overlap", "longest_side", "which", "size", "quality")
+    settings = ["min_score", "min_size", "overlap", "longest_side", "which", "size", "quality"]
+    settings += ["max_padding"] if options.max_padding < 1 else []
     return {"detector": onnx_hash(options.detector), **{name: getattr(options, name) for name in settings}}
 
 
@@ -261,7 +263,10 @@ def _work(options: argparse.Namespace, names: Sequence[str], detector: Detector,
         if isinstance(crops, Rejected):
             return Done(name, before, (), crops.reason)
         faces = []
-        for number, crop in enumerate(crops):
+        reasons = [Gate(max_padding=options.max_padding).reason(math.inf, crop.padding) for crop in crops]
+        if all(reasons):
+            return Done(name, before, (), reasons[0])
+        for number, crop in enumerate(crop for crop, reason in zip(crops, reasons, strict=True) if not reason):
             target = options.out / crop_name(name, options.which, number)
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)

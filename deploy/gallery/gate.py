@@ -1,4 +1,4 @@
-"""The gate of enrolment: faces that are too poor to be searched for stay out of a gallery."""
+"""The gate: faces that are too poor to be searched for stay out of a gallery, or out of a folder of crops."""
 
 import argparse
 from typing import NamedTuple
@@ -34,6 +34,11 @@ def add_gate_arguments(parser: argparse.ArgumentParser) -> None:
         help="reject a face whose embedding is shorter. Lengths are those of one network: enrol good and poor pictures, print "
         "theirs by python -m scripts.deploy.gallery show --images, and choose X between them",
     )
+    add_padding_argument(parser)
+
+
+def add_padding_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --max-padding, which `face detect` has too."""
     parser.add_argument("--max-padding", type=SHARE, default=1.0, metavar="P", help="most of a crop outside its picture")
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from deploy.faces.detect import run
 from deploy.faces.detector import add_detector_arguments
 from deploy.faces.pictures import add_which_argument
+from deploy.gallery.gate import add_padding_argument
 from utils.cli import add_threads, int_in_range, make_parser
 from utils.image import IMAGE_SIZE
 from utils.program import run_main
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder for the aligned faces")
     add_detector_arguments(parser, required=True)
     add_which_argument(parser)
+    add_padding_argument(parser)
     parser.add_argument("--size", type=int_in_range(8, 4096), default=IMAGE_SIZE, help="height and width in pixels")
     parser.add_argument("--quality", type=int_in_range(1, 100), default=95, help="JPEG quality")
     parser.add_argument("--sheet", type=Path, metavar="PNG", help="draw pictures with box and points beside their crops")
