@@ -485,6 +485,14 @@ def test_too_many_connections_are_closed_and_the_page_goes_on():
 # ---- the program
 
 
+def test_the_end_of_an_answer_waits_for_no_acknowledgement(page: Page):
+    with socket.create_connection(("127.0.0.1", page.port)):
+        wait_for(lambda: page.server.server.server_state.connections, 10)
+        (connection, *_) = page.server.server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_it_listens_on_the_loopback_address_alone(page: Page):
     assert page.server.socket.getsockname()[0] == "127.0.0.1"
 

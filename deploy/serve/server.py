@@ -114,7 +114,8 @@ def _listen(address: str, port: int) -> socket.socket:
         family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
         raise ValueError(f"--host: {one_line(address)} is no address of this machine ({one_line(error)})") from None
-    found = socket.socket(family)
+    # asyncio sends the end of an answer at once, not after the client's delayed acknowledgement, where it sees that this is TCP
+    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind(where)
